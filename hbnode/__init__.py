@@ -1,4 +1,4 @@
-"""Neural ODEs with momentum, on PyTorch."""
+"""Neural ODEs with momentum for PyTorch."""
 
 from hbnode import data, diagnostics, distributions, errors, nn, optim, solve
 from hbnode.errors import SolverError

@@ -1,4 +1,4 @@
-"""Checks of arguments and how functions are called, with what to write instead."""
+"""Checks of arguments and of the signatures of functions, with error messages that name a fix."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from hbnode._torch import is_script_method
 
 
 class SupportsArray(Protocol):
-    """What numpy can make an array of: one of its arrays, a column of pandas."""
+    """The protocol of objects that NumPy converts to an array, such as a pandas column."""
 
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the array."""
+    def __array__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
 ArrayLike: TypeAlias = Tensor | Sequence[Any] | SupportsArray
 
 
 def as_count(value: SupportsIndex, name: str, least: int = 1) -> int:
-    """Return a whole number that is at least ``least``."""
+    """Return ``value`` as an int; raise ValueError if it is not an integer of at least ``least``."""
     try:
         count = operator.index(value)
     except TypeError:
@@ -36,14 +35,14 @@ def as_count(value: SupportsIndex, name: str, least: int = 1) -> int:
 
 
 def check_bool(value: bool, name: str, fix: str = "") -> bool:
-    """Return True or False, or raise an error: a number was meant for another argument."""
+    """Return ``value``; raise TypeError if it is not a bool, such as a number meant for another argument."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r}. Fix: {fix or f'{name}=True'}.")
     return value
 
 
 def as_seed(value: SupportsIndex) -> int:
-    """Return a whole number of at most 64 bits, which is what torch's generators take."""
+    """Return a seed for torch's generators; raise ValueError if it is not an integer from 0 to 2**64 - 1."""
     seed = as_count(value, "seed", least=0)
     if seed >= 2**64:
         raise ValueError(f"seed must be below 2**64, got {seed}. Fix: seed={seed % 2**64}.")
@@ -53,7 +52,7 @@ def as_seed(value: SupportsIndex) -> int:
 def as_numbers(
     value: object, name: str, fix: str, dtype: torch.dtype = torch.float64, device: str | None = "cpu"
 ) -> Tensor:
-    """Return a number or several as a tensor of its own, on the CPU, or for None where they are."""
+    """Return a copy of a number or several numbers as a tensor; ``device=None`` keeps the device of a tensor."""
     try:
         return torch.as_tensor(value, dtype=dtype, device=device).detach().clone()
     except (TypeError, ValueError, RuntimeError):
@@ -61,13 +60,13 @@ def as_numbers(
 
 
 def check_input(x: object, name: str) -> None:
-    """Refuse what is no tensor, with the call that makes it one."""
+    """Raise TypeError if ``x`` is not a tensor, with the call that converts it."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}. Fix: {conversion(x)}.")
 
 
 def conversion(x: object) -> str:
-    """Return how to make a tensor of ``x``, for messages."""
+    """Return the code that converts ``x`` to a tensor, for error messages."""
     if isinstance(x, (list, tuple)) and x and all(isinstance(part, Tensor) for part in x):
         return "torch.stack(x), or torch.cat(x)"
     if hasattr(x, "to_numpy"):
@@ -78,14 +77,14 @@ def conversion(x: object) -> str:
 
 
 def tensor_fix(value: object) -> str:
-    """Return how to make a batch of sequences of what was given in its place."""
+    """Return the code that converts ``value`` to a batch of sequences, for error messages."""
     if isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
         return "torch.stack(x) if all are of one shape, torch.nn.utils.rnn.pad_sequence(x, batch_first=True) if not"
     return conversion(value)
 
 
 def as_tensor(value: object, name: str) -> Tensor:
-    """Return a tensor of an array of numpy or pandas, or of a list of numbers in float64."""
+    """Return a tensor from a tensor, an array of NumPy or pandas, or a list of numbers, which becomes float64."""
     if isinstance(value, Tensor):
         return value
     array: Any = value.to_numpy() if hasattr(value, "to_numpy") else value
@@ -95,7 +94,7 @@ def as_tensor(value: object, name: str) -> Tensor:
         kind = getattr(array, "dtype", None)
         got = type(value).__name__ if kind is None else f"{type(value).__name__} of {kind}"
         raise TypeError(
-            f"{name} must be a tensor, an array or a list of numbers, got {got}. Fix: one number a sample."
+            f"{name} must be a tensor, an array or a list of numbers, got {got}. Fix: pass one number per sample."
         ) from error
 
 
@@ -103,8 +102,9 @@ _TIMES = {"t", "time"}
 
 
 def takes_time(func: Callable[..., Any], parts: int, second: str = "v") -> bool:
-    """Return whether ``func`` is to be called ``(t, *parts)`` rather than ``(*parts)``; messages call the second part
-    so.
+    """Return whether ``func`` takes the time as its first argument, before ``parts`` tensors.
+
+    Raise TypeError if this is unclear. ``second`` is the name of the second tensor in the error message.
     """
     if not callable(func):
         raise TypeError(f"func must be callable, got {type(func).__name__}. Fix: pass a module or a function.")
@@ -126,14 +126,14 @@ def takes_time(func: Callable[..., Any], parts: int, second: str = "v") -> bool:
         if not variadic and 0 < len(required) < parts:
             fix = f"Fix: let it take {names} as well."
         raise TypeError(
-            f"func takes {signature}, from which it cannot be told whether it wants the time; "
+            f"func has the signature {signature}, which does not show whether its first argument is the time; "
             f"expected ({names}) or (t, {names}). {fix}"
         )
     return len(required) == parts + 1
 
 
 def check_order(func: Callable[..., Any]) -> None:
-    """Refuse a function whose arguments by their names end with the time: everything here calls the time first."""
+    """Raise TypeError if the last argument of ``func`` is named like a time, because hbnode passes the time first."""
     if not callable(func):
         return
     inner = _unwrap(func)
@@ -145,7 +145,7 @@ def check_order(func: Callable[..., Any]) -> None:
 
 
 def check_call(field: Callable[..., Any]) -> None:
-    """:func:`check_order` of a plain function that is solved as a field: quick, as it is done in each solve."""
+    """Check the order of arguments like :func:`check_order`, but fast enough for each solve, and only for functions."""
     code = getattr(field, "__code__", None)
     if code is not None and code.co_argcount == 2:
         _check_names(code.co_varnames[:2])
@@ -186,7 +186,7 @@ def _signature(function: Any) -> inspect.Signature:
 
 
 def _unwrap(func: Callable[..., Any]) -> Callable[..., Any]:
-    """``func`` without the wrappers of torch.compile, DataParallel and DistributedDataParallel."""
+    """Return ``func`` without the wrappers of torch.compile, DataParallel and DistributedDataParallel."""
     while True:
         if isinstance(func, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             func = func.module
@@ -199,7 +199,7 @@ def _unwrap(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _SCIPY = {"lsoda": "LSODA", "radau": "Radau", "bdf": "BDF"}
-_SYNONYMS = {  # of scipy, MATLAB, torchdyn, torchode, diffrax
+_SYNONYMS = {  # names in SciPy, MATLAB, torchdyn, torchode and diffrax
     **dict.fromkeys(("rk45", "ode45", "dopri", "dormandprince"), "dopri5"),
     **dict.fromkeys(("dop853", "dormandprince8"), "dopri8"),
     **dict.fromkeys(("rk23", "ode23"), "bosh3"),
@@ -225,7 +225,7 @@ _OF_SDEINT = ("ubu", "baoab", "srk", "milstein", "euler_heun", "log_ode", "rever
 
 
 def nearest(name: object, names: Sequence[str]) -> str | None:
-    """Return the one of ``names`` that was most likely meant, None if none is near."""
+    """Return the name in ``names`` that is a synonym of ``name`` or spelled similarly, or None."""
     plain = "".join(filter(str.isalnum, str(name).lower()))
     if _SYNONYMS.get(plain) in names:
         return _SYNONYMS[plain]
@@ -233,11 +233,11 @@ def nearest(name: object, names: Sequence[str]) -> str | None:
 
 
 def nearest_method(name: object, methods: Sequence[str]) -> str:
-    """Return what to write in place of an unknown method."""
+    """Return the code that replaces an unknown method, for error messages."""
     if name in _OF_SDEINT:
         return f"hbnode.sdeint(sde, y0, t, method={name!r}, dt=...) for a HeavyBallSDE; else method=None"
     solver = _SCIPY.get(str(name).lower())
     if solver is not None:
         return f"method='scipy_solver' with options={{'solver': {solver!r}}} and gradient='adjoint'"
     near = nearest(name, methods)
-    return f"method={near!r}, or method=None for the best there is" if near else "method=None for the best there is"
+    return f"method={near!r}, or method=None for the default" if near else "method=None for the default"

@@ -1,7 +1,7 @@
-"""What hbnode asks of torch beside its public functions; tests/test_torch.py checks that the private ones exist.
+"""Helpers for torch, with all uses of its private functions; tests/test_torch.py checks that these functions exist.
 
-Whether a graph is recorded, a transform of torch.func, forward mode or a backward pass is running; the state of random
-number generators; autocast; torch's fused recurrent layers; the allocator; constants of a module that are not cast.
+The helpers query tracing, transforms and backward passes, and manage random number generators, autocast, fused
+recurrent layers, the CPU allocator and constants of modules.
 """
 
 from __future__ import annotations
@@ -23,37 +23,35 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 _DOUBLE_BACKWARD = ContextVar("double_backward", default=False)
-_LARGEST_BLOCK = 31 * 2**20  # bytes; glibc follows freed blocks of up to 32 MiB
+_LARGEST_BLOCK = 31 * 2**20  # bytes; glibc adapts its thresholds to freed blocks of up to 32 MiB
 _keeps_memory = False
 
 
 def is_tracing() -> bool:
-    """Return whether operations are recorded by torch.compile, torch.export or torch.jit.trace."""
+    """Return whether torch.compile, torch.export or torch.jit.trace is recording operations."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
 def may_look() -> bool:
-    """Return whether Python may look at the values of tensors: no graph is recorded, and no transform of torch.func
-    runs.
-    """
+    """Return whether Python code may read values of tensors: no graph is recorded and no torch.func transform runs."""
     return not is_tracing() and torch._C._functorch.get_dynamic_layer_stack_depth() == 0
 
 
 def is_exporting() -> bool:
-    """Return whether torch.export records a graph that will be run without Python; not known before torch 2.7."""
+    """Return whether torch.export is recording a graph; before torch 2.7, always return False."""
     return hasattr(torch.compiler, "is_exporting") and torch.compiler.is_exporting()
 
 
 @contextmanager
 def checking_shapes() -> Iterator[None]:
-    """Without the warnings of torch.jit.trace that a shape is compared, which hbnode does to refuse wrong ones."""
+    """Silence the warnings of torch.jit.trace about hbnode's checks of shapes."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=torch.jit.TracerWarning, module="hbnode")
         yield
 
 
 def untraced(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """:func:`torch.compiler.disable`, which imports half of torch, imported when torch.compile first needs it."""
+    """Exclude a function from graphs, as torch.compiler.disable does, without its slow import in eager mode."""
 
     @functools.wraps(function)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
@@ -67,13 +65,13 @@ def untraced(function: Callable[Arguments, Result]) -> Callable[Arguments, Resul
 
 
 def double_backward_enabled() -> bool:
-    """Return whether scans, solves and attention take their plain form; their own backward passes are not functions."""
+    """Return whether code runs inside :func:`double_backward`, so that fused forms must not be used."""
     return _DOUBLE_BACKWARD.get()
 
 
 @contextmanager
 def double_backward() -> Iterator[None]:
-    """Ask for it, for all that is evaluated inside."""
+    """Enable second derivatives of all operations inside the context."""
     token = _DOUBLE_BACKWARD.set(True)
     try:
         yield
@@ -82,12 +80,11 @@ def double_backward() -> Iterator[None]:
 
 
 def is_transformed() -> bool:
-    """Return whether a transform or forward-mode differentiation is running, which need a gradient by the graph."""
+    """Return whether a torch.func transform or forward-mode differentiation is running."""
     return torch._C._functorch.get_dynamic_layer_stack_depth() > 0 or torch.autograd.forward_ad._current_level >= 0
 
 
 def has_tangent(x: Tensor) -> bool:
-    """Return whether a derivative with respect to a tensor is taken in forward mode."""
     return (
         torch.autograd.forward_ad._current_level >= 0 and torch.autograd.forward_ad.unpack_dual(x).tangent is not None
     )
@@ -98,33 +95,29 @@ def is_vmapped(x: Tensor) -> bool:
 
 
 def is_batched(x: Tensor) -> bool:
-    """Return whether a tensor stands for many, as a gradient does under ``grad(..., is_grads_batched=True)`` of
-    autograd.
-    """
+    """Return whether a gradient is a batch, as under ``torch.autograd.grad(..., is_grads_batched=True)``."""
     return torch._C._functorch.is_legacy_batchedtensor(x)
 
 
 def backward_pass() -> int:
-    """Return the number of the backward pass that the autograd engine runs in this thread, or -1 outside of any."""
+    """Return the id of the backward pass that autograd runs in this thread, or -1 if there is none."""
     return torch._C._current_graph_task_id()
 
 
 def keeps_graph() -> bool:
-    """Return whether the backward pass that runs in this thread was asked to keep the graph; False where torch cannot
-    say.
-    """
+    """Return whether the running backward pass has ``retain_graph=True``; in torch 2.4, always return False."""
     asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)  # not yet in torch 2.4
     return asked is not None and asked()
 
 
 def sequence_number(node: Node | None) -> int:
-    """Return the number of a node of the graph: later nodes of a thread have larger ones."""
+    """Return the sequence number of an autograd node; later nodes of a thread have larger numbers."""
     assert node is not None
     return node._sequence_nr()
 
 
 def has_global_hooks() -> bool:
-    """Return whether a hook is registered for the calls of all modules."""
+    """Return whether a global forward hook or forward pre-hook of all modules is registered."""
     module = torch.nn.modules.module
     return bool(module._global_forward_hooks or module._global_forward_pre_hooks)
 
@@ -134,12 +127,12 @@ def is_script_method(function: object) -> bool:
 
 
 def may_have_compiled() -> bool:
-    """Return whether anything can have been compiled: the compiler, slow to import, has been imported."""
+    """Return whether torch.compile can have been used, that is, whether torch._dynamo has been imported."""
     return "torch._dynamo" in sys.modules
 
 
 def make_parametrized(module: torch.nn.Module) -> None:
-    """Give a module that was pickled the class that torch makes for a parametrized one, with its properties."""
+    """Give an unpickled module the class and the properties that torch creates for parametrized modules."""
     parametrize = torch.nn.utils.parametrize
     parametrize._inject_new_class(module)
     for name in module.get_submodule("parametrizations")._modules:
@@ -147,7 +140,7 @@ def make_parametrized(module: torch.nn.Module) -> None:
 
 
 def plain(x: Tensor) -> Tensor:
-    """Return the values of a tensor without what the transforms put around it; vmap's dimensions come in front."""
+    """Return the values of a tensor without the wrappers of torch.func; dimensions of vmap come first."""
     x = x.detach()
     while torch._C._functorch.is_functorch_wrapped_tensor(x):
         dim = torch._C._functorch.maybe_get_bdim(x) if torch._C._functorch.is_batchedtensor(x) else -1
@@ -157,22 +150,20 @@ def plain(x: Tensor) -> Tensor:
 
 
 def to_numpy(x: Tensor) -> np.ndarray:
-    """Return the values of a tensor in float64 on the host, as :func:`plain` gives them."""
+    """Return the values of a tensor as a float64 array on the CPU, without the wrappers of torch.func."""
     x = plain(x)
     with torch._C._DisableFuncTorch():
         return x.double().cpu().numpy()
 
 
 def numbers(x: Tensor) -> list[Any]:
-    """Return the values of a tensor (n,) as Python numbers; not every version of torch has ``tolist`` under the
-    transforms.
-    """
+    """Return the values of a tensor (n,) as Python numbers, also if ``tolist`` fails under torch.func."""
     return [value.item() for value in x.unbind()]
 
 
 @contextmanager
 def refusing(what: str, fix: str) -> Iterator[None]:
-    """Say what does not work under a transform, in place of the transform's own error about its tensors."""
+    """Replace an error of a torch.func transform by a ValueError that names ``what`` failed and a ``fix``."""
     try:
         yield
     except RuntimeError as error:
@@ -182,27 +173,29 @@ def refusing(what: str, fix: str) -> Iterator[None]:
 
 
 def needs_reference() -> bool:
-    """Return whether only operations that autograd knows will do: a graph is recorded, torch.func or forward mode
-    transforms what is computed, or its second derivatives are wanted.
+    """Return whether a computation must consist of operations of autograd.
+
+    This is the case while a graph is recorded, under a torch.func transform, in forward mode, and inside
+    :func:`double_backward`.
     """
     return not may_look() or is_transformed() or double_backward_enabled()
 
 
 def fast_form(reference: Callable[..., Any], vjp: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
-    """Decorate the fast form of a computation, which comes with its own VJP; it is called as its reference is.
+    """Return a decorator for a fused implementation with its own VJP; the result is called like ``reference``.
 
-    The reference runs in its place where :func:`needs_reference`. A backward pass that is to be differentiated again,
-    with ``create_graph=True``, or that takes a batch of gradients, differentiates the reference.
+    The reference runs instead if :func:`needs_reference` is true. The backward pass differentiates the reference if it
+    has ``create_graph=True`` or a batch of gradients.
 
     Arguments:
-        reference: ``reference(options, *tensors)`` gives a tuple of outputs. ``options`` is what is no tensor; tensors
-            and outputs may be None.
-        vjp: ``vjp(options, tensors, residuals, grads, needed)`` gives the gradients of the tensors, None for those that
-            are not ``needed``. A gradient of an output is None where there is none.
+        reference: ``reference(options, *tensors)`` returns a tuple of outputs. ``options`` holds all arguments that are
+            not tensors; tensors and outputs may be None.
+        vjp: ``vjp(options, tensors, residuals, grads, needed)`` returns the gradients of the tensors, or None for a
+            tensor whose entry in ``needed`` is False. An entry of ``grads`` is None if the output has no gradient.
 
     Returns:
-        A decorator of ``forward(options, keep, *tensors)``, which gives the outputs and, as a tuple of tensors, the
-        residuals: what its VJP needs beside the tensors. Without ``keep`` there is no backward pass.
+        A decorator of ``forward(options, needs_grad, *tensors)``. That function returns the outputs and the residuals,
+        a tuple of further tensors saved for the VJP. Without ``needs_grad`` there is no backward pass.
     """
 
     def decorate(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -212,8 +205,8 @@ def fast_form(reference: Callable[..., Any], vjp: Callable[..., Any]) -> Callabl
         def call(options: Any, *tensors: Tensor | None) -> Any:
             if needs_reference():
                 return reference(options, *tensors)
-            keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-            return _FastForm.apply(form, options, keep, *tensors) if keep else forward(options, keep, *tensors)[0]
+            needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+            return _FastForm.apply(form, options, *tensors) if needs_grad else forward(options, False, *tensors)[0]
 
         return call
 
@@ -228,8 +221,8 @@ class _Form(NamedTuple):
 
 class _FastForm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, form: _Form, options: Any, keep: bool, *tensors: Tensor | None) -> Any:
-        outputs, residuals = form.forward(options, keep, *tensors)
+    def forward(ctx: Any, form: _Form, options: Any, *tensors: Tensor | None) -> Any:
+        outputs, residuals = form.forward(options, True, *tensors)
         ctx.form, ctx.options, ctx.count = form, options, len(tensors)
         ctx.save_for_backward(*tensors, *residuals)
         ctx.set_materialize_grads(False)
@@ -237,18 +230,18 @@ class _FastForm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # once: torch.utils.checkpoint allows no second look
+        saved = ctx.saved_tensors  # torch.utils.checkpoint allows only one access
         tensors, residuals = saved[: ctx.count], saved[ctx.count :]
-        needed = ctx.needs_input_grad[3:]
+        needed = ctx.needs_input_grad[2:]
         given = [grad for grad in grads if grad is not None]
         if not given:
-            return (None,) * (3 + ctx.count)
-        with no_autocast(given[0]):  # as the forward pass runs
+            return (None,) * (2 + ctx.count)
+        with no_autocast(given[0]):  # as in the forward pass
             if torch.is_grad_enabled() or any(is_batched(grad) for grad in given):
                 found = reference_vjp(ctx.form.reference, ctx.options, tensors, grads, needed)
             else:
                 found = ctx.form.vjp(ctx.options, tensors, residuals, grads, needed)
-        return None, None, None, *found
+        return None, None, *found
 
 
 def reference_vjp(
@@ -258,9 +251,9 @@ def reference_vjp(
     grads: Sequence[Tensor | None],
     needed: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
-    """Gradients by autograd through the reference, which can be differentiated again where that is asked for."""
-    again = torch.is_grad_enabled()
-    with torch.enable_grad():  # a tensor that is given twice gets a gradient for each
+    """Return the VJP of the reference by autograd, with a graph if gradients are enabled."""
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad():  # views, because one tensor may be several arguments
         views = [None if x is None else x.view_as(x) for x in tensors]
         outputs = reference(options, *views)
     pairs = [(y, dy) for y, dy in zip(outputs, grads, strict=True) if y is not None and dy is not None]
@@ -268,14 +261,14 @@ def reference_vjp(
     leaves = [x for x, is_needed in zip(views, needed, strict=True) if x is not None and is_needed]
     found = iter(
         torch.autograd.grad(
-            [y for y, _ in pairs], leaves, [dy for _, dy in pairs], create_graph=again, allow_unused=True
+            [y for y, _ in pairs], leaves, [dy for _, dy in pairs], create_graph=create_graph, allow_unused=True
         )
     )
     return tuple(next(found) if is_needed else None for is_needed in needed)
 
 
 def is_autocast(x: Tensor) -> bool:
-    """Return whether autocast is on for the device of a tensor; the meta device has none."""
+    """Return whether autocast is enabled for the device of a tensor; the meta device has no autocast."""
     kind = x.device.type
     return kind != "meta" and torch.is_autocast_enabled(kind)
 
@@ -287,15 +280,15 @@ def no_autocast(x: Tensor) -> AbstractContextManager[object]:
 
 @functools.lru_cache(maxsize=16)
 def cpu_has_layer(name: str, dtype: torch.dtype) -> bool:
-    """Return whether torch's recurrent layer runs on this CPU under autocast, which not every CPU supports."""
+    """Return whether this CPU can run torch's recurrent layer under autocast to ``dtype``, forward and backward."""
     with (
-        torch.random.fork_rng(devices=[]),  # the layer draws its weights
+        torch.random.fork_rng(devices=[]),  # the layer has random weights
         torch.inference_mode(False),
         torch.enable_grad(),
         torch.autocast("cpu", dtype=dtype, cache_enabled=False),
     ):
         kind = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU}.get(name, torch.nn.RNN)
-        layer = kind(1, 1, device="cpu", dtype=torch.float32)  # float64, the default of some, would not be cast
+        layer = kind(1, 1, device="cpu", dtype=torch.float32)  # autocast ignores float64
         try:
             layer(torch.zeros(1, 1, 1, device="cpu", dtype=torch.float32))[0].sum().backward()
         except RuntimeError:
@@ -306,19 +299,19 @@ def cpu_has_layer(name: str, dtype: torch.dtype) -> bool:
 def fused_layer(
     name: str, x: Tensor, state: Tensor | tuple[Tensor, Tensor], weights: list[Tensor], sizes: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """Run torch's recurrent layer on given weights: one layer in one direction, as torch.nn.LSTM calls it.
+    """Run a unidirectional recurrent layer of torch with given weights, as torch.nn.LSTM does.
 
-    The weights may lie anywhere; cuDNN's warning that they are not in one chunk of memory is silenced.
+    The weights need not be contiguous with each other; cuDNN's warning about it is silenced.
 
     Arguments:
         name: "lstm", "gru", "rnn_tanh" or "rnn_relu".
         x: (T, batch, n), or the data of a PackedSequence.
         state: h, or h and c of an LSTM, each (1, batch, hidden_size).
-        weights: W_ih, W_hh, and b_ih and b_hh if there are any.
+        weights: W_ih, W_hh, and optionally b_ih and b_hh, as in torch.nn.LSTM.
         sizes: batch sizes of a PackedSequence.
 
     Returns:
-        The output, and the last h, or the last h and c.
+        The output, the last h and, for an LSTM, the last c.
     """
     rest = (weights, len(weights) == 4, 1, 0.0, torch.is_grad_enabled(), False)
     layer, warns = getattr(torch._VF, name), x.is_cuda and may_look()
@@ -329,7 +322,7 @@ def fused_layer(
 
 
 def random_state(device: torch.device) -> tuple[Tensor, ...]:
-    """Return the state of the generators that an evaluation on the device may draw from."""
+    """Return the states of the random number generators of the CPU and of ``device``."""
     states = (torch.get_rng_state(),)
     own = None if device.type == "cpu" else getattr(torch, device.type, None)
     return (*states, own.get_rng_state(device)) if own is not None and hasattr(own, "get_rng_state") else states
@@ -337,7 +330,7 @@ def random_state(device: torch.device) -> tuple[Tensor, ...]:
 
 @contextmanager
 def set_random_state(states: tuple[Tensor, ...] | None, device: torch.device) -> Iterator[None]:
-    """Draw from the given state, and put the generators back where they were; None leaves them alone."""
+    """Set the generators to ``states`` inside the context and restore them afterwards; None changes nothing."""
     if states is None:
         yield
         return
@@ -356,58 +349,57 @@ def _put_random_state(states: tuple[Tensor, ...], device: torch.device) -> None:
 
 
 def keep_freed_memory(device: torch.device) -> None:
-    """Let glibc keep memory that is freed, once for the process, for work on the CPU.
+    """Make glibc reuse freed memory instead of returning it to the system, if ``device`` is a CPU.
 
-    It gives memory back to the system block by block, until a large block has been freed: then it raises the sizes from
-    which it does, M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of mallopt(3), to that of the block and twice that. Before, a
-    pass whose intermediate values come and go by megabytes can spend half of its time in page faults. Here a block of
-    31 MiB is taken and freed, untouched. It changes nothing for other allocators, nor for thresholds that the
-    environment sets.
+    glibc returns freed blocks above the thresholds M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of mallopt(3). A pass with
+    large temporary tensors can then spend half of its time in page faults. Freeing a block raises the thresholds to its
+    size and twice its size, so this function frees a block of 31 MiB, once per process. It has no effect on other
+    allocators or if environment variables set the thresholds.
     """
     global _keeps_memory
     if device.type == "cpu" and not _keeps_memory:
         _keeps_memory = True
-        torch.UntypedStorage(_LARGEST_BLOCK)  # which deterministic mode does not fill, as it does tensors
+        torch.UntypedStorage(_LARGEST_BLOCK)  # a tensor would be filled in deterministic mode
 
 
-class KeepsConstants(nn.Module):
-    """Keeps Python floats and float64 tensors as constants: in the ``state_dict``, but neither cast nor learned.
+class ModuleWithConstants(nn.Module):
+    """A module with constants in its ``state_dict``, which are Python floats or float64 tensors.
 
-    A constant is not a buffer, because ``.half()`` or ``.float()`` would round it. Its attribute holds a float, or a
-    tensor on the CPU; of a tensor there is a copy on the module's device, always float64. Version 1 of a ``state_dict``
-    lacks the constants: it is loaded with a warning, and the module keeps its own.
+    Constants are not buffers, because ``.half()`` or ``.float()`` would round buffers. The attribute of a constant is
+    a float or a tensor on the CPU. A tensor also has a float64 copy on the module's device. Loading a ``state_dict`` of
+    version 1, which has no constants, issues a warning and leaves the constants unchanged.
     """
 
     _version = 2
-    defaults: ClassVar[dict[str, float]] = {}  # what version 1 stood for, where that goes without saying
-    renamed: ClassVar[dict[str, str]] = {}  # keys of version 1
+    defaults: ClassVar[dict[str, float]] = {}  # values of constants that need no warning for version 1
+    renamed: ClassVar[dict[str, str]] = {}  # keys of version 1 and their new names
 
     def constants(self) -> dict[str, str]:
-        """Return the attribute of each constant, by its key in the ``state_dict``."""
+        """Return a dict from the keys of the constants in the ``state_dict`` to their attributes."""
         return {}
 
-    def keep(self, attribute: str, value: float | Tensor) -> None:
-        """Set a constant, and the copy of a tensor."""
+    def set_constant(self, attribute: str, value: float | Tensor) -> None:
+        """Set a constant and, for a tensor, its copy on the module's device."""
         setattr(self, attribute, value)
         if isinstance(value, Tensor):
-            before = self._buffers.get(attribute + "_there")
+            before = self._buffers.get(attribute + "_on_device")
             copy = value.to(value.device if before is None else before.device, copy=True)
-            self.register_buffer(attribute + "_there", copy, persistent=False)
+            self.register_buffer(attribute + "_on_device", copy, persistent=False)
             self.__dict__[attribute + "_copy"] = copy
 
-    def kept(self, attribute: str) -> float | Tensor:
-        """Return a constant, on the module's device."""
-        there = self._buffers.get(attribute + "_there")  # which functional_call may have lent
-        return getattr(self, attribute) if there is None else there
+    def get_constant(self, attribute: str) -> float | Tensor:
+        """Return a constant; a tensor is on the module's device."""
+        on_device = self._buffers.get(attribute + "_on_device")  # functional_call may replace it
+        return getattr(self, attribute) if on_device is None else on_device
 
-    def on_host(self, attribute: str, value: float | Tensor) -> float | Tensor:
-        """Return the constant on the host, which waits for no device, if ``value`` is its copy; else ``value``."""
+    def host_constant(self, attribute: str, value: float | Tensor) -> float | Tensor:
+        """Return the constant on the CPU if ``value`` is its unchanged copy on the device, else ``value``."""
         return getattr(self, attribute) if value is self.__dict__.get(attribute + "_copy") else value
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> KeepsConstants:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ModuleWithConstants:
         super()._apply(fn, recurse)
         for attribute in self.constants().values():
-            self.keep(attribute, getattr(self, attribute))  # a cast must not round it, nor to_empty lose it
+            self.set_constant(attribute, getattr(self, attribute))  # fn may be a cast or to_empty
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -442,7 +434,7 @@ class KeepsConstants(nn.Module):
                     f"the state_dict does not hold the constant {key!r}: it was saved by an earlier version, or by "
                     "another module. "
                     f"{type(self).__name__} keeps its own, {_tensor(getattr(self, attribute)).tolist()}. "
-                    "Fix: make sure that it is the one of the training, and save the state_dict again.",
+                    "Fix: check that this is the value used in training, then save the state_dict again.",
                     stacklevel=2,
                 )
 
@@ -451,11 +443,11 @@ class KeepsConstants(nn.Module):
         if value.shape != own.shape:
             error_msgs.append(
                 f"the constant {key!r} has shape {tuple(value.shape)} in the state_dict and {tuple(own.shape)} here. "
-                "Fix: make the module with constants of the shape of the checkpoint's."
+                "Fix: create the module with constants of the checkpoint's shape."
             )
-        elif not value.is_meta and not torch.equal(value.cpu(), own.to(value.dtype)):  # equal if rounded: keep our own
+        elif not value.is_meta and not torch.equal(value.cpu(), own.to(value.dtype)):  # a rounded copy changes nothing
             value = value.to("cpu", torch.float64)
-            self.keep(attribute, value.clone() if value.dim() else value.item())
+            self.set_constant(attribute, value.clone() if value.dim() else value.item())
 
 
 def _tensor(value: float | Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""States as trees of tensors: tuples of a solve, and named states that recurrent modules hand on."""
+"""States of solvers, which are tensors or tuples, and of recurrent modules, which are dataclasses of tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hbnode._checks import check_input
 from hbnode._torch import plain
 
 State = Tensor | tuple[Tensor, ...]
-Times = Tensor | Iterable[float | Tensor]  # an array of numpy is an iterable too
+Times = Tensor | Iterable[float | Tensor]  # includes NumPy arrays
 
 
 def parts(state: State) -> tuple[Tensor, ...]:
@@ -24,7 +24,7 @@ def parts(state: State) -> tuple[Tensor, ...]:
 
 
 def apply(function: Callable[[Tensor], Tensor], state: State) -> State:
-    """Return the function of every tensor of a state, in the structure of the state."""
+    """Apply a function to every tensor of a state and return the results in the structure of the state."""
     return function(state) if isinstance(state, Tensor) else tuple(function(part) for part in state)
 
 
@@ -33,20 +33,22 @@ def last_of(trajectory: State) -> State:
 
 
 def is_finite(state: State) -> bool:
-    """Return whether all elements are. A sum that is finite says so at a third of the price; that of large ones may not
-    be.
+    """Return whether all elements of a state are finite.
+
+    A finite sum proves it at a third of the cost. Only a sum that is not finite, which may be an overflow, needs a
+    check of all elements.
     """
     state = tuple(map(plain, (state,) if isinstance(state, Tensor) else state))
     return math.isfinite(sum(map(Tensor.sum, state))) or bool(all_finite(state))
 
 
 def all_finite(state: State) -> Tensor:
-    """Return whether all elements are, without a synchronisation."""
+    """Return a boolean tensor, which says without a synchronisation whether all elements of a state are finite."""
     return torch.stack([torch.isfinite(part).all() for part in parts(state)]).all()
 
 
 def describe(state: object) -> str:
-    """Structure and shapes, for messages."""
+    """Return the structure and shapes of a state for error messages."""
     if isinstance(state, Tensor):
         return f"shape {tuple(state.shape)}"
     if isinstance(state, tuple):
@@ -69,7 +71,7 @@ def append_zeros(x: Tensor, augment: int) -> Tensor:
 
 
 def like(value: State, y: State) -> State:
-    """Return the field's value checked to have the structure, shapes and dtype of the state."""
+    """Return a field's ``value``; raise an error if its structure, shapes or dtype differ from the state ``y``."""
     if isinstance(y, Tensor):
         if isinstance(value, Tensor) and value.shape == y.shape:
             return cast(value, y)
@@ -84,7 +86,7 @@ def like(value: State, y: State) -> State:
 
 
 def cast(value: Tensor, y: Tensor) -> Tensor:
-    """``value`` in the dtype of the state: autocast may have computed it in a smaller one."""
+    """Return ``value`` in the dtype of the state ``y``; raise TypeError if the dtypes differ without autocast."""
     if value.dtype == y.dtype:
         return value
     if torch.is_autocast_enabled(y.device.type):
@@ -99,13 +101,13 @@ Kind = TypeVar("Kind", bound="Record")
 
 
 class Record:
-    """Base of the states: a frozen dataclass of tensors, None and other records, registered by :func:`record`."""
+    """The base class of states: frozen dataclasses of tensors, None and other records, made by :func:`record`."""
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
     __match_args__: ClassVar[tuple[str, ...]]  # the names of the entries
 
     def map(self: Kind, function: Callable[[Tensor], Tensor]) -> Kind:
-        """Return the same with a function applied to every tensor."""
+        """Apply a function to every tensor and return the results as a new state."""
 
         def mapped(value: object) -> object:
             if isinstance(value, Tensor):
@@ -115,27 +117,27 @@ class Record:
         return self._of({name: mapped(value) for name, value in self.as_dict().items()})
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the entries that there are, by name."""
+        """Return a dict of all entries that are not None."""
         entries = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
         return {name: value for name, value in entries if value is not None}
 
     def detach(self: Kind) -> Kind:
-        """Return the same without its history, for truncated backpropagation."""
+        """Return the state without its autograd graph, for truncated backpropagation."""
         return self.map(torch.Tensor.detach)
 
     def to(self: Kind, *args: Any, **kwargs: Any) -> Kind:
-        """Return the same on another device or in another dtype, with the arguments of :meth:`torch.Tensor.to`.
+        """Return the state on another device or in another dtype, with the arguments of :meth:`torch.Tensor.to`.
 
-        ``t`` changes its device alone: it counts samples, or is a time that float32 may be too coarse for.
+        The entry ``t`` keeps its dtype, because it counts samples or is a time that float32 may round too much.
         """
         moved = {}
         for name, value in self.as_dict().items():
             if isinstance(value, Record):
                 value = value.to(*args, **kwargs)
             elif isinstance(value, Tensor):
-                there = value.to(*args, **kwargs)
-                dtype = self._dtype(name, value.dtype, there.dtype)
-                value = there if there.dtype == dtype else value.to(there.device, dtype)
+                new = value.to(*args, **kwargs)
+                dtype = self._dtype(name, value.dtype, new.dtype)
+                value = new if new.dtype == dtype else value.to(new.device, dtype)
             moved[name] = value
         return self._of(moved)
 
@@ -148,7 +150,7 @@ class Record:
 
     @staticmethod
     def _dtype(name: str, old: torch.dtype, new: torch.dtype) -> torch.dtype:
-        """That of an entry after :meth:`to`."""
+        """Return the dtype of an entry after :meth:`to`, given its old dtype and the requested one."""
         return old if name == "t" else new
 
     def __repr__(self) -> str:
@@ -161,7 +163,7 @@ class Record:
 
 @dataclass_transform(eq_default=False, frozen_default=True)
 def record(kind: type[Kind]) -> type[Kind]:
-    """Make a subclass of :class:`Record` known to torch's transforms and to ``torch.load(weights_only=True)``."""
+    """Make a dataclass of a :class:`Record` and register it for pytrees and ``torch.load(weights_only=True)``."""
     kind = dataclasses.dataclass(frozen=True, eq=False, repr=False)(kind)
 
     def flatten(value: Kind) -> tuple[list[Any], list[str]]:

@@ -1,4 +1,7 @@
-"""Calls that torch.compile runs between its graphs. Imported while it traces: the decorator imports torch._dynamo."""
+"""Function calls outside the graphs of torch.compile.
+
+Only a running torch.compile imports this module, because torch.compiler.disable imports torch._dynamo.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,6 @@ Result = TypeVar("Result")
 
 
 def _run(function: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-    """Return the function of the arguments, without a graph."""
     return function(*args, **kwargs)
 
 

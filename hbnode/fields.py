@@ -1,4 +1,4 @@
-"""The fields: right-hand sides of NODE, ANODE, SONODE, HBNODE, GHBNODE and HeavyBallSDE, called ``(t, state)``.
+"""The right-hand sides NODE, ANODE, SONODE, HBNODE, GHBNODE and HeavyBallSDE, called as ``field(t, state)``.
 
 Throughout, ``h`` is the hidden state of shape (batch, ...), ``m`` (or ``v``) its momentum (or velocity) of the same
 shape, and ``t`` a scalar tensor. A state is ``h`` for the first-order fields and the tuple ``(h, m)`` for the others.
@@ -15,41 +15,41 @@ import torch
 from torch import Tensor, nn
 
 from hbnode._checks import as_count, as_numbers, check_input, check_order, conversion, takes_time
-from hbnode._torch import KeepsConstants
+from hbnode._torch import ModuleWithConstants
 from hbnode._tree import State, append_zeros, describe
 
 
 def with_momentum(x: Tensor, net: Callable[[Tensor], Tensor] | None, name: str) -> tuple[Tensor, Tensor]:
-    """``(x, net(x))``, or ``(x, 0)`` without a net."""
+    """Return ``(x, net(x))``, or ``(x, 0)`` if ``net`` is None; ``name`` is that of the net in error messages."""
     if not isinstance(x, Tensor):
         raise TypeError(f"the input must be a tensor, got {type(x).__name__}. Fix: {conversion(x)}.")
     m = torch.zeros_like(x) if net is None else net(x)
     if not isinstance(m, Tensor) or m.shape != x.shape:
         raise ValueError(
             f"{name} returned {describe(m)}; expected the shape of the input, {tuple(x.shape)}. "
-            "Fix: match its output size, or give the block an initial_state= that makes both parts."
+            "Fix: match its output size, or give the block an initial_state= that returns both tensors."
         )
     return x, m.to(x.dtype)  # autocast may have made m smaller
 
 
 class Field(nn.Module, ABC):
-    """Abstract right-hand side of an ODE, ``d state/dt = field(t, state)``, around a network ``func``.
+    """The abstract base class of right-hand sides, ``d state/dt = field(t, state)``, with a network ``func``.
 
     Arguments:
-        func: module or callable taking the state's parts, with or without the time in front.
-        parts: how many tensors ``func`` takes besides the time.
-        time_dependent: whether ``func`` takes the time first. None reads it off ``func``: its attribute
-            ``time_dependent`` if it has one, else its number of required positional arguments.
+        func: module or callable that takes the tensors of the state, optionally after the time.
+        parts: number of tensors that ``func`` takes besides the time.
+        time_dependent: whether ``func`` takes the time as its first argument. None uses the attribute
+            ``func.time_dependent`` if it exists, else the number of required positional arguments.
 
     Raises:
-        TypeError: if ``func`` is not callable, or how to call it cannot be told.
+        TypeError: if ``func`` is not callable, or it is unclear whether ``func`` takes the time.
     """
 
     def __init__(self, func: Callable[..., Tensor], *, parts: int, time_dependent: bool | None) -> None:
         super().__init__()
         check_order(func)
         self.func = func
-        self.compiled: dict[Any, Any] = {}  # steps of native methods that compile=True has compiled for this field
+        self.compiled: dict[Any, Any] = {}  # programs of compile=True
         self.time_dependent = takes_time(func, parts) if time_dependent is None else bool(time_dependent)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -59,26 +59,25 @@ class Field(nn.Module, ABC):
 
     @abstractmethod
     def initial_state(self, x: Tensor) -> State:
-        """Make the state at the start of a solve from an input ``x`` of shape (batch, ...)."""
+        """Return the initial state of a solve for an input ``x`` of shape (batch, ...)."""
 
     @abstractmethod
     def forward(self, t: Tensor, state: Any, /) -> State:
         """Return the derivative of the state, in the structure of the state."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what was compiled, which belongs to this object."""
-        return {**self.__dict__, "compiled": {}}
+        return {**self.__dict__, "compiled": {}}  # programs cannot be pickled
 
     def readout(self, state: State) -> Tensor:
-        """Return the hidden state h of a state, or of a whole trajectory of states."""
+        """Return the hidden state h of a state or of a trajectory of states."""
         return state if isinstance(state, Tensor) else state[0]
 
     def dynamics_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters of the right-hand side: all but those of the initial momentum or velocity."""
+        """Return all parameters except those of the initial momentum or velocity."""
         return [p for name, p in self.named_parameters() if not name.startswith("initial_")]
 
     def evaluate(self, t: Tensor, h: Tensor, *others: Tensor) -> Tensor:
-        """Return the value f(h, t) of ``func``, checked to have the shape of ``h``."""
+        """Return the value of ``func``; raise ValueError if it does not have the shape of ``h``."""
         if not isinstance(h, Tensor):
             raise TypeError(
                 f"{type(self).__name__} is solved on a tensor, got {describe(h)}. Fix: field.initial_state(x) makes it."
@@ -100,12 +99,11 @@ class Field(nn.Module, ABC):
         return state
 
     def extra_repr(self) -> str:
-        """Return what ``repr`` shows beside the submodules."""
         return f"time_dependent={self.time_dependent}"
 
 
 class NODE(Field):
-    r"""Neural ODE, :math:`h' = f(h, t)`.
+    r"""A neural ODE, :math:`h' = f(h, t)`.
 
     References:
         Chen et al., Neural Ordinary Differential Equations, arXiv:1806.07366; equation (18) of Wang et al., How Does
@@ -113,7 +111,7 @@ class NODE(Field):
 
     Arguments:
         func: f as a module or callable taking ``(h)`` or ``(t, h)``, returning the shape of h.
-        time_dependent: whether ``func`` takes the time; None reads it off ``func``. Default: None.
+        time_dependent: whether ``func`` takes the time. None infers it as in :class:`Field`. Default: None.
 
     Example:
         >>> import math, torch, hbnode
@@ -127,27 +125,27 @@ class NODE(Field):
         super().__init__(func, parts=1, time_dependent=time_dependent)
 
     def initial_state(self, x: Tensor) -> Tensor:
-        """Return the input itself."""
+        """Return ``x`` after checking that it is a tensor."""
         check_input(x, "the input")
         return x
 
     def forward(self, t: Tensor, h: Tensor) -> Tensor:
-        """Equation (18)."""
+        """Return the derivative f(h, t), where f is ``func``."""
         return self.evaluate(t, h)
 
 
 class ANODE(Field):
-    r"""Augmented neural ODE: :math:`h' = f(h, t)` from :math:`h(t_0) = [x, 0]`.
+    r"""An augmented neural ODE, :math:`h' = f(h, t)` with the initial state :math:`h(t_0) = [x, 0]` for an input x.
 
-    The zeros give trajectories room to pass each other, which those of a NODE cannot.
+    The appended zeros let trajectories of different inputs pass each other, which is impossible in a NODE.
 
     References:
         Dupont et al., Augmented Neural ODEs, arXiv:1904.01681.
 
     Arguments:
         func: f, taking ``(h)`` or ``(t, h)`` with h already augmented.
-        augment: how many zeros (features, or channels of an image) are appended along dimension 1.
-        time_dependent: whether ``func`` takes the time; None reads it off ``func``. Default: None.
+        augment: number of zeros (features, or channels of an image) appended along dimension 1.
+        time_dependent: whether ``func`` takes the time. None infers it as in :class:`Field`. Default: None.
     """
 
     def __init__(self, func: Callable[..., Tensor], augment: int, *, time_dependent: bool | None = None) -> None:
@@ -155,28 +153,27 @@ class ANODE(Field):
         self.augment = as_count(augment, "augment", least=0)
 
     def initial_state(self, x: Tensor) -> Tensor:
-        """``x`` with zeros appended along dimension 1."""
+        """Return ``x`` with zeros appended along dimension 1."""
         return append_zeros(x, self.augment)
 
     def forward(self, t: Tensor, h: Tensor) -> Tensor:
-        """Equation (18) on the augmented state."""
+        """Return the derivative f(h, t) of the augmented state, where f is ``func``."""
         return self.evaluate(t, h)
 
     def extra_repr(self) -> str:
-        """Return what ``repr`` shows beside the submodules."""
         return f"augment={self.augment}, {super().extra_repr()}"
 
 
 class SONODE(Field):
-    r"""Second-order neural ODE, :math:`h'' = f(h, h', t)`, as :math:`h' = v,\; v' = f(h, v, t)`.
+    r"""A second-order neural ODE, :math:`h'' = f(h, h', t)`, solved as :math:`h' = v,\; v' = f(h, v, t)`.
 
     References:
         Norcliffe et al., On Second Order Behaviour in Augmented Neural ODEs, arXiv:2006.07220.
 
     Arguments:
         func: f, taking ``(h, v)`` or ``(t, h, v)``, returning the shape of h.
-        initial_velocity: module or callable x -> v(t0) of the shape of x; None starts at rest. Default: None.
-        time_dependent: whether ``func`` takes the time; None reads it off ``func``. Default: None.
+        initial_velocity: module or callable x -> v(t0) of the shape of x; None gives zeros. Default: None.
+        time_dependent: whether ``func`` takes the time. None infers it as in :class:`Field`. Default: None.
     """
 
     def __init__(
@@ -190,17 +187,17 @@ class SONODE(Field):
         self.initial_velocity = initial_velocity
 
     def initial_state(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """``(x, v0)`` with v0 zeros or ``initial_velocity(x)``."""
+        """Return ``(x, v0)`` with v0 = ``initial_velocity(x)``, or zeros if it is None."""
         return with_momentum(x, self.initial_velocity, "initial_velocity")
 
     def forward(self, t: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the equation above."""
+        """Return the derivatives h' and v' of the state (h, v)."""
         h, v = self._pair(state)
         return v, self.evaluate(t, h, v)
 
 
-class _Damped(KeepsConstants, Field):
-    """What HBNODE and GHBNODE share: the damping γ and the initial momentum."""
+class _Damped(ModuleWithConstants, Field):
+    """The base class of HBNODE and GHBNODE, with the damping γ and the initial momentum."""
 
     defaults: ClassVar = {"max_damping": 1.0}
     renamed: ClassVar = {"_dampings": "damping"}
@@ -233,33 +230,33 @@ class _Damped(KeepsConstants, Field):
             self.omega = nn.Parameter(torch.logit(gamma / self.max_damping).to(like))
         else:
             _check_not_negative(gamma, "damping", "pass damping=0.0 for no damping")
-            self.keep("_damping", gamma if gamma.dim() else gamma.item())
+            self.set_constant("_damping", gamma if gamma.dim() else gamma.item())
         self.initial_momentum = initial_momentum
 
     @property
     def damping(self) -> Tensor | float:
-        """The current γ: a tensor if learned or one for each channel (float64 if constant), else a Python float."""
-        return self.kept("_damping") if self.omega is None else self.max_damping * torch.sigmoid(self.omega)
+        """The current damping γ, a tensor if it is learned or differs between channels, else a Python float."""
+        return self.get_constant("_damping") if self.omega is None else self.max_damping * torch.sigmoid(self.omega)
 
     def solver_damping(self) -> Tensor | float:
-        """γ for a solver, which takes a constant from the host."""
-        return self.damping if self.omega is not None else self.on_host("_damping", self.damping)
+        """Return the damping γ for a solver; a constant γ is on the CPU, so that reading it does not wait for a GPU."""
+        return self.damping if self.omega is not None else self.host_constant("_damping", self.damping)
 
     def constants(self) -> dict[str, str]:
-        """Return a learned γ has one as well: the bound that its parameter is relative to."""
+        # ω determines a learned γ only together with max_damping
         return {"damping": "_damping"} if self.omega is None else {"max_damping": "max_damping"}
 
     def friction(self, m: Tensor) -> Tensor:
-        """Return the product γm, in the dtype of m."""
+        """Return the damping γ times ``m``, in the dtype of ``m``."""
         gamma = self.damping
         return (gamma.to(m.dtype) if self.omega is None and isinstance(gamma, Tensor) else gamma) * m
 
     def force(self, t: Tensor, h: Tensor) -> Tensor:
-        """Return what acts on the ball apart from the damping."""
+        """Return the terms of the momentum's derivative without the damping."""
         return self.evaluate(t, h)
 
     def initial_state(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """``(x, m0)`` with m0 zeros or ``initial_momentum(x)``."""
+        """Return ``(x, m0)`` with m0 = ``initial_momentum(x)``, or zeros if it is None."""
         return with_momentum(x, self.initial_momentum, "initial_momentum")
 
     def extra_repr(self) -> str:
@@ -268,30 +265,31 @@ class _Damped(KeepsConstants, Field):
 
 
 class HBNODE(_Damped):
-    r"""Heavy-ball neural ODE, :math:`h'' + \gamma h' = f(h, t)`, as :math:`h' = m,\; m' = -\gamma m + f(h, t)`.
+    r"""A heavy-ball neural ODE, :math:`h'' + \gamma h' = f(h, t)`.
 
-    A learned damping is :math:`\gamma = \epsilon \cdot \mathrm{sigmoid}(\omega)` with :math:`\epsilon` the
-    ``max_damping`` and :math:`\omega` starting at -3.
+    It is solved as :math:`h' = m,\; m' = -\gamma m + f(h, t)`. A learned damping is
+    :math:`\gamma = \epsilon \cdot \mathrm{sigmoid}(\omega)` with :math:`\epsilon` = ``max_damping`` and the
+    parameter :math:`\omega`, which by default starts at -3.
 
     References:
         Xia et al., Heavy Ball Neural Ordinary Differential Equations (NeurIPS 2021), arXiv:2110.04840; equations
         (24) and (25) of Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture Design? (2022).
 
     Arguments:
-        func: f, taking ``(h)`` or ``(t, h)``, returning the shape of h. f does not see m.
-        damping: initial γ, in units of 1/time: a number, or a tensor that broadcasts with h, (d,) for one γ a feature
-            and (d, 1, 1) for one a channel. None is ``max_damping * sigmoid(-3)``, about 0.047. Default: None.
-        learn_damping: whether γ is a parameter; a constant one is a Python float or a float64 tensor, whatever the
-            dtype of the module, and is in its ``state_dict``. Default: True.
+        func: f, taking ``(h)`` or ``(t, h)``, returning the shape of h. f does not take m.
+        damping: initial γ, in units of 1/time: a number, or a tensor that broadcasts with h, (d,) for one γ per feature
+            and (d, 1, 1) for one per channel. None is ``max_damping * sigmoid(-3)``, about 0.047. Default: None.
+        learn_damping: whether γ is learned. A constant γ is a Python float or a float64 tensor for any dtype of the
+            module, and is part of the ``state_dict``. Default: True.
         max_damping: upper bound of a learned γ. Default: 1.0.
-        initial_momentum: module or callable x -> m(t0) of the shape of x; None starts at rest. Default: None.
-        time_dependent: whether ``func`` takes the time; None reads it off ``func``. Default: None.
+        initial_momentum: module or callable x -> m(t0) of the shape of x; None gives zeros. Default: None.
+        time_dependent: whether ``func`` takes the time. None infers it as in :class:`Field`. Default: None.
 
     Raises:
         ValueError: if the damping is out of its range.
 
     Example:
-        A spring, h'' = -h, turns h into cos(t):
+        The spring h'' = -h with h(0) = 1 and h'(0) = 0 has the solution h = cos(t):
 
         >>> import math, torch, hbnode
         >>> field = hbnode.HBNODE(lambda h: -h, damping=0.0, learn_damping=False)
@@ -314,16 +312,17 @@ class HBNODE(_Damped):
         super().__init__(func, damping, learn_damping, max_damping, initial_momentum, time_dependent)
 
     def forward(self, t: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Equation (25)."""
+        """Return the derivatives h' and m' of the state (h, m)."""
         h, m = self._pair(state)
         return m, self.force(t, h) - self.friction(m)
 
 
 class GHBNODE(_Damped):
-    r"""Generalized heavy-ball neural ODE, :math:`h' = \sigma(m),\; m' = -\gamma m + f(h, t) - \xi h`.
+    r"""A generalized heavy-ball neural ODE, :math:`h' = \sigma(m),\; m' = -\gamma m + f(h, t) - \xi h`.
 
-    The bounded :math:`\sigma` and the pull :math:`-\xi h` keep h from growing where an HBNODE blows up. A learned
-    skip weight is :math:`\xi = \mathrm{softplus}(\chi)` with :math:`\chi` starting at 0, so :math:`\xi = \ln 2`.
+    With a bounded activation :math:`\sigma`, the term :math:`-\xi h` prevents the blow-up that an HBNODE can have. A
+    learned skip weight is :math:`\xi = \mathrm{softplus}(\chi)` with the parameter :math:`\chi`. By default it starts
+    at 0, so that :math:`\xi = \ln 2`.
 
     References:
         Xia et al., arXiv:2110.04840; equation (48) of Wang et al. (2022).
@@ -331,13 +330,13 @@ class GHBNODE(_Damped):
     Arguments:
         func: f, taking ``(h)`` or ``(t, h)``, returning the shape of h.
         damping: initial γ, as for :class:`HBNODE`. Default: None.
-        learn_damping: whether γ is a parameter. Default: True.
+        learn_damping: whether γ is learned. Default: True.
         max_damping: upper bound of a learned γ. Default: 1.0.
         xi: initial ξ, in units of 1/time. None is ln 2. Default: None.
-        learn_xi: whether ξ is a parameter; a constant ξ is a Python float, and in the ``state_dict``. Default: True.
+        learn_xi: whether ξ is learned. A constant ξ is a Python float and part of the ``state_dict``. Default: True.
         activation: σ, elementwise. Default: ``torch.tanh``.
-        initial_momentum: module or callable x -> m(t0) of the shape of x; None starts at rest. Default: None.
-        time_dependent: whether ``func`` takes the time; None reads it off ``func``. Default: None.
+        initial_momentum: module or callable x -> m(t0) of the shape of x; None gives zeros. Default: None.
+        time_dependent: whether ``func`` takes the time. None infers it as in :class:`Field`. Default: None.
 
     Raises:
         ValueError: if the damping or ξ is out of its range.
@@ -372,64 +371,62 @@ class GHBNODE(_Damped):
 
     @property
     def xi(self) -> Tensor | float:
-        """The current ξ, a scalar tensor if learned, else a Python float."""
+        """The current skip weight ξ, a scalar tensor if it is learned, else a Python float."""
         return self._xi if self.chi is None else nn.functional.softplus(self.chi)
 
     def forward(self, t: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Equation (48)."""
+        """Return the derivatives h' and m' of the state (h, m)."""
         h, m = self._pair(state)
         return self.activation(m), self.force(t, h) - self.friction(m)
 
     def constants(self) -> dict[str, str]:
-        """That of the damping, and a ξ that is not learned."""
         return super().constants() | ({"xi": "_xi"} if self.chi is None else {})
 
     def force(self, t: Tensor, h: Tensor) -> Tensor:
-        """Return the value of f(h, t) - ξh."""
+        """Return f(h, t) - ξh, where f is ``func`` and ξ is the skip weight ``xi``."""
         return self.evaluate(t, h) - self.xi * h
 
     def extra_repr(self) -> str:
-        """Return what ``repr`` shows beside the submodules."""
         learned = "" if self.chi is None else " (learned)"
         return f"xi={_number(self.xi)}{learned}, {super().extra_repr()}"
 
 
 class HeavyBallSDE(HBNODE):
-    r"""Heavy-ball SDE, :math:`dh = m\,dt,\; dm = (-\gamma m + f(h, t))\,dt + \sqrt{2\gamma\eta}\,dW`.
+    r"""A heavy-ball SDE, :math:`dh = m\,dt,\; dm = (-\gamma m + f(h, t))\,dt + \sqrt{2\gamma\eta}\,dW`.
 
-    This is underdamped Langevin dynamics with the damping :math:`\gamma` and the temperature :math:`\eta`. If
-    :math:`f = -\nabla F`, its stationary density is proportional to :math:`e^{-F(h)/\eta}\, \mathcal{N}(m; 0, \eta)`.
-    At temperature 0 it is an :class:`HBNODE`.
+    This is underdamped Langevin dynamics with the damping :math:`\gamma`, the temperature :math:`\eta` and a Wiener
+    process W. For a force :math:`f = -\nabla F` with a potential F, the stationary density is proportional to
+    :math:`e^{-F(h)/\eta}\, \mathcal{N}(m; 0, \eta)`. At temperature 0 the SDE is an :class:`HBNODE`.
 
-    :func:`hbnode.sdeint` solves it. It is also an SDE of torchsde: ``torchsde.sdeint`` and ``torchsde.sdeint_adjoint``
-    solve it on the state ``torch.cat([h, m], -1)`` of shape (batch, 2d). :func:`hbnode.odeint` solves it without its
-    noise.
+    :func:`hbnode.sdeint` solves the SDE, and :func:`hbnode.odeint` solves it without noise. ``torchsde.sdeint`` and
+    ``torchsde.sdeint_adjoint`` also solve it, on the state ``torch.cat([h, m], -1)`` of shape (batch, 2d).
 
-    A learned temperature is :math:`\eta = e^{\theta}`. The learned damping is that of :class:`HBNODE`.
+    A learned temperature is :math:`\eta = e^{\theta}` with the parameter :math:`\theta`. A learned damping is as in
+    :class:`HBNODE`.
 
     References:
         Equation (5) of Nguyen et al., MomentumRNN: Integrating Momentum into Recurrent Neural Networks,
         arXiv:2006.06919, where the force is :math:`f = -\eta\nabla F`.
 
     Arguments:
-        func: f, taking ``(h)`` or ``(t, h)``, returning the shape of h. f does not see m.
-        damping: initial γ, in units of 1/time: a number, or a tensor that broadcasts with h, (d,) for one γ a feature
-            and (d, 1, 1) for one a channel. None is ``max_damping * sigmoid(-3)``, about 0.047. Default: None.
+        func: f, taking ``(h)`` or ``(t, h)``, returning the shape of h. f does not take m.
+        damping: initial γ, in units of 1/time: a number, or a tensor that broadcasts with h, (d,) for one γ per feature
+            and (d, 1, 1) for one per channel. None is ``max_damping * sigmoid(-3)``, about 0.047. Default: None.
         temperature: initial η, in units of (h/time)²: a number >= 0, or a tensor that broadcasts with h.
             Default: ``1.0``.
-        learn_damping: whether γ is a parameter. A constant γ is in the ``state_dict``. Default: True.
-        learn_temperature: whether η is a parameter. A constant η is in the ``state_dict``. Default: False.
+        learn_damping: whether γ is learned. A constant γ is part of the ``state_dict``. Default: True.
+        learn_temperature: whether η is learned. A constant η is part of the ``state_dict``. Default: False.
         max_damping: upper bound of a learned γ. Default: ``1.0``.
-        initial_momentum: module or callable x -> m(t0) of the shape of x; None starts at rest. Default: None.
-        time_dependent: whether ``func`` takes the time; None reads it off ``func``. Default: None.
-        sde_type: what torchsde is told, ``"ito"`` or ``"stratonovich"``. The noise does not depend on the state, so
-            both are the same equation. The choice decides which of torchsde's methods accept it. Default: ``"ito"``.
+        initial_momentum: module or callable x -> m(t0) of the shape of x; None gives zeros. Default: None.
+        time_dependent: whether ``func`` takes the time. None infers it as in :class:`Field`. Default: None.
+        sde_type: ``"ito"`` or ``"stratonovich"``, which decides which of torchsde's methods accept the SDE. The
+            equation is the same, because the noise does not depend on the state. Default: ``"ito"``.
 
     Raises:
         ValueError: if the damping or the temperature is out of its range.
 
     Example:
-        A spring in a heat bath of temperature 0.5: the variance of h is 0.5 in the end.
+        A spring with a Langevin thermostat of temperature 0.5, for which the stationary variance of h is 0.5:
 
         >>> import torch, hbnode
         >>> _ = torch.manual_seed(0)
@@ -472,23 +469,22 @@ class HeavyBallSDE(HBNODE):
                 )
             self.log_temperature = nn.Parameter(eta.log().to(torch.empty(0)))
         else:
-            self.keep("_temperature", eta if eta.dim() else eta.item())
+            self.set_constant("_temperature", eta if eta.dim() else eta.item())
 
     @property
     def temperature(self) -> Tensor | float:
-        """The current η: a tensor if learned or one for each channel (float64 if constant), else a Python float."""
-        return self.kept("_temperature") if self.log_temperature is None else self.log_temperature.exp()
+        """The current temperature η, a tensor if it is learned or differs between channels, else a Python float."""
+        return self.get_constant("_temperature") if self.log_temperature is None else self.log_temperature.exp()
 
     def solver_temperature(self) -> Tensor | float:
-        """Return the temperature for a solver, which takes a constant from the host."""
-        return self.on_host("_temperature", self.temperature)
+        """Return the temperature for a solver; a constant is on the CPU, so that reading it does not wait for a GPU."""
+        return self.host_constant("_temperature", self.temperature)
 
     def constants(self) -> dict[str, str]:
-        """Those of the damping, and a temperature that is not learned."""
         return super().constants() | ({"temperature": "_temperature"} if self.log_temperature is None else {})
 
     def noise_scale(self, m: Tensor) -> Tensor:
-        """Return the diffusion √(2γη), in the shape and dtype of m."""
+        """Return √(2γη) in the shape and dtype of ``m``, with the damping γ and the temperature η."""
         gamma, eta = (
             torch.as_tensor(x, dtype=m.dtype, device=m.device) if isinstance(x, float) else x.to(m.dtype)
             for x in (self.damping, self.temperature)
@@ -496,38 +492,37 @@ class HeavyBallSDE(HBNODE):
         return diffusion(gamma, eta).expand_as(m)
 
     def f(self, t: Tensor, y: Tensor) -> Tensor:
-        """Return the drift, for torchsde: (batch, 2d) to (batch, 2d)."""
+        """Return the drift (batch, 2d) at the state ``y`` (batch, 2d) for torchsde."""
         h, m = self._halves(y)
         return torch.cat(self(t, (h, m)), -1)
 
     def g(self, t: Tensor, y: Tensor) -> Tensor:
-        """Return the diffusion, for torchsde: (batch, 2d, d). The noise acts on m alone."""
+        """Return the diffusion matrix (batch, 2d, d) for torchsde; its first d rows are 0, because h has no noise."""
         _, m = self._halves(y)
         scale = torch.diag_embed(self.noise_scale(m))
         return torch.cat([torch.zeros_like(scale), scale], -2)
 
     def g_prod(self, t: Tensor, y: Tensor, v: Tensor) -> Tensor:
-        """Return the diffusion times a vector (batch, d), for torchsde, without the matrix: (batch, 2d)."""
+        """Return the diffusion matrix times the vectors ``v`` (batch, d) for torchsde, of shape (batch, 2d)."""
         _, m = self._halves(y)
         return torch.cat([torch.zeros_like(v), self.noise_scale(m) * v], -1)
 
     def _halves(self, y: Tensor) -> tuple[Tensor, Tensor]:
         if y.shape[-1] % 2:
             raise ValueError(
-                f"the state must be h and m side by side, an even number of columns, got shape {tuple(y.shape)}. "
+                f"the state must be torch.cat([h, m], -1) with an even number of columns, got shape {tuple(y.shape)}. "
                 "Fix: torch.cat([h, m], -1)."
             )
         h, m = y.chunk(2, -1)
         return h, m
 
     def extra_repr(self) -> str:
-        """Return what ``repr`` shows beside the submodules."""
         learned = "" if self.log_temperature is None else " (learned)"
         return f"temperature={_number(self.temperature)}{learned}, {super().extra_repr()}"
 
 
 def diffusion(gamma: Tensor, eta: Tensor) -> Tensor:
-    """Return the factor √(2γη) of the noise. At 0, where the slope of the root is infinite, its gradient is 0."""
+    """Return √(2γη) for the damping γ (``gamma``) and the temperature η (``eta``), with gradient 0 at γη = 0."""
     product = 2 * gamma * eta
     return torch.where(product > 0, torch.where(product > 0, product, 1.0).sqrt(), 0.0)
 

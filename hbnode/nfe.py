@@ -1,4 +1,4 @@
-"""Counting function evaluations (NFE): one per call of the field, wherever a solver calls it from."""
+"""Counters of function evaluations (NFE), the calls of a field by a solver, and records of solver steps."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from hbnode._torch import backward_pass
 
 @dataclass
 class NFE:
-    """Evaluations of a field and steps of its solver.
+    """The numbers of function evaluations (NFE) and of solver steps.
 
-    Counts add up, ``nfe + nfe`` or ``sum([...])``. ``int(nfe)``, ``float(nfe)`` and ``f"{nfe:d}"`` are the total.
-    ``print(nfe)`` adds "graph kept" where the backward pass evaluates nothing because the forward pass kept its graph.
+    Counts can be added: ``nfe + nfe`` or ``sum([...])``. ``int(nfe)``, ``float(nfe)`` and ``f"{nfe:d}"`` are the total.
+    ``print(nfe)`` adds "graph kept" if the backward pass needs no evaluations because the autograd graph is stored.
 
     Attributes:
         forward: evaluations in the forward pass.
-        backward: evaluations in the backward pass (the adjoint's own, or those that replay the forward pass).
-            Backpropagation through a solver's operations evaluates nothing anew: ``gradient="direct"`` leaves it at 0.
+        backward: evaluations in the backward pass, by the adjoint ODE or for recomputed steps. With
+            ``gradient="direct"`` it is 0, because backpropagation through the solver does not evaluate the field.
         steps: accepted steps of the forward pass.
         rejected: rejected steps of the forward pass.
         backward_steps: accepted steps of the backward pass.
@@ -38,23 +38,23 @@ class NFE:
     backward_steps: int = 0
     backward_rejected: int = 0
 
-    # whether the forward pass keeps its graph for the backward pass; where a solve that has begun counts from now on;
-    # which of a batch are solved, if not all of them
+    # whether the graph of the forward pass is stored; the NFE to which running solves add after a reset; the indices of
+    # the solved samples of a batch, None for all
     keeps_graph: bool = field(default=False, init=False, repr=False, compare=False)
     successor: NFE | None = field(default=None, init=False, repr=False, compare=False)
     samples: list[int] | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def total(self) -> int:
-        """Forward and backward evaluations together."""
+        """The sum of the forward and backward evaluations."""
         return self.forward + self.backward
 
     def as_dict(self) -> dict[str, int]:
-        """Return all counts and the total by their names, for JSON or a table."""
+        """Return a dict of all counts and the total, for JSON or a table."""
         return {part.name: getattr(self, part.name) for part in fields(self) if part.init} | {"total": self.total}
 
     def __add__(self, other: NFE | int) -> NFE:
-        if other == 0:  # where sum() starts
+        if other == 0:  # sum() starts from 0
             other = NFE()
         if not isinstance(other, NFE):
             return NotImplemented
@@ -86,14 +86,14 @@ open_counters: list[tuple[frozenset[int], NFE]] = []
 
 @dataclass
 class StepRecord:
-    """The steps of solves in the order in which they were tried; one entry per step in each list.
+    """A record of attempted solver steps in their order, with one entry per step in each list.
 
     Attributes:
-        t: where the step starts, in units of time.
-        size: its length, in units of time; positive also where a solve runs backwards in time.
-        accepted: whether it was accepted. On a fixed grid all steps are.
-        sample: the sample that takes the step, where samples have steps of their own; None where all take it together.
-        backward: whether it is a step of an adjoint, solved in the backward pass.
+        t: start times of the steps.
+        size: step sizes, in units of time; they are positive also if the solve runs backwards in time.
+        accepted: whether the steps were accepted. Fixed steps always are.
+        sample: indices of the samples if samples have their own steps; None for a step of the whole batch.
+        backward: whether the steps belong to an adjoint ODE, solved in the backward pass.
     """
 
     t: list[float] = field(default_factory=list)
@@ -110,7 +110,7 @@ open_records: list[tuple[frozenset[int], StepRecord]] = []
 
 
 class Tally:
-    """The count of one solve; passes every event on to the open :func:`count_nfe` contexts that watch its field."""
+    """A counter of one solve that also updates the open :func:`count_nfe` contexts of its field."""
 
     def __init__(self, field: Callable[..., Any], nfe: NFE) -> None:
         self.identity = identity(field)
@@ -118,13 +118,13 @@ class Tally:
 
     @property
     def nfe(self) -> NFE:
-        """What is counted into."""
+        """The counts to which the solve adds; if its block was reset during the solve, these are the new counts."""
         while self.started_with.successor is not None:
             self.started_with = self.started_with.successor
         return self.started_with
 
     def add(self, event: str, count: int = 1) -> None:
-        """Count an ``"evaluation"``, or an ``"accepted"`` or ``"rejected"`` step, in the pass that is running."""
+        """Count an ``"evaluation"``, or an ``"accepted"`` or ``"rejected"`` step, in the current pass."""
         is_forward = torch.compiler.is_compiling() or backward_pass() == -1
         name = (_FORWARD if is_forward else _BACKWARD)[event]
         own = self.nfe
@@ -135,25 +135,25 @@ class Tally:
                 total.keeps_graph |= own.keeps_graph
 
     def report(self, start: Any, size: Any, accepted: Any) -> None:
-        """Pass a step, or one step for each sample (batch,), on to the open :func:`record_steps` contexts."""
+        """Add a step, or one step per sample (batch,), to the open :func:`record_steps` contexts of the field."""
         start, size = (x.detach().cpu().numpy() if isinstance(x, Tensor) else np.asarray(x) for x in (start, size))
         samples = [None] if size.ndim == 0 else self.nfe.samples or range(len(size))
         columns = [np.broadcast_to(x, size.shape).reshape(-1).tolist() for x in (start, abs(size), accepted)]
         for watched, record in open_records:
             if self.identity in watched:
                 for row in zip(*columns, samples, strict=True):
-                    if row[1] > 0:  # a sample that has arrived waits for the others in steps of size 0
+                    if row[1] > 0:  # a finished sample takes steps of size 0
                         for name, value in zip(("t", "size", "accepted", "sample"), row, strict=True):
                             getattr(record, name).append(value)
                         record.backward.append(backward_pass() != -1)
 
 
 def count_nfe(module: nn.Module | Callable[..., Any]) -> AbstractContextManager[NFE]:
-    """Sum the evaluations of every field inside ``module`` during a block of code.
+    """Count the function evaluations of all fields in ``module`` during a ``with`` statement.
 
-    Counts each solve that :func:`hbnode.odeint` or a block runs on a field that is ``module`` itself or one of its
-    submodules, forward and backward, nested solves included. What happens in the backward pass counts as backward,
-    also the forward part of an inner solve that an outer adjoint replays.
+    The count includes every solve of ``module`` itself or of a submodule by :func:`hbnode.odeint` or a block, also
+    nested solves. All evaluations during a backward pass count as backward. These include evaluations of an inner solve
+    that the backward pass repeats.
 
     Arguments:
         module: a block, a model with blocks inside, a field, or any callable that is solved as a field.
@@ -163,18 +163,18 @@ def count_nfe(module: nn.Module | Callable[..., Any]) -> AbstractContextManager[
         >>> block = hbnode.HeavyBallODEBlock(torch.nn.Linear(2, 2), method="rk4", steps=5)
         >>> with hbnode.count_nfe(block) as nfe:
         ...     y = block(block(torch.zeros(3, 2)))
-        >>> nfe.forward, nfe.steps  # two solves, five steps each, four evaluations a step
+        >>> nfe.forward, nfe.steps  # two solves, five steps per solve, four evaluations per step
         (40, 10)
     """
     return _collect(open_counters, module, NFE(), "count_nfe")
 
 
 def record_steps(module: nn.Module | Callable[..., Any]) -> AbstractContextManager[StepRecord]:
-    """Record the steps of every solve inside ``module`` during a block of code, accepted and rejected.
+    """Record the accepted and rejected steps of all solves in ``module`` during a ``with`` statement.
 
-    Records the solves that :func:`count_nfe` counts. A step that a backward pass recomputes is not recorded again, the
-    steps of an adjoint are. ``method="scipy_solver"`` reports no steps, and neither does a compiled or exported graph.
-    The steps tried before a :class:`hbnode.SolverError` are recorded too. Without an open record nothing is kept.
+    The solves are those that :func:`count_nfe` counts. Steps of an adjoint ODE are recorded, and steps recomputed in a
+    backward pass are not. Steps before a :class:`hbnode.SolverError` are recorded. ``method="scipy_solver"`` and
+    compiled or exported graphs report no steps.
 
     Arguments:
         module: a block, a model with blocks inside, a field, or any callable that is solved as a field.
@@ -197,7 +197,7 @@ Record = TypeVar("Record", NFE, StepRecord)
 def _collect(
     entries: list[tuple[frozenset[int], Record]], module: Callable[..., Any], record: Record, caller: str
 ) -> Iterator[Record]:
-    """Let a record collect what happens inside of ``module``, until the context is left."""
+    """Add ``record`` to the open ``entries`` for all submodules of ``module``, and remove it when the context ends."""
     if not callable(module):
         raise TypeError(
             f"{caller} expected a module or a callable field, got {type(module).__name__}. "
@@ -213,5 +213,5 @@ def _collect(
 
 
 def identity(field: Callable[..., Any]) -> int:
-    """Return what tells fields apart: the object of a bound method, made anew at each access; what a wrapper wraps."""
+    """Return the id for counting a field, which is that of a bound method's object or of ``field.counted_as``."""
     return id(getattr(field, "__self__", getattr(field, "counted_as", field)))

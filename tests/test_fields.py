@@ -175,7 +175,7 @@ def test_constants_are_not_rounded(cast):
     assert torch.equal(field.solver_damping(), EXACT)
     assert field.float()(torch.tensor(0.0), tuple(torch.randn(2, 3, 2)))[1].dtype == torch.float32
     assert torch.equal(field.to_empty(device="cpu").damping, EXACT)
-    lent = torch.func.functional_call(Damping(field), {"field._damping_there": 2 * EXACT})
+    lent = torch.func.functional_call(Damping(field), {"field._damping_on_device": 2 * EXACT})
     assert torch.equal(lent, 2 * EXACT)
     field = field.to("meta")
     assert field.damping.device.type == "meta"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from hbnode._checks import as_count, check_bool, check_input
-from hbnode._torch import KeepsConstants, may_look
+from hbnode._torch import ModuleWithConstants, may_look
 from hbnode.nn.heavy_ball_memory import HeavyBallMemoryState, heavy_ball_memory
 from hbnode.nn.momentum_attention import MomentumAttentionState, momentum_attention
 
@@ -26,7 +26,7 @@ MASK_FIX = (
 )
 
 
-class MultiheadBase(KeepsConstants, Generic[State]):
+class MultiheadBase(ModuleWithConstants, Generic[State]):
     """A base class of multihead attention: input and output projections around the ``_attend`` of a subclass.
 
     Parameters and their initialisation are those of ``torch.nn.MultiheadAttention``: ``in_proj_weight``,
@@ -345,20 +345,20 @@ class MomentumAttention(MultiheadBase[MomentumAttentionState]):
         self.momentum_logit = _learned(torch.logit(beta), self) if learn_momentum else None
         self.log_step_size = _learned(gamma.log(), self) if learn_step_size else None
         if not learn_momentum:
-            self.keep("_momentum", beta if beta.dim() else beta.item())
+            self.set_constant("_momentum", beta if beta.dim() else beta.item())
         if not learn_step_size:
-            self.keep("_step_size", gamma if gamma.dim() else gamma.item())
+            self.set_constant("_step_size", gamma if gamma.dim() else gamma.item())
 
     @property
     def momentum(self) -> Tensor | float:
         """The current β: a tensor (heads,) if it is learned or given per head, otherwise a float."""
         logit = self.momentum_logit
-        return self.kept("_momentum") if logit is None else torch.sigmoid(_wide(logit))
+        return self.get_constant("_momentum") if logit is None else torch.sigmoid(_wide(logit))
 
     @property
     def step_size(self) -> Tensor | float:
         """The current γ: a tensor (heads,) if it is learned or given per head, otherwise a float."""
-        return self.kept("_step_size") if self.log_step_size is None else _wide(self.log_step_size).exp()
+        return self.get_constant("_step_size") if self.log_step_size is None else _wide(self.log_step_size).exp()
 
     @override
     def constants(self) -> dict[str, str]:

@@ -17,7 +17,7 @@ from typing_extensions import Self, override
 from hbnode import _torch
 from hbnode._checks import ArrayLike, as_count, check_input, nearest
 from hbnode._times import as_duration
-from hbnode._torch import KeepsConstants
+from hbnode._torch import ModuleWithConstants
 from hbnode._tree import State, apply, parts
 from hbnode.errors import MaxStepsError, SolverError
 from hbnode.fields import ANODE, GHBNODE, HBNODE, NODE, SONODE, Field
@@ -54,7 +54,7 @@ def _net(inputs: int, n: int) -> nn.Module:
     return MLP(inputs, [n], n, activation=nn.Tanh)
 
 
-class ODERNN(KeepsConstants):
+class ODERNN(ModuleWithConstants):
     r"""A recurrent network for irregular series whose hidden state follows an ODE between observations.
 
     The state s is h for a first-order field and the pair (h, m) for a second-order one. Between two times

@@ -1,4 +1,4 @@
-"""Gradients of a solve: by its graph, by steps that are computed again or undone, or by the adjoint ODE."""
+"""The gradient modes of a solve: direct, checkpoint, reversible and adjoint."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from hbnode.solve.methods import METHODS
 from hbnode.solve.settings import Settings
 from hbnode.solve.term import ODETerm, Snapshot
 
-SHORT = 16  # evaluations whose graph is kept in any case
-REVERSAL_TOLERANCE = 1e-3  # how far from where it began an undone solve may end, relative to the state
-MOST_MISSED = 0.1  # the same of the adjoint, whose gradient is off by about that
+SHORT = 16  # function evaluations whose graph is always stored
+REVERSAL_TOLERANCE = 1e-3  # largest distance of a reconstructed state from the stored one, relative to their norm
+MOST_MISSED = 0.1  # this distance for the adjoint, whose gradient has about the same relative error
 
 _CHANGES_BUFFERS = (
     "func changes its buffers (BatchNorm or spectral_norm in training mode?), and gradient={!r} would evaluate it "
     "again in the backward pass. Fix: put that layer in eval mode, use GroupNorm, or gradient='direct'."
 )
 _HOOKS = (
-    "a parameter or another leaf that func depends on has a hook of register_hook. With gradient={!r} it would run on "
-    "each part of the gradient and once more on their sum. Fix: register_post_accumulate_grad_hook, or "
+    "a parameter or another leaf that func depends on has a hook of register_hook. With gradient={!r} the hook would "
+    "run on each partial gradient and once more on their sum. Fix: register_post_accumulate_grad_hook, or "
     "gradient='direct'."
 )
 
 
 @dataclass(frozen=True)
 class Direct:
-    """``gradient="direct"``: backpropagation through the steps."""
+    """The mode ``gradient="direct"``: backpropagation through the operations of the steps."""
 
     name = "direct"
 
@@ -51,19 +51,19 @@ class Direct:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """``gradient="checkpoint"``: the graph is kept up to a number of bytes; steps beyond it are computed again.
+    """The mode ``gradient="checkpoint"``: the autograd graph is stored up to a limit, and later steps are recomputed.
 
-    The gradient is that of ``"direct"``: the exact one of the numbers computed. The bytes of a step are estimated from
-    the first ones of a grid, or from the first adaptive one after 16 evaluations; the graph of up to 16 evaluations is
-    kept in any case. What is computed again must end where it ended before, else a
-    :class:`~hbnode.errors.RecomputationError` says so.
+    The gradient equals that of ``"direct"``, the exact gradient of the discrete solution. The bytes per step are
+    measured in the first fixed steps, or in the first adaptive step after 16 function evaluations. Up to 16 function
+    evaluations, the graph is always stored. The backward pass raises :class:`~hbnode.errors.RecomputationError` if a
+    recomputed step ends in another state.
 
     References:
-        Zhuang et al., arXiv:2006.02493, for gradients of the accepted steps that are computed again.
+        Zhuang et al., arXiv:2006.02493, for gradients of recomputed accepted steps.
 
     Arguments:
-        keep_bytes: of the graph; with 0 every step is computed again. Default: 64 MiB.
-        every: steps of a fixed grid that are computed again together. Default: 4.
+        keep_bytes: largest size of the stored graph in bytes; with 0 every step is recomputed. Default: 64 MiB.
+        every: number of fixed steps that are recomputed together. Default: 4.
     """
 
     keep_bytes: int = 64 * 2**20
@@ -77,22 +77,22 @@ class Checkpoint:
         if snapshot.changed():
             raise ValueError(_CHANGES_BUFFERS.format(self.name))
         count = 1 if problem.settings.steps is None else sum(problem.counts())
-        kept, of_step, keeps_all = 0, -1.0, False
+        taken, bytes_per_step, stores_all = 0, -1.0, False
         problem.tally.nfe.keeps_graph = True
 
         def take(state: Rows, attempt: Attempt) -> tuple[Rows, Any, Rows]:
-            nonlocal kept, of_step, keeps_all
+            nonlocal taken, bytes_per_step, stores_all
             coefficients, steps = problem.coefficients(attempt), len(attempt.times)
-            kept += steps
-            if keeps_all or (max(kept, count) * problem.method.evaluations <= SHORT and self.keep_bytes):
+            taken += steps
+            if stores_all or (max(taken, count) * problem.method.evaluations <= SHORT and self.keep_bytes):
                 return problem.step(state, coefficients, attempt)
             try:
-                if of_step < 0 and self.keep_bytes:
-                    with _Bytes(state) as counted:
+                if bytes_per_step < 0 and self.keep_bytes:
+                    with _SavedBytes(state) as saved:
                         result = problem.step(state, coefficients, attempt)
-                    of_step = counted.bytes / steps
+                    bytes_per_step = saved.bytes / steps
                     return result
-                if not self.keep_bytes or max(kept, count) * of_step > self.keep_bytes:
+                if not self.keep_bytes or max(taken, count) * bytes_per_step > self.keep_bytes:
                     problem.tally.nfe.keeps_graph = False
                     recompute = _Recomputation(problem, attempt, snapshot)
                     with set_checkpoint_early_stop(False):
@@ -103,7 +103,7 @@ class Checkpoint:
             except RuntimeError as error:
                 if "saved tensor hooks" not in str(error):
                     raise
-                keeps_all = True  # torch.func inside of f, which torch has in no checkpoint
+                stores_all = True  # torch does not support torch.func inside a checkpoint
             return problem.step(state, coefficients, attempt)
 
         rows = integrate(problem, start, take, every=self.every)
@@ -113,14 +113,14 @@ class Checkpoint:
 
 
 class _Recomputation:
-    """A step that is taken twice, forwards and in the backward pass, and must end in the same state."""
+    """A step that is computed in both passes and must end in the same state each time."""
 
     def __init__(self, problem: Problem, attempt: Attempt, snapshot: Snapshot) -> None:
         self.problem, self.attempt, self.snapshot = problem, attempt, snapshot
         self.end: Rows | None = None
 
     def __call__(self, state: Rows, coefficients: Any) -> tuple[Rows, Any, Rows]:
-        times: Any = [[t.clone() for t in of_step] for of_step in self.attempt.times]  # which f may change
+        times: Any = [[t.clone() for t in of_step] for of_step in self.attempt.times]  # f may change them
         result = self.problem.step(state, coefficients, replace(self.attempt, times=times))
         if self.end is None:
             self.end = tuple([x.detach() for x in result[0]])
@@ -129,8 +129,8 @@ class _Recomputation:
         if self.snapshot.changed() or not is_same(result[0], self.end):
             raise self.problem.failure(
                 RecomputationError,
-                "the backward pass computed a step again, and it ends in another state: a parameter, a hook, a module "
-                "or an activation of the field was changed after the forward pass. Fix: call backward() before the "
+                "a step that the backward pass recomputed ends in another state: a parameter, a hook, a module or an "
+                "activation of the field was changed after the forward pass. Fix: call backward() before the "
                 "change, or use gradient='direct'",
                 self.problem.time(self.attempt.begin) if self.attempt.error else self.attempt.begin,
                 self.attempt.size,
@@ -139,7 +139,7 @@ class _Recomputation:
 
 
 def is_same(new: Rows, old: Rows) -> bool:
-    """Return whether two states are equal, up to the rounding of sums in another order."""
+    """Return whether two states are equal up to rounding errors, such as those of sums in another order."""
     one, two = (torch.stack([x.detach() for x in rows]) for rows in (new, old))
     if torch.equal(one, two):
         return True
@@ -147,8 +147,8 @@ def is_same(new: Rows, old: Rows) -> bool:
     return bool(torch.allclose(one, two, rtol=slack, atol=slack * float(two.abs().amax()), equal_nan=True))
 
 
-class _Bytes(torch.autograd.graph.saved_tensors_hooks):
-    """Adds up the bytes that a graph keeps alive, but for parameters and for what is there before."""
+class _SavedBytes(torch.autograd.graph.saved_tensors_hooks):
+    """A counter of the bytes saved for backward, without parameters and the tensors in ``before``."""
 
     def __init__(self, before: Rows) -> None:
         self.bytes, self.known = 0, {x.untyped_storage().data_ptr() for x in before}
@@ -162,13 +162,17 @@ class _Bytes(torch.autograd.graph.saved_tensors_hooks):
         storage = x.untyped_storage() if not (isinstance(x, torch.nn.Parameter) or x.is_sparse) else None
         if storage is not None and storage.data_ptr() not in self.known:
             self.known.add(storage.data_ptr())
-            self.bytes += storage.nbytes()  # of which x may be a part
+            self.bytes += storage.nbytes()  # x may be a view of it
         return x
 
 
 @dataclass(frozen=True)
 class _Solve:
-    """A solve without a graph, as its backward pass needs it: ``known`` are the ids of what the field may depend on."""
+    """The data that the backward pass of a solve without a graph needs.
+
+    ``leaves`` are the leaf tensors that need a gradient, and ``known`` has the ids of all leaves of the field. The rows
+    ``carried`` are the first value of the field for a method that reuses its last value (FSAL), else empty.
+    """
 
     gradient: Any
     problem: Problem
@@ -179,7 +183,7 @@ class _Solve:
 
 
 def _solve_without_graph(gradient: Any, problem: Problem, y0: Any, snapshot: Snapshot) -> Rows:
-    """Solve without a graph; the gradient for γ, t, the first rows and the leaves of the field is computed later."""
+    """Solve without a graph; ``gradient`` then computes the VJP for damping, times, initial rows and the field."""
     if not torch.is_grad_enabled():
         return Direct().solve(problem, y0, snapshot)
     rows = problem.term.flatten(y0)
@@ -204,7 +208,7 @@ def _vjp_of_solve(solve: _Solve, tensors: Rows, residuals: Rows, gradients: Any,
     before = problem.gamma, problem.t
     problem.replace(gamma, t if t.requires_grad else None)
     try:
-        # f may cast its weights within an autocast of its own, in each evaluation anew
+        # without a cache, an autocast inside f casts the weights in each evaluation
         no_autocast = torch.autocast(trajectory[0].device.type, enabled=False, cache_enabled=False)
         with solve.snapshot, no_autocast, torch.enable_grad():
             of_gamma, of_t, adjoint, of_leaves = solve.gradient.backward(solve, start, trajectory, gradients, gamma, t)
@@ -216,18 +220,18 @@ def _vjp_of_solve(solve: _Solve, tensors: Rows, residuals: Rows, gradients: Any,
 
 
 @fast_form(reference=_refuse_higher, vjp=_vjp_of_solve)
-def _rows_without_graph(solve: _Solve, keep: bool, gamma: Tensor, t: Tensor, *tensors: Tensor) -> tuple[Rows, Rows]:
+def _rows_without_graph(solve: _Solve, _: bool, gamma: Tensor, t: Tensor, *tensors: Tensor) -> tuple[Rows, Rows]:
     rows = integrate(solve.problem, (*tensors[: solve.problem.term.rows], *solve.carried))
-    slots = [x for _, _, x in solve.snapshot.slots if not x.is_inference()]  # so that changes in place are noticed
-    return rows, (*(row.clone() for row in rows), *slots)  # the user may change his rows in place
+    slots = [x for _, _, x in solve.snapshot.slots if not x.is_inference()]  # autograd reports changes in place
+    return rows, (*(row.clone() for row in rows), *slots)  # the user may change the outputs in place
 
 
 def _leaves(
     gradient: Any, problem: Problem, rows: Rows, snapshot: Snapshot
 ) -> tuple[list[Tensor], frozenset[int], Rows]:
-    """Evaluate the field where a solve starts, and find the leaves that it depends on.
+    """Evaluate the field at the start of a solve, and find the leaf tensors on which it depends.
 
-    Returns those that need a gradient, the ids of all, and the value if it is carried.
+    Return the leaves that need a gradient, the ids of all leaves, and the field's value if the method reuses it (FSAL).
     """
     term, name, is_fsal = problem.term, gradient.name, problem.method.is_fsal
     start = tuple([row.detach().requires_grad_() for row in rows])
@@ -248,7 +252,7 @@ def _leaves(
         raise ValueError(_CHANGES_BUFFERS.format(name))
     if not all(map(torch.equal, random, random_state(rows[0].device))) and not snapshot.masks:
         raise ValueError(
-            f"func draws random numbers, which gradient={name!r} cannot draw again. "
+            f"func draws random numbers, which gradient={name!r} cannot reproduce in the backward pass. "
             "Fix: gradient='checkpoint', or hbnode.nn.SolveDropout for dropout."
         )
     known = {id(x): x for x in (*found, *own_parameters(term.inner), *(tensor for _, _, tensor in snapshot.slots))}
@@ -260,7 +264,7 @@ def _leaves(
 
 @dataclass(frozen=True)
 class Reversible:
-    """``gradient="reversible"``: the steps of a splitting method are undone, and only the outputs are stored."""
+    """The mode ``gradient="reversible"``: only outputs are stored, and reversed steps reconstruct other states."""
 
     name = "reversible"
 
@@ -270,7 +274,7 @@ class Reversible:
     def backward(
         self, solve: _Solve, start: Rows, trajectory: Rows, gradients: Rows, gamma: Tensor, t: Tensor
     ) -> tuple[Any, ...]:
-        """Undo each step, from the last to the first, starting anew from every output. One evaluation for each kick."""
+        """Reverse all steps, restarting from each output, with one function evaluation per momentum update."""
         problem, leaves, place = solve.problem, solve.leaves, len(gradients[0])
         n, is_fsal = problem.term.rows, problem.method.is_fsal
         sums = _GradientSums([gamma, t, *leaves])
@@ -284,7 +288,7 @@ class Reversible:
                 place -= 1
                 output = tuple([x[place] for x in trajectory])
                 if i < len(attempts) - 1:
-                    _check_missed(problem, state[:n], output, end, REVERSAL_TOLERANCE, _UNDONE)
+                    _check_missed(problem, state[:n], output, end, REVERSAL_TOLERANCE, _REVERSED)
                 elif is_fsal:
                     state = (*state, reversal.evaluate(times[-1], output[0]))
                 state, end = (*output, *state[n:]), output
@@ -294,22 +298,25 @@ class Reversible:
                 known = start[0]
             elif attempts[i - 1].outputs is not None:
                 known = trajectory[0][place - 1]
-            state, adjoint = reversal.undo(attempt, times[i], state, adjoint, known)
+            state, adjoint = reversal.reverse(attempt, times[i], state, adjoint, known)
         if attempts:
-            _check_missed(problem, state[:n], start, end, REVERSAL_TOLERANCE, _UNDONE)
+            _check_missed(problem, state[:n], start, end, REVERSAL_TOLERANCE, _REVERSED)
             adjoint = reversal.first(adjoint)
         return sums.get(gamma), sums.get(t), adjoint, [sums.get(leaf) for leaf in leaves]
 
 
 class _Reversal:
-    """Undoes steps. What is evaluated for that, is differentiated when the step is taken again."""
+    """A reversal of steps with their gradients.
+
+    Reversing a step evaluates the field. Recomputing the step for its gradient reuses these values and their graphs.
+    """
 
     def __init__(self, problem: Problem, sums: _GradientSums, known: frozenset[int]) -> None:
         self.problem, self.sums, self.known = problem, sums, known
         self.records: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def evaluate(self, time: Tensor, x: Tensor) -> Tensor:
-        """Return the value of the field, whose graph is kept."""
+        """Return the value of the field and record it with its graph."""
         time, x = time.detach().requires_grad_(time.requires_grad), x.detach().requires_grad_()
         with torch.enable_grad():
             found, value = closed_over_leaves(lambda: self.problem.term(time, x.clone()), (time, x))
@@ -317,10 +324,10 @@ class _Reversal:
         self.records.append((time, x, value))
         return value.detach()
 
-    def undo(self, attempt: Attempt, begin: Tensor, state: Rows, adjoint: Rows, h: Tensor | None) -> tuple[Rows, Rows]:
-        """Return the state before a step, and the gradient with respect to it.
+    def reverse(self, attempt: Attempt, t: Tensor, state: Rows, adjoint: Rows, h: Tensor | None) -> tuple[Rows, Rows]:
+        """Return the state before a step from the time ``t``, and the gradient with respect to it.
 
-        An FSAL method evaluates the field where the step begins; the position h there may be known.
+        ``h`` is the position at ``t`` if it is stored, else None.
         """
         problem, is_fsal = self.problem, self.problem.method.is_fsal
 
@@ -330,19 +337,19 @@ class _Reversal:
         def recompute(time: Tensor, x: Tensor) -> Tensor:
             return _known_value((problem.term, self.records.pop(-2 if is_fsal else -1), self.sums), x, time)[0]
 
-        problem.replace(problem.gamma, problem.t)  # a graph of its own for each step
+        problem.replace(problem.gamma, problem.t)  # each step needs its own graph
         coefficients, _ = problem.coefficients(attempt)
-        if problem.noise is not None:  # drawn once, for the step undone and the step recomputed
+        if problem.noise is not None:  # the reversed and the recomputed step need equal noise
             coefficients = (*coefficients, problem.noise(attempt.number))
         with torch.no_grad():
-            before = problem.method.undo(state, coefficients, [begin] if is_fsal else attempt.times[0], at)
+            before = problem.method.undo(state, coefficients, [t] if is_fsal else attempt.times[0], at)
         start = tuple([x.detach().requires_grad_() for x in before])
         after = problem.method.step(start, coefficients, attempt.times[0], recompute).state
         problem.tally.add("accepted")
         return before, self.sums.vjp(after, adjoint, start)
 
     def first(self, adjoint: Rows) -> Rows:
-        """Return the gradient with respect to the first rows, from that of the first state."""
+        """Return the gradient with respect to the initial rows, given that with respect to the initial solver state."""
         if not self.problem.method.is_fsal:
             return adjoint
         *rows, of_value = adjoint
@@ -358,20 +365,20 @@ def _vjp_of_value(known: Any, tensors: Rows, residuals: Rows, gradients: Any, ne
 
 
 @fast_form(reference=lambda known, x, time: (known[0](time, x),), vjp=_vjp_of_value)
-def _known_value(known: Any, keep: bool, x: Tensor, time: Tensor) -> tuple[Rows, Rows]:
-    """Return a value of the field that is known, with the gradient of the evaluation that gave it."""
+def _known_value(known: Any, needs_grad: bool, x: Tensor, time: Tensor) -> tuple[Rows, Rows]:
+    """Return a recorded value of the field; its VJP uses the graph of the recorded evaluation."""
     return (known[1][-1].detach(),), ()
 
 
 class _GradientSums:
-    """Gradients with respect to leaves, added up."""
+    """The sums of the gradients with respect to leaf tensors."""
 
     def __init__(self, leaves: list[Tensor]) -> None:
         self.leaves = [x for x in leaves if x.requires_grad]
         self.sums: dict[int, Tensor] = {}
 
     def vjp(self, outputs: Rows, gradients: Rows, inputs: Rows) -> Rows:
-        """Return the VJP with respect to inputs; that with respect to the leaves is added to the sums."""
+        """Return the VJP with respect to ``inputs``, and add the VJP with respect to the leaves to the sums."""
         wanted = [*inputs, *self.leaves]
         found = vjp(outputs, wanted, gradients)
         for leaf, gradient in zip(self.leaves, found[len(inputs) :], strict=True):
@@ -386,11 +393,12 @@ class _GradientSums:
 
 @dataclass(frozen=True)
 class Adjoint:
-    r"""``gradient="adjoint"``: the continuous adjoint, solved backwards by ``"tsit5"`` together with the state.
+    r"""The mode ``gradient="adjoint"``: the adjoint ODE, solved backwards by ``"tsit5"`` together with the state.
 
-    With a = ∂L/∂y, a' = -a ∂F/∂y and dL/dθ = ∫ a ∂F/∂θ dt, where y' = F(t, y) is the whole first-order equation; for an
-    HBNODE that is the heavy-ball adjoint of arXiv:2110.04840. y is solved backwards from each output anew. What a
-    damping γ shrinks on the way there, its error too, grows by e^{γT} on the way back.
+    For a loss L and a first-order equation y' = F(t, y) with parameters θ, the adjoint is a = ∂L/∂y. It obeys
+    a' = -a ∂F/∂y, and dL/dθ = ∫ a ∂F/∂θ dt. For an HBNODE this is the heavy-ball adjoint of arXiv:2110.04840. The
+    backward solve restarts from each output. Over an interval of length T, it amplifies errors by e^{γT}, where γ is
+    the damping.
     """
 
     name = "adjoint"
@@ -401,7 +409,7 @@ class Adjoint:
     def backward(
         self, solve: _Solve, start: Rows, trajectory: Rows, gradients: Rows, gamma: Tensor, t: Tensor
     ) -> tuple[Any, ...]:
-        """One solve for each interval between outputs, from the last to the first."""
+        """Solve the adjoint ODE in each interval between outputs, from the last interval to the first."""
         problem, leaves, n = solve.problem, solve.leaves, len(gradients)
         augmented = _Augmented(problem, leaves, solve.known)
         with torch.no_grad():
@@ -425,7 +433,7 @@ class Adjoint:
 
 
 class _Augmented:
-    """The field of the adjoint ODE, on the state, the adjoint, and the integrals of the leaves' gradients."""
+    """The right-hand side of the adjoint ODE for the state, the adjoint and the integrated gradients of the leaves."""
 
     def __init__(self, problem: Problem, leaves: list[Tensor], known: frozenset[int]) -> None:
         self.problem, self.leaves, self.known = problem, leaves, known
@@ -443,13 +451,13 @@ class _Augmented:
         return (*(v.detach() for v in value), *(torch.zeros_like(x) if g is None else g for x, g in rest))
 
     def rate(self, t: Tensor, rows: Rows, adjoint: Any) -> Tensor:
-        """Return the rate a y' at which a function with the gradient a changes in time."""
+        """Return the time derivative of a function of the state whose gradient is ``adjoint``."""
         self.problem.tally.add("evaluation")
         slope = self.problem.term.derivative(t.to(rows[0]), tuple(rows))
         return sum((s * a).sum() for s, a in zip(slope, adjoint, strict=True)).to(t)
 
     def solve(self, t: Tensor, state: Rows) -> Rows:
-        """Return the state at the other end of an interval."""
+        """Solve the adjoint ODE over an interval ``t`` of two times and return the state at its end."""
         s, n = self.problem.settings, self.problem.term.rows
         term = ODETerm(self, state, self.problem.tally, second_order=False)
         term.error_groups = [slice(sum(x.numel() for x in state[: 2 * n]))]  # the integrals do not feed back
@@ -463,7 +471,7 @@ class _Augmented:
 
 
 def vjp(outputs: Rows, inputs: list[Tensor], gradients: Rows) -> list[Tensor | None]:
-    """Return the gradients with respect to inputs; None for those that the outputs do not depend on."""
+    """Return the VJPs with respect to ``inputs``, with None for inputs on which no output depends."""
     pairs = [(y, g) for y, g in zip(outputs, gradients, strict=True) if y.requires_grad]
     wanted = [x for x in inputs if x.requires_grad]
     if not pairs or not wanted:
@@ -473,20 +481,23 @@ def vjp(outputs: Rows, inputs: list[Tensor], gradients: Rows) -> list[Tensor | N
     return [of.get(id(x)) for x in inputs]
 
 
-_UNDONE = (
-    "the steps, undone, end {:.2g} (relative) away from where they began: rounding errors grew too much. "
+_REVERSED = (
+    "the reversed steps miss their start by {:.2g} (relative), because rounding errors grew too much. "
     "Fix: gradient='checkpoint', float64, a shorter interval between outputs, or less damping"
 )
 _SOLVED_BACK = (
-    "the adjoint solves the state backwards, and it ends {:.2g} (relative) away from where it began, "
-    "because what is damped on the way there grows on the way back; the gradient would be as far off. "
+    "the backward solve of the adjoint misses its start by {:.2g} (relative), because errors that damping shrinks "
+    "forwards grow backwards; the gradient would have a similar error. "
     f"Expected at most {MOST_MISSED:g}. Fix: gradient='checkpoint', which is exact, output times "
     "closer together, or a smaller rtol and atol"
 )
 
 
 def _check_missed(problem: Problem, reached: Any, start: Any, end: Any, most: float, message: str) -> None:
-    """Raise if a solve back from the end missed the start, relative to the larger of both; one may be 0."""
+    """Raise ReversalError if a backward solve from ``end`` reached a state too far from ``start``.
+
+    The distance is relative to the larger norm of ``start`` and ``end``, because one of them may be 0.
+    """
     reached, start, end = (torch.stack(list(rows)).detach() for rows in (reached, start, end))
     size = torch.maximum(torch.linalg.vector_norm(start), torch.linalg.vector_norm(end)) + problem.settings.atol
     missed = float(torch.linalg.vector_norm(reached - start) / size)
@@ -500,11 +511,14 @@ GRADIENTS: dict[str, Callable[[], Any]] = {
 
 
 def adjoint_of(gradient: Any) -> Any:
-    """Return a gradient by its name, or the object itself; transforms of torch.func go through the direct one alone."""
+    """Return the gradient mode for a name or a mode object.
+
+    Raise ValueError under a torch.func transform or in forward mode, which only ``"direct"`` supports.
+    """
     made = GRADIENTS[gradient]() if isinstance(gradient, str) else gradient
-    if not isinstance(made, Direct) and (_torch.is_transformed()):
+    if not isinstance(made, Direct) and _torch.is_transformed():
         raise ValueError(
-            f"gradient={made.name!r} does not work under the transforms of torch.func (vmap, grad, jvp, ...), nor in "
+            f"gradient={made.name!r} does not work under the transforms of torch.func (vmap, grad, jvp, ...) or in "
             "forward mode. Fix: gradient='direct'."
         )
     return made
@@ -513,17 +527,17 @@ def adjoint_of(gradient: Any) -> Any:
 Value = TypeVar("Value", bound=State)
 
 _REFUSAL = (
-    "func depends on {what}, whose gradient this gradient mode would drop; expected func to depend on the parameters "
-    "of its module, on leaf tensors and on its arguments only, and on the same ones in both passes. "
+    "func depends on {what}, whose gradient this gradient mode would drop; expected func to depend only on its "
+    "arguments, the parameters of its module and other leaf tensors, and on the same tensors in both passes. "
     "Fix: use gradient='direct', compute the tensor inside func, or make it a part of the state."
 )
 
 
 def closed_over_leaves(evaluate: Callable[[], Value], inputs: Iterable[Tensor]) -> tuple[list[Tensor], Value]:
-    """Call ``evaluate`` and find the leaf tensors, parameters or not, that its value depends on beside its inputs.
+    """Call ``evaluate``, and return the leaf tensors on which its value depends, and the value.
 
-    It returns those that require a gradient, and the value. It refuses a tensor that is no leaf and was computed before
-    the call: a backward pass that evaluates the field anew cannot reach what lies behind it.
+    The leaves are those that require a gradient and are no ``inputs``. Raise ValueError if the value depends on another
+    tensor that was computed before the call, because recomputing the value gives no gradient for that tensor.
     """
     inputs = list(inputs)
     seen = set(_ancestors(tensor.grad_fn for tensor in inputs))
@@ -547,14 +561,14 @@ def closed_over_leaves(evaluate: Callable[[], Value], inputs: Iterable[Tensor]) 
 
 
 def own_parameters(field: Callable) -> list[Tensor]:
-    """Return the parameters of the right-hand side, as far as ``field`` can name them."""
+    """Return ``field.dynamics_parameters()`` or all parameters of a module; return [] for a function."""
     if hasattr(field, "dynamics_parameters"):
         return field.dynamics_parameters()
     return list(field.parameters()) if isinstance(field, nn.Module) else []
 
 
 def refuse_unknown(leaves: Iterable[Tensor], known: frozenset[int]) -> None:
-    """Raise if a leaf is none of those whose gradient is computed, given by their ids."""
+    """Raise ValueError if a leaf requires a gradient and its id is not in ``known``."""
     for leaf in leaves:
         if leaf.requires_grad and id(leaf) not in known:
             raise ValueError(

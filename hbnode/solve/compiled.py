@@ -1,6 +1,7 @@
-"""``compile=True``: an attempted step with the norm of its error, or a whole grid, as one graph of torch.compile.
+"""Programs of torch.compile for ``compile=True``.
 
-What is compiled belongs to the field, which keeps it. Evaluations are counted outside of the graphs.
+A program is an attempted step with its error norm, or a whole solve with few fixed steps. The field stores its
+programs. Function evaluations are counted outside the compiled graphs.
 """
 
 from __future__ import annotations
@@ -20,28 +21,27 @@ from hbnode.solve.term import ODETerm
 
 
 class CompilationWarning(UserWarning):
-    """torch.compile could not compile a step, which is taken without it."""
+    """A warning that torch.compile failed and that the solve runs without compilation."""
 
 
 class Program:
-    """A function that is compiled in one graph; once that has failed, it warns and is not tried again."""
+    """A function compiled to one graph; if compilation fails, it warns once and then always returns None."""
 
     def __init__(self, function: Callable[..., Any], device_type: str) -> None:
-        code = function.__code__.replace()  # of its own, because dynamo limits the variants that one code may have
+        code = function.__code__.replace()  # a copy, because dynamo limits the graphs per code object
         own = types.FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)
-        # on the CPU, where a step is short, the calls inside of the program are compiled as well
+        # steps on the CPU are short, so the calls of kernels are compiled, too
         self.run = torch.compile(own, fullgraph=True, options={"cpp_wrapper": True} if device_type == "cpu" else None)
         self.failed = False
 
     def __call__(self, *args: Any) -> Any:
-        """Return the value; None if it cannot be compiled."""
         if self.failed:
             return None
         try:
-            with warnings.catch_warnings():  # dynamo looks at the .grad of every input, which autograd warns of
+            with warnings.catch_warnings():  # dynamo reads .grad of every input
                 warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
                 return self.run(*args)
-        except Exception as error:  # whatever it is, the step can be taken without
+        except Exception as error:  # the solve runs without compilation
             self.failed = True
             warn(f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}")
             return None
@@ -49,15 +49,15 @@ class Program:
 
 def warn(reason: str) -> None:
     warnings.warn(
-        f"compile=True has no effect: {reason}. Fix: mend what torch.compile cannot trace in func, or leave compile "
-        "out.",
+        f"compile=True has no effect: {reason}. Fix: compile=False, or replace in func what torch.compile "
+        "cannot trace.",
         CompilationWarning,
         stacklevel=2,
     )
 
 
 def program(term: ODETerm, key: tuple[Any, ...], make: Callable[[], Callable[..., Any]]) -> Program:
-    """Return the program of a field under a key, made when it is first asked for."""
+    """Return the compiled program of a field for a key, and create it with ``make`` at the first call."""
     field = term.inner
     if not isinstance(field, Field):
         raise ValueError(f"compile=True needs an hbnode field, got {type(field).__name__}. Fix: hbnode.NODE(func).")
@@ -69,10 +69,10 @@ def program(term: ODETerm, key: tuple[Any, ...], make: Callable[[], Callable[...
 
 
 def attempt(term: ODETerm, method: Method, rtol: float, atol: float, *, error: bool) -> Callable[..., Any]:
-    """Return a function that takes a step: (state, coefficients, times, y0) to the state after it and the norm of its
-    error.
+    """Return a function that computes one step of a method and its error norm.
 
-    Of y0 only the shapes count. Without ``error`` there is no norm.
+    The function takes the state, the method's coefficients, the stage times, and y0, of which only the shapes matter.
+    It returns the state after the step, and the norm if ``error`` is true, else None.
     """
     field, second_order, n, own_steps = term.inner, term.second_order, term.rows, term.lanes is not None
     in_autocast = term.in_autocast
@@ -81,8 +81,8 @@ def attempt(term: ODETerm, method: Method, rtol: float, atol: float, *, error: b
         state: tuple[Tensor, ...], packed: tuple[Tensor, ...], times: list[Tensor], y0: Any
     ) -> tuple[tuple[Tensor, ...], Tensor | None]:
         lanes = len(y0 if isinstance(y0, Tensor) else y0[0]) if own_steps else None
-        evaluate = ODETerm(field, y0, Tally(nobody, NFE()), second_order=second_order, lanes=lanes)
-        evaluate.in_autocast = in_autocast  # a solve itself runs without
+        evaluate = ODETerm(field, y0, Tally(uncounted, NFE()), second_order=second_order, lanes=lanes)
+        evaluate.in_autocast = in_autocast  # autocast is disabled outside the field
         result = method.step(state, packed, times, evaluate, error=error)
         if result.error is None:
             return result.state, None
@@ -95,5 +95,5 @@ def attempt(term: ODETerm, method: Method, rtol: float, atol: float, *, error: b
     return step
 
 
-def nobody() -> None:
-    """A field that nobody counts: the evaluations of a program are counted outside of its graph."""
+def uncounted() -> None:
+    """Serve as the field of a Tally inside a program, whose evaluations are counted outside its graph."""

@@ -1,4 +1,4 @@
-"""One entry to every solver."""
+"""The function :func:`odeint`, which checks its arguments and calls the solver that they select."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from hbnode.solve.control import LONGEST_DECAY, Attempt
 from hbnode.solve.loop import STRONG, Problem, Rows, integrate
 from hbnode.solve.methods import EXPONENTIAL, METHODS, NYSTROM, SECOND_ORDER, SPLITTING, TORCHDIFFEQ_GRIDS
 from hbnode.solve.settings import FIXED, TORCHDIFFEQ, Gradient, Method, Save, Settings, TorchdiffeqMethod
-from hbnode.solve.term import ODETerm, Snapshot, change_of_call, is_heavy_ball, solving, unwrapped
+from hbnode.solve.term import ODETerm, Snapshot, change_of_call, is_heavy_ball, solving, unwrap_compiled
 
 logger = logging.getLogger("hbnode")
-LONGEST_GRID = 64  # evaluations of the field in one compiled program
+LONGEST_GRID = 64  # function evaluations in one compiled program
 
 StateT = TypeVar("StateT", bound=State)
 
 
-# A tensor gives a tensor, a pair of tensors a pair; with an event, its time and the state there.
+# The result has the structure of y0; with event_fn it is the pair of the event's time and state.
 @overload
 def odeint(
     field: Callable[[Tensor, StateT], State], y0: StateT, t: Times, *, method: Method | None = None,
@@ -78,69 +78,73 @@ def odeint(
 ) -> State | tuple[Tensor, State]:
     r"""Solve :math:`y' = \mathrm{field}(t, y),\; y(t_0) = y_0` and return y at the times ``t``.
 
-    An adaptive method accepts a step when the root mean square of (error / (atol + rtol * max \|y\|)), over all
-    elements of the batch and of all parts of the state together, is at most 1. Adaptive steps pass output times; the
-    outputs inside of a step are interpolated within the tolerance, at no further evaluations.
+    An adaptive method accepts a step if the root mean square of error / (atol + rtol * max \|y\|) is at most 1. The
+    mean is over all elements of the batch and of all tensors of the state. By default, outputs inside a step are
+    interpolated within the tolerance (dense output), without further function evaluations.
 
     References:
-        ``hbnode/solve/tableaus.py`` cites the paper of each native method; :doc:`solvers` explains the idea. Chen,
+        ``hbnode/solve/tableaus.py`` cites the paper of each native method; :doc:`solvers` explains the methods. Chen,
         torchdiffeq (github.com/rtqichen/torchdiffeq), for its methods; Chen et al., arXiv:1806.07366, for the adjoint;
-        Kidger, Chen and Lyons, "Hey, that's not an ODE", arXiv:2009.09457, for its seminorm; Gholami, Keutzer and
-        Biros, arXiv:1902.10298, and Zhuang et al., arXiv:2006.02493, for gradients from checkpoints.
+        Kidger, Chen and Lyons, "Hey, that's not an ODE", arXiv:2009.09457, for the adjoint's seminorm; Gholami, Keutzer
+        and Biros, arXiv:1902.10298, and Zhuang et al., arXiv:2006.02493, for gradients from checkpoints.
 
     Arguments:
-        field: the right-hand side, called ``(t, state)``: one of hbnode's fields, any module, or a function. It returns
-            d state/dt in the structure of the state. t is a scalar tensor, or (batch, 1, ...) where samples have times
-            of their own.
-        y0: state at ``t[0]``: a floating-point tensor (batch, ...), or a tuple of them.
-        t: times (T,), strictly increasing or strictly decreasing. Native methods also take (batch, T), a row of times
-            for each sample, in which times may repeat. If t requires a gradient it gets one: that of the map in which
-            each step ends at a constant fraction of its output interval. (torchdiffeq's adaptive methods with
-            ``"direct"`` differentiate their interpolation instead, which is much less exact than their values.)
-        method: name of the solver; :func:`hbnode.methods` lists them with their orders. Default: None, which picks a
-            native method: for an HBNODE ``"nystrom4"`` if rtol >= 1e-3, else ``"nystrom8"``, or ``"exponential"`` if
-            its damping is constant and exceeds 50 over the length of the solve; for all others ``"tsit5"``, also for an
-            HBNODE that has hooks or a ``forward`` or ``__call__`` of its own. On a grid (``steps``) the damping is not
-            looked at.
+        field: the right-hand side, called as ``field(t, state)``: an hbnode field, another module, or a function. It
+            returns d state/dt in the structure of the state. Its argument t is a scalar tensor, or (batch, 1, ...) if
+            samples have their own times or steps.
+        y0: state at ``t[0]``: a floating-point tensor (batch, ...), or a tuple of such tensors.
+        t: times (T,), strictly increasing or strictly decreasing. Native methods also take (batch, T), one row of times
+            per sample, in which times may repeat. The gradient with respect to t assumes that each step ends at a
+            constant fraction of its output interval. (torchdiffeq's adaptive methods with ``"direct"`` differentiate
+            their interpolation instead, which is much less accurate than their values.)
+        method: name of the solver; :func:`hbnode.methods` lists all names and orders. Default: None, which selects a
+            native method. For an HBNODE it is ``"nystrom4"`` if rtol >= 1e-3, else ``"nystrom8"``. It is
+            ``"exponential"`` if the HBNODE's damping is constant and exceeds 50 / (length of the solve). With ``steps``
+            the damping does not affect the choice. All other fields use ``"tsit5"``, including an HBNODE that has hooks
+            or overrides ``forward`` or ``__call__``.
         rtol: relative tolerance of adaptive methods. Default: 1e-5.
         atol: absolute tolerance of adaptive methods, in the units of the state. Default: 1e-5.
-        gradient: how gradients are computed. Default: None, ``"checkpoint"`` for native methods and ``"direct"`` for
-            torchdiffeq's.
+        gradient: how gradients are computed. Default: None, which is ``"checkpoint"`` for native methods and
+            ``"direct"`` for torchdiffeq's methods.
 
-            - ``"checkpoint"`` keeps the graph of the steps up to 64 MiB, and computes later steps again in the backward
-              pass (``torch.utils.checkpoint``): the exact gradient of the numbers computed (discretise-then-optimise).
-            - ``"direct"`` backpropagates through the solver's operations, and is the only mode for higher derivatives
+            - ``"checkpoint"`` stores the autograd graph of the steps up to 64 MiB. Later steps are recomputed in the
+              backward pass (``torch.utils.checkpoint``). The result is the exact gradient of the discrete solution
+              (discretise-then-optimise).
+            - ``"direct"`` backpropagates through the solver's operations. It is the only mode for higher derivatives
               and torch.func.
-            - ``"reversible"`` undoes the steps of the splitting methods, and stores the outputs only.
+            - ``"reversible"`` stores only the outputs. The backward pass reconstructs the other states by reversing the
+              steps of a splitting method.
             - ``"adjoint"`` solves the adjoint ODE backwards, in memory that does not grow with the number of steps.
-              A damping γ makes errors grow by e^{γT} on the way back. Native methods refuse what misses its start.
-        steps: a fixed grid: the number of equal steps in each output interval, whatever the tolerances (native methods,
-            and torchdiffeq's with fixed steps). Default: None, steps are adaptive. The splitting methods need it;
-            torchdiffeq's methods with fixed steps take one step without it.
-        per_sample: whether each sample has its own steps and its own acceptance, so that its answer does not depend on
-            the rest of the batch (apart from the rounding of f); native methods. One call of f serves all samples
-            either way. Default: False, one step size for the whole batch.
-        save: ``"interpolate"``: adaptive steps pass output times, which are interpolated within the tolerance.
-            ``"exact"``: a step ends on each. torchdiffeq's methods interpolate to order 4, which for dopri8 can be far
-            worse than the tolerance. Default: ``"interpolate"``.
-        jump_times: times (K,) at which f or its derivative jumps; adaptive steps end on them. A
-            :class:`hbnode.Signal` in f gives its own to native methods. Default: None.
-        event_fn: as in torchdiffeq, for its methods: the solve ends where ``event_fn(t, state)`` changes its sign.
-            ``t`` then holds the start and a second time that gives the direction only. The result is ``(event_time,
-            state)``. The time has no gradient; ``torchdiffeq.odeint_event(..., odeint_interface=hbnode.odeint)`` gives
-            it one. Default: None.
-        max_steps: number of accepted and rejected steps after which a forward or backward pass of an adaptive method is
-            given up with an error; each further output interval adds one. It limits evaluations where a method does not
-            report its steps (``"scipy_solver"``, and events on a fixed grid), and does not limit a fixed grid.
-            Default: 10000.
-        options: further options of the method. Native methods know ``first_step``, ``max_step`` and ``min_step``,
-            lengths of time (set ``max_step`` where f has pulses narrower than a tenth of the time span), and
-            ``max_nfe``, the most evaluations of a solve. torchdiffeq's methods know their own. Default: None.
-        adjoint_options: torchdiffeq's options of the backward solve, added to those of the forward one. Default: None,
-            which is ``{"norm": "seminorm"}``; ``{}`` is torchdiffeq's own default, as the papers used it.
-        compile: compile the steps of a native method, and their gradients, with torch.compile. The first calls take
-            tens of seconds. Needs one of hbnode's fields. If the network cannot be compiled, a warning says so and the
-            solve runs without. Default: False.
+              Over a solve of length T, a damping γ amplifies errors of the backward solve by e^{γT}. Native methods
+              raise ``ReversalError`` if the backward solve misses y0.
+        steps: number of equal steps in each output interval, for native methods and for torchdiffeq's methods with
+            fixed steps. Tolerances are then ignored. The splitting methods need it; torchdiffeq's methods with fixed
+            steps take one step per interval without it. Default: None, which means adaptive steps.
+        per_sample: whether each sample has its own step sizes (native methods). Its solution is then independent of
+            the other samples of the batch, up to rounding errors of f. In both cases one call of f evaluates all
+            samples. Default: False, which means one step size for the whole batch.
+        save: ``"interpolate"``: adaptive steps do not stop at output times, and outputs are interpolated within the
+            tolerance. ``"exact"``: a step ends at each output time. torchdiffeq's methods interpolate to order 4, which
+            for dopri8 can be far less accurate than the tolerance. Default: ``"interpolate"``.
+        jump_times: times (K,) at which f or its derivative jumps; adaptive steps end on them. Native methods also use
+            the sample times of a :class:`hbnode.Signal` in f. Default: None.
+        event_fn: event function of torchdiffeq's methods: the solve ends when ``event_fn(t, state)`` changes its sign.
+            ``t`` then holds the start and a second time, of which only the direction counts. The result is
+            ``(event_time, state)``. The event time has no gradient; for one, call
+            ``torchdiffeq.odeint_event(..., odeint_interface=hbnode.odeint)``. Default: None.
+        max_steps: largest number of accepted and rejected steps of an adaptive method in one forward or backward pass.
+            Each output interval after the first adds one step to this limit. If a method does not report its steps
+            (``"scipy_solver"``, and events with fixed steps), the limit applies to function evaluations. Otherwise,
+            fixed steps are not limited. Default: 10000.
+        options: further options of the method. Native methods have the lengths of time ``first_step``, ``max_step`` and
+            ``min_step``, and ``max_nfe``, the largest number of function evaluations of a solve. Set ``max_step`` if f
+            has pulses narrower than a tenth of the time span. torchdiffeq's methods have their own options.
+            Default: None.
+        adjoint_options: torchdiffeq's options of the backward solve, added to those of the forward solve.
+            Default: None, which is ``{"norm": "seminorm"}``; ``{}`` is torchdiffeq's own default, used in the papers.
+        compile: whether to compile the steps of a native method and their gradients with torch.compile. It needs an
+            hbnode field, and the first calls take tens of seconds. If compilation fails, a warning is issued and the
+            solve runs without compilation. Default: False.
 
     Returns:
         The states at the times, time first: (T, batch, ...), in the structure of ``y0``. With ``event_fn``, the pair
@@ -149,12 +153,13 @@ def odeint(
     Raises:
         ValueError: an argument is out of its range, or the field returns another shape.
         TypeError: an argument has the wrong type or dtype.
+        SolverError: the solve failed; the error has the time, the step size and the number of function evaluations.
+            Its subclasses are the following five errors.
         NonFiniteError: the state, the field or the adjoint became infinite or NaN.
-        StepSizeUnderflowError: the tolerance cannot be met.
+        StepSizeUnderflowError: no step size meets the tolerance.
         MaxStepsError: more than ``max_steps`` steps, or (:class:`MaxNFEError`) more than ``max_nfe`` evaluations.
-        RecomputationError: a step that the backward pass computed again ends elsewhere: the field was changed.
-        ReversalError: rounding errors grew too much to undo the steps of ``"reversible"``. This and the four errors
-            above are :class:`SolverError`: they carry the time, the step size and the evaluations so far.
+        RecomputationError: a step recomputed in the backward pass ends in another state, because the field was changed.
+        ReversalError: the backward pass of ``"reversible"`` or ``"adjoint"`` missed y0 or an output.
 
     Example:
         >>> import math, torch, hbnode
@@ -175,13 +180,13 @@ def solve(
     field: Callable[..., State], y0: State, t: Times, settings: Settings, nfe: NFE, *, end: bool = False,
     event_fn: Callable[..., Tensor] | None = None,
 ) -> Any:  # fmt: skip
-    """:func:`odeint` with checked settings, which counts into ``nfe``; with ``end``, the last state alone."""
+    """Solve an ODE as :func:`odeint` does and add the counts to ``nfe``; with ``end``, return only the last state."""
     if not is_tracing():
         return _solve(field, y0, t, settings, nfe, end, event_fn)
     is_dynamo = torch.compiler.is_dynamo_compiling()
     if event_fn is None and is_traceable(settings, is_dynamo):
         return _traced(field, y0, t, settings, Tally(field, nfe), end)
-    if not is_dynamo:  # which can call the solve from outside of its graphs
+    if not is_dynamo:  # torch.compile can call the solve outside its graphs
         raise ValueError(ONLY_FIXED_GRIDS)
     return untraced(_solve)(field, y0, t, settings, nfe, end, event_fn)
 
@@ -193,8 +198,8 @@ def _solve(field: Any, y0: State, t: Times, settings: Settings, nfe: NFE, end: b
     is_native = settings.method not in TORCHDIFFEQ
     times = checked_times(t, template.device, rows=is_native and not is_event)
     settings = resolve(settings, field, times, event=is_event)
-    if settings.steps is None and settings.rtol < torch.finfo(template.dtype).eps:
-        check_precision(settings, template.dtype)
+    if settings.steps is None and settings.method not in FIXED and settings.rtol < torch.finfo(template.dtype).eps:
+        check_precision(settings.rtol, template.dtype)
     tally = Tally(field, nfe)
     is_native &= settings.method not in TORCHDIFFEQ
     if is_event and is_native:
@@ -213,7 +218,7 @@ def _solve(field: Any, y0: State, t: Times, settings: Settings, nfe: NFE, end: b
             torchdiffeq.warn_of_callbacks(field, settings.method, torchdiffeq.CALLBACKS)
             break
     gradient = adjoint_of(settings.gradient)
-    lanes, is_empty = None, template.shape[:1] == (0,)  # of no samples, none has steps of its own
+    lanes, is_empty = None, template.shape[:1] == (0,)  # an empty batch has no steps per sample
     if times.dim() == 2 or (settings.per_sample and settings.steps is None and not is_empty):
         lanes = count_samples(y0, times, settings)
     term = ODETerm(field, y0, tally, second_order=settings.method in SECOND_ORDER, lanes=lanes)
@@ -235,11 +240,11 @@ def _solve(field: Any, y0: State, t: Times, settings: Settings, nfe: NFE, end: b
 
 
 def resolve(settings: Settings, field: Callable[..., Any], t: Tensor | None = None, *, event: bool = False) -> Settings:
-    """Return the settings with method and gradient filled in for a field and the times of a solve.
+    """Return the settings with method and gradient filled in for a field and the times ``t`` of a solve.
 
-    ``method=None`` means Nystrom for an HBNODE, of the order that takes fewer evaluations at the tolerance on problems
-    like those of the benchmarks, and ``"tsit5"`` for all others. A constant damping that is strong over the length of
-    the solve limits the steps of all but ``"exponential"``; times on a device are not asked for it.
+    For an HBNODE, the Nyström order is that with fewer function evaluations at the tolerance in the benchmarks. A
+    constant damping that is strong over the span of ``t`` selects ``"exponential"``, the only method whose steps it
+    does not limit. Times on a GPU are not read for this choice, because reading them would wait for the GPU.
     """
     method, gradient = settings.method, settings.gradient
     if method is not None:
@@ -250,7 +255,7 @@ def resolve(settings: Settings, field: Callable[..., Any], t: Tensor | None = No
     elif gradient == "reversible":
         method = "blanes_moan4"
         check_field(method, field)
-    elif not isinstance(inner := unwrapped(field), HBNODE) or change_of_call(field) is not None:
+    elif not isinstance(inner := unwrap_compiled(field), HBNODE) or change_of_call(field) is not None:
         method = "tsit5"
     else:
         method = "nystrom4" if settings.rtol >= 1e-3 else "nystrom8"
@@ -265,8 +270,8 @@ def resolve(settings: Settings, field: Callable[..., Any], t: Tensor | None = No
 
 
 def constant_damping(field: Callable[..., Any]) -> float:
-    """Return the largest γ of a heavy-ball field if it is constant, which no device has to be asked for; else 0."""
-    inner = unwrapped(field)
+    """Return the largest damping γ of an HBNODE or GHBNODE if γ is constant; return 0 for all other fields."""
+    inner = unwrap_compiled(field)
     if not isinstance(inner, (HBNODE, GHBNODE)) or inner.omega is not None:
         return 0.0
     damping = inner.solver_damping()
@@ -274,14 +279,14 @@ def constant_damping(field: Callable[..., Any]) -> float:
 
 
 def check_field(method: str, field: Callable[..., Any]) -> None:
-    """Refuse a field that a method for h and m cannot solve."""
+    """Raise ValueError if ``method``, which needs an HBNODE or a GHBNODE, cannot solve ``field``."""
     kinds: tuple[type, ...] = (HBNODE,)
     what = "solves h'' + γh' = f(h, t), an HBNODE"
-    fix = "Fix: method='tsit5', or method=None for the best there is."
+    fix = "Fix: method='tsit5', or method=None for the default."
     if method in SPLITTING:
         kinds, what = (HBNODE, GHBNODE), "splits the equation of an HBNODE or GHBNODE"
         fix = "Fix: method='tsit5' with gradient='checkpoint'."
-    if not isinstance(unwrapped(field), kinds):
+    if not isinstance(unwrap_compiled(field), kinds):
         raise ValueError(f"method={method!r} {what}, got {type(field).__name__}. {fix}")
     change = change_of_call(field)
     if change is not None:
@@ -291,7 +296,10 @@ def check_field(method: str, field: Callable[..., Any]) -> None:
 
 
 def compile_steps(problem: Problem, field: Any, y0: State, t: Tensor, snapshot: Snapshot) -> State | None:
-    """Solve on a short grid by one compiled program; else let the problem take compiled steps."""
+    """Solve with one compiled program if there are few fixed steps; otherwise give ``problem`` a compiled step.
+
+    Return the trajectory, or None if ``problem`` still has to be solved.
+    """
     settings, method, term = problem.settings, problem.method, problem.term
     if snapshot.masks:
         compiled.warn("func draws random numbers")
@@ -306,7 +314,7 @@ def compile_steps(problem: Problem, field: Any, y0: State, t: Tensor, snapshot: 
         return None
 
     def grid(y0: State, t: Tensor) -> State:
-        return _traced(field, y0, t, settings, Tally(compiled.nobody, NFE()), False)
+        return _traced(field, y0, t, settings, Tally(compiled.uncounted, NFE()), False)
 
     key = (settings.method, settings.steps, t.shape[-1], getattr(term.inner, "activation", None))
     trajectory = compiled.program(term, key, lambda: grid)(y0, t.to(term.template.device))
@@ -318,7 +326,10 @@ def compile_steps(problem: Problem, field: Any, y0: State, t: Tensor, snapshot: 
 
 
 def count_samples(y0: State, t: Tensor, settings: Settings) -> int:
-    """Return how many samples have times or steps of their own; refuses a state that has none."""
+    """Return the batch size for a solve in which samples have their own times or steps.
+
+    Raise ValueError if the state has no batch dimension or the gradient mode needs common steps.
+    """
     what = "per_sample=True" if t.dim() == 1 else "t of shape (batch, T)"
     tensors = parts(y0)
     if any(part.dim() == 0 or len(part) != len(tensors[0]) for part in tensors):
@@ -331,28 +342,28 @@ def count_samples(y0: State, t: Tensor, settings: Settings) -> int:
             "Fix: one row of times for each sample, or t of shape (T,)."
         )
     if getattr(settings.gradient, "name", settings.gradient) == "adjoint":
-        raise ValueError(f"gradient='adjoint' does not know {what}. Fix: gradient='checkpoint'.")
+        raise ValueError(f"gradient='adjoint' does not support {what}. Fix: gradient='checkpoint'.")
     return len(tensors[0])
 
 
 def is_traceable(settings: Settings, is_dynamo: bool) -> bool:
-    """Return whether a solve can be one graph of torch.compile, torch.export or torch.jit.trace that does what was
-    asked.
+    """Return whether a solve can be recorded in one graph of torch.compile, torch.export or torch.jit.trace.
 
-    Other gradients than the direct one are for the memory that they save; an exported graph has none of them.
+    Only fixed steps can. Exported graphs ignore the gradient modes that save memory, that is, all except ``"direct"``.
+    torch.compile runs these modes, and solves inside ``count_nfe``, outside its graphs.
     """
     if settings.steps is None or settings.method not in (None, *METHODS, *TORCHDIFFEQ_GRIDS):
         return False
     if not is_dynamo or is_exporting():
         return True
-    if not hasattr(torch.compiler, "is_exporting"):  # torch.compile before torch 2.7 rounds what it traces here
+    if not hasattr(torch.compiler, "is_exporting"):  # torch.compile of torch < 2.7 rounds the solve
         return False
     return settings.gradient in (None, "direct") and not open_counters
 
 
 def _traced(field: Callable[..., State], y0: State, t: Times, settings: Settings, tally: Tally, end: bool) -> State:
-    """Return a solve on a grid as tensor operations and nothing else; no value is looked at."""
-    snapshot = Snapshot(field, for_backward=False)  # a graph evaluates the field once
+    """Solve with fixed steps by tensor operations only, so that the solve can be traced."""
+    snapshot = Snapshot(field, for_backward=False)  # the backward pass of a graph does not call the field
     y0 = checked_state(field, y0, snapshot)
     settings = resolve(dataclasses.replace(settings, gradient="direct"), field)
     times = traced_times(t, parts(y0)[0].device)
@@ -366,19 +377,17 @@ def _traced(field: Callable[..., State], y0: State, t: Times, settings: Settings
 
 
 def check_damping(problem: Problem, field: Callable[..., Any]) -> None:
-    """Raise at once where the damping alone takes more steps than there may be."""
+    """Raise MaxStepsError before the solve if the damping alone requires more than ``max_steps`` steps."""
     settings, nystrom = problem.settings, problem.settings.method in NYSTROM
     damping, reach = (problem.strongest, LONGEST_DECAY) if nystrom else (constant_damping(field), 4.0)
     span = float(problem.end.max()) if damping and problem.end.size else 0.0
     needed = damping * span / (1.0 if nystrom else reach)
-    if not needed >= settings.max_steps:  # NaN is named where it is met
+    if not needed >= settings.max_steps:  # a NaN is reported by the solve
         return
     if is_heavy_ball(field, HBNODE):
         advice = "method='exponential', which solves the damping exactly"
     else:
-        advice = (
-            f"max_steps={math.ceil(damping * span / 3)}, a grid of method='leapfrog', which solves the damping exactly"
-        )
+        advice = f"max_steps={math.ceil(damping * span / 3)}, method='leapfrog' with steps=n (exact damping)"
     raise problem.failure(
         MaxStepsError,
         f"the damping of {damping:g} over a time of {span:g} takes about {needed:.0f} steps, and "
@@ -389,7 +398,11 @@ def check_damping(problem: Problem, field: Callable[..., Any]) -> None:
 
 
 def check_finite(problem: Problem, y0: State, rows: Rows) -> None:
-    """The solution of a fixed grid is checked at its end; if it is not finite, solve once more to see where."""
+    """Raise NonFiniteError if a solution ``rows`` with fixed steps is not finite.
+
+    Fixed steps are checked only after the solve. If the check fails, a second solve finds the first step that is not
+    finite.
+    """
     if is_finite(rows):
         return
 
@@ -409,7 +422,7 @@ def check_finite(problem: Problem, y0: State, rows: Rows) -> None:
 
 
 def traced_times(t: Times, device: torch.device) -> Tensor:
-    """Times (T,) or (batch, T) in float64 on the device of the state; not checked if they are a tensor."""
+    """Return ``t`` as a float64 tensor on ``device``; only Python numbers are checked to be ordered."""
     if isinstance(t, Tensor):
         return t.to(device, torch.float64)
     given = list(t)
@@ -423,7 +436,7 @@ def traced_times(t: Times, device: torch.device) -> Tensor:
 
 
 def checked_span(t_span: Sequence[float]) -> tuple[float, float]:
-    """Two different times, of a block or a flow."""
+    """Return the start and end of ``t_span`` as floats, checked to be finite and different."""
     if not isinstance(t_span, Sequence) or any(isinstance(t, Tensor) for t in t_span):
         raise TypeError(
             f"t_span must be two numbers (t0, T), got {t_span!r}. Fix: (0.0, 1.0); learned times go to block(x, t)."
@@ -434,28 +447,27 @@ def checked_span(t_span: Sequence[float]) -> tuple[float, float]:
     return span
 
 
-def check_precision(settings: Settings, dtype: torch.dtype) -> None:
-    """Refuse a tolerance that is not within what the dtype can carry, if the method goes by it."""
-    if settings.method in FIXED or settings.steps is not None:
-        return
-    rtol, eps = settings.rtol, torch.finfo(dtype).eps
+def check_precision(rtol: float, dtype: torch.dtype) -> None:
+    """Raise ValueError if ``rtol`` is far below the machine epsilon of the dtype; otherwise log a warning."""
+    eps = torch.finfo(dtype).eps
     if rtol < eps / 100:
         raise ValueError(
-            f"rtol={rtol:g} is far below what {dtype} carries (eps={eps:.2g}); expected at least {eps / 100:.2g}. "
+            f"rtol={rtol:g} is far below the machine epsilon {eps:.2g} of {dtype}; expected at least {eps / 100:.2g}. "
             "Fix: solve in float64, or loosen rtol."
         )
-    if rtol < eps:
-        _log_tight_tolerance(rtol, dtype)
+    _log_tight_tolerance(rtol, dtype)
 
 
-@functools.cache
+@functools.cache  # one warning per tolerance and dtype
 def _log_tight_tolerance(rtol: float, dtype: torch.dtype) -> None:
-    """Cached, so that each tolerance is mentioned once."""
-    logger.warning("rtol=%g is below the rounding of %s: steps may be refused for rounding errors alone", rtol, dtype)
+    logger.warning("rtol=%g is below the machine epsilon of %s: rounding errors alone may reject steps", rtol, dtype)
 
 
 def checked_state(field: Callable, y0: State, snapshot: Snapshot) -> State:
-    """Return the state, floating point and of the field's dtype; under autocast at least float32."""
+    """Return the initial state after checking the field, and the structure and dtypes of the state.
+
+    Under autocast, return half-precision tensors in float32.
+    """
     if not isinstance(field, nn.Module):
         if not callable(field):
             raise TypeError(
@@ -476,7 +488,7 @@ def checked_state(field: Callable, y0: State, snapshot: Snapshot) -> State:
             f"the state must be floating point and of one dtype, got {', '.join(map(str, dtypes))}. "
             f"Fix: {'torch.view_as_real(x)' if dtype.is_complex else 'x.float() or x.double(), of each part'}."
         )
-    if torch.is_autocast_enabled(tensors[0].device.type):  # the networks may run in half precision, the state may not
+    if torch.is_autocast_enabled(tensors[0].device.type):  # only networks run in half precision
         return apply(lambda part: part.float() if part.element_size() < 4 else part, y0)
     if snapshot.dtypes and dtype not in snapshot.dtypes:
         kinds = ", ".join(map(str, snapshot.dtypes))
@@ -501,21 +513,23 @@ def _not_a_state(y0: object, field: Callable) -> str:
 
 
 def checked_times(t: Times, device: torch.device, *, rows: bool) -> Tensor:
-    """Finite, ordered times as a tensor: (T,), or (batch, T) if each sample may have a row of its own.
+    """Return ``t`` as a tensor (T,), checked to be finite and ordered; with ``rows``, it may also be (batch, T).
 
-    Native methods (``rows``) have them on the host, which plans the steps; torchdiffeq's on the device of the state.
+    With ``rows``, for native methods, the tensor is on the CPU, which plans the steps. Otherwise it is on ``device``.
     """
     if not isinstance(t, Tensor):
         kind = type(t).__name__
-        t = t.to_numpy() if hasattr(t, "to_numpy") else t  # of pandas; a table has its columns as elements
+        t = t.to_numpy() if hasattr(t, "to_numpy") else t  # iterating over a DataFrame gives its columns
         if not isinstance(t, Iterable) or isinstance(t, (str, bytes, dict, set, frozenset)):
             fix = f"[0.0, {t}]" if isinstance(t, numbers.Real) else "a tensor or a list of numbers"
             raise TypeError(f"t must be times, a tensor or a sequence, got {kind}. Fix: {fix}.")
         given = t.copy() if isinstance(t, np.ndarray) else list(t)  # it may be read-only
-        if Tensor in map(type, given) or nn.Parameter in map(type, given):  # keep the gradients of learned times
+        if Tensor in map(type, given) or nn.Parameter in map(type, given):  # the times may need gradients
             times = [torch.as_tensor(time, dtype=torch.float64, device=device) for time in given]
             if any(time.numel() != 1 for time in times):
-                raise ValueError("t is a sequence of tensors that are no single times. Fix: torch.stack or cat them.")
+                raise ValueError(
+                    "t is a sequence with tensors that are not scalars. Fix: t=torch.cat(t) or t=torch.stack(t)."
+                )
             t = torch.stack([time.reshape(()) for time in times])
         else:
             try:
@@ -527,7 +541,7 @@ def checked_times(t: Times, device: torch.device, *, rows: bool) -> Tensor:
                 if isinstance(given[0], str):
                     fix = "[float(time) for time in t], or dates, t = pandas.to_datetime(t), in days since the first"
                 raise TypeError(
-                    f"t must be numbers, times as f has them, got a {kind} of {type(given[0]).__name__}. Fix: {fix}."
+                    f"t must be numbers, in the time unit of f, got a {kind} of {type(given[0]).__name__}. Fix: {fix}."
                 ) from error
     elif not t.is_floating_point():
         t = t.to(torch.float64)
@@ -547,7 +561,7 @@ def checked_times(t: Times, device: torch.device, *, rows: bool) -> Tensor:
             f"t must be finite, but t{where} is {values[tuple(where)]}. Fix: drop infinite times and NaNs."
         )
     steps = np.diff(values)
-    if values.ndim > 1:  # of a sample's own times some may be repeated: it stays where it is
+    if values.ndim > 1:  # a row may repeat times: the sample does not move between equal times
         if not ((steps >= 0).all() or (steps <= 0).all()):
             raise ValueError(
                 "t of shape (batch, T) must increase along each row, or decrease along each. Fix: sort the times."

@@ -29,7 +29,7 @@ from hbnode.solve.loop import Problem
 from hbnode.solve.methods import METHODS, NYSTROM, Field, Method, StepResult
 from hbnode.solve.odeint import check_finite, checked_state, checked_times
 from hbnode.solve.settings import TORCHDIFFEQ, Gradient, Settings
-from hbnode.solve.term import ODETerm, Snapshot, change_of_call, solving, unwrapped
+from hbnode.solve.term import ODETerm, Snapshot, change_of_call, solving, unwrap_compiled
 from hbnode.solve.torchsde import TorchsdeMethod
 
 NativeSDEMethod = Literal["ubu", "baoab", "nystrom4"]
@@ -406,7 +406,7 @@ class BrownianIncrements:
         Returns:
             The increments.
         """
-        if not isinstance(unwrapped(sde), HeavyBallSDE):
+        if not isinstance(unwrap_compiled(sde), HeavyBallSDE):
             raise TypeError(NO_SDE.format(type(sde).__name__))
         if method not in NATIVE:
             near = nearest(method, tuple(NATIVE)) or "ubu"
@@ -567,7 +567,7 @@ def sdeint(
         torch.Size([3, 64, 2])
         >>> h[-1].square().mean().backward()
     """
-    if not isinstance(unwrapped(sde), HeavyBallSDE):
+    if not isinstance(unwrap_compiled(sde), HeavyBallSDE):
         raise TypeError(NO_SDE.format(type(sde).__name__))
     name: Any = getattr(gradient, "name", gradient)
     if name not in GRADIENTS.get(method, ()):

@@ -1,4 +1,4 @@
-"""An equation as solvers see it: a field on rows of tensors, and its modules as they are during a solve."""
+"""The right-hand side of a solve on flat tensors, and the state of a field's modules during a solve."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from hbnode.signal import queries
 
 
 class SolveDropout(nn.Module):
-    r"""Dropout for the inside of a field: one mask for each solve, instead of one for each evaluation.
+    r"""A dropout layer for use inside a field, with one mask per solve.
 
-    A field with an ordinary dropout is another function at each evaluation; it has no solution, and an adaptive
-    solver chases its noise. Here the mask is drawn at the first evaluation of a solve and kept to its end, its
-    backward pass included. Used twice in a network on inputs of one shape, it has one mask for both.
+    An ordinary dropout layer changes the field in each function evaluation. The ODE then has no solution, and an
+    adaptive solver rejects steps because of the noise. This layer draws its mask at the first function evaluation of a
+    solve and uses it until the end of the backward pass. If a network calls the layer twice, both inputs must have the
+    same shape, and both get the same mask.
 
-    In evaluation mode it does nothing; called outside of a solve it draws a mask each time. One module serves one solve
-    at a time: give threads copies of their own.
+    In evaluation mode the layer is the identity. Outside a solve it draws a new mask in each call. It supports one
+    solve at a time, so each thread needs its own copy.
 
     Arguments:
-        p: probability with which an element is set to 0; the others are divided by 1 - p. Default: 0.5.
+        p: probability with which an element is set to 0; the other elements are divided by 1 - p. Default: 0.5.
 
     Raises:
         ValueError: if p is not in [0, 1).
@@ -40,10 +41,10 @@ class SolveDropout(nn.Module):
         if not 0 <= p < 1:
             raise ValueError(f"p must be a probability in [0, 1), got {p}. Fix: SolveDropout(0.1).")
         self.p = float(p)
-        self.solve: dict[str, Tensor] | None = None  # the mask of the solve that runs, put here by it
+        self.solve: dict[str, Tensor] | None = None  # set by the running solve
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x`` times the solve's mask."""
+        """Return ``x`` times the mask of the solve."""
         if not self.training or self.p == 0:
             return x
         if self.solve is None:
@@ -54,13 +55,12 @@ class SolveDropout(nn.Module):
         if mask.shape != x.shape:
             raise ValueError(
                 f"SolveDropout drew a mask of shape {tuple(mask.shape)} in this solve and now got an input of "
-                f"shape {tuple(x.shape)}. Fix: use one SolveDropout for each place in the network."
+                f"shape {tuple(x.shape)}. Fix: use a separate SolveDropout for each layer."
             )
         return x * mask.to(x.dtype)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the mask, which belongs to a solve and not to the module."""
-        return {**self.__dict__, "solve": None}
+        return {**self.__dict__, "solve": None}  # without the mask of the running solve
 
     def extra_repr(self) -> str:
         return f"p={self.p:g}"
@@ -71,27 +71,28 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 class ODETerm:
-    r"""The right-hand side of a solve.
+    r"""The right-hand side of a solve as a function of rows, which are the tensors that solvers work on.
 
-    A first-order term, :math:`y' = \mathrm{field}(t, y)` for any field, has one row: all parts of the state behind each
-    other. A second-order term, :math:`h'' + \gamma h' = F(h, t)` of an HBNODE or GHBNODE, has the rows h and m, and its
-    value is F alone. A row is flat, (elements,), where one step size and one γ serve all elements; (batch, elements)
-    where samples have steps of their own; and of the shape of h where channels have a γ of their own.
+    A first-order term, :math:`y' = \mathrm{field}(t, y)`, has one row, the concatenated tensors of the state. A
+    second-order term, :math:`h'' + \gamma h' = F(h, t)` of an HBNODE or GHBNODE, has the rows h and m. Its value is
+    only F, because the solvers integrate the damping γ themselves.
 
-    ``lanes`` is how many samples have steps of their own; None if all have the same.
+    A row has the shape (elements,) if all elements share one step size and one γ. It has the shape (batch, elements) if
+    samples have their own steps, and the shape of h if γ differs between channels. ``lanes`` is the number of samples
+    with their own steps, or None if all samples share their steps.
     """
 
     def __init__(
         self, field: Callable[..., Any], y0: State, tally: Tally, *, second_order: bool, lanes: int | None = None
     ) -> None:
         self.field: Any = field
-        self.inner: Any = unwrapped(field)
+        self.inner: Any = unwrap_compiled(field)
         self.tally, self.like, self.lanes, self.traced = tally, y0, lanes, is_tracing()
         self.second_order, self.rows = second_order, 2 if second_order else 1
         self.template = y0 if isinstance(y0, Tensor) else y0[0]
         self.damping: Tensor | float = 0.0
         self.dims = self.template.dim() if isinstance(y0, Tensor) else max(map(Tensor.dim, y0))
-        self.error_groups = [slice(None)]  # elements of a row whose error has a norm of its own
+        self.error_groups = [slice(None)]  # slices of a row with separate error norms
         if getattr(self.inner, "has_integral", False):
             begin = -(y0[-1].numel() if lanes is None else 1)
             self.error_groups = [slice(begin), slice(begin, None)]
@@ -112,13 +113,13 @@ class ODETerm:
         if autocast:
             dtype = torch.get_autocast_dtype(device)
             self.in_autocast = functools.partial(torch.autocast, device, dtype=dtype, cache_enabled=False)
-        # torch.compile is around the field, or in it after field.compile()
+        # by torch.compile(field) or field.compile()
         is_compiled = field is not self.inner or getattr(field, "_compiled_call_impl", None) is not None
         self.calls_field = second_order and is_compiled
         self.time_dependent: bool = getattr(self.inner, "time_dependent", True)
 
     def aligned(self, value: Tensor | float, name: str, symbol: str) -> Tensor | float:
-        """Return a constant of the equation: a number, a tensor without dimensions, or one of the dimensions of h."""
+        """Return a constant of the equation, such as γ; reshape a tensor to as many dimensions as the state h."""
         if not isinstance(value, Tensor) or not value.dim():
             return value
         shape = self.template.shape
@@ -127,12 +128,11 @@ class ODETerm:
         ):
             raise ValueError(
                 f"the {name} has shape {tuple(value.shape)}, which does not broadcast to that of h, {tuple(shape)}. "
-                f"Fix: (d,) for one {symbol} a feature, (d, 1, 1) for one a channel."
+                f"Fix: (d,) for one {symbol} per feature, (d, 1, 1) for one per channel."
             )
         return value.view(*[1] * (len(shape) - value.dim()), *value.shape)
 
     def flatten(self, state: State) -> tuple[Tensor, ...]:
-        """Return the rows of a state."""
         rows: list[Tensor] = []
         for part in (state,) if isinstance(state, Tensor) else state:
             if self.per_channel:
@@ -144,7 +144,7 @@ class ODETerm:
         return tuple(rows) if self.second_order or len(rows) == 1 else (torch.cat(rows, -1),)
 
     def unflatten(self, rows: tuple[Tensor, ...], times: tuple[int, ...] = ()) -> State:
-        """Return the state of rows, or a trajectory of rows (T, ...)."""
+        """Return the state for its rows; with ``times=(T,)``, return a trajectory for rows (T, ...)."""
         shape = (*times, *self.template.shape)
         if self.second_order:
             return rows[0].reshape(shape), rows[1].reshape(shape)
@@ -159,13 +159,14 @@ class ODETerm:
         return tuple(pieces)
 
     def __call__(self, t: Tensor, row: Tensor) -> Tensor:
-        """Return the value at a row, the force on h or y', of the row's shape and dtype; counted. The row stays as it
-        is.
+        """Return F of a second-order term or y' of a first-order term, in the shape and dtype of ``row``.
+
+        The call counts as one function evaluation. Raise ValueError if the field changes ``row`` in place.
         """
         self.tally.add("evaluation")
         version = -1
         if self.traced or row.is_inference():
-            row = row.clone()  # it has no version by which a change would be seen
+            row = row.clone()  # such tensors have no version counter
         else:
             version = row._version
         with self.in_autocast():
@@ -184,19 +185,18 @@ class ODETerm:
         return f if f.shape == row.shape else f.reshape(row.shape)
 
     def derivative(self, t: Tensor, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the derivative of all rows, by a call of the field; not counted."""
+        """Return the derivatives of all rows by a call of the field that is not counted."""
         state = self.unflatten(rows)
         with self.in_autocast():
             return self.flatten(like(self.field(t, state), state))
 
 
 class Snapshot:
-    """The parameters, buffers, modes and dropout masks of a field's modules during a solve.
+    """The parameters, buffers, training modes and dropout masks of a field's modules in a solve.
 
-    As a context it puts them back where a backward pass evaluates the field again: parameters may be lent
-    (``torch.func.functional_call``), and a model may be in another mode by then.
-
-    Without ``for_backward``, only masks and dtypes are looked at.
+    As a context manager it restores them while a backward pass evaluates the field. By then, the model may be in
+    another mode, or ``torch.func.functional_call`` may have returned other parameters to it. Without ``for_backward``,
+    the snapshot has no parameters and buffers.
     """
 
     def __init__(self, field: Callable[..., Any], *, for_backward: bool = True) -> None:
@@ -206,19 +206,19 @@ class Snapshot:
         self.needed: list[tuple[Tensor, bool]] = []
         self.dtypes: set[torch.dtype] = set()  # of the parameters
         self.masks: list[tuple[SolveDropout, dict[str, Tensor] | None]] = []
-        self._before: list[Any] = []  # torch enters a context again for each backward pass
+        self._before: list[Any] = []  # torch enters the same context in each backward pass
         for module in field.modules() if isinstance(field, nn.Module) else ():
-            if isinstance(module, SolveDropout):  # keeps the masks of a solve around this one if there is one
+            if isinstance(module, SolveDropout):  # an inner solve uses the masks of the outer solve
                 self.masks.append((module, {} if module.solve is None else module.solve))
             elif isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
                 raise ValueError(
-                    f"{type(module).__name__} is in training mode inside a solve, where each evaluation would draw "
-                    "another mask and no step size would meet the tolerance. Fix: hbnode.nn.SolveDropout(p) draws "
+                    f"{type(module).__name__} is in training mode inside a solve, so each evaluation would draw "
+                    "another mask, and no step size would meet the tolerance. Fix: hbnode.nn.SolveDropout(p) draws "
                     "one mask for the whole solve; or move it out of func."
                 )
             self.modes.append((module, module.training))
             parameters, buffers = module._parameters, module._buffers
-            if isinstance(module, torch.jit.ScriptModule):  # whose dicts are copies
+            if isinstance(module, torch.jit.ScriptModule):  # its _parameters is a copy
                 parameters = dict(module.named_parameters(recurse=False))
                 buffers = dict(module.named_buffers(recurse=False))
             for own in (parameters, buffers):
@@ -235,7 +235,7 @@ class Snapshot:
                         self.needed.append((tensor, tensor.requires_grad))
 
     def changed(self) -> bool:
-        """Return whether a parameter or buffer was changed in place or replaced since."""
+        """Return whether a parameter or buffer was replaced or changed in place after the snapshot."""
         for (own, name, tensor), version in zip(self.slots, self.versions, strict=True):
             if own.get(name) is not tensor or (version is not None and tensor._version != version):
                 return True
@@ -272,9 +272,9 @@ def _restore(modes: Sequence[Any], slots: Sequence[Any], masks: Sequence[Any], n
 
 @contextmanager
 def solving(snapshot: Snapshot, device_type: str) -> Iterator[None]:
-    """The context of a solve: dropout masks are kept, autocast is for the field alone, and no query of a signal raises.
+    """Set the dropout masks of a solve, disable autocast outside the field, and let Signals return NaN.
 
-    A query outside of a signal gives NaN, which the solver does not accept and then names.
+    A :class:`hbnode.Signal` returns NaN outside its samples, and the solver then reports the time of that call.
     """
     before: list[Any] = []
     for module, masks in snapshot.masks:
@@ -293,24 +293,26 @@ def solving(snapshot: Snapshot, device_type: str) -> Iterator[None]:
             module.solve = masks
 
 
-def unwrapped(field: Any) -> Any:
-    """Return the field inside of what torch.compile puts around it."""
+def unwrap_compiled(field: Any) -> Any:
     while hasattr(field, "_orig_mod"):
         field = field._orig_mod
     return field
 
 
 def is_heavy_ball(field: Callable[..., Any], *kinds: type) -> bool:
-    """Return whether a field is one of these kinds and obeys its equation.
+    """Return whether a field is an instance of ``kinds`` and its call computes only the equation of its class.
 
-    One inside of DistributedDataParallel is not taken for one, because only the wrapper's own call reduces gradients.
+    The result is False for a field in DistributedDataParallel, because only a call of the wrapper reduces gradients.
     """
-    return isinstance(unwrapped(field), kinds) and change_of_call(field) is None
+    return isinstance(unwrap_compiled(field), kinds) and change_of_call(field) is None
 
 
 def change_of_call(field: Callable[..., Any]) -> str | None:
-    """Return what the call of a heavy-ball field does beside its equation, which methods that call func would miss."""
-    inner = unwrapped(field)
+    """Return what the call of a heavy-ball field does besides its equation, or None.
+
+    Methods that evaluate ``func`` without a call of the field would omit it.
+    """
+    inner = unwrap_compiled(field)
     if type(inner).forward not in _FORWARDS:
         return f"{type(inner).__name__} has a forward of its own"
     if type(inner).friction is not HBNODE.friction:

@@ -1,7 +1,7 @@
-"""torchdiffeq's methods: its solvers and its adjoint, with evaluations and steps counted and failures named.
+"""torchdiffeq's solvers and adjoint, with counts of function evaluations and steps, and with hbnode's errors.
 
-A state is solved as one tensor, and its error norm is the RMS over all its parts together, so a tuple ``(h, m)`` takes
-the steps that torchdiffeq takes for the stacked tensor ``[h, m]``.
+A state is solved as one tensor, and its error norm is the RMS over all elements. A tuple ``(h, m)`` therefore takes the
+same steps as torchdiffeq takes for ``torch.stack([h, m])``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hbnode.solve.adjoints import closed_over_leaves, own_parameters, refuse_unk
 from hbnode.solve.settings import ADAMS, ADAPTIVE, ARGUMENTS, FIXED, SCIPY, Settings
 from hbnode.solve.term import ODETerm, Snapshot, solving
 
-CALLBACKS = ("callback_step", "callback_accept_step", "callback_reject_step")  # names that torchdiffeq looks for
+CALLBACKS = ("callback_step", "callback_accept_step", "callback_reject_step")  # torchdiffeq's names
 GRID = ("step_size", "grid_constructor")
 STEPS = ("first_step", "min_step", "max_step", "safety", "ifactor", "dfactor", "norm", "step_t", "jump_t", "dtype")
 OPTIONS = {
@@ -36,7 +36,7 @@ OPTIONS = {
     **dict.fromkeys(ADAMS, (*GRID, "norm", "interp", "perturb", "max_iters", "max_order")),
     **dict.fromkeys(SCIPY, ("min_step", "max_step", "norm", "solver")),
 }
-INSTEAD = {  # of an option that a method does not know
+INSTEAD = {  # replacements of options that a method does not have
     **ARGUMENTS,
     **dict.fromkeys(GRID, "method='rk4' or another with fixed steps"),
     **dict.fromkeys(STEPS, "method='dopri5' or another with adaptive steps"),
@@ -51,16 +51,17 @@ TOO_MANY = "the solve needed more than max_steps={} {}. Fix: loosen rtol and ato
 def solve(
     field: Any, y0: State, t: Tensor, settings: Settings, tally: Tally, snapshot: Snapshot, event_fn: Any
 ) -> tuple[Tensor, State]:
-    """Solve with one of torchdiffeq's methods; the arguments are those of :func:`hbnode.odeint`, already checked.
+    """Solve with one of torchdiffeq's methods, given the checked arguments of :func:`hbnode.odeint`.
 
-    Returns the times and the states there; with an event, its time, and the states at the start and there.
+    Return the times and the states at these times. With ``event_fn``, return the event time, and the states at the
+    start and at the event.
     """
-    with torch.inference_mode(False):  # else its tableaus would be tensors that no graph may save, ever
+    with torch.inference_mode(False):  # autograd cannot save tableaus made in inference mode
         import torchdiffeq  # here, because it imports scipy
 
     method, is_event, is_adjoint = settings.method, event_fn is not None, settings.gradient == "adjoint"
     term = ODETerm(field, y0, tally, second_order=False)
-    term.per_channel = isinstance(y0, Tensor)  # which keeps its shape
+    term.per_channel = isinstance(y0, Tensor)  # torchdiffeq gets a tensor in its own shape
     (row,), options = term.flatten(y0), checked_options(settings, t.detach(), is_event)
     counted = CountedField(term, row, t, settings, snapshot, is_event)
     given: dict[str, Any] = {"rtol": settings.rtol, "atol": settings.atol, "method": method}
@@ -81,7 +82,7 @@ def solve(
             given |= {"adjoint_params": leaves, "adjoint_options": adjoint_options(options, settings, counted)}
         elif method in SCIPY and torch.is_grad_enabled() and any(x.requires_grad for x in (t, row, *leaves)):
             raise ValueError(
-                "method='scipy_solver' leaves torch, so it has no direct gradient; expected gradient='adjoint'. "
+                "method='scipy_solver' runs outside torch, so it has no direct gradient; expected gradient='adjoint'. "
                 "Fix: pass gradient='adjoint', or solve under torch.no_grad()."
             )
         integrate = torchdiffeq.odeint_adjoint if is_adjoint else torchdiffeq.odeint
@@ -97,53 +98,54 @@ def solve(
             raise counted.failure(kind, f"torchdiffeq's {method} gave up: {error}") from error
         time, rows = found if is_event else (t, found)
         counted.check_solution(rows, t)
-    # the backward pass of the adjoint needs its own, and the caller may change his in place
+    # the caller may change the outputs in place, and the backward pass of the adjoint needs them
     rows = rows.clone() if is_adjoint else rows
-    return time.detach(), term.unflatten((rows,), (len(rows),))  # the gradient of the time is odeint_event's business
+    return time.detach(), term.unflatten((rows,), (len(rows),))  # odeint_event adds the gradient of the time
 
 
 def norm(term: ODETerm, own: Callable[[Any], Tensor] | None, row: Tensor) -> Tensor:
-    """Return the user's norm, or the RMS over all elements; where rows end with an integral, the larger of its and
-    theirs.
+    """Return the user's norm ``own`` of a row, or the RMS over its elements if ``own`` is None.
+
+    If the row ends with an integral, return the larger of the RMS of the integral and that of the other elements.
     """
     if own is not None:
         return own(term.unflatten((row,)))
     if len(term.error_groups) == 1:
         return row.pow(2).mean().sqrt() if row.numel() else row.sum()
-    pieces = [row[group] for group in term.error_groups]  # by a norm with a gradient at 0, where q starts
+    pieces = [row[group] for group in term.error_groups]  # vector_norm has a gradient at 0, the integral's start
     return torch.maximum(*(torch.linalg.vector_norm(x) / max(x.numel(), 1) ** 0.5 for x in pieces))
 
 
 class CountedField:
-    """The field on rows as torchdiffeq calls it: counts steps, and stops a solve that has gone wrong."""
+    """A wrapper of the field for torchdiffeq that counts evaluations and steps, and raises hbnode's errors."""
 
     def __init__(
         self, term: ODETerm, row: Tensor, t: Tensor, settings: Settings, snapshot: Snapshot, is_event: bool
     ) -> None:
         self.term, self.tally, self.snapshot, self.settings = term, term.tally, snapshot, settings
         self.method, self.dtype = settings.method, row.dtype
-        self.limit = settings.max_steps + max(len(t) - 2, 0)  # an adjoint takes a step or more in each output interval
+        self.limit = settings.max_steps + max(len(t) - 2, 0)  # the adjoint takes at least one step per output interval
         callbacks = CALLBACKS if self.method in ADAPTIVE else CALLBACKS[:1] if self.method in FIXED else ()
         warn_of_callbacks(term.field, self.method, [name for name in CALLBACKS if name not in callbacks])
         self.callbacks = (*callbacks, *(f"{name}_adjoint" for name in callbacks))
-        self.reports_steps = bool(callbacks) and not (is_event and self.method in FIXED)  # else evaluations are limited
-        self.forward_pass = backward_pass()  # that of an adjoint around it
-        self.known: frozenset[int] = frozenset()  # ids of the tensors that the adjoint differentiates
-        self.recent: deque[tuple[Tensor, Tensor]] = deque(maxlen=32)  # the evaluations since the last step began
-        self.first: tuple[Tensor, Tensor, Tensor] | None = None  # an evaluation made ahead of the solver
+        self.reports_steps = bool(callbacks) and not (is_event and self.method in FIXED)  # otherwise, limit evaluations
+        self.forward_pass = backward_pass()  # >= 0 if the backward pass of an outer adjoint runs this solve
+        self.known: frozenset[int] = frozenset()  # ids of the leaves whose gradients the adjoint computes
+        self.recent: deque[tuple[Tensor, Tensor]] = deque(maxlen=32)  # evaluations since the start of the step
+        self.first: tuple[Tensor, Tensor, Tensor] | None = None  # an evaluation before the solve
         self.step_size, self.tried = math.nan, Counter[int]()  # steps in each pass
         finite, self.is_down = torch.stack([all_finite(row), (t[:2].diff() < 0).any()]).tolist()
         if not finite:
             raise self.failure(NonFiniteError, "the initial state is not finite. Fix: look at the block's input", t[0])
 
     def __call__(self, t: Tensor, y: Tensor) -> Tensor:
-        """Return the derivative, of an evaluation made ahead or a new one."""
+        """Return the derivative, and reuse the evaluation of :meth:`leaves` if its arguments are equal."""
         t, y = t.to(self.dtype), y.to(self.dtype)  # times of another dtype promote a scalar state
         first, self.first = self.first, None
         if first is not None and torch.equal(t, first[0]) and torch.equal(y, first[1]):
             return first[2]
-        again = self.settings.gradient == "adjoint" and self.forward_pass != backward_pass()
-        value = self._evaluate_again(t, y) if again else self._evaluate(t, y)
+        in_backward = self.settings.gradient == "adjoint" and self.forward_pass != backward_pass()
+        value = self._evaluate_in_backward(t, y) if in_backward else self._evaluate(t, y)
         self.recent.append((t.detach(), value.detach()))
         if not self.reports_steps:
             if not is_finite(value):
@@ -152,10 +154,10 @@ class CountedField:
         return value
 
     def _evaluate(self, t: Tensor, y: Tensor) -> Tensor:
-        return self.term(t, y.clone() if y.is_leaf and y.requires_grad else y)  # torch refuses to change a leaf
+        return self.term(t, y.clone() if y.is_leaf and y.requires_grad else y)  # f may change it in place
 
-    def _evaluate_again(self, t: Tensor, y: Tensor) -> Tensor:
-        """In the backward pass, as in the forward pass; it may depend on nothing that the adjoint does not know."""
+    def _evaluate_in_backward(self, t: Tensor, y: Tensor) -> Tensor:
+        """Evaluate the field with its parameters of the forward pass; raise ValueError if it uses unknown leaves."""
         with self.snapshot, torch.autocast(y.device.type, enabled=False, cache_enabled=False):
             if not torch.is_grad_enabled():  # for the gradient of an output time
                 return self._evaluate(t, y)
@@ -164,13 +166,13 @@ class CountedField:
         return value
 
     def leaves(self, t: Tensor, row: Tensor, perturb: bool) -> tuple[Tensor, ...]:
-        """Return all tensors that the adjoint method must differentiate with respect to.
+        """Return the leaf tensors for which the adjoint must compute gradients.
 
-        The field's own parameters, and any other leaf that it closes over, seen in the graph of the solver's first
-        evaluation: made here, handed to the solver when it asks for it.
+        These are the field's parameters, and all leaves in the graph of the first evaluation. The solver reuses this
+        evaluation.
         """
         t0, end, y0 = t[0].detach().to(self.dtype), t[-1].detach().to(self.dtype), row.detach().requires_grad_()
-        t0 = torch.nextafter(t0, end) if perturb else t0  # an option that keeps away from the start itself
+        t0 = torch.nextafter(t0, end) if perturb else t0  # the option "perturb" avoids the start
         leaves, value = closed_over_leaves(lambda: self._evaluate(t0, y0), (y0,))
         self.first = (t0, y0.detach(), value.detach())
         self.recent.append((t0, value.detach()))
@@ -179,32 +181,32 @@ class CountedField:
         return tuple(found.values())
 
     def __getattr__(self, name: str) -> Callable[[Tensor, State, Tensor], None]:
-        """Return the callbacks that the method calls; torchdiffeq warns of others."""
+        """Return a callback if the method calls it; for others torchdiffeq would warn."""
         if name not in self.__dict__.get("callbacks", ()):
             raise AttributeError(name)
         return functools.partial(self._call_back, name)
 
     def _call_back(self, name: str, t0: Tensor, y0: State, dt: Tensor) -> None:
-        """One of the callbacks: a step of size ``dt`` from ``(t0, y0)`` begins, is accepted or is rejected."""
+        """Handle a callback: a step of size ``dt`` from ``(t0, y0)`` starts, is accepted or is rejected."""
         is_start, in_adjoint = name.startswith("callback_step"), name.endswith("_adjoint")
-        t0 = -t0 if in_adjoint and self.is_down else t0  # torchdiffeq's adjoint of a solve that goes down goes up
+        t0 = -t0 if in_adjoint and self.is_down else t0  # torchdiffeq's adjoint negates decreasing times
         if is_start:
             self._begin_step(t0.detach(), y0, dt.detach(), "adjoint state" if in_adjoint else "state")
-        if not is_start or self.method in FIXED:  # which accept every step
+        if not is_start or self.method in FIXED:  # these methods accept every step
             accepted = "reject" not in name
             self.tally.add("accepted" if accepted else "rejected")
             if open_records:
-                in_time = getattr(self.term.field, "_in_time", lambda *step: step)  # of a field whose time is rescaled
+                in_time = getattr(self.term.field, "_in_time", lambda *step: step)  # for a field with rescaled time
                 self.tally.report(*(*in_time(t0, dt), accepted))
         if (callback := getattr(self.term.field, name, None)) is not None:
             callback(t0, y0 if in_adjoint else self.term.unflatten((y0,)), dt)  # type: ignore[arg-type] # a row
 
     def _begin_step(self, t0: Tensor, y0: State, dt: Tensor, what: str) -> None:
-        """Stop at a state that is not finite, a step too small to advance the time, and one step too many."""
+        """Raise an error if the state is not finite, the step is too small, or there are too many steps."""
         numbers = [x.double().reshape(()) for x in (dt, all_finite(y0), (t0 + dt == t0) | (t0 - dt == t0))]
-        self.step_size, finite, stuck = torch.stack(numbers).tolist()  # the device is waited for once
+        self.step_size, finite, stuck = torch.stack(numbers).tolist()  # with one synchronisation
         is_adaptive = self.method in ADAPTIVE
-        if not finite or (is_adaptive and self.step_size == 0):  # of an error estimate that is not a number
+        if not finite or (is_adaptive and self.step_size == 0):  # a NaN error estimate gives step size 0
             raise self.failure(NonFiniteError, STATE.format(what), t0)
         if is_adaptive:
             if stuck:
@@ -218,7 +220,7 @@ class CountedField:
             raise self.failure(MaxStepsError, TOO_MANY.format(self.settings.max_steps, counted), t)
 
     def check_solution(self, rows: Tensor, t: Tensor) -> None:
-        """Catch what no step could have caught: a bad last step, and scipy's silent early end."""
+        """Raise an error if the last step is not finite or scipy stopped early, which no callback reports."""
         if len(rows) != len(t):
             raise self.failure(SolverError, f"scipy stopped after {len(rows)} of {len(t)} output times", t[-1])
         if not is_finite(rows):
@@ -227,7 +229,11 @@ class CountedField:
         self.first = None
 
     def failure(self, kind: type[SolverError], message: str, t: Tensor | None = None) -> SolverError:
-        """Return an error that knows where the solve was, or the cause if a signal or the field was not finite."""
+        """Return an error with the time, step size and evaluations of the solve.
+
+        If a recent value of the field is not finite, the error reports this cause instead. Raise ValueError if the
+        field called a Signal outside its samples.
+        """
         refuse_queries_outside()
         for time, value in self.recent:
             if not is_finite(value):
@@ -239,7 +245,7 @@ class CountedField:
 
 
 def warn_of_callbacks(field: Callable[..., Any], method: str | None, names: Sequence[str]) -> None:
-    """Say which of these callbacks a field has: its method never calls them."""
+    """Warn about callbacks ``names`` that a field has, because ``method`` never calls them."""
     own, kind = getattr(field, "__dict__", {}), type(field)
     ignored = [name for name in names if name in own or hasattr(kind, name)]
     if ignored:
@@ -248,18 +254,18 @@ def warn_of_callbacks(field: Callable[..., Any], method: str | None, names: Sequ
 
 
 def checked_options(settings: Settings, t: Tensor, is_event: bool) -> dict[str, Any]:
-    """Return the options of a solve: those given, and those that our arguments become."""
+    """Return the options for torchdiffeq: the given ones, and those for ``steps``, ``save`` and ``jump_times``."""
     method, steps, jumps, exact = settings.method, settings.steps, settings.jump_times, settings.save == "exact"
     options = known_options(settings.options, method, "options")
     on_grid = next((name for name in GRID if name in options), None)
     if steps is not None and method not in FIXED:
-        raise ValueError(f"steps={steps} is a fixed grid, which method={method!r} does not have. Fix: method='rk4'.")
+        raise ValueError(f"steps={steps} needs fixed steps, which method={method!r} does not have. Fix: method='rk4'.")
     if steps is not None and on_grid:
         raise ValueError(f"steps was given, and options has {on_grid!r}. Fix: give one of them.")
     if jumps and method not in ADAPTIVE:
         raise ValueError(f"jump_times are for adaptive steps, got method={method!r}. Fix: method='dopri5'.")
     if jumps and "jump_t" in options:
-        raise ValueError("jump_times was given, and options has 'jump_t'. Fix: jump_times alone.")
+        raise ValueError("jump_times was given, and options has 'jump_t'. Fix: give only jump_times.")
     if exact and (method in SCIPY or on_grid):
         what = f"options={{{on_grid!r}: ...}}" if on_grid else f"method={method!r}"
         raise ValueError(f"save='exact' is not possible with {what}. Fix: leave save out.")
@@ -270,35 +276,35 @@ def checked_options(settings: Settings, t: Tensor, is_event: bool) -> dict[str, 
         options["grid_constructor"] = functools.partial(equal_steps, steps=steps)
     if jumps:
         options["jump_t"] = torch.tensor(jumps, dtype=t.dtype, device=t.device)
-    if exact and method in ADAPTIVE:  # torchdiffeq refuses times that are also jumps
+    if exact and method in ADAPTIVE:  # torchdiffeq rejects step times that are jumps
         options["step_t"] = t[~torch.isin(t, options["jump_t"].to(t))] if "jump_t" in options else t
     return options
 
 
 def equal_steps(func: object, y0: Tensor, t: Tensor, *, steps: int) -> Tensor:
-    """Grid of ``steps`` equal steps in each interval of ``t``, differentiable in t, exact at the output times."""
+    """Return the times of ``steps`` equal steps per interval of ``t``, differentiable in t and exact at t."""
     fractions = torch.arange(steps, dtype=t.dtype, device=t.device) / steps
     return torch.cat([(t[:-1, None] + t.diff()[:, None] * fractions).reshape(-1), t[-1:]])
 
 
 def adjoint_options(own: dict[str, Any], settings: Settings, counted: CountedField) -> dict[str, Any]:
-    """Return the options of the backward solve: those of the forward one, but for its norm, and the ones given."""
+    """Return the options of the backward solve: the given ones, and those of the forward solve except its norm."""
     given: Any = {"norm": "seminorm"} if settings.adjoint_options is None else settings.adjoint_options
     given, term = known_options(given, settings.method, "adjoint_options"), counted.term
     if (norm := given.get("norm", "seminorm")) != "seminorm":
         if not callable(norm):
             fix = "leave the norm out for torchdiffeq's own, over all of the adjoint's state"
             raise ValueError(f"adjoint_options['norm'] must be 'seminorm' or a function, got {norm!r}. Fix: {fix}.")
-        if not isinstance(term.like, Tensor):  # it sees the parts of y and of its adjoint
+        if not isinstance(term.like, Tensor):  # pass the tensors of y and its adjoint separately
             given["norm"] = lambda x: norm((x[0], *term.unflatten(x[1:2]), *term.unflatten(x[2:3]), *x[3:]))
     dropped = {"norm", *(GRID if any(name in given for name in GRID) else ())}
     options = {name: value for name, value in own.items() if name not in dropped} | given
-    turned = {"step_t", "jump_t"} & options.keys() if counted.is_down else ()  # which torchdiffeq negates but once
+    turned = {"step_t", "jump_t"} & options.keys() if counted.is_down else ()  # torchdiffeq negates these only once
     return options | {name: -options[name] for name in turned}
 
 
 def known_options(given: Any, method: str, name: str) -> dict[str, Any]:
-    """Return a copy of the options, refused where the method does not know them."""
+    """Return a copy of the options ``given`` for ``method``; raise ValueError for unknown names and invalid values."""
     known = OPTIONS[method]
     if given is not None and not isinstance(given, dict):
         raise TypeError(f"{name} must be a dict, got {type(given).__name__}. Fix: {name}={{{known[0]!r}: 0.1}}.")

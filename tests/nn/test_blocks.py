@@ -417,7 +417,7 @@ ADJOINT, REVERSIBLE = DOPRI5 | {"gradient": "adjoint"}, LEAPFROG | {"gradient": 
         ({"jump_times": [float("nan")]}, "jump_times=[0.5]", {"jump_times": [0.5]}),
         ({"jump_times": [0.5], "steps": 9}, "leave steps out", {"jump_times": [0.5]}),
         ({"jump_times": [0.5], "method": "rk4"}, "method='dopri5'", DOPRI5 | {"jump_times": [0.5]}),
-        (DOPRI5 | {"jump_times": [0.5], "options": {"jump_t": ONE / 2}}, "jump_times alone", DOPRI5),
+        (DOPRI5 | {"jump_times": [0.5], "options": {"jump_t": ONE / 2}}, "give only jump_times", DOPRI5),
         ({"options": {"norm": max}}, "method='dopri5'", DOPRI5 | {"options": {"norm": lambda state: state[0].norm()}}),
         ({"options": {"min_steps": 0.1}}, "options={'min_step': ...}", {"options": {"min_step": 1e-3}}),
         ({"options": 8}, "steps=8 for fixed steps, else options={'max_nfe': 1000}", {"options": {"max_nfe": 1000}}),

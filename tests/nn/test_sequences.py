@@ -205,7 +205,7 @@ def test_times_and_masks_as_arrays_and_lists():
         ({"t": torch.zeros(3, 4)}, ValueError, r"t must be \(batch, T\)"),
         ({"t": torch.zeros(3, 6)}, ValueError, r"sequence 0 t\[0\]=0 is followed by 0.*large times in float64"),
         ({"t": [0.0, 1.0, torch.nan, 3.0, 4.0, 5.0]}, ValueError, "t is not finite"),
-        ({"t": None}, TypeError, r"got NoneType\. Fix: one number a sample"),
+        ({"t": None}, TypeError, r"got NoneType\. Fix: pass one number per sample"),
         ({"mask": torch.ones(3, 6)}, ValueError, "mask must be bool"),
         ({"mask": torch.ones(3, 4, dtype=torch.bool)}, ValueError, "mask must be bool"),
         ({"lengths": torch.tensor([1, 2, 3, 4])}, ValueError, "3 whole numbers"),

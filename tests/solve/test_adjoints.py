@@ -151,7 +151,7 @@ def test_transforms_and_second_derivatives_are_refused_by_name(gradient):
     x = make_input().requires_grad_()
     with pytest.raises(ValueError, match=r"under the transforms of torch.func.*Fix: gradient='direct'"):
         torch.func.vmap(lambda row: block(row[None]).sum())(x)
-    with forward_ad.dual_level(), pytest.raises(ValueError, match="nor in forward mode"):
+    with forward_ad.dual_level(), pytest.raises(ValueError, match="or in forward mode"):
         block(forward_ad.make_dual(x, x))
     if gradient in ("reversible", "adjoint"):
         with pytest.raises(RuntimeError, match=f"gradient='{gradient}' gives first derivatives only"):
@@ -581,7 +581,7 @@ def test_an_adjoint_that_misses_its_start_is_refused(method):
     field = hbnode.HBNODE(hbnode.nn.MLP(3, [8], 3), damping=20.0, max_damping=50.0).double()
     x = torch.randn(4, 3, dtype=torch.float64)
     solver = {"method": method, "rtol": 1e-4, "atol": 1e-4}
-    with pytest.raises(hbnode.errors.ReversalError, match=r"grows on the way back.*Fix: gradient='checkpoint'"):
+    with pytest.raises(hbnode.errors.ReversalError, match=r"grow backwards.*Fix: gradient='checkpoint'"):
         gradients(field, x, float64(0.0, 1.0), gradient="adjoint", **solver)
     t = torch.linspace(0, 1, 6, dtype=torch.float64)  # starts anew from every output
     exact, _ = gradients(field, x, t, gradient="checkpoint", **solver)

@@ -561,7 +561,7 @@ def test_a_way_back_to_zero(method):
 def test_a_way_back_that_misses_is_refused():
     sde = hbnode.HeavyBallSDE(lambda h: 30 * torch.sin(8 * h), damping=0.5, temperature=0.1)
     h, m = hbnode.sdeint(sde, make_network_state(torch.float32), [0.0, 6.0], dt=0.1, gradient="reversible", seed=0)
-    with pytest.raises(hbnode.errors.ReversalError, match=r"the steps, undone, end .* away from where they began"):
+    with pytest.raises(hbnode.errors.ReversalError, match=r"the reversed steps miss their start"):
         loss(h, m).backward()
 
 

@@ -60,12 +60,12 @@ pathological_table --lengths 5 | length must be 10 or more, got 5
 pathological_table --lengths short | invalid literal
 pathological_table --seeds 0 | --seeds must be positive, got 0
 pixel_mnist --side 5 | --side must divide 28, the edge of mnist, got 5
-point_cloud --steps 5 --solver torchdiffeq | steps=5 is a fixed grid
+point_cloud --steps 5 --solver torchdiffeq | steps=5 needs fixed steps
 point_cloud --method foo | unknown method 'foo'
 point_cloud --method rk4 | --method rk4 is not one of --solver native
 point_cloud --method tsit5 --solver torchdiffeq | Fix: --solver native
 point_cloud --method rk4 --solver torchdiffeq | say how fine with --steps
-point_cloud --tol 1e-12 | far below what torch.float32 carries
+point_cloud --tol 1e-12 | far below the machine epsilon
 recall --kind twice | argument --kind: invalid choice: 'twice' (choose from once, again, noisy, all)
 recall --rates 1e-3,nan | --rates must be positive, got 1e-3,nan
 recall --rates 1e-3,x | --rates must be numbers with commas between, got '1e-3,x'
