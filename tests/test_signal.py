@@ -53,7 +53,7 @@ def test_a_solve_within_a_solve_does_not_hide_a_query_outside():
         hbnode.odeint(lambda t, y: -y, torch.ones(1), [0.0, 1.0], steps=1)
         return value / 0.0 if float(t) > 1 else value
 
-    with pytest.raises(ValueError, match="outside of its samples"):
+    with pytest.raises(ValueError, match="outside its sample times"):
         hbnode.odeint(hbnode.HBNODE(force), (torch.zeros(1), torch.zeros(1)), [0.0, 2.0], steps=4)
 
 

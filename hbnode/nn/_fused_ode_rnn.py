@@ -438,7 +438,7 @@ class FusedODERNN:
         """Return the state at the end of a gap and its steps: recorded ones, fixed ones, or chosen by error control."""
         if self.is_zero[gap]:
             return s, Gap()
-        start, y, tally = None, s, Tally(self.layer.field, self.nfe[gap])
+        start, y, counter = None, s, Tally(self.layer.field, self.nfe[gap])
         if self.method.is_fsal:
             start = self.equation(s[:, : self.row], p)
             y = torch.cat((s, start.value), 1)
@@ -451,10 +451,10 @@ class FusedODERNN:
                 y = step.end(y, after)
                 steps.append(step if save else step.without_residuals)
             attempts = len(steps)
-        tally.add("evaluation", self.method.is_fsal + attempts * self.evaluations)
+        counter.add("evaluation", self.method.is_fsal + attempts * self.evaluations)
         if not known:
-            tally.add("accepted", len(steps))
-            tally.add("rejected", attempts - len(steps))
+            counter.add("accepted", len(steps))
+            counter.add("rejected", attempts - len(steps))
         return y[:, : self.size], Gap(start if save else None, steps)
 
     def adaptive(self, gap: int, y: Tensor, p: Parameters, steps: list[FusedStep], save: bool) -> tuple[Tensor, int]:

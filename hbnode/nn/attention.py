@@ -129,14 +129,12 @@ class MultiheadBase(ModuleWithConstants, Generic[State]):
         if attn_mask is not None:
             raise ValueError(f"attn_mask must be None: {type(self).__name__} does not support it. {MASK_FIX}.")
         has_batch = self._check_inputs(query, key, value)
+        is_self, is_key = query is key, value is key
         if not has_batch:
             query, key, value = (x.unsqueeze(0) for x in (query, key, value))
             key_padding_mask = key_padding_mask[None] if isinstance(key_padding_mask, Tensor) else key_padding_mask
         elif not self.batch_first:
-            same = key is query, value is key
-            query = query.transpose(0, 1)
-            key = query if same[0] else key.transpose(0, 1)
-            value = key if same[1] else value.transpose(0, 1)
+            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
         causal = self.causal if is_causal is None else is_causal
         ignored = read_mask(key_padding_mask, key.shape[:2])
         if causal and query.shape[1] != key.shape[1]:
@@ -145,9 +143,8 @@ class MultiheadBase(ModuleWithConstants, Generic[State]):
                 "Fix: causal=False to attend to another sequence."
             )
         if ignored is not None:  # 0 * NaN is NaN
-            is_self, is_key = query is key, value is key
             key, value = (x.masked_fill(ignored.unsqueeze(-1) & ~x.isfinite(), 0.0) for x in (key, value))
-            query, value = key if is_self else query, key if is_key else value
+        query, value = key if is_self else query, key if is_key else value
         heads, _ = self._attend(self._project(query, key, value), key, ignored, causal)
         output = self._join(heads)
         return (output[0] if not has_batch else output if self.batch_first else output.transpose(0, 1)), None

@@ -654,6 +654,8 @@ class OscillatorStackState(Record):
     t: Tensor
     held: Tensor | None = None
 
+    _dtype = staticmethod(OscillatorState._dtype)
+
 
 class OscillatorBlock(nn.Module):
     """A residual block of LinOSS, h + dropout(GLU(W gelu(oscillators(norm(h))))) with a linear map W."""

@@ -774,7 +774,10 @@ class RecurrentLayer(RecurrentBase):
 
 def _map(function: Callable[..., Tensor], *states: Entries) -> Entries:
     """Apply a function to the corresponding entries of the states, except those that are None."""
-    return tuple(None if each[0] is None else function(*each) for each in zip(*states, strict=True))
+    found: list[Tensor | None] = []
+    for entries in zip(*states, strict=True):
+        found.append(None if entries[0] is None else function(*entries))
+    return tuple(found)
 
 
 class MomentumRNN(RecurrentLayer):

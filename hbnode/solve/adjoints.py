@@ -45,7 +45,7 @@ class Direct:
     name = "direct"
 
     def solve(self, problem: Problem, y0: Any, snapshot: Snapshot) -> Rows:
-        problem.tally.nfe.keeps_graph = torch.is_grad_enabled()
+        problem.counter.nfe.keeps_graph = torch.is_grad_enabled()
         return integrate(problem, problem.start(y0))
 
 
@@ -78,7 +78,7 @@ class Checkpoint:
             raise ValueError(_CHANGES_BUFFERS.format(self.name))
         count = 1 if problem.settings.steps is None else sum(problem.counts())
         taken, bytes_per_step, stores_all = 0, -1.0, False
-        problem.tally.nfe.keeps_graph = True
+        problem.counter.nfe.keeps_graph = True
 
         def take(state: Rows, attempt: Attempt) -> tuple[Rows, Any, Rows]:
             nonlocal taken, bytes_per_step, stores_all
@@ -93,7 +93,7 @@ class Checkpoint:
                     bytes_per_step = saved.bytes / steps
                     return result
                 if not self.keep_bytes or max(taken, count) * bytes_per_step > self.keep_bytes:
-                    problem.tally.nfe.keeps_graph = False
+                    problem.counter.nfe.keeps_graph = False
                     recompute = _Recomputation(problem, attempt, snapshot)
                     with set_checkpoint_early_stop(False):
                         return checkpoint(
@@ -125,7 +125,7 @@ class _Recomputation:
         if self.end is None:
             self.end = tuple([x.detach() for x in result[0]])
             return result
-        self.problem.tally.add("accepted", len(self.attempt.times))
+        self.problem.counter.add("accepted", len(self.attempt.times))
         if self.snapshot.changed() or not is_same(result[0], self.end):
             raise self.problem.failure(
                 RecomputationError,
@@ -345,7 +345,7 @@ class _Reversal:
             before = problem.method.undo(state, coefficients, [t] if is_fsal else attempt.times[0], at)
         start = tuple([x.detach().requires_grad_() for x in before])
         after = problem.method.step(start, coefficients, attempt.times[0], recompute).state
-        problem.tally.add("accepted")
+        problem.counter.add("accepted")
         return before, self.sums.vjp(after, adjoint, start)
 
     def first(self, adjoint: Rows) -> Rows:
@@ -452,14 +452,14 @@ class _Augmented:
 
     def rate(self, t: Tensor, rows: Rows, adjoint: Any) -> Tensor:
         """Return the time derivative of a function of the state whose gradient is ``adjoint``."""
-        self.problem.tally.add("evaluation")
+        self.problem.counter.add("evaluation")
         slope = self.problem.term.derivative(t.to(rows[0]), tuple(rows))
         return sum((s * a).sum() for s, a in zip(slope, adjoint, strict=True)).to(t)
 
     def solve(self, t: Tensor, state: Rows) -> Rows:
         """Solve the adjoint ODE over an interval ``t`` of two times and return the state at its end."""
         s, n = self.problem.settings, self.problem.term.rows
-        term = ODETerm(self, state, self.problem.tally, second_order=False)
+        term = ODETerm(self, state, self.problem.counter, second_order=False)
         term.error_groups = [slice(sum(x.numel() for x in state[: 2 * n]))]  # the integrals do not feed back
         options = {name: value for name, value in (s.options or {}).items() if name != "first_step"}
         settings = Settings(

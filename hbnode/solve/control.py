@@ -286,9 +286,9 @@ class AdaptiveSteps:
             self.most_jumps = np.where(accepted, self.most_jumps, fewer)
         moved = bool((accepted & moving).any())
         self.uneven = self.uneven & ~accepted
-        p.tally.add("accepted" if moved else "rejected")
+        p.counter.add("accepted" if moved else "rejected")
         if open_records:
-            p.tally.report(p.time(now), self.taken, accepted)
+            p.counter.report(p.time(now), self.taken, accepted)
         if not accepted.all():
             self._check_progress(attempt, before, accepted | ~moving)
         return accepted

@@ -55,7 +55,7 @@ class Problem:
     """
 
     def __init__(self, term: ODETerm, method: Method, t: Tensor, settings: Settings, *, end_only: bool = False) -> None:
-        self.term, self.settings, self.tally, self.end_only = term, settings, term.tally, end_only
+        self.term, self.settings, self.counter, self.end_only = term, settings, term.counter, end_only
         self.method: Any = method
         if isinstance(method, Splitting) and (activation := getattr(term.inner, "activation", None)) is not None:
             shape = term.template.shape  # rows may be flat, and σ need not be elementwise
@@ -254,7 +254,7 @@ class Problem:
         dense = blend is not None
         for number, times in enumerate(attempt.times, attempt.number):
             if program is not None and (result := program(state, packed, list(times), self.term.like)) is not None:
-                self.tally.add("evaluation", self.method.evaluations)
+                self.counter.add("evaluation", self.method.evaluations)
                 state, error = result
                 continue
             own = packed if self.noise is None else (*packed, self.noise(number))
@@ -340,7 +340,7 @@ class Problem:
 
     def check_nfe(self, t: Any, size: Any, steps: int) -> None:
         """Raise MaxNFEError if that many further steps would exceed ``max_nfe``."""
-        nfe = self.tally.nfe
+        nfe = self.counter.nfe
         spent = nfe.forward if _torch.backward_pass() == -1 else nfe.backward
         if spent + steps * self.method.evaluations > self.max_nfe:
             message = (
@@ -360,10 +360,12 @@ class Problem:
         return self.failure(NonFiniteError, message, self.begin[lane], math.nan)
 
     def failure(self, kind: type[SolverError], message: str, t: Any, size: Any) -> SolverError:
-        """Return an error with the time, step size and NFE; raise instead if a signal was queried outside its times."""
+        """Return an error with time, step size and NFE; raise instead if a signal was queried outside its times."""
         refuse_queries_outside()
         t, size = (float(np.ravel(_torch.to_numpy(x) if isinstance(x, Tensor) else x)[0]) for x in (t, size))
-        return kind(f"{message} (method {self.settings.method!r})", t=t, step_size=abs(size), nfe=self.tally.nfe.total)
+        return kind(
+            f"{message} (method {self.settings.method!r})", t=t, step_size=abs(size), nfe=self.counter.nfe.total
+        )
 
     def not_finite(self, attempt: Attempt, state: Rows, lane: tuple[int, ...] = ()) -> SolverError:
         """Return the error for a step that is not finite, after repeating it to find the first such evaluation."""
@@ -409,9 +411,9 @@ def integrate(problem: Problem, state: Rows, take: Take | None = None, *, every:
         after, error, outputs = take(state, attempt)
         accepted: Any = True
         if adaptive is None:
-            problem.tally.add("accepted", len(attempt.times))
+            problem.counter.add("accepted", len(attempt.times))
             if open_records:
-                problem.tally.report(attempt.begin, attempt.size, np.asarray(True))
+                problem.counter.report(attempt.begin, attempt.size, np.asarray(True))
         else:
             accepted = adaptive.accept(attempt, state, after, error)
         if accepted is True or accepted.all():

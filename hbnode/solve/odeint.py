@@ -200,7 +200,7 @@ def _solve(field: Any, y0: State, t: Times, settings: Settings, nfe: NFE, end: b
     settings = resolve(settings, field, times, event=is_event)
     if settings.steps is None and settings.method not in FIXED and settings.rtol < torch.finfo(template.dtype).eps:
         check_precision(settings.rtol, template.dtype)
-    tally = Tally(field, nfe)
+    counter = Tally(field, nfe)
     is_native &= settings.method not in TORCHDIFFEQ
     if is_event and is_native:
         raise ValueError(f"event_fn is for torchdiffeq's methods, got {settings.method!r}. Fix: method='dopri5'.")
@@ -211,7 +211,7 @@ def _solve(field: Any, y0: State, t: Times, settings: Settings, nfe: NFE, end: b
     if not is_native:
         nfe.keeps_graph = settings.gradient == "direct" and torch.is_grad_enabled()
         with _torch.refusing(f"method={settings.method!r}", "a native method with gradient='direct'"):
-            time, trajectory = torchdiffeq.solve(field, y0, times, settings, tally, snapshot, event_fn)
+            time, trajectory = torchdiffeq.solve(field, y0, times, settings, counter, snapshot, event_fn)
         return (time, trajectory) if is_event else last_of(trajectory) if end else trajectory
     for name in torchdiffeq.CALLBACKS:
         if hasattr(field, name):
@@ -221,7 +221,7 @@ def _solve(field: Any, y0: State, t: Times, settings: Settings, nfe: NFE, end: b
     lanes, is_empty = None, template.shape[:1] == (0,)  # an empty batch has no steps per sample
     if times.dim() == 2 or (settings.per_sample and settings.steps is None and not is_empty):
         lanes = count_samples(y0, times, settings)
-    term = ODETerm(field, y0, tally, second_order=settings.method in SECOND_ORDER, lanes=lanes)
+    term = ODETerm(field, y0, counter, second_order=settings.method in SECOND_ORDER, lanes=lanes)
     problem = Problem(term, METHODS[settings.method], times, settings, end_only=end and times.shape[-1] == 2)
     if settings.steps is None and settings.method not in EXPONENTIAL:
         check_damping(problem, field)
@@ -319,9 +319,9 @@ def compile_steps(problem: Problem, field: Any, y0: State, t: Tensor, snapshot: 
     key = (settings.method, settings.steps, t.shape[-1], getattr(term.inner, "activation", None))
     trajectory = compiled.program(term, key, lambda: grid)(y0, t.to(term.template.device))
     if trajectory is not None:
-        problem.tally.add("evaluation", evaluations)
-        problem.tally.add("accepted", steps)
-        problem.tally.nfe.keeps_graph = torch.is_grad_enabled()
+        problem.counter.add("evaluation", evaluations)
+        problem.counter.add("accepted", steps)
+        problem.counter.nfe.keeps_graph = torch.is_grad_enabled()
     return trajectory
 
 
@@ -361,14 +361,14 @@ def is_traceable(settings: Settings, is_dynamo: bool) -> bool:
     return settings.gradient in (None, "direct") and not open_counters
 
 
-def _traced(field: Callable[..., State], y0: State, t: Times, settings: Settings, tally: Tally, end: bool) -> State:
+def _traced(field: Callable[..., State], y0: State, t: Times, settings: Settings, counter: Tally, end: bool) -> State:
     """Solve with fixed steps by tensor operations only, so that the solve can be traced."""
     snapshot = Snapshot(field, for_backward=False)  # the backward pass of a graph does not call the field
     y0 = checked_state(field, y0, snapshot)
     settings = resolve(dataclasses.replace(settings, gradient="direct"), field)
     times = traced_times(t, parts(y0)[0].device)
     lanes = count_samples(y0, times, settings) if times.dim() == 2 else None
-    term = ODETerm(field, y0, tally, second_order=settings.method in SECOND_ORDER, lanes=lanes)
+    term = ODETerm(field, y0, counter, second_order=settings.method in SECOND_ORDER, lanes=lanes)
     problem = Problem(term, {**METHODS, **TORCHDIFFEQ_GRIDS}[settings.method], times, settings)
     with solving(snapshot, parts(y0)[0].device.type):
         rows = Direct().solve(problem, y0, snapshot)

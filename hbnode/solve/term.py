@@ -83,11 +83,11 @@ class ODETerm:
     """
 
     def __init__(
-        self, field: Callable[..., Any], y0: State, tally: Tally, *, second_order: bool, lanes: int | None = None
+        self, field: Callable[..., Any], y0: State, counter: Tally, *, second_order: bool, lanes: int | None = None
     ) -> None:
         self.field: Any = field
         self.inner: Any = unwrap_compiled(field)
-        self.tally, self.like, self.lanes, self.traced = tally, y0, lanes, is_tracing()
+        self.counter, self.like, self.lanes, self.traced = counter, y0, lanes, is_tracing()
         self.second_order, self.rows = second_order, 2 if second_order else 1
         self.template = y0 if isinstance(y0, Tensor) else y0[0]
         self.damping: Tensor | float = 0.0
@@ -163,7 +163,7 @@ class ODETerm:
 
         The call counts as one function evaluation. Raise ValueError if the field changes ``row`` in place.
         """
-        self.tally.add("evaluation")
+        self.counter.add("evaluation")
         version = -1
         if self.traced or row.is_inference():
             row = row.clone()  # such tensors have no version counter

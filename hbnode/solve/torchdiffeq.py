@@ -49,7 +49,7 @@ TOO_MANY = "the solve needed more than max_steps={} {}. Fix: loosen rtol and ato
 
 
 def solve(
-    field: Any, y0: State, t: Tensor, settings: Settings, tally: Tally, snapshot: Snapshot, event_fn: Any
+    field: Any, y0: State, t: Tensor, settings: Settings, counter: Tally, snapshot: Snapshot, event_fn: Any
 ) -> tuple[Tensor, State]:
     """Solve with one of torchdiffeq's methods, given the checked arguments of :func:`hbnode.odeint`.
 
@@ -60,7 +60,7 @@ def solve(
         import torchdiffeq  # here, because it imports scipy
 
     method, is_event, is_adjoint = settings.method, event_fn is not None, settings.gradient == "adjoint"
-    term = ODETerm(field, y0, tally, second_order=False)
+    term = ODETerm(field, y0, counter, second_order=False)
     term.per_channel = isinstance(y0, Tensor)  # torchdiffeq gets a tensor in its own shape
     (row,), options = term.flatten(y0), checked_options(settings, t.detach(), is_event)
     counted = CountedField(term, row, t, settings, snapshot, is_event)
@@ -122,7 +122,7 @@ class CountedField:
     def __init__(
         self, term: ODETerm, row: Tensor, t: Tensor, settings: Settings, snapshot: Snapshot, is_event: bool
     ) -> None:
-        self.term, self.tally, self.snapshot, self.settings = term, term.tally, snapshot, settings
+        self.term, self.counter, self.snapshot, self.settings = term, term.counter, snapshot, settings
         self.method, self.dtype = settings.method, row.dtype
         self.limit = settings.max_steps + max(len(t) - 2, 0)  # the adjoint takes at least one step per output interval
         callbacks = CALLBACKS if self.method in ADAPTIVE else CALLBACKS[:1] if self.method in FIXED else ()
@@ -150,7 +150,7 @@ class CountedField:
         if not self.reports_steps:
             if not is_finite(value):
                 raise self.failure(NonFiniteError, FIELD, t)
-            self._limit(t, self.tally.nfe.total, "evaluations")
+            self._limit(t, self.counter.nfe.total, "evaluations")
         return value
 
     def _evaluate(self, t: Tensor, y: Tensor) -> Tensor:
@@ -194,10 +194,10 @@ class CountedField:
             self._begin_step(t0.detach(), y0, dt.detach(), "adjoint state" if in_adjoint else "state")
         if not is_start or self.method in FIXED:  # these methods accept every step
             accepted = "reject" not in name
-            self.tally.add("accepted" if accepted else "rejected")
+            self.counter.add("accepted" if accepted else "rejected")
             if open_records:
                 in_time = getattr(self.term.field, "_in_time", lambda *step: step)  # for a field with rescaled time
-                self.tally.report(*(*in_time(t0, dt), accepted))
+                self.counter.report(*(*in_time(t0, dt), accepted))
         if (callback := getattr(self.term.field, name, None)) is not None:
             callback(t0, y0 if in_adjoint else self.term.unflatten((y0,)), dt)  # type: ignore[arg-type] # a row
 
@@ -241,7 +241,7 @@ class CountedField:
                 break
         t = t if t is not None else self.recent[-1][0] if self.recent else torch.tensor(math.nan)
         message = f"{message} (method {self.method!r})"
-        return kind(message, t=float(t.detach()), step_size=self.step_size, nfe=self.tally.nfe.total)
+        return kind(message, t=float(t.detach()), step_size=self.step_size, nfe=self.counter.nfe.total)
 
 
 def warn_of_callbacks(field: Callable[..., Any], method: str | None, names: Sequence[str]) -> None:
@@ -311,7 +311,7 @@ def known_options(given: Any, method: str, name: str) -> dict[str, Any]:
     options = dict(given or {})
     for option, value in options.items():
         if option not in known:
-            what = f"{name} has [{option!r}], which method={method!r} does not know; expected some of {known}"
+            what = f"{name} has [{option!r}], which method={method!r} does not support; expected some of {known}"
             raise ValueError(f"{what}. Fix: {INSTEAD.get(option) or nearest(option, known) or 'leave it out'}.")
         if option in ("step_size", "first_step", "max_step") and value is not None and not value > 0:
             raise ValueError(f"{name}[{option!r}] must be positive, got {value!r}. Fix: a length of time.")

@@ -52,7 +52,7 @@ def solve(
     with torch.inference_mode(False):  # else torchsde's constants are inference tensors and break later gradients
         import torchsde  # here, because the import is slow
 
-    sde, tally, (h, m) = equation.field, equation.tally, y0
+    sde, counter, (h, m) = equation.field, equation.counter, y0
     equation.aligned(equation.inner.solver_temperature(), "temperature", "η")
     if gradient == "adjoint" and torch.is_grad_enabled() and method != "reversible_heun":  # it reverses its steps
         _check_growth(torch.as_tensor(equation.damping).detach(), t, dt)
@@ -60,9 +60,9 @@ def solve(
         h = h + 0 * (equation(t[0].to(h), h) + equation.inner.noise_scale(m))
     if not h.numel() or len(t) == 1:
         return torch.stack([h] * len(t)), torch.stack([m] * len(t))
-    tally.nfe.keeps_graph = gradient == "direct" and torch.is_grad_enabled()
+    counter.nfe.keeps_graph = gradient == "direct" and torch.is_grad_enabled()
     state = tuple([x.reshape(x.shape or (1,)) for x in y0])
-    term = ODETerm(sde, state, tally, second_order=False, lanes=len(state[0]))
+    term = ODETerm(sde, state, counter, second_order=False, lanes=len(state[0]))
     flat, (row,) = _Flat(term, float(t[0]), method), term.flatten(state)
     # t + dt must differ from t, which float32 cannot guarantee far from 0
     times = (t - t[0]).to(row.device, torch.promote_types(row.dtype, torch.float32))
@@ -79,7 +79,7 @@ def solve(
         refuse_queries_outside()
         message = f"the solution is not finite (method {method!r}). Fix: a smaller dt, or method='ubu'"
         first = int(torch.isfinite(solution.detach()).flatten(1).all(1).int().argmin())
-        raise NonFiniteError(message, t=float(t[first]), step_size=dt, nfe=tally.nfe.total)
+        raise NonFiniteError(message, t=float(t[first]), step_size=dt, nfe=counter.nfe.total)
     h, m = (x.reshape(len(t), *h.shape) for x in term.unflatten((solution,), (len(t),)))
     return h, m
 

@@ -89,6 +89,11 @@ def test_ignored_tokens_leave_no_trace(kind):
     output, _ = module(x, x, x, key_padding_mask=ignored)
     grads = torch.autograd.grad(output[~ignored].square().sum(), [x, *module.parameters()])
     assert all(grad.isfinite().all() for grad in grads)
+    row = x[1]
+    unbatched, _ = module(row, row, row, key_padding_mask=ignored[1])
+    close(unbatched[~ignored[1]], output[1, ~ignored[1]])
+    grads = torch.autograd.grad(unbatched[~ignored[1]].sum(), module.parameters())
+    assert all(grad.isfinite().all() for grad in grads)
     head, state = module.prefill(x[:, :5], None, ignored[:, :5])
     tail, state = module.prefill(x[:, 5:], state, ignored[:, 5:])
     close(torch.cat((head, tail), 1)[~ignored], output[~ignored])

@@ -309,6 +309,8 @@ def test_half_precision(dtype):
     assert low.v.dtype == torch.float32
     torch.testing.assert_close(y.float(), exact, rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(low.v, state.v)
+    stacked = hbnode.nn.OscillatorStack(3, 4)(x.float())[1].to(dtype)
+    assert {low.to(dtype).v.dtype, stacked.v.dtype, stacked.x.dtype} == {torch.float32}
     y, _ = copy.deepcopy(layer).to(dtype)(x, torch.rand(300).cumsum(0))
     y.float().square().mean().backward()
     assert y.dtype == x.grad.dtype == dtype
