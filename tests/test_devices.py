@@ -248,6 +248,19 @@ def test_a_signal_is_not_extrapolated_in_silence(device, name):
         signal(device.move(torch.tensor([0.5, 1.5])))
 
 
+def test_a_solve_within_a_solve_hides_no_query_outside(device):
+    signal = hbnode.Signal(device.move(torch.tensor([0.0, 1.0])), device.move(torch.tensor([3.0, 5.0])))
+
+    def force(t, h):
+        value = signal(t).expand_as(h)
+        hbnode.odeint(lambda t, y: -y, torch.ones_like(h), [0.0, 1.0], steps=1)
+        return value
+
+    start = device.move(torch.zeros(1, 1)), device.move(torch.zeros(1, 1))
+    with pytest.raises(ValueError, match="outside its sample times"):
+        hbnode.odeint(hbnode.HBNODE(force, damping=0.1, learn_damping=False), start, [0.0, 2.0], steps=4)
+
+
 # Sequences
 
 

@@ -45,18 +45,6 @@ def test_a_driven_oscillator(gradient):
     assert (slope @ u).item() == pytest.approx(h[-1].item(), abs=1e-8)
 
 
-def test_a_solve_within_a_solve_does_not_hide_a_query_outside():
-    signal = hbnode.Signal(torch.tensor([0.0, 1.0]), torch.tensor([[1.0], [2.0]]))
-
-    def force(t, h):
-        value = signal(t)
-        hbnode.odeint(lambda t, y: -y, torch.ones(1), [0.0, 1.0], steps=1)
-        return value / 0.0 if float(t) > 1 else value
-
-    with pytest.raises(ValueError, match="outside its sample times"):
-        hbnode.odeint(hbnode.HBNODE(force), (torch.zeros(1), torch.zeros(1)), [0.0, 2.0], steps=4)
-
-
 def test_queries_outside_are_refused_or_held():
     """Held ends have the slope of what is inside."""
     t, u = torch.arange(4.0), torch.tensor([0.0, 2.0, 2.0, 5.0])
