@@ -306,7 +306,7 @@ def coefficient_matrix(method: Method, packed: Tensor, *, error: bool) -> Tensor
     n, stages = method.rows, len(method.nodes)
     rows, columns = stages + n - 1 + n * error, n + 1 + stages
     c = packed.new_zeros(rows * columns, *packed.shape[1:])
-    return c.index_copy(0, method.places(error).to(c.device), packed).view(rows, columns, *packed.shape[1:])
+    return c.index_copy(0, method.packed_indices(error).to(c.device), packed).view(rows, columns, *packed.shape[1:])
 
 
 class FusedStep(NamedTuple):
@@ -660,7 +660,9 @@ class FusedODERNN:
             gamma = self.gamma.detach().requires_grad_()
             packed = self.method.packed(torch, gamma, torch.from_numpy(np.concatenate(sizes)), error=False)
             if isinstance(self.method, Explicit):
-                products = torch.einsum("rnw,cnw->rcn", g, k).flatten(0, 1)[self.method.places(False).to(g.device)]
+                products = torch.einsum("rnw,cnw->rcn", g, k).flatten(0, 1)[
+                    self.method.packed_indices(False).to(g.device)
+                ]
             else:  # momentum decays and force weights
                 packed, products = packed[len(g) + 1 :], (g.repeat(2, 1, 1) * k).sum(-1)
             (found,) = torch.autograd.grad(packed, gamma, products.to(packed))

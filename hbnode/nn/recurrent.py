@@ -365,7 +365,7 @@ class RecurrentBase(nn.Module):
         self.hidden_size = as_count(hidden_size, "hidden_size")
         self.rule = rule
         self.has_bias = check_bool(bias, "bias")
-        for suffix, width in self._places():
+        for suffix, width in self._suffixes():
             for name, shape in self._shapes(width).items():
                 self.register_parameter(name + suffix, nn.Parameter(torch.empty(shape, **factory)))
         self.reset_parameters()
@@ -376,7 +376,7 @@ class RecurrentBase(nn.Module):
         def __getattr__(self, name: str) -> Tensor:
             """Return a parameter, such as ``weight_ih``."""
 
-    def _places(self) -> list[tuple[str, int]]:
+    def _suffixes(self) -> list[tuple[str, int]]:
         """Return the suffix of the parameters' names and the input size, for each layer and direction."""
         return [("", self.input_size)]
 
@@ -392,7 +392,7 @@ class RecurrentBase(nn.Module):
         In an LSTM both biases of the forget gate are ``forget_bias``. Source: appendices A and F of Nguyen et al.
         """
         n = self.hidden_size
-        for name in (name + suffix for suffix, width in self._places() for name in self._shapes(width)):
+        for name in (name + suffix for suffix, width in self._suffixes() for name in self._shapes(width)):
             old = getattr(self, name)
             new = torch.zeros_like(old, dtype=memory_dtype(old.dtype))
             if name.startswith("weight_ih"):
@@ -424,17 +424,17 @@ class RecurrentBase(nn.Module):
                 )
 
     def _read_state(
-        self, state: InitialState, hx: InitialState, places: tuple[int, ...], batch: tuple[int, ...], like: Tensor
+        self, state: InitialState, hx: InitialState, layers: tuple[int, ...], batch: tuple[int, ...], like: Tensor
     ) -> RecurrentState:
         """Return a checked state with zeros for a missing h or c; the rule's memory is None at a sequence's start.
 
-        The places are (layers * directions,), or () in a cell. The batch is (batch,), or () without a batch axis.
+        ``layers`` is (layers * directions,), or () in a cell. The batch is (batch,), or () without a batch axis.
         The zeros have the dtype and device of ``like``.
         """
         if state is not None and hx is not None:
             raise TypeError("state and hx are two names of one argument, and both were given. Fix: pass only state.")
         state = hx if state is None else state
-        shape = (*places, *batch, self.hidden_size)
+        shape = (*layers, *batch, self.hidden_size)
         if state is None:
             state = RecurrentState(like.new_zeros(shape))
         elif not isinstance(state, RecurrentState):
@@ -587,7 +587,7 @@ class RecurrentLayer(RecurrentBase):
         super().__init__(input_size, hidden_size, bias, made, factory)
 
     @override
-    def _places(self) -> list[tuple[str, int]]:
+    def _suffixes(self) -> list[tuple[str, int]]:
         widths = [self.input_size] + [len(self.directions) * self.hidden_size] * (self.num_layers - 1)
         return [(f"_l{layer}{suffix}", width) for layer, width in enumerate(widths) for suffix in self.directions]
 
@@ -768,7 +768,7 @@ class RecurrentLayer(RecurrentBase):
         """
         if self.cell.torch_layer is None:
             raise ValueError(f"torch.nn has no layer of the cell of {type(self).__name__}. Fix: export its cell.")
-        weights = [self._weights(suffix) for suffix, _ in self._places()]
+        weights = [self._weights(suffix) for suffix, _ in self._suffixes()]
         return TorchLayers(self.cell.torch_layer, self.rule, weights, len(self.directions), self.batch_first)
 
 

@@ -120,7 +120,7 @@ class Explicit(Method):
         order = np.array([*first, *(place for places in later for place in places)])
         return order, torch.from_numpy(order), [len(first), *map(len, later)]
 
-    def places(self, error: bool) -> Tensor:
+    def packed_indices(self, error: bool) -> Tensor:
         """Return the indices in the flattened C of the elements of :meth:`packed`."""
         return self._order[error][1]
 
