@@ -335,10 +335,10 @@ class _Chunks:
         return _Matrices(k, k_tilde, qp, products, scores, t, starts, w, last, qp_bar, k_bar, carry)
 
     def gates_vjp(self, gates: list[Tensor | None], dread: Tensor, dwrite: Tensor, dmask: Any) -> list[Tensor | None]:
-        """Return the gradients of log μ, log α, s and η.
+        """Return the gradients of the gates log μ, log α, s and η, with None for a gate that is None.
 
-        ``dread``, ``dwrite`` and ``dmask`` are the gradients of ``read``, ``write`` and the tensors of the mask.
-        ``dmask`` is None if no gate needs it.
+        ``dread`` and ``dwrite`` are the gradients of ``self.read`` and ``self.write``. ``dmask`` has the arguments of
+        ``self.mask.vjp``, or is None if no gate needs the gradient of the mask.
         """
         log_momentum, log_decay, step, write = gates
         dalpha = dmu = dstep = None

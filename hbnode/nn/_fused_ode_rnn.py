@@ -559,7 +559,10 @@ class FusedODERNN:
         return torch.tanh(m) if self.equation.is_bounded else m
 
     def coefficients(self, step: FusedStep, p: Parameters) -> Tensor:
-        """Return the coefficients of a step; those of steps in the table are computed for many steps at once."""
+        """Return the coefficients of a step, differentiable in γ if gradients are enabled.
+
+        Otherwise, for a step whose size is in the table of precomputed sizes, compute those of a group of rows at once.
+        """
         if torch.is_grad_enabled():  # differentiable with respect to γ
             packed = self.method.packed(torch, p.damping.cpu(), torch.from_numpy(step.sizes), error=self.is_adaptive)
             return coefficient_matrix(self.method, packed, error=self.is_adaptive).to(p.s)

@@ -103,12 +103,13 @@ class MultiheadBase(ModuleWithConstants, Generic[State]):
         average_attn_weights: bool = True,
         is_causal: bool | None = None,
     ) -> tuple[Tensor, None]:
-        """Attend to all keys, or with ``causal`` to keys at or before the position of each query.
+        """Attend to all keys, or, if causal, to the keys at or before the position of each query.
 
         Arguments:
-            query: (length, batch, embed_dim), with ``batch_first`` (batch, length, embed_dim), or (length, embed_dim).
-            key: like the query, with kdim features and, unless causal, any length. Default: ``None``, the query.
-            value: like the key, with vdim features. Default: ``None``, the key.
+            query: (length, batch, embed_dim); (batch, length, embed_dim) if ``batch_first``; or (length, embed_dim).
+            key: laid out as the query, with kdim features. Its length may differ unless causal. Default: ``None``,
+                the query.
+            value: laid out as the key and of its length, with vdim features. Default: ``None``, the key.
             key_padding_mask: (batch, keys), or (keys,) if the query has no batch; True = ignore. Default: ``None``.
             need_weights: must be False, because attention weights are not available. Default: ``False``.
             attn_mask: must be None. Default: ``None``.
@@ -120,7 +121,7 @@ class MultiheadBase(ModuleWithConstants, Generic[State]):
 
         Raises:
             TypeError: an input is not a tensor.
-            ValueError: a shape does not fit, or ``need_weights`` or ``attn_mask`` is given.
+            ValueError: a shape does not fit, ``need_weights`` is True, or ``attn_mask`` is not None.
         """
         key = query if key is None else key
         value = key if value is None else value

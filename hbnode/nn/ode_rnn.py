@@ -593,7 +593,10 @@ class IntervalSolver:
         return torch.where(fraction < 1, torch.lerp(t[:, :1], t[:, 1:], fraction), t[:, 1:])
 
     def _solve_in_fractions(self, s: Tensor, t: Tensor, moves: Tensor, nfe: NFE) -> Tensor:
-        """Solve with torchdiffeq over [0, 1], the fraction of each gap, leaving out samples whose gap has length 0."""
+        """Solve one gap with torchdiffeq, in a time from 0 to 1: the elapsed fraction of each sample's gap.
+
+        Samples whose gap has length 0 keep their state without a solve, unless t requires gradients.
+        """
         index, moving = None, s
         if not (t.requires_grad or bool(moves.all())):
             index = moves.nonzero()[:, 0]

@@ -389,7 +389,7 @@ class RecurrentBase(nn.Module):
     def reset_parameters(self) -> None:
         """Reset the parameters: W_ih is random orthogonal, W_hh has ones on its diagonal, and biases are 0.
 
-        In an LSTM both biases of the forget gate are ``forget_bias``. Source: appendices A and F of Nguyen et al.
+        In an LSTM both biases of the forget gate are ``forget_bias``. References: appendices A and F of Nguyen et al.
         """
         n = self.hidden_size
         for name in (name + suffix for suffix, width in self._suffixes() for name in self._shapes(width)):
@@ -732,9 +732,10 @@ class RecurrentLayer(RecurrentBase):
         c: Tensor | None,
         autocast: bool,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Run the cell over d = w x, or over d = x if w is None, by torch's layer or by a time loop.
+        """Run the cell over all time steps, with torch's layer if it is faster, otherwise with a time loop.
 
-        Return h (T, batch, hidden_size), and the last h and c.
+        The cell's input is d = w x; if w is None, x is already d. Return h at all time steps, (T, batch, hidden_size),
+        and the h and c after the last time step of each sequence. c is None for cells without a cell state.
         """
         name, u, bias = self.cell.torch_layer, weights.u, weights.bias
         if w is None and name is not None:
@@ -814,7 +815,7 @@ class MomentumRNN(RecurrentLayer):
 
     Raises:
         TypeError: rule is neither a name nor a Rule, or bias, batch_first or bidirectional is not a bool.
-        ValueError: a size, number or name is not valid, or the rule has no such coefficient.
+        ValueError: a size, number or name is not valid, or the rule does not use a coefficient that is given.
 
     Example:
         >>> output, state = MomentumRNN(3, 5, nonlinearity="relu", rule="nag")(torch.ones(7, 2, 3))
@@ -868,7 +869,7 @@ class MomentumRNNCell(RecurrentCell):
 
     Raises:
         TypeError: rule is neither a name nor a Rule, or bias is not a bool.
-        ValueError: a size, number or name is not valid, or the rule has no such coefficient.
+        ValueError: a size, number or name is not valid, or the rule does not use a coefficient that is given.
     """
 
     def __init__(
@@ -932,7 +933,7 @@ class MomentumLSTM(RecurrentLayer):
 
     Raises:
         TypeError: rule is neither a name nor a Rule, or bias, batch_first or bidirectional is not a bool.
-        ValueError: a size, number or name is not valid, or the rule has no such coefficient.
+        ValueError: a size, number or name is not valid, or the rule does not use a coefficient that is given.
 
     Example:
         >>> layer = MomentumLSTM(3, 5, momentum=0.9, batch_first=True)
@@ -995,7 +996,7 @@ class MomentumLSTMCell(RecurrentCell):
 
     Raises:
         TypeError: rule is neither a name nor a Rule, or bias is not a bool.
-        ValueError: a size, number or name is not valid, or the rule has no such coefficient.
+        ValueError: a size, number or name is not valid, or the rule does not use a coefficient that is given.
 
     Example:
         >>> cell, state = MomentumLSTMCell(3, 5, momentum=0.9), None
@@ -1060,7 +1061,7 @@ class MomentumGRU(RecurrentLayer):
 
     Raises:
         TypeError: rule is neither a name nor a Rule, or bias, batch_first or bidirectional is not a bool.
-        ValueError: a size, number or name is not valid, or the rule has no such coefficient.
+        ValueError: a size, number or name is not valid, or the rule does not use a coefficient that is given.
 
     Example:
         >>> output, state = MomentumGRU(3, 5, rule="rmsprop")(torch.ones(7, 2, 3))
@@ -1074,7 +1075,8 @@ class MomentumGRU(RecurrentLayer):
 class MomentumGRUCell(RecurrentCell):
     """A cell that computes one time step of :class:`hbnode.nn.MomentumGRU`.
 
-    With weights W and U, g_t = W x_t + b_ih, and its filtered value d_t::
+    The rule filters the input g_t = W x_t + b_ih to d_t, whose three parts are d_r, d_z and d_n. The recurrent weight
+    U and the bias b_hh have three parts likewise::
 
         r = sigmoid(U_r h_{t-1} + b_hr + d_r),  z = sigmoid(U_z h_{t-1} + b_hz + d_z)
         n = tanh(r (U_n h_{t-1} + b_hn) + d_n)
@@ -1096,7 +1098,7 @@ class MomentumGRUCell(RecurrentCell):
 
     Raises:
         TypeError: rule is neither a name nor a Rule, or bias is not a bool.
-        ValueError: a size, number or name is not valid, or the rule has no such coefficient.
+        ValueError: a size, number or name is not valid, or the rule does not use a coefficient that is given.
     """
 
     cell = GRU
@@ -1140,7 +1142,7 @@ class MomentumDTRIV(OrthogonalWeights, RecurrentLayer):
 
     Raises:
         TypeError: rule is neither a name nor a Rule, or batch_first or bidirectional is not a bool.
-        ValueError: a size, number or name is not valid, or the rule has no such coefficient.
+        ValueError: a size, number or name is not valid, or the rule does not use a coefficient that is given.
     """
 
     cell = DTRIV_CELL
@@ -1190,7 +1192,7 @@ class MomentumDTRIVCell(OrthogonalWeights, RecurrentCell):
 
     Raises:
         TypeError: rule is neither a name nor a Rule.
-        ValueError: a size, number or name is not valid, or the rule has no such coefficient.
+        ValueError: a size, number or name is not valid, or the rule does not use a coefficient that is given.
     """
 
     bias: Tensor
@@ -1218,7 +1220,7 @@ class MomentumDTRIVCell(OrthogonalWeights, RecurrentCell):
 class DTRIV(MomentumDTRIV):
     """A recurrent layer with an orthogonal weight B: :class:`MomentumDTRIV` without momentum.
 
-    With d_t = W x_t::
+    With the input weight W and the bias b of modReLU::
 
         h_t = modrelu(B h_{t-1} + W x_t),  modrelu(z) = sign(z) relu(|z| + b)
 
@@ -1231,7 +1233,7 @@ class DTRIV(MomentumDTRIV):
         batch_first: whether x and the output are (batch, T, features). Default: ``False``.
         dropout: probability of dropping an output between layers in training. Default: ``0.0``.
         bidirectional: whether to add a second cell that runs backwards in time. Default: ``False``.
-        init: initial B, "cayley" or "henaff", see :class:`MomentumDTRIV`. Default: ``"cayley"``.
+        init: the initial B, "cayley" or "henaff"; see :class:`MomentumDTRIV`. Default: ``"cayley"``.
         compile: whether to compile the time loop with torch.compile. Default: ``False``.
         device: device of the parameters. Default: ``None`` (torch's default).
         dtype: dtype of the parameters. Default: ``None`` (torch's default).
@@ -1239,7 +1241,7 @@ class DTRIV(MomentumDTRIV):
     Shape:
         x: (T, batch, input_size), or (T, input_size), or a PackedSequence.
         output: (T, batch, directions * hidden_size).
-        state: h and v = d, each (layers * directions, batch, hidden_size).
+        state: h, and v, the last W x_t, each (layers * directions, batch, hidden_size).
 
     Raises:
         TypeError: batch_first or bidirectional is not a bool.

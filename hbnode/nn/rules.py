@@ -115,7 +115,7 @@ class Momentum(LinearRule):
     """The rule of heavy-ball momentum: v_t = mu v_{t-1} + s g_t, and d_t = v_t.
 
     ``Momentum(0.0, 1.0)`` leaves the inputs unchanged, and ``Momentum(0.0, s)`` scales them by s.
-    Source: equation 9 of Nguyen et al.
+    References: equation 9 of Nguyen et al.
 
     Arguments:
         momentum: mu, in [0, 1]. Default: 0.6.
@@ -134,7 +134,7 @@ class Momentum(LinearRule):
 class NAG(LinearRule):
     """The rule of Nesterov's accelerated gradient: v_t = mu_t v_{t-1} + s g_t, d_t = v_t, mu_t = (t - 1)/(t + 2).
 
-    The first time step is t = 1. Source: section 2.4 of Nguyen et al.
+    The first time step is t = 1. References: section 2.4 of Nguyen et al.
 
     Arguments:
         step_size: s, positive. Default: 0.6.
@@ -154,7 +154,7 @@ class NAG(LinearRule):
 class ScheduledRestart(LinearRule):
     """The rule of NAG restarted every F time steps: :class:`NAG` with mu_t = (t mod F)/(t mod F + 3).
 
-    The first time step is t = 1. Source: section 2.4 of Nguyen et al.
+    The first time step is t = 1. References: section 2.4 of Nguyen et al.
 
     Arguments:
         restart: F, a positive number of time steps. Default: 40.
@@ -177,7 +177,7 @@ class Adam(Rule):
     """The rule of Adam without bias correction: momentum v_t divided by the root of a running mean of squares m_t.
 
     v_t = mu v_{t-1} + s g_t, m_t = beta m_{t-1} + (1 - beta) g_t^2, d_t = v_t / sqrt(m_t + eps).
-    Source: equation 15 of Nguyen et al.
+    References: equation 15 of Nguyen et al.
 
     Arguments:
         momentum: mu, in [0, 1]. Default: 0.6.
@@ -229,7 +229,7 @@ class AdaptiveMomentum(Rule):
 
     v_t = mu_t v_{t-1} + s g_t, d_t = v_t, and mu_t = (1 - sqrt(norm(g_t - g_{t-1}) / norm(g_{t-1})))^2, clipped to
     [0, 1 - delta]. Each norm is over all features. mu_t is 0 at the first time step and if g_{t-1} is 0.
-    Source: equation 77 and remark 8 of Wang et al.
+    References: equation 77 and remark 8 of Wang et al.
 
     Arguments:
         step_size: s, positive. Default: 0.6.

@@ -322,7 +322,7 @@ def _checked_times(t: ArrayLike, x: Tensor) -> Tensor:
 
 
 def _checked_mask(mask: Tensor, x: Tensor) -> Tensor:
-    """Return the mask as (batch, T, 1) or (batch, T, input_size)."""
+    """Check a boolean mask (True = observed) and return it on the device of x, with (batch, T) made (batch, T, 1)."""
     mask = _tensor(mask, "mask", as_tensor)
     if mask.dtype != torch.bool or mask.shape not in (x.shape, x.shape[:2]):
         raise ValueError(

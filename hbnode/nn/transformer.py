@@ -610,11 +610,11 @@ class MomentumTransformerDecoderLayer(TransformerLayerBase):
 
 
 class TransformerState(NamedTuple):
-    """The state of a :class:`MomentumTransformer` after some tokens.
+    """The state of a :class:`MomentumTransformer` after the tokens processed so far.
 
     Attributes:
-        position: number of tokens of each sequence, without padding (batch,), int64.
-        layers: attention state of each layer.
+        position: number of tokens processed in each sequence, not counting padding; int64, (batch,).
+        layers: the attention state of each layer.
     """
 
     position: Tensor

@@ -32,7 +32,7 @@ _RETURNS = "(outputs, targets), (outputs, targets, hidden) or (outputs, targets,
 
 
 def flatten(parts: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
-    """Concatenate tensors shaped like the parameters ``like`` into one vector of their dtype; None is zeros."""
+    """Concatenate tensors, shaped and converted like the parameters ``like``, to one vector; None counts as zeros."""
     pairs = zip(parts, like, strict=True)
     return torch.cat([(torch.zeros_like(p) if z is None else z.to(p)).reshape(-1) for z, p in pairs])
 
@@ -327,7 +327,7 @@ class QuadraticModel:
             return list(torch.autograd.grad(self.gradient, self.u, vector, retain_graph=True, materialize_grads=True))
 
     def vjp(self, grads: Sequence[Tensor]) -> Tensor:
-        """Return the vector-Jacobian product for gradients of the outputs and hidden states, as one vector."""
+        """Return J^T w, one vector over the parameters: J is the Jacobian of outputs and hidden states, w = grads."""
         parts = torch.autograd.grad(self.outputs, self.parameters, grads, retain_graph=True, allow_unused=True)
         return flatten(parts, self.parameters)
 
@@ -377,7 +377,7 @@ def tanh_hidden(h: Tensor) -> tuple[Tensor, Tensor]:
     Martens and Sutskever penalise changes of the pre-activations t, weighted by 1 - h^2 with h = tanh(t). That equals
     a penalty on changes of h weighted by 1 / (1 - h^2). The machine epsilon of the dtype bounds 1 - h^2 from below.
 
-    Source: Algorithm 1, line 17, of the supplement to Martens and Sutskever (ICML 2011).
+    References: Algorithm 1, line 17, of the supplement to Martens and Sutskever (ICML 2011).
 
     Arguments:
         h: the states, of any shape, as ``torch.nn.RNN`` or :class:`hbnode.nn.TanhRNN` returns them.

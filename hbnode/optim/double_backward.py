@@ -46,7 +46,10 @@ def twice_differentiable(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def translate_errors() -> Iterator[None]:
-    """Raise a RuntimeError with a fix in place of autograd's errors about missing second derivatives."""
+    """Within the context, replace autograd's errors, except out-of-memory errors, by one that suggests a fix.
+
+    Its message says that the model cannot be differentiated twice.
+    """
     try:
         yield
     except (NotImplementedError, RuntimeError) as error:

@@ -1,7 +1,7 @@
-"""Programs of torch.compile for ``compile=True``.
+"""The functions that torch.compile compiles for solves with ``compile=True``.
 
-A program is an attempted step with its error norm, or a whole solve with few fixed steps. The field stores its
-programs. Function evaluations are counted outside the compiled graphs.
+A program is one compiled function. It computes a whole solve if there are few fixed steps, otherwise one step, with
+its error norm if steps are adaptive. Each field stores its programs. NFE are counted outside the compiled graphs.
 """
 
 from __future__ import annotations

@@ -294,7 +294,11 @@ class AdaptiveSteps:
         return accepted
 
     def _margin(self, attempt: Attempt) -> Array:
-        """Return the factor by which the error must be below the tolerance, given outputs inside the step."""
+        """Return the factor on each lane's error ratio before it is compared with 1.
+
+        It is ``dense_error_factor`` in lanes with an output strictly inside the step, whose dense output is less
+        accurate, and ``error_factor`` in the others.
+        """
         inside = np.full_like(self.now, self.now.ndim == 0, bool)
         if inside.ndim:
             inside[attempt.lanes[attempt.theta != 1.0]] = True

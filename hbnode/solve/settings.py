@@ -117,7 +117,7 @@ class Settings:
         return dataclasses.replace(self, steps=steps, max_steps=max_steps, jump_times=jumps)
 
     def _check_native(self) -> None:
-        """Raise if a native method got invalid options, or steps and a gradient that it does not support."""
+        """Raise TypeError or ValueError for options, steps or a gradient that the native method does not support."""
         method, gradient, options = self.method, self.gradient, self.options
         if method is None:
             method = "blanes_moan4" if gradient == "reversible" else "tsit5"

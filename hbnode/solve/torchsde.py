@@ -21,7 +21,7 @@ LEVY_AREAS = {"srk": "space-time", "log_ode": "foster"}  # Lévy area approximat
 
 
 class _Flat(nn.Module):
-    """The SDE in torchsde's form: the state is (batch, 2d), and the time starts at 0."""
+    """The SDE as torchsde calls it: h and m are joined to (batch, 2d), and time counts from the first output time."""
 
     noise_type = "additive"
 
