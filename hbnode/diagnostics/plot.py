@@ -4,6 +4,8 @@ Each function takes data or a block first, draws into ``ax`` or a new figure, an
 arguments are passed to matplotlib. No function shows or closes a figure. Data are tensors on any device, arrays or
 lists. A block is solved in evaluation mode without gradients. Its modes and ``block.nfe`` do not change. An open
 :class:`hbnode.count_nfe` or :class:`hbnode.diagnostics.record_steps` includes the evaluations and steps of the plot.
+
+The figures of the experiments are drawn in ``tasks``.
 """
 
 from __future__ import annotations

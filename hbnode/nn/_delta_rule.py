@@ -1,4 +1,4 @@
-"""The fused implementation of the heavy-ball memory, with a hand-written VJP.
+"""The chunked delta rule of the heavy-ball memory: its reference, and a fused form with a hand-written VJP.
 
 A training step is 1.7 times as fast as with the reference (benchmarks/attention.py, *heavy ball*). :func:`reference`
 computes the recurrence of :func:`hbnode.nn.functional.heavy_ball_memory` chunk by chunk and defines the matrices Q, K,

@@ -292,8 +292,8 @@ Entries = tuple[Any, ...]
 
 
 # The equations: h_t, c_t = cell(d_t, h_{t-1}, c_{t-1}), where d_t is what the rule makes of g_t = W x_t + b. With
-# momentum d_t = v_t = mu v_{t-1} + s g_t. A new cell is a function here, a line below them, and a layer and a cell at
-# the end of the file; a new rule is a class in rules.py.
+# momentum d_t = v_t = mu v_{t-1} + s g_t. A new cell is a function here, a line below them, and a layer and a cell
+# among the classes that follow; a new rule is a class in rules.py.
 
 
 def _tanh_step(d: Tensor, h: Tensor, c: None, u: Tensor, bias: None) -> tuple[Tensor, None]:
@@ -973,7 +973,7 @@ class MomentumLSTM(RecurrentLayer):
 class MomentumLSTMCell(RecurrentCell):
     """A cell that computes one time step of :class:`hbnode.nn.MomentumLSTM`, as in appendix F of its paper.
 
-    With weights W and U, g_t = W x_t + b_ih, and its filtered value d_t::
+    With weights W and U, g_t = W x_t + b_ih, and d_t = rule(g_1, ..., g_t), by default v_t = μ v_{t-1} + s g_t::
 
         (i, f, c~, o) = U h_{t-1} + b_hh + d_t
         c_t = sigmoid(f) c_{t-1} + sigmoid(i) tanh(c~)

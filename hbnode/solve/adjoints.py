@@ -1,4 +1,7 @@
-"""The gradient modes of a solve: direct, checkpoint, reversible and adjoint."""
+"""The gradient modes of native methods: direct, checkpoint, reversible and adjoint.
+
+The adjoint of torchdiffeq's methods, such as dopri5, is in ``solve/torchdiffeq.py``.
+"""
 
 from __future__ import annotations
 
@@ -510,7 +513,7 @@ GRADIENTS: dict[str, Callable[[], Any]] = {
 }  # fmt: skip
 
 
-def adjoint_of(gradient: Any) -> Any:
+def gradient_mode(gradient: Any) -> Any:
     """Return the gradient mode for a name or a mode object.
 
     Raise ValueError under a torch.func transform or in forward mode, which only ``"direct"`` supports.

@@ -1,4 +1,7 @@
-"""The lists of all methods of :func:`hbnode.odeint` and :func:`hbnode.sdeint`."""
+"""The lists of all methods of :func:`hbnode.odeint` and :func:`hbnode.sdeint`.
+
+A new method is added at the end of ``solve/methods.py``, with its order here.
+"""
 
 from __future__ import annotations
 
@@ -130,7 +133,7 @@ def _info(name: Method) -> MethodInfo:
         gradients = ("adjoint",)
     return MethodInfo(
         name,
-        _ORDERS.get(name),
+        _ORDERS[name] if is_native else _ORDERS.get(name),
         _EVALUATIONS.get(name),
         "fixed" if is_fixed else "adaptive",
         "HBNODE, GHBNODE" if name in SPLITTING else "HBNODE" if name in SECOND_ORDER else "any",

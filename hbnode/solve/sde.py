@@ -23,7 +23,7 @@ from hbnode.errors import ReversalError, SolverError
 from hbnode.fields import HeavyBallSDE, diffusion
 from hbnode.nfe import NFE, Tally
 from hbnode.solve import torchsde
-from hbnode.solve.adjoints import Checkpoint, Direct, Reversible, adjoint_of
+from hbnode.solve.adjoints import Checkpoint, Direct, Reversible, gradient_mode
 from hbnode.solve.control import Attempt
 from hbnode.solve.loop import Problem
 from hbnode.solve.methods import METHODS, NYSTROM, Field, Method, StepResult
@@ -596,7 +596,7 @@ def sdeint(
     if name == "reversible" and torch.is_grad_enabled():
         problem.check_growth()
     with solving(snapshot, h.device.type):
-        rows = adjoint_of(gradient).solve(problem, state, snapshot)
+        rows = gradient_mode(gradient).solve(problem, state, snapshot)
         check_finite(problem, state, rows)
     h, m = term.unflatten(rows, (len(times),))
     return h, m

@@ -1,6 +1,8 @@
 """Published coefficients of the native methods, which the tests check against the order conditions.
 
 They include torchdiffeq's explicit methods with fixed steps, which hbnode implements for compiled and exported graphs.
+The adaptive methods dopri5 (Dormand-Prince), dopri8 and bosh3 run in torchdiffeq, with its coefficients: see
+``solve/torchdiffeq.py``.
 """
 
 from __future__ import annotations
