@@ -152,7 +152,8 @@ def from_long(
 
     Raises:
         KeyError: if the table has no such column.
-        ValueError, TypeError: if a column has missing or wrong entries; the message names it.
+        ValueError, TypeError: if an id, a time or a variable is missing, or a column has entries of a wrong type; the
+            message names the column.
 
     Example:
         >>> import hbnode
@@ -450,6 +451,6 @@ def bucketed_batches(
     counts = torch.as_tensor(lengths)
     if counts.dim() != 1 or counts.is_floating_point():
         raise ValueError(
-            f"lengths must be integers (batch,), got {counts.dtype} {tuple(counts.shape)}. Fix: lengths.long()."
+            f"lengths must be integers (batch,), got {counts.dtype} {tuple(counts.shape)}. Fix: series.lengths."
         )
     return BucketedBatches(counts.tolist(), as_count(batch_size, "batch_size"), shuffle, drop_last, generator)

@@ -15,9 +15,9 @@ __all__ = [
 ]
 
 ONLY_FIXED_GRIDS = (
-    "adaptive solves cannot be traced or exported, because their number of steps depends on the data. A solve with "
-    "fixed steps can: steps=n with a native method, 'euler', 'midpoint', 'heun2', 'heun3' or 'rk4', with the direct "
-    "gradient and without count_nfe. Fix: steps=n, and gradient=None or 'direct'."
+    "this solve cannot be traced or exported: its number of steps depends on the data, or it needs Python in its loop. "
+    "A solve with fixed steps can: steps=n with a native method, 'euler', 'midpoint', 'heun2', 'heun3' or 'rk4', with "
+    "the direct gradient, without event_fn and count_nfe. Fix: steps=n, and gradient=None or 'direct'."
 )
 
 

@@ -48,8 +48,8 @@ class Signal(nn.Module):
     ``signal.to(dtype)`` converts the samples. It does not convert the sample times to a narrower dtype, in which
     neighbouring times could become equal.
 
-    On a GPU a query does not synchronise with the device. Inside a solve a query outside [t[0], t[-1]] therefore gives
-    NaN, and the solver then raises ValueError. In a graph of torch.compile or torch.export such a query gives NaN.
+    Inside a solve on a GPU a query does not synchronise with the device. A query outside [t[0], t[-1]] then gives NaN,
+    and the solver raises ValueError. In a graph of torch.compile or torch.export such a query gives NaN.
 
     Arguments:
         t: sample times (T,), strictly increasing, floating point.
@@ -116,7 +116,7 @@ class Signal(nn.Module):
             queries.signals.append(self)
         if self.outside == "hold":
             first, last = self.t[0], self.t[-1]
-            t = torch.where(t < first, first, torch.where(t > last, last, t))  # unlike clamp, with derivative 1 at ends
+            t = torch.where(t < first, first, torch.where(t > last, last, t))  # with derivative 1 at the ends
         elif not traced and (t.is_cpu or not queries.solves):
             self.refuse_outside(t)
         elif not traced:

@@ -1,4 +1,7 @@
-"""Diagnostics of models and solves. Results have methods ``plot()`` and ``to_csv(path)``; :mod:`.plot` has figures."""
+"""Diagnostics of models and solves. :mod:`.plot` has figures.
+
+:class:`AdjointNorms`, :class:`NFEToleranceCurve` and :class:`Spectrum` have methods ``plot()`` and ``to_csv(path)``.
+"""
 
 from hbnode.diagnostics import plot
 from hbnode.diagnostics.gradients import AdjointNorms, adjoint_norms

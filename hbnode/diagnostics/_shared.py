@@ -36,7 +36,7 @@ class Result:
         return {name: column for name, column in vars(self).items() if column is not None}
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Write the columns to the CSV file ``path``, atomically: an interrupted call leaves no incomplete file."""
+        """Write the columns to the CSV file ``path``, atomically: an interrupted call does not change ``path``."""
         path = Path(path)
         columns = self.columns()
         partial = path.with_name(path.name + ".partial")
@@ -72,7 +72,7 @@ def check_block(block: nn.Module, caller: str) -> ODEBlock:
 def as_input(block: nn.Module, x: object) -> Tensor:
     """Return x without its graph. An array or a list becomes a tensor of the dtype and device of the block."""
     if x is None:
-        raise TypeError(f"a {type(block).__name__} needs an input x, got None. Fix: pass x after the block.")
+        raise TypeError(f"{type(block).__name__} needs an input x, got None. Fix: pass x after the block.")
     if isinstance(x, Tensor):
         return x.detach()
     dtype, device = dtype_and_device(block.field)

@@ -185,7 +185,7 @@ def vector_field(
         field: a field, a block, or a callable ``(t, state)``.
         t: time at which the field is evaluated. Default: 0.0.
         at: state of one sample, h or (h, m), that fixes the other features if there are more than the plane has. None
-            is zero, with one feature for second-order fields and two for first-order fields. A tensor has its own
+            is zero, with one feature for second-order fields and two for first-order fields. A tensor keeps its
             dtype; a list or an array is converted to the dtype of the field's parameters. Default: None.
         features: the features (i, j) of h that span the plane. For second-order fields, the first of them, or a single
             index i, gives the plane (h_i, m_i). Default: (0, 1).
@@ -220,7 +220,7 @@ def vector_field(
     if max(i, j) >= base[0].numel():
         raise ValueError(
             f"the plane of features {(i, j)} needs a state of more than {base[0].numel()} features. "
-            f"Fix: at=torch.zeros({max(i, j) + 1}), a state of the field."
+            "Fix: at=torch.zeros(d) for a field of d features, or features=(0, 1)."
         )
     rows = [part.reshape(-1).repeat(across.numel(), 1) for part in base]
     rows[0][:, i], rows[-1][:, j] = across.reshape(-1).to(base[0]), up.reshape(-1).to(base[0])

@@ -97,7 +97,8 @@ class HeavyBallAnnealing(nn.Module):
 
     Raises:
         ValueError: if an argument is out of its range, or the prior or ``log_prob`` has a wrong shape.
-        NonFiniteError: if a path overflows, or if its force or log weight is not finite.
+        NonFiniteError: if a path overflows, its force is not finite, or its log weight is NaN or inf. ``bound`` also
+            raises it for a log weight of -inf, and ``log_z`` if all are -inf.
 
     Example:
         The integral of exp(-(a² + b²)/8) over the plane (a, b) is 8π.

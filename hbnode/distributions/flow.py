@@ -122,9 +122,9 @@ class HeavyBallFlow(nn.Module):
         method: ``"leapfrog"``, with one evaluation of f per step, or ``"blanes_moan4"``, with six. Default:
             ``"leapfrog"``.
         steps: number of steps. Default: 16.
-        gradient: ``"reversible"`` saves only the final state and reconstructs the others in the backward pass.
-            ``"checkpoint"`` and ``"direct"`` are those of :func:`hbnode.odeint`. Second derivatives and torch.func
-            need ``"direct"``. Default: ``"reversible"``.
+        gradient: ``"reversible"`` saves only the initial and the final state and reconstructs the others in the
+            backward pass. ``"checkpoint"`` and ``"direct"`` are those of :func:`hbnode.odeint`. Second derivatives and
+            torch.func need ``"direct"``. Default: ``"reversible"``.
 
     Shape:
         - h and m: (..., dim), with any batch shape. condition: (..., condition_dim), which broadcasts to that shape.

@@ -8,7 +8,7 @@ batch * heads. For each chunk of C steps the fused implementation computes
 
 * the *decay mask*: after step r, S and P are weighted sums of [S, P, e_0, ..., e_{C-1}], with the weights g_r and l_r,
 * Q and p, stacked to R = 2 C rows (C without a delta rule), and their products with K̃ᵀ, from which weights g_r give
-  the scores G ∘ Q K̃ᵀ and T,
+  the scores G ∘ Q K̃ᵀ, and the weights of the step before give T,
 * q̄ and p̄ (parts D columns), which are Q and p times the weights of each part of the state, and K̄, which is K̃ times
   the weights in the last row of the decay mask.
 

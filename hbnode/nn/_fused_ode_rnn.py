@@ -211,13 +211,13 @@ class Equation(NamedTuple):
 
     Attributes:
         network: f.
-        is_pair: whether x is [h, m].
+        is_pair: whether x is [h, m] or [h, v].
         takes_both: whether f takes both parts of x.
         is_bounded: whether h' is tanh m.
     """
 
     network: Network
-    is_pair: bool  # whether x is [h, m]
+    is_pair: bool
     takes_both: bool
     is_bounded: bool
 
@@ -526,7 +526,7 @@ class FusedODERNN:
         scale = scale.mul_(self.settings.rtol).add_(self.settings.atol).view(len(y), -1, self.row)
         return rms(torch.div(error.transpose(0, 1), scale, out=scale))
 
-    def attempt(self, step: FusedStep, c: Tensor, y: Tensor, p: Parameters) -> tuple[Tensor, Any, FusedStep]:
+    def attempt(self, step: FusedStep, c: Tensor, y: Tensor, p: Parameters) -> tuple[Tensor, Tensor | None, FusedStep]:
         """Return the state after a step of the samples that take it, its error, and the step with what its VJP needs.
 
         For explicit methods, rows = C [h, m, F, F(row 1), F(row 2), ...]. The rows are the stages, of which the last is
@@ -684,7 +684,7 @@ def in_common(x: Array, length: Array) -> Array:
 
 
 def least_fraction(size: Array, length: Array) -> Array:
-    """Return step sizes that are one fraction of all nonzero lengths, the smallest that ``size`` allows."""
+    """Return steps that are the same fraction of all nonzero lengths, the largest with no step above ``size``."""
     moves = length > 0
     return np.where(moves, length * (size[moves] / length[moves]).min(), size)
 

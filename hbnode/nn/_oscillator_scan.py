@@ -27,7 +27,7 @@ Pair = tuple[Tensor, Tensor]
 Entries = tuple[Tensor, ...]  # vv, vx, xv, xx of M; for a held input also fv, fx of f
 Options = tuple[str, bool]  # the kind of transition, and whether the input is held
 
-_TERMS = 10  # terms of the series of c and s for |z| <= 1; the next term is below 1e-19
+_TERMS = 10  # terms of the series of c and s for |z| <= 1; the next term is below 1e-18
 _HELD_TERMS = 26  # terms of the series of the held response for γΔ <= 1.5; the next term is below 1e-19
 _WIDTH = 28_672  # elements per operation; the operands of a step then fit into the second-level cache
 _STEPS = 32  # samples per chunk

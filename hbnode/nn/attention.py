@@ -174,7 +174,8 @@ class MultiheadBase(ModuleWithConstants, Generic[State]):
                 f"streaming needs kdim = vdim = embed_dim, got {self.kdim}, {self.vdim}. Fix: leave kdim and vdim out."
             )
         if not self._check_inputs(x, x, x):
-            raise ValueError(f"streaming needs x with a batch dimension, got shape {tuple(x.shape)}. Fix: x[None].")
+            fix = "x[None]" if self.batch_first else "x[:, None]"
+            raise ValueError(f"streaming needs x with a batch dimension, got shape {tuple(x.shape)}. Fix: {fix}.")
         x = x if self.batch_first else x.transpose(0, 1)
         ignored = read_mask(key_padding_mask, x.shape[:2])
         state = self.init_state(x.shape[0]) if state is None else state
@@ -407,10 +408,10 @@ class HeavyBallMemory(MultiheadBase[HeavyBallMemoryState]):
         output_t = S_t^T q_t
 
     The gates r_t, α_t and μ_t are in (0, 1) and are computed from the input by a linear layer and a sigmoid. Keys and
-    queries are divided by their norm, or by 0.001 if their norm is smaller. If any two keys are equal or orthogonal, S
-    stays bounded for all gates and all repetitions of keys. With both factors (1 - μ_t) in
-    the update of S instead, S can grow without bound if μ_t depends on the key. ``momentum=False`` is Gated DeltaNet;
-    ``momentum=False`` with ``delta=False`` is gated linear attention.
+    queries are divided by their norm, or by 0.001 if their norm is smaller. If every two keys are equal or orthogonal,
+    S stays bounded for all gates and all repetitions of keys. With both factors (1 - μ_t) in the update of S instead, S
+    can grow without bound if μ_t depends on the key. ``momentum=False`` is Gated DeltaNet; ``momentum=False`` with
+    ``delta=False`` is gated linear attention.
 
     References:
         Behrouz et al., Titans (arXiv:2501.00663); Yang et al., Gated Delta Networks (arXiv:2412.06464);
@@ -536,7 +537,7 @@ class KeyValueCache:
     """A key-value cache: keys and values of all previous tokens, in buffers that double in size when they are full.
 
     :meth:`append` returns a new, longer cache and leaves the old cache valid. Without gradients, both share
-    their buffers, and a second ``append`` to the same cache copies the buffers.
+    their buffers while there is room, and a second ``append`` to the same cache copies the buffers.
 
     Arguments:
         keys: (batch, heads, length, dim).

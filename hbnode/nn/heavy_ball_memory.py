@@ -115,9 +115,9 @@ def heavy_ball_memory(
     infinity. Unmasked NaN or infinity spreads to all outputs of its head, from the beginning of its chunk.
 
     With a delta rule, keys should have norm 1 at most, and the memory is bounded only for suitable gates. Without
-    decay, constant gates are safe for all repetitions of keys if :math:`s \eta \le 3 (1 - \mu)^2` and
+    decay, constant gates are safe for all repetitions of keys if :math:`0 \le s \eta \le 3 (1 - \mu)^2` and
     :math:`s \eta < 2 (1 - \mu)`. Gates given as numbers that are not safe cause a warning. Input-dependent gates are
-    safe with :math:`s_t = 1 - \mu_t` and :math:`\eta_t \le 1 - \mu_t`, if any two keys are equal or orthogonal.
+    safe with :math:`s_t = 1 - \mu_t` and :math:`\eta_t \le 1 - \mu_t`, if every two keys are equal or orthogonal.
 
     The sequence is processed in chunks, without approximation. The state before each chunk is saved for backward; the
     backward pass recomputes the rest. Derivatives of any order are available. Inputs in half precision are accumulated
@@ -234,7 +234,7 @@ def check_heads(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> torch.d
         raise ValueError(
             "q and k must be (batch, heads, length, D) and v (batch, heads, length, M), got "
             f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}. Fix: a key and a value for each query, or "
-            "momentum_attention with causal=False; k.repeat_interleave(n, 1) if n heads share keys."
+            "momentum_attention with causal=False; k.repeat_interleave(n, 1), and v likewise, if n heads share keys."
         )
     return dtype
 
@@ -250,7 +250,7 @@ def check_mask(mask: Tensor, k: Tensor) -> None:
     if mask.dtype != torch.bool:
         raise TypeError(
             f"key_padding_mask must be bool, True where a key is ignored, got {mask.dtype}. Fix: mask.bool() if 1 "
-            "means ignored, mask == -inf if it is 0 and -inf."
+            "means ignored, mask == -torch.inf if it is 0 and -inf."
         )
 
 
@@ -350,9 +350,9 @@ def _warn_if_unstable(log_momentum: Any, log_decay: Any, step: Any, write: Any, 
 
 @functools.lru_cache(maxsize=256)
 def _instability(mu: float, alpha: float, step: float, decayed: bool) -> tuple[str, float] | None:
-    """Return why a memory with the gates μ, α and s η = ``step`` can grow, and a safe s η; None if it is bounded.
+    """Return why a memory with the gates μ, α and s η = ``step`` can grow, and a safe s η; None if no growth is known.
 
-    If α < 1, boundedness is checked only for the periodic inputs of :func:`resonance`.
+    A negative s η is not checked. If α < 1, boundedness is checked only for the periodic inputs of :func:`resonance`.
     """
     reason = _growth(mu, alpha, step, decayed)
     if reason is None:

@@ -86,7 +86,7 @@ class KalmanFilter:
             self._check_digits()
 
     def _check_digits(self) -> None:
-        """Raise FloatingPointError if the observation noise is below the rounding error of the observations."""
+        """Raise FloatingPointError if the sum of signal and noise variance loses the noise variance by rounding."""
         signal = (self.c.square() * self.stationary).sum(-1)
         ratio = float((signal / self.noise).detach().amax().sqrt())
         most = torch.finfo(self.dtype).eps ** -0.5
@@ -94,7 +94,7 @@ class KalmanFilter:
             least = math.log(float(signal.detach().amax().sqrt()) / most) + 1
             raise FloatingPointError(
                 f"the standard deviation of the observed signal is {ratio:.3g} times that of the observation noise; "
-                f"expected at most {most:.3g}, because {self.dtype} rounds smaller noise to zero. Fix: "
+                f"expected at most {most:.3g}, because {self.dtype} loses a smaller noise variance in the sum. Fix: "
                 f"layer.log_observation_noise.data.clamp_(min={least:.1f}) after each step of training."
             )
 

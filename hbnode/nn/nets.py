@@ -215,7 +215,8 @@ class Standardize(nn.Module):
             feature = int((~held).nonzero()[0, 0])
             raise ValueError(
                 f"feature {feature} has mean {float(mean[feature]):g} and standard deviation {float(std[feature]):g}; "
-                f"{self.mean.dtype} cannot represent them. Fix: Standardize({self.num_features}).double()."
+                f"{self.mean.dtype} cannot represent them. Fix: Standardize({self.num_features}).double(), "
+                "or x in other units."
             )
         self.mean.copy_(mean)
         self.std.copy_(std)

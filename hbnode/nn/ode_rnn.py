@@ -89,7 +89,7 @@ class ODERNN(ModuleWithConstants):
             just after the observation, with or without ``residual``; a forward hook can read it. Default: ``"gru"``.
         residual: whether the cell's output is added to the state instead of replacing it. Default: ``False``.
         initial_state: the state at the first time, before the first observation: ``"learned"``, ``"zeros"``, or an
-            encoder module (batch, T, input_size) -> (batch, state_size). The encoder gets all observations of the first
+            encoder module (batch, T, input_size) -> (batch, state_size). The encoder gets all samples of the first
             call, with zeros for missing values and padding. It may return h only, without an ANODE's zeros; the field
             then supplies the rest of the state. Likewise only h is learned if the field has an ``initial_momentum`` or
             ``initial_velocity``. With an encoder, layers above the first use ``"learned"``. Default: ``"learned"``.
@@ -104,7 +104,7 @@ class ODERNN(ModuleWithConstants):
             ``time_unit``. Default: ``False``.
         static_size: number of time-independent features. A linear map of them is added to a learned initial state, and
             the cell of the first layer takes them as input. Default: ``0``.
-        num_layers: number of layers; the input of each is the h of the layer below after each observation.
+        num_layers: number of layers; the input of each is the h of the layer below after each sample.
             Default: ``1``.
         dropout: probability of dropping an output between layers. Default: ``0.0``.
         bidirectional: whether a second network reads each series from its end, with its time counted from the end. The
@@ -116,7 +116,7 @@ class ODERNN(ModuleWithConstants):
         atol: absolute tolerance. Default: ``1e-5``.
         gradient: gradient mode. With ``"checkpoint"`` the backward pass recomputes the steps one gap at a time. If f is
             a network of known layers, it recomputes about :math:`\sqrt T` gaps at a time. Default: ``None``,
-            ``"direct"``.
+            ``"direct"``, or ``"adjoint"`` if ``adjoint_options`` is given.
         steps: number of equal steps in each gap. Default: ``None``, adaptive steps.
         per_sample: whether each sample has its own step sizes. If ``False``, all samples of the batch step over the
             same fraction of their gaps. Series that have ended are then left out of the batch, so f must not close over
@@ -139,7 +139,7 @@ class ODERNN(ModuleWithConstants):
         - x: (batch, T, input_size), or a PackedSequence.
         - t: (batch, T) or (T,). Give large times in float64, or as dates, which are converted to seconds since 1970.
           f(t, h) gets t in the dtype of the state, so choose an origin near the data.
-        - output: (batch, T, hidden_size), h after each observation; 0 on padding.
+        - output: (batch, T, hidden_size), h after each sample; 0 on padding.
 
     Raises:
         ValueError, TypeError: if an argument is out of its range, or times do not increase.
@@ -273,7 +273,7 @@ class ODERNN(ModuleWithConstants):
         self, x: Series, t: ArrayLike | PackedSequence, state: ODERNNState | None = None,
         mask: Tensor | PackedSequence | None = None, lengths: Lengths | None = None, static: Tensor | None = None,
     ) -> tuple[Series, ODERNNState]:  # fmt: skip
-        """Return h after each observation, and the state at the end of each series.
+        """Return h after each sample, and the state at the end of each series.
 
         Arguments:
             x: samples (batch, T, input_size), or packed.
@@ -298,7 +298,7 @@ class ODERNN(ModuleWithConstants):
         self, x: Tensor, t: ArrayLike, state: ODERNNState | None = None, mask: Tensor | None = None,
         lengths: Lengths | None = None, static: Tensor | None = None,
     ) -> Filtered:  # fmt: skip
-        """Return the states before and after each observation, for the same arguments as :meth:`forward`.
+        """Return the states before and after each sample, for the same arguments as :meth:`forward`.
 
         The state before an observation is a forecast from earlier data only. Train on it to predict one sample ahead.
         """

@@ -132,7 +132,7 @@ class _OscillatorModule(nn.Module):
             rate = torch.empty_like(self.log_damping, dtype=torch.float32).uniform_(low, high).exp()
             low, high = (math.log(2 * math.pi * bound) for bound in self.frequency_range)
             omega = torch.empty_like(rate).uniform_(low, high).exp()
-            rate = torch.minimum(rate, 1.5 * omega)  # every oscillator is underdamped
+            rate = torch.minimum(rate, 1.5 * omega)  # limits the damping, so that every oscillator swings
             self.log_damping.copy_((2 * rate).log())
             self.log_stiffness.copy_((omega.square() + rate.square()).log())
             gap = 0.25 / self.frequency_range[1]
@@ -534,7 +534,7 @@ def _times(x: object, t: ArrayLike | None, state: OscillatorState | OscillatorBe
 def _gaps(sequences: Sequences, state: OscillatorState | None, is_shared: bool) -> float | Tensor:
     """Return the time before each sample, (batch or 1, T), or one number if all gaps are equal up to rounding.
 
-    The first gap is the time since that of the state.
+    The first gap is the time since that of the state; without a state it is arbitrary.
     """
     is_shared = is_shared and (sequences.valid is None or may_look())  # else t may include arbitrary times of padding
     t = sequences.raw_t[:1] if is_shared else sequences.t
@@ -566,8 +566,9 @@ def _fill_forward(x: Tensor, observed: Tensor) -> Tensor:
 class OscillatorCell(_OscillatorModule):
     """A cell that processes one sample with the oscillators of :class:`Oscillators`, like :class:`torch.nn.GRUCell`.
 
-    A cell can load the ``state_dict`` of a layer and continue the layer's state, with equal outputs. It cannot load a
-    layer with noise, which has more parameters. Use the layer's :meth:`~Oscillators.filter` for single samples instead.
+    A cell can load the ``state_dict`` of a layer that is not bidirectional and continue the layer's state, with equal
+    outputs. It cannot load a layer with noise, which has more parameters. Use the layer's :meth:`~Oscillators.filter`
+    for single samples instead.
 
     Arguments:
         input_size: features of a sample.
@@ -615,7 +616,9 @@ class OscillatorCell(_OscillatorModule):
         batch, dtype = len(x), self._dtype
         gap = torch.as_tensor(dt, dtype=torch.float64, device=x.device)
         if gap.dim() and gap.shape != (batch,):
-            raise ValueError(f"dt must be a number or ({batch},), got {tuple(gap.shape)}. Fix: dt.reshape({batch}).")
+            raise ValueError(
+                f"dt must be a number or ({batch},), got {tuple(gap.shape)}. Fix: one time per sample, or one number."
+            )
         with no_autocast(x):
             if state is None:
                 v = q = torch.zeros(batch, self.num_oscillators, dtype=dtype, device=x.device)
@@ -823,8 +826,8 @@ def _gaps_to_next(sequences: Sequences, t_next: Tensor | float | None) -> Tensor
         last = times.unsqueeze(1) - t[:, -1:]
         if may_look() and not bool((last >= 0).all()):
             raise ValueError(
-                "t_next must not lie before the last time of a series or be NaN. Fix: t_next=t[:, -1] + dt, the time "
-                "of the sample to predict, in the unit of t."
+                "t_next must not lie before the last time of a series or be NaN. Fix: the time of the sample to "
+                "predict, in the unit of t."
             )
     elif gaps.shape[1]:
         ends = torch.full_like(t[:, :1], t.shape[1], dtype=torch.int64)

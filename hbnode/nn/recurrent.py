@@ -3,7 +3,7 @@
 A rule of :mod:`hbnode.nn.rules` filters the inputs g_t = W x_t + b of a cell, independently of the hidden state. A
 linear rule computes v_t = mu_t v_{t-1} + s g_t. From v_0 = 0, v_t is W applied to filtered x, and torch's layer runs
 over the filtered x. A v_0 from an earlier chunk decays with mu_1 ... mu_t. Until v_0 falls below float precision, and
-with nonlinear rules, a loop runs the cell over d_t = rule(g_1, ..., g_t).
+with nonlinear rules, the cell runs over d_t = rule(g_1, ..., g_t), in torch's layer or in a time loop.
 """
 
 import dataclasses
@@ -712,7 +712,7 @@ class RecurrentLayer(RecurrentBase):
         return self.rule(x, Memory(t=t))[0], w
 
     def _filter(self, x: Tensor, weights: Weights, memory: Memory) -> tuple[Tensor, Memory]:
-        """Compute the filtered W x + b of the next time steps, saving only x for backward if it is large."""
+        """Compute the filtered W x + b of the next time steps, saving only x for backward if the result is large."""
 
         def filtered(x: Tensor, w: Tensor, b: Tensor | None, memory: Memory) -> tuple[Tensor, Memory]:
             return self.rule(linear(x, w, b), memory)
@@ -901,7 +901,8 @@ class MomentumLSTM(RecurrentLayer):
         h_t = sigmoid(o) tanh(c_t)
 
     If the rule is linear, d_t is W applied to filtered inputs, and torch's own layer runs over the filtered inputs.
-    With other rules, and while the momentum of an earlier chunk decays, a time loop runs the cell over d_t.
+    With other rules, and while the momentum of an earlier chunk decays, the cell runs over d_t, in torch's layer or in
+    a time loop.
 
     References: Nguyen et al., MomentumRNN: Integrating Momentum into Recurrent Neural Networks (arXiv:2006.06919),
     equations 9, 14, 15.

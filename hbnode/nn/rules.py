@@ -58,7 +58,8 @@ class Rule:
                 continue
             value, (is_valid, expected) = getattr(self, field.name), _VALID[field.name]
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not is_valid(value):
-                default = 0.9 if field.default is dataclasses.MISSING else field.default
+                example = 40 if field.name == "restart" else 0.9
+                default = example if field.default is dataclasses.MISSING else field.default
                 raise ValueError(f"{field.name} must be {expected}, got {value!r}. Fix: {field.name}={default!r}.")
 
     def __call__(self, g: Tensor, memory: Memory) -> tuple[Tensor, Memory]:

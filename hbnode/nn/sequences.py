@@ -30,7 +30,7 @@ KINDS: tuple[str, ...] = get_args(Missing)
 GAPS_PER_UNIT = 10  # median gaps in a fitted time_unit: any method takes such a gap in one step at initialisation
 MANY = 50  # NFE per gap above which warn_if_too_short warns
 TIGHT = 1e-6  # rtol at and below which many evaluations are expected
-TOO_LONG = 2.0  # fitted unit over current unit, from which on the current one is too short
+TOO_LONG = 2.0  # fitted unit over current unit, above which the current one is too short
 
 
 # States
@@ -273,7 +273,7 @@ def check_dtype(x: Tensor, dtypes: Iterable[torch.dtype]) -> None:
 
 def checked_dropout(dropout: float, num_layers: int) -> float:
     if not 0 <= dropout < 1:
-        raise ValueError(f"dropout must be in [0, 1), got {dropout!r}. Fix: 0.1, for instance.")
+        raise ValueError(f"dropout must be in [0, 1), got {dropout!r}. Fix: dropout=0.1.")
     if dropout and num_layers == 1:
         raise ValueError("dropout needs num_layers >= 2, got 1. Fix: num_layers=2, or nn.Dropout.")
     return float(dropout)
@@ -487,7 +487,7 @@ def fitted_unit(t: ArrayLike, mask: Tensor | None, lengths: Lengths | None) -> f
 def warn_if_too_short(
     time_unit: float, times: Tensor, counts: Sequence[Sequence[NFE]], networks: int, rtol: float
 ) -> bool:
-    """Warn if the median gap takes many function evaluations because ``time_unit`` is too short; return True if so.
+    """Warn if gaps take many function evaluations in the median because ``time_unit`` is short; return True if so.
 
     ``times`` are in units of ``time_unit``. ``counts`` holds the NFE of each gap, one per network. A tight ``rtol``
     needs many evaluations with any unit, so it suppresses the warning.
@@ -500,8 +500,8 @@ def warn_if_too_short(
     if not unit > TOO_LONG:
         return False
     warnings.warn(
-        f"the median gap between samples takes {spent[len(spent) // 2]:.0f} function evaluations: gaps are too long "
-        f"for time_unit={time_unit:g}. Fix: before training, rnn.fit_time_unit(t) with "
+        f"the gaps between samples take {spent[len(spent) // 2]:.0f} function evaluations in the median: they are too "
+        f"long for time_unit={time_unit:g}. Fix: before training, rnn.fit_time_unit(t) with "
         f"the times of the training data, or ODERNN(..., time_unit={unit * time_unit:.3g}).",
         stacklevel=2,
     )

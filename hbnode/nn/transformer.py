@@ -298,7 +298,7 @@ def make_attention(
     if makes is HeavyBallMemory and not layout.pop("causal"):
         raise ValueError(
             f"attention={kind!r} supports only causal self-attention, got causal=False or cross-attention. "
-            "Fix: causal=True, or 'momentum', 'linear' or 'softmax'."
+            "Fix: causal=True, or 'momentum', 'linear' or 'softmax'; for cross-attention cross_attention='momentum'."
         )
     if makes in (MomentumAttention, HeavyBallMemory):
         layout.pop("dropout")  # linear-time attention has no weights to drop

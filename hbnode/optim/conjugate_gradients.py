@@ -23,7 +23,7 @@ class Solution:
         iterations: the number of iterations.
         stop: the reason for stopping: "progress" (Martens' rule), "limit" (the maximum number of iterations),
             "solved" (the residual is zero within rounding), or "negative curvature" (p^T A p <= 0 for a search
-            direction p, which only rounding can cause).
+            direction p, which only rounding can cause if A is positive definite).
     """
 
     iterates: list[tuple[Tensor, float]]
@@ -50,7 +50,8 @@ def conjugate_gradients(
         b: the right-hand side.
         start: the initial d. None is zero. Zero also replaces a start with phi(start) > 0.
         limit: the maximum number of iterations.
-        tolerance: the tolerance of the stopping rule. 0 iterates until rounding stops the progress.
+        tolerance: the tolerance of the stopping rule. With 0, the iteration continues until rounding
+            stops the progress.
         preconditioner: the diagonal of a matrix that approximates A. None is the identity.
     """
     d, r, value = torch.zeros_like(b), b, 0.0
@@ -80,7 +81,7 @@ def conjugate_gradients(
         before, rz = rz, torch.dot(r, z)
         phi = -0.5 * torch.dot(d_next, r + b)
         curvature, next_value, left = torch.stack([pap, phi, rz]).tolist()  # one synchronisation with the device
-        _check_finite(curvature, f"in iteration {iteration + 1} of conjugate gradients, the curvature d^T A d")
+        _check_finite(curvature, f"in iteration {iteration + 1} of conjugate gradients, the curvature p^T A p")
         if not curvature > 0:
             stop = "negative curvature"
             break

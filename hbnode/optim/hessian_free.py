@@ -43,9 +43,9 @@ class Progress:
             It is negative if the loss grew, minus infinity if the loss at the full step is not finite, and NaN if both
             changes are below the precision of the loss.
         cg_iterations: the number of conjugate gradient iterations, including those before a restart.
-        cg_stop: the reason why conjugate gradients stopped: "progress" (Martens' rule), "limit" (``max_cg``
-            iterations), "solved" (the residual is zero within rounding) or "negative curvature" (p^T A p <= 0 for a
-            search direction p, which only rounding can cause).
+        cg_stop: the reason why the last conjugate gradient solve stopped: "progress" (Martens' rule), "limit"
+            (``max_cg`` iterations), "solved" (the residual is zero within rounding) or "negative curvature" (p^T A p <=
+            0 for a search direction p, which for lambda > 0 only rounding can cause).
         step_length: alpha of the line search. It is 0 if the parameters did not change.
         outcome: "accepted"; "restarted", accepted after a restart of conjugate gradients from zero; "rejected", no
             step reduced the loss; or "stationary", rejected with predicted and true changes of the loss below its
@@ -86,14 +86,15 @@ class HessianFree(Optimizer):
     A costs two passes; A is never formed.
 
     Conjugate gradients start from 0.95 times the last direction. With the quadratic model phi and
-    k = max(10, i / 10), they stop after iteration i if (phi_i - phi_{i-k}) / phi_i < 5e-4 k. The step saves the
+    k = max(10, i // 10), they stop after iteration i if (phi_i - phi_{i-k}) / phi_i < 5e-4 k. The step saves the
     iterates i = ceil(1.3^j) and moves back from the last one while the loss on the curvature batch decreases. A line
     search then finds a sufficient decrease of the loss on the gradient batch. If the direction does not reduce the
     loss, conjugate gradients restart from zero.
 
     The damping lambda follows the rule of Levenberg and Marquardt. The ratio rho is the change of the loss divided by
     the predicted change. If rho < 1/4, lambda is multiplied by 3/2; if rho > 3/4, by 2/3. If both changes are within
-    rounding of the loss, lambda stays. It is multiplied by 2/3 if the undamped model predicts a larger change.
+    the rounding error of the loss, lambda is multiplied by 2/3 if the undamped model predicts a larger change, and
+    stays otherwise. This rounding error is the change of the loss if each parameter changes by its last digit.
 
     A step calls each closure several times, with the same random numbers of torch's default generators. A closure must
     use the same data in each of these calls. Autocast around a step has no effect; within a closure it raises an error.
@@ -116,9 +117,10 @@ class HessianFree(Optimizer):
         damping: the initial lambda. Default: ``0.1``.
         structural_damping: the strength mu of structural damping. If it is positive, the curvature closure must return
             hidden states. Default: ``0.0``.
-        max_cg: the maximum number of conjugate gradient iterations per step. Default: ``300``.
-        min_damping: the lower bound of lambda. Without it lambda, and with it structural damping, would tend to 0 if
-            the loss hardly changes. Default: ``0.0002``.
+        max_cg: the maximum number of iterations of a conjugate gradient solve; a restart is a second solve. Default:
+            ``300``.
+        min_damping: the lower bound of lambda. Without this bound, lambda and the structural damping would tend to 0
+            if the loss hardly changes. Default: ``0.0002``.
         preconditioner_samples: if positive, conjugate gradients use the diagonal preconditioner
             (mean of g_n^2 + lambda)^0.75, with the gradient g_n of case n. The mean is estimated from this number of
             sums of g_n with random signs; each sum costs a backward pass. Default: ``0``.

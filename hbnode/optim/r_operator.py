@@ -1,6 +1,6 @@
-"""The R-operator of recurrent layers: Jacobian-vector products (JVPs) and vector-Jacobian products (VJPs).
+"""The R-operator of recurrent layers, their JVPs and VJPs (benchmarks.md, Hessian-free, all rows).
 
-It is 1.6 to 2.5 times as fast as double backpropagation (benchmarks.md, Hessian-free, all rows). The reference is
+It is 1.6 to 2.5 times as fast as double backpropagation. The reference is
 Algorithm 1 of the supplement to Martens and Sutskever (2011), in tests/reference_hessian_free.py.
 
 The pre-activations of a time step are linear in the weights, the inputs and the previous state. The new state is an
@@ -45,7 +45,7 @@ class LinearizedLayer(ABC):
     inputs: ClassVar[tuple[int, int]]  # range of blocks that W_ih x enters
     states: ClassVar[tuple[int, int]]  # range of blocks that W_hh h enters
     shift: ClassVar[int] = 0  # number of blocks by which torch's rows of W_ih are rolled to the order used here
-    extras: ClassVar[int] = 0  # residuals (T, batch, hidden_size), besides the derivatives of the pre-activations
+    extras: ClassVar[int] = 0  # number of residuals besides the derivatives by the pre-activations
 
     def __init__(self, x: Tensor, h: Tensor, c: OptTensor, w: Tensor, u: Tensor, b: OptTensor, bias: OptTensor) -> None:
         n = self.size = h.shape[-1]
@@ -93,7 +93,10 @@ class LinearizedLayer(ABC):
         return out, rc
 
     def vjp(self, dh: OptTensor, dc: OptTensor, needs: Sequence[bool]) -> tuple[OptTensor, ...]:
-        """Return gradients of those constructor's arguments that ``needs`` selects, for gradients of all states."""
+        """Return gradients of the constructor's arguments, given those of all states and of the last cell state.
+
+        Gradients that ``needs`` excludes may be None.
+        """
         dh = torch.zeros_like(self.h[1:]) if dh is None else dh.clone()
         de = dh.new_empty(*dh.shape[:2], self.blocks * self.size)
         later: OptTensor = None
@@ -323,7 +326,7 @@ class _RecurrentLayer(torch.autograd.Function):
         if ctx.mode.is_on and torch.is_grad_enabled():  # the closure calls autograd.grad itself
             raise RuntimeError(
                 "the closure differentiates through torch's recurrent layer, whose R-operator supports first "
-                "derivatives only. Fix: a loop over torch.nn.LSTMCell, GRUCell or RNNCell in its place."
+                "derivatives only. Fix: a loop over time with torch.nn.LSTMCell, GRUCell or RNNCell."
             )
         return (None, None, *_Transpose.apply(ctx.layer, ctx.needs_input_grad[2:], dh, dc))
 

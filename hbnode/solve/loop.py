@@ -39,7 +39,7 @@ class Problem:
     A lane is a sample with its own step sizes; ``lanes`` is their number, or None if all samples share each step.
 
     Attributes:
-        gamma: the damping γ, a number or a tensor.
+        gamma: the damping γ, a number or a tensor, which is float64 on the CPU unless it is traced.
         number: γ as a Python number, if it is a scalar that can be read from the host; else None.
         strongest: the largest γ if it limits the step size; else 0.
         longest_step: the largest adaptive step size H; Nystrom methods need γH <= 16.
@@ -286,7 +286,7 @@ class Problem:
         return [row + lag * slope for row, slope in zip(outputs, slopes, strict=False)]
 
     def _interpolated(self, ends: list[Tensor], columns: Tensor, blend: Tensor, attempt: Attempt) -> list[Tensor]:
-        """Return the rows of the outputs inside a step, (outputs, ...), from dense output; ``ends`` are its end."""
+        """Return the rows of the outputs inside a step, (outputs, ...), from dense output, or ``ends`` at its end."""
         of_outputs = columns.unsqueeze(1) if self.lanes is None else columns[:, attempt.lanes]
         inside, is_end = combined(blend, of_outputs).unbind(1), attempt.theta == 1.0
         if not is_end.any():
@@ -312,7 +312,10 @@ class Problem:
         return to_host(torch.linalg.vector_norm(x, dim=-1, dtype=wide) / math.sqrt(max(x.shape[-1], 1)))
 
     def ratio(self, before: Rows, after: Rows, error: Tensor) -> Array:
-        """Return the root mean square of (error / tolerance), () or (lanes,); the only host transfer of a step."""
+        """Return the root mean square of error / tolerance, () or (lanes,), the largest of all ``error_groups``.
+
+        This is the only transfer to the host in a step.
+        """
         n, term = self.term.rows, self.term
         if self.program is not None and error.dim() < after[0].dim():  # the compiled step returns the norm
             ratio = to_host(error.detach())

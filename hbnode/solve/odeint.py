@@ -101,7 +101,8 @@ def odeint(
             native method. For an HBNODE it is ``"nystrom4"`` if rtol >= 1e-3, else ``"nystrom8"``. It is
             ``"exponential"`` if the HBNODE's damping is constant and exceeds 50 / (length of the solve). With ``steps``
             the damping does not affect the choice. All other fields use ``"tsit5"``, including an HBNODE that has hooks
-            or overrides ``forward`` or ``__call__``.
+            or overrides ``forward`` or ``__call__``. With ``event_fn`` it is ``"dopri5"``, and with
+            ``gradient="reversible"`` it is ``"blanes_moan4"``.
         rtol: relative tolerance of adaptive methods. Default: 1e-5.
         atol: absolute tolerance of adaptive methods, in the units of the state. Default: 1e-5.
         gradient: how gradients are computed. Default: None, which is ``"checkpoint"`` for native methods and
@@ -116,7 +117,7 @@ def odeint(
               steps of a splitting method.
             - ``"adjoint"`` solves the adjoint ODE backwards, in memory that does not grow with the number of steps.
               Over a solve of length T, a damping γ amplifies errors of the backward solve by e^{γT}. Native methods
-              raise ``ReversalError`` if the backward solve misses y0.
+              raise ``ReversalError`` if the backward solve misses y0 or an output.
         steps: number of equal steps in each output interval, for native methods and for torchdiffeq's methods with
             fixed steps. Tolerances are then ignored. The splitting methods need it; torchdiffeq's methods with fixed
             steps take one step per interval without it. Default: None, which means adaptive steps.
@@ -133,9 +134,10 @@ def odeint(
             ``(event_time, state)``. The event time has no gradient; for one, call
             ``torchdiffeq.odeint_event(..., odeint_interface=hbnode.odeint)``. Default: None.
         max_steps: largest number of accepted and rejected steps of an adaptive method in one forward or backward pass.
-            Each output interval after the first adds one step to this limit. If a method does not report its steps
-            (``"scipy_solver"``, and events with fixed steps), the limit applies to function evaluations. Otherwise,
-            fixed steps are not limited. Default: 10000.
+            With ``save="exact"`` and with torchdiffeq's methods, each output interval after the first adds one step to
+            this limit. The adjoint of native methods applies the limit to each output interval. If a method does not
+            report its steps (``"scipy_solver"``, and events with fixed steps), the limit applies to function
+            evaluations. Otherwise, fixed steps are not limited. Default: 10000.
         options: further options of the method. Native methods have the lengths of time ``first_step``, ``max_step`` and
             ``min_step``, and ``max_nfe``, the largest number of function evaluations of a solve. Set ``max_step`` if f
             has pulses narrower than a tenth of the time span. torchdiffeq's methods have their own options.
@@ -243,8 +245,8 @@ def resolve(settings: Settings, field: Callable[..., Any], t: Tensor | None = No
     """Return the settings with method and gradient filled in for a field and the times ``t`` of a solve.
 
     For an HBNODE, the Nyström order is that with fewer function evaluations at the tolerance in the benchmarks. A
-    constant damping that is strong over the span of ``t`` selects ``"exponential"``, the only method whose steps it
-    does not limit. Times on a GPU are not read for this choice, because reading them would wait for the GPU.
+    constant damping that is strong over the span of ``t`` selects ``"exponential"``, the only adaptive method whose
+    steps it does not limit. Times on a GPU are not read for this choice, because reading them would wait for the GPU.
     """
     method, gradient = settings.method, settings.gradient
     if method is not None:
@@ -387,7 +389,9 @@ def check_damping(problem: Problem, field: Callable[..., Any]) -> None:
     if is_heavy_ball(field, HBNODE):
         advice = "method='exponential', which solves the damping exactly"
     else:
-        advice = f"max_steps={math.ceil(damping * span / 3)}, method='leapfrog' with steps=n (exact damping)"
+        advice = f"max_steps={math.ceil(damping * span / 3)}"
+        if is_heavy_ball(field, GHBNODE):
+            advice += ", or method='leapfrog' with steps=n (exact damping)"
     raise problem.failure(
         MaxStepsError,
         f"the damping of {damping:g} over a time of {span:g} takes about {needed:.0f} steps, and "
@@ -528,7 +532,7 @@ def checked_times(t: Times, device: torch.device, *, rows: bool) -> Tensor:
             times = [torch.as_tensor(time, dtype=torch.float64, device=device) for time in given]
             if any(time.numel() != 1 for time in times):
                 raise ValueError(
-                    "t is a sequence with tensors that are not scalars. Fix: t=torch.cat(t) or t=torch.stack(t)."
+                    "t is a sequence with tensors that are not scalars. Fix: one tensor of all times, as torch.cat(t)."
                 )
             t = torch.stack([time.reshape(()) for time in times])
         else:

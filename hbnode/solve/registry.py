@@ -22,7 +22,8 @@ class MethodInfo(NamedTuple):
         steps: ``"adaptive"`` if ``rtol`` and ``atol`` choose the steps, ``"fixed"`` if they have a given size.
         field: the fields that the method can solve.
         gradients: the possible values of ``gradient=``.
-        needs: options that the method requires.
+        needs: options or packages that the method needs; fixed steps without ``steps`` are one per interval, except for
+            splitting methods.
         library: the library that implements the method.
     """
 
@@ -109,7 +110,7 @@ def sde_methods() -> Methods[SDEMethodInfo]:
 
 
 def methods() -> Methods[MethodInfo]:
-    """Return all methods of :func:`hbnode.odeint`, with their order, evaluations per step and required options.
+    """Return all methods of :func:`hbnode.odeint`, with their order, evaluations per step and what they need.
 
     :func:`sde_methods` returns the methods of :func:`hbnode.sdeint`.
 

@@ -464,7 +464,8 @@ class SDEProblem(Problem):
             raise ValueError(
                 f"method={method!r} needs steps of at most {of_sde.reach:g}/γ, got a damping of "
                 f"{self.strongest_decay:g} and steps of {sizes.max():g}. "
-                f"Fix: dt={of_sde.reach / self.strongest_decay:.2g}, or method='ubu', which solves the damping exactly."
+                f"Fix: dt={0.99 * of_sde.reach / self.strongest_decay:.3g}, or method='ubu', which solves the damping "
+                "exactly."
             )
         size = torch.from_numpy(sizes).reshape(-1, *[1] * max(gamma.dim(), eta.dim()))
         self.gamma: Any = of_sde.coefficients(gamma, diffusion(gamma, eta), size).to(self.template)

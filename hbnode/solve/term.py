@@ -195,8 +195,8 @@ class Snapshot:
     """The parameters, buffers, training modes and dropout masks of a field's modules in a solve.
 
     As a context manager it restores them while a backward pass evaluates the field. By then, the model may be in
-    another mode, or ``torch.func.functional_call`` may have returned other parameters to it. Without ``for_backward``,
-    the snapshot has no parameters and buffers.
+    another mode, or have its own parameters again after a solve in ``torch.func.functional_call`` with others. Without
+    ``for_backward``, the snapshot has no parameters and buffers.
     """
 
     def __init__(self, field: Callable[..., Any], *, for_backward: bool = True) -> None:

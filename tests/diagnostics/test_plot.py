@@ -316,7 +316,7 @@ REFUSED = [
     (
         lambda: plot.trajectories(H, features=2),
         IndexError,
-        "features=2 is out of range for the 2 features of h. Fix: 0",
+        "features=2 is out of range for the 2 features of h. Fix: 0 to 1",
     ),
     (lambda: plot.trajectories(H, samples=[True, False]), IndexError, r"samples is a mask of shape \(2,\), .* Fix: a"),
     (lambda: plot.trajectories(torch.zeros(2, 40, 30)), ValueError, "40 samples of 30 features are more than 1000"),
