@@ -7,6 +7,7 @@ from hbnode.nfe import count_nfe
 from hbnode.nn import ODERNN, HeavyBallODEBlock, ODEBlock
 from hbnode.signal import Signal
 from hbnode.solve import odeint, sdeint
+from hbnode.solve.events import Event
 from hbnode.solve.registry import methods
 
 __version__ = "0.1.0"
@@ -24,6 +25,7 @@ __all__ = [
     "odeint",
     "sdeint",
     "methods",
+    "Event",
     "Signal",
     "SolverError",
     "count_nfe",

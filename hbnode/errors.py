@@ -10,6 +10,7 @@ __all__ = [
     "StepSizeUnderflowError",
     "MaxStepsError",
     "MaxNFEError",
+    "ZenoError",
     "ReversalError",
     "RecomputationError",
 ]
@@ -17,7 +18,7 @@ __all__ = [
 ONLY_FIXED_GRIDS = (
     "this solve cannot be traced or exported: its number of steps depends on the data, or it needs Python in its loop. "
     "A solve with fixed steps can: steps=n with a native method, 'euler', 'midpoint', 'heun2', 'heun3' or 'rk4', with "
-    "the direct gradient, without event_fn and count_nfe. Fix: steps=n, and gradient=None or 'direct'."
+    "the direct gradient, without events and count_nfe. Fix: steps=n, and gradient=None or 'direct'."
 )
 
 
@@ -60,6 +61,10 @@ class MaxStepsError(SolverError):
 
 class MaxNFEError(MaxStepsError):
     """An error raised if a solve needs more than ``max_nfe`` function evaluations."""
+
+
+class ZenoError(SolverError):
+    """An error raised if infinitely many events pile up before a finite time."""
 
 
 class ReversalError(SolverError):

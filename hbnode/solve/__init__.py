@@ -1,5 +1,6 @@
 """Solvers for ODEs and SDEs."""
 
+from hbnode.solve.events import EventRecord
 from hbnode.solve.odeint import odeint
 from hbnode.solve.registry import MethodInfo, SDEMethodInfo, sde_methods
 from hbnode.solve.sde import BrownianIncrements, sdeint
@@ -9,6 +10,7 @@ __all__ = [
     "odeint",
     "sdeint",
     "sde_methods",
+    "EventRecord",
     "MethodInfo",
     "SDEMethodInfo",
     "BrownianIncrements",

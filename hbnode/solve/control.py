@@ -129,25 +129,29 @@ class AdaptiveSteps:
         norm = p.norms(state)
         if not np.isfinite(norm).all():
             raise p.start_not_finite(norm)
-        h, f = norm[0], norm[-1]
-        if p.common:
-            h, f = self._in_common(h), self._in_common(f)
-        size = first_size(h, f, s.rtol, s.atol, p.method.rows, p.method.error_order)
-        size = np.where(np.isfinite(size), size, p.end)
+        h = norm[0]
         self.longest, self.error_factor = np.full_like(h, p.longest_step), np.ones_like(h)
-        if p.term.time_dependent:
-            size = self._cautious(state[0].detach(), h, f, size)
-        if s.options and s.options.get("first_step"):
-            size = np.full_like(h, s.options["first_step"])
-        self.size = np.minimum(size, self.longest)
+        self.size = np.minimum(self._first_size(state, norm), self.longest)
         if p.common:
             self.size, self.longest = self._least_fraction(self.size), self._least_fraction(self.longest)
-        self.control = PIController(p.method.error_order, h)
+        self.control = PIController(p.method.error_order or 1, h)
         self.now = self.taken = self.left = self.target = self.last_taken = np.zeros_like(h)
         self.uneven, self.attempts = np.full_like(h, p.term.time_dependent, bool), 0
         most = 0 if s.jump_times else max(int(0.999 / p.method.widest_gap) - 1, 0)
         self.most_jumps = np.full_like(h, most, int)
         self.jumps_passed = np.zeros_like(self.most_jumps)
+
+    def _first_size(self, state: tuple[Tensor, ...], norm: Array) -> Array:
+        p, s, h, f = self.problem, self.problem.settings, norm[0], norm[-1]
+        if p.common:
+            h, f = self._in_common(h), self._in_common(f)
+        size = first_size(h, f, s.rtol, s.atol, p.method.rows, p.method.error_order)
+        size = np.where(np.isfinite(size), size, p.end)
+        if p.term.time_dependent:
+            size = self._cautious(state[0].detach(), h, f, size)
+        if s.options and s.options.get("first_step"):
+            size = np.full_like(h, s.options["first_step"])
+        return size
 
     def _in_common(self, x: Array) -> Array:
         """Return the root mean square of ``x`` over the lanes whose span is not 0, in every lane."""
@@ -186,9 +190,7 @@ class AdaptiveSteps:
         if (now >= p.end).all():
             return None
         self._check_limits()
-        target = p.end
-        if p.jumps is not None or p.settings.save == "exact":
-            target = self._next_target()
+        target = self._stop()
         left = np.maximum(np.ceil((target - now) / self.size - 0.05), 1.0)
         is_under_way = (left == self.left - 1.0) & (target == self.target)  # equal steps keep their size
         if not is_under_way.all():
@@ -230,7 +232,7 @@ class AdaptiveSteps:
             taken.theta = theta[stays] if theta is not None and stays.any() else None
         return taken
 
-    def _next_target(self) -> Array:
+    def _stop(self) -> Array:
         """Return the time that a step must end on: the final time, an output time (``save="exact"``) or a jump of f.
 
         A step may contain jumps if at least one node is between any two of them; after a rejection, fewer.
@@ -269,17 +271,14 @@ class AdaptiveSteps:
         Raises a SolverError if the solve cannot continue.
         """
         p, now = self.problem, self.now
-        margin = self.error_factor
-        if attempt.theta is not None and p.method.dense_error_factor != 1.0:
-            margin = self._margin(attempt)
-        ratio = p.ratio(before, after, error) * margin
-        if p.common:
-            ratio = self._in_common(ratio)
+        ratio = self._ratio(attempt, before, after, error)
         accepted, moving = np.asarray(ratio <= 1.0), self.taken > 0
         size = self.taken * self.control.factor(ratio, accepted)
         is_cut = accepted & (self.taken < 0.5 * self.size)  # by its target, so its error may be far too small
         size = np.where(is_cut, np.maximum(size, self.size), size)
-        self.size = np.where(moving, np.minimum(size, self.longest), self.size)
+        fine, repeats = accepted | ~moving, self._refuse(before, after, accepted)
+        self.size = np.where(moving & ~repeats, np.minimum(size, self.longest), self.size)
+        accepted = accepted & ~repeats
         self.now = np.where(accepted, self.then, now)
         if p.jumps is not None:
             fewer = np.maximum(np.minimum(self.most_jumps, self.jumps_passed - 1), 0)
@@ -289,9 +288,21 @@ class AdaptiveSteps:
         p.counter.add("accepted" if moved else "rejected")
         if open_records:
             p.counter.report(p.time(now), self.taken, accepted)
-        if not accepted.all():
-            self._check_progress(attempt, before, accepted | ~moving)
+        if not fine.all():
+            self._check_progress(attempt, before, fine)
         return accepted
+
+    def _refuse(self, before: tuple[Tensor, ...], after: tuple[Tensor, ...], accepted: Array) -> Array:
+        """Return which lanes must repeat an accepted step; here none, and in solves with events those that have one."""
+        return np.zeros_like(accepted)
+
+    def _ratio(self, attempt: Attempt, before: tuple[Tensor, ...], after: tuple[Tensor, ...], error: Any) -> Array:
+        """Return the error of each lane over its tolerance."""
+        margin = self.error_factor
+        if attempt.theta is not None and self.problem.method.dense_error_factor != 1.0:
+            margin = self._margin(attempt)
+        ratio = self.problem.ratio(before, after, error) * margin
+        return self._in_common(ratio) if self.problem.common else ratio
 
     def _margin(self, attempt: Attempt) -> Array:
         """Return the factor on each lane's error ratio before it is compared with 1.
@@ -329,6 +340,8 @@ class AdaptiveSteps:
         if p.max_nfe is not None:
             p.check_nfe(p.time(self.now), self.size, 1)
         self.attempts += 1
+        if p.settings.steps is not None:
+            return
         if p.settings.save == "exact":
             most += p.outputs.shape[-1] - 1
         if self.attempts > most:

@@ -24,6 +24,7 @@ from hbnode.solve.control import (
     Attempt,
     first_index,
 )
+from hbnode.solve.events import EventSteps
 from hbnode.solve.methods import NYSTROM, Field, HostFormula, Method, Splitting, combined, on_host
 from hbnode.solve.settings import Settings
 from hbnode.solve.term import ODETerm
@@ -52,9 +53,13 @@ class Problem:
         noise: maps the index of a step to its standard normal variables; None for an ODE.
         program: the compiled step; None if steps are not compiled.
         end_only: whether to return the final state only.
+        events: the events of each sample, and their ``record`` after the solve.
+        columns: the columns of the last step for the search for events.
     """
 
-    def __init__(self, term: ODETerm, method: Method, t: Tensor, settings: Settings, *, end_only: bool = False) -> None:
+    def __init__(
+        self, term: ODETerm, method: Method, t: Tensor, settings: Settings, *, end_only: bool = False, events: Any = ()
+    ) -> None:  # fmt: skip
         self.term, self.settings, self.counter, self.end_only = term, settings, term.counter, end_only
         self.method: Any = method
         if isinstance(method, Splitting) and (activation := getattr(term.inner, "activation", None)) is not None:
@@ -70,6 +75,8 @@ class Problem:
         self.common = settings.common_steps and term.lanes is not None
         self.noise: Callable[[int], Tensor] | None = None
         self.program: Callable[..., Any] | None = None
+        self.events, self.columns = events, None
+        self.record: Any = ()
         self._last: tuple[Any, ...] = (None, None, None)  # the last step size, error flag and coefficients
         self.t: Any = t
         self.max_nfe: Any = None
@@ -249,9 +256,9 @@ class Problem:
     ) -> tuple[Rows, Any, Rows]:
         """Take the steps of an attempt; return the new state, its error and the rows of the outputs, (outputs, ...)."""
         packed, blend = coefficients
-        program = self.program if blend is None and field is None else None
+        program = self.program if blend is None and field is None and not self.events else None
         field, error, columns = self.term if field is None else field, None, None
-        dense = blend is not None
+        dense = blend is not None or bool(self.events)
         for number, times in enumerate(attempt.times, attempt.number):
             if program is not None and (result := program(state, packed, list(times), self.term.like)) is not None:
                 self.counter.add("evaluation", self.method.evaluations)
@@ -259,6 +266,8 @@ class Problem:
                 continue
             own = packed if self.noise is None else (*packed, self.noise(number))
             state, error, columns = self.method.step(state, own, times, field, error=attempt.error, dense=dense)
+        if self.events and columns is not None:
+            self.columns = columns.detach()
         if attempt.outputs is None:
             return state, error, ()
         outputs: list[Tensor] = []  # the state at the end of the step, once per output
@@ -408,7 +417,11 @@ def integrate(problem: Problem, state: Rows, take: Take | None = None, *, every:
     ``take`` computes an attempt; its default is ``problem.take``. An attempt has at most ``every`` fixed steps.
     """
     take = problem.take if take is None else take
-    adaptive: Any = AdaptiveSteps(problem, state) if problem.settings.steps is None else None
+    adaptive: Any = None
+    if problem.events:
+        adaptive = EventSteps(problem, state)
+    elif problem.settings.steps is None:
+        adaptive = AdaptiveSteps(problem, state)
     saved = Outputs(problem, state)
     for attempt in fixed_steps(problem, every) if adaptive is None else iter(adaptive.next, None):
         after, error, outputs = take(state, attempt)
@@ -430,6 +443,14 @@ def integrate(problem: Problem, state: Rows, take: Take | None = None, *, every:
             state = tuple([torch.where(moved, new, old) for new, old in zip(after, state, strict=True)])
         if attempt.outputs is not None and (accepted is True or accepted.any()):
             saved.add(attempt, outputs, accepted)
+        if problem.events:
+            state = adaptive.happen(state)
+            if adaptive.ended is not None:
+                lanes, rows = adaptive.ended
+                saved.hold(lanes, rows, adaptive.now)
+                adaptive.end()
+    if problem.events:
+        problem.record = adaptive.record()
     return saved.rows()
 
 
@@ -460,7 +481,7 @@ class Outputs:
 
     def __init__(self, problem: Problem, state: Rows) -> None:
         self.problem, rows = problem, state[: problem.term.rows]
-        self.scattered = problem.lanes is not None and problem.settings.steps is None
+        self.scattered = problem.lanes is not None and (problem.settings.steps is None or bool(problem.events))
         self.pieces: tuple[list[Tensor], ...] = ([], [])[: len(rows)]
         self.count, starts = 0, not problem.end_only
         if self.scattered:
@@ -494,6 +515,14 @@ class Outputs:
             good = accepted[attempt.lanes]
             self.place[attempt.outputs[good] + 1, attempt.lanes[good]] = self.count + np.nonzero(good)[0]
             self.count += len(good)
+
+    def hold(self, lanes: Array, rows: Rows, now: Array) -> None:
+        """Set the outputs after the times ``now`` (all lanes,) to ``rows``, the last states of ``lanes``."""
+        for pieces, row in zip(self.pieces, rows, strict=True):
+            pieces.append(row)
+        which, outputs = np.nonzero(self.problem.outputs[lanes] > now[lanes, None])
+        self.place[outputs + 1, lanes[which]] = self.count + which
+        self.count += len(lanes)
 
     def rows(self) -> Rows:
         made: list[Tensor] = []

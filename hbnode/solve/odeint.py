@@ -24,9 +24,10 @@ from hbnode.nfe import NFE, Tally, open_counters, open_records
 from hbnode.solve import compiled, torchdiffeq
 from hbnode.solve.adjoints import Direct, gradient_mode
 from hbnode.solve.control import LONGEST_DECAY, Attempt
+from hbnode.solve.events import Event, EventRecord, checked_events
 from hbnode.solve.loop import STRONG, Problem, Rows, integrate
 from hbnode.solve.methods import EXPONENTIAL, METHODS, NYSTROM, SECOND_ORDER, SPLITTING, TORCHDIFFEQ_GRIDS
-from hbnode.solve.settings import FIXED, TORCHDIFFEQ, Gradient, Method, Save, Settings, TorchdiffeqMethod
+from hbnode.solve.settings import FIXED, TORCHDIFFEQ, Gradient, Method, NativeMethod, Save, Settings
 from hbnode.solve.term import ODETerm, Snapshot, change_of_call, is_heavy_ball, solving, unwrap_compiled
 
 logger = logging.getLogger("hbnode")
@@ -35,12 +36,12 @@ LONGEST_GRID = 64  # function evaluations in one compiled program
 StateT = TypeVar("StateT", bound=State)
 
 
-# The result has the structure of y0; with event_fn it is the pair of the event's time and state.
+# The result has the structure of y0; with events it is the pair of the solution and the record of the events.
 @overload
 def odeint(
     field: Callable[[Tensor, StateT], State], y0: StateT, t: Times, *, method: Method | None = None,
     rtol: float = 1e-5, atol: float = 1e-5, gradient: Gradient | None = None, steps: int | None = None,
-    per_sample: bool = False, save: Save = "interpolate", jump_times: Times | None = None, event_fn: None = None,
+    per_sample: bool = False, save: Save = "interpolate", jump_times: Times | None = None, events: None = None,
     max_steps: int = 10_000, options: dict[str, Any] | None = None, adjoint_options: dict[str, Any] | None = None,
     compile: bool = False,
 ) -> StateT: ...  # fmt: skip
@@ -48,13 +49,22 @@ def odeint(
 
 @overload
 def odeint(
-    field: Callable[[Tensor, StateT], State], y0: StateT, t: Times, *, method: TorchdiffeqMethod | None = None,
-    rtol: float = 1e-5, atol: float = 1e-5, gradient: Literal["direct", "adjoint"] | None = None,
-    steps: int | None = None, per_sample: Literal[False] = False, save: Save = "interpolate",
-    jump_times: Times | None = None, event_fn: Callable[[Tensor, StateT], Tensor], max_steps: int = 10_000,
-    options: dict[str, Any] | None = None, adjoint_options: dict[str, Any] | None = None,
-    compile: Literal[False] = False,
-) -> tuple[Tensor, StateT]: ...  # fmt: skip
+    field: Callable[[Tensor, StateT], State], y0: StateT, t: Times, *, method: NativeMethod | None = None,
+    rtol: float = 1e-5, atol: float = 1e-5, gradient: Literal["direct", "checkpoint"] | None = None,
+    steps: int | None = None, per_sample: bool = False, save: Save = "interpolate",
+    jump_times: Times | None = None, events: Event, max_steps: int = 10_000, options: dict[str, Any] | None = None,
+    adjoint_options: None = None, compile: bool = False,
+) -> tuple[StateT, EventRecord]: ...  # fmt: skip
+
+
+@overload
+def odeint(
+    field: Callable[[Tensor, StateT], State], y0: StateT, t: Times, *, method: NativeMethod | None = None,
+    rtol: float = 1e-5, atol: float = 1e-5, gradient: Literal["direct", "checkpoint"] | None = None,
+    steps: int | None = None, per_sample: bool = False, save: Save = "interpolate",
+    jump_times: Times | None = None, events: Sequence[Event], max_steps: int = 10_000,
+    options: dict[str, Any] | None = None, adjoint_options: None = None, compile: bool = False,
+) -> tuple[StateT, tuple[EventRecord, ...]]: ...  # fmt: skip
 
 
 def odeint(
@@ -70,12 +80,12 @@ def odeint(
     per_sample: bool = False,
     save: Save = "interpolate",
     jump_times: Times | None = None,
-    event_fn: Callable[[Tensor, Any], Tensor] | None = None,
+    events: Event | Sequence[Event] | None = None,
     max_steps: int = 10_000,
     options: dict[str, Any] | None = None,
     adjoint_options: dict[str, Any] | None = None,
     compile: bool = False,
-) -> State | tuple[Tensor, State]:
+) -> State | tuple[State, EventRecord | tuple[EventRecord, ...]]:
     r"""Solve :math:`y' = \mathrm{field}(t, y),\; y(t_0) = y_0` and return y at the times ``t``.
 
     An adaptive method accepts a step if the root mean square of error / (atol + rtol * max \|y\|) is at most 1. The
@@ -101,7 +111,7 @@ def odeint(
             native method. For an HBNODE it is ``"nystrom4"`` if rtol >= 1e-3, else ``"nystrom8"``. It is
             ``"exponential"`` if the HBNODE's damping is constant and exceeds 50 / (length of the solve). With ``steps``
             the damping does not affect the choice. All other fields use ``"tsit5"``, including an HBNODE that has hooks
-            or overrides ``forward`` or ``__call__``. With ``event_fn`` it is ``"dopri5"``, and with
+            or overrides ``forward`` or ``__call__``. With
             ``gradient="reversible"`` it is ``"blanes_moan4"``.
         rtol: relative tolerance of adaptive methods. Default: 1e-5.
         atol: absolute tolerance of adaptive methods, in the units of the state. Default: 1e-5.
@@ -129,14 +139,12 @@ def odeint(
             for dopri8 can be far less accurate than the tolerance. Default: ``"interpolate"``.
         jump_times: times (K,) at which f or its derivative jumps; adaptive steps end on them. Native methods also use
             the sample times of a :class:`hbnode.Signal` in f. Default: None.
-        event_fn: event function of torchdiffeq's methods: the solve ends when ``event_fn(t, state)`` changes its sign.
-            ``t`` then holds the start and a second time, of which only the direction counts. The result is
-            ``(event_time, state)``. The event time has no gradient; for one, call
-            ``torchdiffeq.odeint_event(..., odeint_interface=hbnode.odeint)``. Default: None.
+        events: an :class:`hbnode.Event`, or a list of them, for native methods. Each sample then has its own steps,
+            which end on its events. Default: None.
         max_steps: largest number of accepted and rejected steps of an adaptive method in one forward or backward pass.
             With ``save="exact"`` and with torchdiffeq's methods, each output interval after the first adds one step to
             this limit. The adjoint of native methods applies the limit to each output interval. If a method does not
-            report its steps (``"scipy_solver"``, and events with fixed steps), the limit applies to function
+            report its steps (``"scipy_solver"``), the limit applies to function
             evaluations. Otherwise, fixed steps are not limited. Default: 10000.
         options: further options of the method. Native methods have the lengths of time ``first_step``, ``max_step`` and
             ``min_step``, and ``max_nfe``, the largest number of function evaluations of a solve. Set ``max_step`` if f
@@ -149,8 +157,9 @@ def odeint(
             solve runs without compilation. Default: False.
 
     Returns:
-        The states at the times, time first: (T, batch, ...), in the structure of ``y0``. With ``event_fn``, the pair
-        ``(event_time, state)``.
+        The states at the times, time first: (T, batch, ...), in the structure of ``y0``. With ``events``, the pair
+        ``(solution, record)``, where ``record`` is an :class:`~hbnode.solve.EventRecord` for an Event, and a tuple of
+        records for a list. An output at the time of an event is the state before the jump.
 
     Raises:
         ValueError: an argument is out of its range, or the field returns another shape.
@@ -175,59 +184,55 @@ def odeint(
         method=method, rtol=rtol, atol=atol, gradient=gradient, steps=steps, per_sample=per_sample, save=save,
         jump_times=jump_times, max_steps=max_steps, options=options, adjoint_options=adjoint_options, compile=compile,
     )  # fmt: skip
-    return solve(field, y0, t, settings.checked(), NFE(), event_fn=event_fn)
+    return solve(field, y0, t, settings.checked(), NFE(), events=events)
 
 
 def solve(
     field: Callable[..., State], y0: State, t: Times, settings: Settings, nfe: NFE, *, end: bool = False,
-    event_fn: Callable[..., Tensor] | None = None,
+    events: Any = None,
 ) -> Any:  # fmt: skip
     """Solve an ODE as :func:`odeint` does and add the counts to ``nfe``; with ``end``, return only the last state."""
     if not is_tracing():
-        return _solve(field, y0, t, settings, nfe, end, event_fn)
+        return _solve(field, y0, t, settings, nfe, end, events)
     is_dynamo = torch.compiler.is_dynamo_compiling()
-    if event_fn is None and is_traceable(settings, is_dynamo):
+    if events is None and is_traceable(settings, is_dynamo):
         return _traced(field, y0, t, settings, Tally(field, nfe), end)
     if not is_dynamo:  # torch.compile can call the solve outside its graphs
         raise ValueError(ONLY_FIXED_GRIDS)
-    return untraced(_solve)(field, y0, t, settings, nfe, end, event_fn)
+    return untraced(_solve)(field, y0, t, settings, nfe, end, events)
 
 
-def _solve(field: Any, y0: State, t: Times, settings: Settings, nfe: NFE, end: bool, event_fn: Any) -> Any:
+def _solve(field: Any, y0: State, t: Times, settings: Settings, nfe: NFE, end: bool, given: Any) -> Any:
     snapshot = Snapshot(field, for_backward=torch.is_grad_enabled())
-    y0, is_event = checked_state(field, y0, snapshot), event_fn is not None
+    y0, events = checked_state(field, y0, snapshot), checked_events(given, settings)
     template = y0 if isinstance(y0, Tensor) else y0[0]
     is_native = settings.method not in TORCHDIFFEQ
-    times = checked_times(t, template.device, rows=is_native and not is_event)
-    settings = resolve(settings, field, times, event=is_event)
+    times = checked_times(t, template.device, rows=is_native)
+    settings = resolve(settings, field, times)
     if settings.steps is None and settings.method not in FIXED and settings.rtol < torch.finfo(template.dtype).eps:
         check_precision(settings.rtol, template.dtype)
     counter = Tally(field, nfe)
     is_native &= settings.method not in TORCHDIFFEQ
-    if is_event and is_native:
-        raise ValueError(f"event_fn is for torchdiffeq's methods, got {settings.method!r}. Fix: method='dopri5'.")
-    if is_event and len(times) != 2:
-        raise ValueError(
-            f"with event_fn, t must hold two times (start and direction), got {len(times)}. Fix: [t0, t1]."
-        )
     if not is_native:
         nfe.keeps_graph = settings.gradient == "direct" and torch.is_grad_enabled()
         with _torch.refusing(f"method={settings.method!r}", "a native method with gradient='direct'"):
-            time, trajectory = torchdiffeq.solve(field, y0, times, settings, counter, snapshot, event_fn)
-        return (time, trajectory) if is_event else last_of(trajectory) if end else trajectory
+            _, trajectory = torchdiffeq.solve(field, y0, times, settings, counter, snapshot, None)
+        return last_of(trajectory) if end else trajectory
     for name in torchdiffeq.CALLBACKS:
         if hasattr(field, name):
             torchdiffeq.warn_of_callbacks(field, settings.method, torchdiffeq.CALLBACKS)
             break
     gradient = gradient_mode(settings.gradient)
     lanes, is_empty = None, template.shape[:1] == (0,)  # an empty batch has no steps per sample
-    if times.dim() == 2 or (settings.per_sample and settings.steps is None and not is_empty):
+    if times.dim() == 2 or events or (settings.per_sample and settings.steps is None and not is_empty):
         lanes = count_samples(y0, times, settings)
     term = ODETerm(field, y0, counter, second_order=settings.method in SECOND_ORDER, lanes=lanes)
-    problem = Problem(term, METHODS[settings.method], times, settings, end_only=end and times.shape[-1] == 2)
+    problem = Problem(
+        term, METHODS[settings.method], times, settings, end_only=end and times.shape[-1] == 2, events=events
+    )
     if settings.steps is None and settings.method not in EXPONENTIAL:
         check_damping(problem, field)
-    if settings.compile and _torch.may_look():
+    if settings.compile and _torch.may_look() and not events:
         solution = compile_steps(problem, field, y0, times, snapshot)
         if solution is not None:
             return last_of(solution) if end else solution
@@ -238,10 +243,12 @@ def _solve(field: Any, y0: State, t: Times, settings: Settings, nfe: NFE, end: b
     if problem.end_only:
         return term.unflatten(rows)
     trajectory = term.unflatten(rows, (len(rows[0]),))
+    if events:
+        return trajectory, problem.record[0] if isinstance(given, Event) else problem.record
     return last_of(trajectory) if end else trajectory
 
 
-def resolve(settings: Settings, field: Callable[..., Any], t: Tensor | None = None, *, event: bool = False) -> Settings:
+def resolve(settings: Settings, field: Callable[..., Any], t: Tensor | None = None) -> Settings:
     """Return the settings with method and gradient filled in for a field and the times ``t`` of a solve.
 
     For an HBNODE, the Nyström order is that with fewer function evaluations at the tolerance in the benchmarks. A
@@ -252,8 +259,6 @@ def resolve(settings: Settings, field: Callable[..., Any], t: Tensor | None = No
     if method is not None:
         if method in SECOND_ORDER:
             check_field(method, field)
-    elif event:
-        method = "dopri5"
     elif gradient == "reversible":
         method = "blanes_moan4"
         check_field(method, field)

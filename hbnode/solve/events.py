@@ -1,0 +1,476 @@
+r"""Events: times at which a function of a sample's state crosses zero.
+
+A step in which a sample's function c(t, y) crosses zero is rejected for that sample. Its next steps end at the zero
+:math:`\tau` of the dense output, which is near the event time :math:`t_e`. One Newton step then gives
+
+.. math::
+    t_e = \tau - c / \dot c, \qquad y(t_e) = y(\tau) + (t_e - \tau) \dot y, \qquad
+    \dot c = \partial_t c + \partial_y c \, \dot y.
+
+Its graph, in which :math:`\dot c` and :math:`\dot y` are constants, is that of the implicit function theorem. A jump
+gives a state :math:`y^+` at :math:`t_e`. The solve continues at the number τ from
+:math:`y^+ - (t_e - \tau) \dot y^+`, so the event time enters the later states as the theorem requires.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hbnode._checks import as_count
+from hbnode._torch import is_transformed
+from hbnode._tree import State, apply, describe, like, parts
+from hbnode.errors import NonFiniteError, SolverError, ZenoError
+from hbnode.solve.control import AdaptiveSteps, Attempt
+from hbnode.solve.methods import combined
+
+Array = Any
+Rows = tuple[Tensor, ...]
+
+SAMPLES = 8  # parts of a step in which a change of sign is searched for
+ROOT_STEPS, ROOT_TOLERANCE = 40, 1e-12  # of the search for a zero, as a fraction of the step
+MISSED = 1e-4  # largest Newton step to an event, as a fraction of a step without dense output
+AT_ZERO = 1e-6  # |c| below this times |dc/dt| and the last step size is 0 after an event
+ZENO = 16  # events in a row that are closer than rounding errors of the time
+
+
+@dataclass(frozen=True)
+class Event:
+    r"""A function of the time and of a sample's state, whose zeros are events of that sample.
+
+    An event occurs where the function changes its sign along the solve. A sample's solve continues from
+    ``jump(t, state)``, and ends after ``max_count`` events. Later outputs hold its last state. A function that is 0 at
+    the start, or just after an event, causes an event only when it returns to 0.
+
+    A zero is found if the signs at the ends of an eighth of a step differ. Two zeros in one eighth can be missed;
+    ``options={"max_step": ...}`` limits the steps. The field and ``fn`` must be defined a little beyond the event,
+    because the step that finds it passes it.
+
+    Event times and states have exact first derivatives with respect to the initial state, and to the parameters of the
+    field, ``fn`` and ``jump`` (implicit function theorem).
+
+    Arguments:
+        fn: a function or module, ``fn(t, state) -> (batch,)``, with t of shape (batch,). Its value for a sample must
+            depend on that sample only, and be differentiable at the event.
+        jump: a function or module, ``jump(t, state) -> state``, which returns the state after the event. It is
+            called with the whole batch, and only the samples with an event use the result. Default: None, which
+            continues with the same state.
+        direction: 1 for events at which ``fn`` rises along the solve, -1 for those at which it falls, 0 for both.
+            Default: 0.
+        max_count: number of events after which the solve of a sample ends. Default: None, which is 1 without ``jump``,
+            and no limit with it.
+
+    Raises:
+        TypeError: ``fn`` or ``jump`` is not callable.
+        ValueError: ``direction`` or ``max_count`` is out of its range.
+
+    Example:
+        Two balls fall from heights of 1 and 2 and bounce twice; h'' = -10.
+
+        >>> import torch, hbnode
+        >>> ball = hbnode.HBNODE(lambda h: -10 + 0 * h, damping=0.0, learn_damping=False)
+        >>> floor = hbnode.Event(lambda t, y: y[0][:, 0], jump=lambda t, y: (y[0], -0.5 * y[1]), max_count=2)
+        >>> h = torch.tensor([[1.0], [2.0]])
+        >>> solution, record = hbnode.odeint(ball, (h, 0 * h), [0.0, 3.0], events=floor)
+        >>> record.t
+        tensor([[0.4472, 0.8944],
+                [0.6325, 1.2649]])
+    """
+
+    fn: Callable[[Tensor, Any], Tensor]
+    jump: Callable[[Tensor, Any], State] | None = None
+    direction: int = 0
+    max_count: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("fn", "jump"):
+            value = getattr(self, name)
+            if not callable(value) and not (name == "jump" and value is None):
+                raise TypeError(
+                    f"{name} must be callable as {name}(t, state), got {type(value).__name__}. "
+                    f"Fix: Event(lambda t, y: y[:, 0])."
+                )
+        if not isinstance(self.direction, numbers.Real) or self.direction not in (-1, 0, 1):
+            raise ValueError(f"direction must be -1, 0 or 1, got {self.direction!r}. Fix: direction=0 for both.")
+        if self.max_count is not None:
+            as_count(self.max_count, "max_count")
+
+    @property
+    def limit(self) -> float:
+        """The number of events after which a sample's solve ends."""
+        return self.max_count or (np.inf if self.jump is not None else 1)
+
+
+@dataclass(frozen=True)
+class EventRecord:
+    """The events of a solve.
+
+    Attributes:
+        t: times of the events of each sample, (batch, events); NaN after the last event of a sample.
+        state: states at these times, before the jump, in the structure of the initial state, with shapes
+            (batch, events, ...); NaN after the last event.
+        count: number of events of each sample, (batch,).
+    """
+
+    t: Tensor
+    state: Any
+    count: Tensor
+
+
+class EventSteps(AdaptiveSteps):
+    """The steps of a solve with events; each sample has its own steps, which end on its events.
+
+    With fixed steps, every step is accepted, and the step after an event ends where the interrupted one would have.
+
+    Attributes:
+        ended: the samples whose solve ends with the last events, and the rows of their last states.
+    """
+
+    def __init__(self, problem: Any, state: Rows) -> None:
+        p, s, self.events = problem, problem.settings, problem.events
+        super().__init__(problem, state)
+        none = np.zeros(p.lanes)
+        if s.steps is not None:
+            times = np.concatenate([none[:, None], p.outputs], -1)
+            parts_of = [times[:, :-1] + np.diff(times) * (i / s.steps) for i in range(1, s.steps)]
+            self.fixed = np.sort(np.concatenate([*parts_of, p.outputs], -1), -1)
+        self.goal, self.goal_of = none + np.nan, none.astype(int)  # the next event of each sample, and which it is
+        self.counts, self.crowded, self.last = [none for _ in self.events], none, none - np.inf
+        self.found: list[list[tuple[Array, Tensor, Rows]]] = [[] for _ in self.events]
+        self.ended: tuple[Array, Rows] | None = None
+        self.signs = [none for _ in self.events]
+        t, rows = self._time(self.now), state[: p.term.rows]
+        for k in range(len(self.events)):
+            self._set_sign(k, t, rows, self._slopes(t, rows), none == 0, none)
+
+    # Steps
+
+    def _first_size(self, state: Rows, norm: Array) -> Array:
+        return super()._first_size(state, norm) if self.problem.settings.steps is None else norm[0] + np.inf
+
+    def _stop(self) -> Array:
+        target = super()._stop()
+        if self.problem.settings.steps is not None:
+            self.size = np.full_like(self.now, np.inf)
+            target = np.where(self.fixed > self.now[:, None], self.fixed, target[:, None]).min(-1)
+        return np.where(np.isnan(self.goal), target, np.minimum(self.goal, target))
+
+    def _ratio(self, attempt: Attempt, before: Rows, after: Rows, error: Any) -> Array:
+        if self.problem.settings.steps is None:
+            return super()._ratio(attempt, before, after, error)
+        return np.where(np.isfinite(self.problem.norms(after)).all(0), 0.0, np.inf)
+
+    # Search
+
+    def _refuse(self, before: Rows, after: Rows, accepted: Array) -> Array:
+        """Return the samples that must repeat the step because it has an event, and set their goals."""
+        p, size = self.problem, self.taken
+        wanted, first = accepted & (size > 0) & np.isnan(self.goal), np.full_like(size, np.inf)
+        lands = accepted & (self.then == self.goal)
+        missed = self._correct(after, lands) if p.columns is None and lands.any() else ~lands & lands
+        if not wanted.any():
+            return missed
+        with torch.no_grad():
+            dense = self._interpolant(before, after)
+            for k, event in enumerate(self.events):
+
+                def value(theta: Array, event: Event = event) -> Array:
+                    c = self._values(event, self._time(self.now + theta * size), dense(theta))
+                    if np.isnan(c[wanted]).any():
+                        at = p.time(self.now)[wanted & np.isnan(c)]
+                        raise p.failure(NonFiniteError, "the event function returned NaN", at, size)
+                    return c
+
+                zero = self._first_zero(k, event, value, wanted)
+                self.goal_of = np.where(zero < first, k, self.goal_of)
+                first = np.minimum(first, zero)
+        is_hit = np.isfinite(first)
+        if not is_hit.any():
+            return missed
+        goal = np.maximum(self.now + np.where(is_hit, first, 1.0) * size, np.nextafter(self.now, np.inf))
+        self.goal = np.where(is_hit, np.minimum(goal, self.then), self.goal)
+        is_near = self.goal - self.last <= 4 * p.resolution * abs(p.time(self.now))
+        self.crowded = np.where(is_hit, np.where(is_near, self.crowded + 1, 0), self.crowded)
+        if (self.crowded >= ZENO).any():
+            lane = int(self.crowded.argmax())
+            raise p.failure(
+                ZenoError,
+                f"the events of sample {lane} pile up: the last {ZENO} are closer than the rounding error of t. Fix: "
+                "Event(..., max_count=n), which ends the solve of a sample at its n-th event, or a shorter solve",
+                p.time(self.goal)[lane],
+                size[lane],
+            )
+        return is_hit | missed
+
+    def _correct(self, after: Rows, lands: Array) -> Array:
+        """Correct goals that a method without dense output missed by a Newton step, and return which ones."""
+        p, t, rows = self.problem, self._time(self.then), after[: self.problem.term.rows]
+        slopes, delay = self._slopes(t, rows), np.zeros_like(self.now)
+        for k, event in enumerate(self.events):
+            rate = self._rate(event, t, rows, slopes).cpu().numpy()
+            c = np.where((self.goal_of == k) & lands & (rate != 0), self._values(event, t, rows), 0.0)
+            delay = delay - p.sign * c / np.where(c != 0, rate, 1.0)
+        is_far = (MISSED * self.taken < abs(delay)) & (abs(delay) < self.taken)
+        self.goal = np.where(is_far, np.maximum(self.goal + delay, np.nextafter(self.now, np.inf)), self.goal)
+        return is_far
+
+    def _interpolant(self, before: Rows, after: Rows) -> Callable[[Array], Rows]:
+        """Return a function that gives the rows at fractions θ (lanes,) of the step.
+
+        Methods without dense output give a line; Newton's step then finds the event.
+        """
+        p, columns = self.problem, self.problem.columns
+        size = p.sign * self.taken
+        start, end = (torch.stack(rows[: p.term.rows]).detach() for rows in (before, after))
+
+        def rows(theta: Array) -> Rows:
+            if (theta == 1.0).all():
+                return end.unbind(0)
+            if columns is None:
+                return (start + self._column(p._on_device(theta), start[0]) * (end - start)).unbind(0)
+            blend = p._of_gamma(p.method.blend, size, theta, lanes=np.arange(p.lanes))
+            return combined(blend, columns).unbind(1)
+
+        return rows
+
+    def _first_zero(self, k: int, event: Event, value: Callable[[Array], Array], wanted: Array) -> Array:
+        """Return the fraction of the step at the first event of each sample, inf if there is none."""
+        sign, none = self.signs[k], np.zeros_like(self.now)
+        low, high, side = none, none + np.nan, none
+        for i in range(1, SAMPLES + 1):
+            c = np.sign(value(none + i / SAMPLES))
+            is_new = wanted & np.isnan(high) & self._crosses(event, sign, c)
+            low, high = np.where(is_new, (i - 1) / SAMPLES, low), np.where(is_new, i / SAMPLES, high)
+            side, sign = np.where(is_new, sign, side), np.where(c != 0, c, sign)
+        is_hit = ~np.isnan(high)
+        self.signs[k] = np.where(wanted & ~is_hit, sign, self.signs[k])
+        if not is_hit.any():
+            return none + np.inf
+        return np.where(is_hit, root(lambda theta: side * value(theta), low, np.where(is_hit, high, 1.0)), np.inf)
+
+    @staticmethod
+    def _crosses(event: Event, before: Array, after: Array) -> Array:
+        """Return whether a change of sign is an event; the sign 0 before it means that it is not known."""
+        return (before != 0) & (after != before) & ((event.direction == 0) | (before == -event.direction))
+
+    # Events
+
+    def happen(self, state: Rows) -> Rows:
+        """Return the state after the events of the samples that have reached their goals, and record the events."""
+        p, landed, self.ended = self.problem, self.goal == self.now, None
+        if not landed.any():
+            return state
+        t, rows = self._time(self.now), state[: p.term.rows]
+        slopes = self._slopes(t, rows)
+        signs = [np.sign(self._values(event, t, rows)) for event in self.events]
+        ends, final = np.zeros_like(landed), rows
+        for k, event in enumerate(self.events):  # another event at the same time has changed its sign, too
+            happens = landed & ~ends & ((self.goal_of == k) | self._crosses(event, self.signs[k], signs[k]))
+            if not happens.any():
+                continue
+            delay = self._delay(event, t, rows, slopes, happens)
+            shift, mask = self._column(delay, rows[0]), self._column(p._on_device(happens), rows[0])
+            rows = tuple([row + shift * slope for row, slope in zip(rows, slopes, strict=True)])
+            which = p._on_device(happens.nonzero()[0])
+            self.found[k].append((happens.nonzero()[0], (t + delay)[which], tuple([row[which] for row in rows])))
+            if event.jump is not None:
+                rows = self._jumped(event.jump, t + delay, rows, mask)
+            slopes = self._slopes(t + delay, rows)
+            self.counts[k] = self.counts[k] + happens
+            for j in range(len(self.events)):
+                self._set_sign(j, t + delay, rows, slopes, happens, self.taken if j == k else 0.0 * self.taken)
+            ending = happens & (self.counts[k] >= event.limit)
+            if ending.any():
+                of_end = self._column(p._on_device(ending), rows[0])
+                ends = ends | ending
+                final = tuple([torch.where(of_end, x, y) for x, y in zip(rows, final, strict=True)])
+            rows = tuple([row - shift * slope for row, slope in zip(rows, slopes, strict=True)])
+        self.last, self.goal = np.where(landed, self.now, self.last), np.where(landed, np.nan, self.goal)
+        if ends.any():
+            which = p._on_device(ends.nonzero()[0])
+            self.ended = ends.nonzero()[0], tuple([row[which] for row in final])
+        if p.method.is_fsal:
+            f = p.term(self._stage(t), rows[0])
+            rows = (*rows, torch.where(self._column(p._on_device(landed), f), f, state[-1]))
+        return rows
+
+    def end(self) -> None:
+        """End the solves of the samples in ``ended``."""
+        lanes = self.ended[0] if self.ended is not None else []
+        self.now = self.now.copy()
+        self.now[lanes] = self.problem.end[lanes]
+
+    def _delay(self, event: Event, t: Tensor, rows: Rows, slopes: Rows, happens: Array) -> Tensor:
+        """Return the Newton step from t to the event time, which has the graph of the implicit function theorem."""
+        p, mask = self.problem, self.problem._on_device(happens)
+        rate = self._rate(event, t, rows, slopes)
+        c = self._condition(event, t, self._only(mask, rows))
+        is_crossing = mask & (rate != 0)
+        if c.requires_grad and not torch.equal(is_crossing, mask):
+            at = p.time(self.now)[happens & (rate == 0).cpu().numpy()]
+            raise p.failure(
+                SolverError,
+                "the event function touches 0 with dc/dt = 0, so the event time has no derivative. "
+                "Fix: solve under torch.no_grad(), or use a function that crosses 0",
+                at,
+                self.taken,
+            )
+        delay = torch.where(is_crossing, -c.to(t) / torch.where(is_crossing, rate, 1.0), 0.0)
+        delay = torch.where(delay.abs() <= p._on_device(self.taken).to(t), delay, 0.0 * delay)
+        if delay.requires_grad:
+            delay.register_hook(_refuse_higher)
+        return delay
+
+    def _jumped(self, jump: Callable[[Tensor, Any], State], t: Tensor, rows: Rows, mask: Tensor) -> Rows:
+        p = self.problem
+        state = p.term.unflatten(self._only(mask.flatten(), rows))
+        jumped = jump(t.to(p.template), state)
+        same = isinstance(jumped, type(state)) and len(parts(jumped)) == len(parts(state))
+        if not same or any(x.shape != y.shape for x, y in zip(parts(jumped), parts(state), strict=True)):
+            raise ValueError(
+                f"jump must return a state like its argument, {describe(state)}, got {describe(jumped)}. "
+                f"Fix: jump=lambda t, y: {'(y[0], -y[1])' if isinstance(state, tuple) else '-y'}."
+            )
+        jumped = p.term.flatten(like(jumped, state))
+        return tuple([torch.where(mask, new, old) for new, old in zip(jumped, rows, strict=True)])
+
+    def _set_sign(self, k: int, t: Tensor, rows: Rows, slopes: Rows, lanes: Array, size: Array) -> None:
+        """Set the sign of an event function in ``lanes``; where it is 0 but for the errors of a step ``size``, use dc/dt."""
+        event, sign = self.events[k], self.problem.sign
+        c = self._values(event, t, rows)
+        rate = self._rate(event, t, rows, slopes).double().cpu().numpy() * sign
+        is_zero = abs(c) <= AT_ZERO * size * abs(rate)
+        self.signs[k] = np.where(lanes, np.sign(np.where(is_zero, rate, c)), self.signs[k])
+
+    def record(self) -> Any:
+        """Return the events as an :class:`EventRecord`, or a tuple of one per event function."""
+        p, records = self.problem, []
+        for event, counts, found in zip(self.events, self.counts, self.found, strict=True):
+            width = int(event.limit if event.limit < np.inf else counts.max(initial=0))
+            place, done, seen = np.full((p.lanes, width), -1), 0, np.zeros(p.lanes, int)  # -1 is a row of NaN
+            for lanes, *_ in found:
+                place[lanes, seen[lanes]] = done + np.arange(len(lanes))
+                seen[lanes] += 1
+                done += len(lanes)
+            index = p._on_device(place.T)
+            times = torch.cat([*(t for _, t, _ in found), self._time(self.now)[:1] * torch.nan])
+            rows: list[Tensor] = []
+            for i, row in enumerate(p.term.flatten(p.term.like)):
+                rows.append(torch.cat([*(states[i] for *_, states in found), row[:1].detach() * torch.nan])[index])
+            state = apply(lambda x: x.movedim(1, 0), p.term.unflatten(tuple(rows), (width,)))
+            records.append(EventRecord(times[index].T.to(p.template), state, p._on_device(counts.astype(int))))
+        return tuple(records)
+
+    # Values
+
+    def _time(self, elapsed: Array) -> Tensor:
+        """Return the time (lanes,) in float64, with its gradient if the output times have one."""
+        p = self.problem
+        return p._on_device(p.time(elapsed)) if p.t is None else p.differentiable(elapsed).double()
+
+    def _stage(self, t: Tensor) -> Tensor:
+        return t.to(self.problem.template).view(-1, *[1] * (self.problem.term.dims - 1))
+
+    @staticmethod
+    def _column(x: Tensor, row: Tensor) -> Tensor:
+        x = x if x.dtype == torch.bool else x.to(row.dtype)
+        return x.view(-1, *[1] * (row.dim() - 1))
+
+    def _only(self, mask: Tensor, rows: Rows) -> Rows:
+        """Return rows whose samples outside of ``mask`` are constant copies of one inside.
+
+        Their event function and jump then have finite gradients, which are multiplied by 0.
+        """
+        first = int(mask.to(torch.uint8).argmax())
+        return tuple([torch.where(self._column(mask, row), row, row[first].detach()) for row in rows])
+
+    def _slopes(self, t: Tensor, rows: Rows) -> Rows:
+        """Return dy/dt as constants; the evaluation of the field is counted."""
+        self.problem.counter.add("evaluation")
+        with torch.no_grad():
+            return self.problem.term.derivative(self._stage(t.detach()), tuple([row.detach() for row in rows]))
+
+    def _condition(self, event: Event, t: Tensor, rows: Rows) -> Tensor:
+        p = self.problem
+        c = event.fn(t.to(p.template), p.term.unflatten(rows))
+        if not isinstance(c, Tensor) or c.shape != (p.lanes,):
+            got = f"shape {tuple(c.shape)}" if isinstance(c, Tensor) else type(c).__name__
+            raise ValueError(
+                f"an event function must return a tensor of shape (batch,) = ({p.lanes},), got {got}. "
+                "Fix: Event(lambda t, y: y[:, 0]), or c.squeeze(-1)."
+            )
+        return c
+
+    def _values(self, event: Event, t: Tensor, rows: Rows) -> Array:
+        with torch.no_grad():
+            return self._condition(event, t, rows).double().cpu().numpy()
+
+    def _rate(self, event: Event, t: Tensor, rows: Rows, slopes: Rows) -> Tensor:
+        """Return dc/dt along the solution, (lanes,), as a constant."""
+        with torch.inference_mode(False), torch.enable_grad():
+            inputs = [x.detach().clone().requires_grad_() for x in (t, *rows)]
+            c = self._condition(event, inputs[0], tuple(inputs[1:]))
+            if not c.requires_grad:
+                raise ValueError(
+                    "an event function must be differentiable, got a value without a graph. "
+                    "Fix: compute it from t and the state by torch operations, without comparisons."
+                )
+            found = torch.autograd.grad(c.sum(), inputs, allow_unused=True)
+        rate = torch.zeros_like(t) if found[0] is None else found[0]
+        for g, slope in zip(found[1:], slopes, strict=True):
+            rate = rate if g is None else rate + (g * slope).flatten(1).sum(1)
+        return rate
+
+
+def root(value: Callable[[Array], Array], low: Array, high: Array) -> Array:
+    """Return zeros of a function that is positive at ``low`` and not at ``high``, by regula falsi (Illinois)."""
+    at_low, at_high, last = value(low), value(high), high
+    for _ in range(ROOT_STEPS):
+        with np.errstate(all="ignore"):
+            theta = low + (high - low) * at_low / (at_low - at_high)
+        theta = np.where((theta > low) & (theta < high), theta, (low + high) / 2)
+        c = value(theta)
+        is_low = c > 0
+        at_high = np.where(is_low, np.where(last == low, at_high / 2, at_high), c)  # an end kept twice counts half
+        at_low = np.where(is_low, c, np.where(last == high, at_low / 2, at_low))
+        low, high = np.where(is_low, theta, low), np.where(is_low, high, theta)
+        is_done = (abs(theta - last) < ROOT_TOLERANCE) | (c == 0)
+        last = theta
+        if is_done.all():
+            break
+    return theta
+
+
+def _refuse_higher(gradient: Tensor) -> None:
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "events give first derivatives only, and create_graph=True asks for more. "
+            "Fix: leave create_graph out, or differentiate a solve without events twice."
+        )
+
+
+def checked_events(events: Any, settings: Any) -> tuple[Event, ...]:
+    """Return the events as a tuple; raise an error if the settings do not allow events."""
+    if events is None:
+        return ()
+    given = (events,) if isinstance(events, Event) else events
+    if not isinstance(given, Sequence) or not given or not all(isinstance(event, Event) for event in given):
+        raise TypeError(f"events must be an Event or a list of them, got {events!r}. Fix: hbnode.Event(fn).")
+    if not settings.is_native:
+        raise ValueError(
+            f"events are for native methods, got method={settings.method!r}. Fix: leave method out, or "
+            "hbnode.torchdiffeq.odeint_event."
+        )
+    if getattr(settings.gradient, "name", settings.gradient) in ("reversible", "adjoint"):
+        raise ValueError(
+            f"gradient={settings.gradient!r} does not support events. Fix: gradient='checkpoint', the default."
+        )
+    if is_transformed():
+        raise ValueError("events do not work under the transforms of torch.func. Fix: torch.autograd.")
+    return tuple(given)
