@@ -34,10 +34,11 @@ Array = Any
 Rows = tuple[Tensor, ...]
 
 SAMPLES = 8  # parts of a step in which a change of sign is searched for
-ROOT_STEPS, ROOT_TOLERANCE = 40, 1e-12  # of the search for a zero, as a fraction of the step
+ROOT_STEPS, ROOT_TOLERANCE = 60, 1e-12  # of the search for a zero, as a fraction of the step
+DIFFERENCE = 1e-5  # for a central difference, as a fraction of the step
 MISSED = 1e-4  # largest Newton step to an event, as a fraction of a step without dense output
 AT_ZERO = 1e-6  # |c| below this times |dc/dt| and the last step size is 0 after an event
-ZENO = 16  # events in a row that are closer than rounding errors of the time
+ZENO = 16  # events in a row whose times agree up to rounding errors
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ class EventSteps(AdaptiveSteps):
         self.signs = [none for _ in self.events]
         t, rows = self._time(self.now), state[: p.term.rows]
         for k in range(len(self.events)):
-            self._set_sign(k, t, rows, self._slopes(t, rows), none == 0, none)
+            self._set_sign(k, t, rows, self._slopes(t, rows), none == 0)
 
     # Steps
 
@@ -195,7 +196,8 @@ class EventSteps(AdaptiveSteps):
             return missed
         goal = np.maximum(self.now + np.where(is_hit, first, 1.0) * size, np.nextafter(self.now, np.inf))
         self.goal = np.where(is_hit, np.minimum(goal, self.then), self.goal)
-        is_near = self.goal - self.last <= 4 * p.resolution * abs(p.time(self.now))
+        rounding = 4 * p.resolution * abs(p.time(self.now)) + 10 * ROOT_TOLERANCE * size
+        is_near = self.goal - self.last <= rounding
         self.crowded = np.where(is_hit, np.where(is_near, self.crowded + 1, 0), self.crowded)
         if (self.crowded >= ZENO).any():
             lane = int(self.crowded.argmax())
@@ -284,7 +286,7 @@ class EventSteps(AdaptiveSteps):
             slopes = self._slopes(t + delay, rows)
             self.counts[k] = self.counts[k] + happens
             for j in range(len(self.events)):
-                self._set_sign(j, t + delay, rows, slopes, happens, self.taken if j == k else 0.0 * self.taken)
+                self._set_sign(j, t + delay, rows, slopes, happens, fired=j == k)
             ending = happens & (self.counts[k] >= event.limit)
             if ending.any():
                 of_end = self._column(p._on_device(ending), rows[0])
@@ -340,13 +342,17 @@ class EventSteps(AdaptiveSteps):
         jumped = p.term.flatten(like(jumped, state))
         return tuple([torch.where(mask, new, old) for new, old in zip(jumped, rows, strict=True)])
 
-    def _set_sign(self, k: int, t: Tensor, rows: Rows, slopes: Rows, lanes: Array, size: Array) -> None:
-        """Set the sign of an event function in ``lanes``; where it is 0 but for the errors of a step ``size``, use dc/dt."""
-        event, sign = self.events[k], self.problem.sign
-        c = self._values(event, t, rows)
-        rate = self._rate(event, t, rows, slopes).double().cpu().numpy() * sign
-        is_zero = abs(c) <= AT_ZERO * size * abs(rate)
-        self.signs[k] = np.where(lanes, np.sign(np.where(is_zero, rate, c)), self.signs[k])
+    def _set_sign(self, k: int, t: Tensor, rows: Rows, slopes: Rows, lanes: Array, *, fired: bool = True) -> None:
+        """Set the sign of an event function in ``lanes``.
+
+        If it is 0 up to the errors of a step, the sign is that of dc/dt after its own event, and does not change after
+        another one.
+        """
+        c = self._values(self.events[k], t, rows)
+        rate = self._rate(self.events[k], t, rows, slopes).double().cpu().numpy() * self.problem.sign
+        is_zero = abs(c) <= AT_ZERO * self.taken * abs(rate)
+        sign = np.sign(np.where(is_zero, rate if fired else self.signs[k], c))
+        self.signs[k] = np.where(lanes, sign, self.signs[k])
 
     def record(self) -> Any:
         """Return the events as an :class:`EventRecord`, or a tuple of one per event function."""
@@ -359,7 +365,7 @@ class EventSteps(AdaptiveSteps):
                 seen[lanes] += 1
                 done += len(lanes)
             index = p._on_device(place.T)
-            times = torch.cat([*(t for _, t, _ in found), self._time(self.now)[:1] * torch.nan])
+            times = torch.cat([*(t for _, t, _ in found), p._on_device(np.full(1, np.nan))])
             rows: list[Tensor] = []
             for i, row in enumerate(p.term.flatten(p.term.like)):
                 rows.append(torch.cat([*(states[i] for *_, states in found), row[:1].detach() * torch.nan])[index])
@@ -413,7 +419,13 @@ class EventSteps(AdaptiveSteps):
 
     def _rate(self, event: Event, t: Tensor, rows: Rows, slopes: Rows) -> Tensor:
         """Return dc/dt along the solution, (lanes,), as a constant."""
-        with torch.inference_mode(False), torch.enable_grad():
+        if torch.is_inference_mode_enabled():  # fn may use tensors that autograd cannot save
+            step = DIFFERENCE * self.problem._on_device(np.where(self.taken > 0, self.taken, self.problem.end))
+            shift = self._column(step, rows[0])
+            ends = [tuple([row + i * shift * s for row, s in zip(rows, slopes, strict=True)]) for i in (-1, 1)]
+            before, after = (self._condition(event, t + i * step, end) for i, end in zip((-1, 1), ends, strict=True))
+            return torch.where(step > 0, (after - before) / (2 * step), 0.0)
+        with torch.enable_grad():
             inputs = [x.detach().clone().requires_grad_() for x in (t, *rows)]
             c = self._condition(event, inputs[0], tuple(inputs[1:]))
             if not c.requires_grad:
@@ -429,12 +441,16 @@ class EventSteps(AdaptiveSteps):
 
 
 def root(value: Callable[[Array], Array], low: Array, high: Array) -> Array:
-    """Return zeros of a function that is positive at ``low`` and not at ``high``, by regula falsi (Illinois)."""
-    at_low, at_high, last = value(low), value(high), high
+    """Return zeros of a function that is positive just after ``low`` and not at ``high``, by regula falsi (Illinois).
+
+    ``low`` may be a zero itself, that of the last event. Therefore, bisection is used until ``low`` has moved.
+    """
+    start, at_low, at_high, last = low, value(low), value(high), high
     for _ in range(ROOT_STEPS):
         with np.errstate(all="ignore"):
             theta = low + (high - low) * at_low / (at_low - at_high)
-        theta = np.where((theta > low) & (theta < high), theta, (low + high) / 2)
+        is_inside = (theta > low) & (theta < high) & (low > start)
+        theta = np.where(is_inside, theta, (low + high) / 2)
         c = value(theta)
         is_low = c > 0
         at_high = np.where(is_low, np.where(last == low, at_high / 2, at_high), c)  # an end kept twice counts half

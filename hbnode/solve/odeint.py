@@ -337,7 +337,7 @@ def count_samples(y0: State, t: Tensor, settings: Settings) -> int:
 
     Raise ValueError if the state has no batch dimension or the gradient mode needs common steps.
     """
-    what = "per_sample=True" if t.dim() == 1 else "t of shape (batch, T)"
+    what = "t of shape (batch, T)" if t.dim() == 2 else "per_sample=True" if settings.per_sample else "events="
     tensors = parts(y0)
     if any(part.dim() == 0 or len(part) != len(tensors[0]) for part in tensors):
         raise ValueError(
