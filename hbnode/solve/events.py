@@ -33,12 +33,13 @@ from hbnode.solve.methods import combined
 Array = Any
 Rows = tuple[Tensor, ...]
 
-SAMPLES = 8  # parts of a step in which a change of sign is searched for
-ROOT_STEPS, ROOT_TOLERANCE = 60, 1e-12  # of the search for a zero, as a fraction of the step
+NODES = np.linspace(0.0, 1.0, 9)  # fractions of a step between which a change of sign is found
+TO_POLYNOMIAL = np.linalg.inv(NODES[:, None] ** np.arange(len(NODES)))  # from values at the nodes to coefficients
+BISECTIONS, CORRECTIONS, ROOT_TOLERANCE = 45, 60, 1e-12  # of the search for a zero, in fractions of the step
 DIFFERENCE = 1e-5  # for a central difference, as a fraction of the step
 MISSED = 1e-4  # largest Newton step to an event, as a fraction of a step without dense output
-AT_ZERO = 1e-6  # |c| below this times |dc/dt| and the last step size is 0 after an event
-ZENO = 16  # events in a row whose times agree up to rounding errors
+AT_ZERO = 1e-6  # after an event, c is 0 if |c| is below this times |dc/dt| and the size of the step
+CLOSE = 1 / 64  # an event so soon after the last one, as a fraction of the step, is found in a shorter step
 
 
 @dataclass(frozen=True)
@@ -142,9 +143,11 @@ class EventSteps(AdaptiveSteps):
             parts_of = [times[:, :-1] + np.diff(times) * (i / s.steps) for i in range(1, s.steps)]
             self.fixed = np.sort(np.concatenate([*parts_of, p.outputs], -1), -1)
         self.goal, self.goal_of = none + np.nan, none.astype(int)  # the next event of each sample, and which it is
-        self.counts, self.crowded, self.last = [none for _ in self.events], none, none - np.inf
+        self.counts, self.last = [none for _ in self.events], np.full((len(self.events), p.lanes), -np.inf)
         self.found: list[list[tuple[Array, Tensor, Rows]]] = [[] for _ in self.events]
         self.ended: tuple[Array, Rows] | None = None
+        self.width = none  # size of the step in which the last event of a sample was found
+        self.short = none + np.inf  # limit of the next step, if an event follows another closely
         self.signs = [none for _ in self.events]
         t, rows = self._time(self.now), state[: p.term.rows]
         for k in range(len(self.events)):
@@ -158,7 +161,7 @@ class EventSteps(AdaptiveSteps):
     def _stop(self) -> Array:
         target = super()._stop()
         if self.problem.settings.steps is not None:
-            self.size = np.full_like(self.now, np.inf)
+            self.size = self.short
             target = np.where(self.fixed > self.now[:, None], self.fixed, target[:, None]).min(-1)
         return np.where(np.isnan(self.goal), target, np.minimum(self.goal, target))
 
@@ -174,40 +177,51 @@ class EventSteps(AdaptiveSteps):
         p, size = self.problem, self.taken
         wanted, first = accepted & (size > 0) & np.isnan(self.goal), np.full_like(size, np.inf)
         lands = accepted & (self.then == self.goal)
+        self.short = np.where(accepted, np.inf, self.short)
         missed = self._correct(after, lands) if p.columns is None and lands.any() else ~lands & lands
         if not wanted.any():
             return missed
         with torch.no_grad():
             dense = self._interpolant(before, after)
+            rows_inside = dense(NODES[1:-1, None] + 0 * size)
             for k, event in enumerate(self.events):
 
-                def value(theta: Array, event: Event = event) -> Array:
-                    c = self._values(event, self._time(self.now + theta * size), dense(theta))
+                def value(theta: Array, rows: Rows, event: Event = event) -> Array:
+                    c = self._values(event, self._time(self.now + theta * size), rows)
                     if np.isnan(c[wanted]).any():
                         at = p.time(self.now)[wanted & np.isnan(c)]
                         raise p.failure(NonFiniteError, "the event function returned NaN", at, size)
                     return c
 
-                zero = self._first_zero(k, event, value, wanted)
-                self.goal_of = np.where(zero < first, k, self.goal_of)
-                first = np.minimum(first, zero)
+                rows_at_nodes = [before[: p.term.rows], *rows_inside, after[: p.term.rows]]
+                values = np.stack([value(theta, rows) for theta, rows in zip(NODES, rows_at_nodes, strict=True)])
+                low, high, side = self._first_change(k, event, values, wanted)
+                is_hit = ~np.isnan(high)
+                if is_hit.any():
+                    high = np.where(is_hit, high, 1.0)
+                    zero = root(lambda x: side * value(x, dense(x[None])[0]), low, high, side * values)  # noqa: B023
+                    self.goal_of = np.where(is_hit & (zero < first), k, self.goal_of)
+                    first = np.where(is_hit, np.minimum(first, zero), first)
         is_hit = np.isfinite(first)
         if not is_hit.any():
             return missed
-        goal = np.maximum(self.now + np.where(is_hit, first, 1.0) * size, np.nextafter(self.now, np.inf))
-        self.goal = np.where(is_hit, np.minimum(goal, self.then), self.goal)
-        rounding = 4 * p.resolution * abs(p.time(self.now)) + 10 * ROOT_TOLERANCE * size
-        is_near = self.goal - self.last <= rounding
-        self.crowded = np.where(is_hit, np.where(is_near, self.crowded + 1, 0), self.crowded)
-        if (self.crowded >= ZENO).any():
-            lane = int(self.crowded.argmax())
+        first = np.where(is_hit, first, 1.0)
+        is_close = is_hit & (first < CLOSE) & (self.last[self.goal_of, np.arange(p.lanes)] == self.now)
+        is_zeno = is_close & (first * size <= 4 * p.resolution * abs(p.time(self.now)))
+        if is_zeno.any():
+            lane = int(is_zeno.argmax())
             raise p.failure(
                 ZenoError,
-                f"the events of sample {lane} pile up: the last {ZENO} are closer than the rounding error of t. Fix: "
+                f"the events of sample {lane} pile up: their distance is a rounding error of t. Fix: "
                 "Event(..., max_count=n), which ends the solve of a sample at its n-th event, or a shorter solve",
-                p.time(self.goal)[lane],
+                p.time(self.now)[lane],
                 size[lane],
             )
+        goal = np.minimum(np.maximum(self.now + first * size, np.nextafter(self.now, np.inf)), self.then)
+        self.goal = np.where(is_hit & ~is_close, goal, self.goal)
+        self.width = np.where(is_hit, size, self.width)
+        self.short = np.where(is_close, size * np.maximum(4 * first, CLOSE), self.short)
+        self.size = np.minimum(self.size, self.short)
         return is_hit | missed
 
     def _correct(self, after: Rows, lands: Array) -> Array:
@@ -218,43 +232,36 @@ class EventSteps(AdaptiveSteps):
             rate = self._rate(event, t, rows, slopes).cpu().numpy()
             c = np.where((self.goal_of == k) & lands & (rate != 0), self._values(event, t, rows), 0.0)
             delay = delay - p.sign * c / np.where(c != 0, rate, 1.0)
-        is_far = (MISSED * self.taken < abs(delay)) & (abs(delay) < self.taken)
+        is_far = (MISSED * self.taken < abs(delay)) & (abs(delay) < self.width)
         self.goal = np.where(is_far, np.maximum(self.goal + delay, np.nextafter(self.now, np.inf)), self.goal)
         return is_far
 
-    def _interpolant(self, before: Rows, after: Rows) -> Callable[[Array], Rows]:
-        """Return a function that gives the rows at fractions θ (lanes,) of the step.
+    def _interpolant(self, before: Rows, after: Rows) -> Callable[[Array], list[Rows]]:
+        """Return a function that gives the rows at fractions θ (k, lanes) of the step, k times.
 
         Methods without dense output give a line; Newton's step then finds the event.
         """
-        p, columns = self.problem, self.problem.columns
-        size = p.sign * self.taken
+        p, columns, size = self.problem, self.problem.columns, self.problem.sign * self.taken
         start, end = (torch.stack(rows[: p.term.rows]).detach() for rows in (before, after))
 
-        def rows(theta: Array) -> Rows:
-            if (theta == 1.0).all():
-                return end.unbind(0)
+        def rows(theta: Array) -> list[Rows]:
             if columns is None:
-                return (start + self._column(p._on_device(theta), start[0]) * (end - start)).unbind(0)
-            blend = p._of_gamma(p.method.blend, size, theta, lanes=np.arange(p.lanes))
-            return combined(blend, columns).unbind(1)
+                return [(start + self._column(p._on_device(x), start[0]) * (end - start)).unbind(0) for x in theta]
+            blends = p._of_gamma(p.method.blend, size, theta, lanes=np.arange(p.lanes))
+            return [combined(blend, columns).unbind(1) for blend in blends]
 
         return rows
 
-    def _first_zero(self, k: int, event: Event, value: Callable[[Array], Array], wanted: Array) -> Array:
-        """Return the fraction of the step at the first event of each sample, inf if there is none."""
+    def _first_change(self, k: int, event: Event, values: Array, wanted: Array) -> tuple[Array, Array, Array]:
+        """Return the nodes around the first event of each sample, and the sign before it; the nodes are NaN without."""
         sign, none = self.signs[k], np.zeros_like(self.now)
         low, high, side = none, none + np.nan, none
-        for i in range(1, SAMPLES + 1):
-            c = np.sign(value(none + i / SAMPLES))
+        for theta, before, c in zip(NODES[1:], NODES, np.sign(values[1:]), strict=False):
             is_new = wanted & np.isnan(high) & self._crosses(event, sign, c)
-            low, high = np.where(is_new, (i - 1) / SAMPLES, low), np.where(is_new, i / SAMPLES, high)
+            low, high = np.where(is_new, before, low), np.where(is_new, theta, high)
             side, sign = np.where(is_new, sign, side), np.where(c != 0, c, sign)
-        is_hit = ~np.isnan(high)
-        self.signs[k] = np.where(wanted & ~is_hit, sign, self.signs[k])
-        if not is_hit.any():
-            return none + np.inf
-        return np.where(is_hit, root(lambda theta: side * value(theta), low, np.where(is_hit, high, 1.0)), np.inf)
+        self.signs[k] = np.where(wanted & np.isnan(high), sign, self.signs[k])
+        return low, high, side
 
     @staticmethod
     def _crosses(event: Event, before: Array, after: Array) -> Array:
@@ -273,7 +280,8 @@ class EventSteps(AdaptiveSteps):
         signs = [np.sign(self._values(event, t, rows)) for event in self.events]
         ends, final = np.zeros_like(landed), rows
         for k, event in enumerate(self.events):  # another event at the same time has changed its sign, too
-            happens = landed & ~ends & ((self.goal_of == k) | self._crosses(event, self.signs[k], signs[k]))
+            is_new = self._crosses(event, self.signs[k], signs[k]) & (self.now - self.last[k] > AT_ZERO * self.width)
+            happens = landed & ~ends & ((self.goal_of == k) | is_new)
             if not happens.any():
                 continue
             delay = self._delay(event, t, rows, slopes, happens)
@@ -285,6 +293,7 @@ class EventSteps(AdaptiveSteps):
                 rows = self._jumped(event.jump, t + delay, rows, mask)
             slopes = self._slopes(t + delay, rows)
             self.counts[k] = self.counts[k] + happens
+            self.last[k] = np.where(happens, self.now, self.last[k])
             for j in range(len(self.events)):
                 self._set_sign(j, t + delay, rows, slopes, happens, fired=j == k)
             ending = happens & (self.counts[k] >= event.limit)
@@ -293,7 +302,7 @@ class EventSteps(AdaptiveSteps):
                 ends = ends | ending
                 final = tuple([torch.where(of_end, x, y) for x, y in zip(rows, final, strict=True)])
             rows = tuple([row - shift * slope for row, slope in zip(rows, slopes, strict=True)])
-        self.last, self.goal = np.where(landed, self.now, self.last), np.where(landed, np.nan, self.goal)
+        self.goal = np.where(landed, np.nan, self.goal)
         if ends.any():
             which = p._on_device(ends.nonzero()[0])
             self.ended = ends.nonzero()[0], tuple([row[which] for row in final])
@@ -324,7 +333,7 @@ class EventSteps(AdaptiveSteps):
                 self.taken,
             )
         delay = torch.where(is_crossing, -c.to(t) / torch.where(is_crossing, rate, 1.0), 0.0)
-        delay = torch.where(delay.abs() <= p._on_device(self.taken).to(t), delay, 0.0 * delay)
+        delay = torch.where(delay.abs() <= p._on_device(self.width).to(t), delay, 0.0 * delay)
         if delay.requires_grad:
             delay.register_hook(_refuse_higher)
         return delay
@@ -350,7 +359,7 @@ class EventSteps(AdaptiveSteps):
         """
         c = self._values(self.events[k], t, rows)
         rate = self._rate(self.events[k], t, rows, slopes).double().cpu().numpy() * self.problem.sign
-        is_zero = abs(c) <= AT_ZERO * self.taken * abs(rate)
+        is_zero = abs(c) <= AT_ZERO * self.width * abs(rate)
         sign = np.sign(np.where(is_zero, rate if fired else self.signs[k], c))
         self.signs[k] = np.where(lanes, sign, self.signs[k])
 
@@ -440,27 +449,36 @@ class EventSteps(AdaptiveSteps):
         return rate
 
 
-def root(value: Callable[[Array], Array], low: Array, high: Array) -> Array:
-    """Return zeros of a function that is positive just after ``low`` and not at ``high``, by regula falsi (Illinois).
+def root(value: Callable[[Array], Array], low: Array, high: Array, at_nodes: Array) -> Array:
+    """Return zeros of functions of θ (lanes,) that are positive just after ``low`` and not at ``high``.
 
-    ``low`` may be a zero itself, that of the last event. Therefore, bisection is used until ``low`` has moved.
+    A zero of the polynomial through the values ``at_nodes`` (nodes, lanes) is corrected by Newton steps with the slope
+    of the polynomial. A step out of the interval is replaced by a bisection.
     """
-    start, at_low, at_high, last = low, value(low), value(high), high
-    for _ in range(ROOT_STEPS):
-        with np.errstate(all="ignore"):
-            theta = low + (high - low) * at_low / (at_low - at_high)
-        is_inside = (theta > low) & (theta < high) & (low > start)
-        theta = np.where(is_inside, theta, (low + high) / 2)
+    polynomial = TO_POLYNOMIAL @ at_nodes
+    slope = polynomial[1:] * np.arange(1, len(polynomial))[:, None]
+    left, right = low, high
+    for _ in range(BISECTIONS):
+        theta = (left + right) / 2
+        is_left = _horner(polynomial, theta) > 0
+        left, right = np.where(is_left, theta, left), np.where(is_left, right, theta)
+    for _ in range(CORRECTIONS):
         c = value(theta)
-        is_low = c > 0
-        at_high = np.where(is_low, np.where(last == low, at_high / 2, at_high), c)  # an end kept twice counts half
-        at_low = np.where(is_low, c, np.where(last == high, at_low / 2, at_low))
-        low, high = np.where(is_low, theta, low), np.where(is_low, high, theta)
-        is_done = (abs(theta - last) < ROOT_TOLERANCE) | (c == 0)
-        last = theta
+        low, high = np.where(c > 0, theta, low), np.where(c > 0, high, theta)
+        with np.errstate(all="ignore"):
+            new = theta - c / _horner(slope, theta)
+        new = np.where((new >= low) & (new <= high), new, (low + high) / 2)
+        is_done, theta = (abs(new - theta) < ROOT_TOLERANCE) | (c == 0), new
         if is_done.all():
             break
     return theta
+
+
+def _horner(polynomial: Array, theta: Array) -> Array:
+    value = polynomial[-1]
+    for coefficient in polynomial[-2::-1]:
+        value = value * theta + coefficient
+    return value
 
 
 def _refuse_higher(gradient: Tensor) -> None:

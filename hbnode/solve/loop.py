@@ -244,7 +244,10 @@ class Problem:
             gamma = gamma[self._on_device(lanes)]
         if gamma.dim():  # its dimensions follow those of lanes or outputs
             args = tuple(
-                [x.reshape(*x.shape, *[1] * (gamma.dim() - (x.dim() if self.lanes is not None else 0))) for x in args]
+                [
+                    x.reshape(*x.shape, *[1] * (gamma.dim() - (args[0].dim() if self.lanes is not None else 0)))
+                    for x in args
+                ]
             )
         return formula(torch, gamma, *args).to(self.template)
 
