@@ -321,7 +321,13 @@ class Nystrom(Explicit):
         weights = size * size * w + size * v - half * size * size * w_of_m
         of_h = is_h * (1 + theta * z / 2) - is_m * (half[..., 0] * theta * z / 2)
         of_m = is_h * theta * size[..., 0] + is_m * (1 - theta * z / 2)
-        return of_h[..., None] * unit[0] + of_m[..., None] * unit[1] + weights @ forces
+        if weights.ndim > forces.ndim:  # several fractions of each step: one product per step
+            weights = xp.moveaxis(weights, 0, -3)
+            flat = weights.reshape(*weights.shape[:-3], math.prod(weights.shape[-3:-1]), weights.shape[-1])
+            of_forces = xp.moveaxis((flat @ forces).reshape(*weights.shape[:-1], forces.shape[-1]), -3, 0)
+        else:
+            of_forces = weights @ forces
+        return of_h[..., None] * unit[0] + of_m[..., None] * unit[1] + of_forces
 
     def _decayed(self, xp: Any, gamma: Array, size: Array, theta: Array, rows: Array) -> Array:
         """Return ``rows`` of C at fractions θ times the exponentials e^{-zθ/2} of the row and E of the stages."""

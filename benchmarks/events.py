@@ -1,0 +1,165 @@
+"""Bouncing balls: events of each sample against closed forms, and against torchdiffeq's events in a loop.
+
+A ball obeys h'' + γh' = -g; at the floor h = 0 its velocity v becomes -e v. Starts, restitutions e and therefore the
+bounce times differ from ball to ball. *accuracy*: bounce times and their gradients with respect to starts, e and γ,
+against the closed form of the flight. *speed*: forward and backward pass of all balls in one solve, over a loop of
+``torchdiffeq.odeint_event`` of few of them, per ball. Processor time of one thread, float64. Writes JSON with the
+machine in it, and draws ten balls with ``--figure``.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torchdiffeq
+from torch import Tensor
+
+import hbnode
+from benchmarks.harness import command, seconds, write
+
+G = 9.81
+
+
+class Balls:
+    """Starts, restitutions and damping of n balls, as leaves that need gradients."""
+
+    def __init__(self, n: int, damping: float = 0.1) -> None:
+        generator = torch.Generator().manual_seed(0)
+        uniform = torch.rand(3, n, generator=generator, dtype=torch.float64)
+        self.h, self.v = (1 + uniform[0]).requires_grad_(), (uniform[1] - 0.5).requires_grad_()
+        self.e = (0.7 + 0.25 * uniform[2]).requires_grad_()
+        self.field = hbnode.HBNODE(lambda h: -G + 0 * h, damping=damping).double()
+        self.leaves = [self.h, self.v, self.e, self.field.omega]
+
+    def solve(self, bounces: int, tolerance: float, t: Sequence[float], **settings: Any) -> tuple[Any, Any]:
+        """Return the solution and the record of the first ``bounces`` bounces."""
+        floor = hbnode.Event(lambda t, y: y[0], lambda t, y: (0 * y[0], -self.e * y[1]), max_count=bounces)
+        settings = {"rtol": tolerance, "atol": tolerance, **settings}
+        return hbnode.odeint(self.field, (self.h, self.v), t, events=floor, **settings)
+
+    def exact(self, bounces: int) -> Tensor:
+        """Return the bounce times (balls, bounces) of the closed form, with gradients by the implicit function theorem.
+
+        After a time s, a flight from (h, v) is at h + v d + g (d - s)/γ with d = (1 - e^{-γs})/γ.
+        """
+
+        def flight(h: Tensor, v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+            d = -torch.expm1(-gamma * s) / gamma
+            return h + v * d + G * (d - s) / gamma, v - (gamma * v + G) * d
+
+        gamma, h, v, t, times = self.field.damping, self.h, self.v, torch.zeros_like(self.h), []
+        for _ in range(bounces):
+            with torch.no_grad():
+                low = torch.log1p(gamma * v.clamp(min=0) / G) / gamma  # the top of the flight
+                high = low + 20.0
+                for _ in range(200):
+                    s = (low + high) / 2
+                    flies = flight(h, v, s)[0] > 0
+                    low, high = torch.where(flies, s, low), torch.where(flies, high, s)
+            s = s - flight(h, v, s)[0] / flight(h, v, s)[1].detach()
+            t, h, v = t + s, 0 * h, -self.e * flight(h, v, s)[1]
+            times.append(t)
+        return torch.stack(times, 1)
+
+    def loop(self, bounces: int, tolerance: float) -> list[Tensor]:
+        """Return the last bounce time of each ball, from one solve of torchdiffeq per flight."""
+        gamma, ends = self.field.damping, []
+        for h, v, e in zip(self.h, self.v, self.e, strict=True):
+            t, y = torch.zeros((), dtype=torch.float64), torch.stack([h, v])
+            for _ in range(bounces):
+                t, states = torchdiffeq.odeint_event(
+                    lambda t, y: torch.stack([y[1], -G - gamma * y[1]]), y, t,
+                    event_fn=lambda t, y: y[0] + 1e-12 * (y[1] > 0), rtol=tolerance, atol=tolerance,
+                )  # fmt: skip
+                y = torch.stack([0 * states[-1, 0] + 1e-11, -e * states[-1, 1]])
+            ends.append(t)
+        return ends
+
+
+def accuracy(n: int, bounces: int, tolerance: float, method: str | None) -> dict[str, Any]:
+    """Return the largest error of the times, and of each gradient relative to its largest element."""
+    balls = Balls(n)
+    _, record = balls.solve(bounces, tolerance, [0.0, 60.0], method=method)
+    exact = balls.exact(bounces)
+    weights = torch.rand(exact.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    gradients = [torch.autograd.grad((weights * t).sum(), balls.leaves, allow_unused=True) for t in (record.t, exact)]
+    errors = [float((a - b).abs().max() / b.abs().max()) for a, b in zip(*gradients, strict=True)]
+    time = float((record.t - exact).detach().abs().max())
+    return {"method": method or "default", "tolerance": tolerance, "time": time, "gradient": max(errors)}
+
+
+def speed(n: int, few: int, bounces: int, tolerance: float, repeats: int) -> dict[str, float]:
+    """Return the seconds of a forward and backward pass, and how many times as long the loop takes per ball."""
+
+    def ours() -> None:
+        _, record = many.solve(bounces, tolerance, [0.0, 60.0])
+        record.t.sum().backward()
+
+    def theirs() -> None:
+        torch.stack(some.loop(bounces, tolerance)).sum().backward()
+
+    many, some = Balls(n), Balls(few)
+    times = [(seconds(ours), seconds(theirs)) for _ in range(repeats)]
+    ratios = [(loop / few) / (own / n) for own, loop in times]
+    return {"seconds": statistics.median(own for own, _ in times), "loop_ratio": statistics.median(ratios)}
+
+
+def draw(path: Path) -> None:
+    """Draw the heights of ten balls, their bounces, and the gradient of the bounce times with respect to e."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    balls, t = Balls(10), torch.linspace(0.0, 4.0, 801, dtype=torch.float64)
+    (h, _), record = balls.solve(8, 1e-9, t.tolist())
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 3.6), width_ratios=(2, 1), constrained_layout=True)
+    for i in range(5):
+        count = int(record.count[i])
+        times = record.t[i, :count]
+        (line,) = left.plot(t, h[:, i].detach(), linewidth=1.2)
+        style = {"markersize": 4, "color": line.get_color(), "clip_on": False}
+        left.plot(times.detach(), torch.zeros(count), "o", **style)
+        slopes = [float(torch.autograd.grad(x, balls.e, retain_graph=True)[0][i]) for x in times]
+        right.plot(range(1, count + 1), slopes, "o-", **style)
+    left.set(
+        xlabel="t",
+        ylabel="h",
+        xlim=(0, 4),
+        ylim=(0, None),
+        title="Five balls of one batch; the solve of each ends at its eighth bounce",
+    )
+    right.set(xlabel="bounce", ylabel="dt / de", title="Gradient of the bounce times")
+    figure.savefig(path, dpi=120)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print two tables, write JSON."""
+    parser = command(__doc__, "events")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--figure", type=Path, help="where to draw the figure [nowhere]")
+    parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    n, few, bounces = (5, 1, 2) if options.quick else (10_000, 20, 20)
+    report: dict[str, Any] = {"accuracy": [], "speed": {}}
+    print(f"{'method':<10} {'tolerance':>9} {'error of times':>15} {'of gradients':>13}")
+    for method in (None, "nystrom4", "tsit5"):
+        for tolerance in (1e-6, 1e-10):
+            row = accuracy(min(n, 1000), bounces, tolerance, method)
+            report["accuracy"].append(row)
+            print(f"{row['method']:<10} {tolerance:9.0e} {row['time']:15.1e} {row['gradient']:13.1e}")
+    report["speed"] = speed(n, few, bounces, 1e-6, 1 if options.quick else options.repeats)
+    print(f"{n} balls, {bounces} bounces: {report['speed']['seconds']:.1f} s; torchdiffeq's loop of {few}: "
+          f"{report['speed']['loop_ratio']:.0f} times as long per ball")  # fmt: skip
+    write(options.out, report)
+    if options.figure:
+        draw(options.figure)
+
+
+if __name__ == "__main__":
+    main()

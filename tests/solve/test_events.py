@@ -1,0 +1,254 @@
+"""Events: where they are, what happens there, their gradients, and what is refused."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import hbnode
+from hbnode import Event
+from hbnode.errors import NonFiniteError, ZenoError
+
+FALL = hbnode.HBNODE(lambda h: -10 + 0 * h, damping=0.0, learn_damping=False)
+METHODS = {
+    "nystrom4": {}, "nystrom8": {}, "tsit5": {}, "exponential": {}, "leapfrog": {"steps": 20}, "blanes_moan4": {"steps": 5},
+}  # fmt: skip
+
+
+def float64(*values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def height(t, state):
+    return state[0][:, 0]
+
+
+def bounce(t, state):
+    return state[0], -0.5 * state[1]
+
+
+def fall(heights, t, event, **settings):
+    h = heights.unsqueeze(-1)
+    return hbnode.odeint(FALL, (h, 0 * h), t, events=event, **settings)
+
+
+class Spring(nn.Module):
+    """y'' + 0.3 y' = -k y - 1 as a field of first order, with a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.k = nn.Parameter(float64(2.0))
+
+    def forward(self, t, y):
+        return torch.stack([y[:, 1], -self.k * y[:, 0] - 0.3 * y[:, 1] - 1], 1)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("gradient", ["direct", "checkpoint"])
+def test_bounces_and_gradients_are_those_of_the_closed_form(method, gradient):
+    """Every sample has its own bounces; t_n = √(h/5) (1 + 2 Σ_{k<n} e^k), and between them the ball is a parabola."""
+    h = float64([1.0], [2.0], [0.3]).requires_grad_()
+    e = float64([0.5], [0.8], [0.6]).requires_grad_()
+    floor = Event(height, lambda t, y: (0 * y[0], -e * y[1]), max_count=3)
+    settings = {"method": method, "gradient": gradient, "rtol": 1e-10, "atol": 1e-10, **METHODS[method]}
+    (x, _), record = hbnode.odeint(FALL, (h, 0 * h), [0.0, 0.2, 0.5, 0.9], events=floor, **settings)
+    k = torch.arange(3)
+    exact = (h / 5).sqrt() * (1 + 2 * torch.cat([0 * e, e, e + e**2], 1))
+    since = 0.9 - exact
+    flight = torch.where(k == 2, 0, since * (h * 20).sqrt() * e ** (k + 1) - 5 * since**2)
+    last = flight[torch.arange(3), (since > 0).sum(1) - 1]
+    assert record.count.tolist() == (exact < 0.9).sum(1).tolist()
+    seen = ~record.t.isnan()
+    torch.testing.assert_close(record.t[seen], exact[seen], rtol=0, atol=1e-9)
+    torch.testing.assert_close(x[3, :, 0], last, rtol=0, atol=1e-9)
+    for value, wanted in ((record.t[seen].sum(), exact[seen].sum()), (x[3].sum(), last.sum())):
+        found = torch.autograd.grad(value, (h, e), retain_graph=True)
+        torch.testing.assert_close(found, torch.autograd.grad(wanted, (h, e), retain_graph=True), rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("settings", [{}, {"gradient": "direct", "steps": 40}], ids=["adaptive", "fixed"])
+def test_gradients_reach_the_field_the_event_the_jump_and_the_times(settings):
+    torch.manual_seed(0)
+    field, level = Spring(), nn.Parameter(float64(0.2))
+    damp, t = nn.Parameter(float64(0.8)), float64(0.0, 1.3, 4.0).requires_grad_()
+    y0 = torch.randn(4, 2, dtype=torch.float64).add(1).requires_grad_()
+    event = Event(
+        lambda t, y: y[:, 0] + level * torch.sin(t),
+        lambda t, y: torch.stack([y[:, 0], damp * y[:, 1].abs() + 0.1 * t.cos()], 1), direction=-1, max_count=2,
+    )  # fmt: skip
+    weights = torch.rand(2, 4, 2, dtype=torch.float64)
+
+    def loss(y0, k, level_, damp_, t):
+        with torch.no_grad():
+            field.k.copy_(k), level.copy_(level_), damp.copy_(damp_)
+        y, record = hbnode.odeint(field, y0, t, events=event, rtol=1e-11, atol=1e-11, **settings)
+        return (y[1:] * weights).sum() + record.t.nan_to_num().sum() + record.state.nan_to_num().sum()
+
+    at = [y0.detach(), field.k.detach().clone(), level.detach().clone(), damp.detach().clone(), t.detach()]
+    found = torch.autograd.grad(loss(y0, *at[1:4], t), (y0, field.k, level, damp, t))
+    for i, gradient in enumerate(found):
+        direction = torch.randn(at[i].shape, dtype=torch.float64)
+        ends = [loss(*[x + side * 1e-5 * direction if j == i else x for j, x in enumerate(at)]) for side in (-1, 1)]
+        difference = float(ends[1] - ends[0]) / 2e-5
+        assert float((gradient * direction).sum()) == pytest.approx(difference, rel=2e-6, abs=1e-7)
+
+
+def test_without_a_jump_a_sample_ends_at_its_event_and_holds_its_state():
+    (h, m), record = fall(float64(1.0, 2.0), [0.0, 0.5, 0.6, 3.0], Event(height))
+    assert h[:, 0, 0].tolist() == pytest.approx([1, 0, 0, 0], abs=1e-12)
+    assert h[:, 1, 0].tolist() == pytest.approx([2, 0.75, 0.2, 0], abs=1e-12)
+    assert m[3, :, 0].tolist() == pytest.approx([-math.sqrt(20), -math.sqrt(40)])
+    torch.testing.assert_close(record.state[1][:, 0], m[3])
+
+
+def test_a_start_at_zero_is_no_event_and_directions_are_along_the_solve():
+    up = float64([0.0]), float64([2.0])
+    _, record = hbnode.odeint(FALL, up, [0.0, 3.0], events=Event(lambda t, y: y[0]))
+    assert record.t.tolist() == [[pytest.approx(0.4)]]
+    _, record = hbnode.odeint(FALL, (0 * up[0], 0 * up[0]), [0.0, 3.0], events=Event(lambda t, y: y[0]))
+    assert record.count.tolist() == [0]
+    spin = (lambda t, y: (y[1], -y[0])), (float64(1.0), float64(0.0))
+    for direction, sign, quarters in ((0, 1, [1, 3, 5]), (-1, 1, [1, 5, 9]), (1, 1, [3, 7, 11]), (-1, -1, [1, 5, 9])):
+        event = Event(lambda t, y: y[0], direction=direction, max_count=3)
+        _, record = hbnode.odeint(*spin, [0.0, sign * 20.0], events=event, rtol=1e-9, atol=1e-9)
+        assert record.t[0].tolist() == pytest.approx([sign * q * math.pi / 2 for q in quarters], abs=1e-7)
+
+
+@pytest.mark.parametrize("settings", [{}, {"steps": 3}, {"rtol": 1e-3}])
+def test_walls_that_are_hit_at_the_same_time_both_reflect(settings):
+    """A free particle in the unit square, started towards corners and elsewhere, against the unfolded path."""
+    torch.manual_seed(0)
+    y0 = torch.cat([torch.rand(30, 2), torch.randn(30, 2)], 1).double()
+    y0[::3, 1::2] = y0[::3, ::2]
+    y0[1::3, 1], y0[1::3, 3] = 1 - y0[1::3, 0], -y0[1::3, 2]
+    y0.requires_grad_()
+    free = hbnode.NODE(lambda y: torch.cat([y[:, 2:], 0 * y[:, 2:]], 1))
+
+    def wall(k):
+        signs = torch.ones(4).index_fill(0, torch.tensor(2 + k), -1.0)
+        return Event(lambda t, y: y[:, k] * (1 - y[:, k]), lambda t, y: y * signs)
+
+    y, records = hbnode.odeint(free, y0, [0.0, 7.3], events=[wall(0), wall(1)], **settings)
+    unfolded = torch.remainder(y0[:, :2] + 7.3 * y0[:, 2:], 2)
+    exact = torch.where(unfolded > 1, 2 - unfolded, unfolded)
+    torch.testing.assert_close(y[1, :, :2], exact, rtol=0, atol=1e-12)
+    hits = (y0[:, :2] + 7.3 * y0[:, 2:]).floor().abs() - (y0[:, 2:] < 0) * 0
+    torch.testing.assert_close(torch.stack([r.count for r in records], 1).double(), hits)
+    found, wanted = (torch.autograd.grad(x.sum(), y0, retain_graph=True)[0] for x in (y[1, :, :2], exact))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-11)
+
+
+def test_a_jump_to_another_value_starts_anew():
+    """Integrate and fire, v' = I - v from 0 to 1 and back: a period of log(I / (I - 1)), for each sample its own."""
+    current = float64(1.5, 2.0, 0.5).requires_grad_()
+    spike = Event(lambda t, v: v - 1, lambda t, v: 0 * v, direction=1)
+    _, record = hbnode.odeint(lambda t, v: current - v, 0 * current, [0.0, 5.0], events=spike, rtol=1e-10, atol=1e-10)
+    period = (current[:2] / (current[:2] - 1)).log()
+    assert record.count.tolist() == [4, 7, 0]
+    assert record.t.shape == (3, 7)
+    torch.testing.assert_close(record.t[0, :4], period[0] * torch.arange(1, 5), rtol=0, atol=1e-8)
+    torch.testing.assert_close(record.t[1], period[1] * torch.arange(1, 8), rtol=0, atol=1e-8)
+    found = torch.autograd.grad(record.t[0, 3] + record.t[1, 6], current)[0][:2]
+    torch.testing.assert_close(found, torch.autograd.grad(4 * period[0] + 7 * period[1], current)[0][:2])
+
+
+def test_samples_do_not_depend_on_each_other_and_may_have_their_own_times():
+    heights, t = float64(1.0, 2.0, 0.1), float64([0.0, 0.3, 2.0], [0.0, 0.0, 1.0], [0.0, 1.0, 1.0])
+    event = Event(height, bounce, max_count=6)
+    (together, _), record = fall(heights, t, event)
+    for i in range(3):
+        (alone, _), own = fall(heights[i : i + 1], t[i : i + 1], event)
+        torch.testing.assert_close(together[:, i], alone[:, 0], rtol=0, atol=1e-12)
+        torch.testing.assert_close(record.t[i], own.t[0], rtol=0, atol=1e-12, equal_nan=True)
+
+
+def test_infinitely_many_bounces_are_an_error_that_names_the_sample():
+    with pytest.raises(ZenoError, match=r"sample 1 pile up.*max_count=n") as caught:
+        fall(float64(1.0, 0.01), [0.0, 1.0], Event(height, bounce))
+    assert caught.value.t == pytest.approx(3 * math.sqrt(0.01 / 5), abs=1e-9)
+    _, record = fall(float64(1.0), [0.0, 10.0], Event(height, bounce, max_count=25))
+    gaps = record.t[0].diff()
+    torch.testing.assert_close(gaps[1:] / gaps[:-1], torch.full((23,), 0.5).double(), rtol=1e-7, atol=0)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_events_need_no_gradient(mode):
+    with mode():
+        h, e = float64([1.0], [2.0]), float64([0.5], [0.5])
+        event = Event(lambda t, y: (e * y[0])[:, 0], lambda t, y: (y[0], -e * y[1]), max_count=2)
+        _, record = hbnode.odeint(FALL, (h, 0 * h), [0.0, 3.0], events=event)
+    assert record.t.flatten().tolist() == pytest.approx([math.sqrt(x) for x in (0.2, 0.8, 0.4, 1.6)], abs=1e-12)
+
+
+def test_values_behind_no_event_do_not_spoil_gradients():
+    """The jump divides by the speed, which is 0 for a ball that rests in the air."""
+    h = float64([1.0], [2.0]).requires_grad_()
+    field = hbnode.HBNODE(lambda h: float64([-10.0], [0.0]) + 0 * h, damping=0.0, learn_damping=False)
+    event = Event(height, lambda t, y: (y[0], y[1].square() / y[1].abs()), max_count=1)
+    (x, _), record = hbnode.odeint(field, (h, 0 * h), [0.0, 1.0], events=event)
+    (gradient,) = torch.autograd.grad(record.t[0].sum() + x[1, 1].sum(), h)
+    torch.testing.assert_close(gradient, float64([0.1 / math.sqrt(0.2)], [1.0]))
+
+
+def test_an_empty_batch_has_an_empty_record():
+    (h, _), record = fall(float64(), [0.0, 1.0], Event(height))
+    assert h.shape == (2, 0, 1)
+    assert record.t.shape == (0, 1)
+    assert record.state[0].shape == (0, 1, 1)
+
+
+def test_evaluations_of_events_are_counted():
+    calls = 0
+
+    def force(h):
+        nonlocal calls
+        calls += 1
+        return -10 + 0 * h
+
+    field = hbnode.HBNODE(force, damping=0.1)
+    with hbnode.count_nfe(field) as nfe:
+        hbnode.odeint(field, (torch.ones(2, 1), torch.zeros(2, 1)), [0.0, 1.0], events=Event(height, bounce))
+    assert nfe.forward == calls
+
+
+@pytest.mark.parametrize(
+    ("event", "settings", "error", "message"),
+    [
+        (Event(lambda t, y: y[0]), {}, ValueError, r"shape \(batch,\) = \(2,\), got shape \(2, 1\)"),
+        (Event(lambda t, y: (height(t, y) > 0).double()), {}, ValueError, "must be differentiable"),
+        (Event(height, lambda t, y: y[0]), {}, ValueError, "jump must return a state like its argument"),
+        (Event(lambda t, y: height(t, y).log()), {}, NonFiniteError, "event function returned NaN"),
+        (Event(height), {"method": "dopri5"}, ValueError, "native methods.*odeint_event"),
+        (Event(height), {"gradient": "reversible", "steps": 4}, ValueError, "does not support events"),
+        (Event(height), {"gradient": "adjoint"}, ValueError, "does not support events"),
+        (height, {}, TypeError, "events must be an Event"),
+        ([], {}, TypeError, "events must be an Event"),
+    ],
+)
+def test_what_cannot_be_an_event_is_refused(event, settings, error, message):
+    with pytest.raises(error, match=message):
+        fall(float64(1.0, 2.0), [0.0, 3.0], event, **settings)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"fn": 1.0}, TypeError),
+        ({"fn": height, "jump": 2.0}, TypeError),
+        ({"fn": height, "direction": 2}, ValueError),
+        ({"fn": height, "max_count": 0}, ValueError),
+    ],
+)
+def test_an_event_checks_its_arguments(arguments, error):
+    with pytest.raises(error, match="Fix"):
+        Event(**arguments)
+
+
+def test_second_derivatives_and_transforms_are_refused():
+    h = float64([1.0]).requires_grad_()
+    _, record = hbnode.odeint(FALL, (h, 0 * h), [0.0, 3.0], events=Event(lambda t, y: y[0][:, 0]), gradient="direct")
+    with pytest.raises(RuntimeError, match="first derivatives only"):
+        torch.autograd.grad(record.t.sum(), h, create_graph=True)
+    with pytest.raises(ValueError, match=r"transforms of torch\.func"):
+        torch.func.grad(lambda h: hbnode.odeint(FALL, (h, 0 * h), [0.0, 3.0], events=Event(height))[1].t.sum())(h)
