@@ -37,7 +37,7 @@ NODES = np.linspace(0.0, 1.0, 9)  # fractions of a step between which a change o
 TO_POLYNOMIAL = np.linalg.inv(NODES[:, None] ** np.arange(len(NODES)))  # from values at the nodes to coefficients
 BISECTIONS, CORRECTIONS, ROOT_TOLERANCE = 45, 60, 1e-12  # of the search for a zero, in fractions of the step
 DIFFERENCE = 1e-5  # for a central difference, as a fraction of the step
-MISSED = 1e-4  # largest Newton step to an event, as a fraction of a step without dense output
+MISSED = 1e-7  # largest Newton step to an event, as a fraction of a step without dense output
 AT_ZERO = 1e-6  # after an event, c is 0 if |c| is below this times |dc/dt| and the size of the step
 CLOSE = 1 / 64  # an event so soon after the last one, as a fraction of the step, is found in a shorter step
 
