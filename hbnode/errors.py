@@ -7,6 +7,7 @@ from typing import Any
 __all__ = [
     "SolverError",
     "NonFiniteError",
+    "DivergenceError",
     "StepSizeUnderflowError",
     "MaxStepsError",
     "MaxNFEError",
@@ -15,11 +16,20 @@ __all__ = [
     "RecomputationError",
 ]
 
+DIVERGES = (
+    "the solution diverges: the root mean square of the state is {:.3g} and grows by itself within a time of {:.1g}. "
+    "Fix: end the solve earlier, or bound func (torch.tanh, or GHBNODE)"
+)
 ONLY_FIXED_GRIDS = (
     "this solve cannot be traced or exported: its number of steps depends on the data, or it needs Python in its loop. "
     "A solve with fixed steps can: steps=n with a native method, 'euler', 'midpoint', 'heun2', 'heun3' or 'rk4', with "
     "the direct gradient, without events and count_nfe. Fix: steps=n, and gradient=None or 'direct'."
 )
+
+
+def diverges(state: float, slope: float, start: float, elapsed: float) -> bool:
+    """Return whether a failed solve diverges, given norms of the state, its derivative and the initial state."""
+    return state > 1e3 * start and state < 1e-4 * elapsed * slope
 
 
 class SolverError(RuntimeError):
@@ -49,6 +59,10 @@ def _rebuild(kind: type[SolverError], message: str, t: float, step_size: float, 
 
 class NonFiniteError(SolverError):
     """An error raised if the state, the field or the adjoint state became infinite or NaN."""
+
+
+class DivergenceError(SolverError):
+    """An error raised if the solution grows without bound before the end of the solve, such as 1 / (1 - t)."""
 
 
 class StepSizeUnderflowError(SolverError):

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hbnode.errors import MaxStepsError, StepSizeUnderflowError
+from hbnode.errors import DIVERGES, DivergenceError, MaxStepsError, StepSizeUnderflowError, diverges
 from hbnode.nfe import open_records
 
 Array = np.ndarray
@@ -129,7 +129,7 @@ class AdaptiveSteps:
         norm = p.norms(state)
         if not np.isfinite(norm).all():
             raise p.start_not_finite(norm)
-        h = norm[0]
+        h, self.start = norm[0], norm
         self.longest, self.error_factor = np.full_like(h, p.longest_step), np.ones_like(h)
         self.size = np.minimum(self._first_size(state, norm), self.longest)
         if p.common:
@@ -322,14 +322,19 @@ class AdaptiveSteps:
         floor = np.maximum(4 * p.resolution * abs(now), max((p.settings.options or {}).get("min_step", 0.0), 1e-300))
         small = ~fine & (self.size < floor)
         stuck = ~fine & ((failures >= NON_FINITE_ATTEMPTS) | (small & (failures > 0)))
+        if stuck.any() or small.any():
+            lane = first_index(stuck | small)
+            (*_, y, f), start = (x[(slice(None), *lane)] for x in (p.norms(before), self.start))
+            if diverges(y, f, max(start[-2], p.settings.atol / p.settings.rtol), self.now[lane]):
+                raise p.failure(DivergenceError, DIVERGES.format(y, y / f), now[lane], self.size[lane])
         if stuck.any():
             raise p.not_finite(attempt, before, first_index(stuck))
         if small.any():
             lane = first_index(small)
             raise p.failure(
                 StepSizeUnderflowError,
-                "step size underflow: no step meets the tolerance; the solution may diverge in finite time, or func "
-                "is stiff or discontinuous. Fix: loosen rtol and atol, or use float64",
+                "step size underflow: no step meets the tolerance; func may be discontinuous, or the tolerance is below "
+                "rounding errors. Fix: jump_times=[...] for a known jump, loosen rtol and atol, or use float64",
                 now[lane],
                 self.size[lane],
             )

@@ -165,9 +165,11 @@ def odeint(
         ValueError: an argument is out of its range, or the field returns another shape.
         TypeError: an argument has the wrong type or dtype.
         SolverError: the solve failed; the error has the time, the step size and the number of function evaluations.
-            Its subclasses are the following five errors.
+            Its subclasses are the following errors.
         NonFiniteError: the state, the field or the adjoint became infinite or NaN.
+        DivergenceError: the solution grows without bound before the end of the solve.
         StepSizeUnderflowError: no step size meets the tolerance.
+        ZenoError: infinitely many events before a finite time.
         MaxStepsError: more than ``max_steps`` steps, or (:class:`MaxNFEError`) more than ``max_nfe`` evaluations.
         RecomputationError: a step recomputed in the backward pass ends in another state, because the field was changed.
         ReversalError: the backward pass of ``"reversible"`` or ``"adjoint"`` missed y0 or an output.

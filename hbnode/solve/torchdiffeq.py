@@ -20,7 +20,15 @@ from torch import Tensor
 from hbnode._checks import nearest
 from hbnode._torch import backward_pass
 from hbnode._tree import State, all_finite, is_finite
-from hbnode.errors import MaxStepsError, NonFiniteError, SolverError, StepSizeUnderflowError
+from hbnode.errors import (
+    DIVERGES,
+    DivergenceError,
+    MaxStepsError,
+    NonFiniteError,
+    SolverError,
+    StepSizeUnderflowError,
+    diverges,
+)
 from hbnode.nfe import Tally, open_records
 from hbnode.signal import refuse_queries_outside
 from hbnode.solve.adjoints import closed_over_leaves, own_parameters, refuse_unknown
@@ -133,6 +141,7 @@ class CountedField:
         self.known: frozenset[int] = frozenset()  # ids of the leaves whose gradients the adjoint computes
         self.recent: deque[tuple[Tensor, Tensor]] = deque(maxlen=32)  # evaluations since the start of the step
         self.first: tuple[Tensor, Tensor, Tensor] | None = None  # an evaluation before the solve
+        self.start = t[0].detach(), row.detach()
         self.step_size, self.tried = math.nan, Counter[int]()  # steps in each pass
         finite, self.is_down = torch.stack([all_finite(row), (t[:2].diff() < 0).any()]).tolist()
         if not finite:
@@ -210,6 +219,9 @@ class CountedField:
             raise self.failure(NonFiniteError, STATE.format(what), t0)
         if is_adaptive:
             if stuck:
+                y, f, start = (float(x.square().mean().sqrt()) for x in (y0, self.recent[-1][1], self.start[1]))
+                if not what.startswith("adjoint") and diverges(y, f, start, float(abs(t0 - self.start[0]))):
+                    raise self.failure(DivergenceError, DIVERGES.format(y, y / f), t0)
                 raise self.failure(StepSizeUnderflowError, UNDERFLOW, t0)
             self.tried[backward_pass()] += 1
             self._limit(t0, self.tried[backward_pass()], "steps")

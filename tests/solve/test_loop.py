@@ -163,14 +163,21 @@ def test_states_of_every_structure():
 
 
 @pytest.mark.parametrize("per_sample", [False, True])
-@pytest.mark.parametrize("method", ["nystrom4", "nystrom8", "tsit5"])
-def test_blow_up_underflows_soon(method, per_sample):
+@pytest.mark.parametrize("method", ["nystrom4", "nystrom8", "tsit5", "dopri5"])
+def test_blow_up_is_divergence_with_its_time_and_size(method, per_sample):
     """H'' = 6 h² from 1, 2 is 1/(1 - t)²."""
+    per_sample &= method != "dopri5"
     field = hbnode.HBNODE(lambda h: 6 * h**2, damping=0.0, learn_damping=False)
-    with pytest.raises((hbnode.errors.StepSizeUnderflowError, hbnode.errors.NonFiniteError)) as error:
+    with pytest.raises(hbnode.errors.DivergenceError, match=r"diverges: .* state is .*e\+") as error:
         hbnode.odeint(field, (float64([1.0]), float64([2.0])), [0.0, 2.0], method=method, per_sample=per_sample)
     assert error.value.t == pytest.approx(1.0, abs=1e-3)
     assert error.value.nfe < 20_000
+
+
+def test_a_jump_is_no_divergence():
+    field = hbnode.NODE(lambda t, y: torch.where(t < 0.5, 1.0, -1e9 * torch.sign(torch.sin(1e9 * y))) + 0 * y)
+    with pytest.raises(hbnode.errors.StepSizeUnderflowError, match="jump_times"):
+        hbnode.odeint(field, float64([1.0]), [0.0, 1.0], options={"min_step": 1e-6})
 
 
 @pytest.mark.parametrize("per_sample", [False, True])
