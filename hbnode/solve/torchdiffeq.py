@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hbnode._checks import nearest
 from hbnode._torch import backward_pass
-from hbnode._tree import State, all_finite, is_finite
+from hbnode._tree import State, all_finite, is_finite, parts
 from hbnode.errors import (
     DIVERGES,
     DivergenceError,
@@ -219,7 +219,9 @@ class CountedField:
             raise self.failure(NonFiniteError, STATE.format(what), t0)
         if is_adaptive:
             if stuck:
-                y, f, start = (float(x.square().mean().sqrt()) for x in (y0, self.recent[-1][1], self.start[1]))
+                y, f, start = (
+                    float(x.square().mean().sqrt()) for x in (*parts(y0)[:1], self.recent[-1][1], self.start[1])
+                )
                 if not what.startswith("adjoint") and diverges(y, f, start, float(abs(t0 - self.start[0]))):
                     raise self.failure(DivergenceError, DIVERGES.format(y, y / f), t0)
                 raise self.failure(StepSizeUnderflowError, UNDERFLOW, t0)
