@@ -48,6 +48,7 @@ LAYERS = [
     ["hbnode.solve.odeint"],
     ["hbnode.solve.adjoints", "hbnode.solve.compiled", "hbnode.solve.torchdiffeq"],
     ["hbnode.solve.loop"],
+    ["hbnode.solve.events"],
     ["hbnode.solve.control", "hbnode.solve.settings"],
     ["hbnode.solve.methods", "hbnode.solve.term"],
     ["hbnode.solve.tableaus"],

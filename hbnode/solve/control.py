@@ -333,7 +333,7 @@ class AdaptiveSteps:
             lane = first_index(small)
             raise p.failure(
                 StepSizeUnderflowError,
-                "step size underflow: no step meets the tolerance; func may be discontinuous, or the tolerance is below "
+                "step size underflow: no step meets the tolerance; func may be discontinuous, or the tolerance below "
                 "rounding errors. Fix: jump_times=[...] for a known jump, loosen rtol and atol, or use float64",
                 now[lane],
                 self.size[lane],
