@@ -133,8 +133,11 @@ def as_torchdiffeq() -> None:
     h, m = torchdiffeq.odeint_adjoint(field, state, t)
     assert momentum.shape == h[-1].shape == m[-1].shape
 
-    when, states = hbnode.odeint(decay, y0, [0.0, 1.0], event_fn=lambda t, y: y[0, 0] - 0.5, method="dopri5")
-    assert abs(float(when) - 0.693) < 1e-3 and states[-1].shape == y0.shape
+    half = hbnode.Event(lambda t, y: y[:, 0] - 0.5)
+    solution, record = hbnode.odeint(decay, y0, [0.0, 1.0], events=half)
+    assert abs(float(record.t[0]) - 0.693) < 1e-3 and solution[-1].shape == y0.shape
+    _, (first, _) = hbnode.odeint(decay, y0, [0.0, 1.0], events=[half, half])
+    assert torch.allclose(first.t, record.t)
 
 
 class Classifier(nn.Module):

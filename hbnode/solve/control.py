@@ -324,7 +324,8 @@ class AdaptiveSteps:
         stuck = ~fine & ((failures >= NON_FINITE_ATTEMPTS) | (small & (failures > 0)))
         if stuck.any() or small.any():
             lane = first_index(stuck | small)
-            (*_, y, f), start = (norm[(slice(None), *lane)] for norm in (p.norms(before), self.start))
+            index = (slice(None), *lane)
+            (*_, y, f), start = p.norms(before)[index], self.start[index]
             if diverges(y, f, max(start[-2], p.settings.atol / p.settings.rtol), self.now[lane]):
                 raise p.failure(DivergenceError, DIVERGES.format(y, y / f), now[lane], self.size[lane])
         if stuck.any():

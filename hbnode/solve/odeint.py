@@ -218,7 +218,7 @@ def _solve(field: Any, y0: State, t: Times, settings: Settings, nfe: NFE, end: b
     if not is_native:
         nfe.keeps_graph = settings.gradient == "direct" and torch.is_grad_enabled()
         with _torch.refusing(f"method={settings.method!r}", "a native method with gradient='direct'"):
-            _, trajectory = torchdiffeq.solve(field, y0, times, settings, counter, snapshot, None)
+            trajectory = torchdiffeq.solve(field, y0, times, settings, counter, snapshot)
         return last_of(trajectory) if end else trajectory
     for name in torchdiffeq.CALLBACKS:
         if hasattr(field, name):

@@ -56,31 +56,18 @@ UNDERFLOW = "the step size underflowed. Fix: loosen rtol and atol, use float64, 
 TOO_MANY = "the solve needed more than max_steps={} {}. Fix: loosen rtol and atol, a shorter span, or more max_steps"
 
 
-def solve(
-    field: Any, y0: State, t: Tensor, settings: Settings, counter: Tally, snapshot: Snapshot, event_fn: Any
-) -> tuple[Tensor, State]:
-    """Solve with one of torchdiffeq's methods, given the checked arguments of :func:`hbnode.odeint`.
-
-    Return the times and the states at these times. With ``event_fn``, return the event time, and the states at the
-    start and at the event.
-    """
+def solve(field: Any, y0: State, t: Tensor, settings: Settings, counter: Tally, snapshot: Snapshot) -> State:
+    """Solve with one of torchdiffeq's methods, given the checked arguments of :func:`hbnode.odeint`."""
     with torch.inference_mode(False):  # autograd cannot save tableaus made in inference mode
         import torchdiffeq  # here, because it imports scipy
 
-    method, is_event, is_adjoint = settings.method, event_fn is not None, settings.gradient == "adjoint"
+    method, is_adjoint = settings.method, settings.gradient == "adjoint"
     term = ODETerm(field, y0, counter, second_order=False)
     term.per_channel = isinstance(y0, Tensor)  # torchdiffeq gets a tensor in its own shape
-    (row,), options = term.flatten(y0), checked_options(settings, t.detach(), is_event)
-    counted = CountedField(term, row, t, settings, snapshot, is_event)
+    (row,), options = term.flatten(y0), checked_options(settings, t.detach())
+    counted = CountedField(term, row, t, settings, snapshot)
     given: dict[str, Any] = {"rtol": settings.rtol, "atol": settings.atol, "method": method}
     given["options"] = options | {"norm": functools.partial(norm, term, options.get("norm"))}
-
-    def event(t: Tensor, y: Tensor) -> Tensor:
-        value = event_fn(t, term.unflatten((y,)))
-        if not isinstance(value, Tensor):
-            kind = type(value).__name__
-            raise TypeError(f"event_fn must return a tensor, got {kind}. Fix: compute it from the state.")
-        return value
 
     with solving(snapshot, row.device.type):
         leaves: tuple[Tensor, ...] = ()
@@ -95,7 +82,7 @@ def solve(
             )
         integrate = torchdiffeq.odeint_adjoint if is_adjoint else torchdiffeq.odeint
         try:
-            found = integrate(counted, row, t, **given, **({"event_fn": event} if is_event else {}))
+            rows = integrate(counted, row, t, **given)
         except (AssertionError, RuntimeError) as error:
             *_, (frame, _) = traceback.walk_tb(error.__traceback__)
             is_endless = "Reached maximum number of iterations" in str(error)
@@ -104,11 +91,10 @@ def solve(
                 raise
             kind = MaxStepsError if is_endless else SolverError
             raise counted.failure(kind, f"torchdiffeq's {method} gave up: {error}") from error
-        time, rows = found if is_event else (t, found)
         counted.check_solution(rows, t)
     # the caller may change the outputs in place, and the backward pass of the adjoint needs them
     rows = rows.clone() if is_adjoint else rows
-    return time.detach(), term.unflatten((rows,), (len(rows),))  # odeint_event adds the gradient of the time
+    return term.unflatten((rows,), (len(rows),))
 
 
 def norm(term: ODETerm, own: Callable[[Any], Tensor] | None, row: Tensor) -> Tensor:
@@ -127,16 +113,14 @@ def norm(term: ODETerm, own: Callable[[Any], Tensor] | None, row: Tensor) -> Ten
 class CountedField:
     """A wrapper of the field for torchdiffeq that counts evaluations and steps, and raises hbnode's errors."""
 
-    def __init__(
-        self, term: ODETerm, row: Tensor, t: Tensor, settings: Settings, snapshot: Snapshot, is_event: bool
-    ) -> None:
+    def __init__(self, term: ODETerm, row: Tensor, t: Tensor, settings: Settings, snapshot: Snapshot) -> None:
         self.term, self.counter, self.snapshot, self.settings = term, term.counter, snapshot, settings
         self.method, self.dtype = settings.method, row.dtype
         self.limit = settings.max_steps + max(len(t) - 2, 0)  # the adjoint takes at least one step per output interval
         callbacks = CALLBACKS if self.method in ADAPTIVE else CALLBACKS[:1] if self.method in FIXED else ()
         warn_of_callbacks(term.field, self.method, [name for name in CALLBACKS if name not in callbacks])
         self.callbacks = (*callbacks, *(f"{name}_adjoint" for name in callbacks))
-        self.reports_steps = bool(callbacks) and not (is_event and self.method in FIXED)  # otherwise, limit evaluations
+        self.reports_steps = bool(callbacks)  # otherwise, limit evaluations
         self.forward_pass = backward_pass()  # >= 0 if the backward pass of an outer adjoint runs this solve
         self.known: frozenset[int] = frozenset()  # ids of the leaves whose gradients the adjoint computes
         self.recent: deque[tuple[Tensor, Tensor]] = deque(maxlen=32)  # evaluations since the start of the step
@@ -267,7 +251,7 @@ def warn_of_callbacks(field: Callable[..., Any], method: str | None, names: Sequ
         warnings.warn(message, stacklevel=2)
 
 
-def checked_options(settings: Settings, t: Tensor, is_event: bool) -> dict[str, Any]:
+def checked_options(settings: Settings, t: Tensor) -> dict[str, Any]:
     """Return the options for torchdiffeq: the given ones, and those for ``steps``, ``save`` and ``jump_times``."""
     method, steps, jumps, exact = settings.method, settings.steps, settings.jump_times, settings.save == "exact"
     options = known_options(settings.options, method, "options")
@@ -283,9 +267,6 @@ def checked_options(settings: Settings, t: Tensor, is_event: bool) -> dict[str, 
     if exact and (method in SCIPY or on_grid):
         what = f"options={{{on_grid!r}: ...}}" if on_grid else f"method={method!r}"
         raise ValueError(f"save='exact' is not possible with {what}. Fix: leave save out.")
-    if is_event and (method in SCIPY or (method in FIXED and "step_size" not in options)):
-        without = " without options={'step_size': dt}" if method in FIXED else ""
-        raise ValueError(f"event_fn is not possible with method={method!r}{without}. Fix: method='dopri5'.")
     if steps is not None:
         options["grid_constructor"] = functools.partial(equal_steps, steps=steps)
     if jumps:

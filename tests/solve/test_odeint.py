@@ -119,31 +119,6 @@ def test_times_may_be_lists_integers_or_decreasing_and_be_changed_afterwards(met
         assert solve(t) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("gradient", ["direct", "adjoint"])
-@pytest.mark.parametrize(("method", "options"), [("dopri5", None), ("rk4", {"step_size": 0.01, "interp": "cubic"})])
-def test_events(gradient, method, options):
-    """A ball thrown up lands after 2 v / g."""
-    v = torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
-    fall = lambda t, y: (y[1], -9.81 * torch.ones_like(y[1]))
-    state = (float64(1e-9), v[None])
-    settings = {"event_fn": lambda t, y: y[0], "method": method, "options": options, "rtol": 1e-8, "atol": 1e-8}
-    time, (h, m) = hbnode.odeint(fall, state, [0.0, 1.0], gradient=gradient, **settings)
-    assert time.item() == pytest.approx(2 * 3.0 / 9.81, abs=1e-6)
-    assert not time.requires_grad
-    assert m[-1].item() == pytest.approx(-3.0, abs=1e-5)
-    assert h[-1].item() == pytest.approx(0.0, abs=1e-6)
-    (slope,) = torch.autograd.grad(h[-1].sum(), v)  # at a fixed time, h grows by t for each unit of v
-    assert slope.item() == pytest.approx(time.item(), abs=1e-4)
-    if method == "dopri5" and gradient == "direct":
-        settings = {"event_fn": lambda t, y: y[0], "odeint_interface": hbnode.odeint, "rtol": 1e-8, "atol": 1e-8}
-        time, _ = torchdiffeq.odeint_event(fall, state, float64(0.0), **settings)
-        (slope,) = torch.autograd.grad(time, v)
-        assert slope.item() == pytest.approx(2 / 9.81, rel=1e-4)
-    never = {"event_fn": lambda t, y: y[0] + 50, "method": method, "options": options, "max_steps": 20}
-    with pytest.raises(hbnode.errors.MaxStepsError):
-        hbnode.odeint(lambda t, y: (torch.cos(t) + 0 * y[0], y[1]), state, [0.0, 1.0], **never)
-
-
 @pytest.mark.parametrize(
     ("field", "method", "steps", "t", "message"),
     [
@@ -293,10 +268,6 @@ def closure_over_a_leaf():
         ({"adjoint_options": {"rtol": 1e-3}, "method": "dopri5"}, ValueError, r"adjoint_options has \['rtol'\]"),
         ({"adjoint_options": {"steps": 2}, "method": "rk4"}, ValueError, "Fix: steps=n"),
         ({"adjoint_options": {}}, ValueError, "adjoint_options are for torchdiffeq's methods"),
-        ({"event_fn": lambda t, y: 1.0}, TypeError, "event_fn must return a tensor, got float"),
-        ({"event_fn": lambda t, y: y.sum(), "t": [0.0, 1.0, 2.0]}, ValueError, "t must hold two times .* got 3"),
-        ({"event_fn": lambda t, y: y.sum(), "method": "rk4"}, ValueError, "without options={'step_size': dt}"),
-        ({"event_fn": lambda t, y: y.sum(), "method": "tsit5"}, ValueError, "event_fn is for torchdiffeq's methods"),
         ({"max_steps": 0}, ValueError, "max_steps must be an integer >= 1, got 0"),
         ({"save": True}, ValueError, r"save must be one of \('interpolate', 'exact'\), got True"),
         ({"save": "exact", "method": "scipy_solver"}, ValueError, "not possible with method='scipy_solver'"),
