@@ -88,6 +88,9 @@ def odeint(
 ) -> State | tuple[State, EventRecord | tuple[EventRecord, ...]]:
     r"""Solve :math:`y' = \mathrm{field}(t, y),\; y(t_0) = y_0` and return y at the times ``t``.
 
+    The defaults are not torchdiffeq's: rtol and atol are 1e-5 (there 1e-7 and 1e-9), and the method is a native one
+    (there ``"dopri5"``). :mod:`hbnode.torchdiffeq` has the functions, arguments and defaults of torchdiffeq.
+
     An adaptive method accepts a step if the root mean square of error / (atol + rtol * max \|y\|) is at most 1. The
     mean is over all elements of the batch and of all tensors of the state. By default, outputs inside a step are
     interpolated within the tolerance (dense output), without further function evaluations.
