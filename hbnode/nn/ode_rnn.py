@@ -430,7 +430,7 @@ class ODERNN(ModuleWithConstants):
 
 
 class LayerOutput(NamedTuple):
-    """The output of a layer: states before and after each sample, (batch, T, S), the final state and NFE per gap."""
+    """The states before and after each sample, (batch, T, S), the state at the end, (batch, S), and the NFE per gap."""
 
     before: Tensor
     after: Tensor
@@ -545,9 +545,9 @@ class ODERNNLayer(nn.Module):
 
 
 class IntervalSolver:
-    """A solver of a field over each gap between times (batch, T); a state does not change over a gap of length 0.
+    """A solver of an ODE over each gap between times (batch, T); over a gap of length 0 the state does not change.
 
-    States are (batch, S), with h and m concatenated for second-order fields.
+    States are (batch, S): h, or h and m concatenated for second-order fields.
     """
 
     def __init__(self, field: Field, t: Tensor, solver: Solver, *, second_order: bool) -> None:
