@@ -102,9 +102,9 @@ class Field(nn.Module, ABC):
         return f"time_dependent={self.time_dependent}"
 
 
-# To add a field: a subclass of Field below, its name in __all__ of hbnode/__init__.py, an entry in tests/models.py, a row
-# in the README's table, and a name in FIELDS and FieldName of nn/ode_rnn.py. FIELDS in nn/_fused_ode_rnn.py is for fields
-# that Equation there computes. CONTRIBUTING.md says what each is for.
+# To add a field: a class below, its name in __all__ of hbnode/__init__.py, an entry in tests/models.py, a row in the
+# README's table, and a name in FIELDS and FieldName of nn/ode_rnn.py. FIELDS in nn/_fused_ode_rnn.py is for those whose
+# equation Equation there computes. CONTRIBUTING.md has the list with its reasons.
 
 
 class NODE(Field):
@@ -244,7 +244,7 @@ class _Damped(ModuleWithConstants, Field):
         return self.get_constant("_damping") if self.omega is None else self.max_damping * torch.sigmoid(self.omega)
 
     def solver_damping(self) -> Tensor | float:
-        """Return the damping γ for a solver, a constant γ on the CPU, so that reading it does not wait for a GPU."""
+        """Return the damping γ for a solver, where a constant γ is on the CPU, because reading a GPU waits."""
         return self.damping if self.omega is not None else self.host_constant("_damping", self.damping)
 
     def constants(self) -> dict[str, str]:
@@ -482,7 +482,7 @@ class HeavyBallSDE(HBNODE):
         return self.get_constant("_temperature") if self.log_temperature is None else self.log_temperature.exp()
 
     def solver_temperature(self) -> Tensor | float:
-        """Return the temperature η for a solver, a constant η on the CPU, so that reading it does not wait for a GPU."""
+        """Return the temperature η for a solver, where a constant η is on the CPU, because reading a GPU waits."""
         return self.host_constant("_temperature", self.temperature)
 
     def constants(self) -> dict[str, str]:

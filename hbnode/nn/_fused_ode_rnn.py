@@ -3,8 +3,8 @@
 ``python -m benchmarks.irregular`` measures it, in the rows "hbnode". The reference is the loop of
 :class:`hbnode.nn.ode_rnn.ODERNNLayer`. Supported are torch.nn's cells, and fields around a network of known layers.
 Four things make it faster. It records no autograd graph. The gradient of a weight is one matrix product for many uses.
-Coefficients of many steps are computed at once. A gap, the interval between two observations, mostly is
-one step for all samples, and then skips the step size controller.
+Coefficients of many steps are computed at once. A gap, which is the interval between two observations, skips the step
+size controller if it is one step for all samples, as most gaps are.
 
 It takes the same steps as :mod:`hbnode.solve` in a loop of its own. The general loop also supports output times,
 jumps and time-dependent fields, and records a graph per gap with a common step. With the general loop a training step
@@ -46,7 +46,7 @@ aten = torch.ops.aten
 
 
 class FallbackError(Exception):
-    """The error of a fused solve that the reference repeats: not finite, too small a step, or too many steps."""
+    """An error raised if a fused solve fails; the reference repeats the solve and raises the error for the user."""
 
 
 class Solver(NamedTuple):

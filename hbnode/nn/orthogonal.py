@@ -77,7 +77,7 @@ def orthogonal_by_angles(like: Tensor, init: str) -> Tensor:
 
     Arguments:
         like: a square matrix of the size, dtype and device; half precision becomes float32.
-        init: "cayley" or "henaff", uniform angles in [0, π/2] or [-π, π].
+        init: "cayley", for angles from U(0, π/2), or "henaff", for angles from U(-π, π).
     """
     if init not in ANGLES:
         raise ValueError(f"init must be one of {tuple(ANGLES)}, got {init!r}. Fix: 'cayley'.")

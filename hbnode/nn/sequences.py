@@ -183,7 +183,7 @@ class Sequences:
 
     @property
     def window(self) -> Tensor:
-        """Return the samples zero-padded to the number of time steps as given."""
+        """Return the samples padded with zeros to ``total`` time steps."""
         return pad(self.x, (0, 0, 0, self.total - self.x.shape[1]))
 
     def at_samples(self, x: Tensor) -> Tensor:

@@ -439,7 +439,7 @@ class MomentumTransformerLayer(TransformerLayerBase):
         connection: "residual", the paper's "momentum" (equation 75) and "adaptive" (77), "momentum_state" (75 as in the
             published code), "heavy_ball" or "nesterov" with learned coefficients, or a function that returns a
             :class:`hbnode.nn.transformer.Connection`. Default: ``"residual"``.
-        connection_momentum: β of the connection, or its initial value if learned. Default: ``None``, its default.
+        connection_momentum: β of the connection, its initial value if learned. Default: ``None``, the connection's β.
         causal: whether a token attends only to itself and to previous tokens. Default: ``True``.
         device: device of the parameters. Default: ``None``, torch's default.
         dtype: dtype of the parameters. Default: ``None``, torch's default.
@@ -518,7 +518,7 @@ class MomentumTransformerDecoderLayer(TransformerLayerBase):
         attention_options: further arguments of the self-attention module. Default: ``None``, no further arguments.
         cross_attention: cross-attention, given like ``attention``. Default: ``None``, ``attention`` with its options.
         connection: as in :class:`MomentumTransformerLayer`. Default: ``"residual"``.
-        connection_momentum: β of the connection, or its initial value if learned. Default: ``None``, its default.
+        connection_momentum: β of the connection, its initial value if learned. Default: ``None``, the connection's β.
         causal: whether self-attention is limited to the token itself and previous tokens. Default: ``True``.
         device: device of the parameters. Default: ``None``, torch's default.
         dtype: dtype of the parameters. Default: ``None``, torch's default.
@@ -648,7 +648,7 @@ class MomentumTransformer(nn.Module):
         attention: see :class:`MomentumTransformerLayer`. Default: ``"momentum"``.
         attention_options: further arguments of the attention modules. Default: ``None``, no further arguments.
         connection: see :class:`MomentumTransformerLayer`. Default: ``"residual"``.
-        connection_momentum: β of the connections, or its initial value if learned. Default: ``None``, its default.
+        connection_momentum: β of the connections, its initial value if learned. Default: ``None``, the connection's β.
         positions: "sinusoidal" adds a position embedding to the inputs. "rotary" applies rotary position embedding in
             softmax attention. None uses no position embedding. Default: ``"sinusoidal"``.
         causal: whether a token attends only to itself and to previous tokens. Default: ``True``.

@@ -127,7 +127,7 @@ class LinearizedLayer(ABC):
     def _pre_activations(
         self, products: Sequence[tuple[OptTensor, OptTensor, slice]], b: OptTensor, bias: OptTensor
     ) -> Tensor:
-        """Return biases plus products of (rows, weight, columns), of shape (T, batch, blocks * hidden_size)."""
+        """Return biases plus z W^T, in its columns, for each (z, W, columns): (T, batch, blocks * hidden_size)."""
         row = self.x.new_zeros(self.blocks * self.size)
         row[self.of_x] += 0.0 if b is None else self._shift_rows(b)
         row[self.of_h] += 0.0 if bias is None else bias

@@ -267,7 +267,7 @@ def _leaves(
 
 @dataclass(frozen=True)
 class Reversible:
-    """The mode ``gradient="reversible"``: only outputs are stored, and reversed steps reconstruct other states."""
+    """The mode ``gradient="reversible"``: only outputs are stored; reversed steps reconstruct the other states."""
 
     name = "reversible"
 
@@ -564,7 +564,7 @@ def closed_over_leaves(evaluate: Callable[[], Value], inputs: Iterable[Tensor]) 
 
 
 def own_parameters(field: Callable) -> list[Tensor]:
-    """Return ``field.dynamics_parameters()`` or all parameters of a module; return [] for a function."""
+    """Return ``field.dynamics_parameters()`` of a Field, all parameters of another module, [] of a function."""
     if hasattr(field, "dynamics_parameters"):
         return field.dynamics_parameters()
     return list(field.parameters()) if isinstance(field, nn.Module) else []
