@@ -580,7 +580,7 @@ class IntervalSolver:
         return torch.cat(parts(solve(field, state, t, self.settings, nfe, end=True)), 1)
 
     def _step_times(self, t: Tensor, step_size: float) -> Tensor:
-        """Divide gaps into steps no longer than ``step_size``: times (batch, K + 1), which repeat the end of short gaps."""
+        """Return times (batch, K + 1) of steps no longer than ``step_size``; rows with fewer steps repeat the end."""
         needed = steps_needed(t, step_size)
         most = float(needed.max())
         if not most <= self.settings.max_steps:

@@ -42,7 +42,7 @@ class Connection(nn.Module):
     """
 
     def look_ahead(self, x: Tensor, depth: DepthState) -> Tensor:
-        """Return the point at which a sublayer is evaluated; x here."""
+        """Return the point at which a sublayer is evaluated; by default x."""
         return x
 
     def attention(self, x: Tensor, update: Tensor, depth: DepthState) -> tuple[Tensor, DepthState]:

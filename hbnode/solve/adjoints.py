@@ -374,8 +374,6 @@ def _known_value(known: Any, needs_grad: bool, x: Tensor, time: Tensor) -> tuple
 
 
 class _GradientSums:
-    """The sums of the gradients with respect to leaf tensors."""
-
     def __init__(self, leaves: list[Tensor]) -> None:
         self.leaves = [x for x in leaves if x.requires_grad]
         self.sums: dict[int, Tensor] = {}
