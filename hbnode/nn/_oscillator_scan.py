@@ -516,7 +516,7 @@ def _starts(
 def _forward(options: Options, keep: bool, *tensors: Any) -> tuple[Any, tuple[Tensor]]:
     """Compute the scan in segments of chunks, and return its outputs and the states at the starts of chunks.
 
-    It is 43 times as fast as :func:`scan_reference`: row "oscillators, own" of benchmarks/oscillators.py.
+    It is 33 times as fast as :func:`scan_reference`: row "oscillators, own" of benchmarks/oscillators.py.
     """
     inputs = ScanInput(*tensors)
     x, d, dtype = inputs.x, inputs.d, inputs.v0.dtype
