@@ -92,8 +92,9 @@ def odeint(
     (there ``"dopri5"``). :mod:`hbnode.torchdiffeq` has the functions, arguments and defaults of torchdiffeq.
 
     An adaptive method accepts a step if the root mean square of error / (atol + rtol * max \|y\|) is at most 1. The
-    mean is over all elements of the batch and of all tensors of the state. By default, outputs inside a step are
-    interpolated within the tolerance (dense output), without further function evaluations.
+    maximum is over the two ends of the step, the mean over all elements of the batch and of the state's tensors. By
+    default, outputs inside a step are interpolated within the tolerance (dense output), without further function
+    evaluations.
 
     References:
         ``hbnode/solve/tableaus.py`` cites the paper of each native method; :doc:`solvers` explains the methods. Chen,
@@ -196,7 +197,7 @@ def solve(
     field: Callable[..., State], y0: State, t: Times, settings: Settings, nfe: NFE, *, end: bool = False,
     events: Any = None,
 ) -> Any:  # fmt: skip
-    """Solve an ODE as :func:`odeint` does and add the counts to ``nfe``; with ``end``, return only the last state."""
+    """Solve as :func:`odeint` does, and add evaluations and steps to ``nfe``; ``end`` returns only the last state."""
     if not is_tracing():
         return _solve(field, y0, t, settings, nfe, end, events)
     is_dynamo = torch.compiler.is_dynamo_compiling()
