@@ -293,9 +293,10 @@ def time_grid(t: Times, dt: Any) -> tuple[Tensor, np.ndarray]:
     backward = np.argwhere(np.diff(values) < 0)
     if len(backward):
         *row, i = backward[0].tolist()
+        first, second = (*row, i), (*row, i + 1)
         raise ValueError(
             "t must increase, because an SDE has no solution backward in time, but "
-            f"t{[*row, i]}={values[(*row, i)]:g} is followed by t{[*row, i + 1]}={values[(*row, i + 1)]:g}. "
+            f"t{list(first)}={values[first]:g} is followed by t{list(second)}={values[second]:g}. "
             "Fix: sort the times; y0 is the state at the first."
         )
     rows, dt = np.atleast_2d(values), float(step)
