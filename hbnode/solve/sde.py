@@ -602,7 +602,8 @@ def sdeint(
         if lanes is not None:
             raise ValueError(
                 f"method={method!r} is torchsde's, in which all samples have the same times, got t of shape "
-                f"{tuple(times.shape)}. Fix: method='ubu', or t=torch.unique(t) and select each sample's own times."
+                f"{tuple(times.shape)}. Fix: method='ubu'; or, if all rows start at the same time, t=torch.unique(t), "
+                "and select each sample's own times."
             )
         return torchsde.solve(term, state, times, float(dt), method, name, seed)
     if change_of_call(sde) is not None:

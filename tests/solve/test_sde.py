@@ -216,7 +216,11 @@ def hooked():
         ({"t": torch.tensor([0.0, 1.0], requires_grad=True)}, ValueError, "Fix: t.detach()"),
         ({"t": torch.tensor([[0.0, 1.0], [0.0, 2.0]])}, ValueError, "Fix: one row of times for each sample"),
         ({"t": torch.tensor([[2.0, 1.0]] * 4)}, ValueError, "t[0, 0]=2 is followed by t[0, 1]=1. Fix: sort"),
-        ({"t": torch.tensor([[0.0, 1.0]] * 4), "method": "srk"}, ValueError, "Fix: method='ubu', or t=torch.unique(t)"),
+        (
+            {"t": torch.tensor([[0.0, 1.0]] * 4), "method": "srk"},
+            ValueError,
+            "Fix: method='ubu'; or, if all rows start",
+        ),
         ({"t": torch.tensor([[0.0, 1.0]] * 4), "dt": 1e-12}, ValueError, "Fix: dt=2e-07 or longer"),
         ({"seed": -1}, ValueError, "seed must be an integer >= 0"),
         ({"seed": 2**64 + 1}, ValueError, "seed must be below 2**64, got 18446744073709551617. Fix: seed=1"),
