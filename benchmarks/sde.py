@@ -1,8 +1,13 @@
-"""The heavy-ball SDE with native methods and with torchsde's: ``python -m benchmarks.sde``.
+"""The heavy-ball SDE with native methods, torchsde's and diffrax's: ``python -m benchmarks.sde``.
 
-Three tables. The strong error against the evaluations of f, all methods on the same Brownian paths, and the
-evaluations to an error of 1e-3. The time of a step. The gradient against backpropagation through the same steps, with
-the bytes that are kept for it.
+Four tables. The strong error against the evaluations of f, all methods on the same Brownian paths, and the evaluations
+to an error of 1e-3. The time of a solve to that error, and to 1e-5. The time of a step. The gradient against
+backpropagation through the same steps, with the bytes that are kept for it.
+
+diffrax's solvers for underdamped Langevin dynamics, ALIGN, ShOULD and QUICSORT, run under jit if it is installed
+(``pip install 'hbnode[bench]'``). They get W, L and K of each step of the same paths for the errors. For the times they
+draw all their noise in one call before the steps, into a path class of this file. diffrax's own motion that allows
+gradients, ``VirtualBrownianTree``, is measured as "diffrax tree", at an error of 1e-3.
 
 torchsde's ``srk`` has two forms. With noise_type "additive", as HeavyBallSDE declares it, a step calls f three times;
 with "diagonal", where the noise on h is 0, ten times.
@@ -13,10 +18,12 @@ in it, and a figure beside it.
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +33,7 @@ import torchsde
 from torch import Tensor, nn
 
 import hbnode
+from benchmarks import contenders
 from benchmarks.gradients import Living, relative
 from benchmarks.harness import command, interleaved, milliseconds, ratio, write
 from hbnode.solve import BrownianIncrements
@@ -33,9 +41,12 @@ from hbnode.solve.sde import linear_part
 from tasks.common.files import write_figure
 
 SPAN, DAMPING, TEMPERATURE = 4.0, 1.0, 0.5
-WANTED = 1e-3
-AT_REST, RANDOM = "at rest in a well", "h, m ~ N(0, 1)"
-STARTS = (AT_REST, RANDOM)
+VARIANCES = (1.0, 1 / 12, 1 / 720)  # of W, L and K in a step of size 1
+WANTED, FINE = 1e-3, 1e-5
+AT_REST, RANDOM, NETWORK = "at rest in a well", "h, m ~ N(0, 1)", "network"
+STARTS = (AT_REST, RANDOM, NETWORK)
+DIFFRAX = {"ALIGN": 1, "ShOULD": 2, "QUICSORT": 2}  # evaluations of f in a step
+FIRST_VALUE = ("ALIGN", "ShOULD")  # these evaluate f once more, at the start
 Row = dict[str, Any]
 
 
@@ -84,9 +95,8 @@ class PathMotion(torchsde.BaseBrownian):
 def integrals(noise: BrownianIncrements) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Of each step of "nystrom4": W, its integral, and L and K of the Brownian bridge, (steps, ...)."""
     size = noise.sizes.view(-1, *[1] * (noise.normals.dim() - 2))
-    variances = (1.0, 1 / 12, 1 / 720)
     w, bridge, skew = (
-        x * (size * variance).sqrt() for x, variance in zip(noise.normals.unbind(1), variances, strict=True)
+        x * (size * variance).sqrt() for x, variance in zip(noise.normals.unbind(1), VARIANCES, strict=True)
     )
     return w, size * (bridge + w / 2), bridge, skew
 
@@ -114,10 +124,37 @@ def with_flights(noise: BrownianIncrements, damping: float) -> dict[str, Brownia
     return {"ubu": ubu, "baoab": fine.coarser()}
 
 
-def double_well() -> hbnode.HeavyBallSDE:
-    """The force of F = h⁴/4 - h²/2."""
-    options = {"damping": DAMPING, "temperature": TEMPERATURE, "learn_damping": False}
-    return hbnode.HeavyBallSDE(lambda h: h - h**3, **options)
+class DoubleWell(nn.Module):
+    """The force of F = h⁴/4 - h²/2, on tensors and on JAX arrays."""
+
+    def forward(self, h: Any) -> Any:
+        """The force at h."""
+        return h - h**3
+
+
+def langevin_sde(func: nn.Module) -> hbnode.HeavyBallSDE:
+    """The SDE whose strong error is measured."""
+    return hbnode.HeavyBallSDE(func, damping=DAMPING, temperature=TEMPERATURE, learn_damping=False)
+
+
+def strong_network() -> nn.Module:
+    """A network of tanh with weights of twice the usual size, without which it would be almost linear."""
+    torch.manual_seed(0)
+    net = hbnode.nn.MLP(8, [64, 64], 8, activation=nn.Tanh).double()
+    for parameter in net.parameters():
+        parameter.data.mul_(2.0)
+    return net
+
+
+def start_of(start: str, paths: int) -> tuple[hbnode.HeavyBallSDE, Tensor, Tensor]:
+    """The SDE and h and m of each path at the time 0, (paths, 1), or (paths / 8, 8) for the network."""
+    generator = torch.Generator().manual_seed(0)
+    h, m = torch.randn(2, paths, 1, dtype=torch.float64, generator=generator)
+    if start == AT_REST:
+        return langevin_sde(DoubleWell()), torch.ones_like(h), torch.zeros_like(m)
+    if start == NETWORK:
+        return langevin_sde(strong_network()), h[: paths // 8 * 8].view(-1, 8), m[: paths // 8 * 8].view(-1, 8)
+    return langevin_sde(DoubleWell()), h, m
 
 
 def levels(noise: BrownianIncrements, most: int) -> Iterator[BrownianIncrements]:
@@ -131,28 +168,22 @@ def levels(noise: BrownianIncrements, most: int) -> Iterator[BrownianIncrements]
 def counted(sde: hbnode.HeavyBallSDE, solve: Callable[[], Tensor]) -> tuple[Tensor, int]:
     """A solution and the number of calls of f that it took."""
     calls = 0
-    func = sde.func
 
-    def counting(h: Tensor) -> Tensor:
+    def count(*_: Any) -> None:
         nonlocal calls
         calls += 1
-        return func(h)
 
-    sde.func = counting
+    handle = sde.func.register_forward_pre_hook(count)
     try:
         return solve(), calls
     finally:
-        sde.func = func
+        handle.remove()
 
 
 @torch.no_grad()
 def strong(start: str, paths: int, fine: int) -> list[Row]:
     """Root mean square errors of h(T) on the same paths."""
-    sde = double_well()
-    generator = torch.Generator().manual_seed(0)
-    h, m = torch.randn(2, paths, 1, dtype=torch.float64, generator=generator)
-    if start == AT_REST:
-        h, m = torch.ones_like(h), torch.zeros_like(m)
+    sde, h, m = start_of(start, paths)
     t = torch.tensor([0.0, SPAN], dtype=torch.float64)
     path = BrownianIncrements.draw(sde, h, t, method="nystrom4", dt=SPAN / fine, seed=1)
     exact = hbnode.sdeint(sde, (h, m), t, method="nystrom4", dt=SPAN / fine, noise=path)[0][-1]
@@ -171,27 +202,197 @@ def strong(start: str, paths: int, fine: int) -> list[Row]:
     forms = {"torchsde euler": sde, "torchsde srk": sde, "torchsde srk, diagonal": Diagonal(sde)}
     for name, form in forms.items():
         for noise in levels(path, fine // 8):
-            motion = PathMotion(noise, silent=int(isinstance(form, Diagonal)))
+            motion = PathMotion(noise, silent=h.shape[1] * isinstance(form, Diagonal))
             options = {"method": name.split()[1].strip(","), "dt": float(noise.sizes[0]), "bm": motion}
             solve = partial(torchsde.sdeint, form, y, t, **options)
-            measure(name, len(noise.sizes), lambda solve=solve: solve()[-1, :, :1])
+            measure(name, len(noise.sizes), lambda solve=solve: solve()[-1, :, : h.shape[1]])
+    for name in DIFFRAX if has_diffrax() else ():
+        solve_theirs, force = langevin(name, fine // 8, "given"), jax_force(sde)
+        for noise in levels(path, fine // 8):
+            end, steps = solve_theirs(*force, jax_arrays(h, m), len(noise.sizes), given_path(noise, fine // 8))
+            error = math.sqrt(np.mean((np.asarray(end) - exact.numpy()) ** 2))
+            evaluations = int(steps) * DIFFRAX[name] + (name in FIRST_VALUE)
+            row = {"start": start, "method": f"diffrax {name}", "steps": int(steps), "evaluations": evaluations}
+            rows.append(row | {"rms": error})
     return rows
 
 
-def to_reach(rows: list[Row]) -> list[Row]:
-    """Evaluations to the wanted error, interpolated between steps, and the order seen there."""
+# diffrax
+
+
+def has_diffrax() -> bool:
+    """Whether diffrax and JAX are installed."""
+    return all(importlib.util.find_spec(name) is not None for name in ("jax", "diffrax"))
+
+
+@functools.cache
+def jax_and_diffrax() -> tuple[Any, Any]:
+    """The modules, in float64 and with one thread."""
+    jax, diffrax = contenders._import("jax"), contenders._import("diffrax")
+    jax.config.update("jax_enable_x64", True)
+    return jax, diffrax
+
+
+def jax_arrays(*tensors: Tensor) -> tuple[Any, ...]:
+    """The same numbers as JAX arrays."""
+    jax, _ = jax_and_diffrax()
+    return tuple(jax.numpy.asarray(x.detach().numpy()) for x in tensors)
+
+
+def jax_force(sde: hbnode.HeavyBallSDE) -> tuple[Any, Any]:
+    """The force as a hashable function of weights and h, and the weights."""
+    if isinstance(sde.func, DoubleWell):
+        return well_of_jax, ()
+    layers = [layer for layer in sde.func.layers if isinstance(layer, nn.Linear)]
+    return network_of_jax, tuple(jax_arrays(layer.weight, layer.bias) for layer in layers)
+
+
+def well_of_jax(weights: Any, h: Any) -> Any:
+    """The force of the double well."""
+    return DoubleWell.forward(None, h)
+
+
+def network_of_jax(weights: Any, h: Any) -> Any:
+    """The network."""
+    jax, _ = jax_and_diffrax()
+    *hidden, (weight, bias) = weights
+    for of_layer, shift in hidden:
+        h = jax.numpy.tanh(h @ of_layer.T + shift)
+    return h @ weight.T + bias
+
+
+@functools.cache
+def given_path_type() -> Any:
+    """A Brownian path for diffrax from W, L and K of equal steps."""
+    jax, diffrax = jax_and_diffrax()
+
+    class GivenPath(diffrax.AbstractBrownianPath):
+        size: jax.Array
+        w: jax.Array
+        bridge: jax.Array
+        skew: jax.Array
+        levy_area = diffrax.SpaceTimeTimeLevyArea
+        t0 = property(lambda self: 0.0)
+        t1 = property(lambda self: SPAN)
+
+        def evaluate(self, t0: Any, t1: Any = None, left: bool = True, use_levy: bool = False) -> Any:
+            """The increments of the step from t0."""
+            step = jax.numpy.round(t0 / self.size).astype(int)
+            own = (x[step] for x in (self.w, self.bridge, self.skew))
+            return diffrax.SpaceTimeTimeLevyArea(t1 - t0, *own)
+
+    return GivenPath
+
+
+def given_path(noise: BrownianIncrements, most: int) -> Any:
+    """The path of increments for "nystrom4", with rows of 0 up to ``most`` steps, so that jit compiles once."""
+    w, _, bridge, skew = integrals(noise)
+    padded = (nn.functional.pad(x, (0, 0, 0, 0, 0, most - len(w))) for x in (w, bridge, skew))
+    return given_path_type()(*jax_arrays(noise.sizes[0], *padded))
+
+
+@functools.cache
+def langevin(name: str, most: int, noise: str, training: bool = False) -> Callable[..., Any]:
+    """A compiled solve ``(force, weights, (h, m), steps, path or key)`` by one of diffrax's solvers.
+
+    It returns h(T) and the number of steps. In training it returns the gradients of the mean of h(T)² with respect to
+    the weights, h and m. ``noise`` is ``"given"``, or how it is drawn from a key: by diffrax's ``"tree"``
+    (VirtualBrownianTree), or ``"ahead"`` of the steps, all increments in one call.
+    """
+    jax, diffrax = jax_and_diffrax()
+    solver = getattr(diffrax, name)(taylor_threshold=0.01)  # diffrax's advice for float64
+    area = diffrax.SpaceTimeLevyArea if name == "ALIGN" else diffrax.SpaceTimeTimeLevyArea
+
+    def solve(force: Any, weights: Any, state: Any, steps: Any, path: Any) -> Any:
+        size, shape = SPAN / steps, state[0].shape
+        if noise == "tree":
+            path = diffrax.VirtualBrownianTree(0.0, SPAN, SPAN / most / 2, shape, path, area)
+        elif noise == "ahead":
+            count = 2 if name == "ALIGN" else 3
+            drawn = jax.random.normal(path, (count, most, *shape)) * jax.numpy.sqrt(size)
+            scaled = [x * variance**0.5 for x, variance in zip(drawn, VARIANCES, strict=False)]
+            path = given_path_type()(size, *scaled[:2], scaled[-1])
+        drift = diffrax.UnderdampedLangevinDriftTerm(
+            DAMPING, TEMPERATURE, lambda h, _: -force(weights, h) / TEMPERATURE
+        )
+        terms = diffrax.MultiTerm(drift, diffrax.UnderdampedLangevinDiffusionTerm(DAMPING, TEMPERATURE, path))
+        how = diffrax.RecursiveCheckpointAdjoint() if training else diffrax.ForwardMode()
+        options = {"adjoint": how, "max_steps": most, "throw": False}
+        solution = diffrax.diffeqsolve(terms, solver, 0.0, SPAN, size, state, **options)
+        return solution.ys[0][-1], solution.stats["num_steps"]
+
+    if not training:
+        return jax.jit(solve, static_argnums=0)
+
+    def loss(weights: Any, state: Any, *others: Any) -> Any:
+        force, steps, path = others
+        return (solve(force, weights, state, steps, path)[0] ** 2).mean()
+
+    slopes = jax.grad(loss, (0, 1))
+    return jax.jit(lambda force, weights, state, *others: slopes(weights, state, force, *others), static_argnums=0)
+
+
+def to_an_error(rows: list[Row], paths: int, repeats: int) -> list[Row]:
+    """Milliseconds of a solve with the steps that an error needs, in evaluation and in training.
+
+    Training is a solve and the gradients of the mean of h(T)² with respect to h(0), m(0) and the weights of f.
+    """
+    found: list[Row] = []
+    for start, wanted in product((AT_REST, NETWORK), (WANTED, FINE)):
+        reached = to_reach([row for row in rows if row["start"] == start], wanted)
+        steps = {row["method"]: row["steps"] for row in reached if "steps" in row and "diagonal" not in row["method"]}
+        if wanted == WANTED:
+            steps |= {name.replace("diffrax", "diffrax tree"): n for name, n in steps.items() if "diffrax" in name}
+        of_start = start_of(start, paths)
+        for training in (False, True):
+            solves = {name: solver(name, *of_start, n, training) for name, n in steps.items()}
+            for name, mine in (interleaved(solves, repeats) if solves else {}).items():
+                row = {"start": start, "error": wanted, "pass": "training" if training else "evaluation"}
+                found.append(row | {"method": name, "steps": steps[name], "ms": milliseconds(mine)})
+    return found
+
+
+def solver(
+    name: str, sde: hbnode.HeavyBallSDE, h: Tensor, m: Tensor, steps: int, training: bool
+) -> Callable[[], object]:
+    """A solve to T with its own noise, and its backward pass in training."""
+    library, _, theirs = name.rpartition(" ")
+    if library.startswith("diffrax"):
+        jax, _ = jax_and_diffrax()
+        noise = "tree" if library.endswith("tree") else "ahead"
+        arguments = (*jax_force(sde), jax_arrays(h, m), steps, jax.random.key(0))
+        end, taken = langevin(theirs, steps, noise)(*arguments)
+        assert int(taken) == steps, f"{name} took {taken} steps instead of {steps}"
+        assert bool(jax.numpy.isfinite(end).all()), f"{name} returned values that are not finite"
+        compiled = langevin(theirs, steps, noise, training)
+        return lambda: jax.block_until_ready(compiled(*arguments))
+    state = tuple(x.clone().requires_grad_(training) for x in (h, m))
+    inputs = [*state, *sde.func.parameters()]
+
+    def run() -> None:
+        with torch.set_grad_enabled(training):
+            end, _ = hbnode.sdeint(sde, state, [0.0, SPAN], dt=SPAN / steps, method=theirs)
+        if training:
+            torch.autograd.grad(end[-1].square().mean(), inputs)
+
+    return run
+
+
+def to_reach(rows: list[Row], wanted: float = WANTED) -> list[Row]:
+    """Evaluations and steps to the wanted error, interpolated between steps, and the order seen there."""
     found: list[Row] = []
     starts = {row["start"] for row in rows}
     if len(starts) > 1:
-        return [row for start in STARTS for row in to_reach([row for row in rows if row["start"] == start])]
+        return [row for start in STARTS for row in to_reach([row for row in rows if row["start"] == start], wanted)]
     for name in dict.fromkeys(row["method"] for row in rows):
         own = sorted((row for row in rows if row["method"] == name), key=lambda row: row["steps"])
         row: Row = {"start": own[0]["start"], "method": name}
         for coarse, fine in pairwise(own):
-            if coarse["rms"] > WANTED >= fine["rms"]:
+            if coarse["rms"] > wanted >= fine["rms"]:
                 order = math.log(coarse["rms"] / fine["rms"]) / math.log(fine["steps"] / coarse["steps"])
-                share = math.log(coarse["rms"] / WANTED) / math.log(coarse["rms"] / fine["rms"])
+                share = math.log(coarse["rms"] / wanted) / math.log(coarse["rms"] / fine["rms"])
                 row["evaluations"] = coarse["evaluations"] * (fine["evaluations"] / coarse["evaluations"]) ** share
+                row["steps"] = math.ceil(coarse["steps"] * (fine["steps"] / coarse["steps"]) ** share)
                 row["order"] = order
         found.append(row)
     reached = {row["method"]: row.get("evaluations") for row in found}
@@ -289,6 +490,7 @@ def gradients() -> list[Row]:
     return rows
 
 
+SECTIONS = ("time to an error", "time of a step", "gradients")
 COLUMNS: dict[str, dict[str, str]] = {
     "strong error": {"start": "<17", "method": "<22", "steps": "d", "evaluations": "d", "rms": ".1e"},
     "evaluations to 1e-3": {
@@ -298,6 +500,14 @@ COLUMNS: dict[str, dict[str, str]] = {
         "order": ".1f",
         "srk_over_it": ".1f",
         "diagonal_srk_over_it": ".1f",
+    },
+    "time to an error": {
+        "start": "<17",
+        "error": ".0e",
+        "pass": "<10",
+        "method": "<22",
+        "steps": "d",
+        "ms": ".1f",
     },
     "time of a step": {
         "f": "<5",
@@ -330,7 +540,7 @@ def table(section: str, rows: list[Row]) -> str:
 
 
 COLORS = {EULER: "0.7", "torchsde srk": "0.1", "torchsde srk, diagonal": "0.45"}
-GREYS = dict.fromkeys(COLORS, "o--")
+GREYS = dict.fromkeys(COLORS, "o--") | {f"diffrax {name}": "^:" for name in DIFFRAX}
 
 
 def draw(path: Path, rows: list[Row], machine: str) -> None:
@@ -358,16 +568,23 @@ def main(arguments: list[str] | None = None) -> None:
     parser = command(__doc__, "sde")
     parser.add_argument("--quick", action="store_true", help="few paths and steps")
     parser.add_argument("--repeats", type=int, default=11)
+    parser.add_argument("--sections", nargs="*", default=SECTIONS, choices=SECTIONS, help="besides the strong error")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    if not has_diffrax():
+        print(contenders.MISSING.format(name="diffrax"))
     report: dict[str, Any] = {}
     paths, fine, steps = (50, 256, 4) if options.quick else (1000, 4096, 100)
     report["strong error"] = [row for start in STARTS for row in strong(start, paths, fine)]
     report["evaluations to 1e-3"] = to_reach(report["strong error"])
-    report["time of a step"] = times(options.repeats, steps)
-    report["gradients"] = gradients()
-    for section in COLUMNS:
-        print(f"{section}\n{table(section, report[section])}\n", flush=True)
+    if "time to an error" in options.sections:
+        report["time to an error"] = to_an_error(report["strong error"], paths, options.repeats)
+    if "time of a step" in options.sections:
+        report["time of a step"] = times(options.repeats, steps)
+    if "gradients" in options.sections:
+        report["gradients"] = gradients()
+    for section, rows in report.items():
+        print(f"{section}\n{table(section, rows)}\n", flush=True)
     machine = write(options.out, report)
     shown = [row for row in report["strong error"] if row["start"] == AT_REST]
     draw(options.out.with_suffix(".png"), shown, machine)

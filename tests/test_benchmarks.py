@@ -133,10 +133,9 @@ def test_the_products_are_one(cell):
 
 
 def test_the_heavy_ball_sde(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sde, "times", lambda repeats, steps: [])
-    monkeypatch.setattr(sde, "gradients", lambda: [])
+    monkeypatch.setattr(sde, "DIFFRAX", {})  # JAX takes seconds to compile
     out = tmp_path / "sde.json"
-    sde.main(["--quick", "--out", str(out)])
+    sde.main(["--quick", "--out", str(out), "--sections"])
     report = json.loads(out.read_text())
     found = {(row["method"], row["steps"]): row for row in report["strong error"] if row["start"] == sde.AT_REST}
     assert found["ubu", 32]["evaluations"] == 32
@@ -145,6 +144,21 @@ def test_the_heavy_ball_sde(tmp_path, monkeypatch, capsys):
     assert found["nystrom4", 32]["rms"] < found["ubu", 32]["rms"] < found["torchsde srk", 32]["rms"]
     assert out.with_suffix(".png").exists()
     assert "evaluations to 1e-3" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_heavy_ball_sde_with_diffrax(monkeypatch):
+    """Its solvers have their orders on our paths, against our reference, so both libraries solve the same equation."""
+    pytest.importorskip("diffrax")
+    monkeypatch.setattr(sde, "DIFFRAX", {"ALIGN": 1, "QUICSORT": 2})
+    rows = sde.strong(sde.NETWORK, 64, 512)
+    errors = {(row["method"], row["steps"]): row["rms"] for row in rows}
+    evaluations = {(row["method"], row["steps"]): row["evaluations"] for row in rows}
+    for name, order, calls in (("diffrax ALIGN", 2, 33), ("diffrax QUICSORT", 3, 64)):
+        assert evaluations[name, 32] == calls
+        assert errors[name, 32] / errors[name, 64] > 2 ** (order - 0.3)
+    for name, training in (("nystrom4", True), ("diffrax QUICSORT", False), ("diffrax QUICSORT", True)):
+        sde.solver(name, *sde.start_of(sde.NETWORK, 64), 10, training)()
 
 
 def test_strong_damping(run, monkeypatch, capsys):

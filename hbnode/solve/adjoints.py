@@ -305,7 +305,7 @@ class Reversible:
         if attempts:
             _check_missed(problem, state[:n], start, end, REVERSAL_TOLERANCE, _REVERSED)
             adjoint = reversal.first(adjoint)
-        return sums.get(gamma), sums.get(t), adjoint, [sums.get(leaf) for leaf in leaves]
+        return sums.get(gamma), sums.get(t), adjoint[:n], [sums.get(leaf) for leaf in leaves]
 
 
 class _Reversal:

@@ -23,7 +23,7 @@ from hbnode.fields import GHBNODE, HBNODE
 from hbnode.nfe import NFE, Tally, open_counters, open_records
 from hbnode.solve import compiled, torchdiffeq
 from hbnode.solve.adjoints import Direct, gradient_mode
-from hbnode.solve.control import LONGEST_DECAY, Attempt
+from hbnode.solve.control import LONGEST_DECAY, Attempt, first_index
 from hbnode.solve.events import Event, EventRecord, checked_events
 from hbnode.solve.loop import STRONG, Problem, Rows, integrate
 from hbnode.solve.methods import EXPONENTIAL, METHODS, NYSTROM, SECOND_ORDER, SPLITTING, TORCHDIFFEQ_GRIDS
@@ -424,7 +424,8 @@ def check_finite(problem: Problem, y0: State, rows: Rows) -> None:
     def take(state: Rows, attempt: Attempt) -> tuple[Rows, Any, Rows]:
         after = problem.take(state, attempt)
         if not is_finite(after[0]):
-            raise problem.not_finite(attempt, state)
+            bad = ~np.isfinite(problem.norms(after[0]))
+            raise problem.not_finite(attempt, state, first_index(bad.any(0)))
         return after
 
     with torch.no_grad():

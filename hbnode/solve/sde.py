@@ -27,7 +27,7 @@ from hbnode.solve.adjoints import Checkpoint, Direct, Reversible, gradient_mode
 from hbnode.solve.control import Attempt
 from hbnode.solve.loop import Problem
 from hbnode.solve.methods import METHODS, NYSTROM, Field, Method, StepResult
-from hbnode.solve.odeint import check_finite, checked_state, checked_times
+from hbnode.solve.odeint import check_finite, checked_state, checked_times, count_samples
 from hbnode.solve.settings import TORCHDIFFEQ, Gradient, Settings
 from hbnode.solve.term import ODETerm, Snapshot, change_of_call, solving, unwrap_compiled
 from hbnode.solve.torchsde import TorchsdeMethod
@@ -38,6 +38,7 @@ SDEMethodName = Literal[NativeSDEMethod, TorchsdeMethod]
 MOST_ROUNDING = 1e-4  # largest rounding error of a state reconstructed from the next output, relative to it
 ROUNDING = 1e-2  # relative to dt: a step may exceed dt by this much because of rounded times
 MOST_STEPS = 10_000_000
+TINY = 1e-30  # in place of a step size of 0, at which the gradients of square roots are infinite
 BRIDGE = (1.0, 1 / 12, 1 / 720)  # variances of W, L and K of ShiftedNystrom over a step of size 1
 LOW = 0xFFFFFFFF  # mask of the low 32 bits
 NO_SDE = "sde must be a HeavyBallSDE, got {}. Fix: hbnode.HeavyBallSDE(func)."
@@ -278,28 +279,29 @@ GRADIENTS: dict[str, tuple[Gradient, ...]] = {  # the possible gradients of each
 
 
 def time_grid(t: Times, dt: Any) -> tuple[Tensor, np.ndarray]:
-    """Return the output times (T,), in float64 on the host, and the number of equal steps per interval, (T - 1,).
+    """Return the output times (T,) or (batch, T), in float64 on the host, and the steps per interval, (T - 1,).
 
-    It is the smallest number for which steps are no longer than ``dt``, up to the rounding of float32 times.
+    It is the smallest number for which no sample's steps are longer than ``dt``, up to the rounding of float32 times.
     """
     step = dt.item() if isinstance(dt, Tensor) and dt.numel() == 1 else dt
     if not isinstance(step, numbers.Real) or not 0 < float(step) < math.inf:
         raise ValueError(f"dt must be a positive number, got {step!r}. Fix: dt=0.05, for instance.")
     times = checked_times(t, torch.device("cpu"), rows=True)
-    if times.dim() == 2:
-        raise ValueError(
-            f"t must be one-dimensional, the times of the whole batch, got shape {tuple(times.shape)}. "
-            "Fix: solve at all times of all samples, torch.unique(t), and select each sample's own."
-        )
     if times.requires_grad:
         raise ValueError("t requires a gradient, which sdeint does not compute. Fix: t.detach().")
     values = to_numpy(times)
-    if len(values) > 1 and values[1] < values[0]:
+    backward = np.argwhere(np.diff(values) < 0)
+    if len(backward):
+        *row, i = backward[0].tolist()
+        first, second = (*row, i), (*row, i + 1)
         raise ValueError(
             "t must increase, because an SDE has no solution backward in time, but "
-            f"t[0]={values[0]:g} is followed by t[1]={values[1]:g}. Fix: sort the times; y0 is the state at the first."
+            f"t{list(first)}={values[first]:g} is followed by t{list(second)}={values[second]:g}. "
+            "Fix: sort the times; y0 is the state at the first."
         )
-    dt, span = float(step), float(values[-1] - values[0])
+    rows, dt = np.atleast_2d(values), float(step)
+    gaps = np.diff(rows)
+    span = gaps.max(0, initial=0.0).sum()
     if span / dt > MOST_STEPS:
         raise ValueError(
             f"dt={dt:g} needs {span / dt:.2g} steps for a span of {span:g}; expected at most {MOST_STEPS:,}. "
@@ -307,13 +309,14 @@ def time_grid(t: Times, dt: Any) -> tuple[Tensor, np.ndarray]:
         )
     is_single = (values == values.astype(np.float32)).all()  # the user's times had float32 precision
     precision = np.finfo(np.float32 if is_single else np.float64).eps
-    rounded = np.minimum(precision * np.maximum(abs(values[:-1]), abs(values[1:])), ROUNDING * dt)
-    counts = np.maximum(np.ceil((np.diff(values) - rounded) / dt * (1 - 1e-9)), 1).astype(int)
+    rounded = np.minimum(precision * np.maximum(abs(rows[:, :-1]), abs(rows[:, 1:])), ROUNDING * dt)
+    counts = np.ceil((gaps - rounded) / dt * (1 - 1e-9)).max(0, initial=1.0).astype(int)
     return times.to(torch.float64), counts
 
 
 def step_sizes(t: Tensor, counts: np.ndarray) -> Tensor:
-    return torch.from_numpy(np.repeat(np.diff(to_numpy(t)) / counts, counts))
+    """Return the size of each step, (steps,) or (steps, batch)."""
+    return torch.from_numpy(np.repeat(np.diff(to_numpy(t)).T / counts.reshape(-1, *[1] * (t.dim() - 1)), counts, 0))
 
 
 def step_seeds(seed: int | None, steps: int) -> np.ndarray:
@@ -364,7 +367,7 @@ class BrownianIncrements:
 
     Arguments:
         method: the native method that uses the noise.
-        sizes: the size of each step, (steps,), in units of time.
+        sizes: the size of each step in units of time, (steps,), or (steps, batch) if samples have their own times.
         normals: independent standard normal variables, (steps, n, batch, ...), with n = 4 for ``"ubu"``, 1 for
             ``"baoab"`` and 3 for ``"nystrom4"``, followed by the shape of h.
         damping: the γ for composing the noise of ``"ubu"`` and ``"baoab"``. With another γ, the SDE's path changes.
@@ -412,7 +415,10 @@ class BrownianIncrements:
             near = nearest(method, tuple(NATIVE)) or "ubu"
             raise ValueError(f"noise is for one of {tuple(NATIVE)}, got method={method!r}. Fix: method={near!r}.")
         check_input(h, "h")
-        sizes = step_sizes(*time_grid(t, dt))
+        times, counts = time_grid(t, dt)
+        if times.dim() == 2:
+            count_samples(h, times, Settings())
+        sizes = step_sizes(times, counts)
         seeds, shape = step_seeds(seed, len(sizes)), (NATIVE[method].normals, *h.shape)
         normals = [step_normals(seeds, shape, h, step) for step in range(len(sizes))]
         damping = torch.as_tensor(sde.solver_damping(), dtype=torch.float64, device="cpu").detach()
@@ -434,7 +440,8 @@ class BrownianIncrements:
         first, second = sizes[::2], sizes[1::2]
         if not torch.allclose(first, second, rtol=1e-6, atol=0.0):
             raise ValueError(f"the steps of a pair have different sizes: an output time is between them. {fix}")
-        size = first.to(self.normals.device).reshape(-1, *[1] * (self.normals.dim() - 2))
+        size = first.to(self.normals.device).clamp(min=TINY)
+        size = size.reshape(*size.shape, *[1] * (self.normals.dim() - 1 - size.dim()))
         damping = torch.as_tensor(self.damping, dtype=torch.float64, device=size.device)
         normals = NATIVE[self.method].compose(self.normals[::2], self.normals[1::2], size, damping)
         return replace(self, sizes=first + second, normals=normals.to(self.normals.dtype))
@@ -459,7 +466,7 @@ class SDEProblem(Problem):
         super().__init__(term, of_sde, t, Settings(method, steps=1))
         self.noise, self.steps, self.ends = noise, counts.tolist(), counts.cumsum()
         self.strongest_decay = to_numpy(gamma).max(initial=0.0)
-        sizes = np.diff(self.grid()) / counts
+        sizes = np.diff(self.grid(), axis=0) / counts.reshape(-1, *[1] * self.begin.ndim)
         if self.strongest_decay * sizes.max(initial=0.0) > of_sde.reach:
             raise ValueError(
                 f"method={method!r} needs steps of at most {of_sde.reach:g}/γ, got a damping of "
@@ -467,8 +474,13 @@ class SDEProblem(Problem):
                 f"Fix: dt={0.99 * of_sde.reach / self.strongest_decay:.3g}, or method='ubu', which solves the damping "
                 "exactly."
             )
-        size = torch.from_numpy(sizes).reshape(-1, *[1] * max(gamma.dim(), eta.dim()))
-        self.gamma: Any = of_sde.coefficients(gamma, diffusion(gamma, eta), size).to(self.template)
+        dims = max(gamma.dim(), eta.dim()) if term.lanes is None else self.dims - 1
+        size = torch.from_numpy(sizes).reshape(*sizes.shape, *[1] * dims)
+        of_sizes = functools.partial(of_sde.coefficients, gamma, diffusion(gamma, eta))
+        packed = of_sizes(size.clamp(min=TINY))
+        if not size.all():  # a sample does not move between equal times
+            packed = torch.where(size > 0, packed, of_sizes(size).detach().nan_to_num())
+        self.gamma: Any = packed.to(self.template)
 
     def counts(self) -> Sequence[int]:
         return self.steps
@@ -483,7 +495,7 @@ class SDEProblem(Problem):
 
     def check_growth(self) -> None:
         """Raise ReversalError if rounding errors, times e^{γT} over a time T between outputs, would exceed 1e-4."""
-        dtype, longest = self.template.dtype, np.diff(self.grid()).max(initial=0.0)
+        dtype, longest = self.template.dtype, np.diff(self.grid(), axis=0).max(initial=0.0)
         eps, growth = torch.finfo(dtype).eps, self.strongest_decay * longest
         if math.log(eps) + growth > math.log(MOST_ROUNDING):
             message = (
@@ -519,8 +531,9 @@ def sdeint(
       evaluations per step. It needs γ dt <= 2.
 
     Their steps end on the output times. Each interval between output times has as few equal steps as possible, none
-    longer than ``dt``. torchsde's methods take steps of ``dt`` from the first time and interpolate the outputs
-    linearly.
+    longer than ``dt``. If samples have their own times, the k-th intervals of all samples have the same number of
+    steps, so that one call of f serves the batch. torchsde's methods take steps of ``dt`` from the first time and
+    interpolate the outputs linearly.
 
     The native methods compute the exact gradient of the discrete solution, for fixed normal variables, with respect to
     the initial state, the parameters of f, γ and η. ``"direct"`` backpropagates through the steps. ``"checkpoint"``
@@ -539,7 +552,9 @@ def sdeint(
     Arguments:
         sde: the equation.
         y0: initial ``(h, m)`` of equal shape (batch, ...), for instance ``sde.initial_state(x)``.
-        t: output times, (T,), strictly increasing, in the units of time of γ. The first is the time of ``y0``.
+        t: output times, (T,), strictly increasing, in the units of time of γ. The first is the time of ``y0``. Native
+            methods also take (batch, T), one row of times per sample, in which times may repeat. A function ``f(t, h)``
+            then gets t of shape (batch, 1, ...).
         method: ``"ubu"``, ``"baoab"``, ``"nystrom4"``, or one of torchsde's, ``"euler"``, ``"milstein"``, ``"srk"``,
             ``"midpoint"``, ``"heun"``, ``"euler_heun"``, ``"log_ode"``, ``"reversible_heun"``. Default: ``"ubu"``.
         dt: the largest step size, in units of time. Rounded times may make a step 1 % longer.
@@ -575,13 +590,21 @@ def sdeint(
         raise method_error(method, name)
     snapshot = Snapshot(sde)
     state: Any = checked_state(sde, y0, snapshot)
-    term = ODETerm(sde, state, Tally(sde, NFE()), second_order=True)
+    times, counts = time_grid(t, dt)
+    lanes = count_samples(state, times, Settings()) if times.dim() == 2 else None
+    term = ODETerm(sde, state, Tally(sde, NFE()), second_order=True, lanes=lanes)
     if term.traced:
         raise ValueError("sdeint cannot be a part of a traced or exported graph. Fix: call it outside of the graph.")
-    h, (times, counts) = term.template, time_grid(t, dt)
+    h = term.template
     if noise is not None:
         check_noise(noise, method, name, seed, step_sizes(times, counts), h)
     if method not in NATIVE:
+        if lanes is not None:
+            raise ValueError(
+                f"method={method!r} is torchsde's, in which all samples have the same times, got t of shape "
+                f"{tuple(times.shape)}. Fix: method='ubu'; or, if all rows start at the same time, t=torch.unique(t), "
+                "and select each sample's own times."
+            )
         return torchsde.solve(term, state, times, float(dt), method, name, seed)
     if change_of_call(sde) is not None:
         raise ValueError(
@@ -599,7 +622,7 @@ def sdeint(
     with solving(snapshot, h.device.type):
         rows = gradient_mode(gradient).solve(problem, state, snapshot)
         check_finite(problem, state, rows)
-    h, m = term.unflatten(rows, (len(times),))
+    h, m = term.unflatten(rows, (times.shape[-1],))
     return h, m
 
 
@@ -634,7 +657,8 @@ def check_noise(noise: object, method: str, gradient: str, seed: int | None, siz
     given, normals = noise.sizes.detach().to("cpu", torch.float64), noise.normals
     if given.shape != sizes.shape or not torch.allclose(given, sizes, rtol=1e-6, atol=0.0):
         raise ValueError(
-            f"the noise has {len(given)} steps, but t and dt give {len(sizes)} steps; expected the same steps. "
+            f"the noise has {len(given)} steps, but t and dt give {len(sizes)} steps; expected noise.sizes "
+            f"of shape {tuple(sizes.shape)} with the sizes of these. "
             "Fix: dt=float(noise.sizes.max()) with the t of BrownianIncrements.draw."
         )
     expected = (len(sizes), NATIVE[method].normals, *h.shape)

@@ -1,6 +1,7 @@
 """HeavyBallSDE and sdeint: values, orders and laws against closed forms, gradients against the references, use."""
 
 import copy
+import dataclasses
 import math
 import pickle
 import re
@@ -213,7 +214,14 @@ def hooked():
         ({"dt": 1e-12, "method": "euler"}, ValueError, "Fix: dt=2e-07 or longer"),
         ({"t": [1.0, 0.0]}, ValueError, "t[0]=1 is followed by t[1]=0. Fix: sort the times"),
         ({"t": torch.tensor([0.0, 1.0], requires_grad=True)}, ValueError, "Fix: t.detach()"),
-        ({"t": torch.tensor([[0.0, 1.0], [0.0, 2.0]])}, ValueError, "Fix: solve at all times of all samples"),
+        ({"t": torch.tensor([[0.0, 1.0], [0.0, 2.0]])}, ValueError, "Fix: one row of times for each sample"),
+        ({"t": torch.tensor([[2.0, 1.0]] * 4)}, ValueError, "t[0, 0]=2 is followed by t[0, 1]=1. Fix: sort"),
+        (
+            {"t": torch.tensor([[0.0, 1.0]] * 4), "method": "srk"},
+            ValueError,
+            "Fix: method='ubu'; or, if all rows start",
+        ),
+        ({"t": torch.tensor([[0.0, 1.0]] * 4), "dt": 1e-12}, ValueError, "Fix: dt=2e-07 or longer"),
         ({"seed": -1}, ValueError, "seed must be an integer >= 0"),
         ({"seed": 2**64 + 1}, ValueError, "seed must be below 2**64, got 18446744073709551617. Fix: seed=1"),
         ({"noise": torch.zeros(3)}, TypeError, "Fix: hbnode.solve.BrownianIncrements.draw(...)"),
@@ -530,6 +538,143 @@ def test_evaluations_are_counted():
         with hbnode.count_nfe(sde) as nfe:
             gradients(sde, state, t=[0.0, 0.5, 1.1, 3.1], method=method, dt=0.1, gradient=gradient)
         assert [nfe.forward, nfe.backward, nfe.backward_steps, nfe.steps] == [*counts, 31], (method, gradient)
+
+
+# Times of one's own
+
+ROWS = torch.tensor(  # ties at the start, inside and at the end; the third sample never moves
+    [[0.0, 0.5, 0.5, 1.7], [0.3, 0.3, 1.0, 1.1], [2.0, 2.0, 2.0, 2.0], [-1.0, 0.0, 0.9, 0.9]], dtype=torch.float64
+)
+ENDS = (0, 4, 8, 13)  # the number of steps before each time, with dt = 0.25: the widest interval decides
+
+
+def of_reference(method, sde, state, t, noise):
+    """The trajectories of h and m of one sample by the plain twin, interval by interval."""
+    path = [torch.stack(state)]
+    for k, start in enumerate(t[:-1]):
+        path.append(path[-1])
+        if start < t[k + 1]:
+            steps = slice(ENDS[k], ENDS[k + 1])
+            own = dataclasses.replace(noise, sizes=noise.sizes[steps], normals=noise.normals[steps])
+            after = reference_sde.solve(method, sde.func, *path[-2], sde.damping, sde.temperature, own, float(start))
+            path[-1] = torch.stack(after)
+    return torch.stack(path, 1)
+
+
+@pytest.mark.parametrize(("method", "gradient"), GRADIENTS)
+def test_times_of_ones_own_are_a_loop_over_samples(method, gradient):
+    """Values and gradients, those of γ and η included, with the noise of each sample."""
+    sde, state, options = make_network_sde(), make_network_state(), {"method": method, "dt": 0.25}
+    noise = draw(sde, state[0], ROWS, seed=4, **options)
+    assert noise.sizes.shape == (ENDS[-1], len(ROWS))
+    assert (noise.sizes <= 0.25 + 1e-12).all()
+    ours, drawn = (
+        torch.stack(hbnode.sdeint(sde, state, ROWS, gradient=gradient, **options, **x))
+        for x in ({"noise": noise}, {"seed": 4})
+    )
+    assert torch.equal(ours, drawn)
+    alone = [
+        of_reference(method, sde, (h, m), t, dataclasses.replace(noise, sizes=sizes, normals=normals))
+        for h, m, t, sizes, normals in zip(*state, ROWS, noise.sizes.unbind(1), noise.normals.unbind(2), strict=True)
+    ]
+    theirs = torch.stack(alone, 2)
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+    inputs = [*state, *sde.parameters()]
+    slopes = [torch.autograd.grad(loss(*x), inputs) for x in (ours, theirs)]
+    torch.testing.assert_close(*slopes, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize(("method", "gradient"), GRADIENTS)
+def test_equal_rows_are_the_times_of_the_batch(method, gradient):
+    sde, state, t = make_network_sde(), make_network_state(), torch.tensor([0.1, 0.5, 1.4])
+    options = {"method": method, "gradient": gradient, "dt": 0.125, "seed": 2}
+    (value, slopes), (expected, of_batch) = (gradients(sde, state, t=x, **options) for x in (t.expand(4, -1), t))
+    torch.testing.assert_close(value, expected, rtol=1e-13, atol=0.0)
+    torch.testing.assert_close(slopes, of_batch, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(("method", "gradient"), GRADIENTS)
+def test_a_sample_does_not_move_between_equal_times(method, gradient, dtype):
+    """Not by a bit, nor from 0."""
+    sde = hbnode.HeavyBallSDE(nn.Tanh(), damping=0.4, learn_temperature=True).to(dtype)
+    h = torch.zeros(3, 2, dtype=dtype, requires_grad=True)
+    m = torch.tensor([[0.0, 1.0]] * 3, dtype=dtype, requires_grad=True)
+    t = torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.5, 1.5], [1.0, 1.0, 3.0]])
+    options = {"method": method, "gradient": gradient, "dt": 0.5, "seed": 0}
+    found = torch.stack(hbnode.sdeint(sde, (h, m), t, **options))
+    still = (found[:, 1:] == found[:, :-1]).flatten(3)
+    assert torch.equal(still.all(-1).all(0), t.diff().T == 0)
+    assert torch.equal(found[:, 0], torch.stack([h, m]))
+    for x in torch.autograd.grad(found.square().sum(), [h, m, *sde.parameters()]):
+        assert torch.isfinite(x).all()
+    _, m_end = hbnode.sdeint(sde, (h, m), torch.ones(3, 2), **options)
+    assert torch.equal(torch.autograd.grad(m_end[1].sum(), m)[0], torch.ones_like(m))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_moments_at_times_of_ones_own(method):
+    """Of a spring in a heat bath, whose law is Gaussian, by the matrix exponential."""
+    gamma, eta, spring, n = 0.8, 0.5, 2.0, 20_000
+    sde = hbnode.HeavyBallSDE(lambda h: -spring * h, damping=gamma, temperature=eta, learn_damping=False)
+    start, rows = torch.tensor([1.0, -0.5]).double(), torch.tensor([[0.0, 0.4, 1.0], [0.5, 0.5, 2.1]]).double()
+    state = tuple(x.expand(2 * n, 1).clone() for x in start)
+    found = torch.stack(hbnode.sdeint(sde, state, rows.repeat_interleave(n, 0), method=method, dt=0.05, seed=3))
+    drift = torch.tensor([[0.0, 1.0], [-spring, -gamma]]).double()
+    stationary = torch.tensor([eta / spring, eta]).double().diag()
+    for k in (1, 2):
+        for i, t in enumerate(rows):
+            sample = found[:, k, i * n : (i + 1) * n, 0]
+            flow = torch.linalg.matrix_exp(drift * (t[k] - t[0]))
+            expected = stationary - flow @ stationary @ flow.T
+            variances = expected.diagonal()
+            mean_error, error = (sample.mean(1) - flow @ start).abs(), (sample.cov() - expected).abs()
+            deviations = (expected.square() + torch.outer(variances, variances)).sqrt()
+            slack = 0.002 * (t[k] > t[0])  # what the steps may be off by
+            assert (mean_error <= 4.5 * (variances / n).sqrt() + slack).all()
+            assert (error <= 4.5 * deviations / n**0.5 + slack).all()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_coarser_noise_at_times_of_ones_own(method):
+    """The same paths by longer steps, whose error has the order of the method."""
+    sde, state, t = make_network_sde(), make_network_state(), ROWS[:, [0, 1, 3]]
+    noise = draw(sde, state[0], t, dt=0.0125, method=method, seed=1)
+    ends = []
+    for _ in range(4):
+        assert torch.isfinite(noise.normals).all()
+        options = {"method": method, "dt": float(noise.sizes.max()), "noise": noise}
+        ends.append(torch.stack(hbnode.sdeint(sde, state, t, **options))[:, -1].detach())
+        noise = noise.coarser()
+    near, far = ((x - ends[0]).norm() for x in ends[2:])
+    assert far / near > 1.2 * 2 ** {"ubu": 1.5, "baoab": 0.5, "nystrom4": 2.5}[method]
+    with pytest.raises(ValueError, match=r"expected noise.sizes of shape \(10,\).*Fix: dt="):
+        hbnode.sdeint(sde, state, [0.0, 1.0], method=method, dt=0.1, noise=noise)
+    with pytest.raises(ValueError, match="Fix: one row of times for each sample"):
+        draw(sde, state[0][:2], ROWS, dt=0.01, method=method)
+
+
+@pytest.mark.parametrize(("method", "gradient"), GRADIENTS)
+def test_channels_and_empty_batches_with_times_of_ones_own(method, gradient):
+    damping = torch.tensor([0.2, 0.7]).view(-1, 1, 1)
+    sde = hbnode.HeavyBallSDE(nn.Tanh(), damping=damping, temperature=damping, learn_temperature=True).double()
+    for batch, t in ((4, ROWS), (4, ROWS[:, :1]), (0, ROWS[:0])):
+        state = make_network_state(shape=(batch, 2, 3, 3))
+        h, m = hbnode.sdeint(sde, state, t, method=method, dt=0.1, seed=3, gradient=gradient)
+        assert h.shape == (t.shape[1], batch, 2, 3, 3)
+        (h * m).sum().backward()
+    assert torch.isfinite(sde.omega.grad).all()
+    assert (sde.log_temperature.grad != 0).all()
+
+
+def test_the_time_of_a_failure_is_that_of_its_sample():
+    late = hbnode.HeavyBallSDE(lambda t, h: -h / ((t < 5.0) | (h < 0)))
+    state = torch.tensor([[-99.0], [99.0]]), torch.zeros(2, 1)
+    with hbnode.diagnostics.record_steps(late) as steps, pytest.raises(hbnode.errors.NonFiniteError) as caught:
+        hbnode.sdeint(late, state, torch.tensor([[0.0, 0.5], [4.0, 5.5]]), dt=0.5, seed=0)
+    assert caught.value.t == pytest.approx(5.25)  # in the middle of the step, where f is evaluated
+    assert caught.value.step_size == 0.5
+    assert set(steps.sample) == {0, 1}
 
 
 # Undoing the damping
