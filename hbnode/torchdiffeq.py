@@ -1,9 +1,9 @@
 """Drop-in replacement for torchdiffeq: ``import hbnode.torchdiffeq as torchdiffeq`` is the whole migration.
 
 The functions have torchdiffeq's signatures and defaults, and call the installed torchdiffeq for its methods, so that
-values, warnings and exceptions are the same. Two things are added: the native methods of :func:`hbnode.odeint`, by their
-names, and :func:`hbnode.count_nfe`, which counts the evaluations of all methods. Other names of this module, such as
-``__version__``, are those of torchdiffeq.
+values, warnings and exceptions are the same. In addition, ``method`` takes the names of hbnode's native methods, and
+:func:`hbnode.count_nfe` counts the evaluations of all methods. Other names of this module, such as ``__version__``, are
+those of torchdiffeq.
 
 Reference:
     Chen, torchdiffeq, github.com/rtqichen/torchdiffeq.
@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from hbnode._tree import State
-from hbnode.nfe import NFE, Tally, open_records
+from hbnode.nfe import NFE, Tally, open_counters, open_records
+from hbnode.solve.methods import SPLITTING
 from hbnode.solve.odeint import odeint as solve_natively
 from hbnode.solve.torchdiffeq import CALLBACKS
 
@@ -47,8 +48,8 @@ def odeint(
 ) -> Any:
     r"""Solve :math:`y' = \mathrm{func}(t, y),\; y(t_0) = y_0` as ``torchdiffeq.odeint`` does.
 
-    :func:`hbnode.count_nfe` counts the evaluations. Gradients are those of the solver's operations, also with a native method (``gradient="direct"`` of
-    :func:`hbnode.odeint`).
+    :func:`hbnode.count_nfe` counts the evaluations. Gradients are those of the solver's operations, also with a native
+    method (``gradient="direct"`` of :func:`hbnode.odeint`).
 
     Arguments:
         func: the right-hand side, called as ``func(t, y)``. Its attributes ``callback_step``, ``callback_accept_step``
@@ -86,7 +87,7 @@ def odeint(
     """
     if solver_of(method or "dopri5") is None:
         return solve_native(func, y0, t, rtol, atol, method, options, "direct", event_fn)
-    counted = CountedField(func, t, method or "dopri5", keeps_graph=torch.is_grad_enabled())
+    counted = count(func, t, method or "dopri5", keeps_graph=torch.is_grad_enabled())
     given = {"rtol": rtol, "atol": atol, "method": method, "options": options, "event_fn": event_fn}
     return original().odeint(counted, y0, t, **given)
 
@@ -155,7 +156,7 @@ def odeint_adjoint(
             )
         return solve_native(func, y0, t, rtol, atol, method, options, "adjoint", event_fn)
     if adjoint_params is not None or isinstance(func, nn.Module):  # torchdiffeq raises an error for other functions
-        func = CountedField(func, t, method or "dopri5", adjoint_method or method or "dopri5")
+        func = count(func, t, method or "dopri5", adjoint_method or method or "dopri5")
     return original().odeint_adjoint(
         func, y0, t, rtol=rtol, atol=atol, method=method, options=options, event_fn=event_fn, **own,
         adjoint_options=adjoint_options, adjoint_params=adjoint_params,
@@ -195,7 +196,7 @@ def odeint_dense(
         >>> round(y(torch.tensor(0.5)).item(), 6)
         0.606531
     """
-    counted = CountedField(func, method="dopri5", keeps_graph=torch.is_grad_enabled())
+    counted = count(func, method="dopri5", keeps_graph=torch.is_grad_enabled())
     return original().odeint_dense(counted, y0, t0, t1, rtol=rtol, atol=atol, method=method, options=options)
 
 
@@ -243,7 +244,7 @@ def odeint_event(
     def interface(_: object, *args: Any, **kwargs: Any) -> Any:  # it counts its evaluations itself
         return odeint_interface(func, *args, **kwargs)
 
-    counted = CountedField(func)  # for the evaluation in the gradient of the event's time
+    counted = count(func)  # for the evaluation in the gradient of the event's time
     given = {"event_fn": event_fn, "reverse_time": reverse_time, "odeint_interface": interface}
     return original().odeint_event(counted, y0, t0, **given, **kwargs)
 
@@ -276,17 +277,30 @@ def solve_native(
     """Solve with :func:`hbnode.odeint`, which gets the entries of ``options`` that are its arguments."""
     if event_fn is not None:
         raise ValueError(f"event_fn is for torchdiffeq's methods, got method={method!r}. Fix: method='dopri5'.")
-    given: dict[str, Any] = {"gradient": gradient}
-    others: dict[str, Any] = {}
-    for name, value in (options or {}).items():
-        name = RENAMED.get(name, name)
-        if name == "step_size":
-            gaps = t.detach().diff().abs().flatten().tolist()
-            given["steps"] = max(1, math.ceil(max(gaps, default=0.0) / value * (1 - 1e-6)))  # not for a rounding error
-        else:
-            (given if name in ARGUMENTS else others)[name] = value
-    rtol, atol = (x.item() if isinstance(x, Tensor) and x.numel() == 1 else x for x in (rtol, atol))
-    return solve_natively(func, y0, t, method=method, rtol=rtol, atol=atol, options=others or None, **given)
+    arguments: dict[str, Any] = {"gradient": gradient, "rtol": rtol, "atol": atol}
+    for name in ("rtol", "atol"):
+        if isinstance(value := arguments[name], Tensor) and value.numel() == 1:
+            arguments[name] = value.item()
+        elif isinstance(value, (Tensor, Sequence)):
+            raise ValueError(f"{name} must be one number for method={method!r}, got {value!r}. Fix: {name}=1e-7.")
+    others = dict(options or {})
+    if (size := others.pop("step_size", None)) is not None:
+        gaps = t.detach().diff().abs().flatten().tolist()
+        arguments["steps"] = max(1, math.ceil(max(gaps, default=0.0) / size * (1 - 1e-6)))  # tolerate rounding errors
+    for name in [*others]:
+        if (renamed := RENAMED.get(name, name)) in ARGUMENTS:
+            arguments[renamed] = others.pop(name)
+    if "grid_constructor" in others or (method in SPLITTING and "steps" not in arguments):
+        fix = "options={'step_size': 0.1}, or options={'steps': 8} for the number of steps per interval of t"
+        raise ValueError(f"method={method!r} has equal steps, whose size must be given. Fix: {fix}.")
+    return solve_natively(func, y0, t, method=method, options=others or None, **arguments)
+
+
+def count(func: Function, *args: Any, **kwargs: Any) -> Function:
+    """Return ``func`` with counts; torch.compile gets ``func`` itself if no :func:`hbnode.count_nfe` is open."""
+    if torch.compiler.is_dynamo_compiling() and not open_counters:
+        return func
+    return CountedField(func, *args, **kwargs)
 
 
 class CountedField(nn.Module):
