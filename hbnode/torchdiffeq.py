@@ -36,16 +36,9 @@ RENAMED = {"jump_t": "jump_times", "max_num_steps": "max_steps"}  # from torchdi
 
 
 def odeint(
-    func: Function,
-    y0: State,
-    t: Tensor,
-    *,
-    rtol: Tolerance = 1e-7,
-    atol: Tolerance = 1e-9,
-    method: str | None = None,
-    options: dict[str, Any] | None = None,
-    event_fn: Function | None = None,
-) -> Any:
+    func: Function, y0: State, t: Tensor, *, rtol: Tolerance = 1e-7, atol: Tolerance = 1e-9, method: str | None = None,
+    options: dict[str, Any] | None = None, event_fn: Function | None = None,
+) -> Any:  # fmt: skip
     r"""Solve :math:`y' = \mathrm{func}(t, y),\; y(t_0) = y_0` as ``torchdiffeq.odeint`` does.
 
     :func:`hbnode.count_nfe` counts the evaluations. Gradients are those of the solver's operations, also with a native
@@ -93,21 +86,11 @@ def odeint(
 
 
 def odeint_adjoint(
-    func: Function,
-    y0: State,
-    t: Tensor,
-    *,
-    rtol: Tolerance = 1e-7,
-    atol: Tolerance = 1e-9,
-    method: str | None = None,
-    options: dict[str, Any] | None = None,
-    event_fn: Function | None = None,
-    adjoint_rtol: Tolerance | None = None,
-    adjoint_atol: Tolerance | None = None,
-    adjoint_method: str | None = None,
-    adjoint_options: dict[str, Any] | None = None,
-    adjoint_params: Iterable[Tensor] | None = None,
-) -> Any:
+    func: Function, y0: State, t: Tensor, *, rtol: Tolerance = 1e-7, atol: Tolerance = 1e-9, method: str | None = None,
+    options: dict[str, Any] | None = None, event_fn: Function | None = None, adjoint_rtol: Tolerance | None = None,
+    adjoint_atol: Tolerance | None = None, adjoint_method: str | None = None,
+    adjoint_options: dict[str, Any] | None = None, adjoint_params: Iterable[Tensor] | None = None,
+) -> Any:  # fmt: skip
     """Solve an ODE as :func:`odeint` does, with gradients by the adjoint ODE as ``torchdiffeq.odeint_adjoint`` does.
 
     The memory does not grow with the number of steps. Evaluations of the backward solve are counted as backward.
@@ -164,16 +147,9 @@ def odeint_adjoint(
 
 
 def odeint_dense(
-    func: Function,
-    y0: Tensor,
-    t0: Tensor,
-    t1: Tensor,
-    *,
-    rtol: Tolerance = 1e-7,
-    atol: Tolerance = 1e-9,
-    method: str | None = None,
-    options: dict[str, Any] | None = None,
-) -> Callable[[Tensor], Tensor]:
+    func: Function, y0: Tensor, t0: Tensor, t1: Tensor, *, rtol: Tolerance = 1e-7, atol: Tolerance = 1e-9,
+    method: str | None = None, options: dict[str, Any] | None = None,
+) -> Callable[[Tensor], Tensor]:  # fmt: skip
     """Return the solution from ``t0`` to ``t1`` as a function of time, as ``torchdiffeq.odeint_dense`` does.
 
     Arguments:
@@ -201,15 +177,9 @@ def odeint_dense(
 
 
 def odeint_event(
-    func: Function,
-    y0: State,
-    t0: Tensor,
-    *,
-    event_fn: Function,
-    reverse_time: bool = False,
-    odeint_interface: Callable[..., Any] = odeint,
-    **kwargs: Any,
-) -> tuple[Tensor, Any]:
+    func: Function, y0: State, t0: Tensor, *, event_fn: Function, reverse_time: bool = False,
+    odeint_interface: Callable[..., Any] = odeint, **kwargs: Any,
+) -> tuple[Tensor, Any]:  # fmt: skip
     r"""Solve until an event with a differentiable event time, as ``torchdiffeq.odeint_event`` does.
 
     The gradient of the event's time τ follows from :math:`\mathrm{event}(τ, y(τ)) = 0` (implicit function theorem).
@@ -310,13 +280,9 @@ class CountedField(nn.Module):
     """
 
     def __init__(
-        self,
-        func: Function,
-        t: Tensor | None = None,
-        method: str | None = None,
-        adjoint_method: str | None = None,
+        self, func: Function, t: Tensor | None = None, method: str | None = None, adjoint_method: str | None = None,
         keeps_graph: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         nfe = NFE()
         nfe.keeps_graph = keeps_graph
