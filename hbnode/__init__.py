@@ -1,6 +1,6 @@
 """Neural ODEs with momentum for PyTorch."""
 
-from hbnode import data, diagnostics, distributions, errors, nn, optim, solve
+from hbnode import data, diagnostics, distributions, errors, nn, optim, solve, torchdiffeq
 from hbnode.errors import SolverError
 from hbnode.fields import ANODE, GHBNODE, HBNODE, NODE, SONODE, Field, HeavyBallSDE
 from hbnode.nfe import count_nfe
@@ -40,5 +40,6 @@ __all__ = [
     "data",
     "diagnostics",
     "solve",
+    "torchdiffeq",
     "errors",
 ]

@@ -1,0 +1,324 @@
+"""Drop-in replacement for torchdiffeq: ``import hbnode.torchdiffeq as torchdiffeq`` is the whole migration.
+
+The functions have torchdiffeq's signatures and defaults, and call the installed torchdiffeq for its methods, so that
+values, warnings and exceptions are the same. In addition, ``method`` takes the names of hbnode's native methods, and
+:func:`hbnode.count_nfe` counts the evaluations of all methods. Other names of this module, such as ``__version__``, are
+those of torchdiffeq.
+
+Reference:
+    Chen, torchdiffeq, github.com/rtqichen/torchdiffeq.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hbnode._tree import State
+from hbnode.nfe import NFE, Tally, open_counters, open_records
+from hbnode.solve.methods import SPLITTING
+from hbnode.solve.odeint import odeint as solve_natively
+from hbnode.solve.torchdiffeq import CALLBACKS
+
+__all__ = ["odeint", "odeint_adjoint", "odeint_event", "odeint_dense"]
+
+Function = Callable[..., Any]
+Tolerance = float | Tensor | Sequence[float | Tensor]
+
+ARGUMENTS = ("steps", "per_sample", "save", "jump_times", "max_steps", "compile", "gradient")  # of hbnode.odeint
+RENAMED = {"jump_t": "jump_times", "max_num_steps": "max_steps"}  # from torchdiffeq's options
+
+
+def odeint(
+    func: Function, y0: State, t: Tensor, *, rtol: Tolerance = 1e-7, atol: Tolerance = 1e-9, method: str | None = None,
+    options: dict[str, Any] | None = None, event_fn: Function | None = None,
+) -> Any:  # fmt: skip
+    r"""Solve :math:`y' = \mathrm{func}(t, y),\; y(t_0) = y_0` as ``torchdiffeq.odeint`` does.
+
+    :func:`hbnode.count_nfe` counts the evaluations. Gradients are those of the solver's operations, also with a native
+    method (``gradient="direct"`` of :func:`hbnode.odeint`).
+
+    Arguments:
+        func: the right-hand side, called as ``func(t, y)``. Its attributes ``callback_step``, ``callback_accept_step``
+            and ``callback_reject_step`` are called by the methods that have them.
+        y0: state at ``t[0]``: a tensor, also complex or without dimensions, or a tuple of tensors.
+        t: times (T,), strictly increasing or strictly decreasing. With ``event_fn``, the start and a second time, of
+            which only the direction counts.
+        rtol: relative tolerance: a number, a tensor for the elements of ``y0``, or one entry for each tensor of a tuple
+            ``y0``. Native methods take one number. Default: 1e-7.
+        atol: absolute tolerance in the units of the state, given like ``rtol``. Default: 1e-9.
+        method: a name of torchdiffeq, or a native name of :func:`hbnode.methods`. If both have the name, the method is
+            torchdiffeq's. Default: None, which is ``"dopri5"``.
+        options: torchdiffeq's options of the method. For a native method they are the options of
+            :func:`hbnode.odeint`, its arguments ``steps``, ``per_sample``, ``save``, ``jump_times``, ``max_steps``,
+            ``compile`` and ``gradient``, and torchdiffeq's ``jump_t``, ``max_num_steps`` and ``step_size``. With
+            ``step_size``, each output interval has equal steps, which are not longer. Default: None.
+        event_fn: event function: the solve ends when ``event_fn(t, y)`` changes its sign. It is for torchdiffeq's
+            methods. Default: None.
+
+    Returns:
+        The states at the times, time first, in the structure of ``y0``. With ``event_fn``, the event's time, which has
+        no gradient, and the states at the start and at the event.
+
+    Raises:
+        ValueError: the method is unknown, or a native method does not support an argument.
+        Exception: torchdiffeq's methods raise torchdiffeq's exceptions, and native methods those of
+            :func:`hbnode.odeint`.
+
+    Example:
+        >>> import torch
+        >>> import hbnode.torchdiffeq as torchdiffeq
+        >>> one, t = torch.ones(1, dtype=torch.float64), torch.tensor([0.0, 1.0])
+        >>> [round(torchdiffeq.odeint(lambda t, y: -y, one, t, method=m)[-1].item(), 6) for m in ("dopri5", "tsit5")]
+        [0.367879, 0.367879]
+    """
+    if solver_of(method or "dopri5") is None:
+        return solve_native(func, y0, t, rtol, atol, method, options, "direct", event_fn)
+    counted = count(func, t, method or "dopri5", keeps_graph=torch.is_grad_enabled())
+    given = {"rtol": rtol, "atol": atol, "method": method, "options": options, "event_fn": event_fn}
+    return original().odeint(counted, y0, t, **given)
+
+
+def odeint_adjoint(
+    func: Function, y0: State, t: Tensor, *, rtol: Tolerance = 1e-7, atol: Tolerance = 1e-9, method: str | None = None,
+    options: dict[str, Any] | None = None, event_fn: Function | None = None, adjoint_rtol: Tolerance | None = None,
+    adjoint_atol: Tolerance | None = None, adjoint_method: str | None = None,
+    adjoint_options: dict[str, Any] | None = None, adjoint_params: Iterable[Tensor] | None = None,
+) -> Any:  # fmt: skip
+    """Solve an ODE as :func:`odeint` does, with gradients by the adjoint ODE as ``torchdiffeq.odeint_adjoint`` does.
+
+    The memory does not grow with the number of steps. Evaluations of the backward solve are counted as backward.
+
+    Arguments:
+        func: the right-hand side as for :func:`odeint`. It must be a module unless ``adjoint_params`` is given or the
+            method is native. Callbacks of the backward solve have names such as ``callback_step_adjoint``.
+        y0: state at ``t[0]``, as for :func:`odeint`.
+        t: times (T,), as for :func:`odeint`.
+        rtol: relative tolerance of the forward solve. Default: 1e-7.
+        atol: absolute tolerance of the forward solve. Default: 1e-9.
+        method: name of the method, as for :func:`odeint`. A native method has hbnode's adjoint, solved with
+            ``"tsit5"`` at the tolerances of the forward solve. Default: None, which is ``"dopri5"``.
+        options: options of the method, as for :func:`odeint`. Default: None.
+        event_fn: event function, as for :func:`odeint`. Default: None.
+        adjoint_rtol: relative tolerance of the backward solve. Default: None, which is ``rtol``.
+        adjoint_atol: absolute tolerance of the backward solve. Default: None, which is ``atol``.
+        adjoint_method: method of the backward solve, one of torchdiffeq. Default: None, which is ``method``.
+        adjoint_options: options of the backward solve; ``{"norm": "seminorm"}`` leaves the parameters out of the error
+            norm. Default: None, which are ``options`` without the norm.
+        adjoint_params: tensors that get gradients. With a native method, all parameters and leaves that ``func`` uses
+            get them. Default: None, which are the parameters of ``func``.
+
+    Returns:
+        The result of :func:`odeint`.
+
+    Raises:
+        ValueError: ``func`` is no module and ``adjoint_params`` is None, or the reasons of :func:`odeint`.
+
+    Example:
+        >>> import torch, hbnode
+        >>> func = hbnode.NODE(torch.nn.Linear(2, 2))
+        >>> with hbnode.count_nfe(func) as nfe:
+        ...     y = hbnode.torchdiffeq.odeint_adjoint(func, torch.ones(1, 2), torch.tensor([0.0, 1.0]), method="rk4")
+        ...     y.sum().backward()
+        >>> nfe.forward, nfe.backward
+        (4, 4)
+    """
+    own = {"adjoint_rtol": adjoint_rtol, "adjoint_atol": adjoint_atol, "adjoint_method": adjoint_method}
+    if solver_of(method or "dopri5") is None:
+        given = [name for name, value in {**own, "adjoint_options": adjoint_options}.items() if value is not None]
+        if given:
+            raise ValueError(
+                f"{', '.join(given)} cannot be chosen for method={method!r}, whose adjoint is solved with 'tsit5' at "
+                "rtol and atol. Fix: leave them out, or method='dopri5'."
+            )
+        return solve_native(func, y0, t, rtol, atol, method, options, "adjoint", event_fn)
+    if adjoint_params is not None or isinstance(func, nn.Module):  # torchdiffeq raises an error for other functions
+        func = count(func, t, method or "dopri5", adjoint_method or method or "dopri5")
+    return original().odeint_adjoint(
+        func, y0, t, rtol=rtol, atol=atol, method=method, options=options, event_fn=event_fn, **own,
+        adjoint_options=adjoint_options, adjoint_params=adjoint_params,
+    )  # fmt: skip
+
+
+def odeint_dense(
+    func: Function, y0: Tensor, t0: Tensor, t1: Tensor, *, rtol: Tolerance = 1e-7, atol: Tolerance = 1e-9,
+    method: str | None = None, options: dict[str, Any] | None = None,
+) -> Callable[[Tensor], Tensor]:  # fmt: skip
+    """Return the solution from ``t0`` to ``t1`` as a function of time, as ``torchdiffeq.odeint_dense`` does.
+
+    Arguments:
+        func: the right-hand side, called as ``func(t, y)``.
+        y0: state at ``t0``, a tensor.
+        t0: start, a scalar tensor.
+        t1: end, a scalar tensor.
+        rtol: relative tolerance. Default: 1e-7.
+        atol: absolute tolerance. Default: 1e-9.
+        method: ``"dopri5"``, the only method that has a dense output here. Default: None, which is ``"dopri5"``.
+        options: options of ``"dopri5"``. Default: None.
+
+    Returns:
+        A function that maps a scalar tensor, a time in [t0, t1), to the state at this time.
+
+    Example:
+        >>> import torch, hbnode
+        >>> one, start, end = torch.ones(1, dtype=torch.float64), torch.tensor(0.0), torch.tensor(1.0)
+        >>> y = hbnode.torchdiffeq.odeint_dense(lambda t, y: -y, one, start, end)
+        >>> round(y(torch.tensor(0.5)).item(), 6)
+        0.606531
+    """
+    counted = count(func, method="dopri5", keeps_graph=torch.is_grad_enabled())
+    return original().odeint_dense(counted, y0, t0, t1, rtol=rtol, atol=atol, method=method, options=options)
+
+
+def odeint_event(
+    func: Function, y0: State, t0: Tensor, *, event_fn: Function, reverse_time: bool = False,
+    odeint_interface: Callable[..., Any] = odeint, **kwargs: Any,
+) -> tuple[Tensor, Any]:  # fmt: skip
+    r"""Solve until an event with a differentiable event time, as ``torchdiffeq.odeint_event`` does.
+
+    The gradient of the event's time τ follows from :math:`\mathrm{event}(τ, y(τ)) = 0` (implicit function theorem).
+    Parameters of ``event_fn`` get a gradient only if they are part of the state.
+
+    Arguments:
+        func: the right-hand side, called as ``func(t, y)``.
+        y0: state at ``t0``, a tensor or a tuple of tensors.
+        t0: start, a scalar tensor.
+        event_fn: event function: the solve ends when ``event_fn(t, y)`` changes its sign.
+        reverse_time: whether the time decreases. Default: False.
+        odeint_interface: function that solves until the event: :func:`odeint`, :func:`odeint_adjoint` or another of
+            their signature. Default: odeint.
+        kwargs: arguments of ``odeint_interface``, such as ``rtol``, ``atol`` and ``method``.
+
+    Returns:
+        The event's time, and the states at the start and at the event.
+
+    Example:
+        A ball falls from the height 5 with the acceleration 10, and lands after 1. The derivative of this time with
+        respect to the height is 1/10.
+
+        >>> import torch
+        >>> import hbnode.torchdiffeq as torchdiffeq
+        >>> fall = lambda t, y: (y[1], torch.full_like(y[1], -10.0))
+        >>> height, speed = torch.tensor([5.0], dtype=torch.float64, requires_grad=True), torch.zeros(1).double()
+        >>> land, _ = torchdiffeq.odeint_event(fall, (height, speed), torch.tensor(0.0), event_fn=lambda t, y: y[0])
+        >>> round(land.item(), 6), round(torch.autograd.grad(land, height)[0].item(), 6)
+        (1.0, 0.1)
+    """
+
+    def interface(_: object, *args: Any, **kwargs: Any) -> Any:  # it counts its evaluations itself
+        return odeint_interface(func, *args, **kwargs)
+
+    counted = count(func)  # for the evaluation in the gradient of the event's time
+    given = {"event_fn": event_fn, "reverse_time": reverse_time, "odeint_interface": interface}
+    return original().odeint_event(counted, y0, t0, **given, **kwargs)
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__") and name != "__version__":
+        raise AttributeError(name)
+    return getattr(original(), name)
+
+
+def original() -> ModuleType:
+    """Return the installed torchdiffeq, which imports scipy and is therefore not imported with hbnode."""
+    with torch.inference_mode(False):  # autograd cannot save tableaus made in inference mode
+        import torchdiffeq
+    return torchdiffeq
+
+
+def solver_of(method: str | None) -> Any:
+    """Return torchdiffeq's class for a method, or None if it has none of this name."""
+    original()
+    from torchdiffeq._impl.odeint import SOLVERS
+
+    return SOLVERS.get(method)
+
+
+def solve_native(
+    func: Function, y0: State, t: Tensor, rtol: Any, atol: Any, method: Any, options: dict[str, Any] | None,
+    gradient: str, event_fn: Function | None,
+) -> State:  # fmt: skip
+    """Solve with :func:`hbnode.odeint`, which gets the entries of ``options`` that are its arguments."""
+    if event_fn is not None:
+        raise ValueError(f"event_fn is for torchdiffeq's methods, got method={method!r}. Fix: method='dopri5'.")
+    arguments: dict[str, Any] = {"gradient": gradient, "rtol": rtol, "atol": atol}
+    for name in ("rtol", "atol"):
+        if isinstance(value := arguments[name], Tensor) and value.numel() == 1:
+            arguments[name] = value.item()
+        elif isinstance(value, (Tensor, Sequence)):
+            raise ValueError(f"{name} must be one number for method={method!r}, got {value!r}. Fix: {name}=1e-7.")
+    others = dict(options or {})
+    if (size := others.pop("step_size", None)) is not None:
+        gaps = t.detach().diff().abs().flatten().tolist()
+        arguments["steps"] = max(1, math.ceil(max(gaps, default=0.0) / size * (1 - 1e-6)))  # tolerate rounding errors
+    for name in [*others]:
+        if (renamed := RENAMED.get(name, name)) in ARGUMENTS:
+            arguments[renamed] = others.pop(name)
+    if "grid_constructor" in others or (method in SPLITTING and "steps" not in arguments):
+        fix = "options={'step_size': 0.1}, or options={'steps': 8} for the number of steps per interval of t"
+        raise ValueError(f"method={method!r} has equal steps, whose size must be given. Fix: {fix}.")
+    return solve_natively(func, y0, t, method=method, options=others or None, **arguments)
+
+
+def count(func: Function, *args: Any, **kwargs: Any) -> Function:
+    """Return ``func`` with counts; torch.compile gets ``func`` itself if no :func:`hbnode.count_nfe` is open."""
+    if torch.compiler.is_dynamo_compiling() and not open_counters:
+        return func
+    return CountedField(func, *args, **kwargs)
+
+
+class CountedField(nn.Module):
+    """A wrapper of a field for torchdiffeq that counts the evaluations and the steps of one solve.
+
+    Its parameters and callbacks are those of ``func``. The callbacks also count steps.
+    """
+
+    def __init__(
+        self, func: Function, t: Tensor | None = None, method: str | None = None, adjoint_method: str | None = None,
+        keeps_graph: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        nfe = NFE()
+        nfe.keeps_graph = keeps_graph
+        self.func, self.counter = func, Tally(func, nfe)
+        if hasattr(func, "_is_replica"):  # of DataParallel: its parameters are plain attributes
+            self._is_replica = func._is_replica
+        for name, suffix, times in ((method, "", None), (adjoint_method, "_adjoint", t)):
+            events = step_events(name)
+            for callback in CALLBACKS:
+                own = getattr(func, callback + suffix, None)
+                if callback in events:
+                    own = functools.partial(count_step, self.counter, events[callback], own, times)
+                if own is not None:
+                    setattr(self, callback + suffix, own)
+
+    def forward(self, t: Tensor, y: State) -> State:
+        self.counter.add("evaluation")
+        return self.func(t, y)
+
+
+def step_events(method: str | None) -> dict[str, str]:
+    """Return the callbacks that tell the accepted and the rejected steps of a method; fixed steps are all accepted."""
+    solver = solver_of(method)
+    names = solver.valid_callbacks() if solver is not None else ()
+    if "callback_accept_step" in names:
+        return {"callback_accept_step": "accepted", "callback_reject_step": "rejected"}
+    return {"callback_step": "accepted"} if "callback_step" in names else {}
+
+
+def count_step(
+    counter: Tally, event: str, own: Function | None, times: Tensor | None, t0: Tensor, y0: State, dt: Tensor
+) -> None:
+    """Count a step of size ``dt`` from ``(t0, y0)``, and call the user's ``own`` callback."""
+    counter.add(event)
+    if open_records:
+        is_mirrored = times is not None and bool(times[0] > times[-1])  # the adjoint negates decreasing times
+        counter.report(-t0 if is_mirrored else t0, dt, event == "accepted")
+    if own is not None:
+        own(t0, y0, dt)

@@ -1,0 +1,215 @@
+"""The drop-in for torchdiffeq: torchdiffeq's results, hbnode's methods, and counts of both."""
+
+import inspect
+import math
+import warnings
+
+import pytest
+import torch
+import torchdiffeq as original
+from torch import nn
+from torchdiffeq._impl.odeint import SOLVERS
+
+import hbnode
+import hbnode.torchdiffeq as torchdiffeq
+from hbnode.solve.methods import METHODS
+
+T = torch.linspace(0.0, 1.0, 4, dtype=torch.float64)
+
+
+class Spiral(nn.Module):
+    def __init__(self, dtype=torch.float64):
+        super().__init__()
+        self.net = nn.Linear(2, 2, dtype=dtype)
+        self.calls = 0
+
+    def forward(self, t, y):
+        self.calls += 1
+        return torch.tanh(self.net(y)) * torch.cos(t)
+
+
+def float64(*values, **kwargs):
+    return torch.tensor(values, dtype=torch.float64, **kwargs)
+
+
+def test_the_names_and_defaults_are_torchdiffeqs():
+    assert torchdiffeq.__version__ == original.__version__
+    assert set(torchdiffeq.__all__) == {name for name in vars(original) if not name.startswith("_")}
+    for name in torchdiffeq.__all__:
+        ours, theirs = (inspect.signature(getattr(module, name)).parameters for module in (torchdiffeq, original))
+        assert [(p.name, p.kind) for p in ours.values()] == [(p.name, p.kind) for p in theirs.values()]
+        defaults = {key: p.default for key, p in theirs.items()}
+        replaced = {"odeint_interface": torchdiffeq.odeint} if name == "odeint_event" else {}
+        assert {key: p.default for key, p in ours.items()} == defaults | replaced
+
+
+@pytest.mark.parametrize("method", [None, *SOLVERS])
+@pytest.mark.parametrize("name", ["odeint", "odeint_adjoint"])
+def test_values_gradients_and_counts_are_torchdiffeqs(name, method):
+    if method == "scipy_solver" and name == "odeint":
+        pytest.skip("scipy has no direct gradient")
+    func, y0, results = Spiral(), float64(1.0, 2.0, requires_grad=True), []
+    for module in (original, torchdiffeq):
+        func.calls = 0
+        t = T.clone().requires_grad_(method != "scipy_solver")
+        with hbnode.count_nfe(func) as nfe:
+            y = getattr(module, name)(func, y0, t, method=method, rtol=1e-4, atol=1e-4)
+            calls = func.calls
+            gradients = torch.autograd.grad(y.square().sum(), (y0, *func.parameters(), *([t] * t.requires_grad)))
+        results.append((calls, func.calls - calls, y, *gradients))
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(torch.as_tensor(ours), torch.as_tensor(theirs))
+    assert (nfe.forward, nfe.backward) == results[1][:2]
+    assert ("graph kept" in str(nfe)) == (name == "odeint")
+    assert (nfe.steps > 0, nfe.backward_steps > 0) == (method != "scipy_solver", name != "odeint" and nfe.steps > 0)
+
+
+def test_steps_are_counted_as_hbnode_counts_them():
+    func, y0, t = Spiral(), float64(1.0, 2.0), T.flip(0) * 9  # backwards in time
+    counts, records = [], []
+    for solve in (
+        lambda: torchdiffeq.odeint_adjoint(func, y0, t, rtol=1e-6, atol=1e-6, adjoint_options={"norm": "seminorm"}),
+        lambda: hbnode.odeint(func, y0, t, method="dopri5", rtol=1e-6, atol=1e-6, gradient="adjoint"),
+    ):
+        with hbnode.count_nfe(func) as nfe, hbnode.diagnostics.record_steps(func) as record:
+            solve().sum().backward()
+        counts.append(nfe.as_dict())
+        records.append(record)
+    ours, theirs = counts
+    assert ours == theirs
+    assert ours["rejected"] > 0
+    assert records[0] == records[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.complex128])
+@pytest.mark.parametrize("method", ["dopri5", "rk4", "bosh3"])
+def test_what_hbnode_refuses_is_torchdiffeqs(method, dtype):
+    """Complex states, states without dimensions, tolerances by element or tensor, and perturbed times."""
+    y0, options = torch.tensor(1.5, dtype=dtype), {"perturb": True} if method == "rk4" else {}
+    tolerance, field = torch.tensor([1e-3, 1e-5, 1e-4]), lambda t, y: -t * y
+    for given in (
+        {"y0": y0, "options": options},
+        {"y0": y0.expand(3), "rtol": tolerance, "atol": tolerance},
+        {"y0": (y0, y0.expand(2)), "rtol": (1e-3, tolerance[:2]), "atol": (1e-3, 1e-4)},
+    ):
+        func = (lambda t, y: tuple(field(t, x) for x in y)) if isinstance(given["y0"], tuple) else field
+        ours, theirs = (module.odeint(func, **given, t=T.float(), method=method) for module in (torchdiffeq, original))
+        for a, b in zip(ours, theirs, strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("method", ["dopri5", "rk4"])
+def test_callbacks_and_warnings_are_torchdiffeqs(method, recwarn):
+    func, calls = Spiral(), []
+    for name in ("callback_step", "callback_accept_step", "callback_step_adjoint"):
+        setattr(func, name, lambda t0, y0, dt, name=name: calls[-1].append((name, float(t0), float(dt))))
+    for module in (original, torchdiffeq):
+        calls.append([])
+        recwarn.clear()
+        warnings.simplefilter("always")  # also the second time
+        y = module.odeint_adjoint(func, float64(1.0, 2.0), T.flip(0), method=method, options={"unknown": 1})
+        y.sum().backward()
+        assert {name for name, *_ in calls[-1]} >= {"callback_step", "callback_step_adjoint"}
+        calls[-1] += sorted(str(warning.message) for warning in recwarn)
+    assert calls[0] == calls[1]
+    assert any("Unexpected arguments" in warning for warning in calls[0] if isinstance(warning, str))
+
+
+@pytest.mark.parametrize("interface", ["odeint", "odeint_adjoint"])
+@pytest.mark.parametrize("reverse_time", [False, True])
+def test_the_time_of_an_event_has_the_gradient_of_the_closed_form(interface, reverse_time):
+    """A ball thrown up from h with speed v has landed at t = (v ± √(v² + 2gh)) / g."""
+    sign, g = -1.0 if reverse_time else 1.0, 10.0
+    func = nn.Linear(1, 1)  # any module
+    func.forward = lambda t, y: (y[1], torch.full_like(y[1], -g))
+    h, v, t0 = float64(2.0, requires_grad=True), float64(3.0, requires_grad=True), float64(0.5, requires_grad=True)
+    with hbnode.count_nfe(func) as nfe:
+        land, (_, speed) = torchdiffeq.odeint_event(
+            func, (h, v), t0[0], event_fn=lambda t, y: y[0], reverse_time=reverse_time,
+            odeint_interface=getattr(torchdiffeq, interface), rtol=1e-10, atol=1e-10,
+        )  # fmt: skip
+        gradients = torch.autograd.grad(land, (h, v, t0))
+    root = math.sqrt(9.0 + 2 * g * 2.0)
+    assert land.item() == pytest.approx(0.5 + (3.0 + sign * root) / g, abs=1e-8)
+    assert speed[-1].item() == pytest.approx(-sign * root, abs=1e-7)
+    exact = [sign / root, (1 + sign * 3.0 / root) / g, 1.0]
+    assert [x.item() for x in gradients] == pytest.approx(exact, abs=1e-7)
+    assert nfe.backward == 1 or interface == "odeint_adjoint"  # the derivative at the event
+
+
+def test_events_and_dense_outputs_are_torchdiffeqs():
+    func, y0 = Spiral(), float64(1.0, 2.0)
+    for given in ({}, {"method": "rk4", "options": {"step_size": 0.1}}):
+        given["event_fn"] = lambda t, y: 0.5 - t + 0.1 * y[1]
+        for ours, theirs in zip(*(m.odeint(func, y0, T[:2], **given) for m in (torchdiffeq, original)), strict=True):
+            assert torch.equal(ours, theirs)
+    with hbnode.count_nfe(func) as nfe:
+        func.calls = 0
+        dense = torchdiffeq.odeint_dense(func, y0, T[0], T[-1])
+    assert torch.equal(dense(T[1]), original.odeint_dense(func, y0, T[0], T[-1])(T[1]))
+    assert 0 < nfe.forward < func.calls
+
+
+def test_errors_are_torchdiffeqs():
+    y0 = float64(1.0)
+    with pytest.raises(AssertionError, match=r"t must be a torch\.Tensor"):
+        torchdiffeq.odeint(lambda t, y: -y, y0, [0.0, 1.0])
+    with pytest.raises(AssertionError, match="underflow in dt"):
+        torchdiffeq.odeint(lambda t, y: y / 0.0, y0, T)
+    for call in (torchdiffeq.odeint_adjoint, lambda *args: torchdiffeq.odeint_event(
+        *args[:2], args[2][0], event_fn=lambda t, y: y - 0.5, odeint_interface=torchdiffeq.odeint_adjoint
+    )):  # fmt: skip
+        with pytest.raises(ValueError, match=r"func must be an instance of nn\.Module"):
+            call(lambda t, y: -y, y0, T)
+
+
+def test_replicas_of_data_parallel_keep_their_parameters():
+    func = Spiral()
+    replica = func.net._replicate_for_data_parallel()
+    replica.weight, replica.bias = (p.detach().clone().requires_grad_() for p in func.net.parameters())
+    replica._is_replica, replica.forward = True, lambda t, y: nn.functional.linear(y, replica.weight, replica.bias)
+    torchdiffeq.odeint_adjoint(replica, float64(1.0, 2.0), T).sum().backward()
+    assert replica.weight.grad.abs().min() > 0
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name not in SOLVERS])
+@pytest.mark.parametrize("name", ["odeint", "odeint_adjoint"])
+def test_native_methods_are_hbnodes(name, method):
+    field = hbnode.HBNODE(Spiral().net).double()
+    state = (float64(1.0, 2.0)[None], float64(0.5, 0.5)[None].requires_grad_())
+    gradient, t = {"odeint": "direct", "odeint_adjoint": "adjoint"}[name], T.clone().requires_grad_()
+    results, counts = [], []
+    for solve in (
+        lambda: getattr(torchdiffeq, name)(field, state, t, method=method, options={"step_size": 0.1}),
+        lambda: hbnode.odeint(field, state, t, method=method, steps=4, gradient=gradient),
+    ):
+        with hbnode.count_nfe(field) as nfe:
+            h, m = solve()
+            results.append((h, m, *torch.autograd.grad(h[-1].sum(), (state[1], t, *field.dynamics_parameters()))))
+        counts.append(nfe)
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs)
+    assert counts[0] == counts[1]
+    assert counts[0].steps == 12
+    if method in ("tsit5", "nystrom8"):
+        h, _ = getattr(torchdiffeq, name)(field, state, T, method=method, options={"max_num_steps": 100})
+        exact = original.odeint(field, state, T, rtol=1e-11, atol=1e-11)[0]
+        torch.testing.assert_close(h, exact, rtol=1e-7, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"method": "nystrom8", "rtol": torch.ones(2)}, r"rtol must be one number .* Fix: rtol=1e-7"),
+        ({"method": "leapfrog"}, "Fix: options={'step_size': 0.1}"),
+        ({"method": "nystrom8", "options": {"grid_constructor": None}}, "Fix: options={'step_size': 0.1}"),
+        ({"method": "nystrom8", "event_fn": lambda t, y: y}, "Fix: method='dopri5'"),
+        ({"method": "tsit6"}, "Fix: method='tsit5'"),
+        ({"method": "nystrom8", "adjoint_rtol": 1e-3}, "Fix: leave them out"),
+    ],
+    ids=lambda given: "-".join(given) if isinstance(given, dict) else "",
+)
+def test_what_native_methods_do_not_take_is_named(given, message):
+    solve = torchdiffeq.odeint_adjoint if "adjoint_rtol" in given else torchdiffeq.odeint
+    with pytest.raises(ValueError, match=message):
+        solve(Spiral(), float64(1.0, 2.0), T, **given)
