@@ -246,7 +246,10 @@ def solve_native(
 ) -> State:  # fmt: skip
     """Solve with :func:`hbnode.odeint`, which gets the entries of ``options`` that are its arguments."""
     if event_fn is not None:
-        raise ValueError(f"event_fn is for torchdiffeq's methods, got method={method!r}. Fix: method='dopri5'.")
+        raise ValueError(
+            f"event_fn is for torchdiffeq's methods, got method={method!r}. Fix: method='dopri5', or "
+            "hbnode.odeint(..., events=hbnode.Event(fn))."
+        )
     arguments: dict[str, Any] = {"gradient": gradient, "rtol": rtol, "atol": atol}
     for name in ("rtol", "atol"):
         if isinstance(value := arguments[name], Tensor) and value.numel() == 1:
