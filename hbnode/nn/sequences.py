@@ -236,8 +236,9 @@ class Sequences:
             row, i = (int(index) for index in (gaps < 0).nonzero()[0])
             raise ValueError(
                 f"t must not decrease, but in sequence {row} t[{i}]={float(t[row, i]):.9g} is followed by "
-                f"{float(t[row, i + 1]):.9g}. Fix: lengths=, if the rest is padding; else order = t.argsort(), and "
-                "x[order], t[order] for each sequence."
+                f"{float(t[row, i + 1]):.9g}. Fix: lengths=, if the rest is padding; to sort, for t of shape (batch, T), "
+                "order = t.argsort(1, stable=True); "
+                "t, x = t.take_along_dim(order, 1), x.take_along_dim(order.unsqueeze(-1), 1)."
             )
         moves = gaps[gaps > 0]
         rounding = torch.finfo(t.dtype).eps * float(t.abs().max()) if ties and len(moves) else 0.0
@@ -487,7 +488,7 @@ def fitted_unit(t: ArrayLike, mask: Tensor | None, lengths: Lengths | None) -> f
     if bool((gaps < 0).any()):
         raise ValueError(
             "t must not decrease over the observed samples of each series. Fix: lengths=, if the rest is padding; else "
-            "order = t.argsort(), and t[order] for each series."
+            "t = t.sort(-1).values."
         )
     gaps = gaps[gaps > 0]
     if len(gaps) == 0:
