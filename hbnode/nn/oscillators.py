@@ -437,8 +437,8 @@ class Oscillators(_OscillatorModule):
         Arguments:
             state: the state of a call of this layer. With a state of :meth:`filter` the outputs are distributions of
                 observations.
-            dt: times since that of the state, (K,) or (batch, K), not negative and not decreasing. With ``discretization="imex"``
-                each time is reached from the previous time in one step.
+            dt: times since that of the state, (K,) or (batch, K), not negative and not decreasing. With
+                ``discretization="imex"`` each time is reached from the previous time in one step.
 
         Returns:
             The outputs (batch, K, hidden_size), in the dtype of the state, or a :class:`Gaussian` of that shape, and

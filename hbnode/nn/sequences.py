@@ -223,7 +223,7 @@ class Sequences:
         return pad(states, (0, 0, 0, self.total - states.shape[-2]))
 
     def _check_values(self) -> None:
-        """Raise ValueError for invalid times or samples, with one device synchronisation."""
+        """Raise ValueError for invalid times or samples, with one device synchronisation if no times are equal."""
         t = self.t.detach()
         gaps = t.diff()
         repeats = gaps == 0 if self.valid is None else (gaps == 0) & self.valid[:, 1:]
@@ -236,19 +236,19 @@ class Sequences:
             row, i = (int(index) for index in (gaps < 0).nonzero()[0])
             raise ValueError(
                 f"t must not decrease, but in sequence {row} t[{i}]={float(t[row, i]):.9g} is followed by "
-                f"{float(t[row, i + 1]):.9g}. Fix: lengths=, if the rest is padding; to sort, for t of shape (batch, T), "
-                "order = t.argsort(1, stable=True); "
+                f"{float(t[row, i + 1]):.9g}. Fix: lengths=, if the rest is padding; to sort, for t of shape (batch, "
+                "T), order = t.argsort(stable=True); "
                 "t, x = t.take_along_dim(order, 1), x.take_along_dim(order.unsqueeze(-1), 1)."
             )
-        moves = gaps[gaps > 0]
-        rounding = torch.finfo(t.dtype).eps * float(t.abs().max()) if ties and len(moves) else 0.0
-        if rounding and float(moves.median()) < COARSE * rounding:
-            row, i = (int(index) for index in repeats.nonzero()[0])
-            raise ValueError(
-                f"t has lost its digits: in sequence {row} t[{i}]={float(t[row, i]):.9g} is repeated, and other times "
-                f"differ by little more than the rounding error {rounding:.2g} of {t.dtype}. Fix: large times in "
-                "float64, or counted from a time near the data."
-            )
+        if ties:
+            rounding = torch.finfo(t.dtype).eps * float(t.abs().max())
+            if float(gaps[gaps > 0].median()) < COARSE * rounding:  # the median of none is NaN
+                row, i = (int(index) for index in repeats.nonzero()[0])
+                raise ValueError(
+                    f"t has lost its digits: in sequence {row} t[{i}]={float(t[row, i]):.9g} is repeated, and other "
+                    f"times differ by little more than the rounding error {rounding:.2g} of {t.dtype}. Fix: large "
+                    "times in float64, or counted from a time near the data."
+                )
         if not observed:
             raise ValueError("x is not finite where it is observed. Fix: mask=torch.isfinite(x) if values are missing.")
 
