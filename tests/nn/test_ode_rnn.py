@@ -129,6 +129,22 @@ def test_gradients_of_gaps_of_length_zero(solver):
     close(at_dt, torch.ones(2, 1).double())
 
 
+@pytest.mark.parametrize("options", [{}, {"per_sample": False}, {"steps": 3}], ids=["sample", "batch", "steps"])
+def test_gradients_of_equal_times_are_those_of_moving_them_apart(options):
+    rnn = make_rnn(rtol=1e-9, atol=1e-9, bidirectional=True, missing="decay", elapsed_features=True, **options)
+    (x, t), apart = make_series_with_ties(), 1e-5
+
+    def loss(t):
+        return rnn(x, t, mask=make_mask())[0].square().sum()
+
+    (at_t,) = torch.autograd.grad(loss(t.requires_grad_()), t)
+    with torch.no_grad():
+        for i, sign in ((2, -1), (3, 1)):  # one-sided differences of second order
+            move = sign * apart * torch.eye(5, dtype=torch.float64)[i]
+            slope = (4 * loss(t + move) - 3 * loss(t) - loss(t + 2 * move)) / (2 * sign * apart)
+            close(slope, at_t[:, i].sum(), rtol=1e-6, atol=1e-6)
+
+
 def test_between_samples_the_state_solves_the_ode():
     """Without updates, the state of h'' = -h is a rotation: a closed form."""
     field = hbnode.HBNODE(lambda h: -h, damping=0.0, learn_damping=False)
