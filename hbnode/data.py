@@ -188,8 +188,15 @@ def from_long(
     codes, times, numbers = codes[order], times[order], numbers[order]
     is_new = np.ones(len(codes), dtype=bool)  # whether a row is the first at its time
     is_new[1:] = (np.diff(codes) != 0) | (np.diff(times) != 0)
-    merged = _merge(numbers, is_new.cumsum() - 1, feature, len(names), duplicates)
+    merged, count = _merge(numbers, is_new.cumsum() - 1, feature, len(names), duplicates)
     codes, times = codes[is_new], times[is_new]
+    if duplicates == "error" and (count > 1).any():
+        point, one = np.argwhere(count > 1)[0]
+        raise ValueError(
+            f"{int((count > 1).sum())} values of a feature have more than one row for one series and time, first "
+            f"{names[one]!r} of series {ids[codes[point]]!r} at t={times[point]:.9g}. "
+            "Fix: duplicates='mean', 'first' or 'last'."
+        )
     counts = np.bincount(codes, minlength=len(ids))
     place = np.arange(len(codes)) - (counts.cumsum() - counts)[codes]
     x = np.full((len(ids), counts.max(), len(names)), np.nan)
@@ -284,27 +291,23 @@ def _numbers(column: Any, name: str) -> NDArray[Any]:
 
 def _merge(
     numbers: NDArray[Any], points: NDArray[Any], feature: NDArray[Any], features: int, rule: Duplicates
-) -> NDArray[Any]:
+) -> tuple[NDArray[Any], NDArray[Any]]:
     """Merge values (rows, columns) of the same series, time and feature to values (time points, features).
 
-    ``points`` has the index of the time point of each row, and ``feature`` the index of the feature of each value.
+    The second result is the number of values merged to each. ``points`` has the index of the time point of each row,
+    and ``feature`` the index of the feature of each value.
     """
     observed = ~np.isnan(numbers)
     index, found = (points[:, None] * features + feature)[observed], numbers[observed]
     size = (int(points[-1]) + 1) * features
     count = np.bincount(index, minlength=size)
-    if rule == "error" and (count > 1).any():
-        raise ValueError(
-            f"{int((count > 1).sum())} values of a feature have more than one row for one series and time. "
-            "Fix: duplicates='mean', 'first' or 'last'."
-        )
     merged: NDArray[Any] = np.full(size, np.nan)
     if rule == "mean":
         np.divide(np.bincount(index, found, minlength=size), count, out=merged, where=count > 0)
     else:
         step = -1 if rule == "first" else 1
         merged[index[::step]] = found[::step]  # NumPy keeps the last value of equal indices
-    return merged.reshape(-1, features)
+    return merged.reshape(-1, features), count.reshape(-1, features)
 
 
 def _constant(numbers: NDArray[Any], codes: NDArray[Any], ids: list[Any], name: str) -> NDArray[Any]:

@@ -52,7 +52,8 @@ class Signal(nn.Module):
     and the solver raises ValueError. In a graph of torch.compile or torch.export such a query gives NaN.
 
     Arguments:
-        t: sample times (T,), strictly increasing, floating point.
+        t: sample times (T,), strictly increasing, floating point. A signal has one value at each time; for a jump, put
+            its two samples at two times a little apart.
         u: samples (T, ...), floating point; the trailing shape is that of u(t), for example a batch.
         kind: ``"linear"`` or ``"cubic"``. Default: ``"linear"``.
         outside: result of a query outside [t[0], t[-1]]: ``"raise"`` an error, or ``"hold"`` the nearest sample.
@@ -93,8 +94,15 @@ class Signal(nn.Module):
                 f"{tuple(t.shape)} and {tuple(u.shape)}. Fix: put time first in u."
             )
         on_host = t.detach().cpu()
-        if not bool((on_host.diff() > 0).all()):
-            raise ValueError("the sample times must be strictly increasing. Fix: sort them and drop repeated times.")
+        gaps = on_host.diff()
+        if not bool((gaps > 0).all()):
+            i = int((gaps > 0).int().argmin())
+            raise ValueError(
+                f"the sample times must be strictly increasing, but t[{i}]={float(on_host[i]):.9g} is "
+                f"followed by {float(on_host[i + 1]):.9g}. Fix: to sort the samples and average those of equal time, "
+                "t, index = t.unique(return_inverse=True); "
+                "u = torch.stack([u[index == i].mean(0) for i in range(len(t))])."
+            )
         self.kind = kind
         self.outside = outside
         self.knots = tuple(on_host.tolist())  # on the host, where step sizes are chosen

@@ -16,7 +16,7 @@ def ode_rnn(rnn, x, t, mask=None, lengths=None, tolerance=1e-11):
         s = torch.cat([s, s.new_zeros(1, rnn.augment)], 1)
         states = []
         for i in range(length):
-            if i:
+            if i and t[b, i] > t[b, i - 1]:
                 s = _solve(rnn, s, t[b, i - 1 : i + 1], tolerance)
             observed = torch.ones(x.shape[-1], dtype=torch.bool) if mask is None else mask[b, i].expand(x.shape[-1])
             if observed.any():

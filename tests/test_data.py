@@ -138,7 +138,12 @@ def good():
         ({"a": ["x", "y", "z"]}, {}, TypeError, "'a' must hold numbers.*get_dummies"),
         ({"a": [1.0, math.inf, 2.0]}, {}, ValueError, "'a' holds infinite values"),
         ({"s": [1.0, 2.0, 2.0]}, {"static": "s"}, ValueError, "static column 's' changes within series 1"),
-        ({"t": [0.0, 0.0, 0.0], "a": [1.0, 2.0, 3.0]}, {"duplicates": "error"}, ValueError, "1 values of a feature"),
+        (
+            {"t": [0.0, 0.0, 0.0], "a": [1.0, 2.0, 3.0]},
+            {"duplicates": "error"},
+            ValueError,
+            "first 'a' of series .* at t=0. Fix",
+        ),
         ({}, {"duplicates": "median"}, ValueError, "duplicates must be one of"),
         ({}, {"values": ["a", "s"], "variable": "id"}, ValueError, "values must be one column"),
         ({}, {"features": ["a"]}, ValueError, "features= needs variable="),

@@ -84,7 +84,7 @@ TIMES, ZEROS = torch.tensor([0.0, 1.0]), torch.zeros(2)
         ((TIMES, ZEROS, "spline"), {}, ValueError, "unknown kind 'spline'"),
         ((TIMES, torch.zeros(3)), {}, ValueError, r"needs t of shape \(T,\) and u of shape"),
         ((TIMES, ZEROS, "cubic"), {}, ValueError, "with T >= 3"),
-        ((ZEROS, ZEROS), {}, ValueError, "strictly increasing"),
+        ((ZEROS, ZEROS), {}, ValueError, r"strictly increasing, but t\[0\]=0 is followed by 0"),
         ((TIMES, ZEROS), {"outside": "wrap"}, ValueError, "unknown outside='wrap'"),
         ((TIMES, torch.tensor([0, 10])), {}, TypeError, r"and torch.int64. Fix: t.float\(\), u.float\(\)"),
         (([0.0, 1.0], ZEROS), {}, TypeError, r"t must be a tensor, got list. Fix: torch.tensor\(x"),
@@ -93,6 +93,15 @@ TIMES, ZEROS = torch.tensor([0.0, 1.0]), torch.zeros(2)
 def test_bad_input(arguments, options, kind, message):
     with pytest.raises(kind, match=message):
         hbnode.Signal(*arguments, **options)
+
+
+def test_the_fix_for_repeated_times_sorts_and_averages():
+    names = {"torch": torch, "t": torch.tensor([3.0, 1.0, 3.0, 0.0]), "u": torch.tensor([[5.0], [2.0], [7.0], [1.0]])}
+    with pytest.raises(ValueError, match="average those of equal time") as error:
+        hbnode.Signal(names["t"], names["u"])
+    exec(str(error.value).split("equal time, ")[1].rstrip("."), names)
+    signal = hbnode.Signal(names["t"], names["u"])
+    assert signal(torch.tensor([0.0, 1.0, 3.0])).tolist() == [[1.0], [2.0], [6.0]]
 
 
 @pytest.mark.parametrize("end", [0.1, 0.3, 0.7, 1.1, 1e9 + 0.3])

@@ -142,7 +142,7 @@ class ODERNN(ModuleWithConstants):
         - output: (batch, T, hidden_size), h after each sample; 0 on padding.
 
     Raises:
-        ValueError, TypeError: if an argument is out of its range, or times do not increase.
+        ValueError, TypeError: if an argument is out of its range, or times decrease.
 
     Example:
         >>> import torch, hbnode
@@ -255,7 +255,7 @@ class ODERNN(ModuleWithConstants):
     def fit_time_unit(self, t: ArrayLike, mask: Tensor | None = None, lengths: Lengths | None = None) -> Self:
         """Set ``time_unit`` to ten times the median gap of training data, so that a typical gap is a tenth of a unit.
 
-        Models fitted to t and to 1000 t then give the same outputs.
+        Gaps of length 0 do not count. Models fitted to t and to 1000 t then give the same outputs.
 
         Arguments:
             t: times (batch, T) or (T,), as for :meth:`forward`.
@@ -277,8 +277,9 @@ class ODERNN(ModuleWithConstants):
 
         Arguments:
             x: samples (batch, T, input_size), or packed.
-            t: strictly increasing times, (batch, T), or (T,) if all series share them; also as an array or a list.
-                Dates of numpy, pandas or polars are converted to seconds since 1970.
+            t: times, (batch, T), or (T,) if all series share them; also as an array or a list. Dates of numpy, pandas
+                or polars are converted to seconds since 1970. Times must not decrease. Between samples of equal time
+                the state does not move, and the cell takes the samples in their order.
             state: state of an earlier call, to continue from. ``t`` must start at or after the state's time.
                 Default: ``None``.
             mask: which values are observed, bool (batch, T) or (batch, T, input_size). The other values may be NaN and

@@ -281,7 +281,7 @@ class Oscillators(_OscillatorModule):
         - y: (batch, T, hidden_size), or (batch, T, 2 hidden_size) if bidirectional; 0 on padding; in the dtype of x.
 
     Raises:
-        ValueError, TypeError: if an argument is out of its range, or times do not increase.
+        ValueError, TypeError: if an argument is out of its range, or times decrease.
         FloatingPointError: if the state becomes NaN or infinite; the message gives the cause.
 
     Example:
@@ -361,8 +361,9 @@ class Oscillators(_OscillatorModule):
 
         Arguments:
             x: samples (batch, T, input_size), or a PackedSequence.
-            t: times (batch, T), or (T,) for the whole batch, also as an array or a list; strictly increasing. None is
-                one unit of time between samples. Default: ``None``
+            t: times (batch, T), or (T,) for the whole batch, also as an array or a list. Times must not decrease. The
+                impulses of samples of equal time add up; with ``input="hold"`` the last of them is held. None is one
+                unit of time between samples. Default: ``None``
             state: the state of an earlier call, to continue its series. Its time must not be later than the first
                 time in ``t``. None is a zero state at the first time. Default: ``None``
             mask: which values are observed, bool, (batch, T) or (batch, T, input_size). The others may be NaN. A
@@ -436,8 +437,8 @@ class Oscillators(_OscillatorModule):
         Arguments:
             state: the state of a call of this layer. With a state of :meth:`filter` the outputs are distributions of
                 observations.
-            dt: times since that of the state, (K,) or (batch, K), increasing and >= 0. With ``discretization="imex"``
-                each time is reached from the previous time in one step.
+            dt: times since that of the state, (K,) or (batch, K), not negative and not decreasing. With
+                ``discretization="imex"`` each time is reached from the previous time in one step.
 
         Returns:
             The outputs (batch, K, hidden_size), in the dtype of the state, or a :class:`Gaussian` of that shape, and
@@ -850,7 +851,7 @@ def oscillator_ranges(t: ArrayLike, mask: Tensor | None = None, lengths: Lengths
     1 / (10 gap).
 
     Arguments:
-        t: times (batch, T) or (T,), increasing.
+        t: times (batch, T) or (T,), not decreasing. Gaps of length 0 do not count.
         mask: which values are observed, (batch, T) or (batch, T, features), as for :class:`Oscillators`. Gaps are
             between samples with an observed value. Default: ``None``
         lengths: lengths of the series, (batch,); later samples are padding. Default: ``None``

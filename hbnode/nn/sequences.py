@@ -30,6 +30,7 @@ KINDS: tuple[str, ...] = get_args(Missing)
 GAPS_PER_UNIT = 10  # median gaps in a fitted time_unit: any method takes such a gap in one step at initialisation
 MANY = 50  # NFE per gap above which warn_if_too_short warns
 TIGHT = 1e-6  # rtol at and below which many evaluations are expected
+COARSE = 10  # rounding errors in a median gap, below which equal times are taken for rounded ones
 TOO_LONG = 2.0  # fitted unit over current unit, above which the current one is too short
 
 
@@ -222,22 +223,32 @@ class Sequences:
         return pad(states, (0, 0, 0, self.total - states.shape[-2]))
 
     def _check_values(self) -> None:
-        """Raise ValueError for invalid times or samples, with one device synchronisation."""
+        """Raise ValueError for invalid times or samples, with one device synchronisation if no times are equal."""
         t = self.t.detach()
-        rising = t.diff() > 0
-        rising = rising if self.valid is None else rising | ~self.valid[:, 1:]
-        finite, increasing, observed = torch.stack(
-            [torch.isfinite(t).all(), rising.all(), torch.isfinite(self.x.detach()).all()]
+        gaps = t.diff()
+        repeats = gaps == 0 if self.valid is None else (gaps == 0) & self.valid[:, 1:]
+        finite, falls, ties, observed = torch.stack(
+            [torch.isfinite(t).all(), (gaps < 0).any(), repeats.any(), torch.isfinite(self.x.detach()).all()]
         ).tolist()
         if not finite:
             raise ValueError("t is not finite before the padding. Fix: a time for every sample, observed or not.")
-        if not increasing:
-            row, i = (int(index) for index in (~rising).nonzero()[0])
+        if falls:
+            row, i = (int(index) for index in (gaps < 0).nonzero()[0])
             raise ValueError(
-                f"t must increase strictly, but in sequence {row} t[{i}]={float(t[row, i]):.9g} is followed by "
-                f"{float(t[row, i + 1]):.9g}. Fix: sort the samples and merge those of equal time, pass lengths= for "
-                f"padding, or give large times in float64 (these are {self.t.dtype})."
+                f"t must not decrease, but in sequence {row} t[{i}]={float(t[row, i]):.9g} is followed by "
+                f"{float(t[row, i + 1]):.9g}. Fix: lengths=, if the rest is padding; to sort, for t of shape (batch, "
+                "T), order = t.argsort(stable=True); "
+                "t, x = t.take_along_dim(order, 1), x.take_along_dim(order.unsqueeze(-1), 1)."
             )
+        if ties:
+            rounding = torch.finfo(t.dtype).eps * float(t.abs().max())
+            if float(gaps[gaps > 0].median()) < COARSE * rounding:  # the median of none is NaN
+                row, i = (int(index) for index in repeats.nonzero()[0])
+                raise ValueError(
+                    f"t has lost its digits: in sequence {row} t[{i}]={float(t[row, i]):.9g} is repeated, and other "
+                    f"times differ by little more than the rounding error {rounding:.2g} of {t.dtype}. Fix: large "
+                    "times in float64, or counted from a time near the data."
+                )
         if not observed:
             raise ValueError("x is not finite where it is observed. Fix: mask=torch.isfinite(x) if values are missing.")
 
@@ -472,14 +483,18 @@ def observed_gaps(t: ArrayLike, mask: Tensor | None, lengths: Lengths | None) ->
 
 
 def fitted_unit(t: ArrayLike, mask: Tensor | None, lengths: Lengths | None) -> float:
-    """Return ten times the median gap between samples with an observed value, without padding."""
+    """Return ten times the median gap between different times of observed samples, without padding."""
     _, _, gaps = observed_gaps(t, mask, lengths)
-    if len(gaps) == 0:
-        raise ValueError("t has no two samples in any series, so no gap. Fix: ODERNN(..., time_unit=ten typical gaps).")
-    if not bool((gaps > 0).all()):
+    if bool((gaps < 0).any()):
         raise ValueError(
-            "t must increase strictly over the observed samples of each series. Fix: lengths=, if the rest is padding; "
-            "else sort the samples and merge those of equal time, as hbnode.data.from_long does."
+            "t must not decrease over the observed samples of each series. Fix: lengths=, if the rest is padding; else "
+            "t = t.sort(-1).values."
+        )
+    gaps = gaps[gaps > 0]
+    if len(gaps) == 0:
+        raise ValueError(
+            "t has no two samples at different times in any series, so no gap. "
+            "Fix: ODERNN(..., time_unit=ten typical gaps)."
         )
     return GAPS_PER_UNIT * float(gaps.median())
 

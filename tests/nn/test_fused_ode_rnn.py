@@ -88,6 +88,7 @@ def make_rnn(**options):
 def make_series():
     generator = torch.Generator().manual_seed(1)
     steps = 0.05 + 2.0 * torch.rand(3, 6, generator=generator, dtype=torch.float64) ** 3
+    steps[0, 1] = steps[:, 3] = 0.0  # equal times in one series, and in all
     mask = torch.rand(3, 6, 3, generator=generator) < 0.6
     mask[0, 2] = False
     return torch.randn(3, 6, 3, generator=generator, dtype=torch.float64), steps.cumsum(1), mask

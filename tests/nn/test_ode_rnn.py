@@ -64,6 +64,13 @@ def make_series(dtype=torch.float64, batch=4):
     return torch.randn(batch, 5, 3, generator=generator).to(dtype), t.to(dtype)
 
 
+def make_series_with_ties():
+    """Two equal times in all series, and two more in the first."""
+    x, t = make_series()
+    t[:, 3], t[0, 1] = t[:, 2], t[0, 0]
+    return x, t
+
+
 def make_mask():
     return torch.rand(4, 5, 3, generator=torch.Generator().manual_seed(3)) < 0.5
 
@@ -88,7 +95,7 @@ def joined(state):
 )
 def test_it_is_the_loop_of_solves_and_cells(field, solver):
     rnn = make_rnn(field, rtol=1e-9, atol=1e-9, **SOLVERS[solver])
-    x, t = make_series()
+    x, t = make_series_with_ties()
     mask = torch.ones(4, 5, dtype=torch.bool)
     mask[1, 1] = mask[3, 4] = False
     after = joined(rnn.filter(x, t, mask=mask, lengths=LENGTHS).after)
@@ -120,6 +127,22 @@ def test_gradients_of_gaps_of_length_zero(solver):
     dt = torch.tensor([[0.0], [1.0]], dtype=torch.float64, requires_grad=True)
     (at_dt,) = torch.autograd.grad(rnn.forecast(state, dt)[0][..., 0].sum(), dt)
     close(at_dt, torch.ones(2, 1).double())
+
+
+@pytest.mark.parametrize("options", [{}, {"per_sample": False}, {"steps": 3}], ids=["sample", "batch", "steps"])
+def test_gradients_of_equal_times_are_those_of_moving_them_apart(options):
+    rnn = make_rnn(rtol=1e-9, atol=1e-9, bidirectional=True, missing="decay", elapsed_features=True, **options)
+    (x, t), apart = make_series_with_ties(), 1e-5
+
+    def loss(t):
+        return rnn(x, t, mask=make_mask())[0].square().sum()
+
+    (at_t,) = torch.autograd.grad(loss(t.requires_grad_()), t)
+    with torch.no_grad():
+        for i, sign in ((2, -1), (3, 1)):  # one-sided differences of second order
+            move = sign * apart * torch.eye(5, dtype=torch.float64)[i]
+            slope = (4 * loss(t + move) - 3 * loss(t) - loss(t + 2 * move)) / (2 * sign * apart)
+            close(slope, at_t[:, i].sum(), rtol=1e-6, atol=1e-6)
 
 
 def test_between_samples_the_state_solves_the_ode():
@@ -183,7 +206,7 @@ def test_padding_does_not_count_in_a_common_step(solver):
 )
 def test_a_series_in_parts(options):
     rnn = make_rnn(**{"rtol": 1e-4, "atol": 1e-4, "time_unit": 5.0, **options})
-    (x, t), mask = make_series(), make_mask()
+    (x, t), mask = make_series_with_ties(), make_mask()
     static = STATIC if rnn.static_size else None
     whole, end = rnn(x, t, mask=mask, static=static)
     for cuts in ([2], [1, 2, 3, 4]):
@@ -220,7 +243,7 @@ def test_missing_values():
 def test_inputs_of_the_cell(options):
     rnn, got = make_rnn(**options, time_unit=5.0), []
     rnn.cell.register_forward_hook(lambda module, arguments, output: got.append(arguments[0]))
-    (x, t), mask = make_series(), make_mask()
+    (x, t), mask = make_series_with_ties(), make_mask()
     static, rate = STATIC if rnn.static_size else None, rnn.inputs.rate
     output, _ = rnn(torch.where(mask, x, torch.nan), t, mask=mask, static=static)
     got = torch.stack(got, 1)
@@ -335,7 +358,7 @@ def test_two_directions_are_two_networks():
     ahead, back = (hbnode.ODERNN(3, 4, **options).double() for _ in range(2))
     for one, layer in ((ahead, rnn), (back, rnn.reverse[0])):
         one.cell, one.field, one.start = layer.cell, layer.field, layer.start
-    (x, t), mask = make_series(), make_mask()
+    (x, t), mask = make_series_with_ties(), make_mask()
     output, state = rnn(x, t, mask=mask)
     expected, end = ahead(x, t, mask=mask)
     reverse, start = back(x.flip(1), t[:, -1:] - t.flip(1), mask=mask.flip(1))

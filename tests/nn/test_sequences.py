@@ -65,7 +65,7 @@ def test_the_fitted_unit_is_ten_median_gaps_without_padding():
     mask = torch.tensor([[True, False, True, True], [True, True, False, False]])
     assert rnn.fit_time_unit(t, mask).time_unit == 30.0  # gaps 3, 3, 10
     assert rnn.fit_time_unit(t, mask.unsqueeze(-1).expand(2, 4, 3)).time_unit == 30.0
-    assert rnn.fit_time_unit([0, 2, 4]).time_unit == 20.0
+    assert rnn.fit_time_unit([0, 2, 2, 2, 4]).time_unit == 20.0  # equal times are no gap
     days = numpy.datetime64("2020-01-01") + numpy.arange(3)
     assert rnn.fit_time_unit(days).time_unit == 864000.0
 
@@ -74,7 +74,8 @@ def test_the_fitted_unit_is_ten_median_gaps_without_padding():
     ("arguments", "message"),
     [
         (([[0.0], [1.0]],), "no two samples"),
-        (([0.0, 1.0, 1.0],), "must increase.*from_long"),
+        (([1.0, 1.0],), "no two samples at different times"),
+        (([0.0, 1.0, 0.5],), "must not decrease.*lengths="),
         ((torch.zeros(2, 2, 2),), r"t must be \(batch, T\)"),
         (([0.0, float("nan")],), "not finite"),
         (([0.0, 1.0], torch.ones(3, dtype=torch.bool)), "mask must be"),
@@ -203,7 +204,8 @@ def test_times_and_masks_as_arrays_and_lists():
         ({"x": torch.full((3, 6, 2), torch.nan)}, ValueError, "mask=torch.isfinite"),
         ({"x": [torch.ones(6, 2)] * 2}, TypeError, r"Fix: torch.stack\(x\)"),
         ({"t": torch.zeros(3, 4)}, ValueError, r"t must be \(batch, T\)"),
-        ({"t": torch.zeros(3, 6)}, ValueError, r"sequence 0 t\[0\]=0 is followed by 0.*large times in float64"),
+        ({"t": 5 - torch.arange(6.0)}, ValueError, r"sequence 0 t\[0\]=5 is followed by 4. Fix: lengths="),
+        ({"t": 60 * torch.arange(6.0) + 1.7e9}, ValueError, r"t\[0\]=1.7e\+09 is repeated.*large times in float64"),
         ({"t": [0.0, 1.0, torch.nan, 3.0, 4.0, 5.0]}, ValueError, "t is not finite"),
         ({"t": None}, TypeError, r"got NoneType\. Fix: pass one number per sample"),
         ({"mask": torch.ones(3, 6)}, ValueError, "mask must be bool"),
@@ -218,6 +220,16 @@ def test_wrong_series(change, kind, message):
     x, t = make_series()
     with pytest.raises(kind, match=message):
         hbnode.ODERNN(2, 4)(**{"x": x, "t": t} | change)
+
+
+def test_the_fix_for_times_that_decrease_sorts_samples_with_them():
+    rnn, (x, t) = hbnode.ODERNN(2, 4), make_series()
+    names = {"x": x.flip(1), "t": t.flip(1)}
+    with pytest.raises(ValueError, match=r"shape \(batch, T\), ") as error:
+        rnn(**names)
+    exec(str(error.value).split("shape (batch, T), ")[1].rstrip("."), names)
+    assert names["x"].equal(x)
+    assert names["t"].equal(t)
 
 
 def test_packed_and_padded_do_not_mix():
