@@ -586,6 +586,7 @@ def checked_times(t: Times, device: torch.device, *, rows: bool) -> Tensor:
         i = int(np.nonzero(np.sign(steps) != (-1.0 if steps[0] < 0 else 1.0))[0][0])
         raise ValueError(
             f"t must be strictly increasing or strictly decreasing, but t[{i}]={values[i]:g} is followed by "
-            f"t[{i + 1}]={values[i + 1]:g}. Fix: sort the times and drop repeated ones."
+            f"t[{i + 1}]={values[i + 1]:g}. Fix: sort the times; for repeated "
+            "ones, t, index = torch.as_tensor(t).unique_consecutive(return_inverse=True), and [index] of the solution."
         )
     return t.cpu() if rows else t.to(device)
