@@ -391,22 +391,22 @@ class AdamNODE(Field):
     .. math:: h' = \frac{m}{\sqrt{v + \epsilon}}, \qquad m' = a\,(f(h, t) - m), \qquad v' = b\,(f(h, t)^2 - v)
 
     m follows the mean of f and v the mean of its square, elementwise, with the rates a and b. The state is the tuple
-    ``(h, m, v)`` of tensors of one shape. Learned rates are :math:`\mathrm{sigmoid}(\alpha)` with a parameter
+    ``(h, m, v)`` of tensors of one shape. It starts with v = 1, so that h' = m at first, as for a heavy ball. If v is
+    near 0 instead, h' and its gradient are large and need small steps. Learned rates are :math:`\mathrm{sigmoid}(\alpha)` with a parameter
     :math:`\alpha`, so that they stay between 0 and 1. The default of both is sigmoid(-3), about 0.047.
 
     References:
         Cho et al., AdamNODEs: When Neural ODE Meets Adaptive Moment Estimation, arXiv:2207.06066, with -m in place of
         m. The equations are from da Silva and Gazeau, A General System of Differential Equations to Model First-Order
-        Adaptive Algorithms, Journal of Machine Learning Research 21 (2020). The authors' code takes the square root of
-        a sigmoid or softplus of v; this class takes that of v itself, as the equation does.
+        Adaptive Algorithms, Journal of Machine Learning Research 21 (2020). The authors' code starts with v = m² and
+        takes the square root of a sigmoid or softplus of v. This class takes that of v itself, as the equation does.
 
     Arguments:
         func: f, taking ``(h)`` or ``(t, h)``, returning the shape of h.
         rates: initial (a, b), in units of 1/time, between 0 and 1. Default: None, ``(0.047, 0.047)``.
         learn_rates: whether the rates are learned. Default: True.
         eps: ε, in units of f². Default: ``1e-8``.
-        initial_momentum: module or callable x -> m(t0) of the shape of x; then v(t0) = m(t0)², as in the authors' code.
-            Default: None, m(t0) = 0 and v(t0) = 1, so that h starts like a heavy ball.
+        initial_momentum: module or callable x -> m(t0) of the shape of x; None gives zeros. Default: None.
         time_dependent: whether ``func`` takes the time. None infers it as in :class:`Field`. Default: None.
 
     Raises:
@@ -450,9 +450,8 @@ class AdamNODE(Field):
         return torch.sigmoid(self.alpha)
 
     def initial_state(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return ``(x, m0, v0)`` with m0 = ``initial_momentum(x)`` and v0 = m0², or zeros and ones if it is None."""
-        x, m = with_momentum(x, self.initial_momentum, "initial_momentum")
-        return x, m, torch.ones_like(x) if self.initial_momentum is None else m * m
+        """Return ``(x, m0, v0)`` with m0 = ``initial_momentum(x)``, or zeros if it is None, and ones for v0."""
+        return *with_momentum(x, self.initial_momentum, "initial_momentum"), torch.ones_like(x)
 
     def forward(self, t: Tensor, state: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Return the derivatives h', m' and v' of the state (h, m, v)."""

@@ -99,7 +99,7 @@ PRESETS = {
 class InitialState(nn.Module):
     """The learned start of the models with momentum: x -> (h, m), h = [x, learned channels], m learned.
 
-    With ``moments`` it is (h, m, m²), as the authors of AdamNODE start it.
+    With ``moments`` it is (h, m, 1), for AdamNODE.
     """
 
     def __init__(self, in_channels: int, hidden: int, channels: int, *, moments: bool = False) -> None:
@@ -116,7 +116,7 @@ class InitialState(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """``(batch, in_channels, H, W)`` to two or three tensors ``(batch, channels, H, W)``."""
         h, m = torch.cat([x, self.net(x)], dim=1).split(self.channels, dim=1)
-        return (h, m, m * m) if self.moments else (h, m)
+        return (h, m, torch.ones_like(m)) if self.moments else (h, m)
 
 
 class Classifier(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -15,7 +14,8 @@ from hbnode.errors import NonFiniteError, ReversalError
 from hbnode.fields import with_momentum
 from hbnode.solve.adjoints import closed_over_leaves, refuse_unknown, vjp
 
-GAMMA_UNIT = 2**30  # γ is a multiple of 1 / GAMMA_UNIT; products of two such integers fit into int64
+SHIFT = 30  # γ is a multiple of 2^-30; products of two integers below 2^30 fit into int64
+MASK = (1 << SHIFT) - 1
 LIMIT = 2**61  # of the integers that hold x and v, so that their sum cannot overflow
 
 
@@ -27,9 +27,9 @@ class MomentumResNet(nn.Module):
     With ``gradient="reversible"`` the backward pass reconstructs :math:`x_n` and :math:`v_n` from the output, and
     evaluates each layer once more. x and v are integer multiples of :math:`2^{-40}` (of :math:`2^{-48}` for float64
     inputs). Sums of integers can be undone exactly. The product :math:`\gamma v` is rounded down, and the few bits that
-    this loses are stored: one per layer and element for :math:`\gamma \ge 1/2`, and :math:`\log_2 \lceil 1/\gamma
-    \rceil` otherwise. Storing :math:`x_n` in float32 takes 32. The reconstruction is therefore exact, or the backward
-    pass raises an error.
+    this loses are stored: one per layer and element for :math:`\gamma \ge 1/2`, and :math:`\log_2(1/\gamma)` rounded
+    up otherwise. Storing :math:`x_n` in float32 takes 32. The reconstruction is therefore exact, or the backward pass
+    raises an error.
 
     References:
         Sander, Ablin, Blondel and Peyré, Momentum Residual Neural Networks, arXiv:2102.07870. Storing the lost bits is
@@ -89,7 +89,7 @@ class MomentumResNet(nn.Module):
             raise ValueError(f"momentum must be in [0, 1], got {momentum}. Fix: use the paper's 0.9.")
         if gradient not in ("reversible", "direct"):
             raise ValueError(f"gradient must be 'reversible' or 'direct', got {gradient!r}. Fix: leave it out.")
-        self.numerator = round(momentum * GAMMA_UNIT)
+        self.numerator = round(momentum * 2**SHIFT)
         if not self.numerator and gradient == "reversible":
             raise ValueError(
                 f"momentum={momentum} keeps nothing of v, so its layers cannot be undone. Fix: gradient='direct'."
@@ -102,7 +102,7 @@ class MomentumResNet(nn.Module):
     @property
     def momentum(self) -> float:
         """The momentum γ, a multiple of 2^-30."""
-        return self.numerator / GAMMA_UNIT
+        return self.numerator / 2**SHIFT
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x after all layers, (batch, ...)."""
@@ -153,8 +153,8 @@ class _Record:
         dtype = torch.get_autocast_dtype(kind) if is_autocast(x) else None
         self.autocast = no_autocast(x) if dtype is None else torch.autocast(kind, dtype, cache_enabled=False)
 
-    def to_integers(self, x: Tensor) -> Tensor:
-        return (x.detach().double() * self.scale).round().long()
+    def to_integers(self, x: Tensor, factor: float = 1.0) -> Tensor:
+        return (x.detach().double() * (factor * self.scale)).round_().long()
 
     def to_numbers(self, integers: Tensor) -> Tensor:
         return (integers.double() / self.scale).to(self.dtype)
@@ -187,7 +187,7 @@ def _undo(record: _Record, tensors: Any, residuals: Any, grads: Any, needed: Any
         start = record.to_numbers(x).requires_grad_()
         with torch.enable_grad(), set_random_state(states, record.device):
             f = record.evaluate(layer, start)
-        v = lost.restore(v - record.to_integers((1 - gamma) * f.double()))
+        v = lost.restore(v - record.to_integers(f, 1 - gamma))
         of_v = of_v + of_x
         leaves = [p for p in layer.parameters() if p.requires_grad]
         of_start, *found = vjp((f,), [start, *leaves], (((1 - gamma) * of_v).to(f.dtype),))
@@ -219,7 +219,7 @@ def _reversible(record: _Record, needs_grad: bool, x: Tensor, v: Tensor, *leaves
             f = record.evaluate(layer, start.requires_grad_(needs_grad)).detach()
         drew = not all(map(torch.equal, before, random_state(record.device)))
         record.states.append(before if drew else None)
-        v = lost.shrink(v) + record.to_integers((1 - gamma) * f.double())
+        v = lost.shrink(v) + record.to_integers(f, 1 - gamma)
         x = x + v
         fits.append(((start.detach().abs() < limit) & (f.abs() < limit)).all())
     if needs_grad and versions != _versions(net):
@@ -245,35 +245,32 @@ def _versions(net: MomentumResNet) -> list[int]:
 
 
 class _Digits:
-    """The digits that are lost when integers v are multiplied by γ = n/d and rounded down, packed into int64 words.
+    """The digits that are lost when integers v are multiplied by γ = n/2^30 and rounded down, packed into int64 words.
 
-    At most ceil(d/n) values of v have the same floor(γv). The lost digit is the place of v among these values.
+    At most ceil(1/γ) values of v have the same floor(γv). The lost digit is the place of v among these values.
     """
 
     def __init__(self, n: int, words: list[Tensor], count: int = 0) -> None:
-        self.n, self.base, self.words = n, -(-GAMMA_UNIT // n), words
-        self.per_word = 62 if self.base == 1 else int(62 / math.log2(self.base))
-        self.count = count
+        self.n, self.words, self.count = n, words, count
+        self.bits = (-(-(1 << SHIFT) // n) - 1).bit_length()  # of a digit
+        self.per_word = 63 // max(1, self.bits)
 
     def shrink(self, v: Tensor) -> Tensor:
         """Return floor(γv), and keep the lost digits."""
-        shrunk = _floor_product(v, self.n, GAMMA_UNIT)
-        digit = v + _floor_product(-shrunk, GAMMA_UNIT, self.n)  # v minus the least value that becomes the same
+        product = (v & MASK) * self.n
+        digit = (product & MASK).div(self.n, rounding_mode="floor")
         if self.count % self.per_word == 0:
             self.words.append(torch.zeros_like(v))
-        self.words[-1] = self.words[-1] * self.base + digit
+        self.words[-1] = (self.words[-1] << self.bits) | digit
         self.count += 1
-        return shrunk
+        return (v >> SHIFT) * self.n + (product >> SHIFT)
 
     def restore(self, shrunk: Tensor) -> Tensor:
         """Return v from floor(γv) and the digits that were lost last."""
         self.count -= 1
         word = self.words[self.count // self.per_word]
-        self.words[self.count // self.per_word] = word.div(self.base, rounding_mode="floor")
-        return word.remainder(self.base) - _floor_product(-shrunk, GAMMA_UNIT, self.n)
-
-
-def _floor_product(v: Tensor, n: int, d: int) -> Tensor:
-    """Return floor(v n/d) for integers n and d below 2^31, without overflow."""
-    high = v.div(d, rounding_mode="floor")
-    return high * n + ((v - high * d) * n).div(d, rounding_mode="floor")
+        self.words[self.count // self.per_word] = word >> self.bits
+        quotient = shrunk.neg().div(self.n, rounding_mode="floor")
+        rest = ((-shrunk - quotient * self.n) << SHIFT).div(self.n, rounding_mode="floor")
+        least = -((quotient << SHIFT) + rest)  # the least v that becomes this: ceil(shrunk / γ)
+        return least + (word & ((1 << self.bits) - 1))
