@@ -478,7 +478,9 @@ class PortHamiltonian(HBNODE):
     :math:`-u(t) \cdot h` is a force u(t) from outside, the port.
 
     It is an :class:`HBNODE` with f = -∇V, so every method and gradient mode for HBNODE applies to it. The splitting
-    methods, such as ``method="leapfrog"``, keep the error of the energy bounded over long times for γ = 0.
+    methods, such as ``method="leapfrog"``, keep the error of the energy bounded over long times for γ = 0. The gradient
+    ∇V is computed by ``torch.func.grad``, which torch cannot run inside a checkpoint. ``gradient="checkpoint"`` therefore
+    stores the graph like ``"direct"``; ``gradient="reversible"`` with a splitting method does not.
 
     References:
         Greydanus et al., Hamiltonian Neural Networks, arXiv:1906.01563; with a separable energy and damping: Zhong,
