@@ -392,8 +392,9 @@ class AdamNODE(Field):
 
     m follows the mean of f and v the mean of its square, elementwise, with the rates a and b. The state is the tuple
     ``(h, m, v)`` of tensors of one shape. It starts with v = 1, so that h' = m at first, as for a heavy ball. If v is
-    near 0 instead, h' and its gradient are large and need small steps. Learned rates are :math:`\mathrm{sigmoid}(\alpha)` with a parameter
-    :math:`\alpha`, so that they stay between 0 and 1. The default of both is sigmoid(-3), about 0.047.
+    near 0 instead, h' and its gradient are large and need small steps. Learned rates are
+    :math:`\mathrm{sigmoid}(\alpha)` with a parameter :math:`\alpha`, so that they stay between 0 and 1. The default of
+    both is sigmoid(-3), about 0.047.
 
     References:
         Cho et al., AdamNODEs: When Neural ODE Meets Adaptive Moment Estimation, arXiv:2207.06066, with -m in place of
@@ -478,9 +479,9 @@ class PortHamiltonian(HBNODE):
     :math:`-u(t) \cdot h` is a force u(t) from outside, the port.
 
     It is an :class:`HBNODE` with f = -∇V, so every method and gradient mode for HBNODE applies to it. The splitting
-    methods, such as ``method="leapfrog"``, keep the error of the energy bounded over long times for γ = 0. The gradient
-    ∇V is computed by ``torch.func.grad``, which torch cannot run inside a checkpoint. ``gradient="checkpoint"`` therefore
-    stores the graph like ``"direct"``; ``gradient="reversible"`` with a splitting method does not.
+    methods, such as ``method="leapfrog"``, keep the error of the energy bounded over long times for γ = 0. Torch cannot
+    run ``torch.func.grad``, which computes ∇V, inside a checkpoint. ``gradient="checkpoint"`` therefore stores the graph
+    as ``"direct"`` does, and ``gradient="reversible"`` with a splitting method saves memory.
 
     References:
         Greydanus et al., Hamiltonian Neural Networks, arXiv:1906.01563; with a separable energy and damping: Zhong,

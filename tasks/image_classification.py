@@ -48,7 +48,7 @@ HIDDEN = {
 TRAINING_IMAGES = {"digits": 1437, "mnist": 60_000, "cifar10": 50_000}
 CURVE_IMAGES = 16  # the reference solution keeps the graph of hundreds of evaluations in float64
 for sizes in (*HIDDEN.values(), *CHANNELS.values()):
-    sizes |= {model: sizes["hbnode"] for model in LATER}
+    sizes |= dict.fromkeys(LATER, sizes["hbnode"])
 XI: dict[str, dict[str, Any]] = {"digits": {}, "mnist": {}, "cifar10": {"xi": 1.5, "learn_xi": False}}
 
 

@@ -8,9 +8,9 @@ model solves from the first measurement of a swing, and the loss is the squared 
 - "node": (q, p)' = f(q, p).
 
 Then the model swings on its own for 100 periods, from rest at 1.5 radians. The first is solved by leapfrog with 200
-steps a period, which keeps an energy close to the learned one; the others by tsit5 at 1e-7. Reported is the error of the
-true energy p²/2 + 1 - cos q relative to its first value: "energy_error", the largest, and "energy_error_last", that of
-the last period. The figure shows it beside that of the other runs in the same folder.
+steps a period, which keeps an energy close to the learned one; the others by tsit5 at 1e-7. Reported is the error of
+the true energy p²/2 + 1 - cos q relative to its first value: "energy_error", the largest, and "energy_error_last", that
+of the last period. The figure shows it beside that of the other runs in the same folder.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ class Pendulum(nn.Module):
         kind = {"node": hbnode.NODE, "sonode": hbnode.SONODE, "port_hamiltonian": hbnode.PortHamiltonian}[model]
         start = split if model != "node" else None
         self.block = hbnode.ODEBlock(kind(net), rtol=tol, atol=tol, initial_state=start)
+        self.t: Tensor
         self.register_buffer("t", torch.linspace(0, duration, times + 1, dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -128,20 +129,23 @@ def energy(states: Tensor) -> Tensor:
 
 
 def draw(folder: Path) -> None:
-    """Draw a run's long swing, and its error of the energy beside those of the other runs in the same folder."""
-    paths = {path.parent: pd.read_csv(path) for path in sorted(folder.parent.glob("*/energy.csv"))}
-    names = {path: str(read_json(path / "config.json")["model"]) for path in paths}
-    with panels(folder / "energy.png", 1, 2, size=(11, 3.6)) as (_, ((portrait, errors),)):
-        for path in sorted(paths, key=lambda path: tuple(TITLES).index(names[path])):
-            table, title = paths[path], TITLES[names[path]]
-            color = f"C{tuple(TITLES).index(names[path])}"
-            largest = table["error"].abs().groupby(table["period"].astype(int)).max()[:-1]  # the last time begins a period
-            errors.semilogy(largest.index + 0.5, 100 * largest, color=color, label=title)
-            portrait.plot(table["q"], table["p"], color=color, linewidth=0.4, label=title)
-        angle = np.linspace(-START, START, 400)
-        speed = np.sqrt(np.maximum(0, 2 * (np.cos(angle) - math.cos(START))))
-        portrait.plot(np.r_[angle, angle[::-1]], np.r_[speed, -speed], "k--", linewidth=1, label="true")
-        portrait.set(xlabel="angle (rad)", ylabel="velocity (rad per unit of time)", title="the whole swing")
+    """Draw the long swing of a run and of the other runs in the same folder, and their errors of the energy."""
+    titles = {
+        path.parent: TITLES[read_json(path.parent / "config.json")["model"]]
+        for path in folder.parent.glob("*/energy.csv")
+    }
+    order = sorted(titles, key=lambda path: (list(TITLES.values()).index(titles[path]), path))
+    angle = np.linspace(-START, START, 400)
+    speed = np.sqrt(np.maximum(0, 2 * (np.cos(angle) - math.cos(START))))
+    size = (2.8 * len(order) + 5.5, 3.2)
+    with panels(folder / "energy.png", 1, len(order) + 1, size=size) as (_, ((*portraits, errors),)):
+        for index, (path, ax) in enumerate(zip(order, portraits, strict=True)):
+            table = pd.read_csv(path / "energy.csv")
+            ax.plot(table["q"], table["p"], f"C{index}", linewidth=0.4)
+            ax.plot(np.r_[angle, angle[::-1]], np.r_[speed, -speed], "k--", linewidth=1)
+            ax.set(xlabel="angle (rad)", ylabel="velocity" if not index else "", title=titles[path])
+            largest = table["error"].abs().groupby(table["period"].astype(int)).max()[:-1]  # the last time begins one
+            errors.semilogy(largest.index + 0.5, 100 * largest, f"C{index}", label=titles[path])
         errors.set(xlabel="period", ylabel="error of the energy (%)", title="largest error in each period")
         errors.grid(alpha=0.3)
 

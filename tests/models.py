@@ -72,7 +72,7 @@ def compile_without_back_end(patch):
 
 
 every_model = pytest.mark.parametrize("model", MODELS)
-every_field = pytest.mark.parametrize("model", (*MODELS, *LATER))
+every_field = pytest.mark.parametrize("model", [*MODELS, *LATER])
 
 
 class Watched(nn.Module):

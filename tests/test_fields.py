@@ -269,8 +269,8 @@ def test_nesterovnode_of_a_spring_is_a_bessel_function():
     omega, field = 2.5, hbnode.NesterovNODE(lambda h: -(2.5**2) * h, start=0.0)
     h, _ = end_of(field, ([1.0], [0.0]), [0.0, 4.0])
     assert h[0] == pytest.approx(2 * special.jv(1, omega * 4) / (omega * 4), abs=1e-8)
-    basis = lambda t: np.array([special.jv(1, omega * t), special.yv(1, omega * t)]) / t  # noqa: E731
-    slopes = lambda t: omega * -np.array([special.jv(2, omega * t), special.yv(2, omega * t)]) / t  # noqa: E731
+    basis = lambda t: np.array([special.jv(1, omega * t), special.yv(1, omega * t)]) / t
+    slopes = lambda t: omega * -np.array([special.jv(2, omega * t), special.yv(2, omega * t)]) / t
     weights = np.linalg.solve([basis(1.0), slopes(1.0)], [0.3, -0.8])
     exact = np.array([[weights @ basis(3.0)], [weights @ slopes(3.0)]])
     np.testing.assert_allclose(end_of(field, ([0.3], [-0.8]), [1.0, 3.0]), exact, rtol=0, atol=1e-8)
@@ -280,9 +280,9 @@ def test_nesterovnode_of_a_spring_is_a_bessel_function():
 
 def test_nesterovnode_is_the_papers_first_order_system():
     """x' = p, p' = -p + f(h, t) / k - (1/4 - 3 / 4t²) x with h = kx and k = t^(-3/2) e^(t/2), by scipy."""
-    f = lambda t, h: math.sin(3 * h) + t - h  # noqa: E731
-    k = lambda t: t**-1.5 * math.exp(t / 2)  # noqa: E731
-    slope = lambda t: k(t) * (0.5 - 1.5 / t)  # noqa: E731
+    f = lambda t, h: math.sin(3 * h) + t - h
+    k = lambda t: t**-1.5 * math.exp(t / 2)
+    slope = lambda t: k(t) * (0.5 - 1.5 / t)
 
     def system(t, y):
         x, p = y
@@ -303,7 +303,7 @@ def test_nesterovnode_begins_at_rest_where_its_damping_is_infinite():
         hbnode.odeint(field, (torch.ones(1, 2), torch.ones(1, 2)), [0.0, 1.0])
     x = torch.rand(2, 3, dtype=torch.float64, requires_grad=True)
     t = torch.tensor([[0.0, 1.0], [0.5, 2.0]], dtype=torch.float64)  # one sample begins there, one does not
-    solve = lambda x, gradient: hbnode.odeint(field, field.initial_state(x), t, steps=3, gradient=gradient)  # noqa: E731
+    solve = lambda x, gradient: hbnode.odeint(field, field.initial_state(x), t, steps=3, gradient=gradient)
     assert torch.autograd.gradcheck(lambda x: solve(x, "direct"), (x,))
     assert torch.autograd.gradcheck(lambda x: solve(x, "checkpoint"), (x,))
 
@@ -311,7 +311,7 @@ def test_nesterovnode_begins_at_rest_where_its_damping_is_infinite():
 def test_adamnode_is_the_papers_equation():
     """By scipy, and for a constant f in closed form."""
     a, b, eps = 0.3, 0.6, 1e-3
-    f = lambda t, h: np.sin(3 * h) + t  # noqa: E731
+    f = lambda t, h: np.sin(3 * h) + t
 
     def system(t, y):
         h, m, v = y.reshape(3, 2)
@@ -370,7 +370,11 @@ def test_porthamiltonian_is_an_hbnode_with_the_gradient_of_its_potential(setting
 
     def force(h):
         return -torch.stack(
-            [w[0] * (w[0] * h[:, 0]).sin() + 0.1 * h[:, 1] ** 2, w[1] * (w[1] * h[:, 1]).sin() + 0.2 * h[:, 0] * h[:, 1]], 1
+            [
+                w[0] * (w[0] * h[:, 0]).sin() + 0.1 * h[:, 1] ** 2,
+                w[1] * (w[1] * h[:, 1]).sin() + 0.2 * h[:, 0] * h[:, 1],
+            ],
+            1,
         )
 
     learned = hbnode.PortHamiltonian(lambda h: (1 - (w * h).cos()).sum(1) + 0.1 * h[:, 0] * h[:, 1] ** 2, damping=0.2)
@@ -423,11 +427,10 @@ def test_the_energy_of_a_damped_porthamiltonian_falls_by_what_friction_takes():
             ValueError,
             r"the potential returned shape \(3, 2\); expected one number per sample, \(3,\). Fix: end a network",
         ),
-        (lambda: hbnode.ODERNN(2, 4, field="nesterovnode"), ValueError, "nesterovnode"),
         (
-            lambda: hbnode.ODERNN(2, 4, field=lambda n: hbnode.AdamNODE(nn.Linear(n, n)))(torch.ones(1, 3, 2), [0, 1, 2]),
-            (ValueError, TypeError),
-            "Fix",
+            lambda: hbnode.ODERNN(2, 4, field=lambda n: hbnode.AdamNODE(nn.Linear(n, n))),
+            ValueError,
+            "AdamNODE has 3 tensors. Fix: field='hbnode'",
         ),
     ],
 )

@@ -81,7 +81,7 @@ class MomentumResNet(nn.Module):
                 f"expected a list of modules, or one module and depth=, got {type(layers).__name__} and depth={depth}. "
                 "Fix: MomentumResNet([f, g, h]), or MomentumResNet(f, depth=3)."
             )
-        modules = [layers] if is_shared else list(layers)  # type: ignore[arg-type]  # a ModuleList or a sequence
+        modules: list[Any] = [layers] if is_shared else list(layers)  # type: ignore[arg-type]  # a list of modules
         if not modules or not all(isinstance(module, nn.Module) for module in modules):
             kinds = ", ".join(type(module).__name__ for module in modules) or "nothing"
             raise TypeError(f"layers must be modules, got {kinds}. Fix: MomentumResNet([torch.nn.Linear(8, 8)]).")
@@ -109,13 +109,13 @@ class MomentumResNet(nn.Module):
         x, v = with_momentum(x, self.initial_velocity, "initial_velocity")
         if not x.is_floating_point():
             raise TypeError(f"x must be a tensor of floating point numbers, got {x.dtype}. Fix: x.float().")
-        leaves = [p for p in self.layers.parameters() if p.requires_grad]
+        leaves: list[Tensor] = [p for p in self.layers.parameters() if p.requires_grad]
         if self.gradient == "direct" or needs_reference() or not (leaves or x.requires_grad or v.requires_grad):
             for layer in self.stack():
                 v = self.momentum * v + (1 - self.momentum) * self.evaluate(layer, x).to(x.dtype)
                 x = x + v
             return x
-        if any(p._backward_hooks for p in leaves):
+        if any(leaf._backward_hooks for leaf in leaves):
             raise ValueError(
                 "a parameter has a hook of register_hook, which gradient='reversible' would run on each partial "
                 "gradient and on their sum. Fix: register_post_accumulate_grad_hook, or gradient='direct'."

@@ -121,11 +121,11 @@ def test_a_changed_layer_is_an_error_and_not_a_wrong_gradient():
     net = make(5, make_layer=lambda: Flag(16, 16))
     y = net(torch.randn(8, 16))
     net.layers[2].scale = 1.001
-    with pytest.raises(ReversalError, match="do not recover the input.*Fix: gradient='direct'"):
+    with pytest.raises(ReversalError, match=r"do not recover the input.*Fix: gradient='direct'"):
         y.sum().backward()
     others = {name: p.detach().clone().requires_grad_() for name, p in net.named_parameters()}
     y = torch.func.functional_call(net, others, (torch.randn(8, 16),))
-    with pytest.raises(ValueError, match="that it did not use at first.*Fix: use gradient='direct'"):
+    with pytest.raises(ValueError, match=r"that it did not use at first.*Fix: use gradient='direct'"):
         y.sum().backward()
     outside = torch.ones(16, requires_grad=True)
     with pytest.raises(ValueError, match=r"a tensor of shape \(16,\) that it did not use at first"):
@@ -149,7 +149,9 @@ class Closing(nn.Module):
 def test_numbers_that_the_integers_cannot_hold_are_an_error(value, layer):
     net, x = MomentumResNet([nn.Identity()] * 3), torch.ones(2, 3)
     x[0, 0] = value
-    with pytest.raises(NonFiniteError, match="not finite or exceeds 2.09715e.06.*Fix: check the learning rate") as error:
+    with pytest.raises(
+        NonFiniteError, match=r"not finite or exceeds 2.09715e.06.*Fix: check the learning rate"
+    ) as error:
         net(x.requires_grad_())
     assert error.value.t == layer
     net.gradient = "direct"
@@ -183,7 +185,7 @@ def test_bad_arguments(make_it, kind, message):
 
 def test_higher_derivatives_and_hooks_are_refused_and_direct_has_them():
     net, x = make(3), torch.randn(4, 16, requires_grad=True)
-    with pytest.raises(RuntimeError, match="first derivatives only.*Fix: gradient='direct'"):
+    with pytest.raises(RuntimeError, match=r"first derivatives only.*Fix: gradient='direct'"):
         torch.autograd.grad(net(x).sum(), x, create_graph=True)
     assert torch.func.grad(lambda x: net(x).sum())(x).shape == x.shape  # direct by itself
     net.gradient = "direct"
@@ -191,7 +193,7 @@ def test_higher_derivatives_and_hooks_are_refused_and_direct_has_them():
     g.square().sum().backward()
     net.gradient = "reversible"
     net.layers[0][0].weight.register_hook(lambda g: g)
-    with pytest.raises(ValueError, match="hook of register_hook.*Fix: register_post"):
+    with pytest.raises(ValueError, match=r"hook of register_hook.*Fix: register_post"):
         net(x)
 
 
