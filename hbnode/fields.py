@@ -480,8 +480,8 @@ class PortHamiltonian(HBNODE):
 
     It is an :class:`HBNODE` with f = -∇V, so every method and gradient mode for HBNODE applies to it. The splitting
     methods, such as ``method="leapfrog"``, keep the error of the energy bounded over long times for γ = 0. Torch cannot
-    run ``torch.func.grad``, which computes ∇V, inside a checkpoint. ``gradient="checkpoint"`` therefore stores the graph
-    as ``"direct"`` does, and ``gradient="reversible"`` with a splitting method saves memory.
+    run ``torch.func.grad``, which computes ∇V, inside a checkpoint. Therefore ``gradient="checkpoint"`` stores the
+    graph as ``"direct"`` does, and ``gradient="reversible"`` with a splitting method saves memory.
 
     References:
         Greydanus et al., Hamiltonian Neural Networks, arXiv:1906.01563; with a separable energy and damping: Zhong,
