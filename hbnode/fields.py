@@ -406,7 +406,7 @@ class AdamNODE(Field):
         func: f, taking ``(h)`` or ``(t, h)``, returning the shape of h.
         rates: initial (a, b), in units of 1/time, between 0 and 1. Default: None, ``(0.047, 0.047)``.
         learn_rates: whether the rates are learned. Default: True.
-        eps: ε, in units of f². Default: ``1e-8``.
+        eps: ε, in units of f². Default: ``1e-08``.
         initial_momentum: module or callable x -> m(t0) of the shape of x; None gives zeros. Default: None.
         time_dependent: whether ``func`` takes the time. None infers it as in :class:`Field`. Default: None.
 
@@ -490,7 +490,7 @@ class PortHamiltonian(HBNODE):
     Arguments:
         potential: V, a module or callable taking ``(h)`` or ``(t, h)`` with h (batch, ...), returning (batch,) or
             (batch, 1). The energy of a sample must depend on that sample only.
-        damping: initial γ, as for :class:`HBNODE`. Default: ``0.0`` if it is constant, else about 0.047.
+        damping: initial γ, as for :class:`HBNODE`. Default: None, 0.0 if it is constant, else about 0.047.
         learn_damping: whether γ is learned. Default: False.
         max_damping: upper bound of a learned γ. Default: 1.0.
         initial_momentum: module or callable x -> m(t0) of the shape of x; None gives zeros. Default: None.
