@@ -32,8 +32,8 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, normalize, scaled_dot_product_attention
 
 import hbnode
-from benchmarks.harness import command, interleaved, milliseconds, ratio, seconds, write
-from benchmarks.recurrent import peak_bytes, table
+from benchmarks.harness import command, interleaved, milliseconds, peak_bytes, ratio, reset_peak, seconds, write
+from benchmarks.recurrent import table
 from hbnode.nn.attention import KeyValueCache
 from tasks.common.files import write_figure
 from tasks.models.contenders import make_transformer
@@ -139,11 +139,8 @@ def peak(name: str, length: int) -> dict[str, float]:
     """MiB that a forward pass and a training step add to the peak of this process, which must be a fresh one."""
     torch.set_num_threads(1)
     Contender.of(name, 64).train()  # what libraries keep for good
-    contender, cpu, filling = Contender.of(name, length), torch.device("cpu"), []
-    start, found = peak_bytes(cpu), {}
-    while peak_bytes(cpu) == start:  # up to the peak of the imports
-        filling.append(torch.ones(2**18))
-    start = peak_bytes(cpu)
+    contender, cpu = Contender.of(name, length), torch.device("cpu")
+    start, found = reset_peak(cpu), {}
     for what in ("forward", "train"):
         getattr(contender, what)()
         found[f"{what}_MiB"] = (peak_bytes(cpu) - start) / 2**20
@@ -221,7 +218,7 @@ def _bytes(state: Any) -> int:
     return 0 if state is None else sum(_bytes(part) for part in state)
 
 
-def draw(path: Path, report: dict[str, Any]) -> None:
+def draw(path: Path, report: dict[str, Any], machine: str) -> None:
     """Time of a training step, its peak of memory, and the speed of generation."""
     from matplotlib.figure import Figure
 
@@ -244,9 +241,7 @@ def draw(path: Path, report: dict[str, Any]) -> None:
     by_tokens.set(xlabel="tokens a second", title=f"{rows[0]['tokens']:,} tokens, batch {rows[0]['batch']}")
     by_tokens.invert_yaxis()
     by_time.legend()
-    machine = report["machine"]
-    where = f"1 thread, {machine['device']}, PyTorch {machine['torch']}"
-    figure.suptitle(f"{HEADS} heads of {DIM}, float32, {where}", fontsize=10)
+    figure.suptitle(f"{HEADS} heads of {DIM}, float32, 1 thread, {machine}", fontsize=10)
     write_figure(figure, path)
 
 
@@ -272,9 +267,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if section in options.sections or (section == "growth" and {"time", "memory"} <= report.keys()):
             report[section] = measure()
             print(f"{section}\n{table(report[section])}\n", flush=True)
-    write(options.out, report)
+    machine = write(options.out, report)
     if set(SECTIONS) <= report.keys():
-        draw(options.out.with_suffix(".png"), report)
+        draw(options.out.with_suffix(".png"), report, machine)
 
 
 if __name__ == "__main__":

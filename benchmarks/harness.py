@@ -1,11 +1,14 @@
-"""What the benchmarks share: a clock, timing in turn, ratios, the command line, and the report."""
+"""What the benchmarks share: a clock, timing in turn, ratios, peaks of memory, the command line, and the report."""
 
 from __future__ import annotations
 
 import argparse
 import gc
 import random
+import re
+import resource
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -55,6 +58,29 @@ def milliseconds(times: Sequence[float]) -> float:
 def ratio(times: Sequence[float], base: Sequence[float]) -> float:
     """Return the median of the ratios of each round."""
     return statistics.median(a / b for a, b in zip(times, base, strict=True))
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return the peak of memory, since :func:`reset_peak` if there was one: on a GPU that of PyTorch's allocator.
+
+    On Linux this is not ``ru_maxrss``, because a process inherits that from its parent.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if sys.platform == "linux":
+        found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        assert found
+        return 1024 * int(found[1])
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
+
+
+def reset_peak(device: torch.device) -> int:
+    """Set the peak of memory back to what is in use, and return it; macOS cannot do so, and keeps its peak."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    elif sys.platform == "linux":
+        Path("/proc/self/clear_refs").write_text("5")
+    return peak_bytes(device)
 
 
 def command(doc: str | None, name: str) -> argparse.ArgumentParser:

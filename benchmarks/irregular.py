@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import cProfile
 import pstats
-import resource
 import subprocess
 import sys
 import warnings
@@ -28,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 import hbnode
-from benchmarks.harness import command, interleaved, milliseconds, ratio, write
+from benchmarks.harness import command, interleaved, milliseconds, peak_bytes, ratio, reset_peak, write
 
 BATCH, LENGTH, FEATURES, HIDDEN = 96, 64, 40, 32
 BATCHES = 10  # of an epoch
@@ -205,9 +204,10 @@ def memory(name: str, length: int) -> float:
     model = trained(MEMORY[name], 0)
     step(model, make_batch(0, 3))()
     batch = make_batch(0, length)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    cpu = torch.device("cpu")
+    before = reset_peak(cpu)
     step(model, batch)()
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    return (peak_bytes(cpu) - before) / 2**20
 
 
 def main() -> None:
@@ -225,7 +225,7 @@ def main() -> None:
         print(memory(options.memory_of, options.length))
         return
     names = list(dict.fromkeys(["nn.GRU", *options.models]))
-    grown = {}  # before this process has grown itself, because a child begins with its parent's peak
+    grown = {}
     for name in MEMORY if options.length else ():
         arguments = [sys.executable, "-m", "benchmarks.irregular", "--memory-of", name, "--length", str(options.length)]
         grown[name] = float(subprocess.run(arguments, capture_output=True, text=True, check=True).stdout)

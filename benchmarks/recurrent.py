@@ -17,8 +17,6 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import multiprocessing
-import resource
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from benchmarks.harness import command, interleaved, milliseconds, ratio, write
+from benchmarks.harness import command, interleaved, milliseconds, peak_bytes, ratio, reset_peak, write
 from hbnode.nn import recurrent
 from hbnode.nn.rules import RuleName
 
@@ -266,22 +264,11 @@ def peak(name: str, setting: Setting, device: str, threads: int, how: str) -> di
     if "compiled" in how:
         contender.train()
         contender.module.zero_grad()
-    start, found = peak_bytes(place), {}
+    start, found = reset_peak(place), {}
     for what, run in (("evaluation", contender.evaluate), ("training", contender.train)):
-        if place.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(place)
-            start = peak_bytes(place)
         run()
         found[f"{what}_MiB"] = (peak_bytes(place) - start) / 2**20
     return found
-
-
-def peak_bytes(device: torch.device) -> int:
-    """Bytes; on a GPU since the peak was last set back to what is in use."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return size if sys.platform == "darwin" else 1024 * size
 
 
 def memory(options: argparse.Namespace) -> list[Row]:

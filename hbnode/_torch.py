@@ -163,7 +163,7 @@ def numbers(x: Tensor) -> list[Any]:
 
 @contextmanager
 def refusing(what: str, fix: str) -> Iterator[None]:
-    """Replace an error of a torch.func transform by a ValueError: ``what`` does not work, and the ``fix``."""
+    """Replace an error of a torch.func transform by a ValueError that names ``what`` failed and the ``fix``."""
     try:
         yield
     except RuntimeError as error:

@@ -103,6 +103,11 @@ class Field(nn.Module, ABC):
         return f"time_dependent={self.time_dependent}"
 
 
+# To add a field: a class below, its name in __all__ of hbnode/__init__.py, an entry in tests/models.py, a row in the
+# README's table, and a name in FIELDS and FieldName of nn/ode_rnn.py. FIELDS in nn/_fused_ode_rnn.py is for those whose
+# equation Equation there computes. CONTRIBUTING.md has the list with its reasons.
+
+
 class NODE(Field):
     r"""A neural ODE, :math:`h' = f(h, t)`.
 
@@ -240,7 +245,7 @@ class _Damped(ModuleWithConstants, Field):
         return self.get_constant("_damping") if self.omega is None else self.max_damping * torch.sigmoid(self.omega)
 
     def solver_damping(self) -> Tensor | float:
-        """Return the damping γ for a solver; a constant γ is on the CPU, so that reading it does not wait for a GPU."""
+        """Return the damping γ for a solver, where a constant γ is on the CPU, because reading a GPU waits."""
         return self.damping if self.omega is not None else self.host_constant("_damping", self.damping)
 
     def constants(self) -> dict[str, str]:
@@ -253,7 +258,7 @@ class _Damped(ModuleWithConstants, Field):
         return (gamma.to(m.dtype) if self.omega is None and isinstance(gamma, Tensor) else gamma) * m
 
     def force(self, t: Tensor, h: Tensor) -> Tensor:
-        """Return the terms of the momentum's derivative without the damping."""
+        """Return the derivative of the momentum m without its damping term -γm."""
         return self.evaluate(t, h)
 
     def initial_state(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -547,8 +552,8 @@ class GHBNODE(_Damped):
     r"""A generalized heavy-ball neural ODE, :math:`h' = \sigma(m),\; m' = -\gamma m + f(h, t) - \xi h`.
 
     With a bounded activation :math:`\sigma`, the term :math:`-\xi h` prevents the blow-up that an HBNODE can have. A
-    learned skip weight is :math:`\xi = \mathrm{softplus}(\chi)` with the parameter :math:`\chi`. By default it starts
-    at 0, so that :math:`\xi = \ln 2`.
+    learned skip weight is :math:`\xi = \mathrm{softplus}(\chi)` with the parameter :math:`\chi`. By default
+    :math:`\chi` starts at 0, so that :math:`\xi` starts at :math:`\ln 2`.
 
     References:
         Xia et al., arXiv:2110.04840; equation (48) of Wang et al. (2022).
@@ -703,7 +708,7 @@ class HeavyBallSDE(HBNODE):
         return self.get_constant("_temperature") if self.log_temperature is None else self.log_temperature.exp()
 
     def solver_temperature(self) -> Tensor | float:
-        """Return the temperature for a solver; a constant is on the CPU, so that reading it does not wait for a GPU."""
+        """Return the temperature η for a solver, where a constant η is on the CPU, because reading a GPU waits."""
         return self.host_constant("_temperature", self.temperature)
 
     def constants(self) -> dict[str, str]:

@@ -184,8 +184,8 @@ def vector_field(
     Arguments:
         field: a field, a block, or a callable ``(t, state)``.
         t: time at which the field is evaluated. Default: 0.0.
-        at: state of one sample, h or (h, m), that fixes the other features if there are more than the plane has. None
-            is zero, with one feature for second-order fields and two for first-order fields. A tensor keeps its
+        at: state of one sample, h or (h, m), which has the values of the features outside the plane. None is a zero
+            state of one feature for second-order fields and of two for first-order fields. A tensor keeps its
             dtype; a list or an array is converted to the dtype of the field's parameters. Default: None.
         features: the features (i, j) of h that span the plane. For second-order fields, the first of them, or a single
             index i, gives the plane (h_i, m_i). Default: (0, 1).

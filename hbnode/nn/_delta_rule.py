@@ -218,7 +218,7 @@ def vjp(options: tuple[Any, int], tensors: Any, residuals: Any, grads: Any, need
 
 
 class _Span(NamedTuple):
-    """A group of chunks that are computed together."""
+    """Consecutive chunks of some of the sequences, which are computed together."""
 
     batch: slice
     chunks: slice
@@ -268,7 +268,7 @@ class _Chunks:
         self.mask = _DecayMask(self.by_chunk(alpha, 1.0), momentum)
 
     def spans(self) -> list[list[_Span]]:
-        """Return a list of spans for each group of sequences, in the order of time."""
+        """Divide the batch into groups of sequences; return for each group its spans in the order of time."""
         sequences, chunks = self.batch, self.count
         if self.q.device.type == "cpu":
             sequences = min(self.batch, max(1, CHUNKS_AT_ONCE // self.heads))
@@ -304,7 +304,7 @@ class _Chunks:
             out.copy_(x.flatten(2, 3)[:, :, : out.shape[2]])
 
     def by_chunk(self, gate: Tensor, after: float = 0.0) -> Tensor:
-        """Split a gate (batch, heads, length) into (chunks, batch * heads, C), padded with the constant ``after``."""
+        """Split a gate (batch, heads, length) into (chunks, batch * heads, C); pad the last chunk with ``after``."""
         gate = pad(gate.flatten(0, 1), (0, self.count * self.size - self.length), value=after)
         return gate.unflatten(1, (-1, self.size)).transpose(0, 1).contiguous()
 

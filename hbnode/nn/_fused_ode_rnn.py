@@ -3,8 +3,8 @@
 ``python -m benchmarks.irregular`` measures it, in the rows "hbnode". The reference is the loop of
 :class:`hbnode.nn.ode_rnn.ODERNNLayer`. Supported are torch.nn's cells, and fields around a network of known layers.
 Four things make it faster. It records no autograd graph. The gradient of a weight is one matrix product for many uses.
-Coefficients of many steps are computed at once. A gap that is one step for all samples, as most gaps are, skips the
-step size controller.
+Coefficients of many steps are computed at once. A gap, which is the interval between two observations, skips the step
+size controller if it is one step for all samples, as most gaps are.
 
 It takes the same steps as :mod:`hbnode.solve` in a loop of its own. The general loop also supports output times,
 jumps and time-dependent fields, and records a graph per gap with a common step. With the general loop a training step
@@ -46,7 +46,7 @@ aten = torch.ops.aten
 
 
 class FallbackError(Exception):
-    """The error that hands a gap to the reference, because the solve is not finite or takes very many steps."""
+    """An error raised if a fused solve fails; the reference repeats the solve and raises the error for the user."""
 
 
 class Solver(NamedTuple):
@@ -342,7 +342,7 @@ class FusedStep(NamedTuple):
 
 
 class Gap(NamedTuple):
-    """The solution of a gap: the evaluation at its start, if the method has one, and the accepted steps."""
+    """The record of a solved gap: the evaluation at its start, for FSAL methods only, and the accepted steps."""
 
     start: Stage | None = None
     steps: Sequence[FusedStep] = ()
@@ -435,7 +435,7 @@ class FusedODERNN:
     # Forward pass
 
     def solve(self, gap: int, s: Tensor, p: Parameters, known: Sequence[FusedStep], save: bool) -> tuple[Tensor, Gap]:
-        """Return the state at the end of a gap and its steps: recorded ones, fixed ones, or chosen by error control."""
+        """Return the state at the end of a gap and its steps: ``known`` ones, otherwise fixed or adaptive ones."""
         if self.is_zero[gap]:
             return s, Gap()
         start, y, counter = None, s, Tally(self.layer.field, self.nfe[gap])
@@ -460,7 +460,8 @@ class FusedODERNN:
     def adaptive(self, gap: int, y: Tensor, p: Parameters, steps: list[FusedStep], save: bool) -> tuple[Tensor, int]:
         """Append the accepted steps of a gap to ``steps``; return the state at its end and the number of attempts.
 
-        Step sizes follow :class:`hbnode.solve.control.AdaptiveSteps` for a field that does not depend on time.
+        Attempts are accepted or rejected steps. Their sizes are those of :class:`hbnode.solve.control.AdaptiveSteps`
+        for a field that does not depend on time, which ``fuse`` ensures.
         """
         length, most, common = self.lengths[gap], self.settings.max_steps, not self.settings.per_sample
         parts = y.chunk(self.method.rows + 1, 1)

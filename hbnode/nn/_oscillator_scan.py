@@ -95,12 +95,12 @@ def held_response(damping: Number, stiffness: Number, dt: Number) -> Pair:
     r"""Return the responses :math:`F_v` and :math:`F_x` of v and x to an input of 1 that is held for a time Δ.
 
     The oscillator x'' + γ x' + κ x = 1 starts at v = x = 0, with v = x'. With the transition Φ of
-    :func:`oscillator_step`, :math:`F_v = \Phi_{xv}` and :math:`F_x = (1 - \Phi_{xx})/\kappa`. For small κ the second
-    formula loses its digits. It is then replaced by the series :math:`F_x = \Delta^2 \sum_{n \ge 2} c_n` with c₁ = 0,
-    c₂ = 1/2 and :math:`c_{n+2} = -((n+1)\gamma\Delta c_{n+1} + \kappa\Delta^2 c_n)/((n+1)(n+2))`. For overdamped
-    oscillators with the rates :math:`\lambda_\pm = -\gamma/2 \pm \sqrt{\gamma^2/4 - \kappa}` it is replaced by
-    :math:`\Delta(\varphi_1(\lambda_+\Delta) - \varphi_1(\lambda_-\Delta))/(\lambda_+ - \lambda_-)`, where
-    :math:`\varphi_1(y) = (e^y - 1)/y`.
+    :func:`oscillator_step`, :math:`F_v = \Phi_{xv}` and :math:`F_x = (1 - \Phi_{xx})/\kappa`. In two cases another
+    formula keeps more digits of F_x. For strong damping, γΔ > 1.5 and κ < 3γ²/16, with the rates
+    :math:`\lambda_\pm = -\gamma/2 \pm \sqrt{\gamma^2/4 - \kappa}` and :math:`\varphi_1(y) = (e^y - 1)/y`, it is
+    :math:`F_x = \Delta(\varphi_1(\lambda_+\Delta) - \varphi_1(\lambda_-\Delta))/(\lambda_+ - \lambda_-)`. For weaker
+    damping and κΔ² <= 0.4 it is the series :math:`F_x = \Delta^2 \sum_{n \ge 2} c_n` with c₁ = 0, c₂ = 1/2 and
+    :math:`c_{n+2} = -((n+1)\gamma\Delta c_{n+1} + \kappa\Delta^2 c_n)/((n+1)(n+2))`.
 
     Arguments:
         damping: γ, in 1 / time; broadcast with the other arguments.
@@ -516,7 +516,7 @@ def _starts(
 def _forward(options: Options, keep: bool, *tensors: Any) -> tuple[Any, tuple[Tensor]]:
     """Compute the scan in segments of chunks, and return its outputs and the states at the starts of chunks.
 
-    It is 43 times as fast as :func:`scan_reference`: row "oscillators, own" of benchmarks/oscillators.py.
+    It is 33 times as fast as :func:`scan_reference`: row "oscillators, own" of benchmarks/oscillators.py.
     """
     inputs = ScanInput(*tensors)
     x, d, dtype = inputs.x, inputs.d, inputs.v0.dtype
@@ -552,7 +552,7 @@ def _forward(options: Options, keep: bool, *tensors: Any) -> tuple[Any, tuple[Te
 
 
 def _path(matrices: Sequence[Entries], b: Sequence[Pair], start: Sequence[Tensor]) -> Pair:
-    """Compute v and x before the first step of a segment and after each step, (steps + 1, *start.shape)."""
+    """Return v and x at the starts of all chunks of a segment and after each step, (steps + 1, *start.shape)."""
     v, x = (z.new_empty(len(matrices) + 1, len(z), b[0][0].shape[1]) for z in start)
     v[0], x[0] = start
     _recur(matrices, b, _pairs((v, x)))

@@ -269,8 +269,9 @@ class MomentumAttention(MultiheadBase[MomentumAttentionState]):
         s_i = s_{i-1} + γ p_i,   z_i = z_{i-1} + phi(k_i)
         output_i = phi(q_i)^T s_i / (phi(q_i)^T z_i + eps)
 
-    ``momentum=0`` is linear attention. ``momentum=0`` with ``step_size=1 / (1 - β)`` is a baseline without momentum, in
-    which every key has the weight that it approaches with momentum β as other keys follow.
+    ``momentum=0`` is linear attention. With momentum β, the weight of a key in s_i grows from γ to γ / (1 - β) as more
+    keys follow it. A baseline without momentum, with this limit as every key's weight, is ``momentum=0`` with
+    ``step_size`` = γ / (1 - β).
 
     References:
         Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture Design? (2022), equations 72 to 74;
@@ -295,7 +296,7 @@ class MomentumAttention(MultiheadBase[MomentumAttentionState]):
         dtype: dtype of the parameters. Default: ``None``, torch's default.
 
     Raises:
-        TypeError: a switch is not a bool.
+        TypeError: bias, batch_first or causal is not a bool.
         ValueError: a size or number is not valid.
 
     Example:
@@ -409,9 +410,9 @@ class HeavyBallMemory(MultiheadBase[HeavyBallMemoryState]):
 
     The gates r_t, α_t and μ_t are in (0, 1) and are computed from the input by a linear layer and a sigmoid. Keys and
     queries are divided by their norm, or by 0.001 if their norm is smaller. If every two keys are equal or orthogonal,
-    S stays bounded for all gates and all repetitions of keys. With both factors (1 - μ_t) in the update of S instead, S
-    can grow without bound if μ_t depends on the key. ``momentum=False`` is Gated DeltaNet; ``momentum=False`` with
-    ``delta=False`` is gated linear attention.
+    S stays bounded for all gates and all repetitions of keys. With (1 - μ_t)^2 in the update of S, and no such factor
+    in that of P, S can grow without bound if μ_t depends on the key. ``momentum=False`` is Gated DeltaNet;
+    ``momentum=False`` with ``delta=False`` is gated linear attention.
 
     References:
         Behrouz et al., Titans (arXiv:2501.00663); Yang et al., Gated Delta Networks (arXiv:2412.06464);
@@ -433,7 +434,7 @@ class HeavyBallMemory(MultiheadBase[HeavyBallMemoryState]):
         dtype: dtype of the parameters. Default: ``None``, torch's default.
 
     Raises:
-        TypeError: a switch is not a bool.
+        TypeError: bias, batch_first, momentum or decay is not a bool.
         ValueError: a size or number is not valid.
 
     Example:
@@ -666,7 +667,7 @@ class SoftmaxAttention(MultiheadBase[KeyValueCache]):
         dtype: dtype of the parameters. Default: ``None``, torch's default.
 
     Raises:
-        TypeError: a switch is not a bool.
+        TypeError: bias, batch_first or causal is not a bool.
         ValueError: a size or number is not valid.
 
     Example:

@@ -430,7 +430,7 @@ class ODERNN(ModuleWithConstants):
 
 
 class LayerOutput(NamedTuple):
-    """The output of a layer: states before and after each sample, (batch, T, S), the final state and NFE per gap."""
+    """The states before and after each sample, (batch, T, S), the state at the end, (batch, S), and the NFE per gap."""
 
     before: Tensor
     after: Tensor
@@ -550,9 +550,9 @@ class ODERNNLayer(nn.Module):
 
 
 class IntervalSolver:
-    """A solver of a field over each gap between times (batch, T); a state does not change over a gap of length 0.
+    """A solver of an ODE over each gap between times (batch, T); over a gap of length 0 the state does not change.
 
-    States are (batch, S), with h and m concatenated for second-order fields.
+    States are (batch, S): h, or h and m concatenated for second-order fields.
     """
 
     def __init__(self, field: Field, t: Tensor, solver: Solver, *, second_order: bool) -> None:
@@ -585,7 +585,7 @@ class IntervalSolver:
         return torch.cat(parts(solve(field, state, t, self.settings, nfe, end=True)), 1)
 
     def _step_times(self, t: Tensor, step_size: float) -> Tensor:
-        """Return the ends (batch, K + 1) of K steps no longer than ``step_size``; a row with fewer repeats its last."""
+        """Return times (batch, K + 1) of steps no longer than ``step_size``; rows with fewer steps repeat the end."""
         needed = steps_needed(t, step_size)
         most = float(needed.max())
         if not most <= self.settings.max_steps:

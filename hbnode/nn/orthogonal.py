@@ -73,11 +73,11 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def orthogonal_by_angles(like: Tensor, init: str) -> Tensor:
-    """Return an orthogonal matrix that rotates planes, block by block, by random angles.
+    """Return an orthogonal matrix with random rotations, 2 × 2, as its diagonal blocks.
 
     Arguments:
         like: a square matrix of the size, dtype and device; half precision becomes float32.
-        init: "cayley" or "henaff", the range of the angles.
+        init: "cayley", for angles from U(0, π/2), or "henaff", for angles from U(-π, π).
     """
     if init not in ANGLES:
         raise ValueError(f"init must be one of {tuple(ANGLES)}, got {init!r}. Fix: 'cayley'.")

@@ -272,7 +272,7 @@ class SequenceBatch:
         return y.transpose(0, 1) if self.batch_first else y
 
     def sort(self, z: Tensor, axis: int) -> Tensor:
-        """Reorder z along its batch axis to the order of this batch, which packing may have sorted by length."""
+        """Reorder z along its batch axis from the order of the input to that of ``x``, which packing may sort."""
         z = z.unsqueeze(axis) if self.is_single else z
         order = self.packed.sorted_indices if self.packed else None
         return z if order is None else z.index_select(axis, order)
@@ -387,9 +387,10 @@ class RecurrentBase(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Reset the parameters: W_ih is random orthogonal, W_hh has ones on its diagonal, and biases are 0.
+        """Reset W_ih to a random orthogonal matrix, W_hh to ones on its diagonal and 0 elsewhere, and biases to 0.
 
-        In an LSTM both biases of the forget gate are ``forget_bias``. References: appendices A and F of Nguyen et al.
+        In an LSTM or GRU, the ones of W_hh are in the rows of the first gate. In an LSTM, b_ih and b_hh of the forget
+        gate are both ``forget_bias`` instead of 0. References: appendices A and F of Nguyen et al.
         """
         n = self.hidden_size
         for name in (name + suffix for suffix, width in self._suffixes() for name in self._shapes(width)):
@@ -705,7 +706,7 @@ class RecurrentLayer(RecurrentBase):
         return torch.cat(outputs), (h, c, *memory[:3])
 
     def _filter_inputs(self, x: Tensor, weights: Weights, t: int | Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return x filtered by a linear rule from v_0 = 0, and the weight that maps the filtered x to v."""
+        """Filter x by a linear rule from v_0 = 0; return the filtered x and the weight W with v = W (filtered x)."""
         w, b = weights.w, weights.b
         if b is not None:  # b is the weight of an input that is 1 before it is filtered
             x, w = torch.cat([x, x.new_ones(*x.shape[:2], 1)], dim=-1), torch.cat([w, b.unsqueeze(1)], dim=1)
@@ -784,8 +785,9 @@ def _map(function: Callable[..., Tensor], *states: Entries) -> Entries:
 class MomentumRNN(RecurrentLayer):
     """An Elman network whose inputs are filtered by momentum or another rule.
 
-    With weights W and U, and g_t = W x_t + b_ih of the input x_t at time step t::
+    With weights W and U, the cell computes from the input x_t at time step t::
 
+        g_t = W x_t + b_ih
         d_t = rule(g_1, ..., g_t),  by default v_t = μ v_{t-1} + s g_t
         h_t = tanh(U h_{t-1} + b_hh + d_t)
 
@@ -799,7 +801,7 @@ class MomentumRNN(RecurrentLayer):
         bias: whether to add biases b_ih, which is filtered, and b_hh, which is not. Default: ``True``.
         batch_first: whether x and the output are (batch, T, features). Default: ``False``.
         dropout: probability of dropping an output between layers in training. Default: ``0.0``.
-        bidirectional: whether to add a second cell that runs backwards in time. Default: ``False``.
+        bidirectional: whether each layer has a second cell, which runs backwards in time. Default: ``False``.
         nonlinearity: "tanh" or "relu". Default: ``"tanh"``.
         rule: the filter; see :class:`MomentumLSTM`. Default: ``"momentum"``.
         momentum: the coefficient μ of a rule given by name, in [0, 1]. Default: ``None`` (0.6).
@@ -893,8 +895,9 @@ class MomentumRNNCell(RecurrentCell):
 class MomentumLSTM(RecurrentLayer):
     """An LSTM whose inputs are filtered by momentum or another rule (NAG-LSTM, SRLSTM, AdamLSTM, RMSPropLSTM).
 
-    With weights W and U, and g_t = W x_t + b_ih of the input x_t at time step t::
+    With weights W and U, the cell computes from the input x_t at time step t::
 
+        g_t = W x_t + b_ih
         d_t = rule(g_1, ..., g_t),  by default v_t = μ v_{t-1} + s g_t
         (i, f, c~, o) = U h_{t-1} + b_hh + d_t
         c_t = sigmoid(f) c_{t-1} + sigmoid(i) tanh(c~)
@@ -914,7 +917,7 @@ class MomentumLSTM(RecurrentLayer):
         bias: whether to add biases b_ih, which is filtered, and b_hh, which is not. Default: ``True``.
         batch_first: whether x and the output are (batch, T, features). Default: ``False``.
         dropout: probability of dropping an output between layers in training. Default: ``0.0``.
-        bidirectional: whether to add a second cell that runs backwards in time. Default: ``False``.
+        bidirectional: whether each layer has a second cell, which runs backwards in time. Default: ``False``.
         forget_bias: initial bias of the forget gate in b_ih and in b_hh. Default: ``1.0``.
         rule: the filter: "momentum", "nag" (Nesterov's accelerated gradient), "restart" (NAG with scheduled restart),
             "adam", "rmsprop" or "adaptive" (input-dependent momentum) with default coefficients; or an object of
@@ -1030,8 +1033,9 @@ class MomentumLSTMCell(RecurrentCell):
 class MomentumGRU(RecurrentLayer):
     """A GRU with the gates of torch.nn.GRU whose inputs are filtered by momentum or another rule.
 
-    With weights W and U, and g_t = W x_t + b_ih of the input x_t at time step t::
+    With weights W and U, the cell computes from the input x_t at time step t::
 
+        g_t = W x_t + b_ih
         d_t = rule(g_1, ..., g_t),  by default v_t = μ v_{t-1} + s g_t
         r = sigmoid(U_r h_{t-1} + b_hr + d_r),  z = sigmoid(U_z h_{t-1} + b_hz + d_z)
         n = tanh(r (U_n h_{t-1} + b_hn) + d_n)
@@ -1047,7 +1051,7 @@ class MomentumGRU(RecurrentLayer):
         bias: whether to add biases b_ih, which is filtered, and b_hh, which is not. Default: ``True``.
         batch_first: whether x and the output are (batch, T, features). Default: ``False``.
         dropout: probability of dropping an output between layers in training. Default: ``0.0``.
-        bidirectional: whether to add a second cell that runs backwards in time. Default: ``False``.
+        bidirectional: whether each layer has a second cell, which runs backwards in time. Default: ``False``.
         rule: the filter; see :class:`MomentumLSTM`. Default: ``"momentum"``.
         momentum: the coefficient μ of a rule given by name, in [0, 1]. Default: ``None`` (0.6).
         step_size: the coefficient s of a rule given by name, positive. Default: ``None`` (0.6).
@@ -1108,8 +1112,9 @@ class MomentumGRUCell(RecurrentCell):
 class MomentumDTRIV(OrthogonalWeights, RecurrentLayer):
     """A recurrent layer with an orthogonal weight B whose inputs are filtered by momentum or another rule.
 
-    With weights W and B, and g_t = W x_t of the input x_t at time step t::
+    With weights W and B, the cell computes from the input x_t at time step t::
 
+        g_t = W x_t
         d_t = rule(g_1, ..., g_t),  by default v_t = μ v_{t-1} + s g_t
         h_t = modrelu(B h_{t-1} + d_t),  modrelu(z) = sign(z) relu(|z| + b)
 
@@ -1126,7 +1131,7 @@ class MomentumDTRIV(OrthogonalWeights, RecurrentLayer):
         num_layers: number of stacked layers. Default: ``1``.
         batch_first: whether x and the output are (batch, T, features). Default: ``False``.
         dropout: probability of dropping an output between layers in training. Default: ``0.0``.
-        bidirectional: whether to add a second cell that runs backwards in time. Default: ``False``.
+        bidirectional: whether each layer has a second cell, which runs backwards in time. Default: ``False``.
         init: initial B, which rotates planes by random angles: "cayley" draws them from U(0, π/2) (Helfrich et al.,
             arXiv:1707.09520), "henaff" from U(-π, π) (Henaff et al., arXiv:1602.06662). Default: ``"cayley"``.
         rule: the filter; see :class:`hbnode.nn.MomentumLSTM`. Default: ``"momentum"``.
@@ -1233,7 +1238,7 @@ class DTRIV(MomentumDTRIV):
         num_layers: number of stacked layers. Default: ``1``.
         batch_first: whether x and the output are (batch, T, features). Default: ``False``.
         dropout: probability of dropping an output between layers in training. Default: ``0.0``.
-        bidirectional: whether to add a second cell that runs backwards in time. Default: ``False``.
+        bidirectional: whether each layer has a second cell, which runs backwards in time. Default: ``False``.
         init: the initial B, "cayley" or "henaff"; see :class:`MomentumDTRIV`. Default: ``"cayley"``.
         compile: whether to compile the time loop with torch.compile. Default: ``False``.
         device: device of the parameters. Default: ``None`` (torch's default).

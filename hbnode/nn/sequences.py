@@ -109,7 +109,7 @@ def state_of(
 
 
 def check_state(state: object, kind: type[Record], shapes: dict[str, tuple[int, ...] | None], fix: str) -> None:
-    """Raise an error if ``state`` is not a ``kind`` whose attributes have these shapes, None if absent."""
+    """Raise an error unless ``state`` is a ``kind`` with attributes of these shapes; a shape None requires None."""
     if not isinstance(state, kind):
         raise TypeError(f"state must be an {kind.__name__}, got {type(state).__name__}. Fix: {fix}.")
     for name, shape in shapes.items():
@@ -183,11 +183,11 @@ class Sequences:
 
     @property
     def window(self) -> Tensor:
-        """Return the samples zero-padded to the number of time steps as given."""
+        """Return the samples padded with zeros to ``total`` time steps."""
         return pad(self.x, (0, 0, 0, self.total - self.x.shape[1]))
 
     def at_samples(self, x: Tensor) -> Tensor:
-        """Return values (batch, T, n) padded to ``total`` time steps, 0 for samples with no observed value."""
+        """Return values (batch, T, n) as (batch, total, n), with 0 at padding and at samples with no observed value."""
         x = x if self.any_observed is None else torch.where(self.any_observed.unsqueeze(-1), x, 0.0)
         return pad(x, (0, 0, 0, self.total - x.shape[1]))
 
@@ -215,7 +215,7 @@ class Sequences:
         return torch.cat([self.t, self.t[:, -1:].expand(-1, missing)], 1) if missing else self.t
 
     def padded(self, states: Tensor) -> Tensor:
-        """Return states (..., batch, T, n) padded to ``total`` time steps, 0 on padding."""
+        """Return states (..., batch, T, n) as (..., batch, total, n), with 0 after the end of each series."""
         if self.valid is None:
             return states
         states = torch.where(self.valid.unsqueeze(-1), states, 0.0)
@@ -287,7 +287,7 @@ def refuse_both_directions(module: nn.Module, what: str) -> None:
 
 
 def checked_dt(dt: ArrayLike, shape: torch.Size) -> Tensor:
-    """Return times after that of a state as a tensor (*batch, K), given the state's batch shape."""
+    """Return times ``dt`` since the time of a state, checked, as (*batch, K); ``shape`` is the state's batch shape."""
     times = torch.tensor(dt) if isinstance(dt, numbers.Real) else as_times(dt, "dt")
     if times.dim() == 0 or times.shape[-1] == 0 or (times.dim() > 1 and times.shape[:-1] != shape):
         raise ValueError(

@@ -42,7 +42,7 @@ class Connection(nn.Module):
     """
 
     def look_ahead(self, x: Tensor, depth: DepthState) -> Tensor:
-        """Return the point at which a sublayer is evaluated; x here."""
+        """Return the point at which a sublayer is evaluated; by default x."""
         return x
 
     def attention(self, x: Tensor, update: Tensor, depth: DepthState) -> tuple[Tensor, DepthState]:
@@ -439,7 +439,7 @@ class MomentumTransformerLayer(TransformerLayerBase):
         connection: "residual", the paper's "momentum" (equation 75) and "adaptive" (77), "momentum_state" (75 as in the
             published code), "heavy_ball" or "nesterov" with learned coefficients, or a function that returns a
             :class:`hbnode.nn.transformer.Connection`. Default: ``"residual"``.
-        connection_momentum: β of the connection, or its initial value if learned. Default: ``None``, the connection's.
+        connection_momentum: β of the connection, its initial value if learned. Default: ``None``, the connection's β.
         causal: whether a token attends only to itself and to previous tokens. Default: ``True``.
         device: device of the parameters. Default: ``None``, torch's default.
         dtype: dtype of the parameters. Default: ``None``, torch's default.
@@ -516,9 +516,9 @@ class MomentumTransformerDecoderLayer(TransformerLayerBase):
         norm_first: whether norms come before the blocks (pre-norm) or after the connections. Default: ``False``.
         attention: self-attention, as in :class:`MomentumTransformerLayer`. Default: ``"momentum"``.
         attention_options: further arguments of the self-attention module. Default: ``None``, no further arguments.
-        cross_attention: cross-attention, like ``attention``. Default: ``None``, that of ``attention`` with its options.
+        cross_attention: cross-attention, given like ``attention``. Default: ``None``, ``attention`` with its options.
         connection: as in :class:`MomentumTransformerLayer`. Default: ``"residual"``.
-        connection_momentum: β of the connection, or its initial value if learned. Default: ``None``, the connection's.
+        connection_momentum: β of the connection, its initial value if learned. Default: ``None``, the connection's β.
         causal: whether self-attention is limited to the token itself and previous tokens. Default: ``True``.
         device: device of the parameters. Default: ``None``, torch's default.
         dtype: dtype of the parameters. Default: ``None``, torch's default.
@@ -648,7 +648,7 @@ class MomentumTransformer(nn.Module):
         attention: see :class:`MomentumTransformerLayer`. Default: ``"momentum"``.
         attention_options: further arguments of the attention modules. Default: ``None``, no further arguments.
         connection: see :class:`MomentumTransformerLayer`. Default: ``"residual"``.
-        connection_momentum: β of the connections, or its initial value if learned. Default: ``None``, the connection's.
+        connection_momentum: β of the connections, its initial value if learned. Default: ``None``, the connection's β.
         positions: "sinusoidal" adds a position embedding to the inputs. "rotary" applies rotary position embedding in
             softmax attention. None uses no position embedding. Default: ``"sinusoidal"``.
         causal: whether a token attends only to itself and to previous tokens. Default: ``True``.
@@ -895,7 +895,7 @@ class MomentumTransformer(nn.Module):
 
 
 def draw(output: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
-    """Sample tokens (batch,) from the softmax of the top_k outputs (batch, tokens) / temperature; 0 is the argmax."""
+    """Sample tokens (batch,) from the top_k by softmax(output / temperature); a temperature of 0 takes the largest."""
     if temperature == 0:
         return output.argmax(-1)
     scores = output.float() / temperature

@@ -82,19 +82,23 @@ class HessianFree(Optimizer):
 
     J is the Jacobian of the outputs with respect to the parameters. H_L is the Hessian of the loss with respect to the
     outputs. J_h is the Jacobian of hidden states, which have weights w. The term with mu is structural damping: it
-    penalises changes of hidden states. All terms are sums over time and features, averaged over cases. A product with
-    A costs two passes; A is never formed.
+    penalises changes of hidden states. All terms are sums over time and features, averaged over cases. A is never
+    formed: its product with a vector costs a product with the Jacobians and one with their transposes.
 
-    Conjugate gradients start from 0.95 times the last direction. With the quadratic model phi and
-    k = max(10, i // 10), they stop after iteration i if (phi_i - phi_{i-k}) / phi_i < 5e-4 k. The step saves the
-    iterates i = ceil(1.3^j) and moves back from the last one while the loss on the curvature batch decreases. A line
-    search then finds a sufficient decrease of the loss on the gradient batch. If the direction does not reduce the
-    loss, conjugate gradients restart from zero.
+    :meth:`step` takes a closure that evaluates the model on the gradient batch, which gives g, and optionally one for a
+    curvature batch, which gives A. Without the second closure both batches are the same.
+
+    Conjugate gradients start from 0.95 times the last direction. With the quadratic model phi and k = max(10, i // 10),
+    they stop after iteration i if (phi_i - phi_{i-k}) / phi_i < 5e-4 k. The step saves the iterates i = ceil(1.3^j) and
+    moves back from the last one while the loss on the curvature batch decreases. A line search then finds a sufficient
+    decrease of the loss on the gradient batch. If the direction does not reduce the loss, conjugate gradients restart
+    from zero.
 
     The damping lambda follows the rule of Levenberg and Marquardt. The ratio rho is the change of the loss divided by
     the predicted change. If rho < 1/4, lambda is multiplied by 3/2; if rho > 3/4, by 2/3. If both changes are within
-    the rounding error of the loss, lambda is multiplied by 2/3 if the undamped model predicts a larger change, and
-    stays otherwise. This rounding error is the change of the loss if each parameter changes by its last digit.
+    the rounding error of the loss, rho is not used. Lambda is then multiplied by 2/3 if the change predicted without
+    damping exceeds this error, and otherwise not changed. The rounding error is the change of the loss if each
+    parameter changes by its last digit.
 
     A step calls each closure several times, with the same random numbers of torch's default generators. A closure must
     use the same data in each of these calls. Autocast around a step has no effect; within a closure it raises an error.
@@ -122,8 +126,9 @@ class HessianFree(Optimizer):
         min_damping: the lower bound of lambda. Without this bound, lambda and the structural damping would tend to 0
             if the loss hardly changes. Default: ``0.0002``.
         preconditioner_samples: if positive, conjugate gradients use the diagonal preconditioner
-            (mean of g_n^2 + lambda)^0.75, with the gradient g_n of case n. The mean is estimated from this number of
-            sums of g_n with random signs; each sum costs a backward pass. Default: ``0``.
+            (mean of g_n^2 + lambda)^0.75, with the gradient g_n of case n. This is the number of samples that
+            estimate the mean. A sample is the square of the sum of all g_n with random signs, divided by the number of
+            cases; it costs a backward pass. Default: ``0``.
         case_dim: the dimension of the outputs that contains the cases; 1 for outputs (T, cases, ...). Default: ``0``.
 
     Raises:

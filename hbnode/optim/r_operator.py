@@ -127,7 +127,7 @@ class LinearizedLayer(ABC):
     def _pre_activations(
         self, products: Sequence[tuple[OptTensor, OptTensor, slice]], b: OptTensor, bias: OptTensor
     ) -> Tensor:
-        """Return biases plus products of (rows, weight, columns), of shape (T, batch, blocks * hidden_size)."""
+        """Return biases plus z W^T, in its columns, for each (z, W, columns): (T, batch, blocks * hidden_size)."""
         row = self.x.new_zeros(self.blocks * self.size)
         row[self.of_x] += 0.0 if b is None else self._shift_rows(b)
         row[self.of_h] += 0.0 if bias is None else bias
@@ -142,7 +142,7 @@ class LinearizedLayer(ABC):
 
 
 class LinearizedTanh(LinearizedLayer):
-    """A tanh layer, h' = tanh(e), with pre-activations e = W x + U h + b of the input x and the state h."""
+    """A tanh layer, h_t = tanh(e), with pre-activations e = W x_t + U h_{t-1} + b."""
 
     blocks, inputs, states = 1, (0, 1), (0, 1)
 
@@ -161,7 +161,7 @@ class LinearizedTanh(LinearizedLayer):
 
 
 class LinearizedReLU(LinearizedTanh):
-    """A ReLU layer, h' = max(0, e), with pre-activations e = W x + U h + b of the input x and the state h."""
+    """A ReLU layer, h_t = max(0, e), with pre-activations e = W x_t + U h_{t-1} + b."""
 
     def _forward(self, e: Tensor, before: Tensor, c: OptTensor, h: Tensor, *residuals: Tensor) -> OptTensor:
         torch.clamp(e, min=0, out=h)
@@ -170,7 +170,7 @@ class LinearizedReLU(LinearizedTanh):
 
 
 class LinearizedLSTM(LinearizedLayer):
-    """An LSTM layer, c' = f c + i g and h' = o tanh(c'). The blocks of pre-activations are those of i, f, g, o."""
+    """An LSTM layer, c_t = f c_{t-1} + i g and h_t = o tanh(c_t), with blocks of pre-activations for i, f, g and o."""
 
     blocks, inputs, states, extras = 4, (0, 4), (0, 4), 2
 
@@ -288,7 +288,7 @@ class ROperator(TorchFunctionMode):
         bidirectional: bool,
         batch_first: bool,
     ) -> tuple[Tensor, ...]:
-        """Run all layers in all directions; arguments and outputs are those of ``torch._VF.lstm`` and its siblings."""
+        """Run all layers in all directions, with the arguments and outputs of ``lstm`` or ``gru`` of ``torch._VF``."""
         out = x.transpose(0, 1) if batch_first else x
         h, c = (state, None) if isinstance(state, Tensor) else state
         count, directions = 4 if has_biases else 2, 2 if bidirectional else 1

@@ -267,7 +267,7 @@ def _leaves(
 
 @dataclass(frozen=True)
 class Reversible:
-    """The mode ``gradient="reversible"``: only outputs are stored, and reversed steps reconstruct other states."""
+    """The mode ``gradient="reversible"``: only outputs are stored; reversed steps reconstruct the other states."""
 
     name = "reversible"
 
@@ -374,8 +374,6 @@ def _known_value(known: Any, needs_grad: bool, x: Tensor, time: Tensor) -> tuple
 
 
 class _GradientSums:
-    """The sums of the gradients with respect to leaf tensors."""
-
     def __init__(self, leaves: list[Tensor]) -> None:
         self.leaves = [x for x in leaves if x.requires_grad]
         self.sums: dict[int, Tensor] = {}
@@ -564,7 +562,7 @@ def closed_over_leaves(evaluate: Callable[[], Value], inputs: Iterable[Tensor]) 
 
 
 def own_parameters(field: Callable) -> list[Tensor]:
-    """Return ``field.dynamics_parameters()`` or all parameters of a module; return [] for a function."""
+    """Return ``field.dynamics_parameters()`` of a Field, all parameters of another module, [] of a function."""
     if hasattr(field, "dynamics_parameters"):
         return field.dynamics_parameters()
     return list(field.parameters()) if isinstance(field, nn.Module) else []

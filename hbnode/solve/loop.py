@@ -295,7 +295,7 @@ class Problem:
         return [torch.where(is_end, end, x) for end, x in zip(ends, inside, strict=True)]
 
     def slopes(self, state: Rows) -> Rows:
-        """Return the time derivatives of the rows of a state whose last entry is the field's value."""
+        """Return the time derivatives of the rows of a state; the last entry of ``state`` is the field's value."""
         if not self.term.second_order:
             return state[1:]
         _, m, f = state
@@ -434,7 +434,7 @@ def integrate(problem: Problem, state: Rows, take: Take | None = None, *, every:
 
 
 def fixed_steps(problem: Problem, every: int) -> Iterator[Attempt]:
-    """Yield the fixed steps of a solve, in attempts of at most ``every`` equal steps of the same output interval."""
+    """Yield the fixed steps of a solve as attempts, each at most ``every`` equal steps of one output interval."""
     p, nodes, number, times = problem, problem.method.nodes, 0, problem.grid()  # (T,) or (T, lanes)
     every = 1 if open_records else every
     for interval, count in enumerate(p.counts()):

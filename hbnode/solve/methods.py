@@ -69,7 +69,7 @@ class Method:
 
     @functools.cached_property
     def widest_gap(self) -> float:
-        """The largest gap between two nodes, or 0 and a node, as a fraction of the step."""
+        """The largest distance between neighbours among 0 and the nodes, as a fraction of the step."""
         return max(b - a for a, b in itertools.pairwise(sorted({0.0, *self.nodes})))
 
     def packed(self, xp: Any, gamma: Array, size: Array, error: bool) -> Array:
@@ -121,7 +121,7 @@ class Explicit(Method):
         return order, torch.from_numpy(order), [len(first), *map(len, later)]
 
     def packed_indices(self, error: bool) -> Tensor:
-        """Return the indices in the flattened C of the elements of :meth:`packed`."""
+        """Return the indices of the elements of :meth:`packed` in the flattened matrix C."""
         return self._order[error][1]
 
     def matrix(self, xp: Any, gamma: Array, size: Array) -> Array:
@@ -178,7 +178,7 @@ class Explicit(Method):
 
 
 class RungeKutta(Explicit):
-    """An explicit Runge-Kutta pair for y' = f(t, y)."""
+    """An explicit Runge-Kutta method for y' = f(t, y), with an embedded error estimate."""
 
     rows = 1
     dense_error_factor = 3.0  # measured on many kinds of fields

@@ -79,8 +79,9 @@ def odeint(
     r"""Solve :math:`y' = \mathrm{field}(t, y),\; y(t_0) = y_0` and return y at the times ``t``.
 
     An adaptive method accepts a step if the root mean square of error / (atol + rtol * max \|y\|) is at most 1. The
-    mean is over all elements of the batch and of all tensors of the state. By default, outputs inside a step are
-    interpolated within the tolerance (dense output), without further function evaluations.
+    maximum is over the two ends of the step, the mean over all elements of the batch and of the state's tensors. By
+    default, outputs inside a step are interpolated within the tolerance (dense output), without further function
+    evaluations.
 
     References:
         ``hbnode/solve/tableaus.py`` cites the paper of each native method; :doc:`solvers` explains the methods. Chen,
@@ -130,7 +131,7 @@ def odeint(
         jump_times: times (K,) at which f or its derivative jumps; adaptive steps end on them. Native methods also use
             the sample times of a :class:`hbnode.Signal` in f. Default: None.
         event_fn: event function of torchdiffeq's methods: the solve ends when ``event_fn(t, state)`` changes its sign.
-            ``t`` then holds the start and a second time, of which only the direction counts. The result is
+            ``t`` is then the start and another time, which only sets the direction of the solve. The result is
             ``(event_time, state)``. The event time has no gradient; for one, call
             ``torchdiffeq.odeint_event(..., odeint_interface=hbnode.odeint)``. Default: None.
         max_steps: largest number of accepted and rejected steps of an adaptive method in one forward or backward pass.
@@ -182,7 +183,7 @@ def solve(
     field: Callable[..., State], y0: State, t: Times, settings: Settings, nfe: NFE, *, end: bool = False,
     event_fn: Callable[..., Tensor] | None = None,
 ) -> Any:  # fmt: skip
-    """Solve an ODE as :func:`odeint` does and add the counts to ``nfe``; with ``end``, return only the last state."""
+    """Solve as :func:`odeint` does, and add evaluations and steps to ``nfe``; ``end`` returns only the last state."""
     if not is_tracing():
         return _solve(field, y0, t, settings, nfe, end, event_fn)
     is_dynamo = torch.compiler.is_dynamo_compiling()

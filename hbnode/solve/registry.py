@@ -22,8 +22,8 @@ class MethodInfo(NamedTuple):
         steps: ``"adaptive"`` if ``rtol`` and ``atol`` choose the steps, ``"fixed"`` if they have a given size.
         field: the fields that the method can solve.
         gradients: the possible values of ``gradient=``.
-        needs: options or packages that the method needs; fixed steps without ``steps`` are one per interval, except for
-            splitting methods.
+        needs: options or packages that the method needs. Methods with fixed steps take one step per output interval
+            without ``steps``; only the splitting methods need it.
         library: the library that implements the method.
     """
 

@@ -1,6 +1,6 @@
-"""Solvers for heavy-ball SDEs, :func:`hbnode.sdeint`: splitting methods with fixed steps and noise.
+"""Solvers for heavy-ball SDEs with fixed step sizes: :func:`hbnode.sdeint`, its methods, and their noise.
 
-They use the loop and the gradients of the ODE solvers.
+The solvers use the loop and the gradients of the ODE solvers.
 """
 
 from __future__ import annotations
@@ -120,9 +120,9 @@ class SDEMethod(Method):
     reach = math.inf
 
     def coefficients(self, gamma: Tensor, scale: Tensor, size: Tensor) -> Tensor:
-        """Return coefficients (coefficients, intervals, ...).
+        """Return the coefficients of a step in each interval between outputs, (coefficients, intervals, ...).
 
-        ``gamma`` and the noise scale s have the shape (...), and the step sizes (intervals, ...).
+        ``gamma`` and ``scale``, the factor s of the noise, have the shape (...), and the step sizes (intervals, ...).
         """
         raise NotImplementedError
 
@@ -482,7 +482,7 @@ class SDEProblem(Problem):
         return super().failure(kind, message + fix, t, size)
 
     def check_growth(self) -> None:
-        """Raise ReversalError if reversing the decay e^{-γT} between outputs would lose the state's digits."""
+        """Raise ReversalError if rounding errors, times e^{γT} over a time T between outputs, would exceed 1e-4."""
         dtype, longest = self.template.dtype, np.diff(self.grid()).max(initial=0.0)
         eps, growth = torch.finfo(dtype).eps, self.strongest_decay * longest
         if math.log(eps) + growth > math.log(MOST_ROUNDING):

@@ -44,7 +44,7 @@ _NATIVE_OPTIONS = ("first_step", "max_step", "min_step", "max_nfe")
 
 @dataclass(frozen=True)
 class Settings:
-    """The solver arguments of :func:`hbnode.odeint`; ``common_steps`` is for :class:`hbnode.ODERNN`."""
+    """The solver arguments of :func:`hbnode.odeint`, and ``common_steps``, which only :class:`hbnode.ODERNN` sets."""
 
     method: Any = None  # a name; None chooses one for the field
     rtol: float = 1e-5

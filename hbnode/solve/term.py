@@ -272,9 +272,10 @@ def _restore(modes: Sequence[Any], slots: Sequence[Any], masks: Sequence[Any], n
 
 @contextmanager
 def solving(snapshot: Snapshot, device_type: str) -> Iterator[None]:
-    """Set the dropout masks of a solve, disable autocast outside the field, and let Signals return NaN.
+    """A context for a solve, with the dropout masks of the snapshot, and autocast only inside the field.
 
-    A :class:`hbnode.Signal` returns NaN outside its samples, and the solver then reports the time of that call.
+    In it a :class:`hbnode.Signal` on a GPU returns NaN at a time outside its samples; the solve then fails with an
+    error that names this time.
     """
     before: list[Any] = []
     for module, masks in snapshot.masks:

@@ -1,4 +1,8 @@
-"""What the figures of runs share: lines that do not hide each other, and legends that hide no line."""
+"""What the figures of runs share: lines that do not hide each other, and legends that hide no line.
+
+The figures themselves are drawn in ``tasks/plot.py``, for all runs, and in the file of each task or study that has
+figures of its own. ``hbnode/diagnostics/plot.py`` draws a user's own data and solves.
+"""
 
 from __future__ import annotations
 
