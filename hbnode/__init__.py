@@ -2,7 +2,18 @@
 
 from hbnode import data, diagnostics, distributions, errors, nn, optim, solve, torchdiffeq
 from hbnode.errors import SolverError
-from hbnode.fields import ANODE, GHBNODE, HBNODE, NODE, SONODE, Field, HeavyBallSDE
+from hbnode.fields import (
+    ANODE,
+    GHBNODE,
+    HBNODE,
+    NODE,
+    SONODE,
+    AdamNODE,
+    Field,
+    HeavyBallSDE,
+    NesterovNODE,
+    PortHamiltonian,
+)
 from hbnode.nfe import count_nfe
 from hbnode.nn import ODERNN, HeavyBallODEBlock, ODEBlock
 from hbnode.signal import Signal
@@ -19,6 +30,9 @@ __all__ = [
     "SONODE",
     "HBNODE",
     "GHBNODE",
+    "NesterovNODE",
+    "AdamNODE",
+    "PortHamiltonian",
     "Field",
     "HeavyBallSDE",
     # solving

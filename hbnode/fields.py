@@ -1,7 +1,8 @@
-"""The right-hand sides NODE, ANODE, SONODE, HBNODE, GHBNODE and HeavyBallSDE, called as ``field(t, state)``.
+"""The right-hand sides: NODE, HBNODE and the fields after them, called as ``field(t, state)``.
 
 Throughout, ``h`` is the hidden state of shape (batch, ...), ``m`` (or ``v``) its momentum (or velocity) of the same
-shape, and ``t`` a scalar tensor. A state is ``h`` for the first-order fields and the tuple ``(h, m)`` for the others.
+shape, and ``t`` a scalar tensor. A state is ``h`` for the first-order fields, ``(h, m, v)`` for AdamNODE, and the tuple
+``(h, m)`` for the others.
 """
 
 from __future__ import annotations
@@ -320,6 +321,231 @@ class HBNODE(_Damped):
         """Return the derivatives h' and m' of the state (h, m)."""
         h, m = self._pair(state)
         return m, self.force(t, h) - self.friction(m)
+
+
+class NesterovNODE(Field):
+    r"""A Nesterov neural ODE, :math:`h'' + \frac{3}{t + s} h' = f(h, t)` with a start s.
+
+    This is the limit of Nesterov's accelerated gradient method for small steps. It is solved as :math:`h' = m,\;
+    m' = -\frac{3}{t + s} m + f(h, t)`. The damping :math:`3/(t + s)` is strong at first and fades.
+
+    The paper solves from time 1 on, which ``start=1.0`` makes the time 0 of the solver. With ``start=0.0`` the damping
+    is infinite at t = 0. Only a zero momentum has a solution there. It begins with :math:`m' = f/4`, the limit of the
+    equation, and any other momentum gives NaN.
+
+    With :math:`x = k^{-1} h` for :math:`k(t) = t^{-3/2} e^{t/2}` and s = 0, the equation is the paper's first-order
+    system :math:`x' = p,\; p' = -p + g`, where :math:`g = k^{-1} f(h, t) - (\frac{1}{4} - \frac{3}{4 t^2}) x`. The
+    authors' code integrates x and p, and calls f with x in place of h. This class calls f with h.
+
+    References:
+        Nguyen et al., Improving Neural Ordinary Differential Equations with Nesterov's Accelerated Gradient Method
+        (NeurIPS 2022), with f in place of -f. The equation is from Su, Boyd and Candès, arXiv:1503.01243.
+
+    Arguments:
+        func: f, taking ``(h)`` or ``(t, h)``, returning the shape of h. f does not take m.
+        start: s, in units of time, a number >= 0. Default: ``1.0``.
+        initial_momentum: module or callable x -> m(t0) of the shape of x; None gives zeros. Default: None.
+        time_dependent: whether ``func`` takes the time. None infers it as in :class:`Field`. Default: None.
+
+    Raises:
+        ValueError: if the start is negative.
+
+    Example:
+        For f = -h and s = 0, the solution with h(0) = 1 is :math:`2 J_1(t)/t` with the Bessel function :math:`J_1`:
+
+        >>> import torch, hbnode
+        >>> field = hbnode.NesterovNODE(lambda h: -h, start=0.0)
+        >>> state = field.initial_state(torch.ones(1, 1, dtype=torch.float64))
+        >>> h, m = hbnode.odeint(field, state, [0.0, 2.0], rtol=1e-9, atol=1e-9)
+        >>> abs(h[-1] - torch.special.bessel_j1(torch.tensor(2.0, dtype=torch.float64))).item() < 1e-7
+        True
+    """
+
+    def __init__(
+        self,
+        func: Callable[..., Tensor],
+        *,
+        start: float = 1.0,
+        initial_momentum: Callable[[Tensor], Tensor] | None = None,
+        time_dependent: bool | None = None,
+    ) -> None:
+        super().__init__(func, parts=1, time_dependent=time_dependent)
+        if not 0 <= start < math.inf:
+            raise ValueError(f"start must be a number >= 0, got {start}. Fix: use the paper's 1.0.")
+        self.start = float(start)
+        self.initial_momentum = initial_momentum
+
+    def initial_state(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ``(x, m0)`` with m0 = ``initial_momentum(x)``, or zeros if it is None."""
+        return with_momentum(x, self.initial_momentum, "initial_momentum")
+
+    def forward(self, t: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the derivatives h' and m' of the state (h, m)."""
+        h, m = self._pair(state)
+        f, clock = self.evaluate(t, h), t + self.start
+        begin = torch.where(m == 0, f / 4, math.nan)
+        return m, torch.where(clock == 0, begin, f - 3 * m / torch.where(clock == 0, 1.0, clock))
+
+    def extra_repr(self) -> str:
+        return f"start={self.start:g}, {super().extra_repr()}"
+
+
+class AdamNODE(Field):
+    r"""A neural ODE with adaptive moments, the limit of Adam for small steps.
+
+    .. math:: h' = \frac{m}{\sqrt{v + \epsilon}}, \qquad m' = a\,(f(h, t) - m), \qquad v' = b\,(f(h, t)^2 - v)
+
+    m follows the mean of f and v the mean of its square, elementwise, with the rates a and b. The state is the tuple
+    ``(h, m, v)`` of tensors of one shape. It starts with v = 1, so that h' = m at first, as for a heavy ball. If v is
+    near 0 instead, h' and its gradient are large and need small steps. Learned rates are
+    :math:`\mathrm{sigmoid}(\alpha)` with a parameter :math:`\alpha`, so that they stay between 0 and 1. The default of
+    both is sigmoid(-3), about 0.047.
+
+    References:
+        Cho et al., AdamNODEs: When Neural ODE Meets Adaptive Moment Estimation, arXiv:2207.06066, with -m in place of
+        m. The equations are from da Silva and Gazeau, A General System of Differential Equations to Model First-Order
+        Adaptive Algorithms, Journal of Machine Learning Research 21 (2020). The authors' code starts with v = m² and
+        takes the square root of a sigmoid or softplus of v. This class takes that of v itself, as the equation does.
+
+    Arguments:
+        func: f, taking ``(h)`` or ``(t, h)``, returning the shape of h.
+        rates: initial (a, b), in units of 1/time, between 0 and 1. Default: None, ``(0.047, 0.047)``.
+        learn_rates: whether the rates are learned. Default: True.
+        eps: ε, in units of f². Default: ``1e-08``.
+        initial_momentum: module or callable x -> m(t0) of the shape of x; None gives zeros. Default: None.
+        time_dependent: whether ``func`` takes the time. None infers it as in :class:`Field`. Default: None.
+
+    Raises:
+        ValueError: if a rate is not between 0 and 1, or ε is negative.
+
+    Example:
+        For a constant f = c and v(0) = c², m and h' approach c and c/√(c² + ε):
+
+        >>> import torch, hbnode
+        >>> field = hbnode.AdamNODE(lambda h: 2 + 0 * h, rates=(0.5, 0.5), learn_rates=False)
+        >>> state = torch.zeros(1, 1), torch.zeros(1, 1), torch.full((1, 1), 4.0)
+        >>> h, m, v = hbnode.odeint(field, state, [0.0, 40.0])
+        >>> round(m[-1].item(), 3), round(h[-1].item(), 2)  # 40 - 1/0.5
+        (2.0, 38.0)
+    """
+
+    def __init__(
+        self,
+        func: Callable[..., Tensor],
+        *,
+        rates: tuple[float, float] | Tensor | None = None,
+        learn_rates: bool = True,
+        eps: float = 1e-8,
+        initial_momentum: Callable[[Tensor], Tensor] | None = None,
+        time_dependent: bool | None = None,
+    ) -> None:
+        super().__init__(func, parts=1, time_dependent=time_dependent)
+        default = 1.0 / (1.0 + math.exp(3.0))
+        ab = as_numbers((default, default) if rates is None else rates, "rates", "rates=(0.1, 0.1)")
+        if ab.shape != (2,) or not bool(((ab > 0) & (ab < 1)).all()):
+            raise ValueError(f"rates must be two numbers between 0 and 1, got {ab.tolist()}. Fix: rates=(0.1, 0.1).")
+        if not 0 <= eps < math.inf:
+            raise ValueError(f"eps must be a number >= 0, got {eps}. Fix: use the paper's 1e-8.")
+        self.alpha = nn.Parameter(torch.logit(ab).to(torch.empty(0)), requires_grad=learn_rates)
+        self.eps = float(eps)
+        self.initial_momentum = initial_momentum
+
+    @property
+    def rates(self) -> Tensor:
+        """The current rates (a, b), of shape (2,)."""
+        return torch.sigmoid(self.alpha)
+
+    def initial_state(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ``(x, m0, v0)`` with m0 = ``initial_momentum(x)``, or zeros if it is None, and ones for v0."""
+        return *with_momentum(x, self.initial_momentum, "initial_momentum"), torch.ones_like(x)
+
+    def forward(self, t: Tensor, state: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the derivatives h', m' and v' of the state (h, m, v)."""
+        if isinstance(state, Tensor) or len(state) != 3:
+            raise TypeError(
+                f"AdamNODE is solved on three tensors (h, m, v), got {describe(state)}. "
+                "Fix: field.initial_state(x) makes them; an initial_state= of a block must return all three."
+            )
+        h, m, v = state
+        f, (a, b) = self.evaluate(t, h), self.rates.to(h.dtype)
+        return m * torch.rsqrt(v.clamp(min=0) + self.eps), a * (f - m), b * (f * f - v)
+
+    def extra_repr(self) -> str:
+        a, b = self.rates.tolist()
+        return f"rates=({a:.4g}, {b:.4g}), eps={self.eps:g}, {super().extra_repr()}"
+
+
+class PortHamiltonian(HBNODE):
+    r"""A damped mechanical system with a learned potential energy, :math:`h'' + \gamma h' = -\nabla V(h, t)`.
+
+    The energy of the state (h, m) is :math:`H = \frac{1}{2} |m|^2 + V(h, t)`, and the equation is
+    :math:`h' = \partial H/\partial m,\; m' = -\partial H/\partial h - \gamma\, \partial H/\partial m`. If V does not
+    depend on t, the energy falls at the rate :math:`\gamma |m|^2` and is constant for γ = 0. A potential
+    :math:`-u(t) \cdot h` is a force u(t) from outside, the port.
+
+    It is an :class:`HBNODE` with f = -∇V, so every method and gradient mode for HBNODE applies to it. The splitting
+    methods, such as ``method="leapfrog"``, keep the error of the energy bounded over long times for γ = 0. Torch cannot
+    run ``torch.func.grad``, which computes ∇V, inside a checkpoint. Therefore ``gradient="checkpoint"`` stores the
+    graph as ``"direct"`` does, and ``gradient="reversible"`` with a splitting method saves memory.
+
+    References:
+        Greydanus et al., Hamiltonian Neural Networks, arXiv:1906.01563; with a separable energy and damping: Zhong,
+        Dey and Chakraborty, Dissipative SymODEN, arXiv:2002.08860.
+
+    Arguments:
+        potential: V, a module or callable taking ``(h)`` or ``(t, h)`` with h (batch, ...), returning (batch,) or
+            (batch, 1). The energy of a sample must depend on that sample only.
+        damping: initial γ, as for :class:`HBNODE`. Default: None, 0.0 if it is constant, else about 0.047.
+        learn_damping: whether γ is learned. Default: False.
+        max_damping: upper bound of a learned γ. Default: 1.0.
+        initial_momentum: module or callable x -> m(t0) of the shape of x; None gives zeros. Default: None.
+        time_dependent: whether ``potential`` takes the time. None infers it as in :class:`Field`. Default: None.
+
+    Example:
+        A pendulum with V = 1 - cos(h), started at an angle of 1, has the energy 1 - cos(1) at all times:
+
+        >>> import torch, hbnode
+        >>> pendulum = hbnode.PortHamiltonian(lambda h: (1 - h.cos()).sum(1))
+        >>> state = pendulum.initial_state(torch.ones(1, 1, dtype=torch.float64))
+        >>> end = hbnode.odeint(pendulum, state, [0.0, 700.0], method="leapfrog", steps=14000)
+        >>> h, m = end[0][-1], end[1][-1]
+        >>> abs(pendulum.energy((h, m)) - pendulum.energy(state)).item() < 1e-4
+        True
+    """
+
+    def __init__(
+        self,
+        potential: Callable[..., Tensor],
+        *,
+        damping: float | Tensor | None = None,
+        learn_damping: bool = False,
+        max_damping: float = 1.0,
+        initial_momentum: Callable[[Tensor], Tensor] | None = None,
+        time_dependent: bool | None = None,
+    ) -> None:
+        super().__init__(
+            potential, damping=0.0 if damping is None and not learn_damping else damping, learn_damping=learn_damping,
+            max_damping=max_damping, initial_momentum=initial_momentum, time_dependent=time_dependent,
+        )  # fmt: skip
+
+    def potential(self, t: Tensor, h: Tensor) -> Tensor:
+        """Return the potential energy V(h, t) of each sample, (batch,)."""
+        value = self.func(t, h) if self.time_dependent else self.func(h)
+        if not isinstance(value, Tensor) or value.shape not in (h.shape[:1], (*h.shape[:1], 1)):
+            raise ValueError(
+                f"the potential returned {describe(value)}; expected one number per sample, {tuple(h.shape[:1])}. "
+                "Fix: end a network with torch.nn.Linear(n, 1), or sum over the dimensions after the first."
+            )
+        return value.reshape(h.shape[:1])
+
+    def energy(self, state: tuple[Tensor, Tensor], t: Tensor | float = 0.0) -> Tensor:
+        """Return the energy H of the state (h, m) at the time ``t`` for each sample, (batch,)."""
+        h, m = self._pair(state)
+        return m.square().flatten(1).sum(1) / 2 + self.potential(torch.as_tensor(t).to(h), h)
+
+    def force(self, t: Tensor, h: Tensor) -> Tensor:
+        """Return -∇V(h, t)."""
+        return -torch.func.grad(lambda h: self.potential(t, h).sum())(h)
 
 
 class GHBNODE(_Damped):

@@ -1,4 +1,4 @@
-"""Image classification with the five models: digits (8x8, offline), MNIST and CIFAR-10.
+"""Image classification with the five models, NesterovNODE and AdamNODE: digits (8x8, offline), MNIST and CIFAR-10.
 
 Section 3.4.2 of Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture Design? (2022), figures 6, 10
 and 11: a convolutional f with the time as an extra channel, a learned initial state, and a linear head on h(1).
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 import hbnode
-from tasks.common.config import SECOND_ORDER, ODEConfig, make_field, option
+from tasks.common.config import LATER, SECOND_ORDER, ODEConfig, make_field, option
 from tasks.common.files import exit_on, read_checkpoint, read_json, write_tensors, written_whole
 from tasks.common.run import Run, command
 from tasks.common.train import EVAL_BATCH_SIZE, Samples, accuracy, fit
@@ -47,12 +47,16 @@ HIDDEN = {
 }
 TRAINING_IMAGES = {"digits": 1437, "mnist": 60_000, "cifar10": 50_000}
 CURVE_IMAGES = 16  # the reference solution keeps the graph of hundreds of evaluations in float64
+for sizes in (*HIDDEN.values(), *CHANNELS.values()):
+    sizes |= dict.fromkeys(LATER, sizes["hbnode"])
 XI: dict[str, dict[str, Any]] = {"digits": {}, "mnist": {}, "cifar10": {"xi": 1.5, "learn_xi": False}}
 
 
 @dataclasses.dataclass(frozen=True)
 class ImageConfig(ODEConfig):
     """Options of image classification."""
+
+    later = LATER
 
     dataset: str = option("digits", "which images", tuple(READ))
     small: bool = option(False, "a smaller f, for digits only")
@@ -93,11 +97,14 @@ PRESETS = {
 
 
 class InitialState(nn.Module):
-    """The learned start of the second-order models: x -> (h, m), h = [x, learned channels], m learned."""
+    """The learned start of the models with momentum: x -> (h, m), h = [x, learned channels], m learned.
 
-    def __init__(self, in_channels: int, hidden: int, channels: int) -> None:
+    With ``moments`` it is (h, m, 1), for AdamNODE.
+    """
+
+    def __init__(self, in_channels: int, hidden: int, channels: int, *, moments: bool = False) -> None:
         super().__init__()
-        self.channels = channels
+        self.channels, self.moments = channels, moments
         self.net = nn.Sequential(
             nn.Conv2d(in_channels, hidden, 1),
             nn.LeakyReLU(0.3),
@@ -106,10 +113,10 @@ class InitialState(nn.Module):
             nn.Conv2d(hidden, 2 * channels - in_channels, 1),
         )
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """``(batch, in_channels, H, W)`` to two tensors ``(batch, channels, H, W)``."""
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """``(batch, in_channels, H, W)`` to two or three tensors ``(batch, channels, H, W)``."""
         h, m = torch.cat([x, self.net(x)], dim=1).split(self.channels, dim=1)
-        return h, m
+        return (h, m, torch.ones_like(m)) if self.moments else (h, m)
 
 
 class Classifier(nn.Module):
@@ -131,7 +138,9 @@ class Classifier(nn.Module):
         channels, (image_channels, *size) = CHANNELS[dataset][model], SHAPE[dataset]
         func = hbnode.nn.ConvNet(2 * channels if model == "sonode" else channels, hidden, channels)
         field = make_field(model, func, anode={"augment": channels - image_channels}, ghbnode=XI[dataset])
-        start = InitialState(image_channels, hidden, channels) if model in SECOND_ORDER else None
+        start = None
+        if model in (*SECOND_ORDER, *LATER):
+            start = InitialState(image_channels, hidden, channels, moments=model == "adamnode")
         penalized = Regularized(field) if is_regularized else field
         self.block = hbnode.ODEBlock(penalized, initial_state=start, **solver)
         self.head = nn.Linear(channels * size[0] * size[1], 10)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tasks.common.config import MODELS
+from tasks.common.config import LATER, MODELS
 from tasks.common.files import read_json
 from tasks.models.baselines import BASELINES
 from tasks.models.classifiers import SHALLOW
@@ -39,8 +39,9 @@ logger = logging.getLogger("tasks.plot")
 
 
 def fields(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return titles of the five models and what stands beside them."""
-    return {name: name.upper() for name in (*MODELS, *BASELINES)} | {"cfc": "CfC", **OSCILLATING}
+    """Return titles of the five models, the two after them, and what stands beside them."""
+    later = {"nesterovnode": "NesterovNODE", "adamnode": "AdamNODE"}
+    return {name: name.upper() for name in (*MODELS, *BASELINES)} | later | {"cfc": "CfC", **OSCILLATING}
 
 
 def recurrent(config: Mapping[str, Any]) -> dict[str, str]:
@@ -63,6 +64,7 @@ EXPERIMENTS: dict[str, tuple[str, Titles | Mapping[str, str]]] = {
     "latent_sde": ("test_loss", {**LATENT_SDES, "kalman": OSCILLATING["kalman"]}),
     "lra": ("validation_accuracy", CONTENDERS),
     "pathological": ("test_error", SEQUENCE_MODELS),
+    "pendulum": ("test_loss", {"node": "NODE", "sonode": "SONODE", "port_hamiltonian": "PortHamiltonian"}),
     "pixel_mnist": ("validation_accuracy", recurrent),
     "plane_vibration": ("validation_forecast_mse", fields),
     "point_cloud": ("train_loss", fields),
@@ -106,8 +108,8 @@ class Group:
 
     @property
     def is_ode(self) -> bool:
-        """Whether it is one of the five models, and not a baseline, which evaluates no field."""
-        return self.model in MODELS
+        """Whether it is a field, and not a baseline, which evaluates none."""
+        return self.solves and self.model in (*MODELS, *LATER)
 
     @property
     def solves(self) -> bool:

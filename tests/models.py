@@ -11,6 +11,7 @@ import hbnode
 from hbnode.solve.adjoints import Checkpoint
 
 MODELS = ("node", "anode", "sonode", "hbnode", "ghbnode")
+LATER = ("nesterovnode", "adamnode")  # for tests that every field must pass
 SHAPES = {"vector": (3, 4), "image": (2, 2, 3, 3)}
 
 
@@ -33,6 +34,8 @@ def make_field(model, shape="vector", *, time_dependent=True, smooth=True):
         "sonode": lambda: hbnode.SONODE(func, initial_velocity=start),
         "hbnode": lambda: hbnode.HBNODE(func, initial_momentum=start),
         "ghbnode": lambda: hbnode.GHBNODE(func, initial_momentum=start),
+        "nesterovnode": lambda: hbnode.NesterovNODE(func, initial_momentum=start),
+        "adamnode": lambda: hbnode.AdamNODE(func, initial_momentum=start),
     }[model]()
 
 
@@ -69,6 +72,7 @@ def compile_without_back_end(patch):
 
 
 every_model = pytest.mark.parametrize("model", MODELS)
+every_field = pytest.mark.parametrize("model", [*MODELS, *LATER])
 
 
 class Watched(nn.Module):

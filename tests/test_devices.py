@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hbnode
 from hbnode._tree import parts
 from hbnode.solve.methods import EXPONENTIAL, NYSTROM, RUNGE_KUTTA, SPLITTING
-from tests.models import AGAIN, SHAPES, every_model, make_field, make_input
+from tests.models import AGAIN, SHAPES, every_field, every_model, make_field, make_input
 from tests.momentum_layers import GRID, kind
 from tests.pretend_device import pretended_device
 
@@ -103,7 +103,7 @@ def test_torchdiffeqs_methods_wait_once_more_for_each_step(device, method, optio
     assert waited <= theirs + attempts(nfe) + nfe.backward_steps + nfe.backward_rejected + 5 * passes
 
 
-@every_model
+@every_field
 @pytest.mark.parametrize(
     "gradient", ["direct", "checkpoint", AGAIN, "adjoint"], ids=["direct", "kept", "again", "adjoint"]
 )
@@ -379,3 +379,12 @@ def test_oscillators_wait_for_checks_and_for_the_kinds_of_oscillators(device, di
     assert cell(x[:, 0], cell(x[:, 1])[1], 0.5)[0].is_cuda
     stack = device.move(hbnode.nn.OscillatorStack(3, 4, head="next"))
     assert stack(x, t, lengths=[20, 5])[0].is_cuda
+
+
+@pytest.mark.parametrize("layer", [nn.Tanh(), nn.Dropout(0.5)], ids=["plain", "dropout"])
+def test_a_momentum_resnet_waits_for_its_checks_alone(device, layer):
+    """Whether its integers hold x, and whether the reversed layers come back to x and v."""
+    net = hbnode.nn.MomentumResNet(nn.Sequential(nn.Linear(4, 4), layer), depth=20)
+    net.nfe = None
+    _, waited = train(device, device.move(net))
+    assert waited <= 3

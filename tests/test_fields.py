@@ -5,11 +5,12 @@ import math
 import numpy as np
 import pytest
 import torch
+from scipy import integrate, special
 from torch import nn
 
 import hbnode
 from tests import problems
-from tests.models import every_model, make_field, make_input
+from tests.models import every_field, make_field, make_input
 
 TIGHT = {"rtol": 1e-10, "atol": 1e-10, "method": "dopri8", "save": "exact"}
 A = np.array([[-1.0, 0.5, 0.0], [0.2, -2.0, 0.7], [-0.3, 0.1, 0.4]])
@@ -65,7 +66,7 @@ def test_gradients_of_damping_and_xi_against_finite_differences(name, gradient):
     assert slope.item() == pytest.approx(((up - down) / 2e-5).item(), rel=1e-5, abs=1e-7)
 
 
-@every_model
+@every_field
 def test_fields_run_in_plain_torchdiffeq(model):
     import torchdiffeq
 
@@ -251,3 +252,188 @@ def test_a_linear_f_is_a_matrix_exponential(gamma, xi):
     exact = problems.linear_exact(problems.block_matrix(A, gamma, xi or 0.0), state, 1.7)
     end = hbnode.odeint(field, tuple(torch.tensor(state).split(3, 1)), [0.0, 1.7], **TIGHT)
     np.testing.assert_allclose(torch.cat([part[-1] for part in end], 1).detach(), exact, rtol=0, atol=1e-8)
+
+
+# After HBNODE
+
+
+def end_of(field, state, t, **settings):
+    """The last state, (parts, ...), in float64 and at a tight tolerance."""
+    state = tuple(torch.as_tensor(part, dtype=torch.float64).reshape(1, -1) for part in state)
+    solution = hbnode.odeint(field, state, t, **(TIGHT | settings))
+    return torch.stack([part[-1, 0] for part in solution]).detach().numpy()
+
+
+def test_nesterovnode_of_a_spring_is_a_bessel_function():
+    """h'' + 3/t h' = -ω² h: h = (A J1(ωt) + B Y1(ωt)) / t. At rest at t = 0 it is 2 J1(ωt) / (ωt)."""
+    omega, field = 2.5, hbnode.NesterovNODE(lambda h: -(2.5**2) * h, start=0.0)
+    h, _ = end_of(field, ([1.0], [0.0]), [0.0, 4.0])
+    assert h[0] == pytest.approx(2 * special.jv(1, omega * 4) / (omega * 4), abs=1e-8)
+    basis = lambda t: np.array([special.jv(1, omega * t), special.yv(1, omega * t)]) / t
+    slopes = lambda t: omega * -np.array([special.jv(2, omega * t), special.yv(2, omega * t)]) / t
+    weights = np.linalg.solve([basis(1.0), slopes(1.0)], [0.3, -0.8])
+    exact = np.array([[weights @ basis(3.0)], [weights @ slopes(3.0)]])
+    np.testing.assert_allclose(end_of(field, ([0.3], [-0.8]), [1.0, 3.0]), exact, rtol=0, atol=1e-8)
+    field.start = 1.0  # the same, with the time counted from 1
+    np.testing.assert_allclose(end_of(field, ([0.3], [-0.8]), [0.0, 2.0]), exact, rtol=0, atol=1e-8)
+
+
+def test_nesterovnode_is_the_papers_first_order_system():
+    """x' = p, p' = -p + f(h, t) / k - (1/4 - 3 / 4t²) x with h = kx and k = t^(-3/2) e^(t/2), by scipy."""
+    f = lambda t, h: math.sin(3 * h) + t - h
+    k = lambda t: t**-1.5 * math.exp(t / 2)
+    slope = lambda t: k(t) * (0.5 - 1.5 / t)
+
+    def system(t, y):
+        x, p = y
+        return p, -p + f(t, k(t) * x) / k(t) - (1 / 4 - 3 / (4 * t * t)) * x
+
+    h0, m0, x0 = 0.7, -0.4, 0.7 / k(1)
+    start = [x0, (m0 - slope(1) * x0) / k(1)]
+    x, p = integrate.solve_ivp(system, (1, 3), start, rtol=1e-12, atol=1e-12, method="DOP853").y[:, -1]
+    field = hbnode.NesterovNODE(lambda t, h: torch.sin(3 * h) + t - h, start=0.0)
+    found = end_of(field, ([h0], [m0]), [1.0, 3.0])
+    np.testing.assert_allclose(found[:, 0], [k(3) * x, k(3) * p + slope(3) * x], rtol=1e-8)
+
+
+def test_nesterovnode_begins_at_rest_where_its_damping_is_infinite():
+    field = hbnode.NesterovNODE(lambda h: -h, start=0.0)
+    assert field(torch.tensor(0.0), (torch.ones(2), torch.zeros(2)))[1].tolist() == [-0.25, -0.25]
+    with pytest.raises(hbnode.errors.NonFiniteError, match=r"t=0"):
+        hbnode.odeint(field, (torch.ones(1, 2), torch.ones(1, 2)), [0.0, 1.0])
+    x = torch.rand(2, 3, dtype=torch.float64, requires_grad=True)
+    t = torch.tensor([[0.0, 1.0], [0.5, 2.0]], dtype=torch.float64)  # one sample begins there, one does not
+    solve = lambda x, gradient: hbnode.odeint(field, field.initial_state(x), t, steps=3, gradient=gradient)
+    assert torch.autograd.gradcheck(lambda x: solve(x, "direct"), (x,))
+    assert torch.autograd.gradcheck(lambda x: solve(x, "checkpoint"), (x,))
+
+
+def test_adamnode_is_the_papers_equation():
+    """By scipy, and for a constant f in closed form."""
+    a, b, eps = 0.3, 0.6, 1e-3
+    f = lambda t, h: np.sin(3 * h) + t
+
+    def system(t, y):
+        h, m, v = y.reshape(3, 2)
+        return np.concatenate([m / np.sqrt(v + eps), a * (f(t, h) - m), b * (f(t, h) ** 2 - v)])
+
+    start = np.array([[0.7, -0.2], [0.1, 0.5], [0.4, 1.0]])
+    exact = integrate.solve_ivp(system, (0, 3), start.ravel(), rtol=1e-12, atol=1e-12, method="DOP853").y[:, -1]
+    options = {"rates": (a, b), "learn_rates": False, "eps": eps}
+    field = hbnode.AdamNODE(lambda t, h: torch.sin(3 * h) + t, **options).double()
+    with torch.no_grad():
+        field.alpha.copy_(torch.logit(torch.tensor([a, b], dtype=torch.float64)))  # float32 rounded them
+    np.testing.assert_allclose(end_of(field, start, [0.0, 3.0]), exact.reshape(3, 2), rtol=1e-8)
+    field.func, field.time_dependent = (lambda h: torch.full_like(h, 2.0)), False
+    h, m, v = end_of(field, ([0.5], [-1.0], [4.0]), [0.0, 3.0])[:, 0]
+    rest = 3 * math.exp(-3 * a)  # f - m
+    assert (m, v) == pytest.approx((2 - rest, 4), abs=1e-8)
+    assert h == pytest.approx(0.5 + (6 - (3 - rest) / a) / math.sqrt(4 + eps), abs=1e-8)
+
+
+def test_the_rates_of_adamnode():
+    field = hbnode.AdamNODE(nn.Identity())
+    assert field.rates.tolist() == pytest.approx([1 / (1 + math.exp(3))] * 2)
+    assert field.alpha.requires_grad
+    assert not hbnode.AdamNODE(nn.Identity(), learn_rates=False).alpha.requires_grad
+    h, m, v = field.initial_state(x := torch.randn(3, 2))
+    assert h is x
+    assert (m.unique().tolist(), v.unique().tolist()) == ([0.0], [1.0])
+
+
+def potential(h):
+    return (1 - h.cos()).sum(1) + 0.1 * h[:, 0] * h[:, -1] ** 2
+
+
+def test_porthamiltonian_of_a_pendulum_is_an_elliptic_function():
+    """sin(h/2) = k cd(t | k²) with k = sin(h(0)/2), from rest."""
+    pendulum, k = hbnode.PortHamiltonian(lambda h: (1 - h.cos()).sum(1)), math.sin(1.0)
+    h, m = end_of(pendulum, ([2.0], [0.0]), [0.0, 5.0], method="nystrom8")[:, 0]
+    _, cn, dn, _ = special.ellipj(5.0, k * k)
+    assert h == pytest.approx(2 * math.asin(k * cn / dn), abs=1e-8)
+    energy = pendulum.energy((torch.tensor([[h]]), torch.tensor([[m]])))
+    assert energy.item() == pytest.approx(1 - math.cos(2.0), abs=1e-8)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {}, {"gradient": "direct"}, {"gradient": "adjoint"}, {"per_sample": True},
+        {"method": "tsit5"}, {"method": "dopri5", "gradient": "adjoint"}, {"method": "leapfrog", "steps": 4},
+        {"method": "leapfrog", "steps": 4, "gradient": "reversible"},
+    ],
+    ids=lambda settings: "-".join(map(str, settings.values())),
+)  # fmt: skip
+def test_porthamiltonian_is_an_hbnode_with_the_gradient_of_its_potential(settings):
+    w = torch.tensor([1.3, 0.7], dtype=torch.float64, requires_grad=True)
+    x = torch.randn(3, 2, dtype=torch.float64)
+
+    def force(h):
+        return -torch.stack(
+            [
+                w[0] * (w[0] * h[:, 0]).sin() + 0.1 * h[:, 1] ** 2,
+                w[1] * (w[1] * h[:, 1]).sin() + 0.2 * h[:, 0] * h[:, 1],
+            ],
+            1,
+        )
+
+    learned = hbnode.PortHamiltonian(lambda h: (1 - (w * h).cos()).sum(1) + 0.1 * h[:, 0] * h[:, 1] ** 2, damping=0.2)
+    known = hbnode.HBNODE(force, damping=0.2, learn_damping=False)
+    values, counts = [], []
+    for field in (learned, known):
+        block = hbnode.ODEBlock(field, rtol=1e-6, atol=1e-6, **settings)
+        leaf = x.clone().requires_grad_()
+        h = block(leaf)
+        values.append([h, *torch.autograd.grad(h.sin().sum(), (leaf, w))])
+        counts.append(block.nfe.forward)
+    torch.testing.assert_close(*values, rtol=1e-9, atol=1e-11)
+    assert counts[0] - counts[1] in (0, 1)  # 1: the step at which the checkpoint mode finds that it must keep the graph
+    block = hbnode.ODEBlock(learned, rtol=1e-6, atol=1e-6, **settings)
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            torch.testing.assert_close(block(x.clone()), values[0][0])
+
+
+def test_the_energy_of_a_damped_porthamiltonian_falls_by_what_friction_takes():
+    net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    field = hbnode.PortHamiltonian(net, damping=0.4)
+    h, m = (torch.randn(5, 2, dtype=torch.float64).requires_grad_() for _ in range(2))
+    energy = field.energy((h, m))
+    assert energy.shape == (5,)
+    dh, dm = torch.autograd.grad(energy.sum(), (h, m))
+    rates = field(torch.tensor(0.0), (h, m))
+    torch.testing.assert_close(rates, (dm, -dh - 0.4 * dm))
+    torch.testing.assert_close((dh * rates[0] + dm * rates[1]).sum(1), -0.4 * m.square().sum(1))
+    assert torch.autograd.gradgradcheck(lambda h: field.force(torch.tensor(0.0), h), (h,))
+    forced = hbnode.PortHamiltonian(lambda t, h: -t * h.sum(1))  # the port: a force of t on every coordinate
+    assert forced.force(torch.tensor(3.0), torch.zeros(2, 2)).tolist() == [[3.0, 3.0], [3.0, 3.0]]
+    assert hbnode.ODEBlock(field)(torch.empty(0, 2, dtype=torch.float64)).shape == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "message"),
+    [
+        (lambda: hbnode.NesterovNODE(nn.Identity(), start=-1.0), ValueError, "start must be a number >= 0, got -1.0"),
+        (lambda: hbnode.AdamNODE(nn.Identity(), rates=(0.0, 0.1)), ValueError, "two numbers between 0 and 1, got"),
+        (lambda: hbnode.AdamNODE(nn.Identity(), rates=0.1), ValueError, r"got 0.1. Fix: rates=\(0.1, 0.1\)"),
+        (lambda: hbnode.AdamNODE(nn.Identity(), eps=-1.0), ValueError, "eps must be a number >= 0, got -1.0"),
+        (
+            lambda: hbnode.odeint(hbnode.AdamNODE(nn.Identity()), (torch.ones(1, 2), torch.ones(1, 2)), [0.0, 1.0]),
+            TypeError,
+            r"three tensors \(h, m, v\), got .*Fix: field.initial_state",
+        ),
+        (
+            lambda: hbnode.ODEBlock(hbnode.PortHamiltonian(nn.Linear(2, 2)))(torch.ones(3, 2)),
+            ValueError,
+            r"the potential returned shape \(3, 2\); expected one number per sample, \(3,\). Fix: end a network",
+        ),
+        (
+            lambda: hbnode.ODERNN(2, 4, field=lambda n: hbnode.AdamNODE(nn.Linear(n, n))),
+            ValueError,
+            "AdamNODE has 3 tensors. Fix: field='hbnode'",
+        ),
+    ],
+)
+def test_bad_arguments_of_later_fields(make, kind, message):
+    with pytest.raises(kind, match=message):
+        make()

@@ -123,7 +123,13 @@ def test_an_unknown_name_suggests_the_nearest(given, fix):
             solve()
 
 
-@pytest.mark.parametrize("kind", [hbnode.NODE, hbnode.ANODE, hbnode.SONODE, hbnode.HBNODE, hbnode.GHBNODE])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(hbnode.NODE, hbnode.ANODE, hbnode.SONODE, hbnode.HBNODE, hbnode.GHBNODE),
+        *(hbnode.NesterovNODE, hbnode.AdamNODE, hbnode.PortHamiltonian),
+    ],
+)
 def test_a_misspelt_argument_names_the_field(kind):
     with pytest.raises(TypeError, match=rf"^{kind.__name__}.__init__\(\) got an unexpected keyword argument 'gamma'"):
         kind(torch.nn.Identity(), gamma=1)

@@ -460,6 +460,11 @@ class ODERNNLayer(nn.Module):
         like = next((p for p in self.field.parameters() if p.is_floating_point()), torch.zeros(()))
         with torch.no_grad():
             start = self.field.initial_state(like.new_zeros(1, hidden_size - self.augment))
+        if isinstance(start, tuple) and len(start) != 2:
+            raise ValueError(
+                f"the state of ODERNN is h or (h, m), but {type(self.field).__name__} has {len(start)} tensors. "
+                "Fix: field='hbnode'."
+            )
         self.second_order = isinstance(start, tuple)
         self.state_size = hidden_size * (2 if self.second_order else 1)
         self.cell = _make_cell(cell, input_size, self.state_size)

@@ -22,8 +22,11 @@ FIELDS: dict[str, Callable[..., hbnode.Field]] = {
     "sonode": hbnode.SONODE,
     "hbnode": hbnode.HBNODE,
     "ghbnode": hbnode.GHBNODE,
+    "nesterovnode": hbnode.NesterovNODE,
+    "adamnode": hbnode.AdamNODE,
 }
-MODELS = tuple(FIELDS)
+LATER = ("nesterovnode", "adamnode")  # models after the paper's five
+MODELS = tuple(name for name in FIELDS if name not in LATER)
 SECOND_ORDER = ("sonode", "hbnode", "ghbnode")  # of these the state is a pair (h, m)
 SCHEDULES = ("constant", "cosine", "step")
 GRADIENTS = ("", "direct", "checkpoint", "reversible", "adjoint")
@@ -33,10 +36,10 @@ C = typing.TypeVar("C", bound="TaskConfig")
 
 
 def make_field(model: str, func: Callable[..., Tensor], **options: Mapping[str, typing.Any]) -> hbnode.Field:
-    """Return the field of one of the five models.
+    """Return the field of one of the models.
 
     Arguments:
-        model: one of :data:`MODELS`.
+        model: one of :data:`FIELDS`.
         func: f of its equation.
         options: for a model's name, the arguments that are its own.
     """
@@ -94,6 +97,7 @@ class TaskConfig(Options):
     """Options that all tasks have, and what is fixed for a task."""
 
     models: ClassVar[tuple[str, ...]] = ()  # those it can train
+    later: ClassVar[tuple[str, ...]] = ()  # those it can train, too, but which "all" leaves out
     swept: ClassVar[str] = "model"  # the option that names them, of which a command may run several
     positive = "seeds epochs batch_size lr"
 
@@ -125,8 +129,8 @@ class TaskConfig(Options):
         """Return the models that ``--model`` names, or what else the task sweeps over, in its order and each once."""
         names = self.models if self.label == "all" else tuple(dict.fromkeys(self.label.split(",")))
         for name in names:
-            if name not in self.models:
-                known = ", ".join((*self.models, "all"))
+            if name not in (*self.models, *self.later):
+                known = ", ".join((*self.models, *self.later, "all"))
                 raise ValueError(f"argument --{self.swept}: invalid choice: {name!r} (choose from {known})")
         return names
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import hbnode
-from tests.models import AGAIN, SHAPES, Watched, every_model, make_field, make_input
+from tests.models import AGAIN, SHAPES, Watched, every_field, every_model, make_field, make_input
 from tests.problems import damped_oscillator
 
 ONE = torch.tensor(1.0)
@@ -70,7 +70,7 @@ def test_shapes_and_gradients(model, shape, solver, device):
         assert p.grad.any(), name
 
 
-@every_model
+@every_field
 def test_copies_compute_the_same(model):
     block, x = make_block(model, rtol=1e-8), make_input()
     expected = block(x)
@@ -172,7 +172,7 @@ def test_the_adjoint_keeps_nothing_alive(method):
         gc.enable()
 
 
-@every_model
+@every_field
 @pytest.mark.parametrize("gradient", ["direct", "adjoint"])
 def test_an_empty_batch(model, gradient):
     h = make_block(model, gradient=gradient)(torch.zeros(0, 4, dtype=torch.float64))

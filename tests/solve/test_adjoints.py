@@ -15,7 +15,7 @@ from benchmarks.gradients import Living
 from hbnode.nn import SolveDropout
 from hbnode.solve.adjoints import Checkpoint
 from hbnode.solve.methods import EXPONENTIAL, METHODS, NYSTROM, SPLITTING
-from tests.models import AGAIN, MODELS, Watched, every_model, gradients, make_field, make_input
+from tests.models import AGAIN, MODELS, Watched, every_field, every_model, gradients, make_field, make_input
 
 TIGHT = {"rtol": 1e-10, "atol": 1e-10}
 
@@ -50,7 +50,7 @@ def test_all_gradients_agree_with_a_tight_reference(model, shape):
             assert error < (1e-4 if method == "leapfrog" else 1e-8), (method, gradient)
 
 
-@every_model
+@every_field
 @pytest.mark.parametrize("solver", [{}, {"steps": 3}, {"save": "exact"}], ids=["adaptive", "grid", "exact"])
 @pytest.mark.parametrize("per_sample", [False, True])
 def test_checkpoint_and_direct_are_the_same_number(model, solver, per_sample):

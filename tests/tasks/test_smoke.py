@@ -55,6 +55,7 @@ latent_sde --model kalman --dataset vibration --data generated {SDE}
 lra --min-length 5 --max-length 40 --train-size 60 --test-size 20 --iterations 3 --warmup 2 {TRANSFORMER}
 pathological --problem memorization_5 --model tanh --optimizer hf --max-cg 8 {PATHS}
 pathological --problem addition --model dtriv {PATHS}
+pendulum --model port_hamiltonian --swings 8 --batch-size 4 --times 3 --hidden 4 --periods 2
 pixel_mnist --model forget --permuted {PIXELS}
 pixel_mnist --model adam --cell dtriv --rebase 2 {PIXELS}
 plane_vibration --data generated --schedule constant --tol 0.1 --batch-size 2
@@ -77,6 +78,7 @@ FIGURES = {
     "image_classification": "examples.pt",
     "image_generation": "samples.png",
     "latent_sde": "bands.png",
+    "pendulum": "energy.png",
     "plane_vibration": "forecast.png",
     "point_cloud": "evolution.png",
     "polyphonic_music": "prediction.png",

@@ -1,0 +1,176 @@
+"""A pendulum learned from noisy swings: its energy over 100 periods, by a learned energy and by free right-hand sides.
+
+The data are short swings of q'' = -sin q from random states, as measured angles q and velocities p with noise. Each
+model solves from the first measurement of a swing, and the loss is the squared error of the others:
+
+- "port_hamiltonian": q'' = -V'(q) with a learned potential V (:class:`hbnode.PortHamiltonian`).
+- "sonode": q'' = f(q, q').
+- "node": (q, p)' = f(q, p).
+
+Then the model swings on its own for 100 periods, from rest at 1.5 radians. The first is solved by leapfrog with 200
+steps a period, which keeps an energy close to the learned one; the others by tsit5 at 1e-7. Reported is the error of
+the true energy p²/2 + 1 - cos q relative to its first value: "energy_error", the largest, and "energy_error_last", that
+of the last period. The figure shows it beside that of the other runs in the same folder.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from scipy import integrate, special
+from torch import Tensor, nn
+
+import hbnode
+from tasks.common.config import TaskConfig, option
+from tasks.common.figures import panels
+from tasks.common.files import read_json, write_table
+from tasks.common.run import Run, command
+from tasks.common.train import TEST_SEED, Samples, fit
+
+START = 1.5  # radians, at rest
+PERIOD = 4 * float(special.ellipk(math.sin(START / 2) ** 2))  # of the true pendulum from there
+PER_PERIOD = 20  # outputs of the long swing
+TITLES = {"node": "NODE", "sonode": "SONODE", "port_hamiltonian": "PortHamiltonian"}
+
+
+@dataclasses.dataclass(frozen=True)
+class PendulumConfig(TaskConfig):
+    """Options of the pendulum."""
+
+    models = tuple(TITLES)
+    positive = "swings times duration hidden tol"
+
+    epochs: int = option(1000, "passes over the training data", may_change=True)
+    batch_size: int = option(50, "swings in a step")
+    lr: float = option(3e-3, "Adam's learning rate")
+    schedule: str = option("cosine", "learning rate: constant, cosine to 0", ("constant", "cosine"))
+    swings: int = option(100, "swings to train on")
+    times: int = option(15, "measurements of a swing after the first")
+    duration: float = option(3.0, "time of a swing; a small swing takes 2 pi for a period")
+    noise: float = option(0.01, "standard deviation of the measurements' noise")
+    hidden: int = option(32, "units in each of two hidden layers")
+    tol: float = option(1e-4, "rtol = atol in training")
+    periods: int = option(100, "periods of the long swing", may_change=True)
+
+
+class Pendulum(nn.Module):
+    """A learned pendulum, called with its first states (batch, 2)."""
+
+    def __init__(self, model: str, hidden: int, duration: float, times: int, tol: float) -> None:
+        super().__init__()
+        inputs, outputs = {"node": (2, 2), "sonode": (2, 1), "port_hamiltonian": (1, 1)}[model]
+        net = hbnode.nn.MLP(inputs, [hidden, hidden], outputs, activation=nn.Tanh)
+        kind = {"node": hbnode.NODE, "sonode": hbnode.SONODE, "port_hamiltonian": hbnode.PortHamiltonian}[model]
+        start = split if model != "node" else None
+        self.block = hbnode.ODEBlock(kind(net), rtol=tol, atol=tol, initial_state=start)
+        self.t: Tensor
+        self.register_buffer("t", torch.linspace(0, duration, times + 1, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the states (batch, times, 2) at the measurements after the first."""
+        return self.swing(self.block, x, self.t)[1:].transpose(0, 1)
+
+    def long_swing(self, periods: int) -> tuple[Tensor, Tensor]:
+        """Return the times in periods, (T,), and the states (T, 2) from rest at START, in float64."""
+        fine: dict[str, Any] = {"method": "leapfrog", "steps": 200 // PER_PERIOD}
+        fine = fine if isinstance(self.block.field, hbnode.PortHamiltonian) else {}
+        field = copy.deepcopy(self.block.field).double().cpu()
+        block = hbnode.ODEBlock(field, rtol=1e-7, atol=1e-7, initial_state=self.block.initial_state, **fine)
+        t = torch.arange(periods * PER_PERIOD + 1, dtype=torch.float64) / PER_PERIOD
+        with torch.no_grad():
+            return t, self.swing(block, torch.tensor([[START, 0.0]], dtype=torch.float64), PERIOD * t)[:, 0]
+
+    @staticmethod
+    def swing(block: hbnode.ODEBlock, x: Tensor, t: Tensor) -> Tensor:
+        """Return the states (T, batch, 2) at the times ``t`` (T,), for the first states (batch, 2)."""
+        path = block.trajectory(x, t)
+        return torch.cat(path, -1) if isinstance(path, tuple) else path
+
+
+def split(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return q and p, each (batch, 1), of states (batch, 2)."""
+    q, p = x.split(1, -1)
+    return q, p
+
+
+def make_swings(config: PendulumConfig, seed: int) -> Samples:
+    """Return first states (swings, 2) and later states (swings, times, 2) of the true pendulum, with noise."""
+    random = np.random.default_rng(seed)
+    start = random.uniform(-2.0, 2.0, (config.swings, 2)) * [1.0, 0.7]
+    t = np.linspace(0, config.duration, config.times + 1)
+
+    def rates(_: float, y: np.ndarray) -> np.ndarray:
+        q, p = y.reshape(2, -1)
+        return np.concatenate([p, -np.sin(q)])
+
+    path = integrate.solve_ivp(rates, (0, config.duration), start.T.ravel(), t_eval=t, rtol=1e-9, atol=1e-9).y
+    states = path.reshape(2, config.swings, -1).transpose(1, 2, 0)
+    states = torch.tensor(states + config.noise * random.normal(size=states.shape), dtype=torch.float32)
+    return states[:, 0], states[:, 1:]
+
+
+def squared_error(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, float]]:
+    """Return the mean squared error of the later states, and nothing more to report."""
+    start, later = batch
+    return nn.functional.mse_loss(model(start), later), {}
+
+
+def energy(states: Tensor) -> Tensor:
+    """Return the true energy of states (..., 2)."""
+    q, p = states.unbind(-1)
+    return p.square() / 2 + 1 - q.cos()
+
+
+def draw(folder: Path) -> None:
+    """Draw the long swing of a run and of the other runs in the same folder, and their errors of the energy."""
+    titles = {
+        path.parent: TITLES[read_json(path.parent / "config.json")["model"]]
+        for path in folder.parent.glob("*/energy.csv")
+    }
+    order = sorted(titles, key=lambda path: (list(TITLES.values()).index(titles[path]), path))
+    angle = np.linspace(-START, START, 400)
+    speed = np.sqrt(np.maximum(0, 2 * (np.cos(angle) - math.cos(START))))
+    size = (2.8 * len(order) + 5.5, 3.2)
+    with panels(folder / "energy.png", 1, len(order) + 1, size=size) as (_, ((*portraits, errors),)):
+        for index, (path, ax) in enumerate(zip(order, portraits, strict=True)):
+            table = pd.read_csv(path / "energy.csv")
+            ax.plot(table["q"], table["p"], f"C{index}", linewidth=0.4)
+            ax.plot(np.r_[angle, angle[::-1]], np.r_[speed, -speed], "k--", linewidth=1)
+            ax.set(xlabel="angle (rad)", ylabel="velocity" if not index else "", title=titles[path])
+            largest = table["error"].abs().groupby(table["period"].astype(int)).max()[:-1]  # the last time begins one
+            errors.semilogy(largest.index + 0.5, 100 * largest, f"C{index}", label=titles[path])
+        errors.set(xlabel="period", ylabel="error of the energy (%)", title="largest error in each period")
+        errors.grid(alpha=0.3)
+
+
+def train(config: PendulumConfig) -> None:
+    """Train one model and let it swing."""
+    run = Run("pendulum", config, f"{config.preset}-{config.model}-seed{config.seed}")
+    model = Pendulum(config.model, config.hidden, config.duration, config.times, config.tol)
+    run.announce(model, TITLES[config.model])
+    fit(run, model, make_swings(config, config.seed), make_swings(config, TEST_SEED), squared_error)
+    found = {}
+    if run.workers.rank == 0 and not run.is_finished:
+        t, states = model.long_swing(config.periods)
+        error = energy(states) / energy(states[0]) - 1
+        columns = {"period": t, "q": states[:, 0], "p": states[:, 1], "error": error}
+        rows = zip(*(column.tolist() for column in columns.values()), strict=True)
+        write_table(run.folder / "energy.csv", [dict(zip(columns, row, strict=True)) for row in rows])
+        last = error[-PER_PERIOD:].abs().max().item()
+        found = {"energy_error": error.abs().max().item(), "energy_error_last": last}
+        draw(run.folder)
+    run.finish(model, **found)
+
+
+main = command(PendulumConfig, {}, __doc__, train)
+
+
+if __name__ == "__main__":
+    main()
