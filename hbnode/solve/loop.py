@@ -24,7 +24,7 @@ from hbnode.solve.control import (
     Attempt,
     first_index,
 )
-from hbnode.solve.methods import NYSTROM, Field, HostFormula, Method, Splitting, combined, on_host
+from hbnode.solve.methods import NYSTROM, Field, HostFormula, Method, Rosenbrock, Splitting, combined, on_host
 from hbnode.solve.settings import Settings
 from hbnode.solve.term import ODETerm
 
@@ -60,6 +60,8 @@ class Problem:
         if isinstance(method, Splitting) and (activation := getattr(term.inner, "activation", None)) is not None:
             shape = term.template.shape  # rows may be flat, and σ need not be elementwise
             self.method = method.with_activation(lambda m: activation(m.view(shape)).reshape(m.shape))
+        elif isinstance(method, Rosenbrock):
+            self.method = method.for_term(term)
         self.lanes, self.template = term.lanes, term.template.detach()  # detached, else it would add a graph edge
         self.dims = self.template.dim() if term.per_channel else 1 if self.lanes is None else 2  # dimensions of a row
         self.wants_time = not term.second_order or term.time_dependent

@@ -11,6 +11,7 @@ their derivative with respect to γ is a complex-step derivative. torch serves g
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import math
@@ -21,9 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hbnode import _torch
 from hbnode._torch import may_look
-from hbnode.solve import tableaus
-from hbnode.solve.tableaus import ExponentialTableau, NystromTableau, RungeKuttaTableau
+from hbnode._tree import parts
+from hbnode.solve import jacobian, tableaus
+from hbnode.solve.tableaus import ExponentialTableau, NystromTableau, RosenbrockTableau, RungeKuttaTableau
 
 Array = Any  # a NumPy array or a tensor
 Field = Callable[[Tensor, Tensor], Tensor]  # (t, row) -> row
@@ -550,6 +553,120 @@ class Splitting(Method):
         return h + length * (m if self.activation is None else self.activation(m))
 
 
+class Rosenbrock(Method):
+    r"""An L-stable Rosenbrock pair for stiff equations y' = f(t, y) or :math:`h'' + \gamma h' = f(h, t)`.
+
+    A step solves one linear system for each stage, with the matrix I - cJ, where c = Hg, g is the ``diagonal`` of the
+    tableau and J the Jacobian of f at the start of the step. The matrix is factorized once. For h'' + γh' = f, the rows
+    of a stage obey u_h - c u_m = r_h and (1 + cγ) u_m - c J u_h = r_m with J = ∂f/∂h, so that
+
+        ((1 + cγ) I - c² J) u_h = (1 + cγ) r_h + c r_m,    u_m = (u_h - r_h) / c.
+
+    These systems have the size of h.
+
+    Samples do not interact, so J is block diagonal, and there is one system per sample. The first dimension of the
+    state is the batch if all its tensors have the same first dimension and at least one more. Otherwise, and without
+    steps per sample, the whole state is one system, as a vector y of shape (n,). ∂f/∂y and ∂f/∂t come from
+    ``torch.func`` (:func:`~hbnode.solve.jacobian.by_jvps`). If the field cannot be transformed, they come from VJPs
+    (:func:`~hbnode.solve.jacobian.by_vjps`), and the graph of the solve is then stored.
+
+    A step counts one function evaluation for the Jacobian, for all unknowns together, and one for each stage.
+    """
+
+    rows = 1  # or 2, set by for_term
+    is_fsal = True
+    dense_error_factor = 2.0
+
+    def __init__(self, tableau: RosenbrockTableau) -> None:
+        self.nodes = (0.0, *tableau.c[1:], 1.0)  # of the Jacobian, later stages and the first stage of the next step
+        self.error_order, self.diagonal, self.d = tableau.error_order, tableau.diagonal, tableau.d
+        a, C = strictly_lower(tableau.a)[1:, :-1], strictly_lower(tableau.C)
+        self.constants = constant_arrays(np.stack([a.T, C.T], 1), a[-1], np.array(tableau.dense))
+
+    def for_term(self, term: Any) -> Rosenbrock:
+        """Return this method for the rows of a term, whose samples it solves separately."""
+        method = copy.copy(self)
+        tensors = parts(term.like)[: 1 if term.second_order else None]
+        count = sum(x.numel() for x in tensors)
+        is_batch = all(x.dim() > 1 and len(x) == len(tensors[0]) for x in tensors)
+        samples = term.lanes if term.lanes is not None else len(tensors[0]) if is_batch else 1
+        method.rows, method.shape = term.rows, (samples, count // max(samples, 1))
+        method.order, method.linearize, method.time_dependent = None, jacobian.by_jvps, term.time_dependent
+        if term.lanes is None and len(tensors) > 1 and samples > 1:  # a flat row holds one tensor after the other
+            indices = torch.arange(count, device=term.template.device).split([x.numel() for x in tensors])
+            method.order = torch.cat([x.reshape(samples, -1) for x in indices], 1)
+            method.inverse = method.order.flatten().argsort()
+        method.weights = constants(self, torch, term.template)[0].to(term.template)[..., None, None, None]
+        return method
+
+    def packed(self, xp: Any, gamma: Array, size: Array, error: bool) -> Array:
+        return xp.stack([size + 0 * gamma, gamma + 0 * size])
+
+    def unpack(self, packed: Tensor, dims: int, *, error: bool = False) -> tuple[Tensor, ...]:
+        return packed.reshape(*packed.shape, *[1] * (dims + 1 - packed.dim() if packed.dim() > 1 else 0)).unbind(0)
+
+    def blend(self, xp: Any, gamma: Array, size: Array, theta: Array) -> Array:
+        _, b, dense = constants(self, xp, size)
+        theta = (theta + 0 * (size + gamma))[..., None]
+        weights = theta * b + theta * (1 - theta) * sum(theta**k * row for k, row in enumerate(dense))
+        weights = xp.concatenate([xp.ones_like(theta), weights], -1)
+        zeros = [0 * weights] * (self.rows - 1)
+        return xp.stack([xp.concatenate([*zeros[r:], weights, *zeros[:r]][::-1], -1) for r in range(self.rows)], -2)
+
+    def matrix(self, row: Tensor) -> Tensor:
+        """Return a row of the state as a matrix (samples, unknowns)."""
+        return row.reshape(self.shape) if self.order is None else row[self.order]
+
+    def row(self, matrix: Tensor, shape: Any) -> Tensor:
+        """Reverse :meth:`matrix`."""
+        return matrix.reshape(shape) if self.order is None else matrix.flatten()[self.inverse]
+
+    def step(
+        self, state: tuple[Tensor, ...], coefficients: tuple[Tensor, ...], times: Sequence[Tensor], field: Field,
+        *, error: bool = False, dense: bool = False,
+    ) -> StepResult:  # fmt: skip
+        *rows, value = state
+        n, shape = self.rows, value.shape
+        size, gamma = (self.matrix(x.expand(shape)) for x in coefficients)
+        c = self.diagonal * size
+        scale, y = 1 + c * gamma, torch.stack([self.matrix(x) for x in rows])
+        of_y, of_t = self.derivatives(lambda t, x: self.matrix(field(t, self.row(x, shape))), times[0], y[0])
+        lu, pivots, _ = torch.linalg.lu_factor_ex(torch.diag_embed(scale) - (c if n == 1 else c * c)[..., None] * of_y)
+
+        def solve(right: Tensor) -> Tensor:
+            x = right[0] if n == 1 else scale * right[0] + c * right[1]
+            u = torch.linalg.lu_solve(lu, pivots, x.unsqueeze(-1)).squeeze(-1)
+            return u[None] if n == 1 else torch.stack([u, (u - right[0]) / torch.where(c == 0, 1.0, c)])
+
+        stages: list[Tensor] = []
+        sums = torch.stack([y, torch.zeros_like(y)])[:, None].expand(2, len(self.d), *y.shape)
+        x = y
+        for k, t in enumerate(times[1:]):
+            f = self.matrix(value) + self.d[k] * size * of_t
+            slope = f[None] if n == 1 else torch.stack([x[1], f - gamma * x[1]])
+            stages.append(solve(self.diagonal * (size * slope + sums[1, k])))
+            sums = torch.addcmul(sums, self.weights[k], stages[-1])
+            x = sums[0, k]
+            value = field(t, self.row(x[0], shape))
+        after = (*(self.row(part, shape) for part in x), value)
+        errors = torch.stack([self.row(part, shape) for part in stages[-1]]) if error else None
+        if not dense:
+            return StepResult(after, errors)
+        columns = [self.row(column[r], shape) for r in range(n) for column in (y, *stages)]
+        return StepResult(after, errors, torch.stack(columns))
+
+    def derivatives(self, field: Field, t: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ∂f/∂x and ∂f/∂t for x (samples, unknowns), by VJPs if torch.func cannot transform the field."""
+        try:
+            return self.linearize(field, t, x)
+        except RuntimeError as failure:
+            is_hook = "saved tensor hooks" in str(failure)  # an error that gradient="checkpoint" handles
+            if is_hook or self.linearize is jacobian.by_vjps or not may_look() or _torch.is_transformed():
+                raise
+        self.linearize = jacobian.by_vjps
+        return self.linearize(field, t, x)
+
+
 class FixedStepRungeKutta(Method):
     """An explicit Runge-Kutta method with fixed steps, for torchdiffeq's methods in compiled or exported graphs.
 
@@ -669,8 +786,9 @@ SPLITTING = {
     "blanes_moan4": Splitting(tableaus.BLANES_MOAN4_DRIFTS, tableaus.BLANES_MOAN4_KICKS),
 }
 RUNGE_KUTTA = {"tsit5": RungeKutta(tableaus.TSIT5)}
+ROSENBROCK = {"rodas5p": Rosenbrock(tableaus.RODAS5P)}  # for y, or for h and m of an HBNODE
 SECOND_ORDER: dict[str, Method] = {**NYSTROM, **EXPONENTIAL, **SPLITTING}  # methods with the rows h and m
-METHODS: dict[str, Method] = {**SECOND_ORDER, **RUNGE_KUTTA}
+METHODS: dict[str, Method] = {**SECOND_ORDER, **RUNGE_KUTTA, **ROSENBROCK}
 TORCHDIFFEQ_GRIDS: dict[str, Method] = {
     name: FixedStepRungeKutta(*coefficients) for name, coefficients in tableaus.TORCHDIFFEQ_GRIDS.items()
 }
