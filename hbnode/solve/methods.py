@@ -32,6 +32,7 @@ Array = Any  # a NumPy array or a tensor
 Field = Callable[[Tensor, Tensor], Tensor]  # (t, row) -> row
 
 NEAR = 2.0  # |z| below which the φ functions are computed by their series
+CAUTION = 2.0  # factor on the error estimate of Rosenbrock methods, which is too small before fast transitions
 TERMS = 32  # terms of the series, a power of 2; the next term is below 1e-25
 
 
@@ -570,18 +571,23 @@ class Rosenbrock(Method):
     ``torch.func`` (:func:`~hbnode.solve.jacobian.by_jvps`). If the field cannot be transformed, they come from VJPs
     (:func:`~hbnode.solve.jacobian.by_vjps`), and the graph of the solve is then stored.
 
-    A step counts one function evaluation for the Jacobian, for all unknowns together, and one for each stage.
+    A step counts one function evaluation for the Jacobian, for all unknowns together, and one for each stage. In very
+    stiff problems the last stage, which estimates the error at the end of a step, does not see that of dense output.
+    A step with outputs inside therefore takes one further evaluation, for the defect d = Hp' - Hf(p) of the dense
+    output p in the middle. The solution of (I - cJ) e = gd is its error in stiff components, and is small in others.
     """
 
     rows = 1  # or 2, set by for_term
     is_fsal = True
-    dense_error_factor = 2.0
 
     def __init__(self, tableau: RosenbrockTableau) -> None:
         self.nodes = (0.0, *tableau.c[1:], 1.0)  # of the Jacobian, later stages and the first stage of the next step
         self.error_order, self.diagonal, self.d = tableau.error_order, tableau.diagonal, tableau.d
         a, C = strictly_lower(tableau.a)[1:, :-1], strictly_lower(tableau.C)
-        self.constants = constant_arrays(np.stack([a.T, C.T], 1), a[-1], np.array(tableau.dense))
+        dense = np.array(tableau.dense)
+        k = np.arange(len(dense))
+        middle = np.stack([a[-1] / 2 + 0.5**k @ dense / 4, a[-1] + k * 0.5**k @ dense / 2])  # dense output, its slope
+        self.constants = constant_arrays(np.stack([a.T, C.T], 1), a[-1], dense, middle)
 
     def for_term(self, term: Any) -> Rosenbrock:
         """Return this method for the rows of a term, whose samples it solves separately."""
@@ -596,7 +602,8 @@ class Rosenbrock(Method):
             indices = torch.arange(count, device=term.template.device).split([x.numel() for x in tensors])
             method.order = torch.cat([x.reshape(samples, -1) for x in indices], 1)
             method.inverse = method.order.flatten().argsort()
-        method.weights = constants(self, torch, term.template)[0].to(term.template)[..., None, None, None]
+        weights, _, _, middle = (x.to(term.template) for x in constants(self, torch, term.template))
+        method.weights, method.middle = weights[..., None, None, None], middle[..., None, None, None]
         return method
 
     def packed(self, xp: Any, gamma: Array, size: Array, error: bool) -> Array:
@@ -606,7 +613,7 @@ class Rosenbrock(Method):
         return packed.reshape(*packed.shape, *[1] * (dims + 1 - packed.dim() if packed.dim() > 1 else 0)).unbind(0)
 
     def blend(self, xp: Any, gamma: Array, size: Array, theta: Array) -> Array:
-        _, b, dense = constants(self, xp, size)
+        _, b, dense, _ = constants(self, xp, size)
         theta = (theta + 0 * (size + gamma))[..., None]
         weights = theta * b + theta * (1 - theta) * sum(theta**k * row for k, row in enumerate(dense))
         weights = xp.concatenate([xp.ones_like(theta), weights], -1)
@@ -638,22 +645,31 @@ class Rosenbrock(Method):
             u = torch.linalg.lu_solve(lu, pivots, x.unsqueeze(-1)).squeeze(-1)
             return u[None] if n == 1 else torch.stack([u, (u - right[0]) / torch.where(c == 0, 1.0, c)])
 
+        def slope(x: Tensor, f: Tensor) -> Tensor:
+            return f[None] if n == 1 else torch.stack([x[1], f - gamma * x[1]])
+
         stages: list[Tensor] = []
         sums = torch.stack([y, torch.zeros_like(y)])[:, None].expand(2, len(self.d), *y.shape)
         x = y
         for k, t in enumerate(times[1:]):
-            f = self.matrix(value) + self.d[k] * size * of_t
-            slope = f[None] if n == 1 else torch.stack([x[1], f - gamma * x[1]])
-            stages.append(solve(self.diagonal * (size * slope + sums[1, k])))
+            moved = size * slope(x, self.matrix(value) + self.d[k] * size * of_t)
+            stages.append(solve(self.diagonal * (moved + sums[1, k])))
             sums = torch.addcmul(sums, self.weights[k], stages[-1])
             x = sums[0, k]
             value = field(t, self.row(x[0], shape))
         after = (*(self.row(part, shape) for part in x), value)
-        errors = torch.stack([self.row(part, shape) for part in stages[-1]]) if error else None
-        if not dense:
-            return StepResult(after, errors)
-        columns = [self.row(column[r], shape) for r in range(n) for column in (y, *stages)]
-        return StepResult(after, errors, torch.stack(columns))
+        columns = [self.row(column[r], shape) for r in range(n) for column in (y, *stages)] if dense else []
+        errors: Any = None
+        if error:
+            with torch.no_grad():
+                errors = CAUTION * stages[-1].abs()
+                if dense:
+                    x, moved = ((weights * torch.stack(stages)).sum(0) for weights in self.middle)
+                    f = field((times[0] + times[-1]) / 2, self.row(y[0] + x[0], shape))
+                    defect = moved - size * slope(y + x, self.matrix(f))
+                    errors = torch.maximum(errors, solve(self.diagonal * defect).abs())
+                errors = torch.stack([self.row(part, shape) for part in errors])
+        return StepResult(after, errors, torch.stack(columns) if dense else None)
 
     def derivatives(self, field: Field, t: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return ∂f/∂x and ∂f/∂t for x (samples, unknowns), by VJPs if torch.func cannot transform the field."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, TypeVar, get_args
 
-from hbnode.solve.methods import METHODS, SECOND_ORDER, SPLITTING
+from hbnode.solve.methods import METHODS, ROSENBROCK, SECOND_ORDER, SPLITTING
 from hbnode.solve.sde import GRADIENTS, NativeSDEMethod, SDEMethodName
 from hbnode.solve.settings import FIXED, SCIPY, Gradient, Method, NativeMethod, TorchdiffeqMethod
 
@@ -129,7 +129,8 @@ def _info(name: Method) -> MethodInfo:
     is_native, is_fixed = name in METHODS, name in (*SPLITTING, *FIXED)
     gradients: tuple[Gradient, ...] = ("direct", "adjoint")
     if is_native:
-        gradients = ("checkpoint", "direct", *(("reversible",) if name in SPLITTING else ()), "adjoint")
+        gradients = ("checkpoint", "direct", *(("reversible",) if name in SPLITTING else ()))
+        gradients += () if name in ROSENBROCK else ("adjoint",)
     elif name in SCIPY:
         gradients = ("adjoint",)
     return MethodInfo(
