@@ -22,10 +22,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hbnode import _torch
 from hbnode._torch import may_look
 from hbnode._tree import parts
-from hbnode.solve import jacobian, tableaus
+from hbnode.solve import tableaus
+from hbnode.solve.jacobian import derivatives
 from hbnode.solve.tableaus import ExponentialTableau, NystromTableau, RosenbrockTableau, RungeKuttaTableau
 
 Array = Any  # a NumPy array or a tensor
@@ -567,9 +567,8 @@ class Rosenbrock(Method):
 
     Samples do not interact, so J is block diagonal, and there is one system per sample. The first dimension of the
     state is the batch if all its tensors have the same first dimension and at least one more. Otherwise, and without
-    steps per sample, the whole state is one system, as a vector y of shape (n,). ∂f/∂y and ∂f/∂t come from
-    ``torch.func`` (:func:`~hbnode.solve.jacobian.by_jvps`). If the field cannot be transformed, they come from VJPs
-    (:func:`~hbnode.solve.jacobian.by_vjps`), and the graph of the solve is then stored.
+    steps per sample, the whole state is one system, as a vector y of shape (n,). ∂f/∂y and ∂f/∂t come from VJPs or
+    ``torch.func`` (:func:`~hbnode.solve.jacobian.derivatives`).
 
     A step counts one function evaluation for the Jacobian, for all unknowns together, and one for each stage. In very
     stiff problems the last stage, which estimates the error at the end of a step, does not see that of dense output.
@@ -597,7 +596,7 @@ class Rosenbrock(Method):
         is_batch = all(x.dim() > 1 and len(x) == len(tensors[0]) for x in tensors)
         samples = term.lanes if term.lanes is not None else len(tensors[0]) if is_batch else 1
         method.rows, method.shape = term.rows, (samples, count // max(samples, 1))
-        method.order, method.linearize, method.time_dependent = None, jacobian.by_jvps, term.time_dependent
+        method.order = None
         if term.lanes is None and len(tensors) > 1 and samples > 1:  # a flat row holds one tensor after the other
             indices = torch.arange(count, device=term.template.device).split([x.numel() for x in tensors])
             method.order = torch.cat([x.reshape(samples, -1) for x in indices], 1)
@@ -637,7 +636,7 @@ class Rosenbrock(Method):
         size, gamma = (self.matrix(x.expand(shape)) for x in coefficients)
         c = self.diagonal * size
         scale, y = 1 + c * gamma, torch.stack([self.matrix(x) for x in rows])
-        of_y, of_t = self.derivatives(lambda t, x: self.matrix(field(t, self.row(x, shape))), times[0], y[0])
+        of_y, of_t = derivatives(lambda t, x: self.matrix(field(t, self.row(x, shape))), times[0], y[0])
         lu, pivots, _ = torch.linalg.lu_factor_ex(torch.diag_embed(scale) - (c if n == 1 else c * c)[..., None] * of_y)
 
         def solve(right: Tensor) -> Tensor:
@@ -670,17 +669,6 @@ class Rosenbrock(Method):
                     errors = torch.maximum(errors, solve(self.diagonal * defect).abs())
                 errors = torch.stack([self.row(part, shape) for part in errors])
         return StepResult(after, errors, torch.stack(columns) if dense else None)
-
-    def derivatives(self, field: Field, t: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ∂f/∂x and ∂f/∂t for x (samples, unknowns), by VJPs if torch.func cannot transform the field."""
-        try:
-            return self.linearize(field, t, x)
-        except RuntimeError as failure:
-            is_hook = "saved tensor hooks" in str(failure)  # an error that gradient="checkpoint" handles
-            if is_hook or self.linearize is jacobian.by_vjps or not may_look() or _torch.is_transformed():
-                raise
-        self.linearize = jacobian.by_vjps
-        return self.linearize(field, t, x)
 
 
 class FixedStepRungeKutta(Method):

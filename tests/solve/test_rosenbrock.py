@@ -95,9 +95,9 @@ def test_dense_output_and_time_derivatives_on_a_stiff_driven_equation(per_sample
     phase, t = torch.tensor([[0.0], [1.0], [2.0]], **DOUBLE), torch.linspace(0, 5, 33, **DOUBLE)
     field = lambda t, y: -1e6 * (y - (t + phase).cos()) - (t + phase).sin()  # noqa: E731
     with hbnode.count_nfe(field) as nfe:
-        y = solve(field, phase.cos(), t, rtol=1e-8, atol=1e-8, per_sample=per_sample)
-    torch.testing.assert_close(y, (t[:, None, None] + phase).cos(), rtol=0, atol=1e-7)
-    assert nfe.steps + nfe.rejected < 60
+        y = solve(field, phase.cos(), t, rtol=1e-6, atol=1e-6, per_sample=per_sample)
+    torch.testing.assert_close(y, (t[:, None, None] + phase).cos(), rtol=0, atol=3e-6)
+    assert nfe.steps + nfe.rejected < 40
 
 
 # Stiff problems
@@ -196,14 +196,14 @@ class Spring(nn.Module):
 def test_a_second_order_field_solves_systems_of_the_size_of_h(damping, per_sample, monkeypatch):
     field = hbnode.HBNODE(Spring(), damping=damping, learn_damping=False)
     h, m, times = torch.linspace(-1, 1, 6, **DOUBLE).view(2, 3), torch.ones(2, 3, **DOUBLE), [0.0, 0.02, 0.1]
-    solver = {"per_sample": per_sample, "rtol": 1e-6, "atol": 1e-6}
+    solver = {"per_sample": True, "rtol": 1e-6, "atol": 1e-6} if per_sample else {"steps": 4}
     first_order = solve(lambda t, s: field(t, s), (h, m), times, **solver)
     shapes, factor = [], torch.linalg.lu_factor_ex
     monkeypatch.setattr(torch.linalg, "lu_factor_ex", lambda a: shapes.append(tuple(a.shape)) or factor(a))
     pair = solve(field, (h, m), times, **solver)
     assert set(shapes) == {(2, 3, 3)}
     for x, y in zip(pair, first_order, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(x, y, rtol=1e-6 if per_sample else 1e-11, atol=1e-6 if per_sample else 1e-11)
 
 
 # Gradients
