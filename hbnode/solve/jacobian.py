@@ -13,8 +13,8 @@ Field = Callable[[Tensor, Tensor], Tensor]  # (t, x) -> f, with x and f of shape
 Derivatives = tuple[Tensor, Tensor]  # ∂f/∂x, (samples, unknowns, unknowns), and ∂f/∂t, (samples, unknowns)
 
 
-def derivatives(field: Field, t: Tensor, x: Tensor) -> Derivatives:
-    """Return ∂f/∂x and ∂f/∂t with their graph, at a time t that is a scalar or has one value per sample.
+def derivatives(field: Field, t: Tensor, x: Tensor, *, create_graph: bool) -> Derivatives:
+    """Return ∂f/∂x and ∂f/∂t at a time t that is a scalar or has one value per sample.
 
     They come from VJPs, which any differentiable field has and which are the faster way in eager mode. JVPs of
     torch.func take their place under its transforms, in traced graphs, in steps that gradient="checkpoint" recomputes,
@@ -23,7 +23,7 @@ def derivatives(field: Field, t: Tensor, x: Tensor) -> Derivatives:
     if _torch.is_transformed() or _torch.is_tracing():
         return by_jvps(field, t, x)
     try:
-        return by_vjps(field, t, x)
+        return by_vjps(field, t, x, create_graph=create_graph)
     except RuntimeError as failure:
         try:
             return by_jvps(field, t, x)
@@ -31,14 +31,14 @@ def derivatives(field: Field, t: Tensor, x: Tensor) -> Derivatives:
             raise failure from None
 
 
-def by_vjps(field: Field, t: Tensor, x: Tensor) -> Derivatives:
+def by_vjps(field: Field, t: Tensor, x: Tensor, *, create_graph: bool) -> Derivatives:
     """Return ∂f/∂x and ∂f/∂t by VJPs.
 
     Samples do not interact, so one VJP of a sum over the batch gives a row of every sample's Jacobian. ∂f/∂t is the
     derivative of a VJP. Raise RuntimeError inside torch.utils.checkpoint, which would recompute f for each VJP.
     """
     with torch.autograd.graph.disable_saved_tensors_hooks("VJPs of a step do not support saved tensor hooks"):
-        create_graph = torch.is_grad_enabled()
+        pass  # raises if there are such hooks
     with torch.inference_mode(False), torch.enable_grad():
         t, x = (z.view_as(z) if z.requires_grad and create_graph else z.detach().clone() for z in (t, x))
         t, x = (z if z.requires_grad else z.requires_grad_() for z in (t, x))

@@ -576,8 +576,13 @@ class Rosenbrock(Method):
     output p in the middle. The solution of (I - cJ) e = gd is its error in stiff components, and is small in others.
     """
 
-    rows = 1  # or 2, set by for_term
+    rows = 1
     is_fsal = True
+    shape: tuple[int, int]  # (samples, unknowns); this and the following are set by for_term
+    order: Tensor | None  # indices of the elements of a row as a matrix of that shape; None if they are in order
+    inverse: Tensor
+    weights: Tensor
+    middle: Tensor
 
     def __init__(self, tableau: RosenbrockTableau) -> None:
         self.nodes = (0.0, *tableau.c[1:], 1.0)  # of the Jacobian, later stages and the first stage of the next step
@@ -636,7 +641,10 @@ class Rosenbrock(Method):
         size, gamma = (self.matrix(x.expand(shape)) for x in coefficients)
         c = self.diagonal * size
         scale, y = 1 + c * gamma, torch.stack([self.matrix(x) for x in rows])
-        of_y, of_t = derivatives(lambda t, x: self.matrix(field(t, self.row(x, shape))), times[0], y[0])
+        create_graph = torch.is_grad_enabled() and any(x.requires_grad for x in (*state, size, times[0]))
+        of_y, of_t = derivatives(
+            lambda t, x: self.matrix(field(t, self.row(x, shape))), times[0], y[0], create_graph=create_graph
+        )
         lu, pivots, _ = torch.linalg.lu_factor_ex(torch.diag_embed(scale) - (c if n == 1 else c * c)[..., None] * of_y)
 
         def solve(right: Tensor) -> Tensor:

@@ -74,7 +74,8 @@ def _cell(value: str | float | tuple[str, ...] | None) -> str:
 
 
 _ORDERS: dict[str, int] = {
-    "nystrom4": 4, "nystrom6": 6, "nystrom8": 8, "exponential": 5, "leapfrog": 2, "blanes_moan4": 4, "tsit5": 5, "rodas5p": 5,
+    "nystrom4": 4, "nystrom6": 6, "nystrom8": 8, "exponential": 5, "leapfrog": 2, "blanes_moan4": 4, "tsit5": 5,
+    "rodas5p": 5,
     "dopri5": 5, "dopri8": 8, "bosh3": 3, "fehlberg2": 2, "adaptive_heun": 2,
     "euler": 1, "midpoint": 2, "heun2": 2, "heun3": 3, "rk4": 4,
 }  # fmt: skip

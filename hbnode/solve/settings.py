@@ -16,7 +16,9 @@ import torch
 from hbnode._checks import as_count, nearest, nearest_method
 from hbnode.solve.methods import METHODS, ROSENBROCK, SPLITTING
 
-NativeMethod = Literal["nystrom4", "nystrom6", "nystrom8", "exponential", "leapfrog", "blanes_moan4", "tsit5", "rodas5p"]
+NativeMethod = Literal[
+    "nystrom4", "nystrom6", "nystrom8", "exponential", "leapfrog", "blanes_moan4", "tsit5", "rodas5p"
+]
 TorchdiffeqMethod = Literal[
     "dopri5", "dopri8", "bosh3", "fehlberg2", "adaptive_heun", "euler", "midpoint", "heun2", "heun3", "rk4",
     "explicit_adams", "implicit_adams", "fixed_adams", "scipy_solver",

