@@ -600,8 +600,7 @@ class Rosenbrock(Method):
         count = sum(x.numel() for x in tensors)
         is_batch = all(x.dim() > 1 and len(x) == len(tensors[0]) for x in tensors)
         samples = term.lanes if term.lanes is not None else len(tensors[0]) if is_batch else 1
-        method.rows, method.shape = term.rows, (samples, count // max(samples, 1))
-        method.order = None
+        method.rows, method.shape, method.order = term.rows, (samples, count // max(samples, 1)), None
         if term.lanes is None and len(tensors) > 1 and samples > 1:  # a flat row holds one tensor after the other
             indices = torch.arange(count, device=term.template.device).split([x.numel() for x in tensors])
             method.order = torch.cat([x.reshape(samples, -1) for x in indices], 1)
@@ -622,7 +621,7 @@ class Rosenbrock(Method):
         weights = theta * b + theta * (1 - theta) * sum(theta**k * row for k, row in enumerate(dense))
         weights = xp.concatenate([xp.ones_like(theta), weights], -1)
         zeros = [0 * weights] * (self.rows - 1)
-        return xp.stack([xp.concatenate([*zeros[r:], weights, *zeros[:r]][::-1], -1) for r in range(self.rows)], -2)
+        return xp.stack([xp.concatenate([*zeros[:r], weights, *zeros[r:]], -1) for r in range(self.rows)], -2)
 
     def matrix(self, row: Tensor) -> Tensor:
         """Return a row of the state as a matrix (samples, unknowns)."""
