@@ -162,7 +162,8 @@ class _SavedBytes(torch.autograd.graph.saved_tensors_hooks):
         return self
 
     def _pack(self, x: Tensor) -> Tensor:
-        storage = x.untyped_storage() if not (isinstance(x, torch.nn.Parameter) or x.is_sparse) else None
+        is_counted = not (isinstance(x, torch.nn.Parameter) or x.is_sparse)
+        storage = _torch.plain(x).untyped_storage() if is_counted else None  # torch.func may have wrapped x
         if storage is not None and storage.data_ptr() not in self.known:
             self.known.add(storage.data_ptr())
             self.bytes += storage.nbytes()  # x may be a view of it
