@@ -138,10 +138,10 @@ STIFF = {
 @pytest.mark.parametrize("name", STIFF)
 def test_stiff_problems_within_ten_tolerances_and_twice_the_evaluations_of_radau(name):
     field, y0, end, exact = STIFF[name]
-    tolerances, exact = {"rtol": 1e-5, "atol": 1e-9}, torch.tensor(exact, **DOUBLE)
+    tolerances, exact = {"rtol": 1e-4, "atol": 1e-8}, torch.tensor(exact, **DOUBLE)
     with torch.no_grad(), hbnode.count_nfe(field) as nfe:
         y = solve(field, torch.tensor(y0, **DOUBLE), [0.0, end], **tolerances)[-1]
-    assert ((y - exact).abs() / (1e-9 + 1e-5 * exact.abs())).max() < 10
+    assert ((y - exact).abs() / (1e-8 + 1e-4 * exact.abs())).max() < 10
     jacobians = nfe.steps + nfe.rejected
 
     def of_numpy(t, y):
