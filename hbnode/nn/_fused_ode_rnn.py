@@ -818,7 +818,11 @@ def fuse(layer: Any, s: Tensor, times: Tensor, solver: Solver) -> FusedODERNN | 
     name = settings.method  # None selects the same method as hbnode.solve
     if name is None:
         name = "tsit5" if kind is not HBNODE else "nystrom4" if settings.rtol >= 1e-3 else "nystrom8"
-    if name not in METHODS or settings.options or settings.gradient not in ("direct", "checkpoint"):
+    if (
+        not isinstance(METHODS.get(name), (Explicit, Splitting))
+        or settings.options
+        or settings.gradient not in ("direct", "checkpoint")
+    ):
         return None
     if settings.compile and not is_cpu:
         return None

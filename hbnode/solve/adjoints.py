@@ -162,7 +162,10 @@ class _SavedBytes(torch.autograd.graph.saved_tensors_hooks):
         return self
 
     def _pack(self, x: Tensor) -> Tensor:
-        storage = x.untyped_storage() if not (isinstance(x, torch.nn.Parameter) or x.is_sparse) else None
+        has_none = (
+            isinstance(x, torch.nn.Parameter) or x.is_sparse or x._is_zerotensor()
+        )  # a tangent may be such a zero
+        storage = None if has_none else x.untyped_storage()
         if storage is not None and storage.data_ptr() not in self.known:
             self.known.add(storage.data_ptr())
             self.bytes += storage.nbytes()  # x may be a view of it

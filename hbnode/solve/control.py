@@ -135,8 +135,9 @@ class AdaptiveSteps:
         if p.common:
             self.size, self.longest = self._least_fraction(self.size), self._least_fraction(self.longest)
         self.control = PIController(p.method.error_order or 1, h)
-        self.now = self.taken = self.left = self.target = self.last_taken = np.zeros_like(h)
+        self.now = self.taken = self.left = self.target = self.last_taken = self.last_now = np.zeros_like(h)
         self.uneven, self.attempts = np.full_like(h, p.term.time_dependent, bool), 0
+        self.last_look = 0
         most = 0 if s.jump_times else max(int(0.999 / p.method.widest_gap) - 1, 0)
         self.most_jumps = np.full_like(h, most, int)
         self.jumps_passed = np.zeros_like(self.most_jumps)
@@ -335,7 +336,8 @@ class AdaptiveSteps:
             raise p.failure(
                 StepSizeUnderflowError,
                 "step size underflow: no step meets the tolerance; func may be discontinuous, or the tolerance below "
-                "rounding errors. Fix: jump_times=[...] for a known jump, loosen rtol and atol, or use float64",
+                f"rounding errors. Fix: {p.advice()}jump_times=[...] for a known jump, loosen rtol and atol, or use "
+                "float64",
                 now[lane],
                 self.size[lane],
             )
@@ -362,8 +364,10 @@ class AdaptiveSteps:
         if remainder or looks & (looks - 1):
             return
         before, self.last_taken = self.last_taken, self.taken
+        pace, self.last_now = (self.now - self.last_now) / (self.attempts - self.last_look), self.now
+        self.last_look = self.attempts
         steady = (self.taken < GROWTH * before) & (self.taken > DECAY * before) & (self.now < p.end)
-        needed = np.where(steady, (p.end - self.now) / self.taken, 0.0).max()
+        needed = np.where(steady, (p.end - self.now) / np.maximum(self.taken, pace), 0.0).max()
         if needed > TOO_MANY * p.settings.max_steps:
             raise p.failure(
                 MaxStepsError,

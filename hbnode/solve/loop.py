@@ -25,7 +25,7 @@ from hbnode.solve.control import (
     first_index,
 )
 from hbnode.solve.events import EventSteps
-from hbnode.solve.methods import NYSTROM, Field, HostFormula, Method, Splitting, combined, on_host
+from hbnode.solve.methods import NYSTROM, Field, HostFormula, Method, Rosenbrock, Splitting, combined, on_host
 from hbnode.solve.settings import Settings
 from hbnode.solve.term import ODETerm
 
@@ -65,6 +65,8 @@ class Problem:
         if isinstance(method, Splitting) and (activation := getattr(term.inner, "activation", None)) is not None:
             shape = term.template.shape  # rows may be flat, and σ need not be elementwise
             self.method = method.with_activation(lambda m: activation(m.view(shape)).reshape(m.shape))
+        elif isinstance(method, Rosenbrock):
+            self.method = method.for_term(term)
         self.lanes, self.template = term.lanes, term.template.detach()  # detached, else it would add a graph edge
         self.dims = self.template.dim() if term.per_channel else 1 if self.lanes is None else 2  # dimensions of a row
         self.wants_time = not term.second_order or term.time_dependent
@@ -405,13 +407,13 @@ class Problem:
         return self.failure(NonFiniteError, message, begin, size)
 
     def advice(self) -> str:
-        """Return a further fix for error messages if the damping limits the step size, else an empty string."""
-        if self.strongest <= max(1.0, STRONG / max(float(self.end.max()), 1e-300)):
-            return ""
-        return (
-            f"method='exponential', because the damping of {self.strongest:g} limits the steps of "
-            f"{self.settings.method!r}, or "
-        )
+        """Return a method as a further fix for error messages: for strong damping, or for a stiff field."""
+        if self.strongest > max(1.0, STRONG / max(float(self.end.max()), 1e-300)):
+            return (
+                f"method='exponential', because the damping of {self.strongest:g} limits the steps of "
+                f"{self.settings.method!r}, or "
+            )
+        return "" if isinstance(self.method, Rosenbrock) else "method='rodas5p' if func is stiff, or "
 
 
 def integrate(problem: Problem, state: Rows, take: Take | None = None, *, every: int = 1_000_000) -> Rows:

@@ -11,6 +11,7 @@ their derivative with respect to γ is a complex-step derivative. torch serves g
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import math
@@ -22,13 +23,16 @@ import torch
 from torch import Tensor
 
 from hbnode._torch import may_look
+from hbnode._tree import parts
 from hbnode.solve import tableaus
-from hbnode.solve.tableaus import ExponentialTableau, NystromTableau, RungeKuttaTableau
+from hbnode.solve.jacobian import derivatives
+from hbnode.solve.tableaus import ExponentialTableau, NystromTableau, RosenbrockTableau, RungeKuttaTableau
 
 Array = Any  # a NumPy array or a tensor
 Field = Callable[[Tensor, Tensor], Tensor]  # (t, row) -> row
 
 NEAR = 2.0  # |z| below which the φ functions are computed by their series
+CAUTION = 2.0  # factor on the error estimate of Rosenbrock methods, which is too small before fast transitions
 TERMS = 32  # terms of the series, a power of 2; the next term is below 1e-25
 
 
@@ -556,6 +560,130 @@ class Splitting(Method):
         return h + length * (m if self.activation is None else self.activation(m))
 
 
+class Rosenbrock(Method):
+    r"""An L-stable Rosenbrock pair for stiff equations y' = f(t, y) or :math:`h'' + \gamma h' = f(h, t)`.
+
+    A step solves one linear system for each stage, with the matrix I - cJ, where c = Hg, g is the ``diagonal`` of the
+    tableau and J the Jacobian of f at the start of the step. The matrix is factorized once. For h'' + γh' = f, the rows
+    of a stage obey u_h - c u_m = r_h and (1 + cγ) u_m - c J u_h = r_m with J = ∂f/∂h, so that
+
+        ((1 + cγ) I - c² J) u_h = (1 + cγ) r_h + c r_m,    u_m = (u_h - r_h) / c.
+
+    These systems have the size of h.
+
+    Samples do not interact, so J is block diagonal, and there is one system per sample. The first dimension of the
+    state is the batch if all its tensors have the same first dimension and at least one more. Otherwise, and without
+    steps per sample, the whole state is one system, as a vector y of shape (n,). ∂f/∂y and ∂f/∂t come from VJPs or
+    ``torch.func`` (:func:`~hbnode.solve.jacobian.derivatives`).
+
+    A step counts one function evaluation for the Jacobian, for all unknowns together, and one for each stage. In very
+    stiff problems the last stage, which estimates the error at the end of a step, does not see that of dense output.
+    A step with outputs inside therefore takes one further evaluation, for the defect d = Hp' - Hf(p) of the dense
+    output p in the middle. The solution of (I - cJ) e = gd is its error in stiff components, and is small in others.
+    """
+
+    rows = 1
+    is_fsal = True
+    shape: tuple[int, int]  # (samples, unknowns); this and the following are set by for_term
+    order: Tensor | None  # indices of the elements of a row as a matrix of that shape; None if they are in order
+    inverse: Tensor
+    weights: Tensor
+    middle: Tensor
+
+    def __init__(self, tableau: RosenbrockTableau) -> None:
+        self.nodes = (0.0, *tableau.c[1:], 1.0)  # of the Jacobian, later stages and the first stage of the next step
+        self.error_order, self.diagonal, self.d = tableau.error_order, tableau.diagonal, tableau.d
+        a, C = strictly_lower(tableau.a)[1:, :-1], strictly_lower(tableau.C)
+        dense = np.array(tableau.dense)
+        k = np.arange(len(dense))
+        middle = np.stack([a[-1] / 2 + 0.5**k @ dense / 4, a[-1] + k * 0.5**k @ dense / 2])  # dense output, its slope
+        self.constants = constant_arrays(np.stack([a.T, C.T], 1), a[-1], dense, middle)
+
+    def for_term(self, term: Any) -> Rosenbrock:
+        """Return this method for the rows of a term, whose samples it solves separately."""
+        method = copy.copy(self)
+        tensors = parts(term.like)[: 1 if term.second_order else None]
+        count = sum(x.numel() for x in tensors)
+        is_batch = all(x.dim() > 1 and len(x) == len(tensors[0]) for x in tensors)
+        samples = term.lanes if term.lanes is not None else len(tensors[0]) if is_batch else 1
+        method.rows, method.shape, method.order = term.rows, (samples, count // max(samples, 1)), None
+        if term.lanes is None and len(tensors) > 1 and samples > 1:  # a flat row holds one tensor after the other
+            indices = torch.arange(count, device=term.template.device).split([x.numel() for x in tensors])
+            method.order = torch.cat([x.reshape(samples, -1) for x in indices], 1)
+            method.inverse = method.order.flatten().argsort()
+        weights, _, _, middle = (x.to(term.template) for x in constants(self, torch, term.template))
+        method.weights, method.middle = weights[..., None, None, None], middle[..., None, None, None]
+        return method
+
+    def packed(self, xp: Any, gamma: Array, size: Array, error: bool) -> Array:
+        return xp.stack([size + 0 * gamma, gamma + 0 * size])
+
+    def unpack(self, packed: Tensor, dims: int, *, error: bool = False) -> tuple[Tensor, ...]:
+        return packed.reshape(*packed.shape, *[1] * (dims + 1 - packed.dim() if packed.dim() > 1 else 0)).unbind(0)
+
+    def blend(self, xp: Any, gamma: Array, size: Array, theta: Array) -> Array:
+        _, b, dense, _ = constants(self, xp, size)
+        theta = (theta + 0 * (size + gamma))[..., None]
+        weights = theta * b + theta * (1 - theta) * sum(theta**k * row for k, row in enumerate(dense))
+        weights = xp.concatenate([xp.ones_like(theta), weights], -1)
+        zeros = [0 * weights] * (self.rows - 1)
+        return xp.stack([xp.concatenate([*zeros[:r], weights, *zeros[r:]], -1) for r in range(self.rows)], -2)
+
+    def matrix(self, row: Tensor) -> Tensor:
+        """Return a row of the state as a matrix (samples, unknowns)."""
+        return row.reshape(self.shape) if self.order is None else row[self.order]
+
+    def row(self, matrix: Tensor, shape: Any) -> Tensor:
+        """Reverse :meth:`matrix`."""
+        return matrix.reshape(shape) if self.order is None else matrix.flatten()[self.inverse]
+
+    def step(
+        self, state: tuple[Tensor, ...], coefficients: tuple[Tensor, ...], times: Sequence[Tensor], field: Field,
+        *, error: bool = False, dense: bool = False,
+    ) -> StepResult:  # fmt: skip
+        *rows, value = state
+        n, shape = self.rows, value.shape
+        size, gamma = (self.matrix(x.expand(shape)) for x in coefficients)
+        c = self.diagonal * size
+        scale, y = 1 + c * gamma, torch.stack([self.matrix(x) for x in rows])
+        create_graph = torch.is_grad_enabled() and any(x.requires_grad for x in (*state, size, times[0]))
+        of_y, of_t = derivatives(
+            lambda t, x: self.matrix(field(t, self.row(x, shape))), times[0], y[0], create_graph=create_graph
+        )
+        lu, pivots, _ = torch.linalg.lu_factor_ex(torch.diag_embed(scale) - (c if n == 1 else c * c)[..., None] * of_y)
+
+        def solve(right: Tensor) -> Tensor:
+            x = right[0] if n == 1 else scale * right[0] + c * right[1]
+            u = torch.linalg.lu_solve(lu, pivots, x.unsqueeze(-1)).squeeze(-1)
+            return u[None] if n == 1 else torch.stack([u, (u - right[0]) / torch.where(c == 0, 1.0, c)])
+
+        def slope(x: Tensor, f: Tensor) -> Tensor:
+            return f[None] if n == 1 else torch.stack([x[1], f - gamma * x[1]])
+
+        stages: list[Tensor] = []
+        sums = torch.stack([y, torch.zeros_like(y)])[:, None].expand(2, len(self.d), *y.shape)
+        x = y
+        for k, t in enumerate(times[1:]):
+            moved = size * slope(x, self.matrix(value) + self.d[k] * size * of_t)
+            stages.append(solve(self.diagonal * (moved + sums[1, k])))
+            sums = torch.addcmul(sums, self.weights[k], stages[-1])
+            x = sums[0, k]
+            value = field(t, self.row(x[0], shape))
+        after = (*(self.row(part, shape) for part in x), value)
+        columns = [self.row(column[r], shape) for r in range(n) for column in (y, *stages)] if dense else []
+        errors: Any = None
+        if error:
+            with torch.no_grad():
+                errors = CAUTION * stages[-1].abs()
+                if dense:
+                    x, moved = ((weights * torch.stack(stages)).sum(0) for weights in self.middle)
+                    f = field((times[0] + times[-1]) / 2, self.row(y[0] + x[0], shape))
+                    defect = moved - size * slope(y + x, self.matrix(f))
+                    errors = torch.maximum(errors, solve(self.diagonal * defect).abs())
+                errors = torch.stack([self.row(part, shape) for part in errors])
+        return StepResult(after, errors, torch.stack(columns) if dense else None)
+
+
 class FixedStepRungeKutta(Method):
     """An explicit Runge-Kutta method with fixed steps, for torchdiffeq's methods in compiled or exported graphs.
 
@@ -675,8 +803,9 @@ SPLITTING = {
     "blanes_moan4": Splitting(tableaus.BLANES_MOAN4_DRIFTS, tableaus.BLANES_MOAN4_KICKS),
 }
 RUNGE_KUTTA = {"tsit5": RungeKutta(tableaus.TSIT5)}
+ROSENBROCK = {"rodas5p": Rosenbrock(tableaus.RODAS5P)}  # for y, or for h and m of an HBNODE
 SECOND_ORDER: dict[str, Method] = {**NYSTROM, **EXPONENTIAL, **SPLITTING}  # methods with the rows h and m
-METHODS: dict[str, Method] = {**SECOND_ORDER, **RUNGE_KUTTA}
+METHODS: dict[str, Method] = {**SECOND_ORDER, **RUNGE_KUTTA, **ROSENBROCK}
 TORCHDIFFEQ_GRIDS: dict[str, Method] = {
     name: FixedStepRungeKutta(*coefficients) for name, coefficients in tableaus.TORCHDIFFEQ_GRIDS.items()
 }

@@ -26,7 +26,7 @@ from hbnode.solve.adjoints import Direct, gradient_mode
 from hbnode.solve.control import LONGEST_DECAY, Attempt, first_index
 from hbnode.solve.events import Event, EventRecord, checked_events
 from hbnode.solve.loop import STRONG, Problem, Rows, integrate
-from hbnode.solve.methods import EXPONENTIAL, METHODS, NYSTROM, SECOND_ORDER, SPLITTING, TORCHDIFFEQ_GRIDS
+from hbnode.solve.methods import EXPONENTIAL, METHODS, NYSTROM, ROSENBROCK, SECOND_ORDER, SPLITTING, TORCHDIFFEQ_GRIDS
 from hbnode.solve.settings import FIXED, TORCHDIFFEQ, Gradient, Method, NativeMethod, Save, Settings
 from hbnode.solve.term import ODETerm, Snapshot, change_of_call, is_heavy_ball, solving, unwrap_compiled
 
@@ -232,11 +232,11 @@ def _solve(field: Any, y0: State, t: Times, settings: Settings, nfe: NFE, end: b
     lanes, is_empty = None, template.shape[:1] == (0,)  # an empty batch has no steps per sample
     if times.dim() == 2 or events or (settings.per_sample and settings.steps is None and not is_empty):
         lanes = count_samples(y0, times, settings)
-    term = ODETerm(field, y0, counter, second_order=settings.method in SECOND_ORDER, lanes=lanes)
+    term = ODETerm(field, y0, counter, second_order=is_second_order(settings.method, field), lanes=lanes)
     problem = Problem(
         term, METHODS[settings.method], times, settings, end_only=end and times.shape[-1] == 2, events=events
     )
-    if settings.steps is None and settings.method not in EXPONENTIAL:
+    if settings.steps is None and settings.method not in (*EXPONENTIAL, *ROSENBROCK):
         check_damping(problem, field)
     if settings.compile and _torch.may_look() and not events:
         solution = compile_steps(problem, field, y0, times, snapshot)
@@ -282,6 +282,11 @@ def resolve(settings: Settings, field: Callable[..., Any], t: Tensor | None = No
     return dataclasses.replace(settings, method=method, gradient=gradient)
 
 
+def is_second_order(method: str, field: Callable[..., Any]) -> bool:
+    """Return whether a method solves h'' + γh' = f(h, t) of the field, with the rows h and m."""
+    return method in SECOND_ORDER or (method in ROSENBROCK and is_heavy_ball(field, HBNODE))
+
+
 def constant_damping(field: Callable[..., Any]) -> float:
     """Return the largest damping γ of an HBNODE or GHBNODE if γ is constant; return 0 for all other fields."""
     inner = unwrap_compiled(field)
@@ -314,8 +319,8 @@ def compile_steps(problem: Problem, field: Any, y0: State, t: Tensor, snapshot: 
     Return the trajectory, or None if ``problem`` still has to be solved.
     """
     settings, method, term = problem.settings, problem.method, problem.term
-    if snapshot.masks:
-        compiled.warn("func draws random numbers")
+    if snapshot.masks or settings.method in ROSENBROCK:
+        compiled.warn("func draws random numbers" if snapshot.masks else "the steps of Rosenbrock methods run eagerly")
         return None
     steps = (settings.steps or 0) * (t.shape[-1] - 1)
     evaluations = steps * method.evaluations + method.is_fsal
@@ -381,7 +386,7 @@ def _traced(field: Callable[..., State], y0: State, t: Times, settings: Settings
     settings = resolve(dataclasses.replace(settings, gradient="direct"), field)
     times = traced_times(t, parts(y0)[0].device)
     lanes = count_samples(y0, times, settings) if times.dim() == 2 else None
-    term = ODETerm(field, y0, counter, second_order=settings.method in SECOND_ORDER, lanes=lanes)
+    term = ODETerm(field, y0, counter, second_order=is_second_order(settings.method, field), lanes=lanes)
     problem = Problem(term, {**METHODS, **TORCHDIFFEQ_GRIDS}[settings.method], times, settings)
     with solving(snapshot, parts(y0)[0].device.type):
         rows = Direct().solve(problem, y0, snapshot)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, TypeVar, get_args
 
-from hbnode.solve.methods import METHODS, SECOND_ORDER, SPLITTING
+from hbnode.solve.methods import METHODS, ROSENBROCK, SECOND_ORDER, SPLITTING
 from hbnode.solve.sde import GRADIENTS, NativeSDEMethod, SDEMethodName
 from hbnode.solve.settings import FIXED, SCIPY, Gradient, Method, NativeMethod, TorchdiffeqMethod
 
@@ -75,6 +75,7 @@ def _cell(value: str | float | tuple[str, ...] | None) -> str:
 
 _ORDERS: dict[str, int] = {
     "nystrom4": 4, "nystrom6": 6, "nystrom8": 8, "exponential": 5, "leapfrog": 2, "blanes_moan4": 4, "tsit5": 5,
+    "rodas5p": 5,
     "dopri5": 5, "dopri8": 8, "bosh3": 3, "fehlberg2": 2, "adaptive_heun": 2,
     "euler": 1, "midpoint": 2, "heun2": 2, "heun3": 3, "rk4": 4,
 }  # fmt: skip
@@ -129,7 +130,8 @@ def _info(name: Method) -> MethodInfo:
     is_native, is_fixed = name in METHODS, name in (*SPLITTING, *FIXED)
     gradients: tuple[Gradient, ...] = ("direct", "adjoint")
     if is_native:
-        gradients = ("checkpoint", "direct", *(("reversible",) if name in SPLITTING else ()), "adjoint")
+        gradients = ("checkpoint", "direct", *(("reversible",) if name in SPLITTING else ()))
+        gradients += () if name in ROSENBROCK else ("adjoint",)
     elif name in SCIPY:
         gradients = ("adjoint",)
     return MethodInfo(

@@ -14,9 +14,11 @@ from typing import Any, Literal, get_args
 import torch
 
 from hbnode._checks import as_count, nearest, nearest_method
-from hbnode.solve.methods import METHODS, SPLITTING
+from hbnode.solve.methods import METHODS, ROSENBROCK, SPLITTING
 
-NativeMethod = Literal["nystrom4", "nystrom6", "nystrom8", "exponential", "leapfrog", "blanes_moan4", "tsit5"]
+NativeMethod = Literal[
+    "nystrom4", "nystrom6", "nystrom8", "exponential", "leapfrog", "blanes_moan4", "tsit5", "rodas5p"
+]
 TorchdiffeqMethod = Literal[
     "dopri5", "dopri8", "bosh3", "fehlberg2", "adaptive_heun", "euler", "midpoint", "heun2", "heun3", "rk4",
     "explicit_adams", "implicit_adams", "fixed_adams", "scipy_solver",
@@ -142,6 +144,11 @@ class Settings:
             raise ValueError(
                 f"gradient='reversible' needs a reversible method, one of {tuple(SPLITTING)}, got "
                 f"method={method!r}. Fix: gradient='checkpoint', or method='leapfrog' with steps=n."
+            )
+        if gradient == "adjoint" and method in ROSENBROCK:
+            raise ValueError(
+                f"gradient='adjoint' does not support method={method!r}: components that decay fast forwards grow as "
+                "fast backwards. Fix: gradient='checkpoint', which is exact."
             )
         if self.adjoint_options is not None:
             raise ValueError(

@@ -71,6 +71,39 @@ class RungeKuttaTableau:
 
 
 @dataclass(frozen=True)
+class RosenbrockTableau:
+    r"""An embedded Rosenbrock pair for :math:`y' = f(t, y)`, in the form without products with the Jacobian.
+
+    With step size H, :math:`J = \partial f / \partial y` and :math:`f_t = \partial f / \partial t` at the start
+    :math:`(t_0, y_0)` of the step, the stages :math:`u_i` and the new state y are
+
+    .. math::
+        (I / (H g) - J) u_i = f(t_0 + c_i H, y_0 + \sum_{j<i} a_{ij} u_j) + \sum_{j<i} C_{ij} u_j / H + d_i H f_t,
+        \quad y = y_0 + \sum_j b_j u_j.
+
+    Attributes:
+        order: order of the method.
+        error_order: order of the embedded solution, which is y without its last stage.
+        diagonal: g.
+        c: nodes of the stages.
+        a: rows of the stages after the first; the last row holds the weights b.
+        C: rows of the stages after the first.
+        d: weights of :math:`f_t`.
+        dense: coefficients of the dense output :math:`y(\theta) = (1 - \theta) y_0 + \theta y + \theta (1 - \theta)
+            \sum_{ik} \theta^k` ``dense[k][i]`` :math:`u_i` at the fraction θ of a step.
+    """
+
+    order: int
+    error_order: int
+    diagonal: float
+    c: Row
+    a: tuple[Row, ...]
+    C: tuple[Row, ...]
+    d: Row
+    dense: tuple[Row, ...]
+
+
+@dataclass(frozen=True)
 class ExponentialTableau:
     r"""An embedded pair of the class :class:`~hbnode.solve.methods.Exponential`, for :math:`h'' + \gamma h' = f(h, t)`.
 
@@ -243,6 +276,56 @@ TSIT5 = RungeKuttaTableau(
         (0.0, 1.5, -4.0, 2.5),
     ),
 )
+
+# Steinebach, Construction of Rosenbrock-Wanner method Rodas5P and numerical benchmarks within the Julia Differential
+# Equations package, BIT Numer. Math. 63 (2023) 27; digits as in OrdinaryDiffEq.jl (rosenbrock_tableaus.jl).
+_LAST = (-7.502846399306121, 2.561846144803919, -11.627539656261098, -0.18268767659942256, 0.030198172008377946)
+RODAS5P = RosenbrockTableau(
+    order=5,
+    error_order=4,
+    diagonal=0.21193756319429014,
+    c=(0.0, 0.6358126895828704, 0.4095798393397535, 0.9769306725060716, 0.4288403609558664, 1.0, 1.0, 1.0),
+    a=(
+        (3.0,),
+        (2.849394379747939, 0.45842242204463923),
+        (-6.954028509809101, 2.489845061869568, -10.358996098473584),
+        (2.8029986275628964, 0.5072464736228206, -0.3988312541770524, -0.04721187230404641),
+        _LAST,
+        (*_LAST, 1.0),
+        (*_LAST, 1.0, 1.0),
+        (*_LAST, 1.0, 1.0, 1.0),
+    ),
+    C=(
+        (-14.155112264123755,),
+        (-17.97296035885952, -2.859693295451294),
+        (147.12150275711716, -1.41221402718213, 71.68940251302358),
+        (165.43517024871676, -0.4592823456491126, 42.90938336958603, -5.961986721573306),
+        (24.854864614690072, -3.0009227002832186, 47.4931110020768, 5.5814197821558125, -0.6610691825249471),
+        (
+            30.91273214028599, -3.1208243349937974, 77.79954646070892, 34.28646028294783, -19.097331116725623,
+            -28.087943162872662,
+        ),
+        (
+            37.80277123390563, -3.2571969029072276, 112.26918849496327, 66.9347231244047, -40.06618937091002,
+            -54.66780262877968, -9.48861652309627,
+        ),
+    ),
+    d=(0.21193756319429014, -0.42387512638858027, -0.3384627126235924, 1.8046452872882734, 2.325825639765069, 0, 0, 0),
+    dense=(
+        (
+            25.948786856663858, -2.5579724845846235, 10.433815404888879, -2.3679251022685204, 0.524948541321073,
+            1.1241088310450404, 0.4272876194431874, -0.17202221070155493,
+        ),
+        (
+            -9.91568850695171, -0.9689944594115154, 3.0438037242978453, -24.495224566215796, 20.176138334709044,
+            15.98066361424651, -6.789040303419874, -6.710236069923372,
+        ),
+        (
+            11.419903575922262, 2.8879645146136994, 72.92137995996029, 80.12511834622643, -52.072871366152654,
+            -59.78993625266729, -0.15582684282751913, 4.883087185713722,
+        ),
+    ),
+)  # fmt: skip
 
 # Blanes and Moan, Practical symplectic partitioned Runge-Kutta and Runge-Kutta-Nystrom methods, J. Comput. Appl. Math.
 # 142 (2002) 313-330: the method S6 of order 4, for any split in two; here into drifts and kicks.

@@ -52,7 +52,10 @@ INSTEAD = {  # replacements of options that a method does not have
 }
 FIELD = "the field returned non-finite values. Look for: log, sqrt or a division in func, or growth without bound"
 STATE = "the {} is not finite, or its error. Look for: growth without bound, sqrt at 0, or a loss of infinite gradient"
-UNDERFLOW = "the step size underflowed. Fix: loosen rtol and atol, use float64, or look for a jump or stiffness in func"
+UNDERFLOW = (
+    "the step size underflowed. Fix: method='rodas5p' if func is stiff, loosen rtol and atol, use float64, or look for "
+    "a jump in func"
+)
 TOO_MANY = "the solve needed more than max_steps={} {}. Fix: loosen rtol and atol, a shorter span, or more max_steps"
 
 

@@ -1,0 +1,67 @@
+"""Jacobians of fields whose samples do not interact, by one VJP or JVP of the whole batch for each unknown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hbnode import _torch
+
+Field = Callable[[Tensor, Tensor], Tensor]  # (t, x) -> f, with x and f of shape (samples, unknowns)
+Derivatives = tuple[Tensor, Tensor]  # ∂f/∂x, (samples, unknowns, unknowns), and ∂f/∂t, (samples, unknowns)
+
+
+def derivatives(field: Field, t: Tensor, x: Tensor, *, create_graph: bool) -> Derivatives:
+    """Return ∂f/∂x and ∂f/∂t at a time t that is a scalar or has one value per sample.
+
+    They come from VJPs, which any differentiable field has and which are the faster way in eager mode. JVPs of
+    torch.func take their place under its transforms, in traced graphs, in steps that gradient="checkpoint" recomputes,
+    and for fields with inference tensors.
+    """
+    if _torch.is_transformed() or _torch.is_tracing():
+        return by_jvps(field, t, x)
+    try:
+        return by_vjps(field, t, x, create_graph=create_graph)
+    except RuntimeError as failure:
+        try:
+            return by_jvps(field, t, x)
+        except RuntimeError:
+            raise failure from None
+
+
+def by_vjps(field: Field, t: Tensor, x: Tensor, *, create_graph: bool) -> Derivatives:
+    """Return ∂f/∂x and ∂f/∂t by VJPs.
+
+    Samples do not interact, so one VJP of a sum over the batch gives a row of every sample's Jacobian. ∂f/∂t is the
+    derivative of a VJP. Raise RuntimeError inside torch.utils.checkpoint, which would recompute f for each VJP.
+    """
+    with torch.autograd.graph.disable_saved_tensors_hooks("VJPs of a step do not support saved tensor hooks"):
+        pass  # raises if there are such hooks
+    with torch.inference_mode(False), torch.enable_grad():
+        t, x = (z.view_as(z) if z.requires_grad and create_graph else z.detach().clone() for z in (t, x))
+        t, x = (z if z.requires_grad else z.requires_grad_() for z in (t, x))
+        f = field(t, x) + 0.0 * (x + t.reshape(-1, 1))  # f may be constant
+
+        def vjp(y: Tensor, z: Tensor, cotangent: Tensor, graph: bool) -> Tensor:
+            return torch.autograd.grad(y, z, cotangent, create_graph=graph, retain_graph=True)[0]
+
+        basis = torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
+        rows = [vjp(f, x, row.expand_as(x), create_graph) for row in basis]
+        cotangent = torch.zeros_like(f).requires_grad_()
+        of_t = vjp(vjp(f, t, cotangent, True), cotangent, torch.ones_like(t), create_graph)
+    return torch.stack(rows, 1), of_t
+
+
+def by_jvps(field: Field, t: Tensor, x: Tensor) -> Derivatives:
+    """Return ∂f/∂x and ∂f/∂t by JVPs, in one call of the field under ``torch.func.vmap``."""
+    n = x.shape[1]
+    directions = torch.eye(n + 1, n, dtype=x.dtype, device=x.device)[:, None].expand(n + 1, *x.shape)
+    rates = torch.eye(n + 1, dtype=t.dtype, device=t.device)[n]
+
+    def derivative(direction: Tensor, rate: Tensor) -> Tensor:
+        return torch.func.jvp(field, (t, x), (rate.expand(t.shape), direction))[1]
+
+    found = torch.func.vmap(derivative)(directions, rates)
+    return found[:n].permute(1, 2, 0), found[n]

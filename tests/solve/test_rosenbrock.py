@@ -1,0 +1,296 @@
+"""``rodas5p``: its coefficients, stiff problems, the systems it solves, gradients and fields that resist torch.func."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy.integrate import solve_ivp
+from torch import nn
+
+import hbnode
+from hbnode.solve import jacobian
+from hbnode.solve.adjoints import Checkpoint
+from hbnode.solve.methods import METHODS
+from hbnode.solve.tableaus import RODAS5P
+
+DOUBLE = {"dtype": torch.float64}
+
+
+def solve(field, y0, t, **solver):
+    return hbnode.odeint(field, y0, t, method="rodas5p", **solver)
+
+
+# Coefficients
+
+
+def lower(rows):
+    size = max(map(len, rows)) + 1
+    return np.array([[*row, *[0.0] * (size - len(row))] for row in [(), *rows]])
+
+
+def matrices():
+    """α, Γ and the weights b of the stages k = Γ⁻¹ u, of the new state, in the notation of Hairer and Wanner, IV.7."""
+    gamma = np.linalg.inv(np.eye(8) / RODAS5P.diagonal - lower(RODAS5P.C))
+    a = lower(RODAS5P.a)[:, :8]
+    return a[:8] @ gamma, gamma, a[8] @ gamma
+
+
+def trees(order):
+    """Rooted trees as sorted tuples of their subtrees."""
+    if order == 1:
+        return {()}
+    found = set()
+    for first in range(1, order):
+        for subtree, rest in itertools.product(trees(first), trees(order - first)):
+            found.add(tuple(sorted((subtree, *rest))))
+    return found
+
+
+def order_of(tree):
+    return 1 + sum(map(order_of, tree))
+
+
+def density(tree):
+    return order_of(tree) * math.prod(map(density, tree))
+
+
+def weights_of(tree, alpha, gamma):
+    """Φ_i of a tree: a vertex with one subtree uses α + Γ, one with several uses α."""
+    below = [weights_of(subtree, alpha, gamma) for subtree in tree]
+    matrix = alpha + gamma if len(tree) == 1 else alpha
+    return math.prod((matrix @ x for x in below), start=np.ones(8))
+
+
+def test_order_conditions_of_the_method_its_embedded_solution_and_its_dense_output():
+    alpha, gamma, b = matrices()
+    np.testing.assert_allclose(alpha.sum(1), RODAS5P.c, atol=1e-13)
+    np.testing.assert_allclose(gamma.sum(1), RODAS5P.d, atol=1e-12)
+    embedded = alpha[7]
+    for tree in itertools.chain.from_iterable(trees(k) for k in range(1, RODAS5P.order + 1)):
+        phi, exact, order = weights_of(tree, alpha, gamma), 1 / density(tree), order_of(tree)
+        assert b @ phi == pytest.approx(exact, abs=1e-12), tree
+        if order > RODAS5P.error_order:
+            continue
+        assert embedded @ phi == pytest.approx(exact, abs=1e-12), tree
+        for theta in (0.1, 0.5, 0.83):
+            blend = METHODS["rodas5p"].blend(np, np.array(0.0), np.array(1.0), np.array([theta]))[0, 0, 1:] @ gamma
+            assert blend @ phi == pytest.approx(theta**order * exact, abs=1e-11), (tree, theta)
+
+
+def test_it_is_L_stable():
+    alpha, gamma, b = matrices()
+    beta, one = alpha + gamma, np.ones(8)
+    assert 1 - b @ np.linalg.solve(beta, one) == pytest.approx(0.0, abs=1e-12)  # R(∞)
+    for y in np.geomspace(1e-2, 1e6, 200):
+        assert abs(1 + 1j * y * b @ np.linalg.solve(np.eye(8) - 1j * y * beta, one)) <= 1 + 1e-12
+    end = solve(lambda t, y: -1e12 * y, torch.ones(2, 1, **DOUBLE), [0.0, 1.0], steps=1)[-1]
+    assert end.abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("per_sample", [False, True])
+def test_dense_output_and_time_derivatives_on_a_stiff_driven_equation(per_sample):
+    """Prothero and Robinson's equation, with the solution cos(t + phase)."""
+    phase, t = torch.tensor([[0.0], [1.0], [2.0]], **DOUBLE), torch.linspace(0, 5, 33, **DOUBLE)
+    field = lambda t, y: -1e6 * (y - (t + phase).cos()) - (t + phase).sin()
+    with hbnode.count_nfe(field) as nfe:
+        y = solve(field, phase.cos(), t, rtol=1e-6, atol=1e-6, per_sample=per_sample)
+    torch.testing.assert_close(y, (t[:, None, None] + phase).cos(), rtol=0, atol=3e-6)
+    assert nfe.steps + nfe.rejected < 40
+    assert not y.requires_grad
+
+
+# Stiff problems
+
+
+def robertson(t, y, k=(0.04, 3e7, 1e4)):
+    a, b, c = y.unbind(-1)
+    slow, fast, back = k[0] * a, k[1] * b * b, k[2] * b * c
+    return torch.stack([back - slow, slow - back - fast, fast], -1)
+
+
+def van_der_pol(t, y):
+    return torch.stack([y[..., 1], 1000 * (1 - y[..., 0] ** 2) * y[..., 1] - y[..., 0]], -1)
+
+
+def hires(t, y):
+    a, b, c, d, e, f, g, h = y.unbind(-1)
+    bound = 280 * f * h
+    return torch.stack([
+        -1.71 * a + 0.43 * b + 8.32 * c + 0.0007, 1.71 * a - 8.75 * b, -10.03 * c + 0.43 * d + 0.035 * e,
+        8.32 * b + 1.71 * c - 1.12 * d, -1.745 * e + 0.43 * (f + g),
+        -bound + 0.69 * d + 1.71 * e - 0.43 * f + 0.69 * g, bound - 1.81 * g, 1.81 * g - bound,
+    ], -1)  # fmt: skip
+
+
+# The ends are the reference values of Mazzia and Magherini, Test Set for Initial Value Problem Solvers, release 2.4.
+STIFF = {
+    "robertson": (robertson, [1.0, 0, 0], 1e11, [0.2083340149701255e-7, 0.8333360770334713e-13, 0.9999999791665050]),
+    "van der Pol": (van_der_pol, [2.0, 0.0], 2000.0, [1.706167732170483, -8.928097010247975e-4]),
+    "hires": (hires, [1.0, 0, 0, 0, 0, 0, 0, 0.0057], 321.8122, [
+        0.7371312573325668e-3, 0.1442485726316185e-3, 0.5888729740967575e-4, 0.1175651343283149e-2,
+        0.2386356198831331e-2, 0.6238968252742796e-2, 0.2849998395185769e-2, 0.2850001604814231e-2,
+    ]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STIFF)
+def test_stiff_problems_within_ten_tolerances_and_twice_the_evaluations_of_radau(name):
+    field, y0, end, exact = STIFF[name]
+    tolerances, exact = {"rtol": 1e-4, "atol": 1e-8}, torch.tensor(exact, **DOUBLE)
+    with torch.no_grad(), hbnode.count_nfe(field) as nfe:
+        y = solve(field, torch.tensor(y0, **DOUBLE), [0.0, end], **tolerances)[-1]
+    assert ((y - exact).abs() / (1e-8 + 1e-4 * exact.abs())).max() < 10
+    jacobians = nfe.steps + nfe.rejected
+
+    def of_numpy(t, y):
+        return field(t, torch.from_numpy(y)).numpy()
+
+    radau = solve_ivp(of_numpy, [0.0, end], y0, method="Radau", **tolerances)  # its Jacobians are not in nfev
+    assert nfe.forward - jacobians < 2 * radau.nfev
+
+
+# The systems
+
+
+def coupled(t, y):
+    """Samples (batch, 2, 2) whose elements interact, and a time dependence."""
+    flat = y.flatten(1)
+    mixed = flat @ torch.linspace(-1, 1, 16, **DOUBLE).view(4, 4) - 3 * flat**3
+    return (mixed + t.cos().reshape(-1, 1)).view_as(y)
+
+
+def as_tuple(t, state):
+    """The same field for a tuple of tensors of different shapes."""
+    y = torch.cat([state[0], state[1].flatten(1)], 1).view(-1, 2, 2)
+    f = coupled(t, y).flatten(1)
+    return f[:, :1], f[:, 1:].reshape(-1, 3, 1)
+
+
+def test_a_batch_has_one_system_per_sample_and_a_vector_is_one_system(monkeypatch):
+    shapes, factor = [], torch.linalg.lu_factor_ex
+    monkeypatch.setattr(torch.linalg, "lu_factor_ex", lambda a: shapes.append(tuple(a.shape)) or factor(a))
+    y0, times = torch.linspace(-1, 1, 20, **DOUBLE).view(5, 2, 2), [0.0, 0.3, 1.0]
+    batch = solve(coupled, y0, times, steps=2)
+    assert set(shapes) == {(5, 4, 4)}
+    shapes.clear()
+    for i in range(5):
+        vector = solve(lambda t, y: coupled(t, y.view(1, 2, 2)).flatten(), y0[i].flatten(), times, steps=2)
+        torch.testing.assert_close(batch[:, i].flatten(1), vector, rtol=1e-13, atol=1e-13)
+    assert set(shapes) == {(1, 4, 4)}
+    pieces = solve(as_tuple, (y0.flatten(1)[:, :1], y0.flatten(1)[:, 1:].reshape(5, 3, 1)), times, steps=2)
+    torch.testing.assert_close(torch.cat([pieces[0], pieces[1].flatten(2)], 2), batch.flatten(2))
+    own = solve(coupled, y0, times, per_sample=True, rtol=1e-9, atol=1e-9)
+    exact = hbnode.odeint(coupled, y0, times, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(own, exact, rtol=0, atol=1e-8)
+    assert solve(coupled, y0[:0], times).shape == (3, 0, 2, 2)
+
+
+class Spring(nn.Module):
+    def forward(self, t, h):
+        return -400 * h - h**3 + torch.sin(3 * t)
+
+
+@pytest.mark.parametrize("damping", [0.4, 1e5, torch.tensor([0.3, 50.0, 1e4], **DOUBLE)], ids=["weak", "strong", "own"])
+@pytest.mark.parametrize("per_sample", [False, True])
+def test_a_second_order_field_solves_systems_of_the_size_of_h(damping, per_sample, monkeypatch):
+    field = hbnode.HBNODE(Spring(), damping=damping, learn_damping=False)
+    h, m, times = torch.linspace(-1, 1, 6, **DOUBLE).view(2, 3), torch.ones(2, 3, **DOUBLE), [0.0, 0.02, 0.1]
+    solver = {"per_sample": True, "rtol": 1e-5, "atol": 1e-5} if per_sample else {"steps": 4}
+    first_order = solve(lambda t, s: field(t, s), (h, m), times, **solver)
+    shapes, factor = [], torch.linalg.lu_factor_ex
+    monkeypatch.setattr(torch.linalg, "lu_factor_ex", lambda a: shapes.append(tuple(a.shape)) or factor(a))
+    pair = solve(field, (h, m), times, **solver)
+    assert set(shapes) == {(2, 3, 3)}
+    for x, y in zip(pair, first_order, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5 if per_sample else 1e-11, atol=1e-5 if per_sample else 1e-11)
+
+
+# Gradients
+
+
+def test_the_gradient_of_robertsons_rates_equals_finite_differences():
+    """The differences are those of a batch with other rates in each sample, which have the same steps."""
+    rates, y0 = torch.tensor([0.04, 3e7, 1e4], **DOUBLE), torch.tensor([1.0, 0.0, 0.0], **DOUBLE)
+    weights = torch.tensor([1.0, 1e4, 2.0], **DOUBLE)
+    found = rates.clone().requires_grad_()
+    y = solve(lambda t, y: robertson(t, y, found), y0, [0.0, 40.0], rtol=1e-7, atol=1e-11)[-1]
+    (gradient,) = torch.autograd.grad(y @ weights, found)
+    shifts = torch.tensor([-2.0, -1.0, 1.0, 2.0], **DOUBLE) * 1e-3
+    moved = (rates * (1 + shifts[:, None, None] * torch.eye(3, **DOUBLE))).view(12, 3)
+    with torch.no_grad():
+        others = solve(lambda t, y: robertson(t, y, moved.T), y0.expand(12, 3), [0.0, 40.0], rtol=1e-8, atol=1e-12)[-1]
+    exact = torch.tensor([1.0, -8.0, 8.0, -1.0], **DOUBLE) @ (others @ weights).view(4, 3) / (12e-3 * rates)
+    torch.testing.assert_close(gradient, exact, rtol=1e-5, atol=0)
+
+
+class Product(torch.autograd.Function):
+    """A function that torch.func refuses, because it has no ``setup_context``."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        return g @ w.T, x.flatten(0, -2).T @ g.flatten(0, -2)
+
+
+@pytest.mark.parametrize("gradient", ["direct", Checkpoint(keep_bytes=0), Checkpoint()])
+@pytest.mark.parametrize("product", [torch.matmul, Product.apply], ids=["func", "vjps"])
+def test_gradients_are_those_of_the_discrete_solution(gradient, product):
+    w = torch.linspace(-2, 1, 9, **DOUBLE).view(3, 3).requires_grad_()
+    y0 = torch.linspace(-1, 1, 6, **DOUBLE).view(2, 3).requires_grad_()
+    t = torch.tensor([0.0, 0.4, 1.0], **DOUBLE).requires_grad_()
+
+    def run(w, y0, t):
+        return solve(lambda t, y: product(y, w).tanh() * t.cos(), y0, t, steps=2, gradient=gradient).square().sum()
+
+    assert torch.autograd.gradcheck(run, (w, y0, t), rtol=1e-7)
+    with torch.inference_mode(), hbnode.count_nfe(Product) as nfe:
+        end = solve(lambda t, y: product(y, w).tanh() * t.cos(), y0, t, steps=2)
+    assert nfe.forward == 0
+    torch.testing.assert_close(end.square().sum().item(), run(w, y0, t).item())
+
+
+def test_both_jacobians_agree_also_for_samples_with_own_times():
+    x, t = torch.linspace(-1, 1, 12, **DOUBLE).view(3, 4), torch.tensor([[0.1], [0.2], [0.7]], **DOUBLE)
+    for time in (t, t[0, 0]):
+        field = lambda t, x: torch.sin(t * x) * x.roll(1, -1) + x.sum(-1, keepdim=True)
+        for one, other in zip(
+            jacobian.by_jvps(field, time, x), jacobian.by_vjps(field, time, x, create_graph=False), strict=True
+        ):
+            torch.testing.assert_close(one, other)
+    constant = jacobian.by_vjps(lambda t, x: torch.ones_like(x), t, x, create_graph=False)
+    assert not constant[0].any()
+    assert not constant[1].any()
+
+
+def test_a_solve_under_torch_func_and_higher_derivatives():
+    def loss(w):
+        return solve(lambda t, y: torch.tanh(w * y), torch.ones(1, 1, **DOUBLE), [0.0, 1.0], steps=2)[-1].sum()
+
+    w = torch.tensor(-0.7, **DOUBLE, requires_grad=True)
+    (slope,) = torch.autograd.grad(loss(w), w, create_graph=True)
+    assert torch.func.grad(loss)(w.detach()).item() == pytest.approx(slope.item())
+    assert torch.autograd.gradgradcheck(loss, w)
+    assert torch.func.vmap(loss)(torch.stack([w.detach(), w.detach()]))[1].item() == pytest.approx(loss(w).item())
+
+
+def test_adjoint_and_reversible_are_refused_by_name():
+    for gradient in ("adjoint", "reversible"):
+        with pytest.raises(ValueError, match=f"gradient='{gradient}'.*rodas5p.*Fix: gradient='checkpoint'"):
+            solve(robertson, torch.ones(3), [0.0, 1.0], gradient=gradient)
+
+
+def test_float32_and_a_heavy_ball_with_a_hook():
+    """A hook makes it a first-order field."""
+    field = hbnode.HBNODE(nn.Linear(2, 2), damping=1e3, learn_damping=False)
+    pair, times = (torch.ones(3, 2), torch.zeros(3, 2)), [0.0, 1.0, 5.0]
+    exact = torch.stack(hbnode.odeint(field, pair, times, method="exponential"))
+    torch.testing.assert_close(torch.stack(solve(field, pair, times)), exact, rtol=1e-4, atol=1e-4)
+    field.register_forward_hook(lambda *_: None)
+    torch.testing.assert_close(torch.stack(solve(field, pair, times)), exact, rtol=1e-4, atol=1e-4)
