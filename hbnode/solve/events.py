@@ -418,7 +418,7 @@ class EventSteps(AdaptiveSteps):
             got = f"shape {tuple(c.shape)}" if isinstance(c, Tensor) else type(c).__name__
             raise ValueError(
                 f"an event function must return a tensor of shape (batch,) = ({p.lanes},), got {got}. "
-                "Fix: Event(lambda t, y: y[:, 0]), or c.squeeze(-1); a state without a batch needs one, y0.unsqueeze(0)."
+                "Fix: Event(lambda t, y: y[:, 0]), or c.squeeze(-1); y0.unsqueeze(0) for a state without a batch."
             )
         return c
 

@@ -115,8 +115,8 @@ def odeint(
             native method. For an HBNODE it is ``"nystrom4"`` if rtol >= 1e-3, else ``"nystrom8"``. It is
             ``"exponential"`` if the HBNODE's damping is constant and exceeds 50 / (length of the solve). With ``steps``
             the damping does not affect the choice. All other fields use ``"tsit5"``, including an HBNODE that has hooks
-            or overrides ``forward`` or ``__call__``. It is
-            never ``"rodas5p"``, the method for stiff equations. With ``gradient="reversible"`` it is ``"blanes_moan4"``.
+            or overrides ``forward`` or ``__call__``. It is never ``"rodas5p"``, the method for stiff equations. With
+            ``gradient="reversible"`` it is ``"blanes_moan4"``.
         rtol: relative tolerance of adaptive methods. Default: 1e-5.
         atol: absolute tolerance of adaptive methods, in the units of the state. Default: 1e-5.
         gradient: how gradients are computed. Default: None, which is ``"checkpoint"`` for native methods and
