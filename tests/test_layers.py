@@ -51,6 +51,7 @@ LAYERS = [
     ["hbnode.solve.events"],
     ["hbnode.solve.control", "hbnode.solve.settings"],
     ["hbnode.solve.methods", "hbnode.solve.term"],
+    ["hbnode.solve.jacobian"],
     ["hbnode.solve.tableaus"],
     ["hbnode.data"],
     ["hbnode.fields", "hbnode.nfe", "hbnode.signal"],

@@ -175,6 +175,8 @@ def test_replicas_of_data_parallel_keep_their_parameters():
 @pytest.mark.parametrize("method", [name for name in METHODS if name not in SOLVERS])
 @pytest.mark.parametrize("name", ["odeint", "odeint_adjoint"])
 def test_native_methods_are_hbnodes(name, method):
+    if (name, method) == ("odeint_adjoint", "rodas5p"):
+        pytest.skip("the adjoint of a stiff equation grows, and is refused")
     field = hbnode.HBNODE(Spiral().net).double()
     state = (float64(1.0, 2.0)[None], float64(0.5, 0.5)[None].requires_grad_())
     gradient, t = {"odeint": "direct", "odeint_adjoint": "adjoint"}[name], T.clone().requires_grad_()

@@ -491,8 +491,6 @@ def _refuse_higher(gradient: Tensor) -> None:
 
 def checked_events(events: Any, settings: Any) -> tuple[Event, ...]:
     """Return the events as a tuple; raise an error if the settings do not allow events."""
-    if events is None:
-        return ()
     given = (events,) if isinstance(events, Event) else events
     if not isinstance(given, Sequence) or not given or not all(isinstance(event, Event) for event in given):
         raise TypeError(f"events must be an Event or a list of them, got {events!r}. Fix: hbnode.Event(fn).")

@@ -210,7 +210,8 @@ def solve(
 
 def _solve(field: Any, y0: State, t: Times, settings: Settings, nfe: NFE, end: bool, given: Any) -> Any:
     snapshot = Snapshot(field, for_backward=torch.is_grad_enabled())
-    y0, events = checked_state(field, y0, snapshot), checked_events(given, settings)
+    y0 = checked_state(field, y0, snapshot)
+    events = () if given is None else checked_events(given, settings)
     template = y0 if isinstance(y0, Tensor) else y0[0]
     is_native = settings.method not in TORCHDIFFEQ
     times = checked_times(t, template.device, rows=is_native)
