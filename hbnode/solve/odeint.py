@@ -229,6 +229,10 @@ def _solve(field: Any, y0: State, t: Times, settings: Settings, nfe: NFE, end: b
         if hasattr(field, name):
             torchdiffeq.warn_of_callbacks(field, settings.method, torchdiffeq.CALLBACKS)
             break
+    if events and times.requires_grad and settings.method in SPLITTING:
+        raise ValueError(
+            f"method={settings.method!r} with events has no gradient of t. Fix: t.detach(), or method='nystrom4'."
+        )
     gradient = gradient_mode(settings.gradient)
     lanes, is_empty = None, template.shape[:1] == (0,)  # an empty batch has no steps per sample
     if times.dim() == 2 or events or (settings.per_sample and settings.steps is None and not is_empty):

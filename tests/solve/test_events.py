@@ -21,6 +21,9 @@ def float64(*values):
     return torch.tensor(values, dtype=torch.float64)
 
 
+T = float64(0.0, 3.0).requires_grad_()
+
+
 def height(t, state):
     return state[0][:, 0]
 
@@ -223,13 +226,14 @@ def test_evaluations_of_events_are_counted():
         (Event(height), {"method": "dopri5"}, ValueError, "native methods.*odeint_event"),
         (Event(height), {"gradient": "reversible", "steps": 4}, ValueError, "does not support events"),
         (Event(height), {"gradient": "adjoint"}, ValueError, "does not support events"),
+        (Event(height), {"method": "leapfrog", "steps": 4, "t": T}, ValueError, "has no gradient of t"),
         (height, {}, TypeError, "events must be an Event"),
         ([], {}, TypeError, "events must be an Event"),
     ],
 )
 def test_what_cannot_be_an_event_is_refused(event, settings, error, message):
     with pytest.raises(error, match=message):
-        fall(float64(1.0, 2.0), [0.0, 3.0], event, **settings)
+        fall(float64(1.0, 2.0), **{"t": [0.0, 3.0], "event": event, **settings})
 
 
 @pytest.mark.parametrize(
