@@ -273,10 +273,10 @@ def count(func: Function, *args: Any, **kwargs: Any) -> Function:
     """Return ``func`` with counts; torch.compile gets ``func`` itself if no :func:`hbnode.count_nfe` is open."""
     if torch.compiler.is_dynamo_compiling() and not open_counters:
         return func
-    return CountedField(func, *args, **kwargs)
+    return CountedFunction(func, *args, **kwargs)
 
 
-class CountedField(nn.Module):
+class CountedFunction(nn.Module):
     """A wrapper of a field for torchdiffeq that counts the evaluations and the steps of one solve.
 
     Its parameters and callbacks are those of ``func``. The callbacks also count steps.
