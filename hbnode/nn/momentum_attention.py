@@ -15,7 +15,7 @@ from hbnode._checks import as_count
 from hbnode._torch import fast_form, is_exporting, is_tracing, no_autocast, reference_vjp
 from hbnode.nn.heavy_ball_memory import check_heads, check_mask, check_state
 
-CHUNKS_AT_ONCE = 96  # chunks, over all heads, that a CPU computes together: few, so that their matrices fit its cache
+CHUNKS_AT_ONCE = 64  # chunks, over all heads, that a CPU computes together: few, so that their matrices fit its cache
 Rate = float | Tensor  # β or γ: a number, or a tensor () or (heads,)
 
 
@@ -171,8 +171,22 @@ def momentum_attention(
 
 def feature_map(x: Tensor) -> Tensor:
     """Return φ(x) = elu(x) + 1, without the cancellation of elu(x) + 1 for negative x."""
+    return _feature_map(None, x)[0]
+
+
+def _exact_feature_map(_: None, x: Tensor) -> tuple[Tensor]:
     positive = x.relu()
-    return (x - positive).exp() + positive  # not clamp, whose slope at 0 depends on torch's version
+    return ((x - positive).exp() + positive,)  # not clamp, whose slope at 0 depends on torch's version
+
+
+def _feature_map_vjp(_: None, tensors: Sequence[Tensor], phi: Sequence[Tensor], grads: Sequence[Tensor], needed: object) -> tuple[Tensor]:
+    return (grads[0] * phi[0].clamp(max=1.0),)
+
+
+@fast_form(_exact_feature_map, _feature_map_vjp)
+def _feature_map(_: None, needs_grad: bool, x: Tensor) -> tuple[tuple[Tensor], tuple[Tensor]]:
+    phi = _exact_feature_map(None, x)
+    return phi, phi
 
 
 def _features(q: Tensor, k: Tensor, v: Tensor, ignored: Tensor | None, causal: bool, dtype: torch.dtype) -> list[Tensor]:
@@ -234,13 +248,14 @@ def _in_segments(
         span = size * (max(1, CHUNKS_AT_ONCE // max(1, k.shape[0] * k.shape[1])) if is_cut else 64)
         spans = [span] * (length // span) + [x for x in (length % span // size * size, length % size) if x]
     tables = _weight_tables(beta, gamma, spans[0], state.s)
-    weights, run, outputs = tables, _chunkwise if len(spans) == 1 else _recomputed, []
+    weights, outputs = tables, []
     parts = ([x] if len(spans) == 1 else x.split(spans, 2) for x in (q, k, v))
     masks = [None] * len(spans) if ignored is None else ignored.split(spans, 1)
     for i, part in enumerate(zip(*parts, masks, strict=True)):
         if ignored is None and (i == 0 or spans[i] != spans[i - 1]):
             rows = torch.arange(1, min(size, spans[i]) + 1, device=k.device)
             weights = _weigh(tables, rows[None, None], -(-spans[i] // size), causal)
+        run = _recomputed if i % 2 else _chunkwise  # halves what is saved for backward
         out, *after = run((causal, has_p, eps, size), *part, *after, *weights)
         outputs.append(out)
     s, p, z = after
