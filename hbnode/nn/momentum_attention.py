@@ -15,7 +15,7 @@ from hbnode._checks import as_count
 from hbnode._torch import fast_form, is_exporting, is_tracing, no_autocast, reference_vjp
 from hbnode.nn.heavy_ball_memory import check_heads, check_mask, check_state
 
-CHUNKS_AT_ONCE = 64  # chunks, over all heads, that a CPU computes together: few, so that their matrices fit its cache
+CHUNKS_AT_ONCE = 96  # chunks, over all heads, that a CPU computes together: few, so that their matrices fit its cache
 Rate = float | Tensor  # β or γ: a number, or a tensor () or (heads,)
 
 
@@ -155,7 +155,7 @@ def momentum_attention(
         _check_rate(step_size, "step_size", k.shape[1]),
     )
     eps, size = _check_number(eps, "eps"), as_count(chunk_size, "chunk_size")
-    (batch, heads, length, dim), value_dim = k.shape, v.shape[3]
+    (batch, heads, length, dim), value_dim, ignored = k.shape, v.shape[3], key_padding_mask
     shapes = (batch, heads, dim, value_dim), (batch, heads, dim, value_dim), (batch, heads, dim)
     with no_autocast(q):
         if initial_state is None:
@@ -164,8 +164,34 @@ def momentum_attention(
             state = MomentumAttentionState(
                 *(x.to(dtype) for x in check_state(initial_state, MomentumAttentionState, shapes))
             )
-        run = _recurrence if length <= 1 else _in_segments
-        out, state = run(q, k, v, beta, gamma, state, key_padding_mask, causal, eps, size)
+        if length <= 1:
+            out, state = _recurrence(q, k, v, ignored, beta, gamma, state, causal, eps)
+            return (out, state) if return_state else out
+        has_p, after = isinstance(beta, Tensor) or beta != 0, tuple(state)
+        is_symbolic = is_exporting() and not isinstance(length, int)  # a symbolic number of chunks cannot be exported
+        size, spans = (length if is_symbolic or not causal else min(size, length)), [length]
+        if size is not length:
+            is_cut = q.device.type == "cpu" and not is_tracing()
+            span = size * (max(1, CHUNKS_AT_ONCE // max(1, batch * heads)) if is_cut else 64)
+            spans = [span] * (length // span) + [x for x in (length % span // size * size, length % size) if x]
+        tables = _weight_tables(beta, gamma, spans[0], state.s)
+        weights, outputs = tables, []
+        parts = ([x] if len(spans) == 1 else x.split(spans, 2) for x in (q, k, v))
+        masks = [None] * len(spans) if ignored is None else ignored.split(spans, 1)
+        for i, part in enumerate(zip(*parts, masks, strict=True)):
+            if ignored is None and (i == 0 or spans[i] != spans[i - 1]):
+                rows = torch.arange(1, min(size, spans[i]) + 1, device=k.device)
+                weights = _weigh(tables, rows[None, None], -(-spans[i] // size), causal)
+            run = _recomputed if 2 * i + 2 < len(spans) else _chunkwise  # the first half saves its arguments only
+            out, *after = run((causal, has_p, eps, size), *part, *after, *weights)
+            outputs.append(out)
+        s, p, z = after
+        if not has_p:  # P is φ(k) vᵀ of the last key, or unchanged without a key
+            present = torch.ones_like(k[:1, 0, :, 0], dtype=torch.bool) if ignored is None else ~ignored
+            none, last = (x[:, None, None, None] for x in (~present.any(1), present.cumsum(1).argmax(1)))
+            k, v = (torch.take_along_dim(x, last, 2).masked_fill(none, 0.0).to(p.dtype) for x in (k, v))
+            p = torch.where(none, p, feature_map(k).mT @ v)
+        out, state = outputs[0] if len(spans) == 1 else torch.cat(outputs, 2), MomentumAttentionState(s, p, z)
     return (out, state) if return_state else out
 
 
@@ -174,22 +200,19 @@ def feature_map(x: Tensor) -> Tensor:
     return _feature_map(None, x)[0]
 
 
-def _exact_feature_map(_: None, x: Tensor) -> tuple[Tensor]:
+def _feature_map_reference(_: None, x: Tensor) -> tuple[Tensor]:
     positive = x.relu()
     return ((x - positive).exp() + positive,)  # not clamp, whose slope at 0 depends on torch's version
 
 
-def _feature_map_vjp(_: None, tensors: Sequence[Tensor], phi: Sequence[Tensor], grads: Sequence[Tensor], needed: object) -> tuple[Tensor]:
-    return (grads[0] * phi[0].clamp(max=1.0),)
+_feature_map = fast_form(_feature_map_reference, lambda _, x, phi, grads, needed: (grads[0] * phi[0].clamp(max=1.0),))(
+    lambda _, needs_grad, x: (_feature_map_reference(_, x),) * 2
+)
 
 
-@fast_form(_exact_feature_map, _feature_map_vjp)
-def _feature_map(_: None, needs_grad: bool, x: Tensor) -> tuple[tuple[Tensor], tuple[Tensor]]:
-    phi = _exact_feature_map(None, x)
-    return phi, phi
-
-
-def _features(q: Tensor, k: Tensor, v: Tensor, ignored: Tensor | None, causal: bool, dtype: torch.dtype) -> list[Tensor]:
+def _features(
+    q: Tensor, k: Tensor, v: Tensor, ignored: Tensor | None, causal: bool, dtype: torch.dtype
+) -> list[Tensor]:
     """Return φ of queries and keys, and the values; φ(k) and v of ignored keys are 0."""
     if ignored is None:
         return [feature_map(q.to(dtype)), feature_map(k.to(dtype)), v.to(dtype)]
@@ -203,13 +226,12 @@ def _recurrence(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    ignored: Tensor | None,
     beta: Rate,
     gamma: Rate,
     state: MomentumAttentionState,
-    ignored: Tensor | None,
     causal: bool,
     eps: float,
-    chunk_size: int,
 ) -> tuple[Tensor, MomentumAttentionState]:
     """Compute the recurrence of :func:`momentum_attention` for sequences of length 0 or 1."""
     (s, p, z), out_dtype = state, q.dtype
@@ -221,50 +243,6 @@ def _recurrence(
         s = s + gamma * (p if ignored is None else p.masked_fill(ignored[:, None, None], 0.0))
         z = z + k.squeeze(2)
     return (q @ s / (q @ z.unsqueeze(-1) + eps)).to(out_dtype), MomentumAttentionState(s, p, z)
-
-
-def _in_segments(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Rate,
-    gamma: Rate,
-    state: MomentumAttentionState,
-    ignored: Tensor | None,
-    causal: bool,
-    eps: float,
-    chunk_size: int,
-) -> tuple[Tensor, MomentumAttentionState]:
-    """Compute the recurrence of :func:`momentum_attention` for segments of some chunks, one after the other.
-
-    For backward a segment of several saves its arguments and is computed again. If β is the number 0, outputs do not
-    depend on P, and the terms with P are left out.
-    """
-    length, has_p, after = k.shape[2], isinstance(beta, Tensor) or beta != 0, tuple(state)
-    is_symbolic = is_exporting() and not isinstance(length, int)  # a symbolic number of chunks cannot be exported
-    size, spans = (length if is_symbolic or not causal else min(chunk_size, length)), [length]
-    if size is not length:
-        is_cut = q.device.type == "cpu" and not is_tracing()
-        span = size * (max(1, CHUNKS_AT_ONCE // max(1, k.shape[0] * k.shape[1])) if is_cut else 64)
-        spans = [span] * (length // span) + [x for x in (length % span // size * size, length % size) if x]
-    tables = _weight_tables(beta, gamma, spans[0], state.s)
-    weights, outputs = tables, []
-    parts = ([x] if len(spans) == 1 else x.split(spans, 2) for x in (q, k, v))
-    masks = [None] * len(spans) if ignored is None else ignored.split(spans, 1)
-    for i, part in enumerate(zip(*parts, masks, strict=True)):
-        if ignored is None and (i == 0 or spans[i] != spans[i - 1]):
-            rows = torch.arange(1, min(size, spans[i]) + 1, device=k.device)
-            weights = _weigh(tables, rows[None, None], -(-spans[i] // size), causal)
-        run = _recomputed if i % 2 else _chunkwise  # halves what is saved for backward
-        out, *after = run((causal, has_p, eps, size), *part, *after, *weights)
-        outputs.append(out)
-    s, p, z = after
-    if not has_p:  # P is φ(k) vᵀ of the last key, or unchanged without a key
-        present = torch.ones_like(k[:1, 0, :, 0], dtype=torch.bool) if ignored is None else ~ignored
-        none, last = (x[:, None, None, None] for x in (~present.any(1), present.cumsum(1).argmax(1)))
-        k, v = (torch.take_along_dim(x, last, 2).masked_fill(none, 0.0).to(p.dtype) for x in (k, v))
-        p = torch.where(none, p, feature_map(k).mT @ v)
-    return outputs[0] if len(spans) == 1 else torch.cat(outputs, 2), MomentumAttentionState(s, p, z)
 
 
 def _chunkwise(
@@ -290,31 +268,31 @@ def _chunkwise(
         P' = β^n P + Kᵀ diag(β^{n - n_c}) V
 
     All weights are positive, so there is no cancellation if β is near 1. Without ``causal`` the sequence is one chunk.
-    The weights are those of :func:`_weigh`, or with ignored keys their tables. The options are ``causal``, whether to
-    use P, ε and C.
+    With g and β^n of the numbers of keys between chunks, S and P before each chunk are matrix products too. The weights
+    are those of :func:`_weigh`, or with ignored keys the tables. The options are causal, whether to use P, ε and C.
     """
     (causal, has_p, eps, size), dtype = options, q.dtype
     q, k, v = _features(q, k, v, ignored, causal, s.dtype)
     size = min(size, k.shape[2])
     k, v = k.unflatten(2, (-1, size)), v.unflatten(2, (-1, size))
+    chunks, shape = k.shape[2], s.shape[2:]
     if ignored is not None:
-        weights = _weigh(weights, (~ignored).unflatten(1, (-1, size)).cumsum(2), k.shape[2], causal)
+        weights = _weigh(weights, (~ignored).unflatten(1, (-1, size)).cumsum(2), chunks, causal)
     gain, decay, p_to_out, p_to_s, p_to_p, *within = weights
-    chunks, lower = k.shape[2], torch.ones_like(p_to_s).tril()
-    xs = torch.cat([s.unsqueeze(2), k.mT @ (gain * v)], 2).flatten(3)
-    ss = lower @ xs
+    lower = torch.ones_like(p_to_s).tril()
+    ss = lower @ torch.cat([s.unsqueeze(2), k.mT @ (gain * v)], 2).flatten(3)
     if has_p:
-        xp = torch.cat([p.unsqueeze(2), k.mT @ (decay * v)], 2).flatten(3)
-        ss, (ps, p) = ss + p_to_s @ xp, (p_to_p @ xp).unflatten(3, s.shape[2:]).split([chunks, 1], 2)
+        ps = torch.cat([p.unsqueeze(2), k.mT @ (decay * v)], 2).flatten(3)
+        ss, (ps, p) = ss + p_to_s @ ps, (p_to_p @ ps).unflatten(3, shape).split([chunks, 1], 2)
         p = p.squeeze(2)
-    ss, s = ss.unflatten(3, s.shape[2:]).split([chunks, 1], 2)
+    ss, s = ss.unflatten(3, shape).split([chunks, 1], 2)
     zs, z = (lower @ torch.cat([z.unsqueeze(2), k.sum(3)], 2)).split([chunks, 1], 2)
     s, z = s.squeeze(2), z.squeeze(2)
     if not causal:
         return (q @ s / (q @ z.unsqueeze(-1) + eps)).to(dtype), s, p, z
     q = q.unflatten(2, (-1, size))
-    scores, above = q @ k.mT, q @ ss
-    above = (scores * within[0]) @ v + (torch.addcmul(above, p_to_out, q @ ps) if has_p else above)
+    scores, past = q @ k.mT, torch.addcmul(q @ ss, p_to_out, q @ ps) if has_p else q @ ss
+    above = torch.baddbmm(*(x.flatten(0, 2) for x in (past, scores * within[0], v))).view_as(past)
     below = (scores * q.new_ones(size, size).tril()).sum(-1, keepdim=True) + (q * zs.unsqueeze(3)).sum(-1, keepdim=True)
     return (above * (below + eps).reciprocal()).flatten(2, 3).to(dtype), s, p, z
 
@@ -326,18 +304,17 @@ _recomputed = fast_form(
 
 
 def _weigh(tables: Sequence[Tensor], n: Tensor, chunks: int, causal: bool) -> tuple[Tensor, ...]:
-    """Return g(n - n_c + 1), β^{n - n_c}, β g(n_r), β g and β^ of the keys from chunk to chunk, and, if causal, W.
+    """Return g(n - n_c + 1), β^{n - n_c}, β g(n_r), β g(m) and β^m from chunk to chunk, and if causal W.
 
-    n_r is (batch or 1, chunks or 1, C).
+    The argument n is n_r (batch or 1, chunks or 1, C), and m is the number of keys from chunk to chunk.
     """
     g, decay, beta_g = tables
     last, row = n[..., -1:, None], n.unsqueeze(-1)
     before = pad(n[..., -1].expand(-1, chunks).cumsum(1), (1, 0)).unsqueeze(-1)
-    between = (before - before.mT).clamp(min=0)
-    within = [_look_up(g, (row - row.mT + 1).clamp(min=0)).tril()] if causal else []
-    looked = ((g, last - row + 1), (decay, last - row), (beta_g, row), (beta_g, between), (decay, between))
-    gain, gone, read, p_to_s, p_to_p = (_look_up(table, at) for table, at in looked)
-    return gain, gone, read, p_to_s.tril(), p_to_p.tril(), *within
+    m, within = (before - before.mT).clamp(min=0), (row - row.mT + 1).clamp(min=0)
+    places = (g, last - row + 1), (decay, last - row), (beta_g, row), (beta_g, m), (decay, m), (g, within)
+    gain, gone, to_out, *square = (_look_up(table, at) for table, at in places[: 6 if causal else 5])
+    return gain, gone, to_out, *(x.tril() for x in square)
 
 
 def _weight_tables(beta: Rate, gamma: Rate, size: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
