@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hbnode._checks import as_count
-from hbnode._torch import fast_form, is_exporting, is_tracing, no_autocast, reference_vjp
+from hbnode._torch import fast_form, is_exporting, is_tracing, keep_freed_memory, no_autocast, reference_vjp
 from hbnode.nn.heavy_ball_memory import check_heads, check_mask, check_state
 
 CHUNKS_AT_ONCE = 96  # chunks, over all heads, that a CPU computes together: few, so that their matrices fit its cache
@@ -172,8 +172,10 @@ def momentum_attention(
         is_symbolic = is_exporting() and not isinstance(length, int)  # a symbolic number of chunks cannot be exported
         size, spans = (length if is_symbolic or not causal else min(size, length)), [length]
         if size is not length:
-            is_cut = q.device.type == "cpu" and not is_tracing()
-            span = size * (max(1, CHUNKS_AT_ONCE // max(1, batch * heads)) if is_cut else 64)
+            span = 64 * size
+            if q.device.type == "cpu" and not is_tracing():
+                keep_freed_memory(q.device)
+                span = size * max(1, CHUNKS_AT_ONCE // max(1, batch * heads))
             spans = [span] * (length // span) + [x for x in (length % span // size * size, length % size) if x]
         tables = weights = _weight_tables(beta, gamma, spans[0], state.s)
         outputs: list[Tensor] = []
