@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 import numbers
-from typing import Literal, NamedTuple, overload
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from hbnode._checks import as_count
-from hbnode._torch import is_exporting, no_autocast
+from hbnode._torch import fast_form, is_exporting, is_tracing, keep_freed_memory, no_autocast, reference_vjp
 from hbnode.nn.heavy_ball_memory import check_heads, check_mask, check_state
 
+CHUNKS_AT_ONCE = 96  # chunks, over all heads, that a CPU computes together: few, so that their matrices fit its cache
 Rate = float | Tensor  # β or γ: a number, or a tensor () or (heads,)
 
 
@@ -98,8 +100,11 @@ def momentum_attention(
     every output is computed from the state after the last key. ``momentum=0`` and ``step_size=1`` is linear attention.
 
     If q, k and v are in half precision, the state and all sums are in float32, also under autocast. Masked positions
-    may hold NaN or infinity. Unmasked NaN or infinity spreads to all outputs of its head, from the beginning of its
-    chunk. All tensor arguments have gradients of any order.
+    may hold NaN or infinity. Unmasked NaN or infinity spreads to all later outputs of its head, and to some before it.
+    All tensor arguments have gradients of any order.
+
+    Long sequences are cut into segments of some chunks. To save memory, the backward pass computes the first half of
+    the segments again.
 
     References:
         Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture Design? (2022), arXiv:2110.07034:
@@ -148,12 +153,10 @@ def momentum_attention(
         raise ValueError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}. Fix: q.to(v.dtype).")
     if key_padding_mask is not None:
         check_mask(key_padding_mask, k)
-    beta, gamma = (
-        _check_rate(momentum, "momentum", k.shape[1], below=1.0),
-        _check_rate(step_size, "step_size", k.shape[1]),
-    )
+    beta = _check_rate(momentum, "momentum", k.shape[1], below=1.0)
+    gamma = _check_rate(step_size, "step_size", k.shape[1])
     eps, size = _check_number(eps, "eps"), as_count(chunk_size, "chunk_size")
-    (batch, heads, length, dim), value_dim = k.shape, v.shape[3]
+    (batch, heads, length, dim), value_dim, ignored = k.shape, v.shape[3], key_padding_mask
     shapes = (batch, heads, dim, value_dim), (batch, heads, dim, value_dim), (batch, heads, dim)
     with no_autocast(q):
         if initial_state is None:
@@ -162,39 +165,73 @@ def momentum_attention(
             state = MomentumAttentionState(
                 *(x.to(dtype) for x in check_state(initial_state, MomentumAttentionState, shapes))
             )
-        if key_padding_mask is not None:  # 0 * NaN is NaN
-            ignored = key_padding_mask[:, None, :, None]
-            k, v = k.masked_fill(ignored, 0.0), v.masked_fill(ignored, 0.0)
-            q = q.masked_fill(ignored & ~q.isfinite(), 0.0) if causal else q
-        phi_q, phi_k = feature_map(q.to(dtype)), feature_map(k.to(dtype))
-        phi_k = phi_k if key_padding_mask is None else phi_k.masked_fill(ignored, 0.0)
-        run = _recurrence if length <= 1 else _chunkwise
-        out, state = run(phi_q, phi_k, v.to(dtype), beta, gamma, state, key_padding_mask, causal, eps, size)
-        out = out.to(q.dtype)
+        if length <= 1:
+            out, state = _recurrence(_features(q, k, v, ignored, causal, dtype), (beta, gamma), ignored, state, eps)
+            return (out.to(q.dtype), state) if return_state else out.to(q.dtype)
+        has_p, after = isinstance(beta, Tensor) or beta != 0, list(state)
+        is_symbolic = is_exporting() and not isinstance(length, int)  # a symbolic number of chunks cannot be exported
+        size, spans = (length if is_symbolic or not causal else min(size, length)), [length]
+        if size is not length:
+            span = 64 * size
+            if q.device.type == "cpu" and not is_tracing():
+                keep_freed_memory(q.device)
+                span = size * max(1, CHUNKS_AT_ONCE // max(1, batch * heads))
+            spans = [span] * (length // span) + [x for x in (length % span // size * size, length % size) if x]
+        tables = weights = _weight_tables(beta, gamma, spans[0], state.s)
+        outputs: list[Tensor] = []
+        parts = ([x] if len(spans) == 1 else x.split(spans, 2) for x in (q, k, v))
+        masks = [None] * len(spans) if ignored is None else ignored.split(spans, 1)
+        for i, part in enumerate(zip(*parts, masks, strict=True)):
+            if ignored is None and (i == 0 or spans[i] != spans[i - 1]):
+                rows = torch.arange(1, min(size, spans[i]) + 1, device=k.device)
+                weights = _weigh(tables, rows[None, None], -(-spans[i] // size), causal)
+            run = _recomputed if 2 * i + 2 < len(spans) else _chunkwise  # the first half saves its arguments only
+            out, *after = run((causal, has_p, eps, size), *part, *after, *weights)
+            outputs.append(out)
+        s, p, z = after
+        if not has_p:  # P is φ(k) vᵀ of the last key, or unchanged without a key
+            present = torch.ones_like(k[:1, 0, :, 0], dtype=torch.bool) if ignored is None else ~ignored
+            none, last = (x[:, None, None, None] for x in (~present.any(1), present.cumsum(1).argmax(1)))
+            k, v = (torch.take_along_dim(x, last, 2).masked_fill(none, 0.0).to(p.dtype) for x in (k, v))
+            p = torch.where(none, p, feature_map(k).mT @ v)
+        out, state = outputs[0] if len(spans) == 1 else torch.cat(outputs, 2), MomentumAttentionState(s, p, z)
     return (out, state) if return_state else out
 
 
 def feature_map(x: Tensor) -> Tensor:
     """Return φ(x) = elu(x) + 1, without the cancellation of elu(x) + 1 for negative x."""
-    return torch.where(x > 0, 0.0, x).exp() + x.relu()  # not clamp, whose slope at 0 depends on torch's version
+    return _feature_map(None, x)[0]
+
+
+def _feature_map_reference(_: None, x: Tensor) -> tuple[Tensor]:
+    positive = x.relu()
+    return ((x - positive).exp() + positive,)  # not clamp, whose slope at 0 depends on torch's version
+
+
+_feature_map = fast_form(_feature_map_reference, lambda _, x, phi, grads, needed: (grads[0] * phi[0].clamp(max=1.0),))(
+    lambda _, needs_grad, x: (_feature_map_reference(_, x),) * 2
+)
+
+
+def _features(
+    q: Tensor, k: Tensor, v: Tensor, ignored: Tensor | None, causal: bool, dtype: torch.dtype
+) -> list[Tensor]:
+    """Return φ of queries and keys, and the values; φ(k) and v of ignored keys are 0."""
+    if ignored is not None:  # 0 * NaN is NaN
+        mask = ignored[:, None, :, None]
+        k, v = k.masked_fill(mask, 0.0), v.masked_fill(mask, 0.0)
+        q = q.masked_fill(mask & ~q.isfinite(), 0.0) if causal else q
+    phi_q, phi_k = feature_map(q.to(dtype)), feature_map(k.to(dtype))
+    return [phi_q, phi_k if ignored is None else phi_k.masked_fill(mask, 0.0), v.to(dtype)]
 
 
 def _recurrence(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Rate,
-    gamma: Rate,
-    state: MomentumAttentionState,
-    ignored: Tensor | None,
-    causal: bool,
-    eps: float,
-    chunk_size: int,
+    qkv: list[Tensor], rates: tuple[Rate, Rate], ignored: Tensor | None, state: MomentumAttentionState, eps: float
 ) -> tuple[Tensor, MomentumAttentionState]:
     """Compute the recurrence of :func:`momentum_attention` for sequences of length 0 or 1."""
-    s, p, z = state
+    (q, k, v), (s, p, z) = qkv, state
     if k.shape[2]:
-        beta, gamma = (x.to(k.dtype).reshape(-1, 1, 1) if isinstance(x, Tensor) else x for x in (beta, gamma))
+        beta, gamma = (x.to(k.dtype).reshape(-1, 1, 1) if isinstance(x, Tensor) else x for x in rates)
         new = torch.addcmul(beta * p, k.mT, v)
         p = new if ignored is None else torch.where(ignored[:, None, None], p, new)
         s = s + gamma * (p if ignored is None else p.masked_fill(ignored[:, None, None], 0.0))
@@ -202,18 +239,7 @@ def _recurrence(
     return q @ s / (q @ z.unsqueeze(-1) + eps), MomentumAttentionState(s, p, z)
 
 
-def _chunkwise(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Rate,
-    gamma: Rate,
-    state: MomentumAttentionState,
-    ignored: Tensor | None,
-    causal: bool,
-    eps: float,
-    chunk_size: int,
-) -> tuple[Tensor, MomentumAttentionState]:
+def _chunkwise(options: tuple[bool, bool, float, int], *tensors: Any) -> tuple[Tensor, ...]:
     """Compute the recurrence of :func:`momentum_attention` chunk by chunk.
 
     A chunk has C rows: Q (φ of queries), K (φ of keys) and V (values). Not counting ignored keys, rows up to r have n_r
@@ -226,55 +252,57 @@ def _chunkwise(
         P' = β^n P + Kᵀ diag(β^{n - n_c}) V
 
     All weights are positive, so there is no cancellation if β is near 1. Without ``causal`` the sequence is one chunk.
-    If β is the number 0, outputs do not depend on P, and the terms with P are left out. The arguments q and k are φ of
-    queries and keys; k and v are 0 for ignored keys.
+    With g and β^n of the numbers of keys between chunks, S and P before each chunk are matrix products too. The weights
+    are those of :func:`_weigh`, or with ignored keys the tables. The tensors are queries, keys, values, the mask of
+    ignored keys or None, S, P, z and the weights. The options are ``causal``, whether to use P, ε and C.
     """
-    length, (s, p, z) = k.shape[2], state
-    is_symbolic = is_exporting() and not isinstance(length, int)  # a symbolic number of chunks cannot be exported
-    size = length if is_symbolic or not causal else min(chunk_size, length)
-    missing, chunks = -length % size, 1 if size is length else -(-length // size)
-    below = (q * k.cumsum(2)).sum(-1, keepdim=True) + (q @ z.unsqueeze(-1) + eps) if causal else None
-    z = z + k.sum(2)
-    present = torch.ones_like(k[:1, 0, :, 0], dtype=torch.bool) if ignored is None else ~ignored
-    has_p = isinstance(beta, Tensor) or beta != 0
-    if not has_p:  # P is φ(k) vᵀ of the last key, or unchanged without a key
-        n = present.cumsum(1)[:, None, :, None]
-        newest = k.masked_fill(n != n[:, :, -1:], 0.0).mT @ v
-        p = torch.where(n[:, :, -1:] == 0, p, newest)
-    if missing:
-        k, v, present = pad(k, (0, 0, 0, missing)), pad(v, (0, 0, 0, missing)), pad(present, (0, missing))
-
-    k, v = k.unflatten(2, (chunks, size)), v.unflatten(2, (chunks, size))
-    n = present.unflatten(1, (chunks, size)).cumsum(2)  # (batch or 1, chunks or 1, C)
-    n = n[:, :1] if ignored is None and not missing else n
-    g, decay, beta_g = _weight_tables(beta, gamma, size, k)
-    last = n[..., -1:]
-    k_bar = _look_up(g, last - n + 1).unsqueeze(-1) * k
+    (causal, has_p, eps, size), (q, k, v, ignored, s, p, z, *weights), dtype = options, tensors, tensors[0].dtype
+    q, k, v = _features(q, k, v, ignored, causal, s.dtype)
+    size = min(size, k.shape[2])
+    k, v = k.unflatten(2, (-1, size)), v.unflatten(2, (-1, size))
+    chunks, shape = k.shape[2], s.shape[2:]
+    if ignored is not None:
+        weights = [*_weigh(weights, (~ignored).unflatten(1, (-1, size)).cumsum(2), chunks, causal)]
+    gain, decay, p_to_out, p_to_s, p_to_p, *within = weights
+    lower = torch.ones_like(p_to_s).tril()
+    ss = lower @ torch.cat([s.unsqueeze(2), k.mT @ (gain * v)], 2).flatten(3)
     if has_p:
-        k_bar = torch.cat([k_bar, _look_up(decay, last - n).unsqueeze(-1) * k], -1)
-    sums = (k_bar.mT @ v).unbind(2)  # what each chunk adds to S and P
-    p_to_s, p_to_p = (_look_up(x, last).unsqueeze(-1).expand(-1, -1, chunks, -1, -1) for x in (beta_g, decay))
-    starts = []
-    for i in range(chunks):
-        if has_p:
-            starts.append(torch.cat([s, p], 2))
-            to_s, to_p = sums[i].chunk(2, 2)
-            s, p = s + p_to_s[:, :, i] * p + to_s, p_to_p[:, :, i] * p + to_p
-        else:
-            starts.append(s)
-            s = s + sums[i]
-    after = MomentumAttentionState(s, p, z)
-    if below is None:
-        return q @ s / (q @ z.unsqueeze(-1) + eps), after
-    q = (pad(q, (0, 0, 0, missing)) if missing else q).unflatten(2, (chunks, size))
-    weights = _look_up(g, (n.unsqueeze(-1) - n.unsqueeze(-2) + 1).clamp(min=0)).tril()
-    above = (q @ k.mT * weights) @ v
-    q_bar = torch.cat([q, _look_up(beta_g, n).unsqueeze(-1) * q], -1) if has_p else q
-    above = above + q_bar @ torch.stack(starts, 2)
-    return above.flatten(2, 3)[:, :, :length] / below, after
+        ps = torch.cat([p.unsqueeze(2), k.mT @ (decay * v)], 2).flatten(3)
+        ss, (ps, p) = ss + p_to_s @ ps, (p_to_p @ ps).unflatten(3, shape).split([chunks, 1], 2)
+        p = p.squeeze(2)
+    ss, s = ss.unflatten(3, shape).split([chunks, 1], 2)
+    zs, z = (lower @ torch.cat([z.unsqueeze(2), k.sum(3)], 2)).split([chunks, 1], 2)
+    s, z = s.squeeze(2), z.squeeze(2)
+    if not causal:
+        return (q @ s / (q @ z.unsqueeze(-1) + eps)).to(dtype), s, p, z
+    q = q.unflatten(2, (-1, size))
+    scores, past = q @ k.mT, torch.addcmul(q @ ss, p_to_out, q @ ps) if has_p else q @ ss
+    above = torch.baddbmm(*(x.flatten(0, 2) for x in (past, scores * within[0], v))).view_as(past)
+    below = (scores * q.new_ones(size, size).tril()).sum(-1, keepdim=True) + (q * zs.unsqueeze(3)).sum(-1, keepdim=True)
+    return (above * (below + eps).reciprocal()).flatten(2, 3).to(dtype), s, p, z
 
 
-def _weight_tables(beta: Rate, gamma: Rate, size: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+# computes a segment again for backward
+_recomputed = fast_form(
+    _chunkwise, lambda options, tensors, _, grads, needed: reference_vjp(_chunkwise, options, tensors, grads, needed)
+)(lambda options, _, *tensors: (_chunkwise(options, *tensors), ()))
+
+
+def _weigh(tables: Sequence[Tensor], n: Tensor, chunks: int, causal: bool) -> tuple[Tensor, ...]:
+    """Return g(n - n_c + 1), β^{n - n_c}, β g(n_r), β g(m) and β^m from chunk to chunk, and if causal W.
+
+    The argument n is n_r (batch or 1, chunks or 1, C), and m is the number of keys from chunk to chunk.
+    """
+    g, decay, beta_g = tables
+    last, row = n[..., -1:, None], n.unsqueeze(-1)
+    before = pad(n[..., -1].expand(-1, chunks).cumsum(1), (1, 0)).unsqueeze(-1)
+    m, within = (before - before.mT).clamp(min=0), (row - row.mT + 1).clamp(min=0)
+    places = (g, last - row + 1), (decay, last - row), (beta_g, row), (beta_g, m), (decay, m), (g, within)
+    gain, gone, to_out, *square = (_look_up(table, at) for table, at in places[: 6 if causal else 5])
+    return gain, gone, to_out, *(x.tril() for x in square)
+
+
+def _weight_tables(beta: Rate, gamma: Rate, size: int, like: Tensor) -> tuple[Tensor, ...]:
     """Return tables of g(n) = γ (1 + β + ... + β^{n-1}), β^n and β g(n) for n = 0, ..., size.
 
     Each table is (heads or 1, size + 1), computed in float64 if the device supports it, and cast to the dtype of like.
