@@ -178,6 +178,7 @@ class EventSteps(AdaptiveSteps):
         wanted, first = accepted & (size > 0) & np.isnan(self.goal), np.full_like(size, np.inf)
         lands = accepted & (self.then == self.goal)
         self.short = np.where(accepted, np.inf, self.short)
+        signs = list(self.signs)
         missed = self._correct(after, lands) if p.columns is None and lands.any() else ~lands & lands
         if not wanted.any():
             return missed
@@ -205,6 +206,7 @@ class EventSteps(AdaptiveSteps):
         is_hit = np.isfinite(first)
         if not is_hit.any():
             return missed
+        self.signs = [np.where(is_hit, old, new) for old, new in zip(signs, self.signs, strict=True)]
         first = np.where(is_hit, first, 1.0)
         is_close = is_hit & (first < CLOSE) & (self.last[self.goal_of, np.arange(p.lanes)] == self.now)
         is_zeno = is_close & (first * size <= 4 * p.resolution * abs(p.time(self.now)))
@@ -278,9 +280,9 @@ class EventSteps(AdaptiveSteps):
         t, rows = self._time(self.now), state[: p.term.rows]
         slopes = self._slopes(t, rows)
         signs = [np.sign(self._values(event, t, rows)) for event in self.events]
-        ends, final = np.zeros_like(landed), rows
+        before, ends, final = list(self.signs), np.zeros_like(landed), rows
         for k, event in enumerate(self.events):  # another event at the same time has changed its sign, too
-            is_new = self._crosses(event, self.signs[k], signs[k]) & (self.now - self.last[k] > AT_ZERO * self.width)
+            is_new = self._crosses(event, before[k], signs[k]) & (self.now - self.last[k] > AT_ZERO * self.width)
             happens = landed & ~ends & ((self.goal_of == k) | is_new)
             if not happens.any():
                 continue
