@@ -25,7 +25,7 @@ from torch import Tensor
 
 from hbnode._checks import as_count
 from hbnode._torch import is_transformed
-from hbnode._tree import State, apply, describe, like, parts
+from hbnode._tree import State, apply, describe, parts
 from hbnode.errors import NonFiniteError, SolverError, ZenoError
 from hbnode.solve.control import AdaptiveSteps, Attempt
 from hbnode.solve.methods import combined
@@ -37,9 +37,14 @@ NODES = np.linspace(0.0, 1.0, 9)  # fractions of a step between which a change o
 TO_POLYNOMIAL = np.linalg.inv(NODES[:, None] ** np.arange(len(NODES)))  # from values at the nodes to coefficients
 BISECTIONS, CORRECTIONS, ROOT_TOLERANCE = 45, 60, 1e-12  # of the search for a zero, in fractions of the step
 DIFFERENCE = 1e-5  # for a central difference, as a fraction of the step
-MISSED = 1e-7  # largest Newton step to an event, as a fraction of a step without dense output
 AT_ZERO = 1e-6  # after an event, c is 0 if |c| is below this times |dc/dt| and the size of the step
 CLOSE = 1 / 64  # an event so soon after the last one, as a fraction of the step, is found in a shorter step
+
+
+NAN_FUNCTION = (
+    "the event function returned NaN in a step. Fix: define it also a little beyond the event, as torch.log of "
+    "h.clamp(min=1e-9)"
+)
 
 
 @dataclass(frozen=True)
@@ -82,7 +87,7 @@ class Event:
         >>> solution, record = hbnode.odeint(ball, (h, 0 * h), [0.0, 3.0], events=floor)
         >>> record.t
         tensor([[0.4472, 0.8944],
-                [0.6325, 1.2649]])
+                [0.6325, 1.2649]], dtype=torch.float64)
     """
 
     fn: Callable[[Tensor, Any], Tensor]
@@ -114,7 +119,7 @@ class EventRecord:
     """The events of a solve.
 
     Attributes:
-        t: times of the events of each sample, (batch, events); NaN after the last event of a sample.
+        t: times of the events of each sample in float64, (batch, events); NaN after the last event of a sample.
         state: states at these times, before the jump, in the structure of the initial state, with shapes
             (batch, events, ...); NaN after the last event.
         count: number of events of each sample, (batch,).
@@ -176,14 +181,13 @@ class EventSteps(AdaptiveSteps):
         """Return the samples that must repeat the step because it has an event, and set their goals."""
         p, size = self.problem, self.taken
         wanted, first = accepted & (size > 0) & np.isnan(self.goal), np.full_like(size, np.inf)
-        lands = accepted & (self.then == self.goal)
         self.short = np.where(accepted, np.inf, self.short)
         signs = list(self.signs)
-        missed = self._correct(after, lands) if p.columns is None and lands.any() else ~lands & lands
         if not wanted.any():
-            return missed
+            return wanted
         with torch.no_grad():
             dense = self._interpolant(before, after)
+            tolerance = max(ROOT_TOLERANCE, 4 * torch.finfo(p.template.dtype).eps)
             rows_inside = dense(NODES[1:-1, None] + 0 * size)
             for k, event in enumerate(self.events):
 
@@ -191,7 +195,7 @@ class EventSteps(AdaptiveSteps):
                     c = self._values(event, self._time(self.now + theta * size), rows)
                     if np.isnan(c[wanted]).any():
                         at = p.time(self.now)[wanted & np.isnan(c)]
-                        raise p.failure(NonFiniteError, "the event function returned NaN", at, size)
+                        raise p.failure(NonFiniteError, NAN_FUNCTION, at, size)
                     return c
 
                 rows_at_nodes = [before[: p.term.rows], *rows_inside, after[: p.term.rows]]
@@ -200,16 +204,16 @@ class EventSteps(AdaptiveSteps):
                 is_hit = ~np.isnan(high)
                 if is_hit.any():
                     high = np.where(is_hit, high, 1.0)
-                    zero = root(lambda x: side * value(x, dense(x[None])[0]), low, high, side * values)  # noqa: B023
+                    zero = root(lambda x: side * value(x, dense(x[None])[0]), low, high, side * values, tolerance)  # noqa: B023
                     self.goal_of = np.where(is_hit & (zero < first), k, self.goal_of)
                     first = np.where(is_hit, np.minimum(first, zero), first)
         is_hit = np.isfinite(first)
         if not is_hit.any():
-            return missed
+            return is_hit
         self.signs = [np.where(is_hit, old, new) for old, new in zip(signs, self.signs, strict=True)]
         first = np.where(is_hit, first, 1.0)
         is_close = is_hit & (first < CLOSE) & (self.last[self.goal_of, np.arange(p.lanes)] == self.now)
-        is_zeno = is_close & (first * size <= 4 * p.resolution * abs(p.time(self.now)))
+        is_zeno = is_close & (first * size <= 4 * p.resolution * np.maximum(abs(p.time(self.now)), p.end))
         if is_zeno.any():
             lane = int(is_zeno.argmax())
             raise p.failure(
@@ -224,35 +228,35 @@ class EventSteps(AdaptiveSteps):
         self.width = np.where(is_hit, size, self.width)
         self.short = np.where(is_close, size * np.maximum(4 * first, CLOSE), self.short)
         self.size = np.minimum(self.size, self.short)
-        return is_hit | missed
-
-    def _correct(self, after: Rows, lands: Array) -> Array:
-        """Correct goals that a method without dense output missed by a Newton step, and return which ones."""
-        p, t, rows = self.problem, self._time(self.then), after[: self.problem.term.rows]
-        slopes, delay = self._slopes(t, rows), np.zeros_like(self.now)
-        for k, event in enumerate(self.events):
-            rate = self._rate(event, t, rows, slopes).cpu().numpy()
-            c = np.where((self.goal_of == k) & lands & (rate != 0), self._values(event, t, rows), 0.0)
-            delay = delay - p.sign * c / np.where(c != 0, rate, 1.0)
-        is_far = (MISSED * self.taken < abs(delay)) & (abs(delay) < self.width)
-        self.goal = np.where(is_far, np.maximum(self.goal + delay, np.nextafter(self.now, np.inf)), self.goal)
-        return is_far
+        return is_hit
 
     def _interpolant(self, before: Rows, after: Rows) -> Callable[[Array], list[Rows]]:
         """Return a function that gives the rows at fractions θ (k, lanes) of the step, k times.
 
-        Methods without dense output give a line; Newton's step then finds the event.
+        Methods without dense output use the cubic through the rows and their derivatives at both ends (Hermite).
         """
         p, columns, size = self.problem, self.problem.columns, self.problem.sign * self.taken
-        start, end = (torch.stack(rows[: p.term.rows]).detach() for rows in (before, after))
+        if columns is not None:
 
-        def rows(theta: Array) -> list[Rows]:
-            if columns is None:
-                return [(start + self._column(p._on_device(x), start[0]) * (end - start)).unbind(0) for x in theta]
-            blends = p._of_gamma(p.method.blend, size, theta, lanes=np.arange(p.lanes))
-            return [combined(blend, columns).unbind(1) for blend in blends]
+            def dense(theta: Array) -> list[Rows]:
+                blends = p._of_gamma(p.method.blend, size, theta, lanes=np.arange(p.lanes))
+                return [combined(blend, columns).unbind(1) for blend in blends]
 
-        return rows
+            return dense
+        y0, y1 = (torch.stack(rows[: p.term.rows]).detach() for rows in (before, after))
+        length = self._column(p._on_device(size), y0[0])
+        d0 = length * torch.stack(self._slopes(self._time(self.now), tuple(y0)))
+        d1 = length * torch.stack(self._slopes(self._time(self.then), tuple(y1)))
+
+        def cubic(theta: Array) -> list[Rows]:
+            found = []
+            for x in theta:
+                a = self._column(p._on_device(x), y0[0])
+                b = 1 - a
+                found.append((b * b * ((1 + 2 * a) * y0 + a * d0) + a * a * ((1 + 2 * b) * y1 - b * d1)).unbind(0))
+            return found
+
+        return cubic
 
     def _first_change(self, k: int, event: Event, values: Array, wanted: Array) -> tuple[Array, Array, Array]:
         """Return the nodes around the first event of each sample, and the sign before it; the nodes are NaN without."""
@@ -345,12 +349,17 @@ class EventSteps(AdaptiveSteps):
         state = p.term.unflatten(self._only(mask.flatten(), rows))
         jumped = jump(t.to(p.template), state)
         same = isinstance(jumped, type(state)) and len(parts(jumped)) == len(parts(state))
-        if not same or any(x.shape != y.shape for x, y in zip(parts(jumped), parts(state), strict=True)):
+        pairs = list(zip(parts(jumped), parts(state), strict=True)) if same else []
+        if not same or any(x.shape != y.shape or x.dtype != y.dtype for x, y in pairs):
+            kinds = ", ".join(str(x.dtype) for x, _ in pairs)
             raise ValueError(
-                f"jump must return a state like its argument, {describe(state)}, got {describe(jumped)}. "
+                f"jump must return a state like its argument, {describe(state)} in {p.template.dtype}, got "
+                f"{describe(jumped)} {kinds}. "
                 f"Fix: jump=lambda t, y: {'(y[0], -y[1])' if isinstance(state, tuple) else '-y'}."
             )
-        jumped = p.term.flatten(like(jumped, state))
+        jumped = p.term.flatten(jumped)
+        if not all(bool(torch.isfinite(x[mask.flatten()]).all()) for x in jumped):
+            raise p.failure(NonFiniteError, "a jump returned a state that is not finite", t[mask.flatten()], self.taken)
         return tuple([torch.where(mask, new, old) for new, old in zip(jumped, rows, strict=True)])
 
     def _set_sign(self, k: int, t: Tensor, rows: Rows, slopes: Rows, lanes: Array, *, fired: bool = True) -> None:
@@ -381,7 +390,7 @@ class EventSteps(AdaptiveSteps):
             for i, row in enumerate(p.term.flatten(p.term.like)):
                 rows.append(torch.cat([*(states[i] for *_, states in found), row[:1].detach() * torch.nan])[index])
             state = apply(lambda x: x.movedim(1, 0), p.term.unflatten(tuple(rows), (width,)))
-            records.append(EventRecord(times[index].T.to(p.template), state, p._on_device(counts.astype(int))))
+            records.append(EventRecord(times[index].T, state, p._on_device(counts.astype(int))))
         return tuple(records)
 
     # Values
@@ -451,11 +460,11 @@ class EventSteps(AdaptiveSteps):
         return rate
 
 
-def root(value: Callable[[Array], Array], low: Array, high: Array, at_nodes: Array) -> Array:
+def root(value: Callable[[Array], Array], low: Array, high: Array, at_nodes: Array, tolerance: float) -> Array:
     """Return zeros of functions of θ (lanes,) that are positive just after ``low`` and not at ``high``.
 
     A zero of the polynomial through the values ``at_nodes`` (nodes, lanes) is corrected by Newton steps with the slope
-    of the polynomial. A step out of the interval is replaced by a bisection.
+    of the polynomial, up to ``tolerance``. A step out of the interval is replaced by a bisection.
     """
     polynomial = TO_POLYNOMIAL @ at_nodes
     slope = polynomial[1:] * np.arange(1, len(polynomial))[:, None]
@@ -470,7 +479,7 @@ def root(value: Callable[[Array], Array], low: Array, high: Array, at_nodes: Arr
         with np.errstate(all="ignore"):
             new = theta - c / _horner(slope, theta)
         new = np.where((new >= low) & (new <= high), new, (low + high) / 2)
-        is_done, theta = (abs(new - theta) < ROOT_TOLERANCE) | (c == 0), new
+        is_done, theta = (abs(new - theta) < tolerance) | (c == 0), new
         if is_done.all():
             break
     return theta
