@@ -163,7 +163,7 @@ def odeint(
     Returns:
         The states at the times, time first: (T, batch, ...), in the structure of ``y0``. With ``events``, the pair
         ``(solution, record)``, where ``record`` is an :class:`~hbnode.solve.EventRecord` for an Event, and a tuple of
-        records for a list. An output at the time of an event is the state before the jump.
+        records for a list. An output at the time of an event is the state before or after the jump, by rounding.
 
     Raises:
         ValueError: an argument is out of its range, or the field returns another shape.

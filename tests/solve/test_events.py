@@ -143,6 +143,47 @@ def test_walls_that_are_hit_at_the_same_time_both_reflect(settings):
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-11)
 
 
+def rise(t, y):
+    return 0 * y + 1
+
+
+def level(value, jump=None, direction=0):
+    return Event(lambda t, y: y[:, 0] - value, jump, direction)
+
+
+def test_only_what_crosses_fires_when_another_event_jumps_or_repeats_the_step():
+    y0 = torch.zeros(1, 1, dtype=torch.float64)
+    for events in ([level(1, lambda t, y: y - 3), level(-1)], [level(-1), level(1, lambda t, y: y - 3)]):
+        y, records = hbnode.odeint(rise, y0, [0.0, 1.5], events=events)
+        assert y[1].item() == pytest.approx(-1.5)
+        assert sum(record.count.item() for record in records) == 1
+    same, falls = level(1, lambda t, y: y), level(1.2, lambda t, y: y - 5, direction=-1)
+    for events in ([falls, same], [same, falls]):
+        y, records = hbnode.odeint(rise, y0, [0.0, 3.0], events=events)
+        assert y[1].item() == pytest.approx(3.0)
+        assert sum(record.count.item() for record in records) == 1
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_one_long_step_finds_all_events_in_their_order(method):
+    """A ball from 5 stops at 0.9 and falls again; thrown from 0.1, it returns after a step's middle."""
+    settings = {"method": method, "steps": 1}
+    elastic = Event(height, lambda t, y: (y[0], -y[1]))
+    stop = Event(lambda t, y: t - 0.9, lambda t, y: (y[0], 0 * y[1]))
+    h = float64([5.0])
+    _, (bounces, stops) = hbnode.odeint(FALL, (h, 0 * h), [0.0, 1.5], events=[elastic, stop], **settings)
+    assert stops.t.tolist() == [[pytest.approx(0.9)]]
+    assert bounces.t.tolist() == [[pytest.approx(0.9 + math.sqrt((5 - 5 * 0.81) / 5), abs=1e-9)]]
+    _, landing = hbnode.odeint(FALL, (0 * h + 0.1, h), [0.0, 2.0], events=Event(height), **settings)
+    assert landing.t.item() == pytest.approx((5 + math.sqrt(27)) / 10)
+
+
+def test_event_times_keep_their_digits_beside_float32_states():
+    h = torch.ones(1, 1)
+    _, record = hbnode.odeint(FALL, (h, 0 * h), [1.7e9, 1.7e9 + 3], events=Event(height))
+    assert (record.t - 1.7e9).item() == pytest.approx(math.sqrt(0.2), abs=1e-5)
+
+
 def test_a_jump_to_another_value_starts_anew():
     """Integrate and fire, v' = I - v from 0 to 1 and back: a period of log(I / (I - 1)), for each sample its own."""
     current = float64(1.5, 2.0, 0.5).requires_grad_()
@@ -222,6 +263,8 @@ def test_evaluations_of_events_are_counted():
         (Event(lambda t, y: y[0]), {}, ValueError, r"shape \(batch,\) = \(2,\), got shape \(2, 1\)"),
         (Event(lambda t, y: (height(t, y) > 0).double()), {}, ValueError, "must be differentiable"),
         (Event(height, lambda t, y: y[0]), {}, ValueError, "jump must return a state like its argument"),
+        (Event(height, lambda t, y: (y[0].float(), y[1].float())), {}, ValueError, r"in torch\.float64, got .*float32"),
+        (Event(height, lambda t, y: (y[0] / 0, y[1])), {}, NonFiniteError, "a jump returned"),
         (Event(lambda t, y: height(t, y).log()), {}, NonFiniteError, "event function returned NaN"),
         (Event(height), {"method": "dopri5"}, ValueError, "native methods.*odeint_event"),
         (Event(height), {"gradient": "reversible", "steps": 4}, ValueError, "does not support events"),
