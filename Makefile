@@ -36,6 +36,7 @@ bench: .venv/.complete
 	$(BIN)/python -m benchmarks.gradients
 	$(BIN)/python -m benchmarks.overhead
 	$(BIN)/python -m benchmarks.dense
+	$(BIN)/python -m benchmarks.events
 	$(BIN)/python -m benchmarks.images
 	$(BIN)/python -m benchmarks.ode_rnn
 	$(BIN)/python -m benchmarks.irregular

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from benchmarks import attention, dense, hessian_free, irregular, oscillators, recurrent, sde, strong_damping
+from benchmarks import attention, dense, events, hessian_free, irregular, oscillators, recurrent, sde, strong_damping
 
 LAYERS = ["nn.LSTM", "appendix F", "appendix F, Adam", "MomentumLSTM", "MomentumLSTM, carried"]
 
@@ -81,6 +81,13 @@ def test_many_outputs(run):
     for rows in problems:
         assert rows[0]["ratio"] == 1.0
         assert all(row["gradient_difference"] < 0.1 for row in rows)
+
+
+def test_bouncing_balls(run, tmp_path):
+    report = run(events, "--quick", "--figure", str(tmp_path / "balls.png"))
+    assert all(row["time"] < 1e-4 for row in report["accuracy"])
+    assert report["speed"]["loop_ratio"] > 0
+    assert (tmp_path / "balls.png").stat().st_size > 10_000
 
 
 def test_attention(run, tmp_path, capsys):
