@@ -21,7 +21,7 @@ from hbnode._tree import Record, record
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["BucketedBatches", "Dataset", "Series", "bucketed_batches", "collate", "from_long"]
+__all__ = ["BucketedBatches", "Dataset", "Series", "as_series", "bucketed_batches", "collate", "from_long"]
 
 Duplicates = Literal["mean", "first", "last", "error"]
 UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0, "D": 86400.0, "W": 604800.0}
@@ -457,3 +457,133 @@ def bucketed_batches(
             f"lengths must be integers (batch,), got {counts.dtype} {tuple(counts.shape)}. Fix: series.lengths."
         )
     return BucketedBatches(counts.tolist(), as_count(batch_size, "batch_size"), shuffle, drop_last, generator)
+
+
+# Other forms of data
+
+
+def as_series(
+    data: Any,
+    *,
+    id: str | None = None,
+    time: str | None = None,
+    values: str | Sequence[str] | None = None,
+    static: str | Sequence[str] | None = None,
+    variable: str | None = None,
+    unit: str | datetime.timedelta | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> Series:
+    """Convert a table, a list of series or an array to padded series.
+
+    Arguments:
+        data: one of
+
+            - a :class:`Series`, which is returned as it is;
+            - a table in long form, which is converted by :func:`from_long`;
+            - a list with a pair (t, x) for each series, with times t (n,) in any order and values x (n,) or
+              (n, channels);
+            - a list with an array (channels, n) for each series, at the times 0, 1, 2, ...;
+            - an array or tensor (batch, channels, T), or (batch, T) for one channel, at the times 0, 1, 2, ....
+
+            NaN is a missing value. Samples without a value at the end of a series of an array are padding.
+        id: for a table, the column that identifies the series. Default: ``None``.
+        time: for a table, the column of times. Default: ``None``.
+        values: for a table, the columns of the features. None takes all that are not named by another argument.
+            Default: ``None``.
+        static: for a table, the columns of features that are constant within each series. Default: ``None``.
+        variable: for a table, the column with the name of the measured feature in each row. Default: ``None``.
+        unit: for dates, the unit of t, as in :func:`from_long`. Default: ``None``.
+        dtype: dtype of the values. Default: ``torch.float64``.
+
+    Returns:
+        A :class:`Series`. Series of a list or an array have the ids 0, 1, 2, ... and the features ``"x0"``, ``"x1"``,
+        ....
+
+    Raises:
+        TypeError, ValueError: if the data have none of these forms.
+
+    Example:
+        >>> import numpy as np, hbnode
+        >>> hbnode.data.as_series([([0.0, 0.4], [1.0, 2.0]), ([0.1, 0.2, 0.9], [3.0, np.nan, 4.0])])
+        Series(2 series, up to 3 samples, 1 features ['x0'])
+        >>> hbnode.data.as_series(np.zeros((5, 2, 100)))
+        Series(5 series, up to 100 samples, 2 features ['x0', 'x1'])
+    """
+    if isinstance(data, Series):
+        return data
+    if hasattr(data, "columns") or isinstance(data, dict):
+        if id is None or time is None:
+            missing = "id" if id is None else "time"
+            raise ValueError(
+                f"a table needs the names of its columns, got {missing}=None. Fix: id='patient', time='hour', for "
+                "columns with these names."
+            )
+        if values is None:
+            named = {id, time, variable, *([static] if isinstance(static, str) else static or ())}
+            values = [name for name in (data.columns if hasattr(data, "columns") else data) if name not in named]
+        options: Any = {"static": static, "variable": variable, "unit": unit, "dtype": dtype}
+        return from_long(data, id=id, time=time, values=values, **options)
+    if isinstance(data, (list, tuple)) and data and all(_is_pair(one) for one in data):
+        return _padded([_sorted_pair(t, x, i, unit) for i, (t, x) in enumerate(data)], dtype)
+    if isinstance(data, (list, tuple)) and data and all(getattr(one, "ndim", 0) == 2 for one in data):
+        rows = [_numbers_of(one, f"series {i}").T for i, one in enumerate(data)]
+        return _padded([(np.arange(len(x), dtype=np.float64), _without_end(x)) for x in rows], dtype)
+    array = _numbers_of(data, "an array of series")
+    if array.ndim not in (2, 3) or 0 in array.shape:
+        raise ValueError(
+            f"an array of series must be (batch, channels, T), or (batch, T) for one channel, with at least one "
+            f"sample, got shape {array.shape}. Fix: x[None] for one series (channels, T), x[None, None] for (T,)."
+        )
+    rows = list((array[:, None] if array.ndim == 2 else array).swapaxes(1, 2))
+    return _padded([(np.arange(len(x), dtype=np.float64), _without_end(x)) for x in rows], dtype)
+
+
+def _is_pair(one: Any) -> bool:
+    return isinstance(one, tuple) and len(one) == 2
+
+
+def _numbers_of(value: Any, name: str) -> NDArray[Any]:
+    try:
+        array: NDArray[Any] = np.asarray(value.detach().cpu() if isinstance(value, Tensor) else value, dtype=np.float64)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"{name} must hold numbers in one shape, got {type(value).__name__}. Fix: a list of pairs (t, x), or an "
+            "array (batch, channels, T)."
+        ) from None
+    if np.isinf(array).any():
+        raise ValueError(f"{name} holds infinite values. Fix: replace them by NaN, a missing value.")
+    return array
+
+
+def _sorted_pair(t: Any, x: Any, i: int, unit: str | datetime.timedelta | None) -> tuple[NDArray[Any], NDArray[Any]]:
+    times = _times(t, f"t of series {i}", unit) if len(t) else np.zeros(0)
+    values = _numbers_of(x, f"x of series {i}")
+    values = values[:, None] if values.ndim == 1 else values
+    if values.ndim != 2 or len(values) != len(times):
+        raise ValueError(
+            f"series {i} must be (t, x) with t (n,) and x (n,) or (n, channels), got {times.shape} and "
+            f"{np.shape(x)}. Fix: (t, x.T) for x of shape (channels, n)."
+        )
+    order = np.argsort(times, kind="stable")
+    return times[order], values[order]
+
+
+def _without_end(x: NDArray[Any]) -> NDArray[Any]:
+    """Return samples (T, channels) without the ones at the end that have no value, but at least one."""
+    seen = ~np.isnan(x).all(1)
+    return x[: max(1, len(x) - int(seen[::-1].argmax()) if seen.any() else 1)]
+
+
+def _padded(pairs: list[tuple[NDArray[Any], NDArray[Any]]], dtype: torch.dtype) -> Series:
+    widths = sorted({x.shape[1] for _, x in pairs})
+    if len(widths) > 1:
+        raise ValueError(f"all series must have one number of channels, got {widths}. Fix: NaN for absent channels.")
+    pairs = [(t, x) if len(x) else (np.zeros(1), np.full((1, widths[0]), np.nan)) for t, x in pairs]
+    lengths = np.array([len(x) for _, x in pairs])
+    values, times = np.full((len(pairs), lengths.max(), widths[0]), np.nan), np.empty((len(pairs), lengths.max()))
+    for i, (t, x) in enumerate(pairs):
+        values[i, : len(x)], times[i, : len(x)], times[i, len(x) :] = x, t[: len(x)], t[len(x) - 1]
+    padded, mask = torch.from_numpy(values).to(dtype), torch.from_numpy(~np.isnan(values))
+    features = [f"x{i}" for i in range(widths[0])]
+    ids = list(range(len(pairs)))
+    return Series(padded, torch.from_numpy(times), mask, torch.from_numpy(lengths), None, ids, features)

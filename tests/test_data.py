@@ -246,3 +246,50 @@ def test_features_that_are_not_wanted_leave_no_samples():
     assert batch.t.tolist() == [[0.0, 0.0], [5.0, 5.0], [0.0, 2.0]]
     with pytest.raises(ValueError, match=r"'what' has none of the features \['bp'\]; it has \['hr', 'x'\]"):
         data.from_long(table, **options, features=["bp"])
+
+
+# Other forms of data
+
+
+def test_pairs_arrays_and_tables_give_the_same_series():
+    t, x = [0.0, 0.5, 2.0], numpy.array([[1.0, 4.0], [numpy.nan, 5.0], [3.0, numpy.nan]])
+    pairs = data.as_series([(t[::-1], x[::-1]), ([1.0], [[7.0, 8.0]])])
+    rows = [("a", *row) for row in zip(t, *x.T, strict=True)] + [("b", 1.0, 7.0, 8.0)]
+    table = data.as_series(pandas.DataFrame(rows, columns=["id", "t", "x0", "x1"]), id="id", time="t")
+    for name in ("x", "t", "mask", "lengths"):
+        torch.testing.assert_close(getattr(pairs, name), getattr(table, name), equal_nan=True)
+    assert pairs.features == table.features == ["x0", "x1"]
+    assert data.as_series(pairs) is pairs
+
+
+def test_arrays_have_channels_before_times_and_nan_padding():
+    x = numpy.arange(12.0).reshape(2, 2, 3)
+    x[1, :, 2] = numpy.nan
+    series = data.as_series(x)
+    assert series.lengths.tolist() == [3, 2]
+    assert series.t.tolist() == [[0.0, 1.0, 2.0], [0.0, 1.0, 1.0]]
+    assert series.x[0].T.tolist() == x[0].tolist()
+    unequal = data.as_series([x[0], x[1, :, :2]])
+    torch.testing.assert_close(unequal.x, series.x, equal_nan=True)
+    assert data.as_series(x[:, 0]).x.shape == (2, 3, 1)
+
+
+def test_series_without_values_keep_one_missing_sample():
+    assert data.as_series([([], numpy.zeros((0, 2))), ([0.0], [[1.0, 2.0]])]).lengths.tolist() == [1, 1]
+    assert data.as_series(numpy.full((1, 2, 4), numpy.nan)).lengths.tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (numpy.zeros(3), r"\(batch, channels, T\)"),
+        ([numpy.zeros((2, 3)), numpy.zeros((3, 3))], "one number of channels"),
+        ([(numpy.zeros(3), numpy.zeros((2, 3)))], r"\(t, x.T\)"),
+        ({"a": [1]}, "id=None"),
+        (numpy.full((1, 1, 2), numpy.inf), "infinite"),
+        (["a"], "hold numbers"),
+    ],
+)
+def test_other_data_are_refused_by_name(given, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        data.as_series(given)
