@@ -496,8 +496,7 @@ def as_series(
         dtype: dtype of the values. Default: ``torch.float64``.
 
     Returns:
-        A :class:`Series`. Series of a list or an array have the ids 0, 1, 2, ... and the features ``"x0"``, ``"x1"``,
-        ....
+        A :class:`Series`. For a list or an array the ids are 0, 1, 2, ... and the features ``"x0"``, ``"x1"``, ...
 
     Raises:
         TypeError, ValueError: if the data have none of these forms.
