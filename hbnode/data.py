@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from torch.utils.data import Sampler
 from typing_extensions import override
 
 from hbnode._checks import as_count, as_tensor, nearest
-from hbnode._times import as_duration, as_seconds, as_times
+from hbnode._times import EPOCH, as_times, kind_of, seconds_since
 from hbnode._tree import Record, record
 
 if TYPE_CHECKING:
@@ -24,12 +25,19 @@ if TYPE_CHECKING:
 __all__ = ["BucketedBatches", "Dataset", "Series", "as_series", "bucketed_batches", "collate", "from_long"]
 
 Duplicates = Literal["mean", "first", "last", "error"]
+Unit = str | datetime.timedelta | np.timedelta64
+Date = str | datetime.date | np.datetime64
 UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0, "D": 86400.0, "W": 604800.0}
 POOL = 50  # batches per pool; the series of a pool are sorted by length
 
 
+Known = TypeVar("Known", float, np.datetime64)
+_OF_DATES: list[Any] = [np.dtype, type(EPOCH.dtype), EPOCH.__reduce__()[0]]
+torch.serialization.add_safe_globals(_OF_DATES)  # for torch.load(weights_only=True) of a Series with an origin
+
+
 class SeriesInputs(TypedDict):
-    """The keyword arguments of an :class:`hbnode.ODERNN`, as returned by :meth:`Series.inputs`."""
+    """The keyword arguments of layers for irregular series, as returned by :meth:`Series.inputs`."""
 
     x: Tensor
     t: Tensor
@@ -42,8 +50,12 @@ class SeriesInputs(TypedDict):
 class Series(Record):
     """A batch of irregular series, padded to the length of the longest.
 
-    Use ``rnn(**series.inputs())`` with an :class:`hbnode.ODERNN`, :meth:`to` to change the device or dtype, and
+    Use ``layer(**series.inputs())`` with an :class:`hbnode.ODERNN`, :class:`hbnode.nn.Oscillators` or
+    :class:`hbnode.nn.OscillatorStack`, :meth:`to` to change the device or dtype, and
     ``dataclasses.replace(series, x=scale(series.x))`` to replace an attribute.
+
+    Models take numbers in the unit of t. Only a series knows this unit and the date of t = 0: use :meth:`durations`
+    and :meth:`times` to convert durations and dates to such numbers, and :meth:`dates` to convert times to dates.
 
     Attributes:
         x: values (batch, T, features); NaN if missing, and on padding.
@@ -54,6 +66,22 @@ class Series(Record):
         ids: identifiers of the series.
         features: names of the features.
         static_features: names of the static features.
+        unit: length of one unit of t in seconds; None if times are numbers of an unknown unit.
+        origin: the date of t = 0 (UTC); None if times are not dates.
+
+    Example:
+        >>> import datetime, numpy, hbnode
+        >>> table = {"id": [1, 1], "time": numpy.array(["2020-01-01", "2020-01-02"], "datetime64[D]"), "y": [3.0, 4.0]}
+        >>> series = hbnode.data.from_long(table, id="id", time="time", values="y", unit="h", origin="2020-01-01")
+        >>> series.t
+        tensor([[ 0., 24.]], dtype=torch.float64)
+        >>> series.durations([datetime.timedelta(minutes=90), datetime.timedelta(days=1)])
+        tensor([ 1.5000, 24.0000], dtype=torch.float64)
+        >>> series.times(["2020-01-03", "2020-01-03 06:00"])
+        tensor([48., 54.], dtype=torch.float64)
+        >>> series.dates(series.t + 0.5)
+        array([['2020-01-01T00:30:00.000000', '2020-01-02T00:30:00.000000']],
+              dtype='datetime64[us]')
     """
 
     x: Tensor
@@ -64,6 +92,8 @@ class Series(Record):
     ids: Sequence[Any] = ()
     features: Sequence[str] = ()
     static_features: Sequence[str] = ()
+    unit: float | None = None
+    origin: np.datetime64 | None = None
 
     def __len__(self) -> int:
         return len(self.x)
@@ -76,7 +106,7 @@ class Series(Record):
         return f"Series({batch} series, up to {length} samples, {count} features{names}{static})"
 
     def inputs(self) -> SeriesInputs:
-        """Return the arguments of an :class:`hbnode.ODERNN` as a dict: x, t, mask, lengths and static (or None)."""
+        """Return the arguments of a layer as a dict: x, t, mask, lengths and static (or None)."""
         return {"x": self.x, "t": self.t, "mask": self.mask, "lengths": self.lengths, "static": self.static}
 
     def select(self, index: Tensor | Sequence[int] | slice) -> Series:
@@ -100,7 +130,66 @@ class Series(Record):
         x, t, mask = (part[rows, :total] for part in (self.x, self.t, self.mask))
         static = None if self.static is None else self.static[rows]
         ids = [self.ids[i] for i in rows.tolist()] if self.ids else ()
-        return Series(x, t, mask, lengths, static, ids, self.features, self.static_features)
+        return dataclasses.replace(self, x=x, t=t, mask=mask, lengths=lengths, static=static, ids=ids)
+
+    def durations(self, durations: Any) -> Tensor:
+        """Convert durations to numbers in the unit of t, in float64 and in the shape of ``durations``.
+
+        Arguments:
+            durations: durations of numpy, pandas, polars or the standard library, text such as ``"1h"`` or ``"30min"``,
+                which pandas reads, or numbers, which are in the unit of t already. One duration, or nested lists.
+
+        Raises:
+            TypeError: if the times of the series are numbers of an unknown unit, or ``durations`` are dates.
+        """
+        kind = kind_of(durations)
+        if kind == "dates":
+            raise TypeError("expected durations, got dates. Fix: series.times(dates) for their times.")
+        if kind is None:
+            return _as_numbers(durations, "durations")
+        return torch.as_tensor(_durations(durations) / self._known(self.unit, kind))
+
+    def times(self, dates: Any) -> Tensor:
+        """Convert dates to times, numbers on the axis of t, in float64 and in the shape of ``dates``.
+
+        The times of a forecast are counted from that of a state: ``dt = series.times(dates) - state.t.unsqueeze(-1)``.
+
+        Arguments:
+            dates: dates of numpy, pandas, polars or the standard library, text in ISO format such as
+                ``"2020-01-31 12:00"``, or numbers, which are times already. One date, or nested lists. A date without a
+                time zone is in UTC.
+
+        Raises:
+            TypeError: if the series does not count from a date, or ``dates`` are durations.
+        """
+        kind = kind_of(dates)
+        if kind is None:
+            return _as_numbers(dates, "dates")
+        origin = self._known(self.origin, kind)
+        if kind == "durations":
+            raise TypeError("expected dates, got durations. Fix: series.durations(durations).")
+        seconds = seconds_since(_dates(dates), origin)
+        return torch.as_tensor(seconds / self._known(self.unit, kind))
+
+    def dates(self, t: Any) -> NDArray[np.datetime64]:
+        """Convert times to dates (UTC), rounded to microseconds, as an array in the shape of t; NaN becomes NaT.
+
+        Raises:
+            TypeError: if the series does not count from a date.
+        """
+        origin, unit = self._known(self.origin, "times to convert to dates"), self._known(self.unit, "times")
+        seconds = _as_numbers(t, "t").detach().cpu().numpy() * unit
+        since = np.where(np.isfinite(seconds), seconds * 1e6, np.iinfo(np.int64).min).round()  # the least int is NaT
+        return np.asarray(origin + since.astype(np.int64).astype("timedelta64[us]"))
+
+    def _known(self, value: Known | None, got: str) -> Known:
+        if value is None:
+            raise TypeError(
+                f"the series has unit={self.unit!r} and origin={self.origin!r}, which cannot convert {got}. Fix: "
+                "numbers in the unit of t; or say what t is, as dataclasses.replace(series, unit=3600.0, "
+                "origin=numpy.datetime64('2020-01-01')) for hours since 2020."
+            )
+        return value
 
     @staticmethod
     @override
@@ -121,7 +210,8 @@ def from_long(
     variable: str | None = None,
     features: str | Sequence[str] | None = None,
     duplicates: Duplicates = "mean",
-    unit: str | datetime.timedelta | None = None,
+    unit: Unit | None = None,
+    origin: Date | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Series:
     """Convert a table in long form to padded series.
@@ -133,7 +223,7 @@ def from_long(
     Arguments:
         table: a DataFrame of pandas or polars, or a dictionary of columns.
         id: column that identifies the series.
-        time: column of times: numbers, or dates.
+        time: column of times: numbers, dates or durations.
         values: columns of the features; with ``variable``, the one column of the measured values. Missing values are
             NaN or null.
         static: columns of features that are constant within each series; values may be missing. Default: ``None``.
@@ -143,8 +233,10 @@ def from_long(
             all features, sorted by name. Default: ``None``.
         duplicates: how several values of one feature at one time in one series are merged: ``"mean"``, ``"first"`` or
             ``"last"`` in the order of the table; ``"error"`` raises ValueError. Default: ``"mean"``.
-        unit: for dates, the unit of t: ``"s"``, ``"min"``, ``"h"``, ``"D"``, ``"W"``, or a duration. t = 0 is the
-            beginning of 1970 (UTC). None is a second. Default: ``None``.
+        unit: for dates and durations, the unit of t: ``"s"``, ``"min"``, ``"h"``, ``"D"``, ``"W"``, or a duration.
+            None is a second. Default: ``None``.
+        origin: for dates, the date of t = 0, a date or text in ISO format; without a time zone it is in UTC. Use the
+            same origin for validation and test data. None is the beginning of 1970 (UTC). Default: ``None``.
         dtype: dtype of the values. Default: ``torch.float32``.
 
     Returns:
@@ -174,7 +266,7 @@ def from_long(
     if features is not None and variable is None:
         raise ValueError("features= needs variable=, got None. Fix: features=None; values= sets the order of features.")
     ids, codes = _codes(_column(table, id), id)
-    times = _times(_column(table, time), time, unit)
+    times, length, zero = _times(_column(table, time), time, unit, origin)
     names, feature = columns, np.arange(len(columns))[None]  # feature indices that broadcast to (rows, columns)
     if variable is not None:
         names, of_rows = _features(_column(table, variable), variable, features)
@@ -206,10 +298,16 @@ def from_long(
     t = np.maximum.accumulate(t, axis=1)
     constant = torch.from_numpy(np.stack(fixed, 1)).to(dtype) if fixed else None
     padded, mask = torch.from_numpy(x).to(dtype), torch.from_numpy(~np.isnan(x))
-    return Series(padded, torch.from_numpy(t), mask, torch.from_numpy(counts).long(), constant, ids, names, statics)
+    lengths = torch.from_numpy(counts).long()
+    return Series(padded, torch.from_numpy(t), mask, lengths, constant, ids, names, statics, length, zero)
 
 
 def _column(table: Any, name: str) -> Any:
+    if not (hasattr(table, "columns") or isinstance(table, Mapping)):
+        raise TypeError(
+            f"table must be a DataFrame or a dictionary of columns, got {type(table).__name__}. Fix: "
+            "hbnode.data.as_series(table) for a list of (t, x) or an array (series, channels, T)."
+        )
     known = list(table.columns) if hasattr(table, "columns") else list(table)
     if name not in known:
         is_index = name in getattr(getattr(table, "index", None), "names", ())
@@ -251,23 +349,83 @@ def _features(column: Any, name: str, wanted: str | Sequence[str] | None) -> tup
     return names, of_rows
 
 
-def _times(column: Any, name: str, unit: str | datetime.timedelta | None) -> NDArray[Any]:
-    seconds = as_seconds(column)
-    if seconds is None and unit is not None:
-        raise ValueError(f"unit={unit!r} is for dates, and column {name!r} holds numbers. Fix: unit=None.")
-    if isinstance(unit, str) and unit not in UNITS:
-        raise ValueError(f"unit must be one of {tuple(UNITS)} or a duration, got {unit!r}. Fix: 'h'.")
-    length = 1.0 if unit is None else UNITS[unit] if isinstance(unit, str) else as_duration(unit, "unit")
-    array = _array(column, name)
-    if seconds is None and array.dtype.kind in "OUT" and any(isinstance(entry, str) for entry in array.tolist()):
+def _times(
+    column: Any, name: str, unit: Unit | None, origin: Date | None
+) -> tuple[NDArray[np.float64], float | None, np.datetime64 | None]:
+    """Return the times of a column, the seconds per unit if they are dates or durations, and the origin of dates."""
+    kind = kind_of(_array(column, name))
+    if kind == "text":
         raise TypeError(
             f"column {name!r} must hold numbers or dates, got text. Fix: pandas.to_datetime(table[{name!r}])."
         )
-    times: NDArray[Any] = (as_times(column, name) if seconds is None else seconds / length).double().numpy()
+    for argument, given in (("unit", unit), ("origin", origin)):
+        if given is not None and (kind is None or (argument, kind) == ("origin", "durations")):
+            raise ValueError(
+                f"{argument}={given!r} is for dates, and column {name!r} holds {kind or 'numbers'}. "
+                f"Fix: {argument}=None."
+            )
+    if kind is None:
+        times, length, zero = as_times(column, name).double().numpy(), None, None
+    else:
+        length, zero = _seconds_per(unit), None
+        if kind == "dates":
+            since = 0.0 if origin is None else float(seconds_since(_dates(origin, "origin")))
+            zero = EPOCH + np.timedelta64(round(since * 1e6), "us")
+        times = seconds_since(column, EPOCH if zero is None else zero) / length
     if not np.isfinite(times).all():
         row = int((~np.isfinite(times)).nonzero()[0][0])
         raise ValueError(f"column {name!r} is missing or infinite in row {row}. Fix: drop rows without a time.")
-    return times
+    return times, length, zero
+
+
+def _seconds_per(unit: Unit | None) -> float:
+    """Return the seconds of a unit of time, a name or a duration; None is a second."""
+    if isinstance(unit, str) and unit in UNITS:
+        return UNITS[unit]
+    length = 1.0 if unit is None else float(seconds_since(unit)) if kind_of(unit) == "durations" else -1.0
+    if not 0 < length < np.inf:
+        raise ValueError(f"unit must be one of {tuple(UNITS)} or a positive duration, got {unit!r}. Fix: 'h'.")
+    return length
+
+
+def _durations(durations: Any) -> NDArray[np.float64]:
+    """Convert durations, or text that pandas reads, to seconds."""
+    if kind_of(durations) != "text":
+        return seconds_since(durations)
+    try:
+        import pandas
+    except ImportError:
+        raise ImportError(
+            f"pandas reads text such as {durations!r} as durations, but is not installed. Fix: pip install pandas, or "
+            "datetime.timedelta(hours=1)."
+        ) from None
+    text = np.asarray(durations)
+    try:
+        seconds = [pandas.to_timedelta(each).total_seconds() for each in text.reshape(-1).tolist()]
+    except ValueError as error:
+        raise ValueError(f"durations must be text such as '1h' or '30min', got {durations!r}. Fix: '1h'.") from error
+    return np.array(seconds).reshape(text.shape)
+
+
+def _dates(dates: Any, name: str = "dates") -> Any:
+    """Convert dates, or ISO text, to datetime64 in microseconds, or leave them as they are if they are no text."""
+    kind, text = kind_of(dates), np.asarray(dates)
+    try:
+        if kind == "dates":
+            return dates
+        if kind == "text" and all("-" in each for each in text.reshape(-1).tolist()):  # else a number is a year
+            return text.astype("datetime64[us]")[()]
+    except ValueError:
+        pass
+    raise ValueError(
+        f"{name} must be dates or ISO text such as '2020-01-31 12:00', got {dates!r}. Fix: pandas.to_datetime({name})."
+    )
+
+
+def _as_numbers(values: Any, name: str) -> Tensor:
+    if isinstance(values, (int, float)):
+        return torch.tensor(float(values), dtype=torch.float64)
+    return as_tensor(values, name).double()
 
 
 def _numbers(column: Any, name: str) -> NDArray[Any]:
@@ -394,7 +552,13 @@ def collate(items: Sequence[Series] | Sequence[tuple[Series, Any]]) -> Series | 
     lengths, ids = torch.cat([one.lengths for one in series]), [name for one in series for name in one.ids]
     statics = [one.static for one in series if one.static is not None]
     static, names = torch.cat(statics) if statics else None, (series[0].features, series[0].static_features)
-    batch = Series(torch.cat(x), torch.cat(t), torch.cat(mask), lengths, static, ids, *names)
+    axes = {(one.unit, one.origin) for one in series}
+    if len(axes) > 1:
+        raise ValueError(
+            f"series of one batch must have one unit and origin of time, got {sorted(axes, key=str)}. Fix: the same "
+            "unit= and origin= in each from_long."
+        )
+    batch = Series(torch.cat(x), torch.cat(t), torch.cat(mask), lengths, static, ids, *names, *axes.pop())
     return (batch, torch.stack([torch.as_tensor(target) for target in targets])) if targets else batch
 
 
