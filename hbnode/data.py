@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast, get_args
 
 import numpy as np
 import torch
@@ -104,6 +104,12 @@ class Series(Record):
         names = f" {list(self.features)}" if 0 < len(self.features) <= 8 else ""
         static = "" if self.static is None else f", {self.static.shape[1]} static"
         return f"Series({batch} series, up to {length} samples, {count} features{names}{static})"
+
+    def __getitem__(self, index: int) -> Series:
+        """Return one of the series, as a batch of one; so a list of them can be split, as scikit-learn does."""
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"index {index} is out of range for {len(self)} series")
+        return self.select([index % len(self)])
 
     def inputs(self) -> SeriesInputs:
         """Return the arguments of a layer as a dict: x, t, mask, lengths and static (or None)."""
@@ -525,9 +531,7 @@ class Dataset(TorchDataset[Any]):
 
     def __getitem__(self, index: int) -> Series | tuple[Series, Tensor]:
         """Return one series, without padding and with a batch size of 1, and its target if the dataset has targets."""
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"index {index} is out of range for {len(self)} series")
-        one = self.series.select([index % len(self)])
+        one = self.series[index]
         return one if self.targets is None else (one, self.targets[index])
 
 
@@ -634,7 +638,8 @@ def as_series(
     values: str | Sequence[str] | None = None,
     static: str | Sequence[str] | None = None,
     variable: str | None = None,
-    unit: str | datetime.timedelta | None = None,
+    unit: Unit | None = None,
+    origin: Date | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Series:
     """Convert a table, a list of series or an array to padded series.
@@ -642,7 +647,7 @@ def as_series(
     Arguments:
         data: one of
 
-            - a :class:`Series`, which is returned as it is;
+            - a :class:`Series`, which is returned as it is, or a list of them, which is joined by :func:`collate`;
             - a table in long form, which is converted by :func:`from_long`;
             - a list with a pair (t, x) for each series, with times t (n,) in any order and values x (n,) or
               (n, channels);
@@ -657,6 +662,7 @@ def as_series(
         static: for a table, the columns of features that are constant within each series. Default: ``None``.
         variable: for a table, the column with the name of the measured feature in each row. Default: ``None``.
         unit: for dates, the unit of t, as in :func:`from_long`. Default: ``None``.
+        origin: for dates, the date of t = 0, as in :func:`from_long`. Default: ``None``.
         dtype: dtype of the values. Default: ``torch.float64``.
 
     Returns:
@@ -684,10 +690,25 @@ def as_series(
         if values is None:
             named = {id, time, variable, *([static] if isinstance(static, str) else static or ())}
             values = [name for name in (data.columns if hasattr(data, "columns") else data) if name not in named]
-        options: Any = {"static": static, "variable": variable, "unit": unit, "dtype": dtype}
+        options: Any = {"static": static, "variable": variable, "unit": unit, "origin": origin, "dtype": dtype}
         return from_long(data, id=id, time=time, values=values, **options)
-    if isinstance(data, (list, tuple)) and data and all(_is_pair(one) for one in data):
-        return _padded([_sorted_pair(t, x, i, unit) for i, (t, x) in enumerate(data)], dtype)
+    if isinstance(data, (list, tuple)) and data and all(isinstance(one, Series) for one in data):
+        return cast("Series", collate(data))
+    if isinstance(data, (list, tuple)) and data and all(isinstance(one, tuple) and len(one) == 2 for one in data):
+        pairs, clocks = [], {}
+        for i, (t, x) in enumerate(data):
+            none: tuple[Any, ...] = (np.zeros(0), None, None)
+            times, length, zero = _times(t, f"t of series {i}", unit, origin) if len(t) else none
+            pairs.append(_sorted_pair(times, x, i))
+            if len(t):
+                clocks[length, zero] = i
+        if len(clocks) > 1:
+            raise TypeError(
+                "times must be numbers in all series, or dates in all, got both in the series "
+                f"{list(clocks.values())}. Fix: pandas.to_datetime for dates."
+            )
+        length, zero = next(iter(clocks), (None, None))
+        return dataclasses.replace(_padded(pairs, dtype), unit=length, origin=zero)
     if isinstance(data, (list, tuple)) and data and all(getattr(one, "ndim", 0) == 2 for one in data):
         rows = [_numbers_of(one, f"series {i}").T for i, one in enumerate(data)]
         return _padded([(np.arange(len(x), dtype=np.float64), _without_end(x)) for x in rows], dtype)
@@ -699,10 +720,6 @@ def as_series(
         )
     rows = list((array[:, None] if array.ndim == 2 else array).swapaxes(1, 2))
     return _padded([(np.arange(len(x), dtype=np.float64), _without_end(x)) for x in rows], dtype)
-
-
-def _is_pair(one: Any) -> bool:
-    return isinstance(one, tuple) and len(one) == 2
 
 
 def _numbers_of(value: Any, name: str) -> NDArray[Any]:
@@ -718,8 +735,7 @@ def _numbers_of(value: Any, name: str) -> NDArray[Any]:
     return array
 
 
-def _sorted_pair(t: Any, x: Any, i: int, unit: str | datetime.timedelta | None) -> tuple[NDArray[Any], NDArray[Any]]:
-    times = _times(t, f"t of series {i}", unit) if len(t) else np.zeros(0)
+def _sorted_pair(times: NDArray[Any], x: Any, i: int) -> tuple[NDArray[Any], NDArray[Any]]:
     values = _numbers_of(x, f"x of series {i}")
     values = values[:, None] if values.ndim == 1 else values
     if values.ndim != 2 or len(values) != len(times):
