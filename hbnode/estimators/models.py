@@ -18,7 +18,7 @@ from sklearn.model_selection import KFold, StratifiedKFold, cross_val_predict, t
 from sklearn.multioutput import MultiOutputRegressor
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
-from sklearn.utils import check_array, check_random_state, column_or_1d
+from sklearn.utils import assert_all_finite, check_array, check_random_state, column_or_1d
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
@@ -40,6 +40,7 @@ NETWORKS = ("oscillators", "odernn", "gru")
 ALPHAS = np.logspace(-3, 3, 13)  # of the ridge, for standardised features
 FOLDS = 4
 MANY = 1000  # series from which boosting is tried
+BOOSTED = 2  # oscillators for boosting, which needs few features
 HELD = 0.2  # share of series for validation
 
 
@@ -113,7 +114,8 @@ class _SeriesModel(SeriesEstimator):
             features = OscillatorFeatures(random_state=seed, n_jobs=self.n_jobs)
             found.append(("features", features, ridge))
             if series.static is not None or len(series) >= MANY:
-                found.append(("features, boosting", features, boosting))
+                few = OscillatorFeatures(BOOSTED, random_state=seed, n_jobs=self.n_jobs)
+                found.append(("features, boosting", few, boosting))
         if self.model == "rocket" or (self.model == "auto" and importlib.util.find_spec("aeon") is not None):
             kinds = [self.reconstruction]
             if self.reconstruction == "auto":
@@ -197,7 +199,54 @@ class _SeriesModel(SeriesEstimator):
 
 
 class SeriesClassifier(ClassifierMixin, _SeriesModel):
-    """DOC"""
+    """A classifier of irregular series with missing values.
+
+    Series are given as a :class:`hbnode.data.Series`, a list of pairs (t, x), an array (batch, channels, T), or a table
+    in long form, whose columns are named once in the constructor (:func:`hbnode.data.as_series`). NaN is missing.
+
+    Arguments:
+        model: ``"features"``, :class:`hbnode.features.OscillatorFeatures` into a ridge, or into boosted trees if there are
+            static features or at least 1,000 series and their cross-validated loss is less; ``"rocket"``,
+            MiniRocket's features (of aeon) of series on a regular grid, into a ridge; ``"auto"``, the one of these
+            with the least cross-validated log loss; or a network that is trained by gradients: ``"oscillators"``
+            (:class:`hbnode.nn.OscillatorStack`), ``"odernn"`` (:class:`hbnode.ODERNN`) or ``"gru"``. Default: ``"auto"``
+        id: for a table in long form, the column that identifies the series. Default: ``None``
+        time: for a table, the column of times: numbers, or dates. Default: ``None``
+        values: for a table, the columns of values. None takes all that are not named by another argument.
+            Default: ``None``
+        static: for a table, columns that are constant within each series; categories are allowed, also ones that were
+            not in the training data. Default: ``None``
+        reconstruction: for ``"rocket"``, how a series is put on a regular grid: ``"linear"`` interpolation, the
+            ``"last"`` value, ``"oscillators"`` (:class:`OscillatorSmoother`), or ``"auto"``, the one with the least
+            cross-validated loss. Default: ``"auto"``
+        hidden_size: size of a network's state. Default: ``32``
+        dropout: probability that a feature of a network's inputs or state is dropped in training. Default: ``0.1``
+        weight_decay: weight decay of a network. Default: ``0.01``
+        learning_rate: learning rate of a network. Default: ``0.005``
+        max_epochs: most epochs of a network. Default: ``100``
+        patience: epochs of a network without a smaller validation loss, after which training ends. Default: ``10``
+        n_members: number of networks whose outputs are averaged; each has its own validation series.
+            Default: ``3``
+        n_jobs: number of joblib's workers for features. Default: ``None``
+        device: device of the networks. Default: ``None``
+        random_state: seed. Default: ``None``
+        progress: whether a progress bar is shown; None shows it on a terminal. Default: ``None``
+
+    Attributes:
+        classes_: the labels.
+        model_: the model that was chosen.
+        cv_loss_: cross-validated log loss of each candidate; infinite if a class has one series only.
+
+    Example:
+        >>> import numpy as np, hbnode.estimators
+        >>> random = np.random.default_rng(0)
+        >>> times = [np.sort(random.uniform(0, 10, 30)) for _ in range(40)]
+        >>> labels = np.arange(40) % 2
+        >>> series = [(t, np.sin((1 + y) * t)) for t, y in zip(times, labels)]
+        >>> model = hbnode.estimators.SeriesClassifier("features", random_state=0).fit(series[:30], labels[:30])
+        >>> float(model.score(series[30:], labels[30:]))
+        1.0
+    """
 
     def fit(self, X: Any, y: Any) -> Self:
         """Fit the model.
@@ -220,10 +269,12 @@ class SeriesClassifier(ClassifierMixin, _SeriesModel):
 
     def predict(self, X: Any) -> NDArray[Any]:
         """Return the most probable label of each series, (batch,)."""
+        check_is_fitted(self)
         return self.classes_[self.predict_proba(X).argmax(1)]
 
     def _set_targets(self, targets: NDArray[Any]) -> NDArray[Any]:
         targets = column_or_1d(targets, warn=True)
+        assert_all_finite(targets, input_name="y")
         check_classification_targets(targets)
         self.classes_, codes = np.unique(targets, return_inverse=True)
         self._outputs = len(self.classes_)
@@ -271,7 +322,51 @@ class SeriesClassifier(ClassifierMixin, _SeriesModel):
 
 
 class SeriesRegressor(RegressorMixin, _SeriesModel):
-    """DOC"""
+    """A regressor of one or several numbers for each irregular series, which may have missing values.
+
+    Series are given as a :class:`hbnode.data.Series`, a list of pairs (t, x), an array (batch, channels, T), or a table
+    in long form, whose columns are named once in the constructor (:func:`hbnode.data.as_series`). NaN is missing.
+
+    Arguments:
+        model: ``"features"``, :class:`hbnode.features.OscillatorFeatures` into a ridge, or into boosted trees if there are
+            static features or at least 1,000 series and their cross-validated error is less; ``"rocket"``,
+            MiniRocket's features (of aeon) of series on a regular grid, into a ridge; ``"auto"``, the one of these
+            with the least cross-validated squared error; or a network that is trained by gradients: ``"oscillators"``
+            (:class:`hbnode.nn.OscillatorStack`), ``"odernn"`` (:class:`hbnode.ODERNN`) or ``"gru"``. Default: ``"auto"``
+        id: for a table in long form, the column that identifies the series. Default: ``None``
+        time: for a table, the column of times: numbers, or dates. Default: ``None``
+        values: for a table, the columns of values. None takes all that are not named by another argument.
+            Default: ``None``
+        static: for a table, columns that are constant within each series; categories are allowed, also ones that were
+            not in the training data. Default: ``None``
+        reconstruction: for ``"rocket"``, how a series is put on a regular grid: ``"linear"`` interpolation, the
+            ``"last"`` value, ``"oscillators"`` (:class:`OscillatorSmoother`), or ``"auto"``, the one with the least
+            cross-validated loss. Default: ``"auto"``
+        hidden_size: size of a network's state. Default: ``32``
+        dropout: probability that a feature of a network's inputs or state is dropped in training. Default: ``0.1``
+        weight_decay: weight decay of a network. Default: ``0.01``
+        learning_rate: learning rate of a network. Default: ``0.005``
+        max_epochs: most epochs of a network. Default: ``100``
+        patience: epochs of a network without a smaller validation loss, after which training ends. Default: ``10``
+        n_members: number of networks whose outputs are averaged; each has its own validation series.
+            Default: ``3``
+        n_jobs: number of joblib's workers for features. Default: ``None``
+        device: device of the networks. Default: ``None``
+        random_state: seed. Default: ``None``
+        progress: whether a progress bar is shown; None shows it on a terminal. Default: ``None``
+
+    Attributes:
+        model_: the model that was chosen.
+        cv_loss_: cross-validated mean squared error of each candidate, in variances of y.
+
+    Example:
+        >>> import numpy as np, hbnode.estimators
+        >>> random = np.random.default_rng(0)
+        >>> x = random.normal(size=(60, 1, 40)).cumsum(-1)
+        >>> model = hbnode.estimators.SeriesRegressor("features", random_state=0).fit(x[:50], x[:50, 0].mean(1))
+        >>> model.score(x[50:], x[50:, 0].mean(1)) > 0.9
+        True
+    """
 
     def fit(self, X: Any, y: Any) -> Self:
         """Fit the model.
@@ -292,6 +387,11 @@ class SeriesRegressor(RegressorMixin, _SeriesModel):
         else:
             found = self.head_.predict(self.transformer_.transform(series)).reshape(len(series), -1)
         return found if self.is_wide_ else found[:, 0]
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.target_tags.multi_output = True
+        return tags
 
     def _set_targets(self, targets: NDArray[Any]) -> NDArray[Any]:
         numbers = check_array(targets, ensure_2d=False, dtype=np.float64, input_name="y")
