@@ -512,7 +512,8 @@ class RocketFeatures(_Transformer):
                 )
         elif not hasattr(self.reconstruction, "reconstruct"):
             raise TypeError(
-                f"reconstruction must have fit and reconstruct, got {self.reconstruction!r}. Fix: reconstruction='linear'."
+                f"reconstruction must have the methods fit and reconstruct, got {self.reconstruction!r}. "
+                "Fix: reconstruction='linear'."
             )
         else:
             self.reconstruction_ = clone(self.reconstruction, safe=False).fit(series)
