@@ -305,30 +305,28 @@ class KalmanFilter:
         return Blocks(m, phi, k, g, x, seen, noise)
 
     def _run(self, blocks: Blocks, state: OscillatorBelief | None = None) -> Filtered:
-        """Update (μ, D) by each block; an update is the Schur complement of S in the joint matrix of the block.
-
-        With the observed values y, M and A as in the class, the joint matrix has the rows (S, Mμ - y, A) and
-        (Aᵀ, Φμ, ΦDΦᵀ).
-        """
         n, size = blocks.m.shape[-2:]
-        seen, sets = blocks.seen.unsqueeze(-1), blocks.x.shape[-1]
+        sets, seen = blocks.x.shape[-1], blocks.seen.unsqueeze(-1)
         own = seen * blocks.k * seen.mT + torch.where(blocks.seen > 0, blocks.noise, 1.0).diag_embed()
-        known = pad(torch.cat([own, -blocks.x, seen * blocks.g], -1), (0, 0, 0, size))
-        left = torch.cat([seen * blocks.m, blocks.phi], -2)
-        right = torch.cat([left[..., :n, :].mT, left.new_zeros(*left.shape[:2], size, sets), blocks.phi.mT], -1)
-        right = torch.cat([pad(torch.eye(sets).to(right), (n, size)).expand(*left.shape[:2], -1, -1), right], -2)
-        z = left.new_zeros(left.shape[1], size, sets + size) if state is None else torch.cat(self._unpack(state), -1)
+        own = pad(torch.cat([own, seen * blocks.g], -1), (0, 0, 0, size))
+        m_phi = torch.cat([seen * blocks.m, blocks.phi], -2)
+        if state is None:
+            mean, excess = own.new_zeros(own.shape[1], size, sets), own.new_zeros(own.shape[1], size, size)
+        else:
+            mean, excess = self._unpack(state)
         steps = []
-        for each_known, each_left, each_right in zip(known, left, right, strict=True):
-            joint = torch.baddbmm(each_known, each_left @ z, each_right)
+        for each_own, each_m_phi, x in zip(own, m_phi, blocks.x, strict=True):
+            before = mean, excess
+            ahead = each_m_phi @ mean  # (M μ, Φ μ)
+            joint = torch.baddbmm(each_own, each_m_phi @ excess, each_m_phi.mT)  # ((S, A), (M D Φᵀ, Φ D Φᵀ))
             factor: Any = torch.linalg.cholesky(joint[:, :n, :n])
-            solved = torch.linalg.solve_triangular(factor, joint[:, :n, n:], upper=False)
-            steps.append((z, factor, solved))
-            z = torch.baddbmm(joint[:, n:, n:], solved[..., sets:].mT, solved, alpha=-1)
-        before, factors, solved = (torch.stack(each) for each in zip(*steps, strict=True))
-        mean, excess = before.split([sets, size], -1)
-        minus, a = solved.split([sets, size], -1)
-        return Filtered(mean, excess, factors, -minus, a, z.split([sets, size], -1))
+            known = torch.cat([x - ahead[:, :n], joint[:, :n, n:]], -1)
+            white, a = torch.linalg.solve_triangular(factor, known, upper=False).split([sets, size], -1)
+            mean = torch.baddbmm(ahead[:, n:], a.mT, white)
+            excess = torch.baddbmm(joint[:, n:, n:], a.mT, a, alpha=-1)
+            steps.append((*before, factor, white, a))
+        means, excesses, factors, whites, gains = (torch.stack(each) for each in zip(*steps, strict=True))
+        return Filtered(means, excesses, factors, whites, gains, (mean, excess))
 
     def _log_densities(self, blocks: Blocks, found: Filtered) -> Tensor:
         """Return the log density of each value given the values before it, (blocks, batch, n); 0 where unobserved."""
