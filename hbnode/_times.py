@@ -1,72 +1,104 @@
-"""Conversion of numbers, dates and durations to tensors of times."""
+"""Conversion of numbers, dates and durations to times."""
 
 from __future__ import annotations
 
 import datetime
-from typing import Any
+import math
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from hbnode._checks import as_tensor
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+Kind = Literal["dates", "durations", "text"]
+
+EPOCH = np.datetime64(0, "us")
+SECOND = np.timedelta64(1, "s")
+
 
 def as_times(value: object, name: str) -> Tensor:
-    """Convert numbers, dates or durations to a tensor of times.
-
-    Dates become seconds since 1970 (UTC) and durations become seconds, in float64. They may be of numpy, pandas, polars
-    or the standard library. A date without a time zone is in UTC. ``name`` is that of the argument, for error messages.
-    """
+    """Convert numbers to a tensor of times; raise TypeError for dates, durations and text, whose unit is unknown."""
     if isinstance(value, Tensor):
         return value
-    seconds = as_seconds(value)
-    return as_tensor(value, name) if seconds is None else seconds
+    refuse_dates(value, name)
+    return as_tensor(value, name)
 
 
-def as_seconds(value: object) -> Tensor | None:
-    """Convert dates and durations to seconds like :func:`as_times`, or return None for any other value."""
+def as_unit(value: object, name: str) -> float:
+    """Convert a positive number to a float, the length of a unit of time."""
+    refuse_dates([value], name)
+    try:
+        length = float(value)  # type: ignore[arg-type]  # caught below
+    except (TypeError, ValueError):
+        length = -1.0
+    if not 0 < length < math.inf:
+        raise ValueError(f"{name} must be a positive number, got {value!r}. Fix: {name}=1.0.")
+    return length
+
+
+def refuse_dates(value: object, name: str) -> None:
+    """Raise TypeError for dates, durations and text, with the method of a Series that converts them."""
+    kind = kind_of(value)
+    if kind is None:
+        return
+    fixes = {
+        "t": "series.times(t)",
+        "dt": "series.durations(dt); for dates series.times(dates) - state.t.unsqueeze(-1)",
+        "time_unit": "time_unit=series.durations('10h')",
+    }
+    raise TypeError(
+        f"{name} must hold numbers in the unit of t, got {kind}, whose unit is known to an hbnode.data.Series alone. "
+        f"Fix: {fixes[name]}, where series = hbnode.data.from_long(..., unit='h')."
+    )
+
+
+def kind_of(value: object) -> Kind | None:
+    """Return what an array, a column or nested lists hold, by the first entry; None for anything else than times."""
+    array: Any = value
+    while isinstance(array, (list, tuple)) and array:
+        array = array[0]
+    kind = getattr(getattr(array, "dtype", None), "kind", "")
+    if hasattr(array, "to_numpy") and kind not in ("M", "m"):
+        array = array.to_numpy()
+        kind = array.dtype.kind
+    if kind in ("O", "T") and array.size:
+        array = array.reshape(-1)[0]
+    if kind == "M" or isinstance(array, datetime.date):
+        return "dates"
+    if kind == "m" or isinstance(array, datetime.timedelta):
+        return "durations"
+    return "text" if kind == "U" or isinstance(array, str) else None
+
+
+def seconds_since(value: object, origin: np.datetime64 = EPOCH) -> NDArray[np.float64]:
+    """Convert dates to seconds since ``origin``, and durations to seconds; NaT becomes NaN.
+
+    They may be of numpy, pandas, polars or the standard library. A date without a time zone is in UTC.
+    """
     array: Any = value
     if hasattr(array, "to_numpy"):
         has_zone = getattr(getattr(array, "dtype", None), "tz", None) is not None
         array = array.to_numpy(dtype="datetime64[ns]") if has_zone else array.to_numpy()
-    if _kind(array) == "O":
+    if getattr(getattr(array, "dtype", None), "kind", "") == "O":
         array = array.tolist()
-    first = array
-    while isinstance(first, (list, tuple)) and first:
-        first = first[0]
-    is_date = first is not array and isinstance(first, (datetime.date, datetime.timedelta))
-    if not is_date and _kind(first) not in ("M", "m"):
-        return None
-    return torch.as_tensor(np.asarray(_seconds(array), dtype=np.float64))
+    return np.asarray(_seconds(array, origin, kind_of(value)), dtype=np.float64)
 
 
-def as_duration(value: object, name: str) -> float:
-    """Convert a positive number or a duration to a float; a duration becomes its seconds."""
-    is_duration = _kind(value) == "m" or isinstance(value, datetime.timedelta)
-    try:
-        length = float(as_times([value], name)[0]) if is_duration else float(value)  # type: ignore[arg-type]  # caught below
-    except (TypeError, ValueError):
-        length = -1.0
-    if not 0 < length < float("inf"):
-        raise ValueError(f"{name} must be a positive number or a duration, got {value!r}. Fix: {name}=1.0.")
-    return length
-
-
-def _kind(value: Any) -> str:
-    return getattr(getattr(value, "dtype", None), "kind", "")
-
-
-def _seconds(value: Any) -> Any:
-    """Convert a date, a duration, a NumPy array of these, or nested lists of these, to seconds; NaT becomes NaN."""
+def _seconds(value: Any, origin: np.datetime64, kind: Kind | None) -> Any:
     if isinstance(value, (list, tuple)):
-        return [_seconds(part) for part in value]
+        return [_seconds(part, origin, kind) for part in value]
+    if value is None or (isinstance(value, datetime.date) and value != value):  # pandas.NaT is a date
+        return math.nan
+    if kind_of(value) != kind:
+        raise TypeError(f"expected {kind}, got {value!r} among them. Fix: only {kind}.")
     if isinstance(value, datetime.timedelta):
         return value.total_seconds()
-    if isinstance(value, datetime.datetime):
-        aware = value if value.tzinfo is not None else value.replace(tzinfo=datetime.timezone.utc)
-        return aware.timestamp()
+    if isinstance(value, datetime.datetime) and value.tzinfo is not None:
+        value = value.astimezone(datetime.timezone.utc).replace(tzinfo=None)
     if isinstance(value, datetime.date):
-        return datetime.datetime(value.year, value.month, value.day, tzinfo=datetime.timezone.utc).timestamp()
-    since = value - np.datetime64(0, "s") if value.dtype.kind == "M" else value
-    return since / np.timedelta64(1, "s")
+        value = np.datetime64(value).astype("datetime64[us]")
+    return (value - origin if kind == "dates" else value) / SECOND

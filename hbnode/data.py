@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast, get_args
 
 import numpy as np
 import torch
@@ -15,21 +16,28 @@ from torch.utils.data import Sampler
 from typing_extensions import override
 
 from hbnode._checks import as_count, as_tensor, nearest
-from hbnode._times import as_duration, as_seconds, as_times
+from hbnode._times import EPOCH, as_times, kind_of, seconds_since
 from hbnode._tree import Record, record
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["BucketedBatches", "Dataset", "Series", "bucketed_batches", "collate", "from_long"]
+__all__ = ["BucketedBatches", "Dataset", "Series", "as_series", "bucketed_batches", "collate", "from_long"]
 
 Duplicates = Literal["mean", "first", "last", "error"]
+Unit = str | datetime.timedelta | np.timedelta64
+Date = str | datetime.date | np.datetime64
 UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0, "D": 86400.0, "W": 604800.0}
 POOL = 50  # batches per pool; the series of a pool are sorted by length
 
 
+Known = TypeVar("Known", float, np.datetime64)
+_OF_DATES: list[Any] = [np.dtype, type(EPOCH.dtype), EPOCH.__reduce__()[0]]
+torch.serialization.add_safe_globals(_OF_DATES)  # for torch.load(weights_only=True) of a Series with an origin
+
+
 class SeriesInputs(TypedDict):
-    """The keyword arguments of an :class:`hbnode.ODERNN`, as returned by :meth:`Series.inputs`."""
+    """The keyword arguments of layers for irregular series, as returned by :meth:`Series.inputs`."""
 
     x: Tensor
     t: Tensor
@@ -42,8 +50,12 @@ class SeriesInputs(TypedDict):
 class Series(Record):
     """A batch of irregular series, padded to the length of the longest.
 
-    Use ``rnn(**series.inputs())`` with an :class:`hbnode.ODERNN`, :meth:`to` to change the device or dtype, and
+    Use ``layer(**series.inputs())`` with an :class:`hbnode.ODERNN`, :class:`hbnode.nn.Oscillators` or
+    :class:`hbnode.nn.OscillatorStack`, :meth:`to` to change the device or dtype, and
     ``dataclasses.replace(series, x=scale(series.x))`` to replace an attribute.
+
+    Models take numbers in the unit of t. Only a series knows this unit and the date of t = 0: use :meth:`durations`
+    and :meth:`times` to convert durations and dates to such numbers, and :meth:`dates` to convert times to dates.
 
     Attributes:
         x: values (batch, T, features); NaN if missing, and on padding.
@@ -54,6 +66,22 @@ class Series(Record):
         ids: identifiers of the series.
         features: names of the features.
         static_features: names of the static features.
+        unit: length of one unit of t in seconds; None if times are numbers of an unknown unit.
+        origin: the date of t = 0 (UTC); None if times are not dates.
+
+    Example:
+        >>> import datetime, numpy, hbnode
+        >>> table = {"id": [1, 1], "time": numpy.array(["2020-01-01", "2020-01-02"], "datetime64[D]"), "y": [3.0, 4.0]}
+        >>> series = hbnode.data.from_long(table, id="id", time="time", values="y", unit="h", origin="2020-01-01")
+        >>> series.t
+        tensor([[ 0., 24.]], dtype=torch.float64)
+        >>> series.durations([datetime.timedelta(minutes=90), datetime.timedelta(days=1)])
+        tensor([ 1.5000, 24.0000], dtype=torch.float64)
+        >>> series.times(["2020-01-03", "2020-01-03 06:00"])
+        tensor([48., 54.], dtype=torch.float64)
+        >>> series.dates(series.t + 0.5)
+        array([['2020-01-01T00:30:00.000000', '2020-01-02T00:30:00.000000']],
+              dtype='datetime64[us]')
     """
 
     x: Tensor
@@ -64,6 +92,8 @@ class Series(Record):
     ids: Sequence[Any] = ()
     features: Sequence[str] = ()
     static_features: Sequence[str] = ()
+    unit: float | None = None
+    origin: np.datetime64 | None = None
 
     def __len__(self) -> int:
         return len(self.x)
@@ -75,8 +105,14 @@ class Series(Record):
         static = "" if self.static is None else f", {self.static.shape[1]} static"
         return f"Series({batch} series, up to {length} samples, {count} features{names}{static})"
 
+    def __getitem__(self, index: int) -> Series:
+        """Return one of the series, as a batch of one; so a list of them can be split, as scikit-learn does."""
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"index {index} is out of range for {len(self)} series")
+        return self.select([index % len(self)])
+
     def inputs(self) -> SeriesInputs:
-        """Return the arguments of an :class:`hbnode.ODERNN` as a dict: x, t, mask, lengths and static (or None)."""
+        """Return the arguments of a layer as a dict: x, t, mask, lengths and static (or None)."""
         return {"x": self.x, "t": self.t, "mask": self.mask, "lengths": self.lengths, "static": self.static}
 
     def select(self, index: Tensor | Sequence[int] | slice) -> Series:
@@ -100,7 +136,66 @@ class Series(Record):
         x, t, mask = (part[rows, :total] for part in (self.x, self.t, self.mask))
         static = None if self.static is None else self.static[rows]
         ids = [self.ids[i] for i in rows.tolist()] if self.ids else ()
-        return Series(x, t, mask, lengths, static, ids, self.features, self.static_features)
+        return dataclasses.replace(self, x=x, t=t, mask=mask, lengths=lengths, static=static, ids=ids)
+
+    def durations(self, durations: Any) -> Tensor:
+        """Convert durations to numbers in the unit of t, in float64 and in the shape of ``durations``.
+
+        Arguments:
+            durations: durations of numpy, pandas, polars or the standard library, text such as ``"1h"`` or ``"30min"``,
+                which pandas reads, or numbers, which are in the unit of t already. One duration, or nested lists.
+
+        Raises:
+            TypeError: if the times of the series are numbers of an unknown unit, or ``durations`` are dates.
+        """
+        kind = kind_of(durations)
+        if kind == "dates":
+            raise TypeError("expected durations, got dates. Fix: series.times(dates) for their times.")
+        if kind is None:
+            return _as_numbers(durations, "durations")
+        return torch.as_tensor(_durations(durations) / self._known(self.unit, kind))
+
+    def times(self, dates: Any) -> Tensor:
+        """Convert dates to times, numbers on the axis of t, in float64 and in the shape of ``dates``.
+
+        The times of a forecast are counted from that of a state: ``dt = series.times(dates) - state.t.unsqueeze(-1)``.
+
+        Arguments:
+            dates: dates of numpy, pandas, polars or the standard library, text in ISO format such as
+                ``"2020-01-31 12:00"``, or numbers, which are times already. One date, or nested lists. A date without a
+                time zone is in UTC.
+
+        Raises:
+            TypeError: if the series does not count from a date, or ``dates`` are durations.
+        """
+        kind = kind_of(dates)
+        if kind is None:
+            return _as_numbers(dates, "dates")
+        origin = self._known(self.origin, kind)
+        if kind == "durations":
+            raise TypeError("expected dates, got durations. Fix: series.durations(durations).")
+        seconds = seconds_since(_dates(dates), origin)
+        return torch.as_tensor(seconds / self._known(self.unit, kind))
+
+    def dates(self, t: Any) -> NDArray[np.datetime64]:
+        """Convert times to dates (UTC), rounded to microseconds, as an array in the shape of t; NaN becomes NaT.
+
+        Raises:
+            TypeError: if the series does not count from a date.
+        """
+        origin, unit = self._known(self.origin, "times to convert to dates"), self._known(self.unit, "times")
+        seconds = _as_numbers(t, "t").detach().cpu().numpy() * unit
+        since = np.where(np.isfinite(seconds), seconds * 1e6, np.iinfo(np.int64).min).round()  # the least int is NaT
+        return np.asarray(origin + since.astype(np.int64).astype("timedelta64[us]"))
+
+    def _known(self, value: Known | None, got: str) -> Known:
+        if value is None:
+            raise TypeError(
+                f"the series has unit={self.unit!r} and origin={self.origin!r}, which cannot convert {got}. Fix: "
+                "numbers in the unit of t; or say what t is, as dataclasses.replace(series, unit=3600.0, "
+                "origin=numpy.datetime64('2020-01-01')) for hours since 2020."
+            )
+        return value
 
     @staticmethod
     @override
@@ -121,7 +216,8 @@ def from_long(
     variable: str | None = None,
     features: str | Sequence[str] | None = None,
     duplicates: Duplicates = "mean",
-    unit: str | datetime.timedelta | None = None,
+    unit: Unit | None = None,
+    origin: Date | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Series:
     """Convert a table in long form to padded series.
@@ -133,7 +229,7 @@ def from_long(
     Arguments:
         table: a DataFrame of pandas or polars, or a dictionary of columns.
         id: column that identifies the series.
-        time: column of times: numbers, or dates.
+        time: column of times: numbers, dates or durations.
         values: columns of the features; with ``variable``, the one column of the measured values. Missing values are
             NaN or null.
         static: columns of features that are constant within each series; values may be missing. Default: ``None``.
@@ -143,8 +239,10 @@ def from_long(
             all features, sorted by name. Default: ``None``.
         duplicates: how several values of one feature at one time in one series are merged: ``"mean"``, ``"first"`` or
             ``"last"`` in the order of the table; ``"error"`` raises ValueError. Default: ``"mean"``.
-        unit: for dates, the unit of t: ``"s"``, ``"min"``, ``"h"``, ``"D"``, ``"W"``, or a duration. t = 0 is the
-            beginning of 1970 (UTC). None is a second. Default: ``None``.
+        unit: for dates and durations, the unit of t: ``"s"``, ``"min"``, ``"h"``, ``"D"``, ``"W"``, or a duration.
+            None is a second. Default: ``None``.
+        origin: for dates, the date of t = 0, a date or text in ISO format; without a time zone it is in UTC. Use the
+            same origin for validation and test data. None is the beginning of 1970 (UTC). Default: ``None``.
         dtype: dtype of the values. Default: ``torch.float32``.
 
     Returns:
@@ -174,7 +272,7 @@ def from_long(
     if features is not None and variable is None:
         raise ValueError("features= needs variable=, got None. Fix: features=None; values= sets the order of features.")
     ids, codes = _codes(_column(table, id), id)
-    times = _times(_column(table, time), time, unit)
+    times, length, zero = _times(_column(table, time), time, unit, origin)
     names, feature = columns, np.arange(len(columns))[None]  # feature indices that broadcast to (rows, columns)
     if variable is not None:
         names, of_rows = _features(_column(table, variable), variable, features)
@@ -206,10 +304,16 @@ def from_long(
     t = np.maximum.accumulate(t, axis=1)
     constant = torch.from_numpy(np.stack(fixed, 1)).to(dtype) if fixed else None
     padded, mask = torch.from_numpy(x).to(dtype), torch.from_numpy(~np.isnan(x))
-    return Series(padded, torch.from_numpy(t), mask, torch.from_numpy(counts).long(), constant, ids, names, statics)
+    lengths = torch.from_numpy(counts).long()
+    return Series(padded, torch.from_numpy(t), mask, lengths, constant, ids, names, statics, length, zero)
 
 
 def _column(table: Any, name: str) -> Any:
+    if not (hasattr(table, "columns") or isinstance(table, Mapping)):
+        raise TypeError(
+            f"table must be a DataFrame or a dictionary of columns, got {type(table).__name__}. Fix: "
+            "hbnode.data.as_series(table) for a list of (t, x) or an array (series, channels, T)."
+        )
     known = list(table.columns) if hasattr(table, "columns") else list(table)
     if name not in known:
         is_index = name in getattr(getattr(table, "index", None), "names", ())
@@ -251,23 +355,83 @@ def _features(column: Any, name: str, wanted: str | Sequence[str] | None) -> tup
     return names, of_rows
 
 
-def _times(column: Any, name: str, unit: str | datetime.timedelta | None) -> NDArray[Any]:
-    seconds = as_seconds(column)
-    if seconds is None and unit is not None:
-        raise ValueError(f"unit={unit!r} is for dates, and column {name!r} holds numbers. Fix: unit=None.")
-    if isinstance(unit, str) and unit not in UNITS:
-        raise ValueError(f"unit must be one of {tuple(UNITS)} or a duration, got {unit!r}. Fix: 'h'.")
-    length = 1.0 if unit is None else UNITS[unit] if isinstance(unit, str) else as_duration(unit, "unit")
-    array = _array(column, name)
-    if seconds is None and array.dtype.kind in "OUT" and any(isinstance(entry, str) for entry in array.tolist()):
+def _times(
+    column: Any, name: str, unit: Unit | None, origin: Date | None
+) -> tuple[NDArray[np.float64], float | None, np.datetime64 | None]:
+    """Return the times of a column, the seconds per unit if they are dates or durations, and the origin of dates."""
+    kind = kind_of(_array(column, name))
+    if kind == "text":
         raise TypeError(
             f"column {name!r} must hold numbers or dates, got text. Fix: pandas.to_datetime(table[{name!r}])."
         )
-    times: NDArray[Any] = (as_times(column, name) if seconds is None else seconds / length).double().numpy()
+    for argument, given in (("unit", unit), ("origin", origin)):
+        if given is not None and (kind is None or (argument, kind) == ("origin", "durations")):
+            raise ValueError(
+                f"{argument}={given!r} is for dates, and column {name!r} holds {kind or 'numbers'}. "
+                f"Fix: {argument}=None."
+            )
+    if kind is None:
+        times, length, zero = as_times(column, name).double().numpy(), None, None
+    else:
+        length, zero = _seconds_per(unit), None
+        if kind == "dates":
+            since = 0.0 if origin is None else float(seconds_since(_dates(origin, "origin")))
+            zero = EPOCH + np.timedelta64(round(since * 1e6), "us")
+        times = seconds_since(column, EPOCH if zero is None else zero) / length
     if not np.isfinite(times).all():
         row = int((~np.isfinite(times)).nonzero()[0][0])
         raise ValueError(f"column {name!r} is missing or infinite in row {row}. Fix: drop rows without a time.")
-    return times
+    return times, length, zero
+
+
+def _seconds_per(unit: Unit | None) -> float:
+    """Return the seconds of a unit of time, a name or a duration; None is a second."""
+    if isinstance(unit, str) and unit in UNITS:
+        return UNITS[unit]
+    length = 1.0 if unit is None else float(seconds_since(unit)) if kind_of(unit) == "durations" else -1.0
+    if not 0 < length < np.inf:
+        raise ValueError(f"unit must be one of {tuple(UNITS)} or a positive duration, got {unit!r}. Fix: 'h'.")
+    return length
+
+
+def _durations(durations: Any) -> NDArray[np.float64]:
+    """Convert durations, or text that pandas reads, to seconds."""
+    if kind_of(durations) != "text":
+        return seconds_since(durations)
+    try:
+        import pandas
+    except ImportError:
+        raise ImportError(
+            f"pandas reads text such as {durations!r} as durations, but is not installed. Fix: pip install pandas, or "
+            "datetime.timedelta(hours=1)."
+        ) from None
+    text = np.asarray(durations)
+    try:
+        seconds = [pandas.to_timedelta(each).total_seconds() for each in text.reshape(-1).tolist()]
+    except ValueError as error:
+        raise ValueError(f"durations must be text such as '1h' or '30min', got {durations!r}. Fix: '1h'.") from error
+    return np.array(seconds).reshape(text.shape)
+
+
+def _dates(dates: Any, name: str = "dates") -> Any:
+    """Convert dates, or ISO text, to datetime64 in microseconds, or leave them as they are if they are no text."""
+    kind, text = kind_of(dates), np.asarray(dates)
+    try:
+        if kind == "dates":
+            return dates
+        if kind == "text" and all("-" in each for each in text.reshape(-1).tolist()):  # else a number is a year
+            return text.astype("datetime64[us]")[()]
+    except ValueError:
+        pass
+    raise ValueError(
+        f"{name} must be dates or ISO text such as '2020-01-31 12:00', got {dates!r}. Fix: pandas.to_datetime({name})."
+    )
+
+
+def _as_numbers(values: Any, name: str) -> Tensor:
+    if isinstance(values, (int, float)):
+        return torch.tensor(float(values), dtype=torch.float64)
+    return as_tensor(values, name).double()
 
 
 def _numbers(column: Any, name: str) -> NDArray[Any]:
@@ -367,9 +531,7 @@ class Dataset(TorchDataset[Any]):
 
     def __getitem__(self, index: int) -> Series | tuple[Series, Tensor]:
         """Return one series, without padding and with a batch size of 1, and its target if the dataset has targets."""
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"index {index} is out of range for {len(self)} series")
-        one = self.series.select([index % len(self)])
+        one = self.series[index]
         return one if self.targets is None else (one, self.targets[index])
 
 
@@ -394,7 +556,13 @@ def collate(items: Sequence[Series] | Sequence[tuple[Series, Any]]) -> Series | 
     lengths, ids = torch.cat([one.lengths for one in series]), [name for one in series for name in one.ids]
     statics = [one.static for one in series if one.static is not None]
     static, names = torch.cat(statics) if statics else None, (series[0].features, series[0].static_features)
-    batch = Series(torch.cat(x), torch.cat(t), torch.cat(mask), lengths, static, ids, *names)
+    axes = {(one.unit, one.origin) for one in series}
+    if len(axes) > 1:
+        raise ValueError(
+            f"series of one batch must have one unit and origin of time, got {sorted(axes, key=str)}. Fix: the same "
+            "unit= and origin= in each from_long."
+        )
+    batch = Series(torch.cat(x), torch.cat(t), torch.cat(mask), lengths, static, ids, *names, *axes.pop())
     return (batch, torch.stack([torch.as_tensor(target) for target in targets])) if targets else batch
 
 
@@ -457,3 +625,144 @@ def bucketed_batches(
             f"lengths must be integers (batch,), got {counts.dtype} {tuple(counts.shape)}. Fix: series.lengths."
         )
     return BucketedBatches(counts.tolist(), as_count(batch_size, "batch_size"), shuffle, drop_last, generator)
+
+
+# Other forms of data
+
+
+def as_series(
+    data: Any,
+    *,
+    id: str | None = None,
+    time: str | None = None,
+    values: str | Sequence[str] | None = None,
+    static: str | Sequence[str] | None = None,
+    variable: str | None = None,
+    unit: Unit | None = None,
+    origin: Date | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> Series:
+    """Convert a table, a list of series or an array to padded series.
+
+    Arguments:
+        data: one of
+
+            - a :class:`Series`, which is returned as it is, or a list of them, which is joined by :func:`collate`;
+            - a table in long form, which is converted by :func:`from_long`;
+            - a list with a pair (t, x) for each series, with times t (n,) in any order and values x (n,) or
+              (n, channels);
+            - a list with an array (channels, n) for each series, at the times 0, 1, 2, ...;
+            - an array or tensor (batch, channels, T), or (batch, T) for one channel, at the times 0, 1, 2, ....
+
+            NaN is a missing value. Samples without a value at the end of a series of an array are padding.
+        id: for a table, the column that identifies the series. Default: ``None``.
+        time: for a table, the column of times. Default: ``None``.
+        values: for a table, the columns of the features. None takes all that are not named by another argument.
+            Default: ``None``.
+        static: for a table, the columns of features that are constant within each series. Default: ``None``.
+        variable: for a table, the column with the name of the measured feature in each row. Default: ``None``.
+        unit: for dates, the unit of t, as in :func:`from_long`. Default: ``None``.
+        origin: for dates, the date of t = 0, as in :func:`from_long`. Default: ``None``.
+        dtype: dtype of the values. Default: ``torch.float64``.
+
+    Returns:
+        A :class:`Series`. For a list or an array the ids are 0, 1, 2, ... and the features ``"x0"``, ``"x1"``, ...
+
+    Raises:
+        TypeError, ValueError: if the data have none of these forms.
+
+    Example:
+        >>> import numpy as np, hbnode
+        >>> hbnode.data.as_series([([0.0, 0.4], [1.0, 2.0]), ([0.1, 0.2, 0.9], [3.0, np.nan, 4.0])])
+        Series(2 series, up to 3 samples, 1 features ['x0'])
+        >>> hbnode.data.as_series(np.zeros((5, 2, 100)))
+        Series(5 series, up to 100 samples, 2 features ['x0', 'x1'])
+    """
+    if isinstance(data, Series):
+        return data
+    if hasattr(data, "columns") or isinstance(data, dict):
+        if id is None or time is None:
+            missing = "id" if id is None else "time"
+            raise ValueError(
+                f"a table needs the names of its columns, got {missing}=None. Fix: id='patient', time='hour', for "
+                "columns with these names."
+            )
+        if values is None:
+            named = {id, time, variable, *([static] if isinstance(static, str) else static or ())}
+            values = [name for name in (data.columns if hasattr(data, "columns") else data) if name not in named]
+        options: Any = {"static": static, "variable": variable, "unit": unit, "origin": origin, "dtype": dtype}
+        return from_long(data, id=id, time=time, values=values, **options)
+    if isinstance(data, (list, tuple)) and data and all(isinstance(one, Series) for one in data):
+        return cast("Series", collate(data))
+    if isinstance(data, (list, tuple)) and data and all(isinstance(one, tuple) and len(one) == 2 for one in data):
+        pairs, clocks = [], {}
+        for i, (t, x) in enumerate(data):
+            none: tuple[Any, ...] = (np.zeros(0), None, None)
+            times, length, zero = _times(t, f"t of series {i}", unit, origin) if len(t) else none
+            pairs.append(_sorted_pair(times, x, i))
+            if len(t):
+                clocks[length, zero] = i
+        if len(clocks) > 1:
+            raise TypeError(
+                "times must be numbers in all series, or dates in all, got both in the series "
+                f"{list(clocks.values())}. Fix: pandas.to_datetime for dates."
+            )
+        length, zero = next(iter(clocks), (None, None))
+        return dataclasses.replace(_padded(pairs, dtype), unit=length, origin=zero)
+    if isinstance(data, (list, tuple)) and data and all(getattr(one, "ndim", 0) == 2 for one in data):
+        rows = [_numbers_of(one, f"series {i}").T for i, one in enumerate(data)]
+        return _padded([(np.arange(len(x), dtype=np.float64), _without_end(x)) for x in rows], dtype)
+    array = _numbers_of(data, "an array of series")
+    if array.ndim not in (2, 3) or 0 in array.shape:
+        raise ValueError(
+            f"an array of series must be (batch, channels, T), or (batch, T) for one channel, with at least one "
+            f"sample, got shape {array.shape}. Fix: x[None] for one series (channels, T), x[None, None] for (T,)."
+        )
+    rows = list((array[:, None] if array.ndim == 2 else array).swapaxes(1, 2))
+    return _padded([(np.arange(len(x), dtype=np.float64), _without_end(x)) for x in rows], dtype)
+
+
+def _numbers_of(value: Any, name: str) -> NDArray[Any]:
+    try:
+        array: NDArray[Any] = np.asarray(value.detach().cpu() if isinstance(value, Tensor) else value, dtype=np.float64)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"{name} must hold numbers in one shape, got {type(value).__name__}. Fix: a list of pairs (t, x), or an "
+            "array (batch, channels, T)."
+        ) from None
+    if np.isinf(array).any():
+        raise ValueError(f"{name} holds infinite values. Fix: replace them by NaN, a missing value.")
+    return array
+
+
+def _sorted_pair(times: NDArray[Any], x: Any, i: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    values = _numbers_of(x, f"x of series {i}")
+    values = values[:, None] if values.ndim == 1 else values
+    if values.ndim != 2 or len(values) != len(times):
+        raise ValueError(
+            f"series {i} must be (t, x) with t (n,) and x (n,) or (n, channels), got {times.shape} and "
+            f"{np.shape(x)}. Fix: (t, x.T) for x of shape (channels, n)."
+        )
+    order = np.argsort(times, kind="stable")
+    return times[order], values[order]
+
+
+def _without_end(x: NDArray[Any]) -> NDArray[Any]:
+    """Return samples (T, channels) without the ones at the end that have no value, but at least one."""
+    seen = ~np.isnan(x).all(1)
+    return x[: max(1, len(x) - int(seen[::-1].argmax()) if seen.any() else 1)]
+
+
+def _padded(pairs: list[tuple[NDArray[Any], NDArray[Any]]], dtype: torch.dtype) -> Series:
+    widths = sorted({x.shape[1] for _, x in pairs})
+    if len(widths) > 1:
+        raise ValueError(f"all series must have one number of channels, got {widths}. Fix: NaN for absent channels.")
+    pairs = [(t, x) if len(x) else (np.zeros(1), np.full((1, widths[0]), np.nan)) for t, x in pairs]
+    lengths = np.array([len(x) for _, x in pairs])
+    values, times = np.full((len(pairs), lengths.max(), widths[0]), np.nan), np.empty((len(pairs), lengths.max()))
+    for i, (t, x) in enumerate(pairs):
+        values[i, : len(x)], times[i, : len(x)], times[i, len(x) :] = x, t[: len(x)], t[len(x) - 1]
+    padded, mask = torch.from_numpy(values).to(dtype), torch.from_numpy(~np.isnan(values))
+    features = [f"x{i}" for i in range(widths[0])]
+    ids = list(range(len(pairs)))
+    return Series(padded, torch.from_numpy(times), mask, torch.from_numpy(lengths), None, ids, features)

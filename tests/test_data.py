@@ -1,5 +1,9 @@
 """hbnode.data: tables to padded series, and batches of them."""
 
+import copy
+import dataclasses
+import datetime
+import io
 import math
 import pickle
 import types
@@ -120,8 +124,107 @@ def test_dates_in_a_unit():
         assert data.from_long(frame, **options, unit=unit).t.equal(seconds / length)
     with pytest.raises(ValueError, match="unit must be one of"):
         data.from_long(frame, **options, unit="hour")
-    with pytest.raises(ValueError, match="unit='h' is for dates, and column 'time' holds numbers"):
-        data.from_long(make_table(), **options, unit="h")
+    for wrong in ({"unit": "h"}, {"origin": "2020-01-01"}):
+        with pytest.raises(ValueError, match=r"(unit|origin)='.*' is for dates, and column 'time' holds numbers"):
+            data.from_long(make_table(), **options, **wrong)
+    for wrong in ("monday", "20200101", 3):
+        with pytest.raises(ValueError, match=r"origin must be dates or ISO text.*Fix: pandas.to_datetime\(origin\)"):
+            data.from_long(frame, **options, origin=wrong)
+
+
+HOURS = [0.0, 30.5, 48.0]
+
+
+def in_hours(**options):
+    """A series in hours since the beginning of 2020."""
+    dates = pandas.Timestamp("2020-01-01") + pandas.to_timedelta(HOURS, "h")
+    frame = pandas.DataFrame({"id": [1, 1, 2], "time": dates, "a": [1.0, 2, 3]})
+    return data.from_long(frame, id="id", time="time", values="a", unit="h", origin="2020-01-01", **options)
+
+
+def test_a_series_knows_its_unit_and_its_origin():
+    series = in_hours()
+    assert series.t.tolist() == [[0.0, 30.5], [48.0, 48.0]]
+    saved = io.BytesIO()
+    torch.save(series, saved)
+    saved.seek(0)
+    parts = [series.select([0]), series.select(torch.tensor([False, True]))]
+    loaded = torch.load(saved, weights_only=True)
+    for one in (series, *parts, data.collate(parts), series.to(torch.float64), loaded, copy.deepcopy(series)):
+        assert (one.unit, one.origin) == (3600.0, numpy.datetime64("2020-01-01"))
+    plain = data.from_long(make_table(), id="id", time="time", values="a")
+    assert (plain.unit, plain.origin) == (None, None)
+    with pytest.raises(ValueError, match="one unit and origin of time"):
+        data.collate([series, plain])
+
+
+def test_durations_in_the_unit_of_a_series():
+    series = in_hours()
+    hour = datetime.timedelta(hours=1)
+    units = [hour, numpy.timedelta64(1, "h"), pandas.Timedelta("1h"), "1h", "60min", 1, 1.0, torch.tensor(1.0)]
+    for one in units:
+        assert series.durations(one).shape == ()
+        assert series.durations([one, one]).tolist() == series.durations([[one], [one]])[:, 0].tolist() == [1.0, 1.0]
+    for column in (pandas.to_timedelta(["1h", "90min"]), pandas.Series(pandas.to_timedelta(["1h", "90min"]))):
+        assert series.durations(column).tolist() == [1.0, 1.5]
+    assert series.durations(numpy.array([60, 90], dtype="timedelta64[m]")).tolist() == [1.0, 1.5]
+    assert series.durations([pandas.Timedelta("1h"), None]).isnan().tolist() == [False, True]
+    table = {"id": [1, 1], "time": numpy.array([0, 90], dtype="timedelta64[m]"), "a": [1.0, 2.0]}
+    since = data.from_long(table, id="id", time="time", values="a", unit="h")
+    assert (since.t.tolist(), since.unit, since.origin) == ([[0.0, 1.5]], 3600.0, None)
+    assert since.durations("30min") == 0.5
+
+
+def test_dates_on_the_axis_of_a_series_and_back():
+    series = in_hours()
+    day = datetime.datetime(2020, 1, 2)
+    days = [day, day.date(), day.replace(tzinfo=datetime.timezone.utc), numpy.datetime64("2020-01-02"), "2020-01-02"]
+    for one in (*days, pandas.Timestamp(day), pandas.Timestamp("2020-01-02 01:00", tz="Europe/Berlin"), 24, 24.0):
+        assert series.times(one).shape == ()
+        assert series.times([one, one]).tolist() == series.times([[one], [one]])[:, 0].tolist() == [24.0, 24.0]
+    column = pandas.Series(pandas.to_datetime(["2020-01-02 00:00", "2020-01-02 06:30"]))
+    for kind in (column, pandas.DatetimeIndex(column), column.to_numpy(), column.dt.tz_localize("UTC"), list(column)):
+        assert series.times(kind).tolist() == [24.0, 30.5]
+    assert series.times(column.dt.tz_localize("Europe/Berlin")).tolist() == [23.0, 29.5]
+    assert series.times([pandas.NaT, column[0]]).isnan().tolist() == [True, False]
+    dates = series.dates(torch.tensor([24.0, 30.5, torch.nan, -1e-9]))
+    assert dates[:2].tolist() == column.tolist()
+    assert numpy.isnat(dates).tolist() == [False, False, True, False]
+    assert dates[3] == numpy.datetime64("2019-12-31T23:59:59.999996")
+    stamps = numpy.datetime64("2024-02-29T12:34:56.123456") + numpy.arange(0, 10**12, 10**9 + 1)
+    for unit in ("s", "h", "W"):
+        table = {"id": numpy.ones(len(stamps)), "time": stamps, "a": numpy.ones(len(stamps))}
+        late = data.from_long(table, id="id", time="time", values="a", unit=unit)  # since 1970
+        assert (late.dates(late.t[0]) == stamps).all()
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "message"),
+    [
+        (lambda series: series.durations(["2020-01-02"]), ValueError, "text such as '1h'"),
+        (lambda series: series.durations(numpy.datetime64("2020-01-02")), TypeError, r"Fix: series.times\(dates\)"),
+        (lambda series: series.durations([datetime.timedelta(1), 2.0]), TypeError, "got 2.0 among them"),
+        (lambda series: series.times(datetime.timedelta(1)), TypeError, r"Fix: series.durations\(durations\)"),
+        (lambda series: series.times([datetime.date(2020, 1, 2), 2.0]), TypeError, "got 2.0 among them"),
+        (lambda series: series.times("24"), ValueError, r"ISO text.*Fix: pandas.to_datetime\(dates\)"),
+        (lambda series: series.times(["02/01/2020"]), ValueError, "ISO text"),
+    ],
+)
+def test_conversions_that_are_refused(call, kind, message):
+    with pytest.raises(kind, match=message):
+        call(in_hours())
+
+
+def test_numbers_have_no_unit_until_the_user_says_so():
+    plain = data.from_long(make_table(), id="id", time="time", values="a")
+    assert plain.durations([0.5]).tolist() == plain.times([0.5]).tolist() == [0.5]
+    for call in (lambda: plain.durations("1h"), lambda: plain.times("2020-01-01"), lambda: plain.dates(plain.t)):
+        with pytest.raises(TypeError, match=r"unit=None and origin=None.*Fix: numbers in the unit of t; or") as error:
+            call()
+    names = {"dataclasses": dataclasses, "numpy": numpy, "series": plain}
+    fixed = eval(str(error.value).split("t is, as ")[1].removesuffix(" for hours since 2020."), names)
+    assert fixed.durations("90min") == 1.5
+    assert fixed.times("2020-01-02") == 24.0
 
 
 def good():
@@ -158,6 +261,12 @@ def test_tables_that_are_refused(change, options, kind, message):
         data.from_long({**good(), **change}, **plain | options)
     with pytest.raises(KeyError, match=r"Fix: table.reset_index\(\)"):
         data.from_long(pandas.DataFrame(good()).set_index(["id", "t"]), **plain)
+
+
+def test_other_kinds_of_series_are_sent_to_as_series():
+    for table in ([(numpy.arange(3.0), numpy.ones(3))], numpy.ones((2, 1, 3)), torch.ones(2, 3)):
+        with pytest.raises(TypeError, match=r"Fix: hbnode.data.as_series\(table\)"):
+            data.from_long(table, id="id", time="time", values="a")
 
 
 def test_series_select_move_and_run():
@@ -246,3 +355,50 @@ def test_features_that_are_not_wanted_leave_no_samples():
     assert batch.t.tolist() == [[0.0, 0.0], [5.0, 5.0], [0.0, 2.0]]
     with pytest.raises(ValueError, match=r"'what' has none of the features \['bp'\]; it has \['hr', 'x'\]"):
         data.from_long(table, **options, features=["bp"])
+
+
+# Other forms of data
+
+
+def test_pairs_arrays_and_tables_give_the_same_series():
+    t, x = [0.0, 0.5, 2.0], numpy.array([[1.0, 4.0], [numpy.nan, 5.0], [3.0, numpy.nan]])
+    pairs = data.as_series([(t[::-1], x[::-1]), ([1.0], [[7.0, 8.0]])])
+    rows = [("a", *row) for row in zip(t, *x.T, strict=True)] + [("b", 1.0, 7.0, 8.0)]
+    table = data.as_series(pandas.DataFrame(rows, columns=["id", "t", "x0", "x1"]), id="id", time="t")
+    for name in ("x", "t", "mask", "lengths"):
+        torch.testing.assert_close(getattr(pairs, name), getattr(table, name), equal_nan=True)
+    assert pairs.features == table.features == ["x0", "x1"]
+    assert data.as_series(pairs) is pairs
+
+
+def test_arrays_have_channels_before_times_and_nan_padding():
+    x = numpy.arange(12.0).reshape(2, 2, 3)
+    x[1, :, 2] = numpy.nan
+    series = data.as_series(x)
+    assert series.lengths.tolist() == [3, 2]
+    assert series.t.tolist() == [[0.0, 1.0, 2.0], [0.0, 1.0, 1.0]]
+    assert series.x[0].T.tolist() == x[0].tolist()
+    unequal = data.as_series([x[0], x[1, :, :2]])
+    torch.testing.assert_close(unequal.x, series.x, equal_nan=True)
+    assert data.as_series(x[:, 0]).x.shape == (2, 3, 1)
+
+
+def test_series_without_values_keep_one_missing_sample():
+    assert data.as_series([([], numpy.zeros((0, 2))), ([0.0], [[1.0, 2.0]])]).lengths.tolist() == [1, 1]
+    assert data.as_series(numpy.full((1, 2, 4), numpy.nan)).lengths.tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (numpy.zeros(3), r"\(batch, channels, T\)"),
+        ([numpy.zeros((2, 3)), numpy.zeros((3, 3))], "one number of channels"),
+        ([(numpy.zeros(3), numpy.zeros((2, 3)))], r"\(t, x.T\)"),
+        ({"a": [1]}, "id=None"),
+        (numpy.full((1, 1, 2), numpy.inf), "infinite"),
+        (["a"], "hold numbers"),
+    ],
+)
+def test_other_data_are_refused_by_name(given, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        data.as_series(given)

@@ -16,7 +16,7 @@ from typing_extensions import Self, override
 
 from hbnode import _torch
 from hbnode._checks import ArrayLike, as_count, check_input, nearest
-from hbnode._times import as_duration
+from hbnode._times import as_unit
 from hbnode._torch import ModuleWithConstants
 from hbnode._tree import State, apply, parts
 from hbnode.errors import MaxStepsError, SolverError
@@ -236,7 +236,7 @@ class ODERNN(ModuleWithConstants):
 
     @time_unit.setter
     def time_unit(self, value: float) -> None:
-        self._time_unit = as_duration(value, "time_unit")
+        self._time_unit = as_unit(value, "time_unit")
 
     @override
     def constants(self) -> dict[str, str]:

@@ -1,0 +1,5 @@
+"""Estimators of irregular series in the conventions of scikit-learn; they need ``pip install hbnode[series]``."""
+
+from hbnode.estimators.models import SeriesClassifier, SeriesRegressor
+
+__all__ = ["SeriesClassifier", "SeriesRegressor"]

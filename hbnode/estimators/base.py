@@ -1,0 +1,198 @@
+"""What the estimators of series share: conversion of data, labels of series, and files without pickle."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from sklearn.base import BaseEstimator
+from sklearn.utils.validation import check_is_fitted
+from typing_extensions import Self
+
+from hbnode.data import Series, as_series
+from hbnode.estimators.networks import SeriesNetwork
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+TRUSTED = ("hbnode.", "sklearn.", "aeon.")  # packages whose classes a file may contain
+FORMAT = 1  # of files
+
+
+class SeriesEstimator(BaseEstimator):
+    """The base of estimators of series, in the conventions of scikit-learn."""
+
+    id: str | None
+    time: str | None
+    values: str | Sequence[str] | None
+    static: str | Sequence[str] | None
+    features_: list[str]
+    static_features_: list[str]
+    networks_: list[SeriesNetwork]
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.three_d_array = True
+        tags.input_tags.allow_nan = True
+        tags.non_deterministic = self.__dict__.get("random_state") is None
+        return tags
+
+    # Data
+
+    def _to_series(self, data: Any, *, reset: bool) -> Series:
+        """Return the data as series; with ``reset`` store their features, else compare them with the stored ones."""
+        names: dict[str, Any] = {"id": self.id, "time": self.time, "values": self.values, "static": self.static}
+        if hasattr(data, "columns") or isinstance(data, dict):
+            data, names["static"] = self._encoded(data, reset)
+            if not reset:
+                names["values"] = self.features_
+        series = as_series(_checked(data), **names)
+        static = list(series.static_features)
+        if reset:
+            self.features_, self.static_features_ = list(series.features), static
+            self.n_features_in_ = _width(data, series)
+        elif _width(data, series) != self.n_features_in_ and _width(data, series) != len(series.features):
+            raise ValueError(
+                f"X has {_width(data, series)} features, but {type(self).__name__} is expecting {self.n_features_in_} "
+                "features as input. Fix: arrays (n, channels, T) for series of another length."
+            )
+        elif len(series.features) != len(self.features_) or static != self.static_features_:
+            raise ValueError(
+                f"the series must have the features {self.features_} and the static features "
+                f"{self.static_features_} of the training data, got {list(series.features)} and {static}. "
+                "Fix: the same columns as in fit."
+            )
+        return series
+
+    def _encoded(self, table: Any, reset: bool) -> tuple[Any, list[str]]:
+        """Return a table whose static columns of categories are columns of 0 and 1, and the names of static columns.
+
+        There is a column for each level of the training table. A missing or new level has 0 in all of them.
+        """
+        wanted = [self.static] if isinstance(self.static, str) else list(self.static or ())
+        if reset:
+            self.levels_: dict[str, list[str]] = {}
+        columns, names = {name: table[name] for name in table}, []
+        for name in wanted:
+            if name not in columns or (name not in self.levels_ if not reset else not _is_category(columns[name])):
+                names.append(name)
+                continue
+            entries = [None if _is_missing(entry) else str(entry) for entry in list(columns.pop(name))]
+            if reset:
+                self.levels_[name] = sorted({entry for entry in entries if entry is not None})
+            for level in self.levels_[name]:
+                columns[f"{name}={level}"] = np.array([float(entry == level) for entry in entries])
+                names.append(f"{name}={level}")
+        return columns, names
+
+    # Files
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the fitted estimator to a file, whole or not at all, without pickle.
+
+        The file has torch's format; networks are stored as state dicts, and the parts of scikit-learn by skops.
+
+        Arguments:
+            path: the file, which is replaced if it exists.
+
+        Raises:
+            NotFittedError: if the estimator is not fitted.
+        """
+        import skops.io
+
+        check_is_fitted(self)
+        rest = {name: value for name, value in vars(self).items() if name != "networks_"}
+        networks = [(each.config, each.cpu().state_dict()) for each in getattr(self, "networks_", ())]
+        entries = torch.frombuffer(bytearray(skops.io.dumps(rest)), dtype=torch.uint8)
+        buffer = io.BytesIO()
+        torch.save({"format": FORMAT, "kind": type(self).__name__, "rest": entries, "networks": networks}, buffer)
+        partial = Path(f"{path}.partial")
+        try:
+            partial.write_bytes(buffer.getvalue())
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Return the estimator that :meth:`save` wrote to a file.
+
+        Only classes of hbnode, scikit-learn and aeon are made, so a file of others cannot execute code.
+
+        Arguments:
+            path: the file.
+
+        Raises:
+            ValueError: if the file holds an estimator of another class, or other classes.
+        """
+        import skops.io
+
+        stored = torch.load(path, weights_only=True)
+        if not isinstance(stored, dict) or stored.get("kind") != cls.__name__ or stored["format"] != FORMAT:
+            kind = stored.get("kind") if isinstance(stored, dict) else type(stored).__name__
+            raise ValueError(
+                f"{path} must hold a {cls.__name__}, got {kind}. Fix: hbnode.estimators.{kind or cls.__name__}.load."
+            )
+        entries = stored["rest"].numpy().tobytes()
+        unknown = skops.io.get_untrusted_types(data=entries)
+        foreign = [name for name in unknown if not name.startswith(TRUSTED)]
+        if foreign:
+            raise ValueError(f"{path} holds the classes {foreign}, which are not trusted. Fix: a file made by save.")
+        estimator = cls()
+        estimator.__dict__.update(skops.io.loads(entries, trusted=unknown))
+        if stored["networks"]:
+            estimator.networks_ = []
+            for config, state in stored["networks"]:
+                network = SeriesNetwork(**config)
+                network.load_state_dict(state)
+                estimator.networks_.append(network.eval())
+        return estimator
+
+
+def targets_of(y: Any, series: Series) -> NDArray[Any]:
+    """Return the targets of all series as an array; a pandas Series that is indexed by the ids is put in their order.
+
+    Raises:
+        ValueError: if there is not one target for each series.
+    """
+    if y is None:
+        raise ValueError("y must be one target for each series, got None. Fix: fit(X, y). requires y to be passed.")
+    if hasattr(y, "loc") and len(y) == len(series) and set(y.index) == set(series.ids):
+        y = y.loc[list(series.ids)]
+    targets: NDArray[Any] = np.asarray(y.detach().cpu() if isinstance(y, torch.Tensor) else y)
+    if targets.ndim == 0 or len(targets) != len(series):
+        got = f"shape {targets.shape}"
+        raise ValueError(
+            f"y must be one target for each of {len(series)} series, got {got}. Fix: for a table with several rows of "
+            "one series, labels.loc[ids] with one label for each id."
+        )
+    return targets
+
+
+def _checked(data: Any) -> Any:
+    if hasattr(data, "toarray"):
+        raise TypeError("sparse data are not supported, dense data is required. Fix: X.toarray().")
+    if isinstance(data, np.ndarray) and data.dtype.kind == "c":
+        raise ValueError("Complex data not supported. Fix: X.real and X.imag as two channels.")
+    return data
+
+
+def _width(data: Any, series: Series) -> int:
+    """Return the number of columns of a 2-D array, which scikit-learn calls features, else of channels."""
+    return data.shape[1] if isinstance(data, np.ndarray) and data.ndim == 2 else len(series.features)
+
+
+def _is_category(column: Any) -> bool:
+    if str(getattr(column, "dtype", "")) == "category":
+        return True
+    array = np.asarray(column)
+    return array.dtype.kind in "OUS" and any(isinstance(entry, str) for entry in array.tolist())
+
+
+def _is_missing(entry: Any) -> bool:
+    return entry is None or entry != entry or str(entry) in ("<NA>", "NaT")

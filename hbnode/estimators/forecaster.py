@@ -1,0 +1,504 @@
+"""Forecasts of irregular series with calibrated bands, from a table to a table."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import numpy as np
+import torch
+from sklearn.ensemble import HistGradientBoostingRegressor
+from sklearn.utils import check_random_state
+from sklearn.utils.validation import check_is_fitted
+from torch import Tensor
+from torch.distributions import Normal
+from typing_extensions import Self
+
+from hbnode._checks import nearest
+from hbnode.data import Series
+from hbnode.estimators.base import SeriesEstimator
+from hbnode.estimators.networks import ForecastNetwork, config_of, trained
+from hbnode.estimators.smoother import OscillatorSmoother
+from hbnode.nn import Standardize
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+Model = Literal["auto", "last", "features", "oscillators", "odernn", "gru"]
+CHEAP = ("last", "features", "oscillators")
+NETWORKS = ("odernn", "gru")
+CUTS, AHEAD = 5, 16  # starts of forecasts in a held-out series, and later samples of each
+PAIRS = 20_000  # most pairs of a start and a later value from which boosting learns, for each channel
+SCALES = (1.0, 4.0, 16.0)  # of moving averages, in median gaps
+FEW = 10  # series below which the end of each series is held out, instead of whole series
+HELD, END = 0.3, 0.3  # share of series, or of the samples of each series, that is held out
+NEAR = 200  # held-out errors from which a band is calibrated
+
+
+@dataclasses.dataclass
+class Questions:
+    """Series up to a sample each, and what is observed later.
+
+    Attributes:
+        past: the series, in units of the training data's deviations.
+        dt: times (n, K) after the last sample of each; NaN on padding.
+        values: the values (n, K, channels) at these times; NaN if missing.
+    """
+
+    past: Series
+    dt: Tensor
+    values: Tensor
+
+
+def questions(series: Series, random: np.random.RandomState, first: float, cuts: int, ahead: int) -> Questions:
+    """Draw starts of forecasts after the share ``first`` of each series, with at most ``ahead`` later samples each."""
+    rows, ends, later = [], [], []
+    for row, length in enumerate(series.lengths.tolist()):
+        least = max(1, int(first * length))
+        for cut in random.permutation(np.arange(least, length))[:cuts]:
+            rows.append(row)
+            ends.append(int(cut))
+            later.append(np.sort(random.permutation(np.arange(cut, length))[:ahead]))
+    if not rows:
+        raise ValueError("no series has two samples, so no forecast can be tested. Fix: longer series.")
+    width = max(map(len, later))
+    index = torch.tensor(np.stack([np.pad(each, (0, width - len(each)), constant_values=-1) for each in later]))
+    which, last = torch.tensor(rows), torch.tensor(ends) - 1
+    is_real = index >= 0
+    dt = series.t[which.unsqueeze(1), index] - series.t[which, last].unsqueeze(1)
+    values = torch.where(is_real.unsqueeze(-1), series.x[which.unsqueeze(1), index], torch.nan)
+    return Questions(cut_at(series.select(which), last + 1), torch.where(is_real, dt, torch.nan), values)
+
+
+def cut_at(series: Series, lengths: Tensor) -> Series:
+    """Return the first samples of each series."""
+    total = int(lengths.max())
+    is_kept = torch.arange(total) < lengths.unsqueeze(1)
+    t = torch.where(is_kept, series.t[:, :total], series.t.gather(1, (lengths - 1).unsqueeze(1)))
+    x = torch.where(is_kept.unsqueeze(-1), series.x[:, :total], torch.nan)
+    mask = series.mask[:, :total] & is_kept.unsqueeze(-1)
+    return dataclasses.replace(series, x=x, t=t, mask=mask, lengths=lengths)
+
+
+# Models of the mean and the standard deviation at times after the end of a series, in standardised units
+
+
+class LastValue:
+    """The last observed value; its error grows with the horizon as it does in the training data."""
+
+    def fit(self, series: Series, asked: Questions, seed: int) -> Self:
+        last, _ = last_values(asked.past)
+        error = (asked.values - last.unsqueeze(1)).abs().numpy()
+        self.spread = Spread().fit(asked.dt.numpy(), error)
+        return self
+
+    def forecast(self, past: Series, dt: Tensor) -> tuple[Tensor, Tensor]:
+        last, _ = last_values(past)
+        mean = last.unsqueeze(1).expand(-1, dt.shape[1], -1)
+        return mean, torch.as_tensor(self.spread(dt.numpy()))
+
+
+class Boosting:
+    """Boosted trees for the change since the last value, from summaries of the past, the horizon and the calendar."""
+
+    def fit(self, series: Series, asked: Questions, seed: int) -> Self:
+        gaps = series.t.diff()[torch.arange(1, series.t.shape[1]) < series.lengths.unsqueeze(1)]
+        gaps = gaps[gaps > 0]
+        self.gap = float(gaps.median()) if len(gaps) else 1.0
+        last, _ = last_values(asked.past)
+        self.trees, errors = [], np.full(asked.values.shape, np.nan)
+        history = self._history(asked.past)
+        for channel in range(asked.values.shape[2]):
+            inputs = self._inputs(asked.past, history, asked.dt, channel)
+            change = (asked.values[..., channel] - last[:, channel : channel + 1]).numpy()
+            known = np.isfinite(change)
+            tree = None
+            if known.any():
+                tree = HistGradientBoostingRegressor(random_state=seed, max_iter=100, min_samples_leaf=10)
+                tree.fit(inputs[known], change[known])
+                errors[..., channel] = abs(
+                    change - tree.predict(inputs.reshape(-1, inputs.shape[-1])).reshape(change.shape)
+                )
+            self.trees.append(tree)
+        self.spread = Spread().fit(asked.dt.numpy(), errors)
+        return self
+
+    def forecast(self, past: Series, dt: Tensor) -> tuple[Tensor, Tensor]:
+        last, _ = last_values(past)
+        mean, history = last.unsqueeze(1).repeat(1, dt.shape[1], 1), self._history(past)
+        for channel, tree in enumerate(self.trees):
+            if tree is not None:
+                inputs = self._inputs(past, history, dt, channel)
+                change = tree.predict(inputs.reshape(-1, inputs.shape[-1])).reshape(dt.shape)
+                mean[..., channel] += torch.as_tensor(change)
+        return mean, torch.as_tensor(self.spread(dt.numpy()))
+
+    def _history(self, past: Series) -> Tensor:
+        """Return moving averages of each channel at the last sample, (n, channels, scales); NaN without a value."""
+        end = past.t.amax(1, keepdim=True)
+        weight = past.mask.double()
+        values = torch.nan_to_num(past.x)
+        averages = []
+        for scale in SCALES:
+            decay = torch.exp(-(end - past.t) / (scale * self.gap)).clamp(min=1e-300).unsqueeze(-1) * weight
+            averages.append((decay * values).sum(1) / decay.sum(1))
+        return torch.stack(averages, -1)
+
+    def _inputs(self, past: Series, history: Tensor, dt: Tensor, channel: int) -> NDArray[Any]:
+        last, age = last_values(past)
+        mine, n = last[:, channel : channel + 1], len(last)
+        columns = [history[:, channel] - mine, age[:, channel : channel + 1], last, past.lengths.view(n, 1).double()]
+        if past.static is not None:
+            columns.append(past.static)
+        fixed = torch.cat(columns, 1).unsqueeze(1).expand(-1, dt.shape[1], -1)
+        moving = [dt, dt + age[:, channel : channel + 1]]
+        if past.unit is not None and past.origin is not None:  # the calendar
+            start = (past.origin - np.datetime64("1970-01-05", "us")) / np.timedelta64(1, "s")  # a Monday
+            seconds = start + (past.t.amax(1, keepdim=True) + dt) * past.unit
+            for period in (86400.0, 7 * 86400.0):
+                phase = 2 * math.pi * seconds / period
+                moving += [phase.sin(), phase.cos()]
+        return torch.cat([fixed, torch.stack(moving, -1)], -1).numpy()
+
+
+class Smoothing:
+    """Noisy oscillators with exact bands, for each channel by itself (:class:`OscillatorSmoother`)."""
+
+    def fit(self, series: Series, asked: Questions, seed: int) -> Self:
+        self.models = []
+        for channel in range(series.x.shape[2]):
+            one = self._channel(series, channel)
+            one = one.select(one.mask.any(-1).any(-1))
+            model = OscillatorSmoother(mean="constant", keep_observed=False, random_state=seed)
+            self.models.append(model.fit(one) if len(one) else None)
+        return self
+
+    def forecast(self, past: Series, dt: Tensor) -> tuple[Tensor, Tensor]:
+        mean, std = torch.zeros(*dt.shape, len(self.models)).double(), torch.ones(*dt.shape, len(self.models)).double()
+        at = past.t.amax(1, keepdim=True) + torch.nan_to_num(dt)
+        order = at.argsort(1)
+        for channel, model in enumerate(self.models):
+            if model is not None:
+                found = model.forecast(self._channel(past, channel), at.gather(1, order))
+                mean[..., channel] = found.mean[..., 0].gather(1, order.argsort(1))
+                std[..., channel] = found.std[..., 0].gather(1, order.argsort(1))
+        return mean, std
+
+    @staticmethod
+    def _channel(series: Series, channel: int) -> Series:
+        part = slice(channel, channel + 1)
+        return dataclasses.replace(series, x=series.x[..., part], mask=series.mask[..., part])
+
+
+class Spread:
+    """The mean absolute error of each channel as a function of the horizon, times √(π/2), interpolated in log dt."""
+
+    def fit(self, dt: NDArray[Any], errors: NDArray[Any]) -> Self:
+        self.knots, self.values = [], []
+        for channel in range(errors.shape[2]):
+            known = np.isfinite(errors[..., channel]) & np.isfinite(dt)
+            log_dt, error = np.log(dt[known] + 1e-12), errors[..., channel][known]
+            order = np.argsort(log_dt)
+            parts = np.array_split(order, max(1, min(10, len(order) // 30)))
+            self.knots.append(np.array([log_dt[part].mean() if len(part) else 0.0 for part in parts]))
+            found = np.array([error[part].mean() if len(part) else 1.0 for part in parts])
+            self.values.append(np.maximum(found * math.sqrt(math.pi / 2), 1e-6))
+        return self
+
+    def __call__(self, dt: NDArray[Any]) -> NDArray[Any]:
+        log_dt = np.log(np.nan_to_num(dt) + 1e-12)
+        pairs = zip(self.knots, self.values, strict=True)
+        return np.stack([np.interp(log_dt, knots, values) for knots, values in pairs], -1)
+
+
+def last_values(past: Series) -> tuple[Tensor, Tensor]:
+    """Return the last observed value of each channel, 0 if there is none, and its age, (n, channels)."""
+    positions = torch.arange(past.x.shape[1]).view(1, -1, 1)
+    latest = torch.where(past.mask, positions, -1).amax(1)
+    end = past.t.amax(1, keepdim=True)
+    rows = torch.arange(len(past)).unsqueeze(1)
+    channels = torch.arange(past.x.shape[2])
+    value = past.x[rows, latest.clamp(min=0), channels]
+    age = end - past.t.gather(1, latest.clamp(min=0))
+    return torch.where(latest >= 0, value, 0.0), torch.where(latest >= 0, age, end - past.t[:, :1])
+
+
+class SeriesForecaster(SeriesEstimator):
+    """Forecasts of irregular series with calibrated bands, in the user's units and dates.
+
+    The forecast of a value is its mean and a band for each level. Bands are calibrated by split conformal prediction.
+    Let e be the errors on held-out series, divided by the model's standard deviation. The half width of a band is the
+    standard deviation times a quantile of e at similar horizons of the same column, so that the band covers its level.
+    Series of fewer than ten are not held out; the last 30 % of each series are instead.
+
+    References:
+        Lei et al., Distribution-Free Predictive Inference for Regression, JASA 113 (2018).
+
+    Arguments:
+        model: ``"last"``, the last value; ``"features"``, boosted trees on summaries of the past, the horizon and the
+            calendar; ``"oscillators"``, a :class:`OscillatorSmoother` for each column; ``"odernn"`` or ``"gru"``, a
+            network that is trained by gradients; ``"auto"``, the one of the first three with the least continuous
+            ranked probability score on held-out series. Default: ``"auto"``
+        id: for a table in long form, the column that identifies the series. Default: ``None``
+        time: for a table, the column of times: numbers, or dates. Default: ``None``
+        values: for a table, the columns to forecast. None takes all that are not named by another argument.
+            Default: ``None``
+        static: for a table, columns that are constant within each series; categories are allowed. Default: ``None``
+        level: levels of the bands in percent. Default: ``90``
+        hidden_size: size of a network's state. Default: ``32``
+        dropout: dropout of a network. Default: ``0.1``
+        weight_decay: weight decay of a network. Default: ``0.01``
+        learning_rate: learning rate of a network. Default: ``0.005``
+        max_epochs: most epochs of a network. Default: ``100``
+        patience: epochs of a network without a smaller validation loss, after which training ends. Default: ``10``
+        n_members: number of networks whose forecasts are averaged. Default: ``3``
+        device: device of the networks. Default: ``None``
+        random_state: seed. Default: ``None``
+        progress: whether a progress bar is shown; None shows it on a terminal. Default: ``None``
+
+    Attributes:
+        model_: the model that was chosen.
+        cv_loss_: with ``model="auto"``, the score of each model on held-out series.
+
+    Example:
+        >>> import numpy as np, pandas as pd, hbnode.estimators
+        >>> hours = np.arange(0, 48, 1.5)
+        >>> table = pd.concat([pd.DataFrame({"id": i, "hour": hours, "y": np.sin(hours / 4 + i)}) for i in range(20)])
+        >>> forecaster = hbnode.estimators.SeriesForecaster("features", id="id", time="hour", level=80, random_state=0)
+        >>> forecaster.fit(table).predict(table, ahead=[1.5, 3.0]).columns.tolist()
+        ['id', 'time', 'column', 'mean', 'lower', 'upper']
+    """
+
+    def __init__(
+        self,
+        model: Model = "auto",
+        *,
+        id: str | None = None,
+        time: str | None = None,
+        values: str | Sequence[str] | None = None,
+        static: str | Sequence[str] | None = None,
+        level: float | Sequence[float] = 90,
+        hidden_size: int = 32,
+        dropout: float = 0.1,
+        weight_decay: float = 0.01,
+        learning_rate: float = 0.005,
+        max_epochs: int = 100,
+        patience: int = 10,
+        n_members: int = 3,
+        device: torch.device | str | None = None,
+        random_state: Any = None,
+        progress: bool | None = None,
+    ) -> None:
+        self.model: Any = model
+        self.id, self.time, self.values, self.static, self.level = id, time, values, static, level
+        self.hidden_size, self.dropout, self.weight_decay = hidden_size, dropout, weight_decay
+        self.learning_rate, self.max_epochs, self.patience = learning_rate, max_epochs, patience
+        self.n_members, self.device, self.random_state, self.progress = n_members, device, random_state, progress
+
+    def fit(self, X: Any, y: Any = None) -> Self:
+        """Fit the model and calibrate its bands.
+
+        Arguments:
+            X: the series.
+            y: ignored.
+        """
+        if self.model not in get_args(Model):
+            near = nearest(str(self.model), get_args(Model)) or "auto"
+            raise ValueError(f"model must be one of {get_args(Model)}, got {self.model!r}. Fix: {near!r}.")
+        self._levels()
+        random = check_random_state(self.random_state)
+        series = self._to_series(X, reset=True)
+        scale = Standardize(series.x.shape[2]).double().fit(series.x)
+        self.mean_, self.std_ = scale.mean.numpy(), scale.std.numpy()
+        self.clock_ = (series.unit, series.origin is not None)
+        series = self._scaled(series)
+        whole = series.select(series.lengths > 1)
+        if len(whole) >= FEW:
+            rows = random.permutation(len(whole))
+            count = max(2, round(HELD * len(whole)))
+            train, held = (whole.select(torch.tensor(part)) for part in (rows[count:], rows[:count]))
+            middle = len(held) // 2
+            parts = [held.select(slice(0, middle)), held.select(slice(middle, len(held)))]
+            choice, calibration = (questions(part, random, 0.0, 2 * CUTS, AHEAD) for part in parts)
+        else:
+            lengths = ((1 - END) * series.lengths.double()).long().clamp(min=1)
+            train = cut_at(series, lengths)
+            choice = calibration = questions(series, random, 1 - END, 10 * CUTS, AHEAD)
+            train = train if bool((train.lengths > 1).any()) else series
+        asked = questions(train, random, 0.0, max(3, PAIRS // 8 // len(train)), 8)
+        names = CHEAP if self.model == "auto" else (self.model,)
+        self.cv_loss_: dict[str, float] = {}
+        for name in names:
+            model = self._fitted(name, train, asked, choice, random)
+            self.cv_loss_[name] = _score(*self._forecast(model, choice.past, choice.dt), choice.values)
+            if self.cv_loss_[name] == min(self.cv_loss_.values()):
+                self.model_, best = name, model
+        if self.model_ in NETWORKS:
+            self.networks_, self.fitted_ = best, None
+        else:
+            self.fitted_ = best
+        mean, std = self._forecast(best, calibration.past, calibration.dt)
+        error = ((calibration.values - mean) / std).abs().numpy()
+        dt = calibration.dt.unsqueeze(-1).expand(calibration.values.shape).numpy()
+        known = np.isfinite(error)
+        self.errors_ = [
+            (np.log(dt[..., c][known[..., c]] + 1e-12), error[..., c][known[..., c]]) for c in range(error.shape[2])
+        ]
+        return self
+
+    def predict(self, X: Any, ahead: Any) -> Any:
+        """Return the forecasts as a DataFrame with a row for each series, time and column.
+
+        The columns are ``id``, ``time``, ``column``, ``mean``, and ``lower`` and ``upper`` for one level, or
+        ``lower_50``, ``upper_50`` and so on for several.
+
+        Arguments:
+            X: the series up to now, which need not be those of :meth:`fit`.
+            ahead: times after the last sample of each series: numbers in the unit of the times, durations such as
+                ``"1h"``, or dates, which must not lie before the last sample. One, or a list.
+        """
+        import pandas
+
+        check_is_fitted(self)
+        series = self._scaled(self._to_series(X, reset=False))
+        if (series.unit, series.origin is not None) != self.clock_:
+            raise ValueError(
+                f"the times must be {'dates' if self.clock_[1] else 'numbers'} as in fit. Fix: the same column of times."
+            )
+        dt = self._horizons(series, ahead)
+        mean, std = self._forecast(self._model, series, dt)
+        times = series.t.amax(1, keepdim=True) + dt
+        of_time = series.dates(times) if series.origin is not None else times.numpy()
+        shape = mean.shape
+        count = int(np.prod(shape[1:]))
+        table = {
+            "id": np.repeat(np.array(series.ids, dtype=object), count),
+            "time": np.repeat(of_time.reshape(-1), shape[2]),
+            "column": np.tile(np.array(self.features_, dtype=object), shape[0] * shape[1]),
+            "mean": (mean.numpy() * self.std_ + self.mean_).reshape(-1),
+        }
+        levels = self._levels()
+        for level in levels:
+            width = np.stack([self._quantile(c, dt.numpy(), level) for c in range(shape[2])], -1) * std.numpy()
+            suffix = f"_{level:g}" if len(levels) > 1 else ""
+            for name, sign in (("lower", -1), ("upper", 1)):
+                table[name + suffix] = ((mean.numpy() + sign * width) * self.std_ + self.mean_).reshape(-1)
+        return pandas.DataFrame(table).infer_objects()
+
+    @property
+    def _model(self) -> Any:
+        return self.networks_ if self.model_ in NETWORKS else self.fitted_
+
+    def _levels(self) -> list[float]:
+        levels = [self.level] if np.isscalar(self.level) else list(self.level)  # type: ignore[arg-type]
+        if not levels or not all(isinstance(x, (int, float)) and 0 < x < 100 for x in levels):
+            raise ValueError(f"level must be numbers in (0, 100), in percent, got {self.level!r}. Fix: level=(50, 90).")
+        return levels  # type: ignore[return-value]
+
+    def _scaled(self, series: Series) -> Series:
+        x = (series.x.double() - torch.as_tensor(self.mean_)) / torch.as_tensor(self.std_)
+        return dataclasses.replace(series, x=x)
+
+    def _horizons(self, series: Series, ahead: Any) -> Tensor:
+        """Return times after the last sample of each series, (batch, K)."""
+        given = ahead if isinstance(ahead, (list, tuple, np.ndarray, Tensor)) or hasattr(ahead, "to_numpy") else [ahead]
+        last = series.t.amax(1, keepdim=True)
+        if series.origin is not None and _are_dates(given):
+            dt = series.times(given).view(1, -1) - last
+        else:
+            dt = series.durations(given).double().view(1, -1).expand(len(series), -1)
+        if not bool((dt >= 0).all()):
+            raise ValueError(
+                "ahead must not lie before the last sample of a series, got a negative time or NaN. Fix: ahead=[1.0]."
+            )
+        return dt
+
+    def _fitted(
+        self, name: str, train: Series, asked: Questions, choice: Questions, random: np.random.RandomState
+    ) -> Any:
+        seed = int(random.randint(2**31 - 1))
+        if name not in NETWORKS:
+            kinds: dict[str, Any] = {"last": LastValue, "features": Boosting, "oscillators": Smoothing}
+            return kinds[name]().fit(train, asked, seed)
+        device, networks = self.device or "cpu", []
+        config = config_of(train, name, 1, self.hidden_size, self.dropout)  # type: ignore[arg-type]
+        for member in range(self.n_members):
+            with torch.random.fork_rng():
+                torch.manual_seed(seed + member)
+                network = trained(
+                    ForecastNetwork(**config).to(device),
+                    lambda network, rows: _nll(network, asked, rows, device),
+                    asked.past.lengths,
+                    lambda network: float(_nll(network, choice, torch.arange(len(choice.past)), device)),
+                    learning_rate=self.learning_rate,
+                    weight_decay=self.weight_decay,
+                    max_epochs=self.max_epochs,
+                    patience=self.patience,
+                    generator=torch.Generator().manual_seed(seed + member),
+                    progress=self.progress,
+                    name=f"{name} {member + 1}/{self.n_members}",
+                )
+            networks.append(network)
+        return networks
+
+    def _forecast(self, model: Any, past: Series, dt: Tensor) -> tuple[Tensor, Tensor]:
+        """Return means and standard deviations (batch, K, channels) in standardised units."""
+        if not isinstance(model, list):
+            return model.forecast(past, dt)
+        device = self.device or "cpu"
+        with torch.no_grad():
+            found = [each.to(device)(_networks_input(past, device), torch.nan_to_num(dt).to(device)) for each in model]
+        mean, std = (torch.stack(each).double().cpu() for each in zip(*found, strict=True))
+        return mean.mean(0), (std.square().mean(0) + mean.var(0, correction=0)).sqrt()
+
+    def _quantile(self, channel: int, dt: NDArray[Any], level: float) -> NDArray[Any]:
+        """Return the calibrated half width of a band at each horizon, in standard deviations, in the shape of dt."""
+        log_dt, error = self.errors_[channel]
+        if len(error) == 0:
+            return np.full(dt.shape, float(Normal(0.0, 1.0).icdf(torch.tensor(0.5 + level / 200))))
+        count = min(len(error), max(NEAR, len(error) // 5))
+        rank = min(count - 1, math.ceil((count + 1) * level / 100) - 1)
+        unique, inverse = np.unique(dt, return_inverse=True)
+        found = []
+        for each in np.log(unique + 1e-12):
+            near = np.argpartition(abs(log_dt - each), count - 1)[:count]
+            found.append(np.sort(error[near])[rank])
+        return np.array(found)[inverse].reshape(dt.shape)
+
+
+def _are_dates(values: Any) -> bool:
+    from hbnode._times import kind_of
+
+    kind = kind_of(values)
+    if kind != "text":
+        return kind == "dates"
+    import pandas
+
+    try:
+        pandas.to_timedelta(list(values))
+    except ValueError:
+        return True
+    return False
+
+
+def _networks_input(past: Series, device: torch.device | str) -> Series:
+    return dataclasses.replace(past, x=torch.nan_to_num(past.x)).to(device, torch.float32)
+
+
+def _nll(network: ForecastNetwork, asked: Questions, rows: Tensor, device: torch.device | str) -> Tensor:
+    past = _networks_input(asked.past.select(rows), device)
+    mean, std = network(past, torch.nan_to_num(asked.dt[rows]).to(device))
+    values = asked.values[rows].to(device, torch.float32)
+    known = values.isfinite()
+    return -(Normal(mean, std).log_prob(torch.nan_to_num(values)) * known).sum() / known.sum().clamp(min=1)
+
+
+def _score(mean: Tensor, std: Tensor, values: Tensor) -> float:
+    """Return the mean continuous ranked probability score of normal forecasts (Gneiting and Raftery 2007, eq. 5)."""
+    known = values.isfinite()
+    z = ((values - mean) / std)[known]
+    normal = Normal(0.0, 1.0)
+    crps = z * (2 * normal.cdf(z) - 1) + 2 * normal.log_prob(z).exp() - 1 / math.sqrt(math.pi)
+    return float((std.expand(values.shape)[known] * crps).mean())

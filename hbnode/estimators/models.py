@@ -1,0 +1,353 @@
+"""Classification and regression of irregular series in the conventions of scikit-learn."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import numpy as np
+import torch
+from scipy.optimize import minimize_scalar
+from scipy.special import log_softmax, softmax
+from sklearn.base import ClassifierMixin, RegressorMixin
+from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
+from sklearn.linear_model import RidgeClassifierCV, RidgeCV
+from sklearn.model_selection import KFold, StratifiedKFold, cross_val_predict, train_test_split
+from sklearn.multioutput import MultiOutputRegressor
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from sklearn.utils import check_array, check_random_state, column_or_1d
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import check_is_fitted
+from torch import Tensor
+from torch.nn.functional import cross_entropy, mse_loss
+from typing_extensions import Self
+
+from hbnode._checks import nearest
+from hbnode.data import Series
+from hbnode.estimators.base import SeriesEstimator, targets_of
+from hbnode.estimators.networks import SeriesNetwork, batched, config_of, trained
+from hbnode.features import OscillatorFeatures, RocketFeatures
+from hbnode.nn import Standardize
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+Model = Literal["auto", "features", "rocket", "oscillators", "odernn", "gru"]
+NETWORKS = ("oscillators", "odernn", "gru")
+ALPHAS = np.logspace(-3, 3, 13)  # of the ridge, for standardised features
+FOLDS = 4
+MANY = 1000  # series from which boosting is tried
+HELD = 0.2  # share of series for validation
+
+
+class _SeriesModel(SeriesEstimator):
+    """What the classifier and the regressor share: the choice of a model, and its fit."""
+
+    def __init__(
+        self,
+        model: Model = "auto",
+        *,
+        id: str | None = None,
+        time: str | None = None,
+        values: str | Sequence[str] | None = None,
+        static: str | Sequence[str] | None = None,
+        reconstruction: Any = "auto",
+        hidden_size: int = 32,
+        dropout: float = 0.1,
+        weight_decay: float = 0.01,
+        learning_rate: float = 5e-3,
+        max_epochs: int = 100,
+        patience: int = 10,
+        n_members: int = 3,
+        n_jobs: int | None = None,
+        device: torch.device | str | None = None,
+        random_state: Any = None,
+        progress: bool | None = None,
+    ) -> None:
+        self.model: Any = model
+        self.id, self.time, self.values, self.static = id, time, values, static
+        self.reconstruction = reconstruction
+        self.hidden_size, self.dropout, self.weight_decay = hidden_size, dropout, weight_decay
+        self.learning_rate, self.max_epochs, self.patience = learning_rate, max_epochs, patience
+        self.n_members, self.n_jobs = n_members, n_jobs
+        self.device, self.random_state, self.progress = device, random_state, progress
+
+    def _fit(self, data: Any, y: Any) -> None:
+        kinds = get_args(Model)
+        if self.model not in kinds:
+            near = nearest(str(self.model), kinds) or "auto"
+            raise ValueError(f"model must be one of {kinds}, got {self.model!r}. Fix: {near!r}.")
+        series = self._to_series(data, reset=True)
+        targets = self._set_targets(targets_of(y, series))
+        random = check_random_state(self.random_state)
+        if self.model in NETWORKS:
+            self.model_ = self.model
+            self._fit_networks(series, targets, random)
+        else:
+            self._fit_features(series, targets, random)
+
+    # Features
+
+    def _fit_features(self, series: Series, targets: NDArray[Any], random: np.random.RandomState) -> None:
+        """Fit the candidates, and keep the one with the least cross-validated loss."""
+        candidates = self._candidates(series, int(random.randint(2**31 - 1)))
+        self.cv_loss_: dict[str, float] = {}
+        least, last, features = np.inf, None, np.empty(0)
+        for name, transformer, head in candidates:
+            if transformer is not last:
+                features, last = transformer.fit_transform(series), transformer
+            loss, temperature = self._cross_validated(head, features, targets)
+            self.cv_loss_[name] = loss
+            if loss < least or len(self.cv_loss_) == 1:
+                least, self.model_, self.transformer_, self.temperature_ = loss, name, transformer, temperature
+                self.head_ = head.fit(features, targets)
+
+    def _candidates(self, series: Series, seed: int) -> list[tuple[str, Any, Any]]:
+        """Return names of models, transformers of series to features, and estimators on the features."""
+        found: list[tuple[str, Any, Any]] = []
+        ridge, boosting = self._heads(seed)
+        if self.model in ("auto", "features"):
+            features = OscillatorFeatures(random_state=seed, n_jobs=self.n_jobs)
+            found.append(("features", features, ridge))
+            if series.static is not None or len(series) >= MANY:
+                found.append(("features, boosting", features, boosting))
+        if self.model == "rocket" or (self.model == "auto" and importlib.util.find_spec("aeon") is not None):
+            kinds = [self.reconstruction]
+            if self.reconstruction == "auto":
+                kinds = ["linear"] if _is_regular(series) else ["linear", "last", "oscillators"]
+            for kind in kinds:
+                rocket = RocketFeatures(reconstruction=kind, random_state=seed, n_jobs=self.n_jobs)
+                found.append((f"rocket, {kind}" if len(kinds) > 1 else "rocket", rocket, self._heads(seed)[0]))
+        return found
+
+    def _cross_validated(self, head: Any, features: NDArray[Any], targets: NDArray[Any]) -> tuple[float, float]:
+        raise NotImplementedError
+
+    def _heads(self, seed: int) -> tuple[Any, Any]:
+        """Return a ridge and a boosting estimator."""
+        raise NotImplementedError
+
+    # Networks
+
+    def _fit_networks(self, series: Series, targets: NDArray[Any], random: np.random.RandomState) -> None:
+        device = self.device or "cpu"
+        self.mean_, self.std_ = _moments(series.x)
+        if series.static is not None:
+            self.static_mean_, self.static_std_ = _moments(series.static)
+        scaled, aims = self._scaled(series), torch.as_tensor(self._aims(targets)).to(device)
+        self.networks_ = []
+        for member in range(self.n_members):
+            seed = int(random.randint(2**31 - 1))
+            train, held = (torch.as_tensor(rows) for rows in self._split(targets, seed))
+
+            def loss(network: SeriesNetwork, rows: Tensor, train: Tensor = train) -> Tensor:
+                return self._loss(network(scaled.select(train[rows])), aims[train[rows]])
+
+            def validation(network: SeriesNetwork, held: Tensor = held) -> float:
+                rest = scaled.select(held)
+                return float(self._loss(batched(network, rest).to(device), aims[held]))
+
+            with torch.random.fork_rng():
+                torch.manual_seed(seed)
+                config = config_of(scaled, self.model, self._outputs, self.hidden_size, self.dropout)
+                network = trained(
+                    SeriesNetwork(**config).to(device),
+                    loss,
+                    scaled.lengths[train],
+                    validation,
+                    learning_rate=self.learning_rate,
+                    weight_decay=self.weight_decay,
+                    max_epochs=self.max_epochs,
+                    patience=self.patience,
+                    generator=torch.Generator().manual_seed(seed),
+                    progress=self.progress,
+                    name=f"{self.model} {member + 1}/{self.n_members}",
+                )
+            self.networks_.append(network)
+
+    def _scaled(self, series: Series) -> Series:
+        x = torch.nan_to_num((series.x - torch.as_tensor(self.mean_)) / torch.as_tensor(self.std_))
+        static = series.static
+        if static is not None:
+            static = (static - torch.as_tensor(self.static_mean_)) / torch.as_tensor(self.static_std_)
+        return dataclasses.replace(series, x=x, static=static).to(self.device or "cpu", torch.float32)
+
+    def _network_outputs(self, series: Series) -> NDArray[Any]:
+        """Return the mean of the networks' outputs, (batch, outputs)."""
+        scaled, device = self._scaled(series), self.device or "cpu"
+        members = [each.to(device) for each in self.networks_]
+
+        return torch.stack([batched(each, scaled) for each in members]).mean(0).double().numpy()
+
+    _outputs: int
+
+    def _aims(self, targets: NDArray[Any]) -> NDArray[Any]:
+        raise NotImplementedError
+
+    def _split(self, targets: NDArray[Any], seed: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return the indices of series for training and for validation."""
+        raise NotImplementedError
+
+    @staticmethod
+    def _loss(outputs: Tensor, aims: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class SeriesClassifier(ClassifierMixin, _SeriesModel):
+    """DOC"""
+
+    def fit(self, X: Any, y: Any) -> Self:
+        """Fit the model.
+
+        Arguments:
+            X: the series.
+            y: one label for each series, (batch,); a pandas Series that is indexed by the ids is put in their order.
+        """
+        self._fit(X, y)
+        return self
+
+    def predict_proba(self, X: Any) -> NDArray[Any]:
+        """Return the probability of each class in ``classes_``, (batch, classes)."""
+        check_is_fitted(self)
+        series = self._to_series(X, reset=False)
+        if self.model_ in NETWORKS:
+            return softmax(self._network_outputs(series), 1)
+        decision = _logits(self.head_, self.transformer_.transform(series), len(self.classes_))
+        return softmax(decision / self.temperature_, 1)
+
+    def predict(self, X: Any) -> NDArray[Any]:
+        """Return the most probable label of each series, (batch,)."""
+        return self.classes_[self.predict_proba(X).argmax(1)]
+
+    def _set_targets(self, targets: NDArray[Any]) -> NDArray[Any]:
+        targets = column_or_1d(targets, warn=True)
+        check_classification_targets(targets)
+        self.classes_, codes = np.unique(targets, return_inverse=True)
+        self._outputs = len(self.classes_)
+        if len(self.classes_) < 2:
+            raise ValueError(
+                f"y must have at least 2 classes, got one class, {self.classes_[0]!r}. "
+                "Fix: SeriesRegressor for numbers."
+            )
+        return codes
+
+    def _heads(self, seed: int) -> tuple[Any, Any]:
+        return (
+            make_pipeline(StandardScaler(), RidgeClassifierCV(ALPHAS)),
+            HistGradientBoostingClassifier(random_state=seed),
+        )
+
+    def _cross_validated(self, head: Any, features: NDArray[Any], targets: NDArray[Any]) -> tuple[float, float]:
+        """Return the log loss of held-out series, and the temperature at which it is smallest."""
+        folds = min(FOLDS, int(np.bincount(targets).min()))
+        if folds < 2:
+            return np.inf, 1.0
+        splits = StratifiedKFold(folds, shuffle=True, random_state=0)
+        decision = cross_val_predict(head, features, targets, cv=splits, method="decision_function")
+        decision = decision if decision.ndim == 2 else np.stack([-decision, decision], 1)
+
+        def loss(log_temperature: float) -> float:
+            scaled = decision / np.exp(log_temperature)
+            return -float(log_softmax(scaled, 1)[np.arange(len(targets)), targets].mean())
+
+        found = minimize_scalar(loss, bounds=(-5.0, 5.0), method="bounded")
+        return float(found.fun), float(np.exp(found.x))
+
+    def _aims(self, targets: NDArray[Any]) -> NDArray[Any]:
+        return targets.astype(np.int64)
+
+    def _split(self, targets: NDArray[Any], seed: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        counts = np.bincount(targets)
+        held = max(HELD, len(counts) / len(targets))
+        is_stratified = counts.min() >= 2 and held < 0.5
+        return _split(len(targets), held if held < 0.5 else HELD, seed, targets if is_stratified else None)
+
+    @staticmethod
+    def _loss(outputs: Tensor, aims: Tensor) -> Tensor:
+        return cross_entropy(outputs, aims)
+
+
+class SeriesRegressor(RegressorMixin, _SeriesModel):
+    """DOC"""
+
+    def fit(self, X: Any, y: Any) -> Self:
+        """Fit the model.
+
+        Arguments:
+            X: the series.
+            y: numbers, (batch,) or (batch, targets); a pandas Series that is indexed by the ids is put in their order.
+        """
+        self._fit(X, y)
+        return self
+
+    def predict(self, X: Any) -> NDArray[Any]:
+        """Return the predicted numbers in the shape of y."""
+        check_is_fitted(self)
+        series = self._to_series(X, reset=False)
+        if self.model_ in NETWORKS:
+            found = self._network_outputs(series) * self.target_std_ + self.target_mean_
+        else:
+            found = self.head_.predict(self.transformer_.transform(series)).reshape(len(series), -1)
+        return found if self.is_wide_ else found[:, 0]
+
+    def _set_targets(self, targets: NDArray[Any]) -> NDArray[Any]:
+        numbers = check_array(targets, ensure_2d=False, dtype=np.float64, input_name="y")
+        self.is_wide_ = numbers.ndim == 2
+        numbers = numbers.reshape(len(numbers), -1)
+        self._outputs, self.target_mean_, spread = numbers.shape[1], numbers.mean(0), numbers.std(0)
+        self.target_std_ = np.where(spread > 0, spread, 1.0)
+        return numbers
+
+    def _heads(self, seed: int) -> tuple[Any, Any]:
+        boosting = HistGradientBoostingRegressor(random_state=seed)
+        return (
+            make_pipeline(StandardScaler(), RidgeCV(ALPHAS)),
+            boosting if self._outputs == 1 else MultiOutputRegressor(boosting),
+        )
+
+    def _cross_validated(self, head: Any, features: NDArray[Any], targets: NDArray[Any]) -> tuple[float, float]:
+        """Return the mean squared error of held-out series in variances of the targets, and 1."""
+        if len(targets) < 2:
+            return np.inf, 1.0
+        splits = KFold(min(FOLDS, len(targets)), shuffle=True, random_state=0)
+        found = cross_val_predict(head, features, targets, cv=splits).reshape(targets.shape)
+        return float((((found - targets) / self.target_std_) ** 2).mean()), 1.0
+
+    def _aims(self, targets: NDArray[Any]) -> NDArray[Any]:
+        return ((targets - self.target_mean_) / self.target_std_).astype(np.float32)
+
+    def _split(self, targets: NDArray[Any], seed: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        return _split(len(targets), HELD, seed, None)
+
+    @staticmethod
+    def _loss(outputs: Tensor, aims: Tensor) -> Tensor:
+        return mse_loss(outputs, aims)
+
+
+def _logits(head: Any, features: NDArray[Any], classes: int) -> NDArray[Any]:
+    decision = head.decision_function(features)
+    return decision if decision.ndim == 2 else np.stack([-decision, decision], 1)
+
+
+def _moments(x: Tensor) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return the mean and the standard deviation of each feature; a constant has the deviation 1."""
+    scale = Standardize(x.shape[-1]).double().fit(x)
+    return scale.mean.numpy(), scale.std.numpy()
+
+
+def _split(count: int, held: float, seed: int, labels: Any) -> tuple[NDArray[Any], NDArray[Any]]:
+    if count < 2:
+        return np.arange(count), np.arange(count)
+    train, test = train_test_split(np.arange(count), test_size=held, random_state=seed, stratify=labels)
+    return train, test
+
+
+def _is_regular(series: Series) -> bool:
+    """Return whether every series has all values, at equal gaps."""
+    is_sample = torch.arange(series.t.shape[1]) < series.lengths.unsqueeze(1)
+    gaps = series.t.diff()[is_sample[:, 1:]]
+    is_equal = not len(gaps) or bool((gaps.max() - gaps.min()) <= 1e-6 * gaps.max())
+    return is_equal and bool(series.mask[is_sample].all())

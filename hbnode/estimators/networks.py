@@ -1,0 +1,217 @@
+"""Networks over irregular series with one output for each series, and their training with early stopping."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from hbnode.data import Series, bucketed_batches
+from hbnode.nn.ode_rnn import ODERNN
+from hbnode.nn.oscillators import OscillatorStack, oscillator_ranges
+from hbnode.nn.sequences import Inputs, Sequences, fitted_unit
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+Kind = Literal["gru", "odernn", "oscillators"]
+BATCH, STEPS = 64, 8  # the size of a batch; fewer series make at least so many batches in an epoch, of four or more
+Net = TypeVar("Net", bound=nn.Module)
+
+
+class SeriesNetwork(nn.Module):
+    """A network with one output for each series: inputs, a recurrent core, the last and the mean state, a linear map.
+
+    The inputs of the core are the values, decayed to the mean of the training data where they are missing, the mask,
+    the ages of the last values, the time as a share of the longest span, and static features. Time begins at
+    ``start``, or at the first sample of each series if ``start`` is None.
+
+    Arguments:
+        kind: the core: ``"gru"`` (torch.nn.GRU), ``"odernn"`` (:class:`hbnode.ODERNN`) or ``"oscillators"``
+            (:class:`hbnode.nn.OscillatorStack`).
+        channels: features of a sample.
+        static_size: static features.
+        outputs: features of the output.
+        hidden_size: features of the state.
+        dropout: probability that a feature of the inputs or of the state is dropped in training.
+        start: the common beginning of time; None for series that have none.
+        span: the longest duration of a series.
+        time_unit: ten median gaps; times are divided by it.
+        frequency, decay: ranges of the oscillators in the unit of the times.
+    """
+
+    def __init__(
+        self, kind: Kind, channels: int, static_size: int, outputs: int, hidden_size: int, dropout: float,
+        start: float | None, span: float, time_unit: float, frequency: tuple[float, float], decay: tuple[float, float],
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.config = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        self.kind, self.start, self.span, self.time_unit = kind, start, span, time_unit
+        self.inputs = Inputs(channels, "decay", True, True, static_size)
+        self.dropout, size = nn.Dropout(dropout), self.inputs.size + 1
+        self.core: nn.Module
+        if kind == "gru":
+            self.core = nn.GRU(size, hidden_size, batch_first=True)
+        elif kind == "odernn":
+            self.core = ODERNN(size, hidden_size, rtol=1e-3, atol=1e-3)
+        else:
+            ranges: Any = {"frequency": [time_unit * x for x in frequency], "decay": [time_unit * x for x in decay]}
+            self.core = OscillatorStack(size, hidden_size, 2, dropout=dropout, **ranges)
+        self.head: nn.Module = nn.Linear(2 * hidden_size, outputs)
+
+    def encode(self, series: Series) -> tuple[Tensor, Any, Tensor, Tensor]:
+        """Return the states (batch, T, hidden_size), the core's last state, and the last values and their times."""
+        since = series.t - (series.t[:, :1] if self.start is None else self.start)
+        static = None if series.static is None else torch.nan_to_num(series.static)
+        sequences = Sequences(series.x.shape[2], series.x, since / self.time_unit, series.mask, series.lengths)
+        x, last, last_t = self.inputs(sequences, static, None, 1.0)
+        share = (since / self.span).to(x.dtype)[:, : x.shape[1]].unsqueeze(-1)
+        x = self.dropout(torch.cat([x, share], -1))
+        options = {} if self.kind == "gru" else {"t": sequences.t, "lengths": series.lengths}
+        core: Any = self.core
+        h, state = core(x, **options)
+        return h, state, cast("Tensor", last), cast("Tensor", last_t)  # which there are, because ages are inputs
+
+    @override
+    def forward(self, series: Series) -> Tensor:
+        """Return the outputs (batch, outputs) for standardised series; a missing static feature is 0."""
+        h, _, _, _ = self.encode(series)
+        lengths = series.lengths.to(h.device)
+        is_sample = (torch.arange(h.shape[1], device=h.device) < lengths.unsqueeze(1)).unsqueeze(-1)
+        mean = torch.where(is_sample, h, 0.0).sum(1) / lengths.unsqueeze(1)
+        return self.head(self.dropout(torch.cat([_last(h, lengths), mean], -1)))
+
+
+class ForecastNetwork(SeriesNetwork):
+    """A network for the mean and the standard deviation of later values: the state, the horizon, a hidden layer.
+
+    The state of an ODE-RNN is that of the horizon; another core's is that of the last sample. The mean is the last
+    observed value of the channel plus an output of the network.
+    """
+
+    def __init__(self, **config: Any) -> None:
+        channels, hidden = config["channels"], config["hidden_size"]
+        super().__init__(**{**config, "outputs": 1})
+        self.config = config
+        self.head = nn.Sequential(
+            nn.Linear(hidden + 2 + 2 * channels, 2 * hidden), nn.Tanh(), nn.Linear(2 * hidden, 2 * channels)
+        )
+
+    @override
+    def forward(self, series: Series, dt: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # has a horizon
+        """Return the mean and the standard deviation (batch, K, channels) at times ``dt`` (batch, K) after the last."""
+        h, state, last, last_t = self.encode(series)
+        lengths, count = series.lengths.to(h.device), dt.shape[1]
+        ahead = dt / self.time_unit
+        if self.kind == "odernn":
+            order = ahead.argsort(1)
+            core: Any = self.core
+            h = core.forecast(state, ahead.gather(1, order))[0]
+            h = h.gather(1, order.argsort(1).unsqueeze(-1).expand(-1, -1, h.shape[2]))
+        else:
+            h = _last(h, lengths).unsqueeze(1).expand(-1, count, -1)
+        times = series.t.amax(1, keepdim=True) - (series.t[:, :1] if self.start is None else self.start)
+        age = (times / self.time_unit - last_t).to(h.dtype).log1p()
+        known = torch.cat([last, age], -1).unsqueeze(1).expand(-1, count, -1)
+        ahead = ahead.to(h.dtype).unsqueeze(-1)
+        shift, log_std = self.head(torch.cat([self.dropout(h), ahead.log1p(), ahead.tanh(), known], -1)).chunk(2, -1)
+        return last.unsqueeze(1) + shift, log_std.clamp(-6.0, 4.0).exp()
+
+
+def _last(h: Tensor, lengths: Tensor) -> Tensor:
+    return h[torch.arange(len(h), device=h.device), lengths - 1]
+
+
+def config_of(series: Series, kind: Kind, outputs: int, hidden_size: int, dropout: float) -> dict[str, Any]:
+    """Return the arguments of a network for series like these, with scales of time from theirs."""
+    static = 0 if series.static is None else series.static.shape[1]
+    try:
+        unit = fitted_unit(series.t, series.mask, series.lengths)
+        ranges: Any = oscillator_ranges(series.t, series.mask, series.lengths)
+    except ValueError:  # no series has two samples at different times
+        unit, ranges = 1.0, {"frequency": (0.01, 0.25), "decay": (0.01, 0.1)}
+    starts, ends = series.t[:, 0], series.t.amax(1)  # padding has the time of the last sample
+    span = float((ends - starts).max()) or 1.0
+    start = float(starts.min()) if float(starts.max() - starts.min()) <= span else None
+    sizes = {"channels": series.x.shape[2], "static_size": static, "outputs": outputs, "hidden_size": hidden_size}
+    times = {"start": start, "span": span, "time_unit": unit, **ranges}
+    return {"kind": kind, **sizes, "dropout": dropout, **times}
+
+
+def trained(
+    network: Net,
+    loss: Callable[[Net, Tensor], Tensor],
+    lengths: Tensor,
+    validation: Callable[[Net], float],
+    *,
+    learning_rate: float,
+    weight_decay: float,
+    max_epochs: int,
+    patience: int,
+    generator: torch.Generator,
+    progress: bool | None,
+    name: str,
+) -> Net:
+    """Train a network by AdamW and return it with the parameters of the epoch with the least validation loss.
+
+    Training ends after ``patience`` epochs without a smaller validation loss.
+
+    Arguments:
+        network: the network.
+        loss: the loss of a network for the series of some indices.
+        lengths: lengths of the series.
+        validation: the validation loss of a network.
+        learning_rate: of AdamW.
+        weight_decay: of AdamW.
+        max_epochs: limit of the epochs.
+        patience: limit of the epochs without a smaller validation loss.
+        generator: of the batches.
+        progress: as for :func:`progress_bar`.
+        name: of the progress bar.
+    """
+    optimizer: Optimizer = torch.optim.AdamW(network.parameters(), lr=learning_rate, weight_decay=weight_decay)
+    size = min(BATCH, max(4, len(lengths) // STEPS))
+    least, best, since = float("inf"), copy.deepcopy(network.state_dict()), 0
+    bar = progress_bar(range(max_epochs), progress, name)
+    for _ in bar:
+        network.train()
+        for rows in bucketed_batches(lengths, size, generator=generator):
+            optimizer.zero_grad()
+            loss(network, torch.as_tensor(rows)).backward()
+            nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+            optimizer.step()
+        network.eval()
+        with torch.no_grad():
+            found = validation(network)
+        bar.set_postfix(validation=f"{found:.3g}")
+        since += 1
+        if found < least:
+            least, best, since = found, copy.deepcopy(network.state_dict()), 0
+        if since >= patience:
+            break
+    network.load_state_dict(best)
+    return network.eval()
+
+
+@torch.no_grad()
+def batched(function: Callable[[Series], Tensor], series: Series) -> Tensor:
+    """Return a function of series for all of them, computed in batches of similar length, on the CPU."""
+    found = torch.empty(0)
+    for rows in bucketed_batches(series.lengths, BATCH, shuffle=False):
+        part = function(series.select(rows)).cpu()
+        found = part.new_empty(len(series), *part.shape[1:]) if not len(found) else found
+        found[rows] = part
+    return found
+
+
+def progress_bar(steps: Any, progress: bool | None, name: str) -> Any:
+    """Return a progress bar over steps; ``progress=None`` shows it on a terminal only."""
+    from tqdm import tqdm
+
+    is_shown = sys.stderr.isatty() if progress is None else progress
+    return tqdm(steps, desc=name, leave=False, disable=not is_shown)
