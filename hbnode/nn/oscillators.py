@@ -250,7 +250,7 @@ class Oscillators(_OscillatorModule):
     starts from the stationary distribution, in which v and √κ q have the variance σ² = s²/(2γ). Samples are observed
     as C [v; √κ q] + ε with independent ε ~ N(0, r²). B and D are not used. Its Kalman filter is exact for any gaps: the
     noise over a gap has the covariance S - ΦSΦᵀ, where S is the stationary covariance. Observations correlate the
-    oscillators. The filter therefore has a covariance 2P x 2P per series, and its time grows as T (2P)² input_size.
+    oscillators. The filter therefore has a covariance 2P x 2P per series. Its time is linear in T.
 
     References:
         Rusch and Rus, Oscillatory State-Space Models, arXiv:2410.03943 (LinOSS); Boyer, Rusch and Rus, Learning to
@@ -267,8 +267,8 @@ class Oscillators(_OscillatorModule):
         bidirectional: whether a second layer with its own parameters processes the series backwards in time. Its
             outputs are concatenated to those of the first. Such a layer needs whole series: it takes no state and makes
             no forecast. Default: ``False``
-        noise: whether the layer is a probabilistic model, for :meth:`log_likelihood` and :meth:`filter`.
-            ``hidden_size`` must then be ``input_size``. Default: ``False``
+        noise: whether the layer is a probabilistic model, for :meth:`log_likelihood`, :meth:`filter` and
+            :meth:`smooth`. ``hidden_size`` must then be ``input_size``. Default: ``False``
         frequency: range of the initial damped frequencies ω/2π, in cycles per unit of ``t``, drawn log-uniformly.
             :func:`hbnode.nn.oscillator_ranges` computes one from times. Default: ``(0.001, 0.25)``
         decay: range of the initial decay rates a = γ/2, in 1 / unit of ``t``, drawn log-uniformly and limited to 1.5 ω.
@@ -478,7 +478,8 @@ class Oscillators(_OscillatorModule):
                 Default: ``None``
             lengths: length of each sequence, (batch,); later samples are padding. Default: ``None``
         """
-        return self.filter(x, t, None, mask, lengths).log_likelihood.sum(1)
+        kalman = self._kalman_filter()
+        return kalman.log_likelihood(Sequences(self.input_size, x, _times(x, t, None), mask, lengths))
 
     def filter(
         self,
@@ -506,6 +507,93 @@ class Oscillators(_OscillatorModule):
             self._check_state(state, len(x), OscillatorBelief)
             seq.check_start(state.t, sequences.t)
         return kalman.filter(sequences, state)
+
+    def smooth(
+        self,
+        x: Tensor,
+        t: ArrayLike | None = None,
+        mask: Tensor | None = None,
+        lengths: Lengths | None = None,
+        at: ArrayLike | None = None,
+        noise: bool = False,
+    ) -> Gaussian:
+        """Return the distributions of the signal given all samples of a series, in float64; needs ``noise=True``.
+
+        Each value has its own mean and standard deviation. Use :meth:`sample_paths` for joint draws of several times.
+
+        Arguments:
+            x: samples (batch, T, input_size).
+            t: times (batch, T), or (T,) for the whole batch; None is one unit of time between samples.
+                Default: ``None``
+            mask: which values are observed, bool, (batch, T) or (batch, T, input_size); the others may be NaN.
+                Default: ``None``
+            lengths: length of each sequence, (batch,); later samples are padding. Default: ``None``
+            at: times (K,) or (batch, K) of the results, in any order, also before the first or after the last sample.
+                None is the times of the samples. Default: ``None``
+            noise: whether the distributions are those of observations, which add the observation noise.
+                Default: ``False``
+
+        Returns:
+            Means and standard deviations (batch, K, input_size), or (batch, T, input_size) with 0 on padding.
+
+        Example:
+            >>> import torch, hbnode
+            >>> layer = hbnode.nn.Oscillators(1, 1, 2, noise=True)
+            >>> band = layer.smooth(torch.randn(4, 20, 1), at=[0.5, 3.2, 40.0])
+            >>> band.mean.shape, band.std.shape
+            (torch.Size([4, 3, 1]), torch.Size([4, 3, 1]))
+        """
+        kalman, sequences, times = self._with_queries(x, t, mask, lengths, at)
+        mean, variance = kalman.smooth(sequences, times)
+        std = (variance + kalman.noise if noise else variance).sqrt()
+        return Gaussian(mean, std) if at is not None else Gaussian(sequences.padded(mean), sequences.padded(std))
+
+    def sample_paths(
+        self,
+        x: Tensor,
+        t: ArrayLike | None = None,
+        mask: Tensor | None = None,
+        lengths: Lengths | None = None,
+        at: ArrayLike | None = None,
+        paths: int = 1,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Draw paths of the signal given all samples, (paths, batch, K, input_size), in float64; needs ``noise=True``.
+
+        The values of a path are a joint draw for all times and features (Durbin and Koopman, Biometrika 89, 2002).
+
+        Arguments:
+            x: samples (batch, T, input_size).
+            t: times (batch, T), or (T,) for the whole batch; None is one unit of time between samples.
+                Default: ``None``
+            mask: which values are observed, bool, (batch, T) or (batch, T, input_size); the others may be NaN.
+                Default: ``None``
+            lengths: length of each sequence, (batch,); later samples are padding. Default: ``None``
+            at: times (K,) or (batch, K), as in :meth:`smooth`; None is the times of the samples. Default: ``None``
+            paths: number of paths. Default: ``1``
+            generator: source of the random numbers. Default: ``None``
+        """
+        kalman, sequences, times = self._with_queries(x, t, mask, lengths, at)
+        found = kalman.sample_paths(sequences, times, as_count(paths, "paths"), generator).movedim(-1, 0)
+        return found if at is not None else sequences.padded(found)
+
+    def _with_queries(
+        self, x: Tensor, t: ArrayLike | None, mask: Tensor | None, lengths: Lengths | None, at: ArrayLike | None
+    ) -> tuple[KalmanFilter, Sequences, Tensor | None]:
+        kalman = self._kalman_filter()
+        sequences = Sequences(self.input_size, x, _times(x, t, None), mask, lengths)
+        if at is None:
+            return kalman, sequences, None
+        times = as_times(at, "at").to(sequences.x.device)
+        batch = len(sequences.t)
+        if times.dim() not in (1, 2) or (times.dim() == 2 and len(times) != batch) or not times.shape[-1]:
+            raise ValueError(
+                f"at must be (K,) or (batch, K) with batch={batch} and K >= 1, got {tuple(times.shape)}. "
+                "Fix: at=[0.0, 0.5, 1.0], in the unit of t."
+            )
+        if may_look() and not bool(torch.isfinite(times).all()):
+            raise ValueError("at must be finite, got NaN or inf. Fix: at[torch.isfinite(at)].")
+        return kalman, sequences, times.expand(batch, -1)
 
     def _kalman_filter(self) -> KalmanFilter:
         if self.log_spread is None or self.log_observation_noise is None:
