@@ -180,7 +180,11 @@ def targets_of(y: Any, series: Series) -> NDArray[Any]:
 def _checked(data: Any) -> Any:
     """Return data with arrays checked by scikit-learn; NaN is allowed."""
     is_list = isinstance(data, (list, tuple)) and len(data) > 0
-    if isinstance(data, Series) or _is_dict(data) or (is_list and (isinstance(data[0], (Series, tuple)) or np.ndim(data[0]) == 2)):
+    if (
+        isinstance(data, Series)
+        or _is_dict(data)
+        or (is_list and (isinstance(data[0], (Series, tuple)) or np.ndim(data[0]) == 2))
+    ):
         return data
     array = data.detach().cpu().numpy() if isinstance(data, torch.Tensor) else data
     return check_array(array, dtype=np.float64, allow_nd=True, ensure_all_finite="allow-nan", input_name="X")
