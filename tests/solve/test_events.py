@@ -49,7 +49,7 @@ class Spring(nn.Module):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("gradient", ["direct", "checkpoint"])
+@pytest.mark.parametrize("gradient", ["direct", "checkpoint", "adjoint"])
 def test_bounces_and_gradients_are_those_of_the_closed_form(method, gradient):
     """Every sample has its own bounces; t_n = √(h/5) (1 + 2 Σ_{k<n} e^k), and between them the ball is a parabola."""
     h = float64([1.0], [2.0], [0.3]).requires_grad_()
@@ -71,7 +71,9 @@ def test_bounces_and_gradients_are_those_of_the_closed_form(method, gradient):
         torch.testing.assert_close(found, torch.autograd.grad(wanted, (h, e), retain_graph=True), rtol=0, atol=1e-7)
 
 
-@pytest.mark.parametrize("settings", [{}, {"gradient": "direct", "steps": 40}], ids=["adaptive", "fixed"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"gradient": "direct", "steps": 40}, {"gradient": "adjoint"}], ids=["adaptive", "fixed", "adjoint"]
+)
 def test_gradients_reach_the_field_the_event_the_jump_and_the_times(settings):
     torch.manual_seed(0)
     field, level = Spring(), nn.Parameter(float64(0.2))
@@ -268,7 +270,6 @@ def test_evaluations_of_events_are_counted():
         (Event(lambda t, y: height(t, y).log()), {}, NonFiniteError, "event function returned NaN"),
         (Event(height), {"method": "dopri5"}, ValueError, "native methods.*odeint_event"),
         (Event(height), {"gradient": "reversible", "steps": 4}, ValueError, "does not support events"),
-        (Event(height), {"gradient": "adjoint"}, ValueError, "does not support events"),
         (Event(height), {"method": "leapfrog", "steps": 4, "t": T}, ValueError, "has no gradient of t"),
         (height, {}, TypeError, "events must be an Event"),
         ([], {}, TypeError, "events must be an Event"),
