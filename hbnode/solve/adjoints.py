@@ -431,12 +431,9 @@ class Adjoint:
         with torch.no_grad():
             known = integrate(p, (*rows, *carried))
         saved, now, moving = Outputs(p, rows), np.full_like(p.end, -1.0), np.ones_like(p.end, bool)
-        for landing in (*p.stepper.rounds(), None):
-            then, goes = np.where(moving, p.end, now), p._on_device(moving)
-            ends = [torch.where(as_column(goes, x), y[-1], x.detach()) for x, y in zip(rows, known, strict=True)]
-            if landing is not None:
-                then[landing.lanes], landed = landing.now, p._on_device(landing.lanes)
-                ends = [x.index_copy(0, landed, y) for x, y in zip(ends, landing.rows, strict=True)]
+        for landing in p.stepper.rounds():
+            then, goes, landed = np.where(moving, p.end, now), p._on_device(moving), p._on_device(landing.lanes)
+            then[landing.lanes] = landing.now
             inside = moving[:, None] & (p.outputs > now[:, None]) & (p.outputs <= then[:, None])
             lanes, outputs = inside.nonzero()
             column = inside.cumsum(1)[inside]
@@ -450,19 +447,20 @@ class Adjoint:
                 times = torch.cat([of_lanes[:, :1], times[:, 1:]], 1) if (now < 0).all() else times
             flight = Problem(p.term, METHODS[p.settings.method], times, p.settings)
             flight.jumps = None if p.jumps is None else p.jumps - elapsed[:, :1]
-            path = tuple([torch.stack([x.detach(), *[y] * (times.shape[1] - 1)]) for x, y in zip(rows, ends, strict=True)])
-            for x, y in zip(path, known, strict=True):
-                x[place, lane] = y[output + 1, lane]
-            values = _with_gradient(_Solve(self, flight, snapshot, leaves, ids, (), path), rows)
+            path: list[Tensor] = []
+            for row, y, after in zip(rows, known, landing.rows, strict=True):
+                end = torch.where(as_column(goes, row), y[-1], row.detach()).index_copy(0, landed, after)
+                path.append(torch.stack([row.detach(), *[end] * (times.shape[1] - 1)]))
+                path[-1][place, lane] = y[output + 1, lane]
+            values = _with_gradient(_Solve(self, flight, snapshot, leaves, ids, (), tuple(path)), rows)
             at = Attempt(None, [], None, lanes=lanes, outputs=outputs)
             saved.add(at, tuple([x[place, lane] for x in values]), np.ones_like(moving))
-            rows, now, moving = tuple([x[-1] for x in values]), then, moving & (then < p.end)
-            if landing is not None:
-                rows = p.stepper.repeat(landing, now, rows)
-                if p.stepper.ended is not None:
-                    lanes, last = p.stepper.ended
-                    saved.hold(lanes, last, now)
-                    moving[lanes] = False
+            now, moving = then, moving & (then < p.end)
+            rows = p.stepper.repeat(landing, now, tuple([x[-1] for x in values]))
+            if p.stepper.ended is not None:
+                lanes, last = p.stepper.ended
+                saved.hold(lanes, last, now)
+                moving[lanes] = False
         return saved.rows()
 
     def backward(
@@ -553,7 +551,6 @@ class _Augmented:
             problem.jumps = self._jumps(problem.end)
         rows = integrate(problem, start)
         return tuple([x[0] for x in parts(term.unflatten(rows, (1,)))])
-
 
     def _jumps(self, length: Array) -> Any:
         """Return the jumps of f that a sample passes, as times in the longest interval, or None without jumps."""

@@ -160,12 +160,13 @@ class EventSteps(AdaptiveSteps):
         self.goal, self.goal_of = none + np.nan, none.astype(int)  # the next event of each sample, and which it is
         self.counts, self.last = [none for _ in self.events], np.full((len(self.events), p.lanes), -np.inf)
         self.found: list[list[tuple[Array, Tensor, Rows]]] = [[] for _ in self.events]
-        self.landings: list[Landing] = []
         self.ended: tuple[Array, Rows] | None = None
         self.width = none  # size of the step in which the last event of a sample was found
         self.short = none + np.inf  # limit of the next step, if an event follows another closely
         self.signs = [none for _ in self.events]
         t, rows = self._time(self.now), state[: p.term.rows]
+        nobody, masks = none[:0], np.zeros((0, len(self.events)), bool)
+        self.landings = [Landing(nobody.astype(int), nobody, nobody, masks, tuple([row[:0].detach() for row in rows]))]
         for k in range(len(self.events)):
             self._set_sign(k, t, rows, self._slopes(t, rows), none == 0)
 
@@ -340,24 +341,26 @@ class EventSteps(AdaptiveSteps):
         return rows
 
     def rounds(self) -> Iterator[Landing]:
-        """Forget the events, and yield the landings again, the n-th landings of all samples together."""
-        p, seen, number = self.problem, np.zeros(self.problem.lanes, int), [np.zeros(0, int)]
+        """Forget the events, and yield the n-th landings of all samples together; the last round has no samples."""
+        seen, number = np.zeros(self.problem.lanes, int), []
         self.counts, self.found = [0 * count for count in self.counts], [[] for _ in self.events]
         for landing in self.landings:
             number.append(seen[landing.lanes])
             seen[landing.lanes] += 1
-        for n in range(seen.max(initial=0)):
-            of_round = np.concatenate(number) == n
-            lanes, now, width, masks = (np.concatenate(x)[of_round] for x in [*zip(*self.landings, strict=True)][:4])
-            rows = zip(*(landing.rows for landing in self.landings), strict=True)
-            yield Landing(lanes, now, width, masks, tuple([torch.cat(x)[p._on_device(of_round)] for x in rows]))
+        *arrays, rows = zip(*self.landings, strict=True)
+        lanes, now, width, masks = map(np.concatenate, arrays)
+        columns = [torch.cat(row) for row in zip(*rows, strict=True)]
+        for n in range(seen.max(initial=0) + 1):
+            i = (np.concatenate(number) == n).nonzero()[0]
+            of_round = tuple([column[self.problem._on_device(i)] for column in columns])
+            yield Landing(lanes[i], now[i], width[i], masks[i], of_round)
 
     def repeat(self, landing: Landing, now: Array, rows: Rows) -> Rows:
-        """Let the events of a landing happen again, with a graph, to rows at the times ``now`` (all lanes,)."""
+        """Return rows at the times ``now`` (all lanes,) after the events of a landing, which happen with a graph."""
         self.now, self.width, masks = now, self.width.copy(), np.zeros((len(now), len(self.events)), bool)
         self.width[landing.lanes], masks[landing.lanes] = landing.width, landing.masks
         t = self._time(now)
-        return self._pass(t, rows, self._slopes(t, rows), masks.T)
+        return self._pass(t, rows, self._slopes(t, rows) if masks.any() else (), masks.T)
 
     def end(self) -> None:
         """End the solves of the samples in ``ended``."""
