@@ -412,9 +412,9 @@ class Adjoint:
     backward solve restarts from each output. Over an interval of length T, it amplifies errors by e^{γT}, where γ is
     the damping.
 
-    Samples with their own times have common steps in the backward solve, each a common fraction of their intervals. A
-    solve with events has no graph. Each flight of the samples between two events is then a solve whose outputs are
-    known, and only the events are repeated, with a graph.
+    A solve with events stores the states at outputs and events. It is then divided into rounds: the n-th round of a
+    sample is its solve from its last event to its next one, and the jump there, which is repeated with a graph. In the
+    backward solve of a round, a step is the same fraction of each sample's interval.
     """
 
     name = "adjoint"
@@ -507,11 +507,13 @@ class _Augmented:
 
     def __call__(self, t: Tensor, state: Rows) -> Rows:
         n, derivative = self.problem.term.rows, self.problem.term.derivative
-        y, adjoint = tuple([x.detach().requires_grad_() for x in state[:n]]), state[n : 2 * n]
+        rows, adjoint = state[:n], state[n : 2 * n]
         if self.pace is not None:
             t = self.problem.stages([self.begin + self.pace * (t.double() - self.begin[self.longest])])[0]
-            pace = as_column(self.pace, y[0])
+            pace = as_column(self.pace, rows[0])
+            rows = tuple([torch.where(pace > 0, x, x[self.longest]) for x in rows])  # f may be singular at an end
             adjoint = tuple([pace * a for a in adjoint])
+        y = tuple([x.detach().requires_grad_() for x in rows])
         with torch.enable_grad():
             found, value = closed_over_leaves(lambda: derivative(t, y), (t, *y))
             refuse_unknown(found, self.known)

@@ -60,7 +60,8 @@ class Event:
     because the step that finds it passes it.
 
     Event times and states have exact first derivatives with respect to the initial state, and to the parameters of the
-    field, ``fn`` and ``jump`` (implicit function theorem).
+    field, ``fn`` and ``jump`` (implicit function theorem). With ``gradient="adjoint"`` these derivatives are accurate
+    to the tolerance, and the solve stores only the states at outputs and events.
 
     Arguments:
         fn: a function or module, ``fn(t, state) -> (batch,)``, with t of shape (batch,). Its value for a sample must

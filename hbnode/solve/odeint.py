@@ -144,7 +144,7 @@ def odeint(
         jump_times: times (K,) at which f or its derivative jumps; adaptive steps end on them. Native methods also use
             the sample times of a :class:`hbnode.Signal` in f. Default: None.
         events: an :class:`hbnode.Event`, or a list of them, for native methods. Each sample then has its own steps,
-            which end on its events. Default: None.
+            which end on its events. All values of ``gradient`` except ``"reversible"`` support events. Default: None.
         max_steps: largest number of accepted and rejected steps of an adaptive method in one forward or backward pass.
             With ``save="exact"`` and with torchdiffeq's methods, each output interval after the first adds one step to
             this limit. The adjoint of native methods applies the limit to each output interval. If a method does not

@@ -71,9 +71,7 @@ def test_bounces_and_gradients_are_those_of_the_closed_form(method, gradient):
         torch.testing.assert_close(found, torch.autograd.grad(wanted, (h, e), retain_graph=True), rtol=0, atol=1e-7)
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"gradient": "direct", "steps": 40}, {"gradient": "adjoint"}], ids=["adaptive", "fixed", "adjoint"]
-)
+@pytest.mark.parametrize("settings", [{}, {"gradient": "direct", "steps": 40}], ids=["adaptive", "fixed"])
 def test_gradients_reach_the_field_the_event_the_jump_and_the_times(settings):
     torch.manual_seed(0)
     field, level = Spring(), nn.Parameter(float64(0.2))
@@ -210,13 +208,13 @@ def test_the_adjoint_is_that_of_the_closed_form_within_the_tolerance(rtol, dtype
     spike = Event(lambda t, v: v - c, lambda t, v: 0 * v + r, direction=1)
     settings = {"events": spike, "rtol": rtol, "atol": rtol, "gradient": "adjoint"}
     v, record = hbnode.odeint(lambda t, v: current - k * v, v0, [0.0, 0.1, 2.0, 5.0], **settings)
-    level = current / k
-    first = ((level - v0) / (level - c)).log() / k
-    period = ((level - r) / (level - c)).log() / k
-    times = (first[:2, None] + period[:2, None] * torch.arange(9)).clamp(max=6)
+    level, spiking = current / k, (current / k)[:2]
+    first = ((spiking - v0[:2]) / (spiking - c)).log() / k
+    period = ((spiking - r) / (spiking - c)).log() / k
+    times = (first[:, None] + period[:, None] * torch.arange(9)).clamp(max=6)
     assert record.count.tolist() == [*(times < 5).sum(1).tolist(), 0]
     last = (times < 5).sum(1) - 1
-    after = level[:2] + (r - level[:2]) * (-k * (5 - times[[0, 1], last])).exp()
+    after = spiking + (r - spiking) * (-k * (5 - times[[0, 1], last])).exp()
     end = torch.cat([after, level[2:] + (v0[2:] - level[2:]) * (-k * 5).exp()])
     found, wanted = [record.t[[0, 1], last], v[3]], [times[[0, 1], last], end]
     for value, exact in zip(found, wanted, strict=True):
@@ -225,8 +223,20 @@ def test_the_adjoint_is_that_of_the_closed_form_within_the_tolerance(rtol, dtype
         torch.testing.assert_close(value, exact, rtol=100 * rtol, atol=100 * rtol)
 
 
+def test_a_sample_that_ended_where_the_field_is_singular_does_not_spoil_the_adjoint():
+    """Tanks drain by y' = -k √y down to the level c; √y has no derivative at 0, where the first two then stay."""
+    y0, k, c = float64([1.0], [2.0], [30.0]).requires_grad_(), float64(1.0).requires_grad_(), 1e-3
+    events = [Event(lambda t, y: y[:, 0] - c, lambda t, y: 0 * y, max_count=1), level(20, lambda t, y: y)]
+    settings = {"events": events, "rtol": 1e-8, "atol": 1e-8, "gradient": "adjoint"}
+    _, (empty, _) = hbnode.odeint(lambda t, y: -k * y.clamp(min=0).sqrt(), y0, [0.0, 4.0], **settings)
+    exact = 2 * (y0[:2, 0].sqrt() - c**0.5) / k
+    torch.testing.assert_close(empty.t[:2, 0], exact, rtol=0, atol=1e-6)
+    found, wanted = (torch.autograd.grad(t.sum(), (y0, k)) for t in (empty.t[:2], exact))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("times", [[1.0, 0.4, -2.0], [[0.0, 0.5, 2.0], [0.0, 0.0, 1.0], [0.3, 0.3, 0.3]]])
-@pytest.mark.parametrize("settings", [{}, {"steps": 60}, {"jump_times": [0.7]}])
+@pytest.mark.parametrize("settings", [{}, {"steps": 20}, {"jump_times": [0.7]}])
 def test_the_adjoint_agrees_with_backpropagation(times, settings):
     """A damped ball hits a moving floor and a wall, and ends at the second event without a jump; t has a gradient."""
     h, k = float64([1.0, 0.3], [0.4, 1.0], [2.0, 2.0]).requires_grad_(), float64(4.0).requires_grad_()
