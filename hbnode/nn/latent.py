@@ -102,38 +102,44 @@ class LatentPrediction(Record):
 
 
 class Guide:
-    """What an encoder knows about the samples that follow a time, for the control of a posterior path.
+    """What an encoder knows about the samples that follow a time, for the control of posterior paths.
 
     Arguments:
         summary: outputs of the encoder (batch, N, features). It reads the samples from the last to the first, so that
             ``summary[:, j]`` summarises sample j and those after it.
         times: times of the samples in this order, decreasing, (batch, N); -inf after the first sample.
+        grid: output times of the paths, (batch, T). They include the times of the samples.
     """
 
-    def __init__(self, summary: Tensor, times: Tensor) -> None:
-        self.summary, self.negated = summary, -times
-
-    def repeat(self, samples: int) -> Guide:
-        """Return the guide of a batch in which the series are repeated."""
-        return Guide(self.summary.repeat(samples, 1, 1), -self.negated.repeat(samples, 1))
+    def __init__(self, summary: Tensor, times: Tensor, grid: Tensor) -> None:
+        later = torch.searchsorted(-times, -(grid + ROUNDING))  # number of samples after each time
+        following = (later - 1).clamp(min=0)
+        # one tensor per interval: the backward pass of indexing would fill a gradient of all samples in each step
+        self.summaries = summary.take_along_dim(following.unsqueeze(-1), 1).unbind(1)
+        self.active = (later > 0).T.unsqueeze(-1)
+        self.next = torch.where(later > 0, times.gather(1, following), 0.0).T.unsqueeze(-1)
+        self.grid = grid
 
     def control(self, net: nn.Module, t: Tensor, h: Tensor) -> Tensor:
         """Return the control ``net([h, summary, wait])``, or 0 after the last sample.
 
-        The summary is that of the samples after t, and ``wait`` is the time until the first of them.
+        The summary is that of the samples after t, and ``wait`` is the time until the first of them. h has the shape
+        (samples * batch, latent_size), and t is a number or (samples * batch, 1).
         """
-        t = t.to(self.negated).reshape(-1, 1).expand(len(h), 1)
-        later = torch.searchsorted(self.negated, -(t + ROUNDING))  # number of samples after t
-        following = (later - 1).clamp(min=0)
-        summary = self.summary.take_along_dim(following.unsqueeze(-1), 1)[:, 0]
-        wait = torch.where(later > 0, -self.negated.gather(1, following) - t, 0.0)
-        u: Tensor = net(torch.cat([h, summary, wait.to(h)], 1))
+        batch = len(self.grid)
+        t = t.to(self.grid).reshape(-1, 1)[:batch].expand(batch, 1)
+        # a series that rests, because its times are equal, is at the end of its interval or a later one
+        interval = int(torch.searchsorted(self.grid, t + ROUNDING, right=True).min()) - 1
+        summary, active = self.summaries[interval], self.active[interval]
+        wait = torch.where(active, self.next[interval] - t, 0.0).to(h)
+        known = torch.cat([summary, wait], 1).repeat(len(h) // batch, 1)
+        u: Tensor = net(torch.cat([h, known], 1))
         if u.shape != h.shape:
             raise ValueError(
                 f"control returned shape {tuple(u.shape)}; expected that of h, {tuple(h.shape)}. "
                 f"Fix: {h.shape[1]} outputs in its last layer."
             )
-        return torch.where(later > 0, u, 0.0)
+        return torch.where(active.repeat(len(h) // batch, 1), u, 0.0)
 
 
 class LatentModel(ModuleWithConstants):
@@ -309,38 +315,37 @@ class LatentModel(ModuleWithConstants):
         """Return decoded paths of the posterior at times t (batch, K), and the divergences of start and paths."""
         samples = as_count(samples, "samples")
         seq.check_dtype(series.x, (p.dtype for p in self.parameters()))
-        initial, guide = self.encode(series, static)
+        t = t.to(torch.float64) / self._time_unit
+        initial, guide = self.encode(series, static, t)
         prior_mean, prior_log_scale = self.prior.unsqueeze(1)
         prior = Normal(prior_mean, prior_log_scale.exp(), validate_args=False)
         z = initial.rsample(torch.Size([samples])).flatten(0, 1)
-        times = t.to(torch.float64).repeat(samples, 1) / self._time_unit
-        values, kl_path = self._solve(z, times, guide.repeat(samples))
+        values, kl_path = self._solve(z, t.repeat(samples, 1), guide)
         prediction = self._decoded(values, samples)
         return prediction, kl_divergence(initial, prior).sum(-1), kl_path.unflatten(0, (samples, -1)).mean(0)
 
-    def encode(self, series: Sequences, static: Tensor | None = None) -> tuple[Normal, Guide]:
-        """Return the posterior of the initial state, and the guide of the posterior paths.
+    def encode(self, series: Sequences, static: Tensor | None, grid: Tensor) -> tuple[Normal, Guide]:
+        """Return the posterior of the initial state, and the guide of posterior paths at times ``grid`` (batch, T).
 
         The encoder reads the observed samples from the last to the first, with the time counted from the last, and then
         a sample without values at the first time of the series, where the latent path starts.
         """
-        t, start = series.t.to(torch.float64), series.t[:, :1].to(torch.float64)
+        t = series.t.to(torch.float64) / self._time_unit
         observed = torch.ones_like(t, dtype=torch.bool) if series.any_observed is None else series.any_observed
         count = observed.sum(1, keepdim=True)
         rank = torch.where(observed, torch.arange(1, t.shape[1] + 1, device=t.device), 0)
         order = pad(rank.argsort(dim=1, descending=True, stable=True), (0, 1))[:, : int(count.max()) + 1]
         exists = torch.arange(order.shape[1], device=t.device) < count
-        times = torch.where(exists, t.gather(1, order), start)
+        times = torch.where(exists, t.gather(1, order), t[:, :1])
         mask = exists.unsqueeze(-1).expand(-1, -1, self.input_size)
         if series.observed is not None:
             mask = mask & seq.reorder(series.observed.expand_as(series.x), order)
         x = torch.where(mask, seq.reorder(series.x, order), 0.0)
         given = {} if static is None else {"static": static}
-        elapsed = (times[:, :1] - times) / self._time_unit
-        summary, _ = self.encoder(x, elapsed, mask=mask, lengths=count[:, 0] + 1, **given)
+        summary, _ = self.encoder(x, times[:, :1] - times, mask=mask, lengths=count[:, 0] + 1, **given)
         mean, log_scale = self.posterior(summary.take_along_dim(count.unsqueeze(-1), 1)[:, 0]).chunk(2, 1)
-        times = torch.where(exists, times / self._time_unit, -math.inf)
-        return Normal(mean, log_scale.exp(), validate_args=False), Guide(summary, times)
+        guide = Guide(summary, torch.where(exists, times, -math.inf), grid)
+        return Normal(mean, log_scale.exp(), validate_args=False), guide
 
     @untraced
     def _solve(self, z: Tensor, t: Tensor, guide: Guide | None) -> tuple[Tensor, Tensor]:
@@ -550,11 +555,13 @@ class LatentSDE(LatentModel):
 
     @override
     def solve(self, z: Tensor, t: Tensor, guide: Guide | None) -> tuple[Tensor, Tensor]:
+        if bool((t == t[0]).all() & (t[0].diff() > 0).all()):
+            t = t[0]  # steps of common sizes have fewer coefficients
         h, m = z.chunk(2, 1)
         options: Any = {"dt": self.dt, "method": self.method, "gradient": self.gradient}
         if guide is None:
             return sdeint(self.sde, (h, m), t, **options)[0], z.new_zeros(len(z))
-        posterior = ControlledSDE(self.sde, self.control, guide, self.latent_size)
+        posterior = ControlledSDE(self.sde, self.control, guide, self.sde.noise_scale(h[0]))
         h, m = sdeint(posterior, (pad(h, (0, 1)), pad(m, (0, 1))), t, **options)
         return h[..., :-1], m[-1, :, -1]
 
@@ -565,25 +572,25 @@ class ControlledSDE(HeavyBallSDE):
     The additional component has neither damping nor noise.
     """
 
-    def __init__(self, prior: HeavyBallSDE, control: nn.Module, guide: Guide, size: int) -> None:
+    def __init__(self, prior: HeavyBallSDE, control: nn.Module, guide: Guide, scale: Tensor) -> None:
         super().__init__(prior.func, damping=0.0, learn_damping=False, time_dependent=True)
         self.prior, self.control, self.guide = prior, control, guide
-        self.size = size
+        self.scale = scale
         self.counted_as = prior
 
     @override
     def solver_damping(self) -> Tensor:
-        return _with_zero(self.prior.solver_damping(), self.size)
+        return _with_zero(self.prior.solver_damping(), self.scale)
 
     @override
     def solver_temperature(self) -> Tensor:
-        return _with_zero(self.prior.solver_temperature(), self.size)
+        return _with_zero(self.prior.solver_temperature(), self.scale)
 
     @override
     def force(self, t: Tensor, h: Tensor) -> Tensor:
         h = h[:, :-1]
         u = self.guide.control(self.control, t, h)
-        drift = self.prior.force(t, h) + self.prior.noise_scale(h) * u
+        drift = self.prior.force(t, h) + self.scale * u
         return torch.cat([drift, u.square().sum(1, keepdim=True) / 2], 1)
 
 
@@ -625,8 +632,8 @@ def quiet(layer: nn.Module) -> nn.Module:
     return layer
 
 
-def _with_zero(value: Tensor | float, size: int) -> Tensor:
-    return pad(torch.as_tensor(value, dtype=torch.float64, device="cpu").expand(size), (0, 1))
+def _with_zero(value: Tensor | float, like: Tensor) -> Tensor:
+    return pad(torch.as_tensor(value, dtype=torch.float64, device="cpu").expand(like.shape), (0, 1))
 
 
 def _checked_at(at: ArrayLike, t: Tensor) -> Tensor:
