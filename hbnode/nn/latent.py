@@ -22,7 +22,7 @@ from hbnode.nn import sequences as seq
 from hbnode.nn.nets import MLP
 from hbnode.nn.sequences import Inputs, Lengths, Sequences
 from hbnode.solve.odeint import odeint
-from hbnode.solve.sde import NativeSDEMethod, sdeint
+from hbnode.solve.sde import sdeint
 from hbnode.solve.settings import Gradient, Method
 
 __all__ = ["ELBO", "LatentModel", "LatentODE", "LatentPrediction", "LatentSDE"]
@@ -504,8 +504,8 @@ class LatentSDE(LatentModel):
         likelihood: as for :class:`LatentODE`. Default: ``"normal"``.
         static_size: as for :class:`LatentODE`. Default: ``0``.
         time_unit: as for :class:`LatentODE`. Default: ``1.0``.
-        dt: the largest step size, in units of ``time_unit``. Default: ``0.1``.
-        method: ``"ubu"``, ``"baoab"`` or ``"nystrom4"``, as in :func:`hbnode.sdeint`. Default: ``"ubu"``.
+        dt: the largest step size, in units of ``time_unit``. Steps end on the samples, where u jumps. The method is
+            ``"ubu"`` of :func:`hbnode.sdeint`, which evaluates forces only inside its steps. Default: ``0.1``.
         gradient: ``"direct"`` or ``"checkpoint"``. Default: ``"direct"``.
 
     Raises:
@@ -536,7 +536,6 @@ class LatentSDE(LatentModel):
         static_size: int = 0,
         time_unit: float = 1.0,
         dt: float = 0.1,
-        method: NativeSDEMethod = "ubu",
         gradient: Literal["direct", "checkpoint"] = "direct",
     ) -> None:
         latent_size = as_count(latent_size, "latent_size")
@@ -551,14 +550,14 @@ class LatentSDE(LatentModel):
         self.sde = HeavyBallSDE(f, damping=1.0, max_damping=10.0) if sde is None else sde
         if not isinstance(self.sde, HeavyBallSDE):
             raise TypeError(f"sde must be a HeavyBallSDE, got {type(sde).__name__}. Fix: hbnode.HeavyBallSDE(func).")
-        self.dt, self.method, self.gradient = dt, method, gradient
+        self.dt, self.gradient = dt, gradient
 
     @override
     def solve(self, z: Tensor, t: Tensor, guide: Guide | None) -> tuple[Tensor, Tensor]:
         if bool((t == t[0]).all() & (t[0].diff() > 0).all()):
             t = t[0]  # steps of common sizes have fewer coefficients
         h, m = z.chunk(2, 1)
-        options: Any = {"dt": self.dt, "method": self.method, "gradient": self.gradient}
+        options: Any = {"dt": self.dt, "gradient": self.gradient}
         if guide is None:
             return sdeint(self.sde, (h, m), t, **options)[0], z.new_zeros(len(z))
         posterior = ControlledSDE(self.sde, self.control, guide, self.sde.noise_scale(h[0]))
