@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.distributions import Normal
 
 import hbnode
-from hbnode.nn.latent import GRUEncoder, LatentModel
+from hbnode.nn.latent import GRUEncoder, LatentModel, LatentSDE
 from tasks.common.config import SCHEDULES, TaskConfig, option
 from tasks.common.figures import panels
 from tasks.common.files import exit_on
@@ -135,20 +135,17 @@ def make_model(config: LatentSDEConfig, channels: int) -> torch.nn.Module:
     if config.model == KALMAN:
         return NoisyOscillators(channels, OSCILLATORS, noise=0.1, **RANGES[config.dataset])
 
-    def heavy_ball() -> hbnode.nn.LatentSDE:
-        return hbnode.nn.LatentSDE(channels, config.size, config.hidden, encoder=encoder(), dt=dt)
+    def make(kind: type[LatentSDE | FirstOrder], hidden: int) -> LatentModel:
+        encoder = GRUEncoder(channels, config.context)
+        return kind(channels, config.size, hidden, encoder=encoder, dt=SPACING[config.dataset])
 
-    def first_order(hidden: int) -> FirstOrder:
-        return FirstOrder(channels, config.size, hidden, encoder=encoder(), dt=dt)
-
-    dt, encoder = SPACING[config.dataset], functools.partial(GRUEncoder, channels, config.context, 0)
     if config.model == "hbsde":
-        return heavy_ball()
+        return make(LatentSDE, config.hidden)
     with torch.random.fork_rng(devices=[]):
-        wanted = count_parameters(heavy_ball())
+        wanted = count_parameters(make(LatentSDE, config.hidden))
         widths = range(max(1, config.hidden - 2), config.hidden + 20)
-        width = min(widths, key=lambda width: abs(count_parameters(first_order(width)) - wanted))
-    return first_order(width)
+        width = min(widths, key=lambda width: abs(count_parameters(make(FirstOrder, width)) - wanted))
+    return make(FirstOrder, width)
 
 
 def times(x: Tensor, spacing: float) -> Tensor:
@@ -161,9 +158,8 @@ def loss_of(model: torch.nn.Module, batch: Samples, spacing: float, paths: int) 
     x, seen, *masks = batch
     with hbnode.count_nfe(model) as nfe:
         elbo = model(x, times(x, spacing), seen > 0)
-    value, kl_path, kl_start = (
-        part.sum() / (seen.sum() * x.shape[-1]) for part in (elbo.value, elbo.kl_path, elbo.kl_initial)
-    )
+    parts = elbo.value, elbo.kl_path, elbo.kl_initial
+    value, kl_path, kl_start = (part.sum() / (seen.sum() * x.shape[-1]) for part in parts)
     means = {"elbo": value.item(), "kl_path": kl_path.item(), "kl_start": kl_start.item(), "nfe": nfe.forward}
     if not model.training:
         means |= figures_of(predicted(model, x, seen, spacing, paths), x, masks)

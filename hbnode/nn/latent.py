@@ -327,8 +327,8 @@ class LatentModel(ModuleWithConstants):
     def encode(self, series: Sequences, static: Tensor | None, grid: Tensor) -> tuple[Normal, Guide]:
         """Return the posterior of the initial state, and the guide of posterior paths at times ``grid`` (batch, T).
 
-        The encoder reads the observed samples from the last to the first, with the time counted from the last, and then
-        a sample without values at the first time of the series, where the latent path starts.
+        The encoder reads the observed samples from the last to the first, with the time counted from the last. If the
+        first sample is not observed, it then reads a sample without values at the first time, where the path starts.
         """
         t = series.t.to(torch.float64) / self._time_unit
         observed = torch.ones_like(t, dtype=torch.bool) if series.any_observed is None else series.any_observed
@@ -342,8 +342,9 @@ class LatentModel(ModuleWithConstants):
             mask = mask & seq.reorder(series.observed.expand_as(series.x), order)
         x = torch.where(mask, seq.reorder(series.x, order), 0.0)
         given = {} if static is None else {"static": static}
-        summary, _ = self.encoder(x, times[:, :1] - times, mask=mask, lengths=count[:, 0] + 1, **given)
-        mean, log_scale = self.posterior(summary.take_along_dim(count.unsqueeze(-1), 1)[:, 0]).chunk(2, 1)
+        lengths = count + ~observed[:, :1]
+        summary, _ = self.encoder(x, times[:, :1] - times, mask=mask, lengths=lengths[:, 0], **given)
+        mean, log_scale = self.posterior(summary.take_along_dim(lengths.unsqueeze(-1) - 1, 1)[:, 0]).chunk(2, 1)
         guide = Guide(summary, torch.where(exists, times, -math.inf), grid)
         return Normal(mean, log_scale.exp(), validate_args=False), guide
 
@@ -596,7 +597,7 @@ class ControlledSDE(HeavyBallSDE):
 class GRUEncoder(nn.Module):
     """A GRU over samples, masks and the time since each feature was observed, called like an ODERNN."""
 
-    def __init__(self, input_size: int, hidden_size: int, static_size: int) -> None:
+    def __init__(self, input_size: int, hidden_size: int, static_size: int = 0) -> None:
         super().__init__()
         self.hidden_size = hidden_size
         self.inputs = Inputs(input_size, mask_features=True, elapsed_features=True, static_size=static_size)
