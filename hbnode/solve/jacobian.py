@@ -40,8 +40,11 @@ def by_vjps(field: Field, t: Tensor, x: Tensor, *, create_graph: bool) -> Deriva
     with torch.autograd.graph.disable_saved_tensors_hooks("VJPs of a step do not support saved tensor hooks"):
         pass  # raises if there are such hooks
     with torch.inference_mode(False), torch.enable_grad():
-        t, x = (z.view_as(z) if z.requires_grad and create_graph else z.detach().clone() for z in (t, x))
-        t, x = (z if z.requires_grad else z.requires_grad_() for z in (t, x))
+        # parts of one tensor: autograd does not search the graph of earlier steps if all inputs are as deep as x
+        whole = torch.cat([z.flatten() for z in (t, x, torch.zeros_like(x))])
+        whole = whole if whole.requires_grad and create_graph else whole.detach().requires_grad_()
+        pieces = whole.split([t.numel(), x.numel(), x.numel()])
+        t, x, cotangent = (piece.view_as(z) for piece, z in zip(pieces, (t, x, x), strict=True))
         f = field(t, x) + 0.0 * (x + t.reshape(-1, 1))  # f may be constant
 
         def vjp(y: Tensor, z: Tensor, cotangent: Tensor, graph: bool) -> Tensor:
@@ -49,7 +52,6 @@ def by_vjps(field: Field, t: Tensor, x: Tensor, *, create_graph: bool) -> Deriva
 
         basis = torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
         rows = [vjp(f, x, row.expand_as(x), create_graph) for row in basis]
-        cotangent = torch.zeros_like(f).requires_grad_()
         of_t = vjp(vjp(f, t, cotangent, True), cotangent, torch.ones_like(t), create_graph)
     return torch.stack(rows, 1), of_t
 
