@@ -269,6 +269,19 @@ def test_both_jacobians_agree_also_for_samples_with_own_times():
     assert not constant[1].any()
 
 
+@pytest.mark.skipif(not hasattr(torch.compiler, "set_stance"), reason="needs torch 2.6")
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo's own
+def test_the_gradient_through_a_compiled_function_is_complete():
+    """Autograd gives the gradient of a compiled function a partial graph, or none."""
+    w, x = torch.linspace(-2, 1, 9, **DOUBLE).view(3, 3).requires_grad_(), torch.linspace(-1, 1, 6, **DOUBLE).view(2, 3)
+    field = lambda t, x: (x @ w).tanh()
+    of_w = []
+    for f in (field, torch.compile(field, backend="aot_eager")):
+        of_x, _ = jacobian.by_vjps(f, torch.tensor(0.5, **DOUBLE), x, create_graph=True)
+        of_w += torch.autograd.grad(of_x.square().sum(), w)
+    torch.testing.assert_close(*of_w, rtol=1e-12, atol=1e-12)
+
+
 def test_vjps_do_not_search_the_graph_of_earlier_steps(monkeypatch):
     """Autograd visits all nodes that are as deep as the shallowest input, so a leaf among the inputs costs a search."""
     inputs, grad = [], torch.autograd.grad
