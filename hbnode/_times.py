@@ -48,6 +48,7 @@ def refuse_dates(value: object, name: str) -> None:
     fixes = {
         "t": "series.times(t)",
         "dt": "series.durations(dt); for dates series.times(dates) - state.t.unsqueeze(-1)",
+        "t_next": "series.times(t_next)",
         "time_unit": "time_unit=series.durations('10h')",
     }
     raise TypeError(
