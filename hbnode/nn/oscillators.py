@@ -108,11 +108,9 @@ class _OscillatorModule(nn.Module):
         decay: Range = DECAY,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        drive_size: int | None = None,
     ) -> None:
         super().__init__()
         self.input_size = as_count(input_size, "input_size")
-        self.drive_size = self.input_size if drive_size is None else drive_size  # of a sample and its further features
         self.hidden_size = as_count(hidden_size, "hidden_size")
         self.num_oscillators = as_count(hidden_size if num_oscillators is None else num_oscillators, "num_oscillators")
         _check_choice(discretization, "discretization", ("exact", "imex"))
@@ -124,9 +122,9 @@ class _OscillatorModule(nn.Module):
         shapes = {
             "log_damping": (size,),
             "log_stiffness": (size,),
-            "weight_in": (size, self.drive_size),
+            "weight_in": (size, self.input_size),
             "weight_out": (self.hidden_size, 2 * size),
-            "weight_skip": (self.hidden_size, self.drive_size),
+            "weight_skip": (self.hidden_size, self.input_size),
         }
         for name, shape in shapes.items():
             setattr(self, name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
@@ -146,11 +144,11 @@ class _OscillatorModule(nn.Module):
             self.log_damping.copy_((2 * rate).log())
             self.log_stiffness.copy_((omega.square() + rate.square()).log())
             gap = 0.25 / self.frequency_range[1]
-            scale = (1 - (-2 * gap * rate).exp()).mul(2 / self.drive_size).sqrt()
+            scale = (1 - (-2 * gap * rate).exp()).mul(2 / self.weight_in.shape[1]).sqrt()
             scale = scale / gap if self.input == "hold" else scale
             self.weight_in.normal_().mul_(scale.unsqueeze(1))
             self.weight_out.normal_(std=(2 * self.num_oscillators) ** -0.5)
-            self.weight_skip.normal_(std=self.drive_size**-0.5)
+            self.weight_skip.normal_(std=self.weight_in.shape[1] ** -0.5)
 
     @property
     def damping(self) -> Tensor:
@@ -227,7 +225,7 @@ class _OscillatorModule(nn.Module):
         if is_belief:
             shapes["covariance"] = (batch, 2 * size, 2 * size)
         elif self._is_held:
-            shapes["held"] = (batch, self.drive_size)
+            shapes["held"] = (batch, self.weight_in.shape[1])
         fix = "the state that filter returned" if is_belief else "OscillatorState(v, x, t), or the state of a call"
         seq.check_state(state, kind, shapes, fix)
 
@@ -348,9 +346,8 @@ class Oscillators(_OscillatorModule):
         options: Any = {"discretization": discretization, "input": input, "frequency": frequency, "decay": decay}
         natural: Missing = "hold" if input == "hold" else "zero"
         inputs = TimedInputs(input_size, missing or natural, mask_features, elapsed_features, static_size)
-        options |= {"drive_size": inputs.size, "device": device, "dtype": dtype}
-        super().__init__(input_size, hidden_size, num_oscillators, **options)
-        self.static_size = inputs.static_size
+        super().__init__(inputs.size, hidden_size, num_oscillators, **options, device=device, dtype=dtype)
+        self.input_size, self.static_size = inputs.input_size, inputs.static_size
         inputs.time_unit = 1 / self.decay_range[1]
         self.takes_samples = inputs.size == self.input_size and inputs.missing == natural  # as they are
         self.noise = bool(noise)

@@ -674,7 +674,7 @@ HOUR = numpy.timedelta64(1, "h")
     [
         (lambda model, state: model(torch.randn(2, 5, 3), DAYS), r"series.times\(t\)"),
         (lambda model, state: model.forecast(state, [HOUR]), r"series.durations\(dt\)"),
-        (lambda model, state: model.forecast(state, DAYS), r"series.times\(dates\) - state.t.unsqueeze\(-1\)"),
+        (lambda model, state: model.forecast(state, DAYS), r"series.times\(dt\) - state.t.unsqueeze\(-1\)"),
         (lambda model, state: model.forecast(state, ["1h"]), r"series.durations\(dt\)"),
         (lambda model, state: hbnode.nn.OscillatorCell(3, 4)(torch.randn(2, 3), None, HOUR), r"series.durations\(dt\)"),
         (lambda model, state: hbnode.nn.oscillator_ranges(DAYS), r"series.times\(t\)"),
