@@ -29,10 +29,12 @@ Series = TypeVar("Series", Tensor, PackedSequence)
 KINDS: tuple[str, ...] = get_args(Missing)
 GAPS_PER_UNIT = 10  # median gaps in a fitted time_unit: any method takes such a gap in one step at initialisation
 MANY = 50  # NFE per gap above which warn_if_too_short warns
+SEVERAL = 12  # NFE per gap of more than one step of the default methods
 TIGHT = 1e-6  # rtol at and below which many evaluations are expected
 COARSE = 10  # rounding errors in a median gap, below which equal times are taken for rounded ones
 LOST = 2  # rounding errors in a median gap, below which most gaps are wrong
 TOO_LONG = 2.0  # fitted unit over current unit, above which the current one is too short
+FRESH = 7.5  # the same for a unit that was never set: gaps of one unit take 2 to 4 times as long as gaps of a tenth
 
 
 # States
@@ -548,18 +550,19 @@ def warn_if_too_short(
 ) -> bool:
     """Warn if gaps take many function evaluations in the median because ``time_unit`` is short; return True if so.
 
-    ``times`` are in units of ``time_unit``. ``counts`` holds the NFE of each gap, one per network. A tight ``rtol``
-    needs many evaluations with any unit, so it suppresses the warning.
+    ``times`` are in units of ``time_unit``; 1 is a unit that was never set. ``counts`` holds the NFE of each gap, one
+    per network. A tight ``rtol`` needs many evaluations with any unit, so it suppresses the warning.
     """
-    spent = sorted(sum(map(attrgetter("forward"), gap)) / networks for gap in counts)
-    if not spent or spent[len(spent) // 2] <= MANY or rtol <= TIGHT:
+    each = sorted(sum(map(attrgetter("forward"), gap)) / networks for gap in counts)
+    spent = each[len(each) // 2] if each else 0.0
+    if spent <= (SEVERAL if time_unit == 1 else MANY) or rtol <= TIGHT:
         return False
     gaps = times.detach().diff()
-    unit = GAPS_PER_UNIT * float(gaps[gaps > 0].median())  # synchronises with the device once, after a slow call
-    if not unit > TOO_LONG:
+    unit = GAPS_PER_UNIT * float(gaps[gaps > 0].median())  # synchronises with the device, after a slow call
+    if not unit > (TOO_LONG if spent > MANY else FRESH):
         return False
     warnings.warn(
-        f"the gaps between samples take {spent[len(spent) // 2]:.0f} function evaluations in the median: they are too "
+        f"the gaps between samples take {spent:.0f} function evaluations in the median: they are too "
         f"long for time_unit={time_unit:g}. Fix: before training, rnn.fit_time_unit(t) with "
         f"the times of the training data, or ODERNN(..., time_unit={unit * time_unit:.3g}).",
         stacklevel=2,

@@ -119,6 +119,24 @@ def test_slow_gaps_warn_once():
         hbnode.ODERNN(2, 8, field=rnn.field, rtol=1e-6, atol=1e-6)(x, 20 * t)
 
 
+def test_a_unit_that_was_never_set_warns_from_gaps_of_about_one():
+    x, t = torch.randn(4, 9, 2), torch.arange(9.0)
+    fresh = {"hbnode": hbnode.ODERNN(2, 8), "ghbnode": hbnode.ODERNN(2, 8, field="ghbnode")}
+    for rnn in fresh.values():
+        with pytest.warns(UserWarning, match=r"1[3-9]|[2-4]\d function evaluations.*Fix: before training") as caught:
+            rnn(x, t)
+        rnn(x, t)  # once
+        unit = float(str(caught[0].message).split("time_unit=")[-1].rstrip(")."))
+        assert unit == 10.0
+        fitted = copy.deepcopy(rnn)
+        fitted.time_unit, fitted.has_warned = unit, False
+        fitted(x, t)
+        assert fitted.nfe.forward < rnn.nfe.forward / 1.5
+    hbnode.ODERNN(2, 8)(x, t / 2)  # these gaps are short enough
+    hbnode.ODERNN(2, 8, time_unit=1.0 + 1e-9)(x, t)  # a choice
+    hbnode.ODERNN(2, 8, method="leapfrog", steps=1)(x, t)
+
+
 def test_a_failure_tells_the_users_time():
     rnn, (x, t) = hbnode.ODERNN(2, 4, time_unit=2.0, max_steps=3, options={"max_step": 0.1}), make_series()
     with pytest.raises(
@@ -192,7 +210,7 @@ def test_rounded_times_that_repeat_are_taken_in_their_order():
 
 
 def test_times_and_masks_as_arrays_and_lists():
-    rnn, (x, _) = hbnode.ODERNN(2, 4), make_series()
+    rnn, (x, _) = hbnode.ODERNN(2, 4, time_unit=10.0), make_series()
     mask, whole = torch.tensor([True, False, True, True, False, True]).expand(3, 6), numpy.arange(6)
     expected, _ = rnn(x, torch.arange(6.0, dtype=torch.float64).expand(3, 6), mask=mask)
     for times in (whole, whole.astype(float), pandas.Series(whole), range(6), [0, 1, 2, 3, 4, 5], torch.arange(6)):
