@@ -423,12 +423,12 @@ class Oscillators(_OscillatorModule):
         sequences = Sequences(self.input_size, series, _times(series, times, state), observed, lengths)
         if series.dtype.itemsize != 2:  # half-precision samples may go into a float32 layer
             seq.check_dtype(series, [self.weight_in.dtype])
-        static = seq.checked_static(static, self.static_size, sequences.x, "Oscillators")
         is_shared = state is None and (times is None or as_times(times, "t").dim() == 1)
         with no_autocast(series):
-            last, last_t = self._replace_samples(sequences, static, state)
+            is_plain = static is None and self.takes_samples
+            memory = {} if is_plain else self._replace_samples(sequences, static, state)
             y, after = self._scan(sequences, state, 1.0 if t is None else _gaps(sequences, state, is_shared))
-            after = dataclasses.replace(after, last=last, last_t=last_t)
+            after = dataclasses.replace(after, **memory) if memory else after
             if self.reverse is not None:
                 order, reverse = sequences.backwards()
                 gaps = 1.0 if t is None else _gaps(reverse, None, is_shared and lengths is None)
@@ -441,16 +441,15 @@ class Oscillators(_OscillatorModule):
 
     def _replace_samples(
         self, sequences: Sequences, static: Tensor | None, state: OscillatorState | None
-    ) -> tuple[Tensor | None, Tensor | None]:
+    ) -> dict[str, Any]:
         """Replace the samples by the inputs made of them; return ``last`` and ``last_t`` of the state after them."""
-        if self.takes_samples:
-            return None, None
+        static = seq.checked_static(static, self.static_size, sequences.x, "Oscillators")
         x, last, last_t = self.inputs(sequences, static, state, self.inputs.time_unit)
         if sequences.any_observed is not None:
             sequences.observed = sequences.any_observed.unsqueeze(-1)
             x = torch.where(sequences.observed, x, 0.0)  # a sample without observed values gives no input
         sequences.x = x.to(sequences.x.dtype)
-        return last, last_t
+        return {"last": last, "last_t": last_t}
 
     def _scan(
         self, sequences: Sequences, state: OscillatorState | None, gaps: float | Tensor
