@@ -95,7 +95,7 @@ class ODERNN(ModuleWithConstants):
             ``initial_velocity``. With an encoder, layers above the first use ``"learned"``. Default: ``"learned"``.
         time_unit: length of one unit of the field's time, a number in the unit of t. f is called with t / time_unit,
             and derivatives are with respect to t / time_unit. It is saved in the ``state_dict`` and may be set later.
-            Default: ``1.0``.
+            None is 1.0, and a warning if gaps are too long for it. Default: ``None``.
         missing: replacement for a missing value in the cell's input. ``"zero"``; ``"hold"``: the last observed value;
             ``"decay"``: the last observed value, decaying to 0 (the mean of standardised features) at a learned rate
             per feature. Before the first observation of a feature all three are 0. Default: ``"zero"``.
@@ -170,7 +170,7 @@ class ODERNN(ModuleWithConstants):
         cell: CellArgument = "gru",
         residual: bool = False,
         initial_state: Literal["learned", "zeros"] | nn.Module = "learned",
-        time_unit: float = 1.0,
+        time_unit: float | None = None,
         missing: Missing = "zero",
         mask_features: bool = False,
         elapsed_features: bool = False,
@@ -206,7 +206,7 @@ class ODERNN(ModuleWithConstants):
         self.layers = nn.ModuleList(make(layer) for layer in range(num_layers))
         self.reverse = nn.ModuleList(make(layer) for layer in range(num_layers) if self.bidirectional)
         self.sizes = [output_size] * (1 + self.second_order)  # of h, and of m, in an output
-        self.time_unit = time_unit
+        self.time_unit, self.has_unit = 1.0 if time_unit is None else time_unit, time_unit is not None
         gradient = gradient or ("adjoint" if adjoint_options is not None else "direct")
         settings = Settings(
             method=method, rtol=rtol, atol=atol, gradient=gradient, steps=steps, per_sample=per_sample,
@@ -236,7 +236,7 @@ class ODERNN(ModuleWithConstants):
 
     @time_unit.setter
     def time_unit(self, value: float) -> None:
-        self._time_unit = as_unit(value, "time_unit")
+        self._time_unit, self.has_unit = as_unit(value, "time_unit"), True
 
     @override
     def constants(self) -> dict[str, str]:
@@ -342,7 +342,8 @@ class ODERNN(ModuleWithConstants):
         if not self.has_warned and self.settings.steps is None:
             networks = self.num_layers * (1 + self.bidirectional)
             times = times if start is None else torch.cat([start.unsqueeze(1), times], 1)
-            self.has_warned = seq.warn_if_too_short(self._time_unit, times, self.counts, networks, self.settings.rtol)
+            rtol, most = self.settings.rtol, seq.MANY if self.has_unit else seq.SEVERAL
+            self.has_warned = seq.warn_if_too_short(self._time_unit, times, self.counts, networks, rtol, most)
         before = seq.state_of(series.padded(output.before), series.padded_t, self.sizes)
         after = seq.state_of(series.padded(output.after), series.padded_t, self.sizes)
         end = seq.state_of(ends[0].clone(), series.t[:, -1], self.sizes, last, last_t)

@@ -922,7 +922,8 @@ class OscillatorStack(nn.Module):
             raise ValueError(f"forecast is for head='regression', got head={self.head!r}. Fix: {fix}.")
         self._check_state(state)
         dt = seq.checked_dt(dt, state.t.shape).to(state.t.device)
-        t = state.t.double().unsqueeze(1) + dt
+        dtype = accumulation_dtype(torch.float32, state.t.device)  # float32 would lose a short dt at a late t
+        t = state.t.to(dtype).unsqueeze(1) + dt.to(dtype)
         weight = self.encoder.weight
         x = torch.zeros(*t.shape, self.input_size, dtype=weight.dtype, device=weight.device)
         nothing = torch.zeros(t.shape, dtype=torch.bool, device=weight.device)

@@ -546,16 +546,16 @@ def fitted_unit(t: ArrayLike, mask: Tensor | None, lengths: Lengths | None) -> f
 
 
 def warn_if_too_short(
-    time_unit: float, times: Tensor, counts: Sequence[Sequence[NFE]], networks: int, rtol: float
+    time_unit: float, times: Tensor, counts: Sequence[Sequence[NFE]], networks: int, rtol: float, most: int
 ) -> bool:
     """Warn if gaps take many function evaluations in the median because ``time_unit`` is short; return True if so.
 
-    ``times`` are in units of ``time_unit``; 1 is a unit that was never set. ``counts`` holds the NFE of each gap, one
-    per network. A tight ``rtol`` needs many evaluations with any unit, so it suppresses the warning.
+    ``times`` are in units of ``time_unit``. ``counts`` holds the NFE of each gap, one per network; up to ``most`` are
+    expected. A tight ``rtol`` needs many evaluations with any unit, so it suppresses the warning.
     """
     each = sorted(sum(map(attrgetter("forward"), gap)) / networks for gap in counts)
     spent = each[len(each) // 2] if each else 0.0
-    if spent <= (SEVERAL if time_unit == 1 else MANY) or rtol <= TIGHT:
+    if spent <= most or rtol <= TIGHT:
         return False
     gaps = times.detach().diff()
     unit = GAPS_PER_UNIT * float(gaps[gaps > 0].median())  # synchronises with the device, after a slow call

@@ -133,7 +133,7 @@ def test_a_unit_that_was_never_set_warns_from_gaps_of_about_one():
         fitted(x, t)
         assert fitted.nfe.forward < rnn.nfe.forward / 1.5
     hbnode.ODERNN(2, 8)(x, t / 2)  # these gaps are short enough
-    hbnode.ODERNN(2, 8, time_unit=1.0 + 1e-9)(x, t)  # a choice
+    hbnode.ODERNN(2, 8, time_unit=1.0)(x, t)  # a choice
     hbnode.ODERNN(2, 8, method="leapfrog", steps=1)(x, t)
 
 
