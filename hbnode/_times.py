@@ -47,8 +47,9 @@ def refuse_dates(value: object, name: str) -> None:
         return
     fixes = {
         "t": "series.times(t)",
-        "dt": "series.durations(dt); for dates series.times(dates) - state.t.unsqueeze(-1)",
-        "time_unit": "time_unit=series.durations('10h')",
+        "dt": "series.times(dt) - state.t.unsqueeze(-1)" if kind == "dates" else "series.durations(dt)",
+        "t_next": "series.times(t_next)",
+        "time_unit": "time_unit=series.durations(time_unit)",
     }
     raise TypeError(
         f"{name} must hold numbers in the unit of t, got {kind}, whose unit is known to an hbnode.data.Series alone. "
