@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from typing_extensions import Self, override
 
 from hbnode._checks import ArrayLike, as_count, nearest
-from hbnode._times import as_duration, as_times
+from hbnode._times import as_times, as_unit
 from hbnode._torch import ModuleWithConstants, untraced
 from hbnode._tree import Record, State, record
 from hbnode.fields import HBNODE, Field, HeavyBallSDE
@@ -215,7 +215,7 @@ class LatentModel(ModuleWithConstants):
 
     @time_unit.setter
     def time_unit(self, value: float) -> None:
-        self._time_unit = as_duration(value, "time_unit")
+        self._time_unit = as_unit(value, "time_unit")
 
     @override
     def constants(self) -> dict[str, str]:
