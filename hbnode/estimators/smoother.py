@@ -146,13 +146,14 @@ class OscillatorSmoother(BaseEstimator):
         self.scale_ = np.array([_scale(each) for each in values])
         self.range_ = np.array([[float(each.min()), float(each.max())] for each in values]).T
         self.mean_times_, self.mean_values_ = np.zeros(1), np.zeros((len(values), 1))
-        if self.mean == "shared":
-            self._fit_mean(data)
         rows = self._rows(data)
         gaps = rows.t.diff()[rows.seen[:, 1:]]
         gaps = gaps[gaps > 0]
         if not len(gaps):
-            raise ValueError("no series has two samples at different times. Fix: series with times.")
+            raise ValueError("no series has two samples at different times. Fix: two samples or more of some series.")
+        if self.mean == "shared":
+            self._fit_mean(data)
+            rows = self._rows(data)
         gap, span = float(gaps.median()), float((rows.t[:, -1] - rows.t[:, 0]).max())
         windows = _windows(rows, rng)
         variance = max(float(rows.x[rows.seen].square().mean()), FLOOR**2)
