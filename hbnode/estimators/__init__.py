@@ -1,5 +1,6 @@
 """Estimators of irregular series in the conventions of scikit-learn; they need ``pip install hbnode[series]``."""
 
+from hbnode.estimators.forecaster import SeriesForecaster
 from hbnode.estimators.models import SeriesClassifier, SeriesRegressor
 
-__all__ = ["SeriesClassifier", "SeriesRegressor"]
+__all__ = ["SeriesClassifier", "SeriesForecaster", "SeriesRegressor"]

