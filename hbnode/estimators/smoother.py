@@ -28,6 +28,8 @@ WINDOW, WINDOWS = 48, 100  # most samples in a window of the fit, most windows
 BINS, MEAN_ITERATIONS = 200, 15  # of the shared mean
 FLOOR = 1e-3  # least standard deviation of the noise, in standard deviations of the data
 GAPS_PER_CYCLE, MOST_DAMPING = 4.0, 2.0  # a faster or stronger damped oscillator is noise at the samples
+MOST_SPREAD = 30.0  # standard deviation of an oscillator, in standard deviations of the data
+FARTHEST = 15.0  # from the start to where the fit may take a logarithm
 PRIOR_STD, PRIOR_WEIGHT = 3.0, 0.02  # the weak normal prior of all logarithms
 OVERSHOOT = 0.1  # the range of the training values is widened by this share before means are clipped to it
 MANY = 200_000  # most values that are smoothed at once
@@ -78,8 +80,9 @@ class OscillatorSmoother(BaseEstimator):
     The likelihood is then a multivariate t distribution, and the bands of a series widen with its own errors.
 
     The oscillators are limited to one cycle in four median gaps and to ζ < 2 in the fit. A faster oscillator could not
-    be told from noise. The smooth mean of rough series is no good input of a classifier, although its errors are small.
-    Hence ``keep_observed=True`` puts the observed values back. Judge a reconstruction by the accuracy of the classifier.
+    be told from noise. The mean is smooth, and for rough series that loses what a classifier needs, although its errors
+    are small. ``keep_observed=True`` therefore puts the observed values back. Choose between reconstructions by the
+    accuracy of the classifier, never by their errors.
 
     References:
         Shah, Wilson and Ghahramani, Student-t Processes as Alternatives to Gaussian Processes, AISTATS 2014;
@@ -140,19 +143,20 @@ class OscillatorSmoother(BaseEstimator):
         if min(map(len, values)) < 2:
             raise ValueError("a channel has fewer than two observed values. Fix: leave it out, x[:, keep].")
         self.level_ = np.array([float(each.mean()) for each in values])
-        self.scale_ = np.array([float(each.std()) or 1.0 for each in values])
+        self.scale_ = np.array([_scale(each) for each in values])
         self.range_ = np.array([[float(each.min()), float(each.max())] for each in values]).T
         self.mean_times_, self.mean_values_ = np.zeros(1), np.zeros((len(values), 1))
-        if self.mean == "shared":
-            self._fit_mean(data)
         rows = self._rows(data)
         gaps = rows.t.diff()[rows.seen[:, 1:]]
         gaps = gaps[gaps > 0]
         if not len(gaps):
-            raise ValueError("no series has two samples at different times. Fix: series with times.")
+            raise ValueError("no series has two samples at different times. Fix: two samples or more of some series.")
+        if self.mean == "shared":
+            self._fit_mean(data)
+            rows = self._rows(data)
         gap, span = float(gaps.median()), float((rows.t[:, -1] - rows.t[:, 0]).max())
         windows = _windows(rows, rng)
-        variance = float(rows.x[rows.seen].square().mean())
+        variance = max(float(rows.x[rows.seen].square().mean()), FLOOR**2)
         low, most = math.log(math.pi / span), math.log(2 * math.pi / (GAPS_PER_CYCLE * gap))
         high = max(math.log(2 * math.pi / (6 * gap)), low + 1)
         omega = torch.linspace(low, high, size + 2, dtype=torch.float64)[1:-1].clamp(max=most - 0.1)
@@ -160,21 +164,22 @@ class OscillatorSmoother(BaseEstimator):
             omega,
             torch.full_like(omega, math.log(0.5)),
             torch.full_like(omega, 0.5 * math.log(variance / size)),
-            torch.tensor([0.5 * math.log(variance) + math.log(0.1), math.log(4.0)], dtype=torch.float64),
+            torch.tensor([0.5 * math.log(variance) + math.log(0.1), math.log(2.0)], dtype=torch.float64),
         ])  # fmt: skip
         floor = FLOOR * math.sqrt(variance)
 
         def logs(parameters: Tensor) -> list[Tensor]:
-            omega, zeta, spread, noise, nu = parameters.split([size, size, size, 1, 1])
+            omega, zeta, spread, noise, excess = parameters.split([size, size, size, 1, 1])
             noise = 0.5 * ((2 * noise).exp() + floor**2).log()
-            return [_below(most, omega), _below(math.log(MOST_DAMPING), zeta), spread, noise, nu]
+            spread = _below(math.log(MOST_SPREAD) + 0.5 * math.log(variance), spread)
+            return [_below(most, omega), _below(math.log(MOST_DAMPING), zeta), spread, noise, excess]
 
         def log_density(parameters: Tensor) -> Tensor:
-            *rest, log_nu = logs(parameters)
-            return _log_density(_kalman(*rest), windows, log_nu if self.student else None).sum()
+            *rest, log_excess = logs(parameters)
+            return _log_density(_kalman(*rest), windows, log_excess if self.student else None).sum()
 
         found = _maximised(log_density, start, int(windows.seen.sum()), self.max_iter)
-        self.log_omega_, self.log_zeta_, self.log_spread_, self.log_noise_, self.log_nu_ = (
+        self.log_omega_, self.log_zeta_, self.log_spread_, self.log_noise_, self.log_excess_ = (
             each.numpy() for each in logs(found)
         )
         return self
@@ -206,8 +211,8 @@ class OscillatorSmoother(BaseEstimator):
         """Return the log density of the observed values of each series, (batch,), in units of the data."""
         check_is_fitted(self)
         data = self._checked(series)
-        log_nu = torch.from_numpy(self.log_nu_) if self.student else None
-        found = _log_density(self.layer_._kalman_filter(), self._rows(data), log_nu).unflatten(0, (len(data), -1))
+        log_excess = torch.from_numpy(self.log_excess_) if self.student else None
+        found = _log_density(self.layer_._kalman_filter(), self._rows(data), log_excess).unflatten(0, (len(data), -1))
         scales = data.mask.sum(1) * torch.from_numpy(self.scale_).log()
         return np.asarray((found - scales).sum(1))
 
@@ -342,8 +347,8 @@ class OscillatorSmoother(BaseEstimator):
             times.append(count > 0)
             values.append(means)
             noises.append(np.where(count > 0, within / np.maximum(count, 1), 1.0))
-        t = torch.from_numpy(start + width * np.arange(BINS + 1)).expand(channels, -1)
-        rows = _Rows(torch.from_numpy(np.stack(values)), t, torch.from_numpy(np.stack(times)))
+        centres = torch.from_numpy(start + width * np.arange(BINS + 1)).expand(channels, -1)
+        rows = _Rows(torch.from_numpy(np.stack(values)), centres, torch.from_numpy(np.stack(times)))
         log_noise = 0.5 * torch.from_numpy(np.stack(noises)).unsqueeze(-1).clamp(min=FLOOR**2).log()
         span = max(end - start, 1e-300)
         variance = max(float(rows.x[rows.seen].var(correction=0)), 1e-4)
@@ -360,7 +365,7 @@ class OscillatorSmoother(BaseEstimator):
         found = _maximised(log_density, first, int(rows.seen.sum()), MEAN_ITERATIONS)
         with torch.no_grad():
             mean, _ = kalman(found).smooth(rows.sequences(), None)
-        self.mean_times_, self.mean_values_ = t[0].numpy(), mean.squeeze(-1).numpy()
+        self.mean_times_, self.mean_values_ = centres[0].numpy(), mean.squeeze(-1).numpy()
 
     # Posterior
 
@@ -368,9 +373,7 @@ class OscillatorSmoother(BaseEstimator):
     def _smoothed(self, data: Series, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the mean and the standard deviation of the scaled signal (batch, channels, K), and of its noise."""
         layer, rows = self.layer_, self._rows(data)
-        found = [
-            layer.smooth(each.x.unsqueeze(-1), each.t, each.seen, at=times) for each, times in _parts(rows, at, 1)
-        ]
+        found = [layer.smooth(each.x.unsqueeze(-1), each.t, each.seen, at=times) for each, times in _parts(rows, at, 1)]
         mean, std = (torch.cat([getattr(z, name) for z in found]).squeeze(-1) for name in ("mean", "std"))
         spread = self._spread(rows)
         noise = spread * math.exp(self.log_noise_[0])
@@ -393,8 +396,14 @@ class OscillatorSmoother(BaseEstimator):
         if not self.student:
             return torch.ones(len(rows.x), dtype=torch.float64)
         count, square, _ = _statistics(self.layer_._kalman_filter(), rows)
-        nu = math.exp(self.log_nu_[0])
-        return ((nu + square) / (nu + count - 2).clamp(min=1.0)).sqrt()
+        excess = math.exp(self.log_excess_[0])
+        return torch.where(count > 0, (2 + excess + square) / (excess + count), 1.0).sqrt()
+
+
+def _scale(values: Tensor) -> float:
+    """Return the standard deviation of values, or 1 if they are equal up to rounding."""
+    std = float(values.std())
+    return std if std > 1e-12 * float(values.abs().max()) else 1.0
 
 
 def _kalman(log_omega: Tensor, log_zeta: Tensor, log_spread: Tensor, log_noise: Tensor) -> KalmanFilter:
@@ -411,18 +420,22 @@ def _statistics(kalman: KalmanFilter, rows: _Rows) -> tuple[Tensor, Tensor, Tens
     return blocks.seen.sum((0, 2)), found.white.square().sum((0, 2, 3)), logs.sum((0, 2))
 
 
-def _log_density(kalman: KalmanFilter, rows: _Rows, log_nu: Tensor | None) -> Tensor:
-    """Return the log density of each row, normal, or a multivariate t distribution of ν degrees of freedom."""
+def _log_density(kalman: KalmanFilter, rows: _Rows, log_excess: Tensor | None) -> Tensor:
+    """Return the log density of each row, normal, or multivariate t with ν = 2 + e^{log_excess} degrees of freedom."""
     n, square, logs = _statistics(kalman, rows)
-    if log_nu is None:
+    if log_excess is None:
         return -0.5 * square - logs - 0.5 * n * math.log(2 * math.pi)
-    nu = log_nu.exp()
+    nu = 2 + log_excess.exp()
     constant = torch.lgamma((nu + n) / 2) - torch.lgamma(nu / 2) - 0.5 * n * (nu * math.pi).log()
     return constant - logs - 0.5 * (nu + n) * torch.log1p(square / nu)
 
 
 def _maximised(log_density: Callable[[Tensor], Tensor], start: Tensor, count: int, iterations: int) -> Tensor:
     """Return the maximum of a log density of ``count`` values, times the weak prior of all logarithms."""
+
+    def bounded(parameters: Tensor) -> Tensor:
+        return start + FARTHEST * ((parameters - start) / FARTHEST).tanh()
+
     parameters = start.clone().requires_grad_()
     optimizer = torch.optim.LBFGS(
         [parameters], max_iter=iterations, history_size=10, tolerance_change=1e-5, line_search_fn="strong_wolfe"
@@ -431,13 +444,13 @@ def _maximised(log_density: Callable[[Tensor], Tensor], start: Tensor, count: in
     def closure() -> Tensor:
         optimizer.zero_grad()
         prior = PRIOR_WEIGHT / 2 * ((parameters - start) / PRIOR_STD).square().sum()
-        loss = prior - log_density(parameters) / max(count, 1)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss = prior - log_density(bounded(parameters)) / max(count, 1)
+        loss.backward()
         return loss
 
     with torch.enable_grad():
-        optimizer.step(closure)  # type: ignore[arg-type]
-    return parameters.detach()
+        optimizer.step(closure)
+    return bounded(parameters.detach())
 
 
 def _below(most: float, value: Tensor) -> Tensor:
@@ -473,8 +486,6 @@ def _with_observed(mean: Tensor, at: Tensor, data: Series) -> Tensor:
     rounding = 1e-9 * float(data.t.abs().max())
     before = torch.searchsorted(data.t.double().contiguous(), at.contiguous() + rounding, right=True) - 1
     index = last.gather(-1, before.clamp(min=0).unsqueeze(1).expand(-1, last.shape[1], -1))
-    times, values = (
-        z.expand(seen.shape).gather(-1, index.clamp(min=0)) for z in (t, data.x.transpose(1, 2).double())
-    )
+    times, values = (z.expand(seen.shape).gather(-1, index.clamp(min=0)) for z in (t, data.x.transpose(1, 2).double()))
     is_there = (index >= 0) & (before >= 0).unsqueeze(1) & ((times - at.unsqueeze(1)).abs() <= rounding)
     return torch.where(is_there, values, mean)
