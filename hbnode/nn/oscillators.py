@@ -962,6 +962,7 @@ class OscillatorStack(nn.Module):
         if state is not None:
             self._check_state(state)
         sequences = Sequences(self.input_size, x, _times(x, t, state), mask, lengths)
+        seq.check_dtype(sequences.x, [self.encoder.weight.dtype])
         static = seq.checked_static(static, self.static_size, sequences.x, "OscillatorStack")
         if t_next is not None and self.head != "next":
             raise ValueError(f"t_next is for head='next', got it with head={self.head!r}. Fix: leave it out.")
