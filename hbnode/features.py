@@ -72,7 +72,12 @@ class _Transformer(TransformerMixin, BaseEstimator):
 
     def _series(self, data: Any, is_new: bool = False) -> Series:
         """Return ``data`` as series; with ``is_new`` remember the number of channels and the scale of each."""
-        if not (isinstance(data, (Series, dict)) or hasattr(data, "columns") or _is_ragged(data)):
+        if hasattr(data, "columns"):
+            raise TypeError(
+                f"X must be series, got a table, {type(data).__name__}, without the names of its columns. "
+                "Fix: hbnode.data.from_long(table, id=..., time=..., values=...)."
+            )
+        if not (isinstance(data, Series) or _is_ragged(data)):
             data = check_array(data, dtype=np.float64, allow_nd=True, ensure_all_finite="allow-nan")
         series = as_series(data)
         channels = series.x.shape[2]
@@ -177,11 +182,12 @@ class _Bank(NamedTuple):
 
 
 def oscillator_states(t: Array, force: Array, frequency: Array, damping_ratio: Array) -> Array:
-    r"""Return the states of oscillators that start at 0, under a force that is linear in time between the samples.
+    r"""Return the states of oscillators that are driven by a force that is linear in time between the samples.
 
-    Each oscillator follows x'' + 2ζω x' + ω² x = ω² u(t). A constant force u has the displacement x = u in the end. The
-    state is one complex number z with z' = λ z + ω u and λ = ω(-ζ + i√(1 - ζ²)); x is Im z / √(1 - ζ²), and x'/ω is
-    Re z - ζx. Over a gap Δ, with y = λΔ, φ₁(y) = (e^y - 1)/y and φ₂(y) = (φ₁(y) - 1)/y,
+    Each oscillator follows x'' + 2ζω x' + ω² x = ω² u(t), at rest at first: every other one at x = 0, the others at
+    x = u, the equilibrium under the first force. The state is one complex number z with z' = λ z + ω u and
+    λ = ω(-ζ + i√(1 - ζ²)). Then x is Im z / √(1 - ζ²), and x'/ω is Re z - ζx. Over a gap Δ, with y = λΔ,
+    φ₁(y) = (e^y - 1)/y and φ₂(y) = (φ₁(y) - 1)/y,
 
     .. math:: z_i = e^y z_{i-1} + \omega\Delta\,((\varphi_1(y) - \varphi_2(y))\,u_{i-1} + \varphi_2(y)\,u_i).
 
@@ -203,7 +209,8 @@ def oscillator_states(t: Array, force: Array, frequency: Array, damping_ratio: A
     decay, phi1, phi2 = _phi(y)
     before, after = step * (phi1 - phi2), step * phi2
     u = np.ascontiguousarray(force.swapaxes(0, 1))
-    z = np.zeros(u.shape, np.complex128)
+    z = np.empty(u.shape, np.complex128)
+    z[0] = u[0] * (damping_ratio + 1j * ring) * (np.arange(len(omega)) % 2)
     for i in range(1, len(z)):
         gap = index[:, i - 1]
         z[i] = decay[gap] * z[i - 1] + before[gap] * u[i - 1] + after[gap] * u[i]
@@ -257,10 +264,11 @@ class OscillatorFeatures(_Transformer):
     r"""A transformer of series to statistics of damped oscillators that are driven by them; nothing is trained.
 
     Each channel is standardised. Each of P oscillators x'' + 2ζω x' + ω² x = ω² u(t) is driven by a random combination
-    u of the channels, which is linear in time between observed values. It is solved exactly over any gaps. The
-    frequencies ω/2π are log-spaced; the damping ratios ζ are drawn log-uniformly. Displacement x, velocity x'/ω and
-    acceleration x''/ω² are a low-pass, a band-pass and a high-pass filter of u. The features of each of these states y
-    are pooled over the samples, which are weighted by the time that is nearest to each:
+    u of the channels, which is linear in time between observed values. It is solved exactly over any gaps. Half of the
+    oscillators start at x = 0, half at the equilibrium under the first force. The frequencies ω/2π are log-spaced; the
+    damping ratios ζ are drawn log-uniformly. Displacement x, velocity x'/ω and acceleration x''/ω² are a low-pass, a
+    band-pass and a high-pass filter of u. The features of each of these states y are pooled over the samples, which are
+    weighted by the time that is nearest to each:
 
     - ``share0``, ..., ``share8``: the share of the time with y above a quantile of the training samples;
     - ``log_maximum``: the logarithm of the maximum of \|y\|;
