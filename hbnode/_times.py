@@ -46,13 +46,13 @@ def refuse_dates(value: object, name: str) -> None:
     if kind is None:
         return
     fixes = {
-        "t": "series.times(t)",
-        "dt": "series.durations(dt); for dates series.times(dates) - state.t.unsqueeze(-1)",
-        "time_unit": "time_unit=series.durations('10h')",
+        "dt": "series.times(dt) - state.t.unsqueeze(-1)" if kind == "dates" else "series.durations(dt)",
+        "time_unit": "time_unit=series.durations(time_unit)",
     }
+    fix = fixes.get(name, f"series.times({name})")
     raise TypeError(
         f"{name} must hold numbers in the unit of t, got {kind}, whose unit is known to an hbnode.data.Series alone. "
-        f"Fix: {fixes[name]}, where series = hbnode.data.from_long(..., unit='h')."
+        f"Fix: {fix}, where series = hbnode.data.from_long(..., unit='h')."
     )
 
 

@@ -508,9 +508,10 @@ class RocketFeatures(_Transformer):
     Arguments:
         num_features: number of features, rounded down to a multiple of 84. Default: ``4956``.
         reconstruction: ``"linear"``: linear interpolation between the observed values of each channel; ``"last"``: the
-            last observed value. Both are constant outside of the observed times. Else an object with ``fit(series)``
-            and ``reconstruct(series, grid)``, which returns values (batch, channels, points); NaN is the channel's
-            mean. It is cloned before it is fitted. Default: ``"linear"``.
+            last observed value. Both are constant outside of the observed times. Else an object such as an
+            :class:`hbnode.estimators.OscillatorSmoother`, with ``fit(series)`` and ``posterior(series, grid)``, whose
+            result has the values ``mean`` (batch, channels, points); NaN is the channel's mean. It is cloned before it
+            is fitted. Default: ``"linear"``.
         grid: number of equally spaced points from the first to the last training time, or the times themselves, at
             least 9. None takes as many as there are different training times, at most 16 times the length of the
             longest series and at most 2,048. Default: ``None``.
@@ -564,9 +565,9 @@ class RocketFeatures(_Transformer):
                 raise ValueError(
                     f"reconstruction must be 'linear', 'last' or an object, got {self.reconstruction!r}. Fix: 'linear'."
                 )
-        elif not hasattr(self.reconstruction, "reconstruct"):
+        elif not hasattr(self.reconstruction, "posterior"):
             raise TypeError(
-                f"reconstruction must have the methods fit and reconstruct, got {self.reconstruction!r}. "
+                f"reconstruction must have the methods fit and posterior, got {self.reconstruction!r}. "
                 "Fix: reconstruction='linear'."
             )
         else:
@@ -599,13 +600,11 @@ class RocketFeatures(_Transformer):
             at = self.grid_ - block.start[:, None]
             return _interpolated(block, at, self.reconstruction).swapaxes(1, 2)
         values = np.asarray(
-            self.reconstruction_.reconstruct(series.select(rows.tolist()), self.grid_), dtype=np.float64
+            self.reconstruction_.posterior(series.select(rows.tolist()), self.grid_).mean, dtype=np.float64
         )
         expected = len(rows), self.n_features_in_, len(self.grid_)
         if values.shape != expected:
-            raise ValueError(
-                f"reconstruct must return values {expected}, got {values.shape}. Fix: values.swapaxes(1, 2)."
-            )
+            raise ValueError(f"posterior must return a mean {expected}, got {values.shape}. Fix: mean.swapaxes(1, 2).")
         return np.nan_to_num((values - self.mean_[:, None]) / self.scale_[:, None])
 
     def get_feature_names_out(self, input_features: Any = None) -> Array:

@@ -28,10 +28,14 @@ import functools
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributions import Normal
 
+import hbnode
+from hbnode.nn.latent import GRUEncoder, LatentModel, LatentSDE
 from tasks.common.config import SCHEDULES, TaskConfig, option
 from tasks.common.figures import panels
 from tasks.common.files import exit_on
@@ -39,7 +43,7 @@ from tasks.common.run import Run, command, count_parameters
 from tasks.common.train import Batches, Samples, Trainer, evaluate
 from tasks.data import f16
 from tasks.data.lorenz import stochastic_lorenz
-from tasks.models.latent_sdes import TITLES, FirstOrder, HeavyBall, LatentSDE
+from tasks.models.latent_sdes import TITLES, FirstOrder
 from tasks.models.oscillating import TITLES as OSCILLATING
 from tasks.models.oscillating import NoisyOscillators
 from tasks.plane_vibration import HORIZON, WINDOW, Splits
@@ -131,60 +135,62 @@ def make_model(config: LatentSDEConfig, channels: int) -> torch.nn.Module:
     if config.model == KALMAN:
         return NoisyOscillators(channels, OSCILLATORS, noise=0.1, **RANGES[config.dataset])
 
-    def make(kind: type[LatentSDE], hidden: int) -> LatentSDE:
-        return kind(channels, config.size, hidden=hidden, context=config.context, spacing=SPACING[config.dataset])
+    def make(kind: type[LatentSDE | FirstOrder], hidden: int) -> LatentModel:
+        encoder = GRUEncoder(channels, config.context)
+        return kind(channels, config.size, hidden, encoder=encoder, dt=SPACING[config.dataset])
 
     if config.model == "hbsde":
-        return make(HeavyBall, config.hidden)
+        return make(LatentSDE, config.hidden)
     with torch.random.fork_rng(devices=[]):
-        wanted = count_parameters(make(HeavyBall, config.hidden))
+        wanted = count_parameters(make(LatentSDE, config.hidden))
         widths = range(max(1, config.hidden - 2), config.hidden + 20)
         width = min(widths, key=lambda width: abs(count_parameters(make(FirstOrder, width)) - wanted))
     return make(FirstOrder, width)
 
 
-def loss_of(model: torch.nn.Module, batch: Samples, paths: int) -> tuple[Tensor, dict[str, float]]:
+def times(x: Tensor, spacing: float) -> Tensor:
+    """Return the times of rows (batch, rows, channels)."""
+    return torch.arange(x.shape[1], dtype=torch.float64, device=x.device) * spacing
+
+
+def loss_of(model: torch.nn.Module, batch: Samples, spacing: float, paths: int) -> tuple[Tensor, dict[str, float]]:
     """Return minus the ELBO for each number seen, and its parts; of the test also figures from several paths."""
-    x, seen, *_ = batch
-    drawn = model(x, seen)
-    log_prob = torch.distributions.Normal(drawn.mean, drawn.scale).log_prob(x).sum(-1)
-    count = seen.sum() * x.shape[-1]
-    fit, kl_path, kl_start = (part.sum() / count for part in (log_prob * seen, drawn.kl_path, drawn.kl_start))
-    loss = kl_path + kl_start - fit
-    means = {"elbo": -loss.item(), "kl_path": kl_path.item(), "kl_start": kl_start.item(), "nfe": drawn.evaluations}
-    if not model.training:
-        means |= held_out_figures(model, batch, paths)
-    return loss, means
-
-
-@torch.no_grad()
-def many_paths(model: torch.nn.Module, x: Tensor, seen: Tensor, paths: int) -> tuple[Tensor, Tensor]:
-    """Return decoded paths (paths, batch, rows, channels), and the standard deviation of samples around them."""
-    counts = [len(part) for part in torch.arange(paths).split(max(1, TOGETHER // len(x)))]
-    drawn = [model(x.repeat(count, 1, 1), seen.repeat(count, 1)) for count in counts]
-    return torch.cat([each.mean for each in drawn]).view(paths, *x.shape), drawn[0].scale
-
-
-def noisy_loss(model: torch.nn.Module, batch: Samples, spacing: float) -> tuple[Tensor, dict[str, float]]:
-    """Return minus the log-likelihood of noisy oscillators for each number seen; of the test also figures."""
     x, seen, *masks = batch
-    before, log_likelihood = model(x, torch.arange(x.shape[1], device=x.device) * spacing, seen > 0)
-    value = log_likelihood.sum() / (seen.sum() * x.shape[-1])
-    means = {"log_likelihood": value.item()}
+    with hbnode.count_nfe(model) as nfe:
+        elbo = model(x, times(x, spacing), seen > 0)
+    parts = elbo.value, elbo.kl_path, elbo.kl_initial
+    value, kl_path, kl_start = (part.sum() / (seen.sum() * x.shape[-1]) for part in parts)
+    means = {"elbo": value.item(), "kl_path": kl_path.item(), "kl_start": kl_start.item(), "nfe": nfe.forward}
     if not model.training:
-        normal = torch.distributions.Normal(before.mean.unsqueeze(0), before.std)
-        means |= figures_of(normal, x, masks)
+        means |= figures_of(predicted(model, x, seen, spacing, paths), x, masks)
     return -value, means
 
 
-def held_out_figures(model: torch.nn.Module, batch: Samples, paths: int) -> dict[str, float]:
-    """Of rows held out and of forecasts: log-likelihood a number, squared error, coverage of the 90 % band."""
+def predicted(model: LatentModel, x: Tensor, seen: Tensor, spacing: float, paths: int) -> Normal:
+    """Return the distribution of the rows given each of several paths, (paths, batch, rows, channels)."""
+    counts = [len(part) for part in torch.arange(paths).split(max(1, TOGETHER // len(x)))]
+    drawn = [model.predict(x, times(x, spacing), seen > 0, samples=count) for count in counts]
+    return Normal(torch.cat([each.paths for each in drawn]), drawn[0].scale)
+
+
+def noisy_loss(
+    model: torch.nn.Module, batch: Samples, spacing: float, paths: int = 1
+) -> tuple[Tensor, dict[str, float]]:
+    """Return minus the log-likelihood of noisy oscillators for each number seen; of the test also figures."""
     x, seen, *masks = batch
-    return figures_of(torch.distributions.Normal(*many_paths(model, x, seen, paths)), x, masks)
+    before, log_likelihood = model(x, times(x, spacing), seen > 0)
+    value = log_likelihood.sum() / (seen.sum() * x.shape[-1])
+    means = {"log_likelihood": value.item()}
+    if not model.training:
+        means |= figures_of(Normal(before.mean.unsqueeze(0), before.std), x, masks)
+    return -value, means
 
 
-def figures_of(normal: torch.distributions.Normal, x: Tensor, masks: Sequence[Tensor]) -> dict[str, float]:
-    """Return the same of a mixture of equal parts, (paths, batch, rows, channels)."""
+def figures_of(normal: Normal, x: Tensor, masks: Sequence[Tensor]) -> dict[str, float]:
+    """Return figures of rows held out and of forecasts, for a mixture of equal parts (paths, batch, rows, channels).
+
+    They are the log-likelihood a number, the squared error of the mean, and the coverage of the 90 % band.
+    """
     mean, paths = normal.mean, len(normal.mean)
     below = normal.cdf(x).mean(0)
     values = {
@@ -200,16 +206,16 @@ def figures_of(normal: torch.distributions.Normal, x: Tensor, masks: Sequence[Te
 
 
 @torch.no_grad()
-def quantiles(model: torch.nn.Module, x: Tensor, seen: Tensor, config: LatentSDEConfig) -> Tensor:
+def quantiles(model: Any, x: Tensor, seen: Tensor, config: LatentSDEConfig) -> Tensor:
     """Return the 5 %, 50 % and 95 % quantiles of samples, (3, batch, rows, channels)."""
     levels = torch.tensor([0.05, 0.5, 0.95], device=x.device)
+    spacing = SPACING[config.dataset]
     if config.model == KALMAN:
-        before, _ = model(x, torch.arange(x.shape[1], device=x.device) * SPACING[config.dataset], seen > 0)
-        return torch.distributions.Normal(before.mean, before.std).icdf(levels.view(3, 1, 1, 1)).cpu()
+        before, _ = model(x, times(x, spacing), seen > 0)
+        return Normal(before.mean, before.std).icdf(levels.view(3, 1, 1, 1)).cpu()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        drawn, scale = many_paths(model, x, seen, config.eval_samples)
-        drawn = drawn + scale * torch.randn_like(drawn)
+        drawn = predicted(model, x, seen, spacing, config.eval_samples).sample()
     return torch.quantile(drawn, levels, dim=0).cpu()
 
 
@@ -245,9 +251,11 @@ def train(config: LatentSDEConfig) -> None:
     model = make_model(config, data[0].shape[-1])
     run.announce(model, ALL_TITLES[config.model], f"{source} data, {len(data[0])}/{len(test[0])} series")
     test = tuple(part.to(run.workers.device) for part in test)
-    loss, last_loss = (functools.partial(loss_of, paths=paths) for paths in (config.paths, config.eval_samples))
-    if config.model == KALMAN:
-        loss = last_loss = functools.partial(noisy_loss, spacing=SPACING[config.dataset])
+    of_model = noisy_loss if config.model == KALMAN else loss_of
+    loss, last_loss = (
+        functools.partial(of_model, spacing=SPACING[config.dataset], paths=paths)
+        for paths in (config.paths, config.eval_samples)
+    )
     trainer = Trainer(run, model, Batches(run, data), loss)
     if trainer.position == 0:
         run.begin(0)

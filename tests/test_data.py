@@ -291,6 +291,29 @@ def test_series_select_move_and_run():
     torch.testing.assert_close(output[short, : one.lengths], alone[0], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("options", [{}, {"missing": "decay", "mask_features": True, "elapsed_features": True}])
+@pytest.mark.parametrize("kind", [hbnode.ODERNN, hbnode.nn.Oscillators, hbnode.nn.OscillatorStack])
+def test_every_layer_takes_a_series(kind, options):
+    series = data.from_long(make_table(), id="id", time="time", values=["a", "b"], static=["age", "sex"])
+    series = dataclasses.replace(series, static=series.static / 30)
+    layer = kind(2, 4, static_size=2, **options)
+    output, state = layer(**series.inputs())
+    x, t, mask = series.x, series.t, series.mask
+    by_hand, end = layer(x, t, None, mask, series.lengths, series.static)
+    assert output.equal(by_hand)
+    assert output.shape == (9, series.x.shape[1], 4)
+    ahead, _ = layer.forecast(state, series.durations([0.5, 2.0]))
+    assert ahead.equal(layer.forecast(end, [0.5, 2.0])[0])
+    first, state = layer(x[:, :2], t[:, :2], mask=mask[:, :2], static=series.static)
+    second, state = layer(x[:, 2:4], t[:, 2:4], state.detach(), mask=mask[:, 2:4], static=series.static)
+    whole, _ = layer(x[:, :4], t[:, :4], mask=mask[:, :4], static=series.static)
+    torch.testing.assert_close(torch.cat([first, second], 1), whole, rtol=1e-4, atol=1e-5)
+    plain = dataclasses.replace(series, static=None)
+    assert kind(2, 4)(**plain.inputs())[0].shape == output.shape
+    with pytest.raises(ValueError, match=rf"Fix: {kind.__name__}\(..., static_size=2\)"):
+        kind(2, 4)(**series.inputs())
+
+
 def test_batches_for_a_data_loader():
     series = data.from_long(make_table(), id="id", time="time", values=["a", "b"], static="age")
     labels = torch.arange(9)
@@ -353,6 +376,11 @@ def test_features_that_are_not_wanted_leave_no_samples():
     batch = data.collate(alone)
     assert batch.lengths.tolist() == [0, 1, 2]
     assert batch.t.tolist() == [[0.0, 0.0], [5.0, 5.0], [0.0, 2.0]]
+    for layer in (hbnode.ODERNN(1, 4, time_unit=10.0), hbnode.nn.Oscillators(1, 4), hbnode.nn.OscillatorStack(1, 4)):
+        plain = dataclasses.replace(data.from_long(table, **options, features="hr"), static=None)
+        with pytest.raises(ValueError, match=r"Fix: series = series.select\(series.lengths > 0\)"):
+            layer(**plain.inputs())
+        assert len(layer(**plain.select(plain.lengths > 0).inputs())[0]) == 2
     with pytest.raises(ValueError, match=r"'what' has none of the features \['bp'\]; it has \['hr', 'x'\]"):
         data.from_long(table, **options, features=["bp"])
 

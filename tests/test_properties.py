@@ -157,7 +157,7 @@ def test_batch_mates_do_not_matter(pair, gaps, rows, seed):
 @given(st.sampled_from(MODELS), st.lists(st.integers(1, 4), min_size=1, max_size=3), st.booleans(), seeds)
 def test_an_ode_rnn_of_a_padded_batch_is_each_series_alone_and_in_parts(field, lengths, residual, seed):
     torch.manual_seed(seed)
-    rnn = hbnode.ODERNN(2, 4, field=field, residual=residual, rtol=1e-5, atol=1e-5).double()
+    rnn = hbnode.ODERNN(2, 4, field=field, residual=residual, time_unit=5.0, rtol=1e-5, atol=1e-5).double()
     batch, longest = len(lengths), max(lengths)
     x = torch.randn(batch, longest, 2, dtype=torch.float64)
     t = (0.1 + torch.rand(batch, longest, dtype=torch.float64)).cumsum(1)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from sklearn.base import BaseEstimator
+from sklearn.utils import check_array
 from sklearn.utils.validation import check_is_fitted
 from typing_extensions import Self
 
@@ -33,7 +34,8 @@ class SeriesEstimator(BaseEstimator):
     static: str | Sequence[str] | None
     features_: list[str]
     static_features_: list[str]
-    networks_: list[SeriesNetwork]
+    networks_: list[Any]
+    _network: type[SeriesNetwork] = SeriesNetwork
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -47,11 +49,12 @@ class SeriesEstimator(BaseEstimator):
     def _to_series(self, data: Any, *, reset: bool) -> Series:
         """Return the data as series; with ``reset`` store their features, else compare them with the stored ones."""
         names: dict[str, Any] = {"id": self.id, "time": self.time, "values": self.values, "static": self.static}
-        if hasattr(data, "columns") or isinstance(data, dict):
+        if hasattr(data, "columns") or _is_dict(data):
             data, names["static"] = self._encoded(data, reset)
             if not reset:
                 names["values"] = self.features_
-        series = as_series(_checked(data), **names)
+        data = _checked(data)
+        series = as_series(data, **names)
         static = list(series.static_features)
         if reset:
             self.features_, self.static_features_ = list(series.features), static
@@ -148,7 +151,7 @@ class SeriesEstimator(BaseEstimator):
         if stored["networks"]:
             estimator.networks_ = []
             for config, state in stored["networks"]:
-                network = SeriesNetwork(**config)
+                network = cls._network(**config)
                 network.load_state_dict(state)
                 estimator.networks_.append(network.eval())
         return estimator
@@ -161,8 +164,8 @@ def targets_of(y: Any, series: Series) -> NDArray[Any]:
         ValueError: if there is not one target for each series.
     """
     if y is None:
-        raise ValueError("y must be one target for each series, got None. Fix: fit(X, y). requires y to be passed.")
-    if hasattr(y, "loc") and len(y) == len(series) and set(y.index) == set(series.ids):
+        raise ValueError("fit requires y to be passed, but the target y is None. Fix: fit(X, y), one for each series.")
+    if hasattr(y, "loc") and hasattr(y, "index") and len(y) == len(series) and set(y.index) == set(series.ids):
         y = y.loc[list(series.ids)]
     targets: NDArray[Any] = np.asarray(y.detach().cpu() if isinstance(y, torch.Tensor) else y)
     if targets.ndim == 0 or len(targets) != len(series):
@@ -175,11 +178,20 @@ def targets_of(y: Any, series: Series) -> NDArray[Any]:
 
 
 def _checked(data: Any) -> Any:
-    if hasattr(data, "toarray"):
-        raise TypeError("sparse data are not supported, dense data is required. Fix: X.toarray().")
-    if isinstance(data, np.ndarray) and data.dtype.kind == "c":
-        raise ValueError("Complex data not supported. Fix: X.real and X.imag as two channels.")
-    return data
+    """Return data with arrays checked by scikit-learn; NaN is allowed."""
+    is_list = isinstance(data, (list, tuple)) and len(data) > 0
+    if (
+        isinstance(data, Series)
+        or _is_dict(data)
+        or (is_list and (isinstance(data[0], (Series, tuple)) or np.ndim(data[0]) == 2))
+    ):
+        return data
+    array = data.detach().cpu().numpy() if isinstance(data, torch.Tensor) else data
+    return check_array(array, dtype=np.float64, allow_nd=True, ensure_all_finite="allow-nan", input_name="X")
+
+
+def _is_dict(data: Any) -> bool:
+    return isinstance(data, dict) and not hasattr(data, "toarray")  # which sparse matrices have
 
 
 def _width(data: Any, series: Series) -> int:

@@ -29,11 +29,12 @@ if TYPE_CHECKING:
 Model = Literal["auto", "last", "features", "oscillators", "odernn", "gru"]
 CHEAP = ("last", "features", "oscillators")
 NETWORKS = ("odernn", "gru")
-CUTS, AHEAD = 5, 16  # starts of forecasts in a held-out series, and later samples of each
+CUTS, AHEAD = 10, 16  # starts of forecasts in a held-out series, and later samples of each
 PAIRS = 20_000  # most pairs of a start and a later value from which boosting learns, for each channel
 SCALES = (1.0, 4.0, 16.0)  # of moving averages, in median gaps
 FEW = 10  # series below which the end of each series is held out, instead of whole series
 HELD, END = 0.3, 0.3  # share of series, or of the samples of each series, that is held out
+START = 0.3  # share of a held-out series after which forecasts start
 NEAR = 200  # held-out errors from which a band is calibrated
 
 
@@ -297,6 +298,8 @@ class SeriesForecaster(SeriesEstimator):
         self.learning_rate, self.max_epochs, self.patience = learning_rate, max_epochs, patience
         self.n_members, self.device, self.random_state, self.progress = n_members, device, random_state, progress
 
+    _network = ForecastNetwork
+
     def fit(self, X: Any, y: Any = None) -> Self:
         """Fit the model and calibrate its bands.
 
@@ -319,29 +322,26 @@ class SeriesForecaster(SeriesEstimator):
             rows = random.permutation(len(whole))
             count = max(2, round(HELD * len(whole)))
             train, held = (whole.select(torch.tensor(part)) for part in (rows[count:], rows[:count]))
-            middle = len(held) // 2
-            parts = [held.select(slice(0, middle)), held.select(slice(middle, len(held)))]
-            choice, calibration = (questions(part, random, 0.0, 2 * CUTS, AHEAD) for part in parts)
+            held_out = questions(held, random, START, CUTS, AHEAD)
         else:
-            lengths = ((1 - END) * series.lengths.double()).long().clamp(min=1)
-            train = cut_at(series, lengths)
-            choice = calibration = questions(series, random, 1 - END, 10 * CUTS, AHEAD)
+            train = cut_at(series, ((1 - END) * series.lengths.double()).long().clamp(min=1))
+            held_out = questions(series, random, 1 - END, 5 * CUTS, AHEAD)
             train = train if bool((train.lengths > 1).any()) else series
         asked = questions(train, random, 0.0, max(3, PAIRS // 8 // len(train)), 8)
         names = CHEAP if self.model == "auto" else (self.model,)
         self.cv_loss_: dict[str, float] = {}
         for name in names:
-            model = self._fitted(name, train, asked, choice, random)
-            self.cv_loss_[name] = _score(*self._forecast(model, choice.past, choice.dt), choice.values)
+            model = self._fitted(name, train, asked, held_out, random)
+            self.cv_loss_[name] = _score(*self._forecast(model, held_out.past, held_out.dt), held_out.values)
             if self.cv_loss_[name] == min(self.cv_loss_.values()):
                 self.model_, best = name, model
         if self.model_ in NETWORKS:
             self.networks_, self.fitted_ = best, None
         else:
             self.fitted_ = best
-        mean, std = self._forecast(best, calibration.past, calibration.dt)
-        error = ((calibration.values - mean) / std).abs().numpy()
-        dt = calibration.dt.unsqueeze(-1).expand(calibration.values.shape).numpy()
+        mean, std = self._forecast(best, held_out.past, held_out.dt)
+        error = ((held_out.values - mean) / std).abs().numpy()
+        dt = held_out.dt.unsqueeze(-1).expand(held_out.values.shape).numpy()
         known = np.isfinite(error)
         self.errors_ = [
             (np.log(dt[..., c][known[..., c]] + 1e-12), error[..., c][known[..., c]]) for c in range(error.shape[2])
@@ -365,7 +365,7 @@ class SeriesForecaster(SeriesEstimator):
         series = self._scaled(self._to_series(X, reset=False))
         if (series.unit, series.origin is not None) != self.clock_:
             raise ValueError(
-                f"the times must be {'dates' if self.clock_[1] else 'numbers'} as in fit. Fix: the same column of times."
+                f"times must be {'dates' if self.clock_[1] else 'numbers'}, as in fit. Fix: the same column of times."
             )
         dt = self._horizons(series, ahead)
         mean, std = self._forecast(self._model, series, dt)
@@ -416,7 +416,7 @@ class SeriesForecaster(SeriesEstimator):
         return dt
 
     def _fitted(
-        self, name: str, train: Series, asked: Questions, choice: Questions, random: np.random.RandomState
+        self, name: str, train: Series, asked: Questions, held_out: Questions, random: np.random.RandomState
     ) -> Any:
         seed = int(random.randint(2**31 - 1))
         if name not in NETWORKS:
@@ -431,7 +431,7 @@ class SeriesForecaster(SeriesEstimator):
                     ForecastNetwork(**config).to(device),
                     lambda network, rows: _nll(network, asked, rows, device),
                     asked.past.lengths,
-                    lambda network: float(_nll(network, choice, torch.arange(len(choice.past)), device)),
+                    lambda network: float(_nll(network, held_out, torch.arange(len(held_out.past)), device)),
                     learning_rate=self.learning_rate,
                     weight_decay=self.weight_decay,
                     max_epochs=self.max_epochs,

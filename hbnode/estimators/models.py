@@ -18,7 +18,7 @@ from sklearn.model_selection import KFold, StratifiedKFold, cross_val_predict, t
 from sklearn.multioutput import MultiOutputRegressor
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
-from sklearn.utils import check_array, check_random_state, column_or_1d
+from sklearn.utils import assert_all_finite, check_array, check_random_state, column_or_1d
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
@@ -29,6 +29,7 @@ from hbnode._checks import nearest
 from hbnode.data import Series
 from hbnode.estimators.base import SeriesEstimator, targets_of
 from hbnode.estimators.networks import SeriesNetwork, batched, config_of, trained
+from hbnode.estimators.smoother import OscillatorSmoother
 from hbnode.features import OscillatorFeatures, RocketFeatures
 from hbnode.nn import Standardize
 
@@ -40,6 +41,7 @@ NETWORKS = ("oscillators", "odernn", "gru")
 ALPHAS = np.logspace(-3, 3, 13)  # of the ridge, for standardised features
 FOLDS = 4
 MANY = 1000  # series from which boosting is tried
+BOOSTED = 2  # oscillators for boosting, which needs few features
 HELD = 0.2  # share of series for validation
 
 
@@ -92,18 +94,29 @@ class _SeriesModel(SeriesEstimator):
     # Features
 
     def _fit_features(self, series: Series, targets: NDArray[Any], random: np.random.RandomState) -> None:
-        """Fit the candidates, and keep the one with the least cross-validated loss."""
-        candidates = self._candidates(series, int(random.randint(2**31 - 1)))
+        """Fit the candidates, and keep the best one, or the best two if the loss of their mean is less."""
         self.cv_loss_: dict[str, float] = {}
-        least, last, features = np.inf, None, np.empty(0)
-        for name, transformer, head in candidates:
-            if transformer is not last:
-                features, last = transformer.fit_transform(series), transformer
-            loss, temperature = self._cross_validated(head, features, targets)
+        found = []
+        for name, transformer, head in self._candidates(series, int(random.randint(2**31 - 1))):
+            features = transformer.fit_transform(series)
+            outputs, scale = self._held_out(head, features, targets)
+            self.cv_loss_[name] = self._cv_loss(outputs, targets)
+            found.append((name, outputs, (transformer, head.fit(features, targets), scale)))
+        found.sort(key=lambda each: self.cv_loss_[each[0]])
+        self.model_, outputs, member = found[0]
+        self.members_ = [member]
+        if len(found) > 1:
+            name, loss = f"{found[0][0]} + {found[1][0]}", self._cv_loss((outputs + found[1][1]) / 2, targets)
             self.cv_loss_[name] = loss
-            if loss < least or len(self.cv_loss_) == 1:
-                least, self.model_, self.transformer_, self.temperature_ = loss, name, transformer, temperature
-                self.head_ = head.fit(features, targets)
+            if loss < self.cv_loss_[self.model_]:
+                self.model_, self.members_ = name, [member, found[1][2]]
+
+    def _outputs_of(self, series: Series) -> NDArray[Any]:
+        """Return the mean of the members' or the networks' outputs, (batch, outputs)."""
+        if self.model_ in NETWORKS:
+            return self._network_outputs(series)
+        found = [self._output(head, of.transform(series)) / scale for of, head, scale in self.members_]
+        return np.mean(found, 0)
 
     def _candidates(self, series: Series, seed: int) -> list[tuple[str, Any, Any]]:
         """Return names of models, transformers of series to features, and estimators on the features."""
@@ -113,17 +126,26 @@ class _SeriesModel(SeriesEstimator):
             features = OscillatorFeatures(random_state=seed, n_jobs=self.n_jobs)
             found.append(("features", features, ridge))
             if series.static is not None or len(series) >= MANY:
-                found.append(("features, boosting", features, boosting))
+                few = OscillatorFeatures(BOOSTED, random_state=seed, n_jobs=self.n_jobs)
+                found.append(("features, boosting", few, boosting))
         if self.model == "rocket" or (self.model == "auto" and importlib.util.find_spec("aeon") is not None):
             kinds = [self.reconstruction]
             if self.reconstruction == "auto":
                 kinds = ["linear"] if _is_regular(series) else ["linear", "last", "oscillators"]
             for kind in kinds:
-                rocket = RocketFeatures(reconstruction=kind, random_state=seed, n_jobs=self.n_jobs)
+                of = OscillatorSmoother(random_state=seed) if kind == "oscillators" else kind
+                rocket = RocketFeatures(reconstruction=of, random_state=seed, n_jobs=self.n_jobs)
                 found.append((f"rocket, {kind}" if len(kinds) > 1 else "rocket", rocket, self._heads(seed)[0]))
         return found
 
-    def _cross_validated(self, head: Any, features: NDArray[Any], targets: NDArray[Any]) -> tuple[float, float]:
+    def _held_out(self, head: Any, features: NDArray[Any], targets: NDArray[Any]) -> tuple[NDArray[Any], float]:
+        """Return outputs for each series that was held out, (batch, outputs), and what they were divided by."""
+        raise NotImplementedError
+
+    def _cv_loss(self, outputs: NDArray[Any], targets: NDArray[Any]) -> float:
+        raise NotImplementedError
+
+    def _output(self, head: Any, features: NDArray[Any]) -> NDArray[Any]:
         raise NotImplementedError
 
     def _heads(self, seed: int) -> tuple[Any, Any]:
@@ -197,7 +219,55 @@ class _SeriesModel(SeriesEstimator):
 
 
 class SeriesClassifier(ClassifierMixin, _SeriesModel):
-    """DOC"""
+    """A classifier of irregular series with missing values.
+
+    Series are given as a :class:`hbnode.data.Series`, a list of pairs (t, x), an array (batch, channels, T), or a table
+    in long form, whose columns are named once in the constructor (:func:`hbnode.data.as_series`). NaN is missing.
+
+    Arguments:
+        model: ``"features"``, :class:`hbnode.features.OscillatorFeatures` into a ridge, or into boosted trees if there
+            are static features or at least 1,000 series and their cross-validated loss is less. ``"rocket"``,
+            MiniRocket's features (of aeon) of series on a regular grid, into a ridge. ``"auto"``, the one of these, or
+            the mean of the best two, with the least cross-validated log loss. Or a network that is
+            trained by gradients: ``"oscillators"`` (:class:`hbnode.nn.OscillatorStack`), ``"odernn"``
+            (:class:`hbnode.ODERNN`) or ``"gru"``. Default: ``"auto"``
+        id: for a table in long form, the column that identifies the series. Default: ``None``
+        time: for a table, the column of times: numbers, or dates. Default: ``None``
+        values: for a table, the columns of values. None takes all that are not named by another argument.
+            Default: ``None``
+        static: for a table, columns that are constant within each series; categories are allowed, also ones that were
+            not in the training data. Default: ``None``
+        reconstruction: for ``"rocket"``, how a series is put on a regular grid: ``"linear"`` interpolation, the
+            ``"last"`` value, ``"oscillators"`` (:class:`OscillatorSmoother`), or ``"auto"``, the one with the least
+            cross-validated loss. Default: ``"auto"``
+        hidden_size: size of a network's state. Default: ``32``
+        dropout: probability that a feature of a network's inputs or state is dropped in training. Default: ``0.1``
+        weight_decay: weight decay of a network. Default: ``0.01``
+        learning_rate: learning rate of a network. Default: ``0.005``
+        max_epochs: most epochs of a network. Default: ``100``
+        patience: epochs of a network without a smaller validation loss, after which training ends. Default: ``10``
+        n_members: number of networks whose outputs are averaged; each has its own validation series.
+            Default: ``3``
+        n_jobs: number of joblib's workers for features. Default: ``None``
+        device: device of the networks. Default: ``None``
+        random_state: seed. Default: ``None``
+        progress: whether a progress bar is shown; None shows it on a terminal. Default: ``None``
+
+    Attributes:
+        classes_: the labels.
+        model_: the model that was chosen, or two, whose mean is the answer.
+        cv_loss_: cross-validated log loss of each candidate; infinite if a class has one series only.
+
+    Example:
+        >>> import numpy as np, hbnode.estimators
+        >>> random = np.random.default_rng(0)
+        >>> times = [np.sort(random.uniform(0, 10, 30)) for _ in range(40)]
+        >>> labels = np.arange(40) % 2
+        >>> series = [(t, np.sin((1 + y) * t)) for t, y in zip(times, labels)]
+        >>> model = hbnode.estimators.SeriesClassifier("features", random_state=0).fit(series[:30], labels[:30])
+        >>> float(model.score(series[30:], labels[30:]))
+        1.0
+    """
 
     def fit(self, X: Any, y: Any) -> Self:
         """Fit the model.
@@ -213,17 +283,16 @@ class SeriesClassifier(ClassifierMixin, _SeriesModel):
         """Return the probability of each class in ``classes_``, (batch, classes)."""
         check_is_fitted(self)
         series = self._to_series(X, reset=False)
-        if self.model_ in NETWORKS:
-            return softmax(self._network_outputs(series), 1)
-        decision = _logits(self.head_, self.transformer_.transform(series), len(self.classes_))
-        return softmax(decision / self.temperature_, 1)
+        return softmax(self._outputs_of(series), 1)
 
     def predict(self, X: Any) -> NDArray[Any]:
         """Return the most probable label of each series, (batch,)."""
+        check_is_fitted(self)
         return self.classes_[self.predict_proba(X).argmax(1)]
 
     def _set_targets(self, targets: NDArray[Any]) -> NDArray[Any]:
         targets = column_or_1d(targets, warn=True)
+        assert_all_finite(targets, input_name="y")
         check_classification_targets(targets)
         self.classes_, codes = np.unique(targets, return_inverse=True)
         self._outputs = len(self.classes_)
@@ -240,21 +309,23 @@ class SeriesClassifier(ClassifierMixin, _SeriesModel):
             HistGradientBoostingClassifier(random_state=seed),
         )
 
-    def _cross_validated(self, head: Any, features: NDArray[Any], targets: NDArray[Any]) -> tuple[float, float]:
-        """Return the log loss of held-out series, and the temperature at which it is smallest."""
+    def _held_out(self, head: Any, features: NDArray[Any], targets: NDArray[Any]) -> tuple[NDArray[Any], float]:
         folds = min(FOLDS, int(np.bincount(targets).min()))
         if folds < 2:
-            return np.inf, 1.0
+            return np.full((len(targets), self._outputs), np.nan), 1.0
         splits = StratifiedKFold(folds, shuffle=True, random_state=0)
-        decision = cross_val_predict(head, features, targets, cv=splits, method="decision_function")
-        decision = decision if decision.ndim == 2 else np.stack([-decision, decision], 1)
+        logits = _wide(cross_val_predict(head, features, targets, cv=splits, method="decision_function"))
+        found = minimize_scalar(lambda x: self._cv_loss(logits / np.exp(x), targets), bounds=(-3, 3), method="bounded")
+        temperature = float(np.exp(found.x))
+        return logits / temperature, temperature
 
-        def loss(log_temperature: float) -> float:
-            scaled = decision / np.exp(log_temperature)
-            return -float(log_softmax(scaled, 1)[np.arange(len(targets)), targets].mean())
+    def _cv_loss(self, outputs: NDArray[Any], targets: NDArray[Any]) -> float:
+        """Return the log loss of logits; infinite for NaN."""
+        loss = -float(log_softmax(outputs, 1)[np.arange(len(targets)), targets].mean())
+        return loss if np.isfinite(loss) else np.inf
 
-        found = minimize_scalar(loss, bounds=(-5.0, 5.0), method="bounded")
-        return float(found.fun), float(np.exp(found.x))
+    def _output(self, head: Any, features: NDArray[Any]) -> NDArray[Any]:
+        return _wide(head.decision_function(features))
 
     def _aims(self, targets: NDArray[Any]) -> NDArray[Any]:
         return targets.astype(np.int64)
@@ -271,7 +342,52 @@ class SeriesClassifier(ClassifierMixin, _SeriesModel):
 
 
 class SeriesRegressor(RegressorMixin, _SeriesModel):
-    """DOC"""
+    """A regressor of one or several numbers for each irregular series, which may have missing values.
+
+    Series are given as a :class:`hbnode.data.Series`, a list of pairs (t, x), an array (batch, channels, T), or a table
+    in long form, whose columns are named once in the constructor (:func:`hbnode.data.as_series`). NaN is missing.
+
+    Arguments:
+        model: ``"features"``, :class:`hbnode.features.OscillatorFeatures` into a ridge, or into boosted trees if there
+            are static features or at least 1,000 series and their cross-validated loss is less. ``"rocket"``,
+            MiniRocket's features (of aeon) of series on a regular grid, into a ridge. ``"auto"``, the one of these, or
+            the mean of the best two, with the least cross-validated squared error. Or a network that is
+            trained by gradients: ``"oscillators"`` (:class:`hbnode.nn.OscillatorStack`), ``"odernn"``
+            (:class:`hbnode.ODERNN`) or ``"gru"``. Default: ``"auto"``
+        id: for a table in long form, the column that identifies the series. Default: ``None``
+        time: for a table, the column of times: numbers, or dates. Default: ``None``
+        values: for a table, the columns of values. None takes all that are not named by another argument.
+            Default: ``None``
+        static: for a table, columns that are constant within each series; categories are allowed, also ones that were
+            not in the training data. Default: ``None``
+        reconstruction: for ``"rocket"``, how a series is put on a regular grid: ``"linear"`` interpolation, the
+            ``"last"`` value, ``"oscillators"`` (:class:`OscillatorSmoother`), or ``"auto"``, the one with the least
+            cross-validated loss. Default: ``"auto"``
+        hidden_size: size of a network's state. Default: ``32``
+        dropout: probability that a feature of a network's inputs or state is dropped in training. Default: ``0.1``
+        weight_decay: weight decay of a network. Default: ``0.01``
+        learning_rate: learning rate of a network. Default: ``0.005``
+        max_epochs: most epochs of a network. Default: ``100``
+        patience: epochs of a network without a smaller validation loss, after which training ends. Default: ``10``
+        n_members: number of networks whose outputs are averaged; each has its own validation series.
+            Default: ``3``
+        n_jobs: number of joblib's workers for features. Default: ``None``
+        device: device of the networks. Default: ``None``
+        random_state: seed. Default: ``None``
+        progress: whether a progress bar is shown; None shows it on a terminal. Default: ``None``
+
+    Attributes:
+        model_: the model that was chosen, or two, whose mean is the answer.
+        cv_loss_: cross-validated mean squared error of each candidate, in variances of y.
+
+    Example:
+        >>> import numpy as np, hbnode.estimators
+        >>> random = np.random.default_rng(0)
+        >>> x = random.normal(size=(60, 1, 40)).cumsum(-1)
+        >>> model = hbnode.estimators.SeriesRegressor("features", random_state=0).fit(x[:50], x[:50, 0].mean(1))
+        >>> model.score(x[50:], x[50:, 0].mean(1)) > 0.9
+        True
+    """
 
     def fit(self, X: Any, y: Any) -> Self:
         """Fit the model.
@@ -287,11 +403,13 @@ class SeriesRegressor(RegressorMixin, _SeriesModel):
         """Return the predicted numbers in the shape of y."""
         check_is_fitted(self)
         series = self._to_series(X, reset=False)
-        if self.model_ in NETWORKS:
-            found = self._network_outputs(series) * self.target_std_ + self.target_mean_
-        else:
-            found = self.head_.predict(self.transformer_.transform(series)).reshape(len(series), -1)
+        found = self._outputs_of(series) * self.target_std_ + self.target_mean_
         return found if self.is_wide_ else found[:, 0]
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.target_tags.multi_output = True
+        return tags
 
     def _set_targets(self, targets: NDArray[Any]) -> NDArray[Any]:
         numbers = check_array(targets, ensure_2d=False, dtype=np.float64, input_name="y")
@@ -299,7 +417,7 @@ class SeriesRegressor(RegressorMixin, _SeriesModel):
         numbers = numbers.reshape(len(numbers), -1)
         self._outputs, self.target_mean_, spread = numbers.shape[1], numbers.mean(0), numbers.std(0)
         self.target_std_ = np.where(spread > 0, spread, 1.0)
-        return numbers
+        return (numbers - self.target_mean_) / self.target_std_
 
     def _heads(self, seed: int) -> tuple[Any, Any]:
         boosting = HistGradientBoostingRegressor(random_state=seed)
@@ -308,16 +426,22 @@ class SeriesRegressor(RegressorMixin, _SeriesModel):
             boosting if self._outputs == 1 else MultiOutputRegressor(boosting),
         )
 
-    def _cross_validated(self, head: Any, features: NDArray[Any], targets: NDArray[Any]) -> tuple[float, float]:
-        """Return the mean squared error of held-out series in variances of the targets, and 1."""
+    def _held_out(self, head: Any, features: NDArray[Any], targets: NDArray[Any]) -> tuple[NDArray[Any], float]:
         if len(targets) < 2:
-            return np.inf, 1.0
+            return np.full(targets.shape, np.nan), 1.0
         splits = KFold(min(FOLDS, len(targets)), shuffle=True, random_state=0)
-        found = cross_val_predict(head, features, targets, cv=splits).reshape(targets.shape)
-        return float((((found - targets) / self.target_std_) ** 2).mean()), 1.0
+        return cross_val_predict(head, features, targets, cv=splits).reshape(targets.shape), 1.0
+
+    def _cv_loss(self, outputs: NDArray[Any], targets: NDArray[Any]) -> float:
+        """Return the mean squared error; infinite for NaN."""
+        loss = float(((outputs - targets) ** 2).mean())
+        return loss if np.isfinite(loss) else np.inf
+
+    def _output(self, head: Any, features: NDArray[Any]) -> NDArray[Any]:
+        return head.predict(features).reshape(len(features), -1)
 
     def _aims(self, targets: NDArray[Any]) -> NDArray[Any]:
-        return ((targets - self.target_mean_) / self.target_std_).astype(np.float32)
+        return targets.astype(np.float32)
 
     def _split(self, targets: NDArray[Any], seed: int) -> tuple[NDArray[Any], NDArray[Any]]:
         return _split(len(targets), HELD, seed, None)
@@ -327,9 +451,9 @@ class SeriesRegressor(RegressorMixin, _SeriesModel):
         return mse_loss(outputs, aims)
 
 
-def _logits(head: Any, features: NDArray[Any], classes: int) -> NDArray[Any]:
-    decision = head.decision_function(features)
-    return decision if decision.ndim == 2 else np.stack([-decision, decision], 1)
+def _wide(decision: NDArray[Any]) -> NDArray[Any]:
+    """Return logits (batch, classes) for a decision function, which has one column for two classes."""
+    return decision if decision.ndim == 2 else np.stack([-decision, decision], 1) / 2
 
 
 def _moments(x: Tensor) -> tuple[NDArray[Any], NDArray[Any]]:

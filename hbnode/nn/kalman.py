@@ -1,14 +1,14 @@
-"""The exact Kalman filter of noisy oscillators at irregular times, and the distributions that it returns."""
+"""The exact Kalman filter and smoother of noisy oscillators at irregular times, and the distributions they return."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
+from torch.nn.functional import pad
 
 from hbnode._torch import may_look
 from hbnode._tree import Record, record
@@ -66,30 +66,100 @@ class OscillatorFiltered(Record):
         return iter((self.before, self.after, self.log_likelihood, self.state))
 
 
+_WIDTH = 4096  # squares of a block's length, above which its operations cost more than the call of them
+_LOST = 64  # rounding errors in the covariance of a block
+
+
+class Blocks(NamedTuple):
+    """Samples in blocks of n values, and their distribution given the state h before each block.
+
+    The signal in a block is M h + ε, and the state after the block is Φ h + η, with normal ε and η independent of h.
+    The values of a block are ordered by sample, then by channel. There are S sets of values at the same times. All
+    fields have the dimensions (blocks, batch) first.
+
+    Attributes:
+        m: M, (n, 2 P).
+        phi: Φ, (2 P, 2 P).
+        k: the stationary covariance of the signal, (n, n).
+        g: the stationary covariance of the signal with the state after the block, (n, 2 P).
+        x: the values (n, S); 0 where nothing is observed.
+        seen: 1 for observed values, else 0; (n,).
+        noise: variance of the observation noise (n,).
+    """
+
+    m: Tensor
+    phi: Tensor
+    k: Tensor
+    g: Tensor
+    x: Tensor
+    seen: Tensor
+    noise: Tensor
+
+
+class Filtered(NamedTuple):
+    """The states before the blocks, and the factors of the update by each block.
+
+    Attributes:
+        mean: mean μ of the state before each block, (blocks, batch, 2 P, S).
+        excess: D, its covariance minus the stationary covariance I, (blocks, batch, 2 P, 2 P).
+        factor: L, where L Lᵀ is the covariance of the observed values given earlier blocks, (blocks, batch, n, n).
+        white: L⁻¹ times the errors of the predicted values, (blocks, batch, n, S); independent and standard normal.
+        a: L⁻¹ times the covariance of the observed values with the state after the block, (blocks, batch, n, 2 P).
+        last: μ and D after the last block.
+    """
+
+    mean: Tensor
+    excess: Tensor
+    factor: Tensor
+    white: Tensor
+    a: Tensor
+    last: tuple[Tensor, Tensor]
+
+
 class KalmanFilter:
-    """The Kalman filter of P oscillators with states (v, √κ x) of stationary covariance σ² I and n observed features.
+    r"""The Kalman filter and smoother of P oscillators with states h = (v, √κ x)/σ of stationary covariance I.
+
+    The filter takes a block of samples at a time, which is a Gaussian process given the state before it. With the
+    notation of :class:`Blocks`, let that state have the mean μ and the covariance I + D. The observed values y of the
+    block then have the covariance S = K + M D Mᵀ + noise, and A = G + M D Φᵀ is their covariance with the state after
+    the block. The update is
+
+    .. math:: \mu \leftarrow \Phi\mu + A^T S^{-1}(y - M\mu), \qquad D \leftarrow \Phi D\Phi^T - A^T S^{-1}A.
+
+    K, M, G and Φ of all blocks are computed side by side, so that only the update is sequential. With blocks of √T
+    samples a series of T samples takes √T steps to compute them, and √T updates. Large batches have shorter blocks.
+
+    The smoother goes backwards over the blocks. Its r and N are the gradient and the negative Hessian of the log
+    density of all later values with respect to the mean of the state. With B = Φ - Aᵀ S⁻¹ M,
+
+    .. math:: r \leftarrow M^T S^{-1}(y - M\mu) + B^T r, \qquad N \leftarrow M^T S^{-1}M + B^T N B.
+
+    References:
+        de Jong, Smoothing and Interpolation with the State-Space Model, JASA 84 (1989); Durbin and Koopman, A Simple
+        and Efficient Simulation Smoother, Biometrika 89 (2002).
 
     Arguments:
         rates: the damping γ and the stiffness κ (2, P), in the dtype of the filter.
-        c: the matrix C (n, 2 P) that maps states to observations.
+        c: the matrix C (channels, 2 P) that maps (v, √κ x) to observations.
         log_spread: log σ (P,).
-        log_observation_noise: logarithm of the standard deviation of the observation noise (n,).
+        log_observation_noise: logarithm of the standard deviation of the observation noise, (channels,), or
+            (batch, T, channels).
     """
 
     def __init__(self, rates: Tensor, c: Tensor, log_spread: Tensor, log_observation_noise: Tensor) -> None:
         self.dtype = rates.dtype
         self.gamma, self.kappa = rates
-        self.root, self.c = self.kappa.sqrt(), c.to(self.dtype)
-        self.stationary = (2 * log_spread.to(self.dtype)).exp().repeat(2)  # the diagonal of the covariance
+        self.root, self.spread = self.kappa.sqrt(), log_spread.to(self.dtype).exp().repeat(2)
+        self.c = c.to(self.dtype) * self.spread
         self.noise = (2 * log_observation_noise.to(self.dtype)).exp()
         if may_look():
             self._check_digits()
 
     def _check_digits(self) -> None:
         """Raise FloatingPointError if the sum of signal and noise variance loses the noise variance by rounding."""
-        signal = (self.c.square() * self.stationary).sum(-1)
+        signal = self.c.square().sum(-1)
         ratio = float((signal / self.noise).detach().amax().sqrt())
-        most = torch.finfo(self.dtype).eps ** -0.5
+        most = (_LOST * torch.finfo(self.dtype).eps) ** -0.5
         if ratio > most:
             least = math.log(float(signal.detach().amax().sqrt()) / most) + 1
             raise FloatingPointError(
@@ -100,73 +170,221 @@ class KalmanFilter:
 
     def filter(self, sequences: Sequences, state: OscillatorBelief | None) -> OscillatorFiltered:
         """Filter the sequences from a state, or from the stationary distribution if the state is None."""
-        t = sequences.t
-        if state is None:
-            mean = self.c.new_zeros(len(t), len(self.stationary))
-            covariance, start = self.stationary.diag().expand(len(t), -1, -1), t[:, 0].detach()
-        else:
-            (mean, covariance), start = self._unpack(state), state.t
-        gaps = t.to(self.dtype).diff(prepend=start.to(self.dtype).unsqueeze(1))
-        mask = sequences.observed
-        mask = torch.ones_like(sequences.x, dtype=torch.bool) if mask is None else mask.expand_as(sequences.x)
-        steps: list[tuple[Tensor, ...]] = []
-        for gap, sample, observed in zip(gaps.unbind(1), sequences.x.unbind(1), mask.unbind(1), strict=True):
-            mean, covariance = self._predict(mean, covariance, gap)
-            before = self._observation(mean, covariance)
-            mean, covariance, log_density = self._update(mean, covariance, sample, observed)
-            steps.append((*before, *self._observation(mean, covariance), log_density))
-        *bands, log_densities = (torch.stack(each, 1) for each in zip(*steps, strict=True))
-        padded = [sequences.padded(band) for band in bands]
-        log_densities = functional.pad(log_densities, (0, sequences.total - log_densities.shape[1]))
-        after = self._pack(mean, covariance, t[:, -1])
-        return OscillatorFiltered(Gaussian(*padded[:2]), Gaussian(*padded[2:]), log_densities, after)
+        t, x, seen = self._samples(sequences)
+        blocks = self._blocks(t, x.unsqueeze(-1), seen, state)
+        found = self._run(blocks, state)
+        mean, variance, v = self._predicted(blocks, found)
+        sample = torch.arange(v.shape[-1], device=v.device) // len(self.c)
+        bands: list[Gaussian] = []
+        for known in sample.unsqueeze(1) > sample, sample.unsqueeze(1) >= sample:
+            weight = torch.where(known, v, 0.0)
+            std = ((variance - weight.square().sum(-1)).clamp(min=0.0) + blocks.noise).sqrt()
+            each = (mean + weight @ found.white).squeeze(-1), std
+            bands.append(Gaussian(*(sequences.padded(self._unblocked(z, t)) for z in each)))
+        log_density = self._unblocked(self._log_densities(blocks, found), t).sum(-1)
+        log_density = pad(log_density, (0, sequences.total - t.shape[1]))
+        before, after = bands
+        return OscillatorFiltered(before, after, log_density, self._pack(*found.last, sequences.t[:, -1]))
+
+    def log_likelihood(self, sequences: Sequences) -> Tensor:
+        """Return the log density of the observed values of each series, (batch,)."""
+        blocks, found = self.run(sequences)
+        return self._log_densities(blocks, found).sum((0, 2))
+
+    def run(self, sequences: Sequences) -> tuple[Blocks, Filtered]:
+        """Return the blocks of the sequences, and what the filter finds from the stationary distribution."""
+        t, x, seen = self._samples(sequences)
+        blocks = self._blocks(t, x.unsqueeze(-1), seen)
+        return blocks, self._run(blocks)
 
     def forecast(self, state: OscillatorBelief, dt: Tensor) -> tuple[Gaussian, OscillatorBelief]:
         """Return the distributions of observations at times dt (batch, K) after the state, and the last state."""
-        ends = [self._predict(*self._unpack(state), gap) for gap in dt.to(self.dtype).unbind(1)]
-        bands = zip(*(self._observation(*end) for end in ends), strict=True)
+        mean, excess = self._unpack(state)
+        phi = self._transition(dt.to(self.dtype))
+        m, last = self._read(phi), _block_diagonal(phi[..., -1])
+        variance = self.c.square().sum(-1) + ((m @ excess.unsqueeze(1)) * m).sum(-1)
+        bands = Gaussian((m @ mean.unsqueeze(1)).squeeze(-1), (variance.clamp(min=0.0) + self.noise).sqrt())
         time = state.t + dt[:, -1].to(state.t.dtype)
-        return Gaussian(*(torch.stack(band, 1) for band in bands)), self._pack(*ends[-1], time)
+        return bands, self._pack(last @ mean, last @ excess @ last.mT, time)
+
+    def smooth(self, sequences: Sequences, at: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return means and variances of the signal (batch, K, channels) given all samples, at times ``at`` (batch, K).
+
+        Without ``at`` they are at the times of the samples.
+        """
+        t, x, seen, index = self._with_queries(sequences, at)
+        blocks = self._blocks(t, x.unsqueeze(-1), seen)
+        mean, variance = self._smooth(blocks, self._run(blocks))
+        return _at(self._unblocked(mean, t).squeeze(-1), index), _at(self._unblocked(variance, t), index)
+
+    def sample_paths(
+        self, sequences: Sequences, at: Tensor | None, paths: int, generator: torch.Generator | None
+    ) -> Tensor:
+        """Draw paths of the signal given all samples, (batch, K, channels, paths), at times as in :meth:`smooth`.
+
+        A path is drawn from the prior, with its own data. The smoothed mean for the true data minus those is added.
+        """
+        t, x, seen, index = self._with_queries(sequences, at)
+        signal, data = self._draw(t, paths, generator)
+        blocks = self._blocks(t, torch.where(seen.unsqueeze(-1), x.unsqueeze(-1) - data, 0.0), seen)
+        return _at(signal + self._unblocked(self._smooth(blocks, self._run(blocks))[0], t), index)
+
+    # States and transitions
 
     def _unpack(self, state: OscillatorBelief) -> tuple[Tensor, Tensor]:
-        return torch.cat([state.v.to(self.dtype), state.x.to(self.dtype) * self.root], -1), state.covariance
+        """Return the mean μ (batch, 2 P, 1) and the excess covariance D (batch, 2 P, 2 P) of the scaled states."""
+        mean = torch.cat([state.v.to(self.dtype), state.x.to(self.dtype) * self.root], -1) / self.spread
+        covariance = state.covariance.to(self.dtype) / (self.spread * self.spread.unsqueeze(1))
+        return mean.unsqueeze(-1), covariance - torch.eye(len(self.spread), dtype=self.dtype, device=mean.device)
 
-    def _pack(self, mean: Tensor, covariance: Tensor, t: Tensor) -> OscillatorBelief:
-        v, x = mean.chunk(2, -1)
-        return OscillatorBelief(v, x / self.root, t, covariance)
+    def _pack(self, mean: Tensor, excess: Tensor, t: Tensor) -> OscillatorBelief:
+        v, x = (mean.squeeze(-1) * self.spread).chunk(2, -1)
+        covariance = (excess + excess.mT) / 2 + torch.eye(len(self.spread), dtype=self.dtype, device=mean.device)
+        return OscillatorBelief(v, x / self.root, t, covariance * (self.spread * self.spread.unsqueeze(1)))
 
-    def _predict(self, mean: Tensor, covariance: Tensor, gap: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the mean Φ m and the covariance Φ (P - σ² I) Φᵀ + σ² I after gaps (batch,).
+    def _transition(self, gaps: Tensor) -> Tensor:
+        """Return the transition of each scaled oscillator, (2, P, 2, *gaps.shape): row, oscillator, column."""
+        gamma, kappa, root = (z.view(-1, *[1] * gaps.dim()) for z in (self.gamma, self.kappa, self.root))
+        step = oscillator_step(gamma, kappa, gaps)
+        rows = torch.stack([step.vv, step.vx / root], 1), torch.stack([step.xv * root, step.xx], 1)
+        return torch.stack(rows)
 
-        Here m and P are the given mean and covariance, and Φ is the transition matrix over the gap.
-        """
-        step = oscillator_step(self.gamma, self.kappa, gap.unsqueeze(-1))
-        a, b, c, d = (z.unsqueeze(-1) for z in (step.vv, step.vx / self.root, step.xv * self.root, step.xx))
+    def _read(self, phi: Tensor) -> Tensor:
+        """Return C Φ (..., channels, 2 P) for transitions (2, P, 2, ...)."""
+        return torch.einsum("crp,rpk...->...ckp", self.c.unflatten(1, (2, -1)), phi).flatten(-2)
 
-        def transition(z: Tensor) -> Tensor:  # (batch, 2 P, n)
-            v, x = z.chunk(2, 1)
-            return torch.cat([a * v + b * x, c * v + d * x], 1)
+    # Blocks
 
-        stationary = self.stationary.diag()
-        covariance = transition(transition(covariance - stationary).mT) + stationary
-        return transition(mean.unsqueeze(-1)).squeeze(-1), covariance
+    def _samples(self, sequences: Sequences) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the times (batch, T), the samples (batch, T, channels), and which of them are observed."""
+        x, seen = sequences.x.to(self.dtype), sequences.observed
+        seen = torch.ones_like(x, dtype=torch.bool) if seen is None else seen.expand_as(x)
+        return sequences.t.to(self.dtype), x, seen
 
-    def _observation(self, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the mean and the standard deviation of an observation, (batch, n), from those of the state."""
-        variance = ((self.c @ covariance) * self.c).sum(-1).clamp(min=0.0) + self.noise
-        return mean @ self.c.T, variance.sqrt()
+    def _with_queries(self, sequences: Sequences, at: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the samples merged with unobserved ones at times ``at`` (batch, K), and the indices of the latter."""
+        t, x, seen = self._samples(sequences)
+        if at is None:
+            return t, x, seen, torch.arange(t.shape[1], device=t.device).expand(t.shape)
+        t = torch.cat([t, at.to(t)], 1)
+        order = t.argsort(dim=1, stable=True)
+        x, seen = (_at(pad(z, (0, 0, 0, at.shape[1])), order) for z in (x, seen))
+        return t.gather(1, order), x, seen, order.argsort(1)[:, -at.shape[1] :]
 
-    def _update(self, mean: Tensor, covariance: Tensor, sample: Tensor, observed: Tensor) -> tuple[Tensor, ...]:
-        """Return the mean and covariance of the state given a sample's observed features, and their log density."""
-        c = self.c * observed.unsqueeze(-1)
-        innovation = torch.where(observed, sample.to(self.dtype) - mean @ self.c.T, 0.0)
-        cross = c @ covariance  # (batch, n, 2 P)
-        own = cross @ c.mT + torch.where(observed, self.noise, 1.0).diag_embed()
-        factor: Any = torch.linalg.cholesky(own)
-        white = torch.linalg.solve_triangular(factor, torch.cat([innovation.unsqueeze(-1), cross], -1), upper=False)
-        innovation, cross = white[..., :1], white[..., 1:]
-        covariance = covariance - cross.mT @ cross
-        logs = factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-        count = observed.sum(-1).to(self.dtype) * (0.5 * math.log(2 * math.pi))
-        log_density = -0.5 * innovation.square().sum((-2, -1)) - logs - count
-        return mean + (cross.mT @ innovation).squeeze(-1), (covariance + covariance.mT) / 2, log_density
+    def _blocked(self, z: Tensor) -> Tensor:
+        """Return z (batch, T, channels, ...) as (blocks, batch, n, ...), with zeros after the last sample."""
+        length = max(1, round((z.shape[1] / (1 + len(z) * z.shape[1] * len(self.c) ** 2 / _WIDTH)) ** 0.5))
+        z = pad(z, (0, 0) * (z.dim() - 2) + (0, -z.shape[1] % length))
+        return z.unflatten(1, (-1, length)).flatten(2, 3).transpose(0, 1)
+
+    def _unblocked(self, z: Tensor, t: Tensor) -> Tensor:
+        """Return z (blocks, batch, n, ...) as (batch, T, channels, ...) for times t (batch, T)."""
+        return z.transpose(0, 1).unflatten(2, (-1, len(self.c))).flatten(1, 2)[:, : t.shape[1]]
+
+    def _blocks(self, t: Tensor, x: Tensor, seen: Tensor, state: OscillatorBelief | None = None) -> Blocks:
+        """Return the blocks of samples x (batch, T, channels, S) at times t (batch, T)."""
+        start = t[:, :1] if state is None else state.t.to(t).unsqueeze(1)
+        gaps = self._blocked(t.diff(prepend=start).unsqueeze(-1))
+        shape, total, n = gaps.shape[:2], gaps[..., 0].numel(), gaps.shape[2] * len(self.c)
+        # z has the transition from the start of the block to a sample (two columns), and the stationary covariances of
+        # the state at that sample with the values of the block so far: (2, P, columns, blocks · batch)
+        own = self.c.T.unflatten(0, (2, -1)).unsqueeze(-1)
+        z = t.new_zeros(2, own.shape[1], 2 + n, total)
+        z[0, :, 0] = z[1, :, 1] = 1.0
+        starts, rows = [], []
+        for i, phi in enumerate(self._transition(gaps.flatten(0, 1)).unbind(-1)):
+            z = phi[:, :, :1] * z[0] + phi[:, :, 1:] * z[1]
+            z[:, :, 2 + i * len(self.c) : 2 + (i + 1) * len(self.c)] = own
+            starts.append(z[:, :, :2])
+            rows.append(self.c @ z.flatten(2).flatten(0, 1))
+        lower = torch.cat(rows).view(n, 2 + n, total)[:, 2:].permute(2, 0, 1).tril()
+        m, g = self._read(torch.stack(starts, -1)), z[:, :, 2:].flatten(0, 1).permute(2, 1, 0)
+        every = m.flatten(1, 2), _block_diagonal(starts[-1]), lower + lower.tril(-1).mT, g
+        m, phi, k, g = (z.unflatten(0, shape) for z in every)
+        x, seen, noise = (self._blocked(z) for z in (x, seen.to(t.dtype), self.noise.expand(seen.shape)))
+        return Blocks(m, phi, k, g, x, seen, noise)
+
+    def _run(self, blocks: Blocks, state: OscillatorBelief | None = None) -> Filtered:
+        n, size = blocks.m.shape[-2:]
+        sets, seen = blocks.x.shape[-1], blocks.seen.unsqueeze(-1)
+        own = seen * blocks.k * seen.mT + torch.where(blocks.seen > 0, blocks.noise, 1.0).diag_embed()
+        own = pad(torch.cat([own, seen * blocks.g], -1), (0, 0, 0, size))
+        m_phi = torch.cat([seen * blocks.m, blocks.phi], -2)
+        if state is None:
+            mean, excess = own.new_zeros(own.shape[1], size, sets), own.new_zeros(own.shape[1], size, size)
+        else:
+            mean, excess = self._unpack(state)
+        steps = []
+        for each_own, each_m_phi, x in zip(own, m_phi, blocks.x, strict=True):
+            before = mean, excess
+            ahead = each_m_phi @ mean  # (M μ, Φ μ)
+            joint = torch.baddbmm(each_own, each_m_phi @ excess, each_m_phi.mT)  # ((S, A), (M D Φᵀ, Φ D Φᵀ))
+            factor: Any = torch.linalg.cholesky(joint[:, :n, :n])
+            known = torch.cat([x - ahead[:, :n], joint[:, :n, n:]], -1)
+            white, a = torch.linalg.solve_triangular(factor, known, upper=False).split([sets, size], -1)
+            mean = torch.baddbmm(ahead[:, n:], a.mT, white)
+            excess = torch.baddbmm(joint[:, n:, n:], a.mT, a, alpha=-1)
+            steps.append((*before, factor, white, a))
+        means, excesses, factors, whites, gains = (torch.stack(each) for each in zip(*steps, strict=True))
+        return Filtered(means, excesses, factors, whites, gains, (mean, excess))
+
+    def _log_densities(self, blocks: Blocks, found: Filtered) -> Tensor:
+        """Return the log density of each value given the values before it, (blocks, batch, n); 0 where unobserved."""
+        logs = found.factor.diagonal(dim1=-2, dim2=-1).log()
+        return -0.5 * found.white.square().sum(-1) - logs - 0.5 * math.log(2 * math.pi) * blocks.seen
+
+    def _predicted(self, blocks: Blocks, found: Filtered) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the mean and the variance of the signal given earlier blocks, and its covariance with L⁻¹ y."""
+        m_excess = blocks.m @ found.excess
+        cross = blocks.seen.unsqueeze(-1) * (blocks.k + m_excess @ blocks.m.mT).mT
+        variance = blocks.k.diagonal(dim1=-2, dim2=-1) + (m_excess * blocks.m).sum(-1)
+        v: Any = torch.linalg.solve_triangular(found.factor, cross, upper=False)
+        return blocks.m @ found.mean, variance, v.mT
+
+    def _smooth(self, blocks: Blocks, found: Filtered) -> tuple[Tensor, Tensor]:
+        """Return the mean (blocks, batch, n, S) and the variance (blocks, batch, n) of the signal given all values."""
+        mean, variance, v = self._predicted(blocks, found)
+        mean, variance = mean + v @ found.white, variance - v.square().sum(-1)
+        cross = blocks.g + blocks.m @ found.excess @ blocks.phi.mT - v @ found.a  # with the state after the block
+        white_m = torch.linalg.solve_triangular(found.factor, blocks.seen.unsqueeze(-1) * blocks.m, upper=False)
+        back = (blocks.phi - found.a.mT @ white_m).mT
+        r, n = torch.zeros_like(found.mean[0]), torch.zeros_like(found.excess[0])
+        rs, ns = [r], [n]
+        own = back, white_m.mT @ found.white, white_m.mT @ white_m
+        for b, own_r, own_n in zip(*(z[1:].flip(0) for z in own), strict=True):
+            r, n = own_r + b @ r, own_n + b @ n @ b.mT
+            rs.append(r)
+            ns.append(n)
+        r, n = torch.stack(rs[::-1]), torch.stack(ns[::-1])
+        return mean + cross @ r, (variance - ((cross @ n) * cross).sum(-1)).clamp(min=0.0)
+
+    def _draw(self, t: Tensor, paths: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+        """Draw the signal at times t (batch, T), and observations of it, (batch, T, channels, paths) each."""
+        phi = self._transition(t.diff(prepend=t[:, :1])).unsqueeze(-1)  # (2, P, 2, batch, T, 1)
+        (vv, xv), (vx, xx) = ((phi[0, :, i], phi[1, :, i]) for i in range(2))
+        # The Cholesky factor of I - Φ Φᵀ; rounding loses (√κ Δ)³ of its digits for short gaps
+        a = (1 - vv.square() - vx.square()).clamp(min=0.0).sqrt()
+        b = -(vv * xv + vx * xx) / torch.where(a > 0, a, 1.0)
+        d = (1 - xv.square() - xx.square() - b.square()).clamp(min=0.0).sqrt()
+        shape = (2, len(self.gamma), *t.shape, paths)
+        normal = torch.randn(shape, dtype=t.dtype, device=t.device, generator=generator)
+        kicks = torch.stack([a * normal[0], b * normal[0] + d * normal[1]])
+        z = torch.randn((*shape[:3], paths), dtype=t.dtype, device=t.device, generator=generator)
+        states = []
+        for step, kick in zip(phi.unbind(-2), kicks.unbind(-2), strict=True):
+            z = step[:, :, 0] * z[0] + step[:, :, 1] * z[1] + kick
+            states.append(z)
+        signal = torch.einsum("cp,pbst->bsct", self.c, torch.stack(states, 3).flatten(0, 1))
+        errors = torch.randn(signal.shape, dtype=t.dtype, device=t.device, generator=generator)
+        return signal, signal + self.noise.sqrt().unsqueeze(-1) * errors
+
+
+def _block_diagonal(phi: Tensor) -> Tensor:
+    """Return transitions of P oscillators, (2, P, 2, ...), as matrices (..., 2 P, 2 P)."""
+    matrix = torch.einsum("rpk...,pq->...rpkq", phi, torch.eye(phi.shape[1], dtype=phi.dtype, device=phi.device))
+    return matrix.flatten(-2).flatten(-3, -2)
+
+
+def _at(z: Tensor, index: Tensor) -> Tensor:
+    """Return the samples of z (batch, T, ...) at indices (batch, K)."""
+    return z.gather(1, index.reshape(*index.shape, *[1] * (z.dim() - 2)).expand(-1, -1, *z.shape[2:]))

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from math import inf
-from typing import TypeVar
+from typing import TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
 from hbnode._checks import as_count, check_input
+from hbnode.nn.kalman import Gaussian
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -150,6 +152,8 @@ class Standardize(nn.Module):
         >>> scale = hbnode.nn.Standardize(2).fit(x)
         >>> scale.mean, scale(x)[0, 1], scale.inverse(scale(x))[0, 1]
         (tensor([ 3., 20.]), tensor(-1.), tensor(10.))
+        >>> scale.inverse(hbnode.nn.Gaussian(scale(x)[:1], torch.tensor([[0.5, 0.5]]))).std
+        tensor([[0.8165, 5.0000]])
     """
 
     mean: Tensor
@@ -226,8 +230,21 @@ class Standardize(nn.Module):
         self._check(x)
         return (x - self.mean) / self.std
 
-    def inverse(self, x: Tensor) -> Tensor:
-        """Return x in the original units, as the inverse of :meth:`forward`."""
+    @overload
+    def inverse(self, x: Tensor) -> Tensor: ...
+    @overload
+    def inverse(self, x: Gaussian) -> Gaussian: ...
+    def inverse(self, x: Tensor | Gaussian) -> Tensor | Gaussian:
+        """Return x in the original units, as the inverse of :meth:`forward`.
+
+        A standard deviation s is s σ in the original units: give a prediction with its spread as one
+        :class:`hbnode.nn.Gaussian`, ``scale.inverse(hbnode.nn.Gaussian(mean, std))``.
+
+        Arguments:
+            x: values (..., num_features), or a Gaussian of them.
+        """
+        if isinstance(x, Gaussian):
+            return dataclasses.replace(x, mean=self.inverse(x.mean), std=x.std * self.std)
         self._check(x)
         return x * self.std + self.mean
 

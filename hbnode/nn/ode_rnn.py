@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 from typing_extensions import Self, override
 
 from hbnode import _torch
-from hbnode._checks import ArrayLike, as_count, check_input, nearest
+from hbnode._checks import ArrayLike, as_count, nearest
 from hbnode._times import as_unit
 from hbnode._torch import ModuleWithConstants
 from hbnode._tree import State, apply, parts
@@ -93,9 +93,9 @@ class ODERNN(ModuleWithConstants):
             call, with zeros for missing values and padding. It may return h only, without an ANODE's zeros; the field
             then supplies the rest of the state. Likewise only h is learned if the field has an ``initial_momentum`` or
             ``initial_velocity``. With an encoder, layers above the first use ``"learned"``. Default: ``"learned"``.
-        time_unit: length of one unit of the field's time, a number or a duration. f is called with t / time_unit, and
-            derivatives are with respect to t / time_unit. It is saved in the ``state_dict`` and may be set later.
-            Default: ``1.0``.
+        time_unit: length of one unit of the field's time, a number in the unit of t. f is called with t / time_unit,
+            and derivatives are with respect to t / time_unit. It is saved in the ``state_dict`` and may be set later.
+            None is 1.0, and a warning if gaps are too long for it. Default: ``None``.
         missing: replacement for a missing value in the cell's input. ``"zero"``; ``"hold"``: the last observed value;
             ``"decay"``: the last observed value, decaying to 0 (the mean of standardised features) at a learned rate
             per feature. Before the first observation of a feature all three are 0. Default: ``"zero"``.
@@ -137,8 +137,8 @@ class ODERNN(ModuleWithConstants):
 
     Shape:
         - x: (batch, T, input_size), or a PackedSequence.
-        - t: (batch, T) or (T,). Give large times in float64, or as dates, which are converted to seconds since 1970.
-          f(t, h) gets t in the dtype of the state, so choose an origin near the data.
+        - t: (batch, T) or (T,), numbers in one unit; :class:`hbnode.data.Series` converts dates. Give large times in
+          float64. f(t, h) gets t in the dtype of the state, so choose an origin near the data.
         - output: (batch, T, hidden_size), h after each sample; 0 on padding.
 
     Raises:
@@ -170,7 +170,7 @@ class ODERNN(ModuleWithConstants):
         cell: CellArgument = "gru",
         residual: bool = False,
         initial_state: Literal["learned", "zeros"] | nn.Module = "learned",
-        time_unit: float = 1.0,
+        time_unit: float | None = None,
         missing: Missing = "zero",
         mask_features: bool = False,
         elapsed_features: bool = False,
@@ -206,7 +206,7 @@ class ODERNN(ModuleWithConstants):
         self.layers = nn.ModuleList(make(layer) for layer in range(num_layers))
         self.reverse = nn.ModuleList(make(layer) for layer in range(num_layers) if self.bidirectional)
         self.sizes = [output_size] * (1 + self.second_order)  # of h, and of m, in an output
-        self.time_unit = time_unit
+        self.time_unit, self.has_unit = 1.0 if time_unit is None else time_unit, time_unit is not None
         gradient = gradient or ("adjoint" if adjoint_options is not None else "direct")
         settings = Settings(
             method=method, rtol=rtol, atol=atol, gradient=gradient, steps=steps, per_sample=per_sample,
@@ -236,7 +236,7 @@ class ODERNN(ModuleWithConstants):
 
     @time_unit.setter
     def time_unit(self, value: float) -> None:
-        self._time_unit = as_unit(value, "time_unit")
+        self._time_unit, self.has_unit = as_unit(value, "time_unit"), True
 
     @override
     def constants(self) -> dict[str, str]:
@@ -277,9 +277,9 @@ class ODERNN(ModuleWithConstants):
 
         Arguments:
             x: samples (batch, T, input_size), or packed.
-            t: times, (batch, T), or (T,) if all series share them; also as an array or a list. Dates of numpy, pandas
-                or polars are converted to seconds since 1970. Times must not decrease. Between samples of equal time
-                the state does not move, and the cell takes the samples in their order.
+            t: times, (batch, T), or (T,) if all series share them; also as an array or a list of numbers. Times must
+                not decrease. Between samples of equal time the state does not move, and the cell takes the samples in
+                their order.
             state: state of an earlier call, to continue from. ``t`` must start at or after the state's time.
                 Default: ``None``.
             mask: which values are observed, bool (batch, T) or (batch, T, input_size). The other values may be NaN and
@@ -312,8 +312,7 @@ class ODERNN(ModuleWithConstants):
     ) -> Filtered:
         series = Sequences(self.input_size, x, t, mask, lengths)
         seq.check_dtype(series.x, map(attrgetter("dtype"), self.parameters()))
-        if static is not None or self.static_size:
-            static = _checked_static(static, self.static_size, series.x)
+        static = seq.checked_static(static, self.static_size, series.x, "ODERNN")
         states: list[ODERNNState] = []
         start, times, solver = None, self._in_units(series.t), Solver(self.settings, self.step_size)
         if state is not None:
@@ -343,7 +342,8 @@ class ODERNN(ModuleWithConstants):
         if not self.has_warned and self.settings.steps is None:
             networks = self.num_layers * (1 + self.bidirectional)
             times = times if start is None else torch.cat([start.unsqueeze(1), times], 1)
-            self.has_warned = seq.warn_if_too_short(self._time_unit, times, self.counts, networks, self.settings.rtol)
+            rtol, most = self.settings.rtol, seq.MANY if self.has_unit else seq.SEVERAL
+            self.has_warned = seq.warn_if_too_short(self._time_unit, times, self.counts, networks, rtol, most)
         before = seq.state_of(series.padded(output.before), series.padded_t, self.sizes)
         after = seq.state_of(series.padded(output.after), series.padded_t, self.sizes)
         end = seq.state_of(ends[0].clone(), series.t[:, -1], self.sizes, last, last_t)
@@ -358,7 +358,8 @@ class ODERNN(ModuleWithConstants):
         Arguments:
             state: state returned by :meth:`forward` or :meth:`filter`. Its h (..., hidden_size), m and t (...) may have
                 any number of leading dimensions.
-            dt: times after that of the state, (K,) or (..., K), not negative and not decreasing; numbers or durations.
+            dt: times after that of the state, (K,) or (..., K), not negative and not decreasing. They are numbers in
+                the unit of t: use ``series.durations(["1h"])`` for durations of a :class:`hbnode.data.Series`.
 
         Returns:
             h (..., K, hidden_size), and the state at the last of the times.
@@ -703,17 +704,3 @@ def _check_layers(num_layers: int, bidirectional: bool, field: object, cell: obj
         raise ValueError(
             "initial_state is one module, but bidirectional=True has two networks. Fix: initial_state='learned'."
         )
-
-
-def _checked_static(static: Tensor | None, size: int, x: Tensor) -> Tensor:
-    if static is not None:
-        check_input(static, "static")
-    shape = None if static is None else tuple(static.shape)
-    if static is None or shape != (len(x), size):
-        raise ValueError(
-            f"static must be (batch, static_size) = ({len(x)}, {size}), got {shape}. "
-            + ("Fix: ODERNN(..., static_size=)." if size == 0 else "Fix: one row of features per series.")
-        )
-    if not bool(torch.isfinite(static).all()):
-        raise ValueError("static is not finite. Fix: standardise, then static.nan_to_num(), so that NaN is the mean.")
-    return static.to(x)

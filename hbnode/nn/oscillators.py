@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
@@ -13,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 from typing_extensions import override
 
 from hbnode._checks import ArrayLike, as_count, check_input
-from hbnode._times import as_times
+from hbnode._times import as_times, refuse_dates
 from hbnode._torch import may_look, no_autocast
 from hbnode._tree import Record, record
 from hbnode.nn import sequences as seq
@@ -27,7 +28,7 @@ from hbnode.nn._oscillator_scan import (
     transition,
 )
 from hbnode.nn.kalman import Gaussian, KalmanFilter, OscillatorBelief, OscillatorFiltered
-from hbnode.nn.sequences import Lengths, Sequences, Series
+from hbnode.nn.sequences import Inputs, Lengths, Missing, Sequences, Series
 
 __all__ = [
     "Gaussian",
@@ -48,6 +49,7 @@ Range = tuple[float, float]
 
 FREQUENCY = (0.001, 0.25)
 DECAY = (0.001, 0.1)
+SLOWEST = 30  # spans of a series in the longest period of oscillator_ranges
 
 
 class Ranges(TypedDict):
@@ -65,18 +67,24 @@ class OscillatorState(Record):
         v: velocities, (batch, num_oscillators), after the last sample.
         x: displacements, (batch, num_oscillators).
         t: time of the last sample, (batch,).
-        held: the last observed sample, (batch, input_size), with ``input="hold"``; else None.
+        held: the last input, (batch, inputs), with ``input="hold"``; else None. Without ``missing`` and further
+            features, the inputs are the last observed value of each feature.
+        last: last observed value of each feature, (batch, input_size); None if the layer does not use it.
+        last_t: time of the value in ``last``, (batch, input_size); the start of the series if nothing was observed.
     """
 
     v: Tensor
     x: Tensor
     t: Tensor
     held: Tensor | None = None
+    last: Tensor | None = None
+    last_t: Tensor | None = None
 
     @override
     @staticmethod
     def _dtype(name: str, old: torch.dtype, new: torch.dtype) -> torch.dtype:
-        return old if name == "t" else new if name == "held" or new.itemsize >= 4 else torch.float32
+        is_time, is_sample = name in ("t", "last_t"), name in ("held", "last", "static")
+        return old if is_time else new if is_sample or new.itemsize >= 4 else torch.float32
 
 
 class _OscillatorModule(nn.Module):
@@ -136,11 +144,11 @@ class _OscillatorModule(nn.Module):
             self.log_damping.copy_((2 * rate).log())
             self.log_stiffness.copy_((omega.square() + rate.square()).log())
             gap = 0.25 / self.frequency_range[1]
-            scale = (1 - (-2 * gap * rate).exp()).mul(2 / self.input_size).sqrt()
+            scale = (1 - (-2 * gap * rate).exp()).mul(2 / self.weight_in.shape[1]).sqrt()
             scale = scale / gap if self.input == "hold" else scale
             self.weight_in.normal_().mul_(scale.unsqueeze(1))
             self.weight_out.normal_(std=(2 * self.num_oscillators) ** -0.5)
-            self.weight_skip.normal_(std=self.input_size**-0.5)
+            self.weight_skip.normal_(std=self.weight_in.shape[1] ** -0.5)
 
     @property
     def damping(self) -> Tensor:
@@ -217,7 +225,7 @@ class _OscillatorModule(nn.Module):
         if is_belief:
             shapes["covariance"] = (batch, 2 * size, 2 * size)
         elif self._is_held:
-            shapes["held"] = (batch, self.input_size)
+            shapes["held"] = (batch, self.weight_in.shape[1])
         fix = "the state that filter returned" if is_belief else "OscillatorState(v, x, t), or the state of a call"
         seq.check_state(state, kind, shapes, fix)
 
@@ -227,6 +235,16 @@ class _OscillatorModule(nn.Module):
             f"{self.input_size}, {self.hidden_size}, num_oscillators={self.num_oscillators}, "
             f"discretization={self.discretization!r}, input={self.input!r}"
         )
+
+
+class TimedInputs(Inputs):
+    """The inputs of oscillators. The unit of their ages, if there are any, is a constant of the ``state_dict``."""
+
+    time_unit: float = 1.0
+
+    @override
+    def constants(self) -> dict[str, str]:
+        return {"time_unit": "time_unit"} if self.elapsed_features or self.rate is not None else {}
 
 
 class Oscillators(_OscillatorModule):
@@ -250,7 +268,7 @@ class Oscillators(_OscillatorModule):
     starts from the stationary distribution, in which v and √κ q have the variance σ² = s²/(2γ). Samples are observed
     as C [v; √κ q] + ε with independent ε ~ N(0, r²). B and D are not used. Its Kalman filter is exact for any gaps: the
     noise over a gap has the covariance S - ΦSΦᵀ, where S is the stationary covariance. Observations correlate the
-    oscillators. The filter therefore has a covariance 2P x 2P per series, and its time grows as T (2P)² input_size.
+    oscillators. The filter therefore has a covariance 2P x 2P per series. Its time is linear in T.
 
     References:
         Rusch and Rus, Oscillatory State-Space Models, arXiv:2410.03943 (LinOSS); Boyer, Rusch and Rus, Learning to
@@ -267,12 +285,20 @@ class Oscillators(_OscillatorModule):
         bidirectional: whether a second layer with its own parameters processes the series backwards in time. Its
             outputs are concatenated to those of the first. Such a layer needs whole series: it takes no state and makes
             no forecast. Default: ``False``
-        noise: whether the layer is a probabilistic model, for :meth:`log_likelihood` and :meth:`filter`.
-            ``hidden_size`` must then be ``input_size``. Default: ``False``
+        noise: whether the layer is a probabilistic model, for :meth:`log_likelihood`, :meth:`filter` and
+            :meth:`smooth`. ``hidden_size`` must then be ``input_size``. Default: ``False``
         frequency: range of the initial damped frequencies ω/2π, in cycles per unit of ``t``, drawn log-uniformly.
             :func:`hbnode.nn.oscillator_ranges` computes one from times. Default: ``(0.001, 0.25)``
         decay: range of the initial decay rates a = γ/2, in 1 / unit of ``t``, drawn log-uniformly and limited to 1.5 ω.
             A free oscillation decays as e^{-at}. Default: ``(0.001, 0.1)``
+        missing: replacement for a missing value in a sample of which another value is observed: ``"zero"``, ``"hold"``
+            or ``"decay"``, as in :class:`hbnode.ODERNN`. A sample without observed values gives no input. None is
+            ``"zero"`` with ``input="impulse"`` and ``"hold"`` with ``input="hold"``. Default: ``None``
+        mask_features: whether the mask is part of the input x. Default: ``False``
+        elapsed_features: whether the input includes the time since each feature was last observed. This time, and that
+            of ``missing="decay"``, is in units of 1 / ``decay[1]``: ten median gaps with ``oscillator_ranges``.
+            Default: ``False``
+        static_size: number of time-independent features, which are part of every input. Default: ``0``
         device: device of the parameters. Default: ``None``
         dtype: dtype of the parameters. States are float64 if it is float64, else float32. Default: ``None``
 
@@ -310,11 +336,20 @@ class Oscillators(_OscillatorModule):
         noise: bool = False,
         frequency: Range = FREQUENCY,
         decay: Range = DECAY,
+        missing: Missing | None = None,
+        mask_features: bool = False,
+        elapsed_features: bool = False,
+        static_size: int = 0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         options: Any = {"discretization": discretization, "input": input, "frequency": frequency, "decay": decay}
-        super().__init__(input_size, hidden_size, num_oscillators, **options, device=device, dtype=dtype)
+        natural: Missing = "hold" if input == "hold" else "zero"
+        inputs = TimedInputs(input_size, missing or natural, mask_features, elapsed_features, static_size)
+        super().__init__(inputs.size, hidden_size, num_oscillators, **options, device=device, dtype=dtype)
+        self.input_size, self.static_size = inputs.input_size, inputs.static_size
+        inputs.time_unit = 1 / self.decay_range[1]
+        self.takes_samples = inputs.size == self.input_size and inputs.missing == natural  # as they are
         self.noise = bool(noise)
         if self.noise and self.hidden_size != self.input_size:
             raise ValueError(
@@ -325,6 +360,11 @@ class Oscillators(_OscillatorModule):
             raise ValueError("noise=True needs exact steps, got discretization='imex'. Fix: discretization='exact'.")
         if self.noise and bidirectional:
             raise ValueError("noise=True needs a causal layer, got bidirectional=True. Fix: bidirectional=False.")
+        if self.noise and not self.takes_samples:
+            raise ValueError(
+                "noise=True is a model of the samples alone, got missing=, mask_features=, elapsed_features= or "
+                "static_size=. Fix: leave them out."
+            )
         spread = torch.zeros(self.num_oscillators, device=device, dtype=dtype)
         observation_noise = torch.full((self.input_size,), math.log(0.3), device=device, dtype=dtype)
         self.register_parameter("log_spread", nn.Parameter(spread) if noise else None)
@@ -335,6 +375,7 @@ class Oscillators(_OscillatorModule):
             reverse = copy.deepcopy(self)
             reverse.reset_parameters()
             self.reverse, self.bidirectional = reverse, True
+        self.inputs = inputs.to(device, dtype)
 
     @property
     def process_noise(self) -> Tensor | None:
@@ -356,6 +397,7 @@ class Oscillators(_OscillatorModule):
         state: OscillatorState | None = None,
         mask: Tensor | PackedSequence | None = None,
         lengths: Lengths | None = None,
+        static: Tensor | None = None,
     ) -> tuple[Series, OscillatorState]:
         """Return the outputs, and the state after the last sample.
 
@@ -366,9 +408,11 @@ class Oscillators(_OscillatorModule):
                 unit of time between samples. Default: ``None``
             state: the state of an earlier call, to continue its series. Its time must not be later than the first
                 time in ``t``. None is a zero state at the first time. Default: ``None``
-            mask: which values are observed, bool, (batch, T) or (batch, T, input_size). The others may be NaN. A
-                missing value gives no impulse; with ``input="hold"`` the last observed value is held. Default: ``None``
+            mask: which values are observed, bool, (batch, T) or (batch, T, input_size). The others may be NaN. Unless
+                ``missing`` says otherwise, a missing value gives no impulse; with ``input="hold"`` the last observed
+                value is held. Default: ``None``
             lengths: length of each sequence, (batch,); later samples are padding. Default: ``None``
+            static: time-independent features, (batch, static_size). Default: ``None``
         """
         lengths, series, times, observed = seq.unpack(x, lengths, t, mask)
         if isinstance(times, OscillatorState):
@@ -381,7 +425,10 @@ class Oscillators(_OscillatorModule):
             seq.check_dtype(series, [self.weight_in.dtype])
         is_shared = state is None and (times is None or as_times(times, "t").dim() == 1)
         with no_autocast(series):
+            is_plain = static is None and self.takes_samples
+            memory = {} if is_plain else self._replace_samples(sequences, static, state)
             y, after = self._scan(sequences, state, 1.0 if t is None else _gaps(sequences, state, is_shared))
+            after = dataclasses.replace(after, **memory) if memory else after
             if self.reverse is not None:
                 order, reverse = sequences.backwards()
                 gaps = 1.0 if t is None else _gaps(reverse, None, is_shared and lengths is None)
@@ -391,6 +438,18 @@ class Oscillators(_OscillatorModule):
 
     if TYPE_CHECKING:  # nn.Module's returns Any
         __call__ = forward
+
+    def _replace_samples(
+        self, sequences: Sequences, static: Tensor | None, state: OscillatorState | None
+    ) -> dict[str, Any]:
+        """Replace the samples by the inputs made of them; return ``last`` and ``last_t`` of the state after them."""
+        static = seq.checked_static(static, self.static_size, sequences.x, "Oscillators")
+        x, last, last_t = self.inputs(sequences, static, state, self.inputs.time_unit)
+        if sequences.any_observed is not None:
+            sequences.observed = sequences.any_observed.unsqueeze(-1)
+            x = torch.where(sequences.observed, x, 0.0)  # a sample without observed values gives no input
+        sequences.x = x.to(sequences.x.dtype)
+        return {"last": last, "last_t": last_t}
 
     def _scan(
         self, sequences: Sequences, state: OscillatorState | None, gaps: float | Tensor
@@ -437,8 +496,8 @@ class Oscillators(_OscillatorModule):
         Arguments:
             state: the state of a call of this layer. With a state of :meth:`filter` the outputs are distributions of
                 observations.
-            dt: times since that of the state, (K,) or (batch, K), not negative and not decreasing. With
-                ``discretization="imex"`` each time is reached from the previous time in one step.
+            dt: times since that of the state, (K,) or (batch, K), not negative and not decreasing, numbers in the unit
+                of t. With ``discretization="imex"`` each time is reached from the previous time in one step.
 
         Returns:
             The outputs (batch, K, hidden_size), in the dtype of the state, or a :class:`Gaussian` of that shape, and
@@ -455,7 +514,7 @@ class Oscillators(_OscillatorModule):
             start, gaps = state, dt
             for i in range(dt.shape[1]):
                 if self.discretization == "imex" and paths:
-                    start = OscillatorState(*paths[-1], state.t, state.held)
+                    start = dataclasses.replace(state, v=paths[-1][0], x=paths[-1][1])
                     gaps = dt.diff(prepend=dt[:, :1])
                 paths.append(self._advance(start, gaps[:, i : i + 1]))
             y = torch.stack([torch.cat(path, -1) for path in paths], 1) @ self._readout().T
@@ -463,7 +522,7 @@ class Oscillators(_OscillatorModule):
             if state.held is not None:
                 y = y + (state.held.to(y.dtype) @ self.weight_skip.to(y.dtype).T).unsqueeze(1)
             time = state.t + dt[:, -1].to(state.t.dtype)
-            return y, OscillatorState(*paths[-1], time, state.held)
+            return y, dataclasses.replace(state, v=paths[-1][0], x=paths[-1][1], t=time)
 
     def log_likelihood(
         self, x: Tensor, t: ArrayLike | None = None, mask: Tensor | None = None, lengths: Lengths | None = None
@@ -478,7 +537,8 @@ class Oscillators(_OscillatorModule):
                 Default: ``None``
             lengths: length of each sequence, (batch,); later samples are padding. Default: ``None``
         """
-        return self.filter(x, t, None, mask, lengths).log_likelihood.sum(1)
+        kalman = self._kalman_filter()
+        return kalman.log_likelihood(Sequences(self.input_size, x, _times(x, t, None), mask, lengths))
 
     def filter(
         self,
@@ -507,6 +567,93 @@ class Oscillators(_OscillatorModule):
             seq.check_start(state.t, sequences.t)
         return kalman.filter(sequences, state)
 
+    def smooth(
+        self,
+        x: Tensor,
+        t: ArrayLike | None = None,
+        mask: Tensor | None = None,
+        lengths: Lengths | None = None,
+        at: ArrayLike | None = None,
+        noise: bool = False,
+    ) -> Gaussian:
+        """Return the distributions of the signal given all samples of a series, in float64; needs ``noise=True``.
+
+        Each value has its own mean and standard deviation. Use :meth:`sample_paths` for joint draws of several times.
+
+        Arguments:
+            x: samples (batch, T, input_size).
+            t: times (batch, T), or (T,) for the whole batch; None is one unit of time between samples.
+                Default: ``None``
+            mask: which values are observed, bool, (batch, T) or (batch, T, input_size); the others may be NaN.
+                Default: ``None``
+            lengths: length of each sequence, (batch,); later samples are padding. Default: ``None``
+            at: times (K,) or (batch, K) of the results, in any order, also before the first or after the last sample.
+                None is the times of the samples. Default: ``None``
+            noise: whether the distributions are those of observations, which add the observation noise.
+                Default: ``False``
+
+        Returns:
+            Means and standard deviations (batch, K, input_size), or (batch, T, input_size) with 0 on padding.
+
+        Example:
+            >>> import torch, hbnode
+            >>> layer = hbnode.nn.Oscillators(1, 1, 2, noise=True)
+            >>> band = layer.smooth(torch.randn(4, 20, 1), at=[0.5, 3.2, 40.0])
+            >>> band.mean.shape, band.std.shape
+            (torch.Size([4, 3, 1]), torch.Size([4, 3, 1]))
+        """
+        kalman, sequences, times = self._with_queries(x, t, mask, lengths, at)
+        mean, variance = kalman.smooth(sequences, times)
+        std = (variance + kalman.noise if noise else variance).sqrt()
+        return Gaussian(mean, std) if at is not None else Gaussian(sequences.padded(mean), sequences.padded(std))
+
+    def sample_paths(
+        self,
+        x: Tensor,
+        t: ArrayLike | None = None,
+        mask: Tensor | None = None,
+        lengths: Lengths | None = None,
+        at: ArrayLike | None = None,
+        paths: int = 1,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Draw paths of the signal given all samples, (paths, batch, K, input_size), in float64; needs ``noise=True``.
+
+        The values of a path are a joint draw for all times and features (Durbin and Koopman, Biometrika 89, 2002).
+
+        Arguments:
+            x: samples (batch, T, input_size).
+            t: times (batch, T), or (T,) for the whole batch; None is one unit of time between samples.
+                Default: ``None``
+            mask: which values are observed, bool, (batch, T) or (batch, T, input_size); the others may be NaN.
+                Default: ``None``
+            lengths: length of each sequence, (batch,); later samples are padding. Default: ``None``
+            at: times (K,) or (batch, K), as in :meth:`smooth`; None is the times of the samples. Default: ``None``
+            paths: number of paths. Default: ``1``
+            generator: source of the random numbers. Default: ``None``
+        """
+        kalman, sequences, times = self._with_queries(x, t, mask, lengths, at)
+        found = kalman.sample_paths(sequences, times, as_count(paths, "paths"), generator).movedim(-1, 0)
+        return found if at is not None else sequences.padded(found)
+
+    def _with_queries(
+        self, x: Tensor, t: ArrayLike | None, mask: Tensor | None, lengths: Lengths | None, at: ArrayLike | None
+    ) -> tuple[KalmanFilter, Sequences, Tensor | None]:
+        kalman = self._kalman_filter()
+        sequences = Sequences(self.input_size, x, _times(x, t, None), mask, lengths)
+        if at is None:
+            return kalman, sequences, None
+        times = as_times(at, "at").to(sequences.x.device)
+        batch = len(sequences.t)
+        if times.dim() not in (1, 2) or (times.dim() == 2 and len(times) != batch) or not times.shape[-1]:
+            raise ValueError(
+                f"at must be (K,) or (batch, K) with batch={batch} and K >= 1, got {tuple(times.shape)}. "
+                "Fix: at=[0.0, 0.5, 1.0], in the unit of t."
+            )
+        if may_look() and not bool(torch.isfinite(times).all()):
+            raise ValueError("at must be finite, got NaN or inf. Fix: at[torch.isfinite(at)].")
+        return kalman, sequences, times.expand(batch, -1)
+
     def _kalman_filter(self) -> KalmanFilter:
         if self.log_spread is None or self.log_observation_noise is None:
             raise ValueError("the layer has no noise. Fix: Oscillators(..., noise=True).")
@@ -523,7 +670,9 @@ class Oscillators(_OscillatorModule):
         )
 
 
-def _times(x: object, t: ArrayLike | None, state: OscillatorState | OscillatorBelief | None) -> ArrayLike:
+def _times(
+    x: object, t: ArrayLike | None, state: OscillatorState | OscillatorBelief | OscillatorStackState | None
+) -> ArrayLike:
     """Return ``t``, or if it is None the times 0, 1, 2, ...; with a state they begin one unit after its time."""
     if t is not None:
         return t
@@ -569,7 +718,8 @@ class OscillatorCell(_OscillatorModule):
 
     A cell can load the ``state_dict`` of a layer that is not bidirectional and continue the layer's state, with equal
     outputs. It cannot load a layer with noise, which has more parameters. Use the layer's :meth:`~Oscillators.filter`
-    for single samples instead.
+    for single samples instead. A layer with ``missing`` or further features takes single samples itself, as series of
+    length 1.
 
     Arguments:
         input_size: features of a sample.
@@ -615,6 +765,7 @@ class OscillatorCell(_OscillatorModule):
                 "dt to that of the next sample."
             )
         batch, dtype = len(x), self._dtype
+        refuse_dates(dt, "dt")
         gap = torch.as_tensor(dt, dtype=torch.float64, device=x.device)
         if gap.dim() and gap.shape != (batch,):
             raise ValueError(
@@ -651,12 +802,18 @@ class OscillatorStackState(Record):
         x: displacements, (num_layers, batch, num_oscillators).
         t: time of the last sample, (batch,).
         held: the held input of each layer, (num_layers, batch, hidden_size), with ``input="hold"``; else None.
+        last: last observed value of each feature, (batch, input_size); None if the stack does not use it.
+        last_t: time of the value in ``last``, (batch, input_size); the start of the series if nothing was observed.
+        static: time-independent features, (batch, static_size), for forecasts; None if there are none.
     """
 
     v: Tensor
     x: Tensor
     t: Tensor
     held: Tensor | None = None
+    last: Tensor | None = None
+    last_t: Tensor | None = None
+    static: Tensor | None = None
 
     _dtype = staticmethod(OscillatorState._dtype)
 
@@ -688,7 +845,8 @@ class OscillatorBlock(nn.Module):
 class OscillatorStack(nn.Module):
     """A deep sequence model of gated residual blocks of :class:`Oscillators`, with a linear encoder and a linear head.
 
-    The encoder maps samples to features h. With a linear map W, each block is
+    The encoder maps inputs to features h. An input is a sample, joined with its mask, the ages of values and static
+    features if they are asked for. With a linear map W, each block is
     h ← h + dropout(GLU(W gelu(oscillators(norm(h))))). Times, masks and lengths are as in :class:`Oscillators`.
     A sample without observed values is masked in every layer.
 
@@ -713,6 +871,13 @@ class OscillatorStack(nn.Module):
             Default: ``False``
         frequency: range of initial frequencies, in cycles per unit of time. Default: ``(0.001, 0.25)``
         decay: range of initial decay rates, in 1 / unit of time. Default: ``(0.001, 0.1)``
+        missing: replacement for a missing value in the input: ``"zero"``, ``"hold"`` or ``"decay"``, as in
+            :class:`hbnode.ODERNN`. Default: ``"zero"``
+        mask_features: whether the mask is part of the input. Default: ``False``
+        elapsed_features: whether the input includes the time since each feature was last observed. This time, and that
+            of ``missing="decay"``, is in units of 1 / ``decay[1]``: ten median gaps with ``oscillator_ranges``.
+            Default: ``False``
+        static_size: number of time-independent features, which are part of every input. Default: ``0``
 
     Shape:
         - x: (batch, T, input_size); t: (batch, T), (T,) or None.
@@ -745,20 +910,27 @@ class OscillatorStack(nn.Module):
         bidirectional: bool = False,
         frequency: Range = FREQUENCY,
         decay: Range = DECAY,
+        missing: Missing = "zero",
+        mask_features: bool = False,
+        elapsed_features: bool = False,
+        static_size: int = 0,
     ) -> None:
         super().__init__()
-        self.input_size, self.num_layers = as_count(input_size, "input_size"), as_count(num_layers, "num_layers")
+        self.inputs = TimedInputs(input_size, missing, mask_features, elapsed_features, static_size)
+        self.input_size, self.static_size = self.inputs.input_size, self.inputs.static_size
+        self.num_layers, self.bidirectional = as_count(num_layers, "num_layers"), bool(bidirectional)
         _check_choice(head, "head", ("regression", "classification", "next"))
         if head == "next" and bidirectional:
             raise ValueError("head='next' needs a causal model, got bidirectional=True. Fix: bidirectional=False.")
         self.head = head
-        self.encoder = nn.Linear(self.input_size, hidden_size)
+        self.encoder = nn.Linear(self.inputs.size, hidden_size)
 
         options: Any = {"discretization": discretization, "input": input, "frequency": frequency, "decay": decay}
         self.blocks = nn.ModuleList()
         for _ in range(self.num_layers):
             layer = Oscillators(hidden_size, hidden_size, num_oscillators, bidirectional=bidirectional, **options)
             self.blocks.append(OscillatorBlock(hidden_size, layer, dropout, norm))
+        self.inputs.time_unit = 1 / layer.decay_range[1]
         width = hidden_size + (1 if head == "next" else 0)
         self.decoder = nn.Linear(width, hidden_size if output_size is None else as_count(output_size, "output_size"))
 
@@ -769,6 +941,7 @@ class OscillatorStack(nn.Module):
         state: OscillatorStackState | None = None,
         mask: Tensor | None = None,
         lengths: Lengths | None = None,
+        static: Tensor | None = None,
         t_next: Tensor | float | None = None,
     ) -> tuple[Tensor, OscillatorStackState]:
         """Return the outputs, and the state after the last sample.
@@ -779,32 +952,33 @@ class OscillatorStack(nn.Module):
                 Default: ``None``
             state: the state of an earlier call, to continue its series. ``head="classification"`` averages over the
                 samples of this call only. Default: ``None``
-            mask: which values are observed, bool, (batch, T) or (batch, T, input_size). The others may be NaN. A
-                missing value is encoded as 0 if another value of the sample is observed. Default: ``None``
+            mask: which values are observed, bool, (batch, T) or (batch, T, input_size). The others may be NaN and are
+                replaced as ``missing`` specifies. A sample without observed values does not change the state; its
+                output is a prediction from earlier samples. Default: ``None``
             lengths: length of each sequence, (batch,); later samples are padding. Default: ``None``
+            static: time-independent features, (batch, static_size). Default: ``None``
             t_next: for ``head="next"``, the time of the sample after the last, (batch,) or a number. None repeats the
                 last gap; after a single sample it is one unit of time. Default: ``None``
         """
-        sequences = Sequences(self.input_size, x, _times(x, t, None), mask, lengths)
-        if state is not None and not (isinstance(state, OscillatorStackState) and len(state.v) == len(self.blocks)):
-            got = f"{len(state.v)} layers" if isinstance(state, OscillatorStackState) else type(state).__name__
-            raise ValueError(
-                f"state must be an OscillatorStackState of {len(self.blocks)} layers, got {got}. "
-                "Fix: the state that this stack returned, y, state = stack(x)."
-            )
+        if state is not None:
+            self._check_state(state)
+        sequences = Sequences(self.input_size, x, _times(x, t, state), mask, lengths)
+        seq.check_dtype(sequences.x, [self.encoder.weight.dtype])
+        static = seq.checked_static(static, self.static_size, sequences.x, "OscillatorStack")
         if t_next is not None and self.head != "next":
             raise ValueError(f"t_next is for head='next', got it with head={self.head!r}. Fix: leave it out.")
-        h = self.encoder(sequences.window)
+        inputs, last, last_t = self.inputs(sequences, static, state, self.inputs.time_unit)
+        h = self.encoder(functional.pad(inputs, (0, 0, 0, sequences.total - inputs.shape[1])))
         mask, states = sequences.any_observed, []
         mask = None if mask is None else functional.pad(mask, (0, h.shape[1] - mask.shape[1]))
         for i, block in enumerate(self.blocks):
             held = None if state is None or state.held is None else state.held[i]
             before = None if state is None else OscillatorState(state.v[i], state.x[i], state.t, held)
-            h, after = block(h, t, before, mask, lengths)
-            states.append(after)
+            h, end = block(h, t, before, mask, lengths)
+            states.append(end)
         after = OscillatorStackState(
             torch.stack([each.v for each in states]), torch.stack([each.x for each in states]), states[-1].t,
-            None if states[-1].held is None else torch.stack([each.held for each in states]),
+            None if states[-1].held is None else torch.stack([each.held for each in states]), last, last_t, static,
         )  # fmt: skip
         if self.head == "classification":
             weights = h.new_ones(h.shape[:2]) if mask is None else mask.to(h.dtype)
@@ -818,11 +992,47 @@ class OscillatorStack(nn.Module):
     if TYPE_CHECKING:  # nn.Module's returns Any
         __call__ = forward
 
+    def forecast(self, state: OscillatorStackState, dt: ArrayLike) -> tuple[Tensor, OscillatorStackState]:
+        """Return the outputs at times after that of a state, without further samples; for ``head="regression"``.
+
+        They are the outputs of a call with samples at these times of which nothing is observed. The oscillators of
+        every layer go on without input, and the encoder sees missing values, their ages and static features.
+
+        Arguments:
+            state: the state of a call of this stack.
+            dt: times since that of the state, (K,) or (batch, K), not negative and not decreasing, numbers in the unit
+                of t.
+
+        Returns:
+            The outputs (batch, K, output_size), and the state at the last time.
+        """
+        seq.refuse_both_directions(self, "makes no forecast")
+        if self.head != "regression":
+            fix = "stack(x, t, t_next=t[:, -1] + dt)" if self.head == "next" else "head='regression'"
+            raise ValueError(f"forecast is for head='regression', got head={self.head!r}. Fix: {fix}.")
+        self._check_state(state)
+        dt = seq.checked_dt(dt, state.t.shape).to(state.t.device)
+        dtype = accumulation_dtype(torch.float32, state.t.device)  # float32 would lose a short dt at a late t
+        t = state.t.to(dtype).unsqueeze(1) + dt.to(dtype)
+        weight = self.encoder.weight
+        x = torch.zeros(*t.shape, self.input_size, dtype=weight.dtype, device=weight.device)
+        nothing = torch.zeros(t.shape, dtype=torch.bool, device=weight.device)
+        return self(x, t, state, nothing, static=state.static)
+
+    def _check_state(self, state: object) -> None:
+        if not (isinstance(state, OscillatorStackState) and len(state.v) == len(self.blocks)):
+            got = f"{len(state.v)} layers" if isinstance(state, OscillatorStackState) else type(state).__name__
+            raise ValueError(
+                f"state must be an OscillatorStackState of {len(self.blocks)} layers, got {got}. "
+                "Fix: the state that this stack returned, y, state = stack(x)."
+            )
+
 
 def _gaps_to_next(sequences: Sequences, t_next: Tensor | float | None) -> Tensor:
     t = sequences.t
     gaps = t.diff()
     if t_next is not None:
+        refuse_dates(t_next, "t_next")
         times = torch.as_tensor(t_next, dtype=t.dtype, device=t.device).expand(len(t))
         last = times.unsqueeze(1) - t[:, -1:]
         if may_look() and not bool((last >= 0).all()):
@@ -846,9 +1056,9 @@ def _gaps_to_next(sequences: Sequences, t_next: Tensor | float | None) -> Tensor
 def oscillator_ranges(t: ArrayLike, mask: Tensor | None = None, lengths: Lengths | None = None) -> Ranges:
     """Return ranges of initial frequencies and decay rates for a set of times: ``Oscillators(..., **ranges)``.
 
-    The lowest frequency and the lowest decay rate are 1 / span, where span is the duration of the longest series. For
-    the median gap, the highest frequency is 1 / (4 gap), half of the Nyquist frequency. The highest decay rate is
-    1 / (10 gap).
+    The lowest frequency and the lowest decay rate are 1 / (30 span), where span is the duration of the longest series:
+    the slowest oscillators average over the series and remember its beginning. For the median gap, the highest
+    frequency is 1 / (4 gap), half of the Nyquist frequency. The highest decay rate is 1 / (10 gap).
 
     Arguments:
         t: times (batch, T) or (T,), not decreasing. Gaps of length 0 do not count.
@@ -860,12 +1070,12 @@ def oscillator_ranges(t: ArrayLike, mask: Tensor | None = None, lengths: Lengths
         A dict with ``frequency`` and ``decay``, each (low, high), in 1 / unit of ``t``.
 
     Raises:
-        ValueError: if no series has two observed samples at different times.
+        ValueError: if no series has two observed samples at different times, or times decrease.
 
     Example:
         >>> import hbnode
-        >>> hbnode.nn.oscillator_ranges([0.0, 0.5, 1.0, 10.0])
-        {'frequency': (0.1, 0.5), 'decay': (0.1, 0.2)}
+        >>> hbnode.nn.oscillator_ranges([0.0, 0.5, 1.0, 1.5, 2.0])
+        {'frequency': (0.0166..., 0.5), 'decay': (0.0166..., 0.2)}
     """
     times, seen, gaps = seq.observed_gaps(t, mask, lengths)
     gaps = gaps[gaps > 0]
@@ -873,7 +1083,7 @@ def oscillator_ranges(t: ArrayLike, mask: Tensor | None = None, lengths: Lengths
         raise ValueError("t has no two observed samples of a series at different times. Fix: frequency= and decay=.")
     ends, starts = (torch.where(seen, times, end).T for end in (-math.inf, math.inf))
     gap, span = float(gaps.median()), float((ends.amax(0) - starts.amin(0)).max())
-    low, high = 1 / span, 0.25 / gap
+    low, high = 1 / (SLOWEST * span), 0.25 / gap
     return {"frequency": (min(low, high), high), "decay": (min(low, 0.4 * high), 0.4 * high)}
 
 

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import Any, Literal, NoReturn, TypeVar, get_args
+from typing import Any, Literal, NoReturn, Protocol, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,9 @@ from torch.nn.functional import pad, softplus
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 from typing_extensions import override
 
-from hbnode._checks import ArrayLike, as_count, as_tensor, nearest, tensor_fix
+from hbnode._checks import ArrayLike, as_count, as_tensor, check_input, nearest, tensor_fix
 from hbnode._times import as_times
-from hbnode._torch import may_look
+from hbnode._torch import ModuleWithConstants, may_look
 from hbnode._tree import Record, record
 from hbnode.errors import MaxStepsError, SolverError
 from hbnode.nfe import NFE
@@ -29,9 +29,12 @@ Series = TypeVar("Series", Tensor, PackedSequence)
 KINDS: tuple[str, ...] = get_args(Missing)
 GAPS_PER_UNIT = 10  # median gaps in a fitted time_unit: any method takes such a gap in one step at initialisation
 MANY = 50  # NFE per gap above which warn_if_too_short warns
+SEVERAL = 12  # NFE per gap of more than one step of the default methods
 TIGHT = 1e-6  # rtol at and below which many evaluations are expected
 COARSE = 10  # rounding errors in a median gap, below which equal times are taken for rounded ones
+LOST = 2  # rounding errors in a median gap, below which most gaps are wrong
 TOO_LONG = 2.0  # fitted unit over current unit, above which the current one is too short
+FRESH = 7.5  # the same for a unit that was never set: gaps of one unit take 2 to 4 times as long as gaps of a tenth
 
 
 # States
@@ -156,8 +159,7 @@ class Sequences:
             )
         if not isinstance(x, Tensor):
             raise TypeError(
-                f"x must be a tensor (batch, T, input_size), got {type(x).__name__}. Fix: {tensor_fix(x)}, and "
-                ".unsqueeze(0) after it for a single series (T, input_size)."
+                f"x must be a tensor (batch, T, input_size), got {type(x).__name__}. Fix: {_series_fix(x)}."
             )
         if x.dim() != 3 or x.shape[-1] != input_size or 0 in x.shape[:2]:
             raise ValueError(
@@ -242,13 +244,17 @@ class Sequences:
             )
         if ties:
             rounding = torch.finfo(t.dtype).eps * float(t.abs().max())
-            if float(gaps[gaps > 0].median()) < COARSE * rounding:  # the median of none is NaN
+            median = float(gaps[gaps > 0].median())  # the median of none is NaN
+            if median < COARSE * rounding:
                 row, i = (int(index) for index in repeats.nonzero()[0])
-                raise ValueError(
-                    f"t has lost its digits: in sequence {row} t[{i}]={float(t[row, i]):.9g} is repeated, and other "
-                    f"times differ by little more than the rounding error {rounding:.2g} of {t.dtype}. Fix: large "
+                message = (
+                    f"t has lost digits: in sequence {row} t[{i}]={float(t[row, i]):.9g} is repeated, and the median "
+                    f"gap {median:.2g} is little more than the rounding error {rounding:.2g} of {t.dtype}. Fix: large "
                     "times in float64, or counted from a time near the data."
                 )
+                if median < LOST * rounding:
+                    raise ValueError(message)
+                warnings.warn(f"{message} Equal times are taken in their order.", stacklevel=2)
         if not observed:
             raise ValueError("x is not finite where it is observed. Fix: mask=torch.isfinite(x) if values are missing.")
 
@@ -332,6 +338,23 @@ def _checked_times(t: ArrayLike, x: Tensor) -> Tensor:
     return t.to(x.device).expand(shape)
 
 
+def checked_static(static: Tensor | None, size: int, x: Tensor, kind: str) -> Tensor | None:
+    """Return static features (batch, size) in the dtype of x, or None without any; ``kind`` is the module's name."""
+    if static is None and size == 0:
+        return None
+    if static is not None:
+        check_input(static, "static")
+    shape = None if static is None else tuple(static.shape)
+    if static is None or shape != (len(x), size):
+        raise ValueError(
+            f"static must be (batch, static_size) = ({len(x)}, {size}), got {shape}. Fix: "
+            + (f"{kind}(..., static_size={shape[-1]})." if shape and size == 0 else "one row of features per series.")
+        )
+    if may_look() and not bool(torch.isfinite(static).all()):
+        raise ValueError("static is not finite. Fix: standardise, then static.nan_to_num(), so that NaN is the mean.")
+    return static.to(x)
+
+
 def _checked_mask(mask: Tensor, x: Tensor) -> Tensor:
     """Check a boolean mask (True = observed) and return it on the device of x, with (batch, T) made (batch, T, 1)."""
     mask = _tensor(mask, "mask", as_tensor)
@@ -358,11 +381,20 @@ def _checked_lengths(lengths: Lengths, x: Tensor) -> tuple[Tensor, int]:
         lengths = lengths.cpu()
         if not bool(((lengths >= 1) & (lengths <= total)).all()):
             raise ValueError(
-                f"lengths must lie between 1 and T={total}, got {lengths.tolist()}. Fix: drop empty series."
+                f"lengths must lie between 1 and T={total}, got {lengths.tolist()}. "
+                "Fix: series = series.select(series.lengths > 0), without its empty series."
             )
         longest = int(lengths.max())
     valid = torch.arange(total, device=lengths.device) < lengths.unsqueeze(1)
     return valid.to(x.device), longest
+
+
+def _series_fix(x: object) -> str:
+    shapes = [getattr(each, "shape", None) for each in x] if isinstance(x, (list, tuple)) else []
+    if any(shapes) and (len(set(shapes)) > 1 or not isinstance(x[0], Tensor)):  # type: ignore[index]  # x is a list
+        dtype = torch.get_default_dtype()
+        return f"series = hbnode.data.as_series(list(zip(t, x)), dtype={dtype}), and rnn(**series.inputs())"
+    return f"{tensor_fix(x)}, and .unsqueeze(0) after it for a single series (T, input_size)"
 
 
 def _shape_fix(x: Tensor, input_size: int) -> str:
@@ -373,7 +405,18 @@ def _shape_fix(x: Tensor, input_size: int) -> str:
     return "leave out series without samples"
 
 
-class Inputs(nn.Module):
+class Remembers(Protocol):
+    """A state with its time (batch,) and the last observed values and their times, (batch, input_size) or None."""
+
+    @property
+    def t(self) -> Tensor: ...
+    @property
+    def last(self) -> Tensor | None: ...
+    @property
+    def last_t(self) -> Tensor | None: ...
+
+
+class Inputs(ModuleWithConstants):
     r"""A module that builds a cell's input from samples, masks, elapsed times and static features.
 
     Arguments:
@@ -404,7 +447,7 @@ class Inputs(nn.Module):
         self.rate = nn.Parameter(torch.zeros(input_size)) if missing == "decay" else None
 
     def forward(
-        self, sequences: Sequences, static: Tensor | None, state: ODERNNState | None, time_unit: float
+        self, sequences: Sequences, static: Tensor | None, state: Remembers | None, time_unit: float
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the cell's inputs (batch, T, size), and ``last`` and ``last_t`` of the state after the series."""
         x, observed = sequences.x, sequences.observed
@@ -433,7 +476,7 @@ class Inputs(nn.Module):
 
 
 def _look_back(
-    sequences: Sequences, observed: Tensor, state: ODERNNState | None
+    sequences: Sequences, observed: Tensor, state: Remembers | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the last observed value before each sample and its age, (batch, T, n), and the final ``last``, ``last_t``.
 
@@ -456,7 +499,10 @@ def _look_back(
 
 
 def observed_gaps(t: ArrayLike, mask: Tensor | None, lengths: Lengths | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return times (batch, T), which samples have an observed value, (batch, T), and the gaps (K,) between these."""
+    """Return times (batch, T), which samples have an observed value, (batch, T), and the gaps (K,) between these.
+
+    Raise ValueError if times of observed samples are not finite or decrease.
+    """
     t = as_times(t, "t").detach().to("cpu", torch.float64)
     if t.dim() == 1:
         t = t.expand(next((len(z) for z in (mask, lengths) if z is not None), 1), -1)
@@ -479,17 +525,18 @@ def observed_gaps(t: ArrayLike, mask: Tensor | None, lengths: Lengths | None) ->
     if not bool(torch.isfinite(t[counts]).all()):
         raise ValueError("t is not finite at observed samples. Fix: lengths=, or a mask that is False there.")
     rows = counts.nonzero()[:, 0]
-    return t, counts, t[counts].diff()[rows.diff() == 0]
-
-
-def fitted_unit(t: ArrayLike, mask: Tensor | None, lengths: Lengths | None) -> float:
-    """Return ten times the median gap between different times of observed samples, without padding."""
-    _, _, gaps = observed_gaps(t, mask, lengths)
+    gaps = t[counts].diff()[rows.diff() == 0]
     if bool((gaps < 0).any()):
         raise ValueError(
             "t must not decrease over the observed samples of each series. Fix: lengths=, if the rest is padding; else "
             "t = t.sort(-1).values."
         )
+    return t, counts, gaps
+
+
+def fitted_unit(t: ArrayLike, mask: Tensor | None, lengths: Lengths | None) -> float:
+    """Return ten times the median gap between different times of observed samples, without padding."""
+    _, _, gaps = observed_gaps(t, mask, lengths)
     gaps = gaps[gaps > 0]
     if len(gaps) == 0:
         raise ValueError(
@@ -500,22 +547,23 @@ def fitted_unit(t: ArrayLike, mask: Tensor | None, lengths: Lengths | None) -> f
 
 
 def warn_if_too_short(
-    time_unit: float, times: Tensor, counts: Sequence[Sequence[NFE]], networks: int, rtol: float
+    time_unit: float, times: Tensor, counts: Sequence[Sequence[NFE]], networks: int, rtol: float, most: int
 ) -> bool:
     """Warn if gaps take many function evaluations in the median because ``time_unit`` is short; return True if so.
 
-    ``times`` are in units of ``time_unit``. ``counts`` holds the NFE of each gap, one per network. A tight ``rtol``
-    needs many evaluations with any unit, so it suppresses the warning.
+    ``times`` are in units of ``time_unit``. ``counts`` holds the NFE of each gap, one per network; up to ``most`` are
+    expected. A tight ``rtol`` needs many evaluations with any unit, so it suppresses the warning.
     """
-    spent = sorted(sum(map(attrgetter("forward"), gap)) / networks for gap in counts)
-    if not spent or spent[len(spent) // 2] <= MANY or rtol <= TIGHT:
+    each = sorted(sum(map(attrgetter("forward"), gap)) / networks for gap in counts)
+    spent = each[len(each) // 2] if each else 0.0
+    if spent <= most or rtol <= TIGHT:
         return False
     gaps = times.detach().diff()
-    unit = GAPS_PER_UNIT * float(gaps[gaps > 0].median())  # synchronises with the device once, after a slow call
-    if not unit > TOO_LONG:
+    unit = GAPS_PER_UNIT * float(gaps[gaps > 0].median())  # synchronises with the device, after a slow call
+    if not unit > (TOO_LONG if spent > MANY else FRESH):
         return False
     warnings.warn(
-        f"the gaps between samples take {spent[len(spent) // 2]:.0f} function evaluations in the median: they are too "
+        f"the gaps between samples take {spent:.0f} function evaluations in the median: they are too "
         f"long for time_unit={time_unit:g}. Fix: before training, rnn.fit_time_unit(t) with "
         f"the times of the training data, or ODERNN(..., time_unit={unit * time_unit:.3g}).",
         stacklevel=2,

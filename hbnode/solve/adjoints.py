@@ -20,8 +20,9 @@ from hbnode import _torch
 from hbnode._torch import fast_form, random_state, sequence_number
 from hbnode._tree import State, parts
 from hbnode.errors import RecomputationError, ReversalError
-from hbnode.solve.control import Attempt
-from hbnode.solve.loop import Problem, Rows, fixed_steps, integrate
+from hbnode.solve.control import Array, Attempt
+from hbnode.solve.events import as_column
+from hbnode.solve.loop import Outputs, Problem, Rows, fixed_steps, integrate
 from hbnode.solve.methods import METHODS
 from hbnode.solve.settings import Settings
 from hbnode.solve.term import ODETerm, Snapshot
@@ -186,6 +187,7 @@ class _Solve:
     leaves: list[Tensor]
     known: frozenset[int]
     carried: Rows
+    rows: Rows | None = None  # the solution, if it is known
 
 
 def _solve_without_graph(gradient: Any, problem: Problem, y0: Any, snapshot: Snapshot) -> Rows:
@@ -193,7 +195,11 @@ def _solve_without_graph(gradient: Any, problem: Problem, y0: Any, snapshot: Sna
     if not torch.is_grad_enabled():
         return Direct().solve(problem, y0, snapshot)
     rows = problem.term.flatten(y0)
-    solve = _Solve(gradient, problem, snapshot, *_leaves(gradient, problem, rows, snapshot))
+    return _with_gradient(_Solve(gradient, problem, snapshot, *_leaves(gradient, problem, rows, snapshot)), rows)
+
+
+def _with_gradient(solve: _Solve, rows: Rows) -> Rows:
+    problem = solve.problem
     gamma = problem.gamma if isinstance(problem.gamma, Tensor) else torch.tensor(problem.gamma, dtype=torch.float64)
     t = torch.zeros(()) if problem.t is None else problem.t
     return _rows_without_graph(solve, gamma, t, *rows, *solve.leaves)
@@ -227,7 +233,9 @@ def _vjp_of_solve(solve: _Solve, tensors: Rows, residuals: Rows, gradients: Any,
 
 @fast_form(reference=_refuse_higher, vjp=_vjp_of_solve)
 def _rows_without_graph(solve: _Solve, _: bool, gamma: Tensor, t: Tensor, *tensors: Tensor) -> tuple[Rows, Rows]:
-    rows = integrate(solve.problem, (*tensors[: solve.problem.term.rows], *solve.carried))
+    rows = solve.rows
+    if rows is None:
+        rows = integrate(solve.problem, (*tensors[: solve.problem.term.rows], *solve.carried))
     slots = [x for _, _, x in solve.snapshot.slots if not x.is_inference()]  # autograd reports changes in place
     return rows, (*(row.clone() for row in rows), *slots)  # the user may change the outputs in place
 
@@ -403,12 +411,57 @@ class Adjoint:
     a' = -a ∂F/∂y, and dL/dθ = ∫ a ∂F/∂θ dt. For an HBNODE this is the heavy-ball adjoint of arXiv:2110.04840. The
     backward solve restarts from each output. Over an interval of length T, it amplifies errors by e^{γT}, where γ is
     the damping.
+
+    A solve with events stores the states at outputs and events. It is then divided into rounds: the n-th round of a
+    sample is its solve from its last event to its next one, and the jump there, which is repeated with a graph. In the
+    backward solve of a round, a step is the same fraction of each sample's interval.
     """
 
     name = "adjoint"
 
     def solve(self, problem: Problem, y0: Any, snapshot: Snapshot) -> Rows:
+        if problem.events and torch.is_grad_enabled():
+            return self._solve_with_events(problem, problem.term.flatten(y0), snapshot)
         return _solve_without_graph(self, problem, y0, snapshot)
+
+    def _solve_with_events(self, problem: Problem, rows: Rows, snapshot: Snapshot) -> Rows:
+        p, t = problem, problem.t
+        p.replace(p.gamma, None)  # steps end at constant times; the Newton steps from there to the events have a graph
+        leaves, ids, carried = _leaves(self, p, rows, snapshot)
+        with torch.no_grad():
+            known = integrate(p, (*rows, *carried))
+        saved, now, moving = Outputs(p, rows), np.full_like(p.end, -1.0), np.ones_like(p.end, bool)
+        for landing in p.stepper.rounds():
+            then, goes, landed = np.where(moving, p.end, now), p._on_device(moving), p._on_device(landing.lanes)
+            then[landing.lanes] = landing.now
+            inside = moving[:, None] & (p.outputs > now[:, None]) & (p.outputs <= then[:, None])
+            lanes, outputs = inside.nonzero()
+            column = inside.cumsum(1)[inside]
+            elapsed = np.repeat(then[:, None], column.max(initial=0) + 2, 1)
+            elapsed[:, 0], elapsed[lanes, column] = np.maximum(now, 0.0), p.outputs[lanes, outputs]
+            times = p._on_device(p.begin[:, None] + p.sign[:, None] * elapsed)
+            lane, output, place = (p._on_device(x) for x in (lanes, outputs, column))
+            if t is not None:
+                of_lanes = t.to(times).expand(p.lanes, -1)
+                times = times.index_put((lane, place), of_lanes[lane, output + 1])
+                times = torch.cat([of_lanes[:, :1], times[:, 1:]], 1) if (now < 0).all() else times
+            flight = Problem(p.term, METHODS[p.settings.method], times, p.settings)
+            flight.jumps = None if p.jumps is None else p.jumps - elapsed[:, :1]
+            path: list[Tensor] = []
+            for row, y, after in zip(rows, known, landing.rows, strict=True):
+                end = torch.where(as_column(goes, row), y[-1], row.detach()).index_copy(0, landed, after)
+                path.append(torch.stack([row.detach(), *[end] * (times.shape[1] - 1)]))
+                path[-1][place, lane] = y[output + 1, lane]
+            values = _with_gradient(_Solve(self, flight, snapshot, leaves, ids, (), tuple(path)), rows)
+            at = Attempt(None, [], None, lanes=lanes, outputs=outputs)
+            saved.add(at, tuple([x[place, lane] for x in values]), np.ones_like(moving))
+            now, moving = then, moving & (then < p.end)
+            rows = p.stepper.repeat(landing, now, tuple([x[-1] for x in values]))
+            if p.stepper.ended is not None:
+                lanes, last = p.stepper.ended
+                saved.hold(lanes, last, now)
+                moving[lanes] = False
+        return saved.rows()
 
     def backward(
         self, solve: _Solve, start: Rows, trajectory: Rows, gradients: Rows, gamma: Tensor, t: Tensor
@@ -417,7 +470,8 @@ class Adjoint:
         problem, leaves, n = solve.problem, solve.leaves, len(gradients)
         augmented = _Augmented(problem, leaves, solve.known)
         with torch.no_grad():
-            times = torch.from_numpy(problem.begin + problem.sign * np.append(0.0, problem.outputs))
+            elapsed = np.insert(problem.outputs, 0, 0.0, -1)
+            times = torch.from_numpy(problem.time(np.moveaxis(elapsed, -1, 0)))  # (T,) or (T, lanes)
             states = list(zip(*trajectory, strict=True))
             states = [start, *states] if problem.end_only else states
             adjoint: Rows = tuple([torch.zeros_like(row) for row in start])
@@ -428,37 +482,54 @@ class Adjoint:
                 if t.requires_grad:
                     of_t[k] = augmented.rate(times[k], states[k], of_output)
                 adjoint = tuple([a + g for a, g in zip(adjoint, of_output, strict=True)])
+                if times[k].equal(times[k - 1]):
+                    continue
                 end = augmented.solve(times[k - 1 : k + 1].flip(0), (*states[k], *adjoint, *sums))
                 _check_missed(problem, end[:n], states[k - 1], states[k], MOST_MISSED, _SOLVED_BACK)
                 adjoint, sums = end[n : 2 * n], end[2 * n :]
             if t.requires_grad:
                 of_t[0] = -augmented.rate(times[0], states[0], adjoint)
-        return None, of_t.to(t) if t.requires_grad else None, adjoint, list(sums)
+        return None, of_t.movedim(0, -1).to(t) if t.requires_grad else None, adjoint, list(sums)
 
 
 class _Augmented:
-    """The right-hand side of the adjoint ODE for the state, the adjoint and the integrated gradients of the leaves."""
+    """The right-hand side of the adjoint ODE for the state, the adjoint and the integrated gradients of the leaves.
+
+    Its time is that of the sample with the longest interval. Samples with their own times move at their ``pace``, the
+    length of their interval as a fraction of the longest.
+    """
 
     def __init__(self, problem: Problem, leaves: list[Tensor], known: frozenset[int]) -> None:
         self.problem, self.leaves, self.known = problem, leaves, known
         self.time_dependent = problem.term.time_dependent
         self.counted_as = problem.term.field
+        self.pace: Any = None
 
     def __call__(self, t: Tensor, state: Rows) -> Rows:
         n, derivative = self.problem.term.rows, self.problem.term.derivative
-        y = tuple([x.detach().requires_grad_() for x in state[:n]])
+        rows, adjoint = state[:n], state[n : 2 * n]
+        if self.pace is not None:
+            t = self.problem.stages([self.begin + self.pace * (t.double() - self.begin[self.longest])])[0]
+            pace = as_column(self.pace, rows[0])
+            rows = tuple([torch.where(pace > 0, x, x[self.longest]) for x in rows])  # f may be singular at an end
+            adjoint = tuple([pace * a for a in adjoint])
+        y = tuple([x.detach().requires_grad_() for x in rows])
         with torch.enable_grad():
             found, value = closed_over_leaves(lambda: derivative(t, y), (t, *y))
             refuse_unknown(found, self.known)
-            gradients = vjp(value, [*y, *self.leaves], tuple([-a for a in state[n : 2 * n]]))
+            gradients = vjp(value, [*y, *self.leaves], tuple([-a for a in adjoint]))
+        if self.pace is not None:
+            value = tuple([pace * v for v in value])
         rest = zip((*y, *self.leaves), gradients, strict=True)
         return (*(v.detach() for v in value), *(torch.zeros_like(x) if g is None else g for x, g in rest))
 
     def rate(self, t: Tensor, rows: Rows, adjoint: Any) -> Tensor:
         """Return the time derivative of a function of the state whose gradient is ``adjoint``."""
         self.problem.counter.add("evaluation")
-        slope = self.problem.term.derivative(t.to(rows[0]), tuple(rows))
-        return sum((s * a).sum() for s, a in zip(slope, adjoint, strict=True)).to(t)
+        of_samples = self.problem.lanes is not None
+        slope = self.problem.term.derivative(self.problem.stages([t])[0], tuple(rows))
+        products = [s * a for s, a in zip(slope, adjoint, strict=True)]
+        return sum(x.flatten(1).sum(1) if of_samples else x.sum() for x in products).to(t)
 
     def solve(self, t: Tensor, state: Rows) -> Rows:
         """Solve the adjoint ODE over an interval ``t`` of two times and return the state at its end."""
@@ -466,12 +537,32 @@ class _Augmented:
         term = ODETerm(self, state, self.problem.counter, second_order=False)
         term.error_groups = [slice(sum(x.numel() for x in state[: 2 * n]))]  # the integrals do not feed back
         options = {name: value for name, value in (s.options or {}).items() if name != "first_step"}
+        share = 1.0  # the error norm is that of the samples that move
+        if t.dim() > 1:
+            length = (t[1] - t[0]).to(state[0].device)
+            self.longest = length.abs().argmax()
+            self.begin, self.pace = t[0].to(length), length / length[self.longest]
+            share, t = float((self.pace > 0).double().mean().sqrt()), t[:, self.longest.cpu()]
         settings = Settings(
-            "tsit5", s.rtol, s.atol, steps=s.steps, jump_times=s.jump_times, max_steps=s.max_steps, options=options
-        )
+            "tsit5", s.rtol * share, s.atol * share, steps=s.steps, jump_times=s.jump_times, max_steps=s.max_steps,
+            options=options,
+        )  # fmt: skip
         problem = Problem(term, METHODS["tsit5"], t, settings, end_only=True)
-        rows = integrate(problem, problem.start(state))
+        start = problem.start(state)
+        if self.pace is not None:
+            problem.jumps = self._jumps(problem.end)
+        rows = integrate(problem, start)
         return tuple([x[0] for x in parts(term.unflatten(rows, (1,)))])
+
+    def _jumps(self, length: Array) -> Any:
+        """Return the jumps of f that a sample passes, as times in the longest interval, or None without jumps."""
+        p, (begin, pace) = self.problem, (x.cpu().numpy() for x in (self.begin, self.pace))
+        if p.jumps is None:
+            return None
+        with np.errstate(all="ignore"):
+            jumps = (abs(begin - p.begin)[:, None] - p.jumps) / pace[:, None]
+        inside = np.unique(jumps[(jumps > 0) & (jumps <= length)])
+        return inside if inside.size else None
 
 
 def vjp(outputs: Rows, inputs: list[Tensor], gradients: Rows) -> list[Tensor | None]:

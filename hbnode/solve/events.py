@@ -15,9 +15,9 @@ gives a state :math:`y^+` at :math:`t_e`. The solve continues at the number τ f
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -60,7 +60,8 @@ class Event:
     because the step that finds it passes it.
 
     Event times and states have exact first derivatives with respect to the initial state, and to the parameters of the
-    field, ``fn`` and ``jump`` (implicit function theorem).
+    field, ``fn`` and ``jump`` (implicit function theorem). With ``gradient="adjoint"`` these derivatives are accurate
+    to the tolerance, and the solve stores only the states at outputs and events.
 
     Arguments:
         fn: a function or module, ``fn(t, state) -> (batch,)``, with t of shape (batch,). Its value for a sample must
@@ -130,6 +131,16 @@ class EventRecord:
     count: Tensor
 
 
+class Landing(NamedTuple):
+    """Samples that have reached events: lanes, times, widths, masks (lanes, events) and the rows before the events."""
+
+    lanes: Array
+    now: Array
+    width: Array
+    masks: Array
+    rows: Rows
+
+
 class EventSteps(AdaptiveSteps):
     """The steps of a solve with events; each sample has its own steps, which end on its events.
 
@@ -155,6 +166,8 @@ class EventSteps(AdaptiveSteps):
         self.short = none + np.inf  # limit of the next step, if an event follows another closely
         self.signs = [none for _ in self.events]
         t, rows = self._time(self.now), state[: p.term.rows]
+        nobody, masks = none[:0], np.zeros((0, len(self.events)), bool)
+        self.landings = [Landing(nobody.astype(int), nobody, nobody, masks, tuple([row[:0].detach() for row in rows]))]
         for k in range(len(self.events)):
             self._set_sign(k, t, rows, self._slopes(t, rows), none == 0)
 
@@ -244,14 +257,14 @@ class EventSteps(AdaptiveSteps):
 
             return dense
         y0, y1 = (torch.stack(rows[: p.term.rows]).detach() for rows in (before, after))
-        length = self._column(p._on_device(size), y0[0])
+        length = as_column(p._on_device(size), y0[0])
         d0 = length * torch.stack(self._slopes(self._time(self.now), tuple(y0)))
         d1 = length * torch.stack(self._slopes(self._time(self.then), tuple(y1)))
 
         def cubic(theta: Array) -> list[Rows]:
             found = []
             for x in theta:
-                a = self._column(p._on_device(x), y0[0])
+                a = as_column(p._on_device(x), y0[0])
                 b = 1 - a
                 found.append((b * b * ((1 + 2 * a) * y0 + a * d0) + a * a * ((1 + 2 * b) * y1 - b * d1)).unbind(0))
             return found
@@ -281,17 +294,31 @@ class EventSteps(AdaptiveSteps):
         p, landed, self.ended = self.problem, self.goal == self.now, None
         if not landed.any():
             return state
+        lanes, masks, ends = landed.nonzero()[0], [], np.zeros_like(landed)
         t, rows = self._time(self.now), state[: p.term.rows]
         slopes = self._slopes(t, rows)
         signs = [np.sign(self._values(event, t, rows)) for event in self.events]
-        before, ends, final = list(self.signs), np.zeros_like(landed), rows
         for k, event in enumerate(self.events):  # another event at the same time has changed its sign, too
-            is_new = self._crosses(event, before[k], signs[k]) & (self.now - self.last[k] > AT_ZERO * self.width)
-            happens = landed & ~ends & ((self.goal_of == k) | is_new)
+            is_new = self._crosses(event, self.signs[k], signs[k]) & (self.now - self.last[k] > AT_ZERO * self.width)
+            masks.append(landed & ~ends & ((self.goal_of == k) | is_new))
+            ends = ends | (masks[k] & (self.counts[k] + 1 >= event.limit))
+        of_lanes = tuple([row.detach()[p._on_device(lanes)] for row in rows])
+        self.landings.append(Landing(lanes, self.now[lanes], self.width[lanes], np.stack(masks, 1)[lanes], of_lanes))
+        rows = self._pass(t, rows, slopes, masks)
+        self.goal = np.where(landed, np.nan, self.goal)
+        if p.method.is_fsal:
+            f = p.term(self._stage(t), rows[0])
+            rows = (*rows, torch.where(as_column(p._on_device(landed), f), f, state[-1]))
+        return rows
+
+    def _pass(self, t: Tensor, rows: Rows, slopes: Rows, masks: Sequence[Array]) -> Rows:
+        """Return the rows after the events, each of which happens in the samples of its mask."""
+        p, ends, final = self.problem, np.zeros_like(masks[0]), rows
+        for k, (event, happens) in enumerate(zip(self.events, masks, strict=True)):
             if not happens.any():
                 continue
             delay = self._delay(event, t, rows, slopes, happens)
-            shift, mask = self._column(delay, rows[0]), self._column(p._on_device(happens), rows[0])
+            shift, mask = as_column(delay, rows[0]), as_column(p._on_device(happens), rows[0])
             rows = tuple([row + shift * slope for row, slope in zip(rows, slopes, strict=True)])
             which = p._on_device(happens.nonzero()[0])
             self.found[k].append((happens.nonzero()[0], (t + delay)[which], tuple([row[which] for row in rows])))
@@ -304,18 +331,37 @@ class EventSteps(AdaptiveSteps):
                 self._set_sign(j, t + delay, rows, slopes, happens, fired=j == k)
             ending = happens & (self.counts[k] >= event.limit)
             if ending.any():
-                of_end = self._column(p._on_device(ending), rows[0])
+                of_end = as_column(p._on_device(ending), rows[0])
                 ends = ends | ending
                 final = tuple([torch.where(of_end, x, y) for x, y in zip(rows, final, strict=True)])
             rows = tuple([row - shift * slope for row, slope in zip(rows, slopes, strict=True)])
-        self.goal = np.where(landed, np.nan, self.goal)
+        self.ended = None
         if ends.any():
             which = p._on_device(ends.nonzero()[0])
             self.ended = ends.nonzero()[0], tuple([row[which] for row in final])
-        if p.method.is_fsal:
-            f = p.term(self._stage(t), rows[0])
-            rows = (*rows, torch.where(self._column(p._on_device(landed), f), f, state[-1]))
         return rows
+
+    def rounds(self) -> Iterator[Landing]:
+        """Forget the events, and yield the n-th landings of all samples together; the last round has no samples."""
+        seen, number = np.zeros(self.problem.lanes, int), []
+        self.counts, self.found = [0 * count for count in self.counts], [[] for _ in self.events]
+        for landing in self.landings:
+            number.append(seen[landing.lanes])
+            seen[landing.lanes] += 1
+        *arrays, rows = zip(*self.landings, strict=True)
+        lanes, now, width, masks = map(np.concatenate, arrays)
+        columns = [torch.cat(row) for row in zip(*rows, strict=True)]
+        for n in range(seen.max(initial=0) + 1):
+            i = (np.concatenate(number) == n).nonzero()[0]
+            of_round = tuple([column[self.problem._on_device(i)] for column in columns])
+            yield Landing(lanes[i], now[i], width[i], masks[i], of_round)
+
+    def repeat(self, landing: Landing, now: Array, rows: Rows) -> Rows:
+        """Return rows at the times ``now`` (all lanes,) after the events of a landing, which happen with a graph."""
+        self.now, self.width, masks = now, self.width.copy(), np.zeros((len(now), len(self.events)), bool)
+        self.width[landing.lanes], masks[landing.lanes] = landing.width, landing.masks
+        t = self._time(now)
+        return self._pass(t, rows, self._slopes(t, rows) if masks.any() else (), masks.T)
 
     def end(self) -> None:
         """End the solves of the samples in ``ended``."""
@@ -403,18 +449,13 @@ class EventSteps(AdaptiveSteps):
     def _stage(self, t: Tensor) -> Tensor:
         return t.to(self.problem.template).view(-1, *[1] * (self.problem.term.dims - 1))
 
-    @staticmethod
-    def _column(x: Tensor, row: Tensor) -> Tensor:
-        x = x if x.dtype == torch.bool else x.to(row.dtype)
-        return x.view(-1, *[1] * (row.dim() - 1))
-
     def _only(self, mask: Tensor, rows: Rows) -> Rows:
         """Return rows whose samples outside of ``mask`` are constant copies of one inside.
 
         Their event function and jump then have finite gradients, which are multiplied by 0.
         """
         first = int(mask.to(torch.uint8).argmax())
-        return tuple([torch.where(self._column(mask, row), row, row[first].detach()) for row in rows])
+        return tuple([torch.where(as_column(mask, row), row, row[first].detach()) for row in rows])
 
     def _slopes(self, t: Tensor, rows: Rows) -> Rows:
         """Return dy/dt as constants; the evaluation of the field is counted."""
@@ -441,7 +482,7 @@ class EventSteps(AdaptiveSteps):
         """Return dc/dt along the solution, (lanes,), as a constant."""
         if torch.is_inference_mode_enabled():  # fn may use tensors that autograd cannot save
             step = DIFFERENCE * self.problem._on_device(np.where(self.taken > 0, self.taken, self.problem.end))
-            shift = self._column(step, rows[0])
+            shift = as_column(step, rows[0])
             ends = [tuple([row + i * shift * s for row, s in zip(rows, slopes, strict=True)]) for i in (-1, 1)]
             before, after = (self._condition(event, t + i * step, end) for i, end in zip((-1, 1), ends, strict=True))
             return torch.where(step > 0, (after - before) / (2 * step), 0.0)
@@ -458,6 +499,12 @@ class EventSteps(AdaptiveSteps):
         for g, slope in zip(found[1:], slopes, strict=True):
             rate = rate if g is None else rate + (g * slope).flatten(1).sum(1)
         return rate
+
+
+def as_column(x: Tensor, row: Tensor) -> Tensor:
+    """Return a value of each sample (lanes,) in a shape that broadcasts with a row; numbers get the row's dtype."""
+    x = x if x.dtype == torch.bool else x.to(row.dtype)
+    return x.view(-1, *[1] * (row.dim() - 1))
 
 
 def root(value: Callable[[Array], Array], low: Array, high: Array, at_nodes: Array, tolerance: float) -> Array:
@@ -510,10 +557,8 @@ def checked_events(events: Any, settings: Any) -> tuple[Event, ...]:
             f"events are for native methods, got method={settings.method!r}. Fix: leave method out, or "
             "hbnode.torchdiffeq.odeint_event."
         )
-    if getattr(settings.gradient, "name", settings.gradient) in ("reversible", "adjoint"):
-        raise ValueError(
-            f"gradient={settings.gradient!r} does not support events. Fix: gradient='checkpoint', the default."
-        )
+    if getattr(settings.gradient, "name", settings.gradient) == "reversible":
+        raise ValueError("gradient='reversible' does not support events. Fix: gradient='checkpoint', the default.")
     if is_transformed():
         raise ValueError("events do not work under the transforms of torch.func. Fix: torch.autograd.")
     return tuple(given)

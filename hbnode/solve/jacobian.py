@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,9 +42,12 @@ def by_vjps(field: Field, t: Tensor, x: Tensor, *, create_graph: bool) -> Deriva
     """
     with torch.autograd.graph.disable_saved_tensors_hooks("VJPs of a step do not support saved tensor hooks"):
         pass  # raises if there are such hooks
-    with torch.inference_mode(False), torch.enable_grad():
-        t, x = (z.view_as(z) if z.requires_grad and create_graph else z.detach().clone() for z in (t, x))
-        t, x = (z if z.requires_grad else z.requires_grad_() for z in (t, x))
+    with torch.inference_mode(False), torch.enable_grad(), in_eager_mode() if create_graph else nullcontext():
+        # parts of one tensor: autograd does not search the graph of earlier steps if all inputs are as deep as x
+        whole = torch.cat([z.flatten() for z in (t, x, torch.zeros_like(x))])
+        whole = whole if whole.requires_grad and create_graph else whole.detach().requires_grad_()
+        pieces = whole.split([t.numel(), x.numel(), x.numel()])
+        t, x, cotangent = (piece.view_as(z) for piece, z in zip(pieces, (t, x, x), strict=True))
         f = field(t, x) + 0.0 * (x + t.reshape(-1, 1))  # f may be constant
 
         def vjp(y: Tensor, z: Tensor, cotangent: Tensor, graph: bool) -> Tensor:
@@ -49,9 +55,15 @@ def by_vjps(field: Field, t: Tensor, x: Tensor, *, create_graph: bool) -> Deriva
 
         basis = torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
         rows = [vjp(f, x, row.expand_as(x), create_graph) for row in basis]
-        cotangent = torch.zeros_like(f).requires_grad_()
         of_t = vjp(vjp(f, t, cotangent, True), cotangent, torch.ones_like(t), create_graph)
     return torch.stack(rows, 1), of_t
+
+
+def in_eager_mode() -> AbstractContextManager[Any]:
+    """Run functions of torch.compile eagerly: the gradient of a compiled function has no graph, or a partial one."""
+    if "torch._dynamo" not in sys.modules or not hasattr(torch.compiler, "set_stance"):  # torch 2.6
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")
 
 
 def by_jvps(field: Field, t: Tensor, x: Tensor) -> Derivatives:

@@ -53,7 +53,7 @@ class Problem:
         noise: maps the index of a step to its standard normal variables; None for an ODE.
         program: the compiled step; None if steps are not compiled.
         end_only: whether to return the final state only.
-        events: the events of each sample, and their ``record`` after the solve.
+        events: the events of each sample, and the ``stepper`` of their solve, which has their record.
         columns: the columns of the last step for the search for events.
     """
 
@@ -78,7 +78,7 @@ class Problem:
         self.noise: Callable[[int], Tensor] | None = None
         self.program: Callable[..., Any] | None = None
         self.events, self.columns = events, None
-        self.record: Any = ()
+        self.stepper: Any = None
         self._last: tuple[Any, ...] = (None, None, None)  # the last step size, error flag and coefficients
         self.t: Any = t
         self.max_nfe: Any = None
@@ -424,7 +424,7 @@ def integrate(problem: Problem, state: Rows, take: Take | None = None, *, every:
     take = problem.take if take is None else take
     adaptive: Any = None
     if problem.events:
-        adaptive = EventSteps(problem, state)
+        adaptive = problem.stepper = EventSteps(problem, state)
     elif problem.settings.steps is None:
         adaptive = AdaptiveSteps(problem, state)
     saved = Outputs(problem, state)
@@ -454,8 +454,6 @@ def integrate(problem: Problem, state: Rows, take: Take | None = None, *, every:
                 lanes, rows = adaptive.ended
                 saved.hold(lanes, rows, adaptive.now)
                 adaptive.end()
-    if problem.events:
-        problem.record = adaptive.record()
     return saved.rows()
 
 

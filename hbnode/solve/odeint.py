@@ -50,7 +50,7 @@ def odeint(
 @overload
 def odeint(
     field: Callable[[Tensor, StateT], State], y0: StateT, t: Times, *, method: NativeMethod | None = None,
-    rtol: float = 1e-5, atol: float = 1e-5, gradient: Literal["direct", "checkpoint"] | None = None,
+    rtol: float = 1e-5, atol: float = 1e-5, gradient: Literal["direct", "checkpoint", "adjoint"] | None = None,
     steps: int | None = None, per_sample: bool = False, save: Save = "interpolate",
     jump_times: Times | None = None, events: Event, max_steps: int = 10_000, options: dict[str, Any] | None = None,
     adjoint_options: None = None, compile: bool = False,
@@ -60,7 +60,7 @@ def odeint(
 @overload
 def odeint(
     field: Callable[[Tensor, StateT], State], y0: StateT, t: Times, *, method: NativeMethod | None = None,
-    rtol: float = 1e-5, atol: float = 1e-5, gradient: Literal["direct", "checkpoint"] | None = None,
+    rtol: float = 1e-5, atol: float = 1e-5, gradient: Literal["direct", "checkpoint", "adjoint"] | None = None,
     steps: int | None = None, per_sample: bool = False, save: Save = "interpolate",
     jump_times: Times | None = None, events: Sequence[Event], max_steps: int = 10_000,
     options: dict[str, Any] | None = None, adjoint_options: None = None, compile: bool = False,
@@ -144,7 +144,7 @@ def odeint(
         jump_times: times (K,) at which f or its derivative jumps; adaptive steps end on them. Native methods also use
             the sample times of a :class:`hbnode.Signal` in f. Default: None.
         events: an :class:`hbnode.Event`, or a list of them, for native methods. Each sample then has its own steps,
-            which end on its events. Default: None.
+            which end on its events. All values of ``gradient`` except ``"reversible"`` support events. Default: None.
         max_steps: largest number of accepted and rejected steps of an adaptive method in one forward or backward pass.
             With ``save="exact"`` and with torchdiffeq's methods, each output interval after the first adds one step to
             this limit. The adjoint of native methods applies the limit to each output interval. If a method does not
@@ -237,6 +237,9 @@ def _solve(field: Any, y0: State, t: Times, settings: Settings, nfe: NFE, end: b
     lanes, is_empty = None, template.shape[:1] == (0,)  # an empty batch has no steps per sample
     if times.dim() == 2 or events or (settings.per_sample and settings.steps is None and not is_empty):
         lanes = count_samples(y0, times, settings)
+        if not events and getattr(gradient, "name", gradient) == "adjoint":
+            what = "t of shape (batch, T)" if times.dim() == 2 else "per_sample=True"
+            raise ValueError(f"gradient='adjoint' does not support {what}. Fix: gradient='checkpoint'.")
     term = ODETerm(field, y0, counter, second_order=is_second_order(settings.method, field), lanes=lanes)
     problem = Problem(
         term, METHODS[settings.method], times, settings, end_only=end and times.shape[-1] == 2, events=events
@@ -255,7 +258,8 @@ def _solve(field: Any, y0: State, t: Times, settings: Settings, nfe: NFE, end: b
         return term.unflatten(rows)
     trajectory = term.unflatten(rows, (len(rows[0]),))
     if events:
-        return trajectory, problem.record[0] if isinstance(given, Event) else problem.record
+        records = problem.stepper.record()
+        return trajectory, records[0] if isinstance(given, Event) else records
     return last_of(trajectory) if end else trajectory
 
 
@@ -364,8 +368,6 @@ def count_samples(y0: State, t: Tensor, settings: Settings) -> int:
             f"t has shape {tuple(t.shape)} for a batch of {len(tensors[0])}; expected (batch, T). "
             "Fix: one row of times for each sample, or t of shape (T,)."
         )
-    if getattr(settings.gradient, "name", settings.gradient) == "adjoint":
-        raise ValueError(f"gradient='adjoint' does not support {what}. Fix: gradient='checkpoint'.")
     return len(tensors[0])
 
 

@@ -193,7 +193,7 @@ def test_frozen_parameters_get_no_gradient(gradient):
     [
         (lambda: HeavyBall(nn.Linear(2, 2), damping=[0.1, 0.2], generalized=True), (torch.ones(1, 2),)),
         (lambda: HeavyBall(nn.Linear(2, 2), damping=[0.1, 0.2], learn_damping=False), (torch.ones(1, 2),)),
-        (lambda: hbnode.ODERNN(2, 3, field="ghbnode"), (torch.ones(1, 3, 2), torch.arange(3.0))),
+        (lambda: hbnode.ODERNN(2, 3, field="ghbnode"), (torch.ones(1, 3, 2), torch.arange(3.0) / 2)),
     ],
 )
 def test_constructed_on_the_meta_device(make, inputs):

@@ -20,14 +20,16 @@ def make(**options):
 
 
 def joint_covariance(layer, t):
-    """Of all samples at times t (T,): ((T, n), (T, n)), from Cov(h(t), h(s)) = Φ(t - s) P for t >= s."""
+    """Of all samples at times t (T,): (T n, T n), from Cov(h(t), h(s)) = Φ(t - s) P for t >= s."""
     kappa, channels = layer.stiffness, layer.input_size
     variance = layer.process_noise.square() / (2 * layer.damping)
     c_v, c_x = layer.weight_out.chunk(2, 1)
     c_x = c_x * kappa.sqrt()
     blocks = torch.zeros(len(t), channels, len(t), channels, dtype=torch.float64)
     for i, later in enumerate(t):
-        for j, earlier in enumerate(t[: i + 1]):
+        for j, earlier in enumerate(t):
+            if later < earlier or (later == earlier and i < j):
+                continue
             vv, vx, xv, xx = hbnode.nn.functional.oscillator_step(layer.damping, kappa, later - earlier)
             row_v, row_x = c_v * vv + c_x * xv, c_v * vx + c_x * xx
             block = (row_v * variance) @ c_v.T + (row_x * variance / kappa) @ c_x.T
@@ -65,6 +67,77 @@ def test_filter_against_the_joint_distribution():
     assert (found.after.std[0][mask[0]] < found.before.std[0][mask[0]]).all()
 
 
+@pytest.mark.parametrize("noise", [False, True])
+def test_smoother_against_the_joint_distribution(noise):
+    layer = make()
+    t = (torch.rand(2, 23, dtype=torch.float64) + 0.05).cumsum(1)
+    t[:, 7] = t[:, 6]
+    t[1, 17:] = torch.nan
+    at = torch.cat([torch.tensor([-2.0, 40.0, 3.3, 3.3]), t[0, 5:9]]).double()
+    mask = torch.rand(2, 23, 2) < 0.7
+    x = torch.randn(2, 23, 2, dtype=torch.float64)
+    found = layer.smooth(torch.where(mask, x, torch.nan), t, mask, [23, 17], at, noise=noise)
+    at_samples = layer.smooth(x, t, mask, [23, 17], noise=noise)
+    for row, length in ((0, 23), (1, 17)):
+        times = torch.cat([t[row, :length], at])
+        every = joint_covariance(layer, times) - layer.observation_noise.square().repeat(len(times)).diag()
+        seen = torch.cat([mask[row, :length].flatten(), torch.zeros(2 * len(at), dtype=torch.bool)])
+        variance = layer.observation_noise.square().repeat(len(times))
+        weights = torch.linalg.solve(every[seen][:, seen] + variance[seen].diag(), every[seen]).T
+        mean = (weights @ x[row, :length].flatten()[seen[: 2 * length]]).unflatten(0, (-1, 2))
+        std = (every.diagonal() - (weights * every[:, seen]).sum(1) + noise * variance).sqrt().unflatten(0, (-1, 2))
+        for part, band in ((slice(length, None), found), (slice(length), at_samples)):
+            size = len(mean[part])
+            torch.testing.assert_close(band.mean[row, :size], mean[part], rtol=0, atol=1e-9)
+            torch.testing.assert_close(band.std[row, :size], std[part], rtol=0, atol=1e-9)
+    assert not at_samples.mean[1, 17:].any()
+    each = layer.smooth(x, t, mask, [23, 17], at.flip(0).expand(2, -1), noise=noise)
+    torch.testing.assert_close(each.mean.flip(1), found.mean, rtol=0, atol=1e-12)
+
+
+def test_celerite2_has_the_same_likelihood_and_posterior():
+    celerite2 = pytest.importorskip("celerite2")
+    omega, zeta, sigma, noise = [0.3, 1.1, 4.0], [0.05, 0.7, 3.0], [1.0, 0.5, 0.8], 0.05
+    layer = hbnode.nn.Oscillators(1, 1, 3, noise=True).double()
+    with torch.no_grad():
+        for parameter, values in (
+            (layer.log_stiffness, [2 * math.log(w) for w in omega]),
+            (layer.log_damping, [math.log(2 * z * w) for w, z in zip(omega, zeta, strict=True)]),
+            (layer.log_spread, [math.log(s) for s in sigma]),
+            (layer.log_observation_noise, [math.log(noise)]),
+            (layer.weight_out[0], [0.0] * 3 + [1.0] * 3),
+        ):
+            parameter.copy_(torch.tensor(values, dtype=torch.float64))
+    t = (torch.rand(150, dtype=torch.float64) + 0.01).cumsum(0)
+    x, at = torch.randn(150, dtype=torch.float64), torch.linspace(-3, 90, 40, dtype=torch.float64)
+    terms = [celerite2.terms.SHOTerm(sigma=s, w0=w, Q=0.5 / z) for s, w, z in zip(sigma, omega, zeta, strict=True)]
+    peer = celerite2.GaussianProcess(terms[0] + terms[1] + terms[2], mean=0.0)
+    peer.compute(t.numpy(), diag=torch.full_like(t, noise**2).numpy())
+    ours = layer.log_likelihood(x.view(1, -1, 1), t)
+    torch.testing.assert_close(ours.item(), float(peer.log_likelihood(x.numpy())), rtol=0, atol=1e-10)
+    mean, variance = (torch.from_numpy(z) for z in peer.predict(x.numpy(), at.numpy(), return_var=True))
+    band = layer.smooth(x.view(1, -1, 1), t, at=at)
+    torch.testing.assert_close(band.mean[0, :, 0], mean, rtol=0, atol=1e-10)
+    torch.testing.assert_close(band.std[0, :, 0].square(), variance, rtol=0, atol=1e-10)
+
+
+def test_sample_paths_have_the_moments_of_the_posterior():
+    layer = make()
+    t = torch.tensor([0.0, 0.1, 0.9, 2.0]).double()
+    x, at = torch.randn(1, 4, 2, dtype=torch.float64), torch.tensor([0.5, 0.52, 3.0]).double()
+    mask = torch.tensor([[[True, True], [False, True], [True, True], [True, False]]])
+    paths = layer.sample_paths(x, t, mask, at=at, paths=5_000, generator=torch.Generator().manual_seed(0))[:, 0]
+    every = joint_covariance(layer, torch.cat([t, at]))
+    seen = torch.cat([mask.flatten(), torch.zeros(6, dtype=torch.bool)])
+    weights = torch.linalg.solve(every[seen][:, seen], every[seen][:, 8:]).T
+    signal = every[8:, 8:] - layer.observation_noise.square().repeat(3).diag() - weights @ every[seen][:, 8:]
+    mean, scale = weights @ x.flatten()[mask.flatten()], signal.diagonal().sqrt()
+    found = paths.flatten(1)
+    assert ((found.mean(0) - mean).abs() < 5 * scale / 5_000**0.5).all()
+    off = (found.T.cov() - signal).abs() / (scale * scale.unsqueeze(1))
+    assert (off < 5 * (2 / 5_000) ** 0.5).all()
+
+
 def test_forecasts_are_filtered_samples_that_nobody_saw():
     layer = make()
     x, t = torch.randn(2, 6, 2, dtype=torch.float64), torch.rand(2, 6).double().cumsum(1)
@@ -83,15 +156,16 @@ def test_forecasts_are_filtered_samples_that_nobody_saw():
 
 def test_parts_lengths_and_half_precision():
     layer = make()
-    x, t = torch.randn(2, 8, 2, dtype=torch.float64), torch.rand(2, 8).double().cumsum(1)
+    x, t = torch.randn(2, 80, 2, dtype=torch.float64), torch.rand(2, 80).double().cumsum(1)
     for times in (t, None):
         whole = layer.filter(x, times)
         first = layer.filter(x[:, :3], None if times is None else t[:, :3])
         second = layer.filter(x[:, 3:], None if times is None else t[:, 3:], first.state)
+        torch.testing.assert_close(second.state.covariance, whole.state.covariance, rtol=0, atol=1e-12)
         joined = torch.cat([first.log_likelihood, second.log_likelihood], 1)
         torch.testing.assert_close(joined, whole.log_likelihood, rtol=0, atol=1e-12)
-    short = layer.log_likelihood(x, t, lengths=[8, 3])
-    for row, length in ((0, 8), (1, 3)):
+    short = layer.log_likelihood(x, t, lengths=[80, 3])
+    for row, length in ((0, 80), (1, 3)):
         alone = layer.log_likelihood(x[row : row + 1, :length], t[row, :length])
         torch.testing.assert_close(short[row], alone[0])
     low = make().float()
@@ -123,6 +197,8 @@ def test_noise_that_is_lost_in_rounding_is_named():
         (lambda layer, x: layer.filter(x, None, layer(x)[1]), TypeError, "must be an OscillatorBelief"),
         (lambda layer, x: layer.filter(x, [-0.5], layer.filter(x).state), ValueError, "the state's time lies after"),
         (lambda layer, x: layer.filter(x[:1], [5.0], layer.filter(x).state), ValueError, "v must have shape"),
+        (lambda layer, x: layer.smooth(x, at=torch.zeros(3, 5)), ValueError, r"at must be \(K,\) or \(batch, K\)"),
+        (lambda layer, x: layer.smooth(x, at=[math.nan]), ValueError, "at must be finite"),
     ],
 )
 def test_wrong_uses(use, kind, message):

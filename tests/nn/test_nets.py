@@ -65,6 +65,16 @@ def test_standardize_ignores_what_is_missing():
     close(by_row.mean[0], x[..., 0][mask.any(-1) & ~x[..., 0].isnan()].mean())
 
 
+def test_a_spread_is_scaled_back_without_the_mean():
+    x = 40 + 5 * torch.randn(200, 2, dtype=torch.float64)
+    scale = Standardize(2).double().fit(x)
+    normal = torch.distributions.Normal(scale(x), 0.3)
+    samples = scale.inverse(normal.sample((20_000,)))
+    there = scale.inverse(hbnode.nn.Gaussian(normal.mean, normal.stddev))
+    close(there.mean, x)
+    close(there.std, samples.std(0), rtol=0.03, atol=0)
+
+
 @pytest.mark.parametrize("value", [0.1, -1 / 3, 1e-300, 3e5 + 0.1])
 def test_standardize_only_shifts_a_constant(value):
     """The mean of equal numbers is rounded, so that their variance is not exactly 0."""

@@ -42,6 +42,7 @@ OPTIONS = {
 LENGTHS = torch.tensor([5, 3, 1, 4])
 STATIC = torch.tensor([[0.5, -1.0], [0.0, 2.0], [1.0, 1.0], [-0.5, 0.0]], dtype=torch.float64)
 close = torch.testing.assert_close
+pytestmark = pytest.mark.filterwarnings("ignore:the gaps between samples take")  # of about a unit of time
 
 
 def timed_field(n):
@@ -607,7 +608,7 @@ def test_wrong_states_and_modules():
         (lambda: rnn.forecast(state, torch.zeros(3, 2)), ValueError, "dt must be"),
         (lambda: state[-1], TypeError, r"read by name.*Fix: state\.h"),
         (lambda: tuple(state), TypeError, r"read by name.*Fix: state\.h"),
-        (lambda: rnn(x, t, static=STATIC), ValueError, r"Fix: ODERNN\(..., static_size=\)"),
+        (lambda: rnn(x, t, static=STATIC), ValueError, r"Fix: ODERNN\(..., static_size=2\)"),
         (lambda: static(x, t), ValueError, r"static must be \(batch, static_size\) = \(4, 2\)"),
         (lambda: static(x, t, static=STATIC[:, :1]), ValueError, "static must be"),
         (lambda: static(x, t, static=STATIC / 0), ValueError, "static is not finite"),

@@ -1,11 +1,11 @@
 """Oscillators: the closed form against mpmath, the scan against a loop, times, masks, states, and torch's tools."""
 
 import copy
-import datetime
 import itertools
 import math
 import pickle
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from hbnode import _torch
 from hbnode.nn import _oscillator_scan
 from hbnode.nn.functional import oscillator_step
 from hbnode.nn.oscillators import held_response
+from tests.reference_irregular import fed
 from tests.reference_oscillators import exact_entries, layer_loop
 
 GAMMAS = [0.0, 1e-8, 1e-3, 0.1, 1.0, 2.0, 2.0000001, 3.0, 10.0, 200.0]
@@ -23,6 +24,13 @@ GRID = list(itertools.product(GAMMAS, KAPPAS, [1e-4, 1e-2, 0.03, 0.5, 1.0, 1.5, 
 VARIANTS = list(itertools.product(["exact", "imex"], ["impulse", "hold"]))
 variants = pytest.mark.parametrize(("discretization", "input"), VARIANTS)
 both = pytest.mark.parametrize("input", ["impulse", "hold"])
+FEATURES = {
+    "zero": {"missing": "zero", "mask_features": True},
+    "hold": {"missing": "hold", "elapsed_features": True},
+    "all": {"missing": "decay", "mask_features": True, "elapsed_features": True, "static_size": 2},
+}
+features = pytest.mark.parametrize("options", FEATURES.values(), ids=FEATURES)
+STATIC = torch.tensor([[0.5, -1.0], [0.0, 2.0]], dtype=torch.float64)
 
 
 @pytest.fixture
@@ -254,8 +262,6 @@ def test_forecast(discretization, input):
     y, after = layer(torch.zeros(2, 2, 3, dtype=torch.float64), times, state, nothing)
     torch.testing.assert_close(ahead[:, 1:], y, rtol=0, atol=1e-12)
     torch.testing.assert_close((last.v, last.x, last.t), (after.v, after.x, after.t), rtol=0, atol=1e-12)
-    in_seconds = [layer.forecast(state, dt)[0] for dt in ([datetime.timedelta(seconds=1)], [1.0])]
-    torch.testing.assert_close(*in_seconds)
     own, _ = layer.forecast(state, torch.tensor([[0.1, 0.4], [0.4, 1.0]], dtype=torch.float64))
     torch.testing.assert_close(own[1], ahead[1, 1:], rtol=0, atol=1e-12)
 
@@ -446,13 +452,19 @@ def test_initial_oscillators_are_in_their_ranges():
 
 def test_ranges_of_gaps():
     t = torch.tensor([[0.0, 1.0, 2.0, 10.0], [5.0, 6.0, 0.0, 0.0]])
-    assert hbnode.nn.oscillator_ranges(t, lengths=[4, 2]) == {"frequency": (0.1, 0.25), "decay": (0.1, 0.1)}
+    slowest = 1 / 300  # a thirtieth of 1 / span
+    ranges = {"frequency": pytest.approx((slowest, 0.25)), "decay": pytest.approx((slowest, 0.1))}
+    assert hbnode.nn.oscillator_ranges(t, lengths=[4, 2]) == ranges
     mask = torch.tensor([[True, False, True, True], [True, True, False, False]])
-    assert hbnode.nn.oscillator_ranges(t, mask)["frequency"] == (0.1, 0.125)
+    assert hbnode.nn.oscillator_ranges(t, mask)["frequency"] == pytest.approx((slowest, 0.125))
     ranges = hbnode.nn.oscillator_ranges(torch.arange(100) / 50)
     layer = hbnode.nn.Oscillators(1, 2, **ranges)
-    assert layer.frequency_range == ranges["frequency"] == pytest.approx((50 / 99, 12.5))
-    for times, message in (([1.0], "no two observed samples"), ([0.0, 1.0, math.nan], "t is not finite at")):
+    assert layer.frequency_range == ranges["frequency"] == pytest.approx((50 / 99 / 30, 12.5))
+    for times, message in (
+        ([1.0], "no two observed samples"),
+        ([0.0, 1.0, math.nan], "t is not finite at"),
+        ([2.0, 1.0, 3.0], "t must not decrease.*Fix: lengths="),
+    ):
         with pytest.raises(ValueError, match=message):
             hbnode.nn.oscillator_ranges(times)
 
@@ -467,6 +479,8 @@ def test_ranges_of_gaps():
         ({"frequency": (0.0, 1.0)}, r"frequency must be \(low, high\)"),
         ({"decay": 3}, r"decay must be \(low, high\)"),
         ({"noise": True, "bidirectional": True}, "needs a causal layer"),
+        ({"noise": True, "mask_features": True}, "model of the samples alone"),
+        ({"missing": "mean"}, "missing must be one of"),
     ],
 )
 def test_wrong_options(options, message):
@@ -518,6 +532,80 @@ def test_steps_that_are_unstable_and_samples_that_overflow_are_named():
         layer(1e38 * x.abs().repeat(1, 50, 1), 100.0 * torch.arange(1500))
 
 
+def with_holes(options):
+    """Two series with missing values, whole samples of them, and the static features that the options want."""
+    torch.manual_seed(1)
+    x, t = torch.randn(2, 12, 3, dtype=torch.float64), times_with_ties(2, 12) + 1
+    mask = torch.rand(2, 12, 3) < 0.6
+    mask[:, 4:6] = False
+    return torch.where(mask, x, torch.nan), t, mask, STATIC if "static_size" in options else None
+
+
+@both
+@features
+def test_features_are_further_inputs_of_a_wider_layer(input, options):
+    layer = make(3, 4, 5, input=input, decay=(0.01, 0.2), **options)
+    if layer.inputs.rate is not None:
+        nn.init.normal_(layer.inputs.rate)
+    x, t, mask, static = with_holes(options)
+    y, after = layer(x, t, mask=mask, static=static)
+    columns = {name: value for name, value in options.items() if name != "static_size"}
+    inputs = fed(x, t, mask, rate=layer.inputs.rate, time_unit=5.0, static=static, **columns)
+    wide = make(layer.inputs.size, 4, 5, input=input)
+    wide.load_state_dict({name: value for name, value in layer.state_dict().items() if "inputs" not in name})
+    expected, end = wide(inputs, t, mask=mask.any(-1))
+    leaves = list(layer.parameters())
+    torch.testing.assert_close((y, after.v, after.x), (expected, end.v, end.x), rtol=1e-12, atol=1e-12)
+    assert all(part.isfinite().all() for part in torch.autograd.grad(y.square().sum(), leaves))
+
+
+@both
+@features
+def test_features_in_parts_ahead_and_beside_padding(input, options):
+    layer = make(3, 4, 5, input=input, **options)
+    stack = hbnode.nn.OscillatorStack(3, 4, input=input, **options).double()
+    x, t, mask, static = with_holes(options)
+    for model in (layer, stack):
+        whole, end = model(x, t, mask=mask, static=static)
+        state, outputs = None, []
+        for cut in ((0, 3), (3, 5), (5, 12)):
+            one = slice(*cut)
+            output, state = model(x[:, one], t[:, one], state, mask[:, one], static=static)
+            state = pickle.loads(pickle.dumps(state.detach()))
+            outputs.append(output)
+        torch.testing.assert_close(torch.cat(outputs, 1), whole, rtol=0, atol=1e-12)
+        for part, other in zip(state.as_dict().values(), end.as_dict().values(), strict=True):
+            torch.testing.assert_close(part, other, rtol=0, atol=1e-12)
+        ahead, later = model.forecast(state, [0.5, 0.5, 3.0])
+        nothing, times = torch.zeros(2, 3, dtype=torch.bool), t[:, -1:] + torch.tensor([0.5, 0.5, 3.0])
+        expected, last = model(torch.full((2, 3, 3), torch.nan).double(), times, end, nothing, static=static)
+        torch.testing.assert_close((ahead, later.t), (expected, last.t), rtol=0, atol=1e-12)
+        own = model.forecast(state, torch.tensor([[3.0], [0.5]]))[0][:, 0]
+        torch.testing.assert_close(own, torch.stack([ahead[0, 2], ahead[1, 0]]), rtol=0, atol=1e-12)
+        torch.testing.assert_close(model.forecast(later, [1.0])[0], model.forecast(state, [4.0])[0], rtol=0, atol=1e-12)
+    both_ways = make(3, 4, 5, input=input, bidirectional=True, **options)
+    for model in (layer, stack, both_ways):
+        padded, end = model(x, t, mask=mask, lengths=[12, 7], static=static)
+        one = None if static is None else static[1:]
+        alone, last = model(x[1:, :7], t[1:, :7], mask=mask[1:, :7], static=one)
+        torch.testing.assert_close((padded[1:, :7], end.v[..., -1:, :]), (alone, last.v), rtol=0, atol=1e-12)
+        assert not padded[1, 7:].any()
+
+
+def test_the_unit_of_ages_is_saved_where_there_are_ages():
+    for kind in (hbnode.nn.Oscillators, hbnode.nn.OscillatorStack):
+        trained, fresh = kind(3, 4, decay=(0.01, 0.2), missing="decay"), kind(3, 4, missing="decay")
+        fresh.load_state_dict(trained.state_dict())
+        x, t, mask, _ = with_holes({})
+        assert fresh(x.float(), t, mask=mask)[0].equal(trained(x.float(), t, mask=mask)[0])
+        assert "inputs.time_unit" not in kind(3, 4, mask_features=True).state_dict()
+    layer = hbnode.nn.Oscillators(3, 4, static_size=2)
+    with pytest.raises(ValueError, match=r"static must be \(batch, static_size\) = \(2, 2\), got None"):
+        layer(torch.randn(2, 5, 3))
+    with pytest.raises(ValueError, match=r"Fix: OscillatorStack\(..., static_size=2\)"):
+        hbnode.nn.OscillatorStack(3, 4)(torch.randn(2, 5, 3), static=STATIC)
+
+
 @pytest.mark.parametrize("head", ["regression", "classification", "next"])
 @pytest.mark.parametrize("input", ["impulse", "hold"])
 def test_a_stack_ignores_padding_and_goes_on(head, input):
@@ -567,3 +655,40 @@ def test_what_a_stack_refuses():
     ):
         with pytest.raises(ValueError, match=message):
             use()
+    _, state = stack(x, t)
+    with pytest.raises(
+        ValueError, match=r"forecast is for head='regression'.*Fix: stack\(x, t, t_next=t\[:, -1\] \+ dt"
+    ):
+        stack.forecast(state, [1.0])
+    both_ways = Stack(2, 4, bidirectional=True)
+    with pytest.raises(ValueError, match="bidirectional OscillatorStack layer makes no forecast"):
+        both_ways.forecast(state, [1.0])
+
+
+DAYS = numpy.datetime64("2020-01-01") + numpy.arange(5)
+HOUR = numpy.timedelta64(1, "h")
+
+
+@pytest.mark.parametrize(
+    ("call", "fix"),
+    [
+        (lambda model, state: model(torch.randn(2, 5, 3), DAYS), r"series.times\(t\)"),
+        (lambda model, state: model.forecast(state, [HOUR]), r"series.durations\(dt\)"),
+        (lambda model, state: model.forecast(state, DAYS), r"series.times\(dt\) - state.t.unsqueeze\(-1\)"),
+        (lambda model, state: model.forecast(state, ["1h"]), r"series.durations\(dt\)"),
+        (lambda model, state: hbnode.nn.OscillatorCell(3, 4)(torch.randn(2, 3), None, HOUR), r"series.durations\(dt\)"),
+        (lambda model, state: hbnode.nn.oscillator_ranges(DAYS), r"series.times\(t\)"),
+        (
+            lambda model, state: hbnode.nn.OscillatorStack(3, 4, head="next")(torch.randn(2, 5, 3), t_next=DAYS[:2]),
+            r"series.times\(t_next\)",
+        ),
+    ],
+)
+@pytest.mark.parametrize("kind", [hbnode.nn.Oscillators, hbnode.nn.OscillatorStack])
+def test_dates_and_durations_belong_to_series(kind, call, fix):
+    model = kind(3, 4)
+    _, state = model(torch.randn(2, 5, 3))
+    with pytest.raises(
+        TypeError, match=f"must hold numbers in the unit of t, got (dates|durations|text).*Fix: .*{fix}"
+    ):
+        call(model, state)

@@ -12,7 +12,6 @@ import torch
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import hbnode
-from hbnode._times import as_duration, as_times
 
 LENGTHS = torch.tensor([6, 4, 2])
 close = torch.testing.assert_close
@@ -66,8 +65,6 @@ def test_the_fitted_unit_is_ten_median_gaps_without_padding():
     assert rnn.fit_time_unit(t, mask).time_unit == 30.0  # gaps 3, 3, 10
     assert rnn.fit_time_unit(t, mask.unsqueeze(-1).expand(2, 4, 3)).time_unit == 30.0
     assert rnn.fit_time_unit([0, 2, 2, 2, 4]).time_unit == 20.0  # equal times are no gap
-    days = numpy.datetime64("2020-01-01") + numpy.arange(3)
-    assert rnn.fit_time_unit(days).time_unit == 864000.0
 
 
 @pytest.mark.parametrize(
@@ -93,10 +90,10 @@ def test_the_unit_is_saved_and_shown():
     fresh.load_state_dict(rnn.state_dict())
     assert fresh.time_unit == copy.deepcopy(rnn).half().time_unit == 86400.25
     assert "time_unit=86400" in repr(rnn)
-    rnn.time_unit = datetime.timedelta(hours=1)
+    rnn.time_unit = torch.tensor(3600.0)
     assert rnn.time_unit == 3600
-    for wrong in (0.0, -1, float("nan"), "h", None):
-        with pytest.raises(ValueError, match="time_unit must be a positive number or a duration"):
+    for wrong in (0.0, -1, float("nan"), None):
+        with pytest.raises(ValueError, match="time_unit must be a positive number"):
             rnn.time_unit = wrong
     before = {key: value for key, value in fresh.state_dict().items() if key != "time_unit"}
     hbnode.ODERNN(2, 4).load_state_dict(before)  # of a version that had no unit, which was 1
@@ -120,6 +117,24 @@ def test_slow_gaps_warn_once():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         hbnode.ODERNN(2, 8, field=rnn.field, rtol=1e-6, atol=1e-6)(x, 20 * t)
+
+
+def test_a_unit_that_was_never_set_warns_from_gaps_of_about_one():
+    x, t = torch.randn(4, 9, 2), torch.arange(9.0)
+    fresh = {"hbnode": hbnode.ODERNN(2, 8), "ghbnode": hbnode.ODERNN(2, 8, field="ghbnode")}
+    for rnn in fresh.values():
+        with pytest.warns(UserWarning, match=r"1[3-9]|[2-4]\d function evaluations.*Fix: before training") as caught:
+            rnn(x, t)
+        rnn(x, t)  # once
+        unit = float(str(caught[0].message).split("time_unit=")[-1].rstrip(")."))
+        assert unit == 10.0
+        fitted = copy.deepcopy(rnn)
+        fitted.time_unit, fitted.has_warned = unit, False
+        fitted(x, t)
+        assert fitted.nfe.forward < rnn.nfe.forward / 1.5
+    hbnode.ODERNN(2, 8)(x, t / 2)  # these gaps are short enough
+    hbnode.ODERNN(2, 8, time_unit=1.0)(x, t)  # a choice
+    hbnode.ODERNN(2, 8, method="leapfrog", steps=1)(x, t)
 
 
 def test_a_failure_tells_the_users_time():
@@ -149,40 +164,53 @@ def test_times_since_1970(per_sample):
     assert end.t.equal(state.t + 10)
 
 
-def test_dates_and_durations_are_seconds():
-    days = numpy.array(["2020-01-01", "2020-01-02", "2020-01-04"], dtype="datetime64[D]")
-    seconds = torch.tensor([1577836800.0, 1577923200.0, 1578096000.0], dtype=torch.float64)
-    standard = [datetime.datetime(2020, 1, day) for day in (1, 2, 4)]
-    aware = [date.replace(tzinfo=datetime.timezone.utc) for date in standard]
-    kinds = (days, days.astype("datetime64[ns]"), list(days), standard, aware, numpy.array(aware, dtype=object))
-    for dates in (*kinds, [date.date() for date in standard]):
-        assert as_times(dates, "t").equal(seconds)
-        if isinstance(dates, list):
-            assert as_times([dates], "t").equal(seconds[None])
-    assert as_times([days, days], "t").equal(seconds.expand(2, 3))
-    assert as_times(days - days[0], "dt").equal(seconds - seconds[0])
-    assert as_times([datetime.timedelta(hours=1)], "dt").tolist() == [3600.0]
-    assert as_duration(numpy.timedelta64(2, "h"), "time_unit") == 7200.0
+def test_dates_and_durations_are_refused_with_a_fix_that_works():
+    dates = numpy.datetime64("2020-01-01") + numpy.arange(0, 18, 3) * numpy.timedelta64(1, "h")
+    table = {"id": numpy.repeat([1, 2], 6), "date": numpy.tile(dates, 2), "a": numpy.random.default_rng(0).random(12)}
+    series = hbnode.data.from_long(table, id="id", time="date", values="a", unit="h", origin="2020-01-01")
+    rnn = hbnode.ODERNN(1, 4, rtol=1e-8, atol=1e-8)
+    rnn.fit_time_unit(series.t)
+    assert rnn.time_unit == 30.0
+    _, state = rnn(**series.inputs())
+    expected, _ = rnn.forecast(state, [1.0, 6.0])
+    names = {"series": series, "rnn": rnn, "state": state, "x": series.x, "hbnode": hbnode}
+    steps = [["1h", "6h"], [datetime.timedelta(hours=1), datetime.timedelta(hours=6)], pandas.to_timedelta([1, 6], "h")]
+    later = dates[-1] + numpy.array([1, 6]) * numpy.timedelta64(1, "h")
+    calls = [
+        *(("rnn.forecast(state, {})[0]", "dt", one, expected) for one in (*steps, later, list(later))),
+        *(("rnn(x, {})[1].h", "t", one, state.h) for one in (dates, pandas.Series(dates), dates.tolist())),
+        ("rnn.fit_time_unit({}).time_unit", "t", dates, 30.0),
+        ("hbnode.ODERNN(1, 4, time_unit={}).time_unit", "time_unit", "10h", 10.0),
+        ("hbnode.ODERNN(1, 4, time_unit={}).time_unit", "time_unit", pandas.Timedelta("10h"), 10.0),
+    ]
+    for call, name, value, right in calls:
+        with pytest.raises(
+            TypeError, match=rf"^{name} must hold numbers in the unit of t, got \w+, whose.*Fix"
+        ) as error:
+            eval(call.format(name), names | {name: value})
+        fix = str(error.value).split("Fix: ")[1].split(", where")[0].removeprefix("time_unit=")
+        close(eval(call.format(fix), names | {name: value}), right)
 
 
-def test_dates_of_pandas():
-    dates = pandas.Series(pandas.to_datetime(["2020-01-01", "2020-01-02", "2020-01-04"]))
-    expected = as_times(dates.to_numpy(), "t")
-    for kind in (dates, pandas.DatetimeIndex(dates), dates.dt.tz_localize("UTC"), list(dates), dates.to_frame().T):
-        assert as_times(kind, "t").reshape(-1).equal(expected)
-    assert as_times(dates.dt.tz_localize("Europe/Berlin"), "t").equal(expected - 3600)
-    assert as_duration(pandas.Timedelta("1h"), "time_unit") == 3600
-    x, rnn = torch.randn(2, 3, 2), hbnode.ODERNN(2, 4).fit_time_unit(dates)
-    output, state = rnn(x, dates)
-    assert output.equal(rnn(x, expected)[0])
-    ahead, _ = rnn.forecast(state, pandas.to_timedelta(["1h", "2h"]))
-    assert ahead.equal(rnn.forecast(state, [3600.0, 7200.0])[0])
-    with pytest.raises(ValueError, match="t is not finite"):
-        rnn(x, pandas.Series([dates[0], pandas.NaT, dates[2]]))
+def test_rounded_times_that_repeat_are_taken_in_their_order():
+    """A long float32 axis: its last gaps are few rounding errors long, and some are 0."""
+    rnn, layer = hbnode.ODERNN(1, 4, method="leapfrog", steps=1), hbnode.nn.Oscillators(1, 4)
+    torch.manual_seed(0)
+    t = (1e6 + torch.rand(2, 400, dtype=torch.float64).cumsum(1) * 0.7).float()
+    x = torch.randn(2, 400, 1)
+    assert (t.diff() == 0).any()
+    for model in (rnn, layer):
+        with pytest.warns(UserWarning, match="t has lost digits.*taken in their order"):
+            output, _ = model(x, t)
+        assert output.equal(model(x, t.double())[0])
+    exact = torch.arange(400.0).div(4).floor()  # four samples at each time, without rounding
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layer(x, exact)
 
 
 def test_times_and_masks_as_arrays_and_lists():
-    rnn, (x, _) = hbnode.ODERNN(2, 4), make_series()
+    rnn, (x, _) = hbnode.ODERNN(2, 4, time_unit=10.0), make_series()
     mask, whole = torch.tensor([True, False, True, True, False, True]).expand(3, 6), numpy.arange(6)
     expected, _ = rnn(x, torch.arange(6.0, dtype=torch.float64).expand(3, 6), mask=mask)
     for times in (whole, whole.astype(float), pandas.Series(whole), range(6), [0, 1, 2, 3, 4, 5], torch.arange(6)):
@@ -212,7 +240,7 @@ def test_times_and_masks_as_arrays_and_lists():
         ({"mask": torch.ones(3, 4, dtype=torch.bool)}, ValueError, "mask must be bool"),
         ({"lengths": torch.tensor([1, 2, 3, 4])}, ValueError, "3 whole numbers"),
         ({"lengths": torch.tensor([1.0, 2.0, 3.0])}, ValueError, "3 whole numbers"),
-        ({"lengths": torch.tensor([1, 0, 3])}, ValueError, "between 1 and T=6"),
+        ({"lengths": torch.tensor([1, 0, 3])}, ValueError, r"Fix: series = series.select\(series.lengths > 0\)"),
         ({"lengths": torch.tensor([1, 7, 3])}, ValueError, "between 1 and T=6"),
     ],
 )
@@ -230,6 +258,18 @@ def test_the_fix_for_times_that_decrease_sorts_samples_with_them():
     exec(str(error.value).split("shape (batch, T), ")[1].rstrip("."), names)
     assert names["x"].equal(x)
     assert names["t"].equal(t)
+
+
+@pytest.mark.parametrize("array", [numpy.asarray, torch.as_tensor])
+def test_the_fix_for_lists_of_arrays_makes_a_series_of_them(array):
+    x = [array(numpy.ones((n, 2))) for n in (3, 2)]
+    t = [array(0.5 * numpy.arange(len(one))) for one in x]
+    for rnn in (hbnode.ODERNN(2, 4), hbnode.nn.Oscillators(2, 4), hbnode.nn.OscillatorStack(2, 4)):
+        with pytest.raises(TypeError, match=r"got list. Fix: series = hbnode.data.as_series") as error:
+            rnn(x, t)
+        names = {"hbnode": hbnode, "torch": torch, "rnn": rnn, "x": x, "t": t}
+        make, call = str(error.value).split("Fix: series = ")[1].rstrip(".").split(", and ")
+        assert eval(call, names | {"series": eval(make, names)})[0].shape == (2, 3, 4)
 
 
 def test_packed_and_padded_do_not_mix():

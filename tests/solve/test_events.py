@@ -49,7 +49,7 @@ class Spring(nn.Module):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("gradient", ["direct", "checkpoint"])
+@pytest.mark.parametrize("gradient", ["direct", "checkpoint", "adjoint"])
 def test_bounces_and_gradients_are_those_of_the_closed_form(method, gradient):
     """Every sample has its own bounces; t_n = √(h/5) (1 + 2 Σ_{k<n} e^k), and between them the ball is a parabola."""
     h = float64([1.0], [2.0], [0.3]).requires_grad_()
@@ -198,6 +198,67 @@ def test_a_jump_to_another_value_starts_anew():
     torch.testing.assert_close(found, torch.autograd.grad(4 * period[0] + 7 * period[1], current)[0][:2])
 
 
+@pytest.mark.parametrize(("rtol", "dtype"), [(1e-5, torch.float32), (1e-5, torch.float64), (1e-9, torch.float64)])
+def test_the_adjoint_is_that_of_the_closed_form_within_the_tolerance(rtol, dtype):
+    """v' = I - kv from v0, reset to r at the level c, so that v = I/k + (v(0) - I/k) e^{-kt} between two resets."""
+    leaves = [
+        torch.tensor(x, dtype=dtype, requires_grad=True) for x in ([1.5, 2.0, 0.5], [0.1, 0.4, 0.7], 0.8, 1.1, 0.2)
+    ]
+    current, v0, k, c, r = leaves
+    spike = Event(lambda t, v: v - c, lambda t, v: 0 * v + r, direction=1)
+    settings = {"events": spike, "rtol": rtol, "atol": rtol, "gradient": "adjoint"}
+    v, record = hbnode.odeint(lambda t, v: current - k * v, v0, [0.0, 0.1, 2.0, 5.0], **settings)
+    level, spiking = current / k, (current / k)[:2]
+    first = ((spiking - v0[:2]) / (spiking - c)).log() / k
+    period = ((spiking - r) / (spiking - c)).log() / k
+    times = (first[:, None] + period[:, None] * torch.arange(9)).clamp(max=6)
+    assert record.count.tolist() == [*(times < 5).sum(1).tolist(), 0]
+    last = (times < 5).sum(1) - 1
+    after = spiking + (r - spiking) * (-k * (5 - times[[0, 1], last])).exp()
+    end = torch.cat([after, level[2:] + (v0[2:] - level[2:]) * (-k * 5).exp()])
+    found, wanted = [record.t[[0, 1], last], v[3]], [times[[0, 1], last], end]
+    for value, exact in zip(found, wanted, strict=True):
+        torch.testing.assert_close(value, exact.to(value), rtol=30 * rtol, atol=30 * rtol)
+        value, exact = (torch.autograd.grad(x.sum(), leaves, retain_graph=True) for x in (value, exact))
+        torch.testing.assert_close(value, exact, rtol=100 * rtol, atol=100 * rtol)
+
+
+def test_a_sample_that_ended_where_the_field_is_singular_does_not_spoil_the_adjoint():
+    """Tanks drain by y' = -k √y down to the level c; √y has no derivative at 0, where the first two then stay."""
+    y0, k, c = float64([1.0], [2.0], [30.0]).requires_grad_(), float64(1.0).requires_grad_(), 1e-3
+    events = [Event(lambda t, y: y[:, 0] - c, lambda t, y: 0 * y, max_count=1), level(20, lambda t, y: y)]
+    settings = {"events": events, "rtol": 1e-8, "atol": 1e-8, "gradient": "adjoint"}
+    _, (empty, _) = hbnode.odeint(lambda t, y: -k * y.clamp(min=0).sqrt(), y0, [0.0, 4.0], **settings)
+    exact = 2 * (y0[:2, 0].sqrt() - c**0.5) / k
+    torch.testing.assert_close(empty.t[:2, 0], exact, rtol=0, atol=1e-6)
+    found, wanted = (torch.autograd.grad(t.sum(), (y0, k)) for t in (empty.t[:2], exact))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("times", [[1.0, 0.4, -2.0], [[0.0, 0.5, 2.0], [0.0, 0.0, 1.0], [0.3, 0.3, 0.3]]])
+@pytest.mark.parametrize("settings", [{}, {"steps": 20}, {"jump_times": [0.7]}])
+def test_the_adjoint_agrees_with_backpropagation(times, settings):
+    """A damped ball hits a moving floor and a wall, and ends at the second event without a jump; t has a gradient."""
+    h, k = float64([1.0, 0.3], [0.4, 1.0], [2.0, 2.0]).requires_grad_(), float64(4.0).requires_grad_()
+    t = torch.tensor(times, dtype=torch.float64, requires_grad=True)
+    force = (lambda t: (t > 0.7).double()) if "jump_times" in settings else torch.sin
+    field = hbnode.HBNODE(lambda t, h: -k * h - force(t) - 1, damping=0.2).double()
+    events = [
+        Event(lambda t, y: y[0][:, 0] - 0.1 * t, lambda t, y: (y[0], -0.9 * y[1] * k / 4)),
+        Event(lambda t, y: y[0][:, 1], max_count=2),
+    ]
+    found = []
+    for gradient in ("checkpoint", "adjoint"):
+        (x, m), records = hbnode.odeint(
+            field, (h, 0 * h), t, events=events, gradient=gradient, rtol=1e-9, atol=1e-9, **settings
+        )
+        values = [x, m, *(r.t.nan_to_num() for r in records), *(r.state[1].nan_to_num() for r in records)]
+        loss = sum((torch.linspace(1, 2, value.numel()) * value.flatten()).sum() for value in values)
+        found.append((values, torch.autograd.grad(loss, (h, k, t, *field.parameters()))))
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-5, atol=1e-5)
+
+
 def test_samples_do_not_depend_on_each_other_and_may_have_their_own_times():
     heights, t = float64(1.0, 2.0, 0.1), float64([0.0, 0.3, 2.0], [0.0, 0.0, 1.0], [0.0, 1.0, 1.0])
     event = Event(height, bounce, max_count=6)
@@ -243,7 +304,8 @@ def test_an_empty_batch_has_an_empty_record():
     assert record.state[0].shape == (0, 1, 1)
 
 
-def test_evaluations_of_events_are_counted():
+@pytest.mark.parametrize("gradient", ["checkpoint", "adjoint"])
+def test_evaluations_of_events_are_counted(gradient):
     calls = 0
 
     def force(h):
@@ -253,8 +315,12 @@ def test_evaluations_of_events_are_counted():
 
     field = hbnode.HBNODE(force, damping=0.1)
     with hbnode.count_nfe(field) as nfe:
-        hbnode.odeint(field, (torch.ones(2, 1), torch.zeros(2, 1)), [0.0, 1.0], events=Event(height, bounce))
-    assert nfe.forward == calls
+        start, event = (torch.ones(2, 1), torch.zeros(2, 1)), Event(height, bounce)
+        (h, _), _ = hbnode.odeint(field, start, [0.0, 1.0], events=event, gradient=gradient)
+        assert nfe.forward == calls
+        h.sum().backward()
+    assert nfe.total == calls
+    assert (nfe.backward > 0) == (gradient == "adjoint")
 
 
 @pytest.mark.parametrize(
@@ -268,7 +334,6 @@ def test_evaluations_of_events_are_counted():
         (Event(lambda t, y: height(t, y).log()), {}, NonFiniteError, "event function returned NaN"),
         (Event(height), {"method": "dopri5"}, ValueError, "native methods.*odeint_event"),
         (Event(height), {"gradient": "reversible", "steps": 4}, ValueError, "does not support events"),
-        (Event(height), {"gradient": "adjoint"}, ValueError, "does not support events"),
         (Event(height), {"method": "leapfrog", "steps": 4, "t": T}, ValueError, "has no gradient of t"),
         (height, {}, TypeError, "events must be an Event"),
         ([], {}, TypeError, "events must be an Event"),

@@ -32,26 +32,29 @@ def model_of(name, *options):
 
 def constant(name, u):
     model = model_of(name, "--size", "2", "--hidden", "4").double()
-    model.control, model.drift = Constant(torch.tensor(u).double()), Constant(torch.zeros(2).double())
+    model.control = Constant(torch.tensor(u).double())
+    if name == "sde":
+        model.drift = Constant(torch.zeros(2).double())
     return model
 
 
 @pytest.mark.parametrize("name", latent_sde.TITLES)
 def test_the_divergence_of_a_constant_control_has_a_closed_form(name):
     model = constant(name, [0.7, -1.2])
-    seen = torch.ones(3, 9, dtype=torch.float64)
-    seen[1, 5:] = 0  # after the last sample there is no control: 4 intervals
-    paths = model(torch.randn(3, 9, 3, dtype=torch.float64), seen)
+    seen = torch.ones(3, 9, dtype=torch.bool)
+    seen[1, 5:] = False  # after the last sample there is no control: 4 intervals
+    x = torch.randn(3, 9, 3, dtype=torch.float64)
+    elbo = model(x, latent_sde.times(x, 0.1), seen)
     rate = (0.7**2 + 1.2**2) / 2
     expected = torch.tensor([8, 4, 8]) * 0.1 * rate
-    assert torch.allclose(paths.kl_path, expected.double(), rtol=1e-6)
+    assert torch.allclose(elbo.kl_path, expected.double(), rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", latent_sde.TITLES)
 def test_the_elbo_has_a_gradient_of_all_parameters(name):
     model = model_of(name, "--hidden", "8", "--context", "8")
     data, _ = latent_sde.lorenz(4, 0)
-    latent_sde.loss_of(model, data, 1)[0].backward()
+    latent_sde.loss_of(model, data, 0.1, 1)[0].backward()
     for key, p in model.named_parameters():
         assert p.grad is not None, key
         assert p.grad.isfinite().all(), key
@@ -64,9 +67,9 @@ def test_what_is_not_seen_changes_nothing(name):
     model = model_of(name, "--hidden", "8", "--context", "8")
     (x, seen, *_), _ = latent_sde.lorenz(4, 0)
     torch.manual_seed(1)
-    first = model(x, seen)
+    first = latent_sde.predicted(model, x, seen, 0.1, 2)
     torch.manual_seed(1)
-    again = model(x + 5 * (1 - seen).unsqueeze(-1), seen)
+    again = latent_sde.predicted(model, x + 5 * (1 - seen).unsqueeze(-1), seen, 0.1, 2)
     assert torch.equal(first.mean, again.mean)
 
 

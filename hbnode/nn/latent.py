@@ -1,0 +1,652 @@
+"""Latent ODEs and SDEs: generative models of irregular series, trained by the evidence lower bound (ELBO)."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.distributions import Normal, StudentT, kl_divergence
+from torch.nn.functional import pad
+from typing_extensions import Self, override
+
+from hbnode._checks import ArrayLike, as_count, nearest
+from hbnode._times import as_times, as_unit
+from hbnode._torch import ModuleWithConstants, untraced
+from hbnode._tree import Record, State, record
+from hbnode.fields import HBNODE, Field, HeavyBallSDE
+from hbnode.nn import sequences as seq
+from hbnode.nn.nets import MLP
+from hbnode.nn.sequences import Inputs, Lengths, Sequences
+from hbnode.solve.odeint import odeint
+from hbnode.solve.sde import sdeint
+from hbnode.solve.settings import Gradient, Method
+
+__all__ = ["ELBO", "LatentModel", "LatentODE", "LatentPrediction", "LatentSDE"]
+
+Likelihood = Literal["normal", "student"]
+ROUNDING = 1e-4  # a step may begin this much before a sample by rounding, in units of time_unit
+
+
+# Results
+
+
+@record
+class ELBO(Record):
+    """The evidence lower bound of each series, and its terms; all have the shape (batch,).
+
+    Attributes:
+        value: log_likelihood - beta (kl_initial + kl_path). With beta = 1 its expectation is at most log p(x).
+        log_likelihood: log density of the observed values given the latent paths, summed over a series.
+        kl_initial: Kullback-Leibler divergence of the posterior of the initial state from its prior.
+        kl_path: the same of the paths, given their initial states; 0 for a latent ODE.
+    """
+
+    value: Tensor
+    log_likelihood: Tensor
+    kl_initial: Tensor
+    kl_path: Tensor
+
+
+@record
+class LatentPrediction(Record):
+    """The predictive distribution of a latent model, a mixture with one component for each sampled path.
+
+    Attributes:
+        paths: decoded paths without observation noise, (samples, batch, K, input_size).
+        scale: scale of the observation noise of each feature, (input_size,).
+        freedom: degrees of freedom of Student's t noise, (input_size,); None if the noise is normal.
+    """
+
+    paths: Tensor
+    scale: Tensor
+    freedom: Tensor | None = None
+
+    @property
+    def components(self) -> Normal | StudentT:
+        """The distributions of a value given each path, of the shape of ``paths``."""
+        if self.freedom is None:
+            return Normal(self.paths, self.scale, validate_args=False)
+        return StudentT(self.freedom, self.paths, self.scale, validate_args=False)
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean of a value, (batch, K, input_size)."""
+        return self.paths.mean(0)
+
+    @property
+    def std(self) -> Tensor:
+        """The standard deviation of a value, observation noise included, (batch, K, input_size)."""
+        return (self.paths.var(0, correction=0) + self.components.variance[0]).sqrt()
+
+    def quantile(self, levels: float | Sequence[float]) -> Tensor:
+        """Return quantiles of a value, from one draw of the observation noise for each path.
+
+        Arguments:
+            levels: levels between 0 and 1, for instance ``[0.05, 0.5, 0.95]`` for the median and a 90 % interval.
+
+        Returns:
+            The quantiles, (levels, batch, K, input_size), or (batch, K, input_size) for a single level.
+        """
+        return torch.quantile(self.components.sample(), torch.as_tensor(levels).to(self.paths), dim=0)
+
+    def log_prob(self, x: Tensor) -> Tensor:
+        """Return the log density of each of the values x (batch, K, input_size)."""
+        return self.components.log_prob(x).logsumexp(0) - math.log(len(self.paths))
+
+
+# Models
+
+
+class Guide:
+    """What an encoder knows about the samples that follow a time, for the control of posterior paths.
+
+    Arguments:
+        summary: outputs of the encoder (batch, N, features). It reads the samples from the last to the first, so that
+            ``summary[:, j]`` summarises sample j and those after it.
+        times: times of the samples in this order, decreasing, (batch, N); -inf after the first sample.
+        grid: output times of the paths, (batch, T). They include the times of the samples.
+    """
+
+    def __init__(self, summary: Tensor, times: Tensor, grid: Tensor) -> None:
+        later = torch.searchsorted(-times, -(grid + ROUNDING))  # number of samples after each time
+        following = (later - 1).clamp(min=0)
+        # one tensor per interval: the backward pass of indexing would fill a gradient of all samples in each step
+        self.summaries = summary.take_along_dim(following.unsqueeze(-1), 1).unbind(1)
+        self.active = (later > 0).T.unsqueeze(-1)
+        self.next = torch.where(later > 0, times.gather(1, following), 0.0).T.unsqueeze(-1)
+        self.grid = grid
+
+    def control(self, net: nn.Module, t: Tensor, h: Tensor) -> Tensor:
+        """Return the control ``net([h, summary, wait])``, or 0 after the last sample.
+
+        The summary is that of the samples after t, and ``wait`` is the time until the first of them. h has the shape
+        (samples * batch, latent_size), and t is a number or (samples * batch, 1).
+        """
+        batch = len(self.grid)
+        t = t.to(self.grid).reshape(-1, 1)[:batch].expand(batch, 1)
+        # a series that rests, because its times are equal, is at the end of its interval or a later one
+        interval = int(torch.searchsorted(self.grid, t + ROUNDING, right=True).min()) - 1
+        summary, active = self.summaries[interval], self.active[interval]
+        wait = torch.where(active, self.next[interval] - t, 0.0).to(h)
+        known = torch.cat([summary, wait], 1).repeat(len(h) // batch, 1)
+        u: Tensor = net(torch.cat([h, known], 1))
+        if u.shape != h.shape:
+            raise ValueError(
+                f"control returned shape {tuple(u.shape)}; expected that of h, {tuple(h.shape)}. "
+                f"Fix: {h.shape[1]} outputs in its last layer."
+            )
+        return torch.where(active.repeat(len(h) // batch, 1), u, 0.0)
+
+
+class LatentModel(ModuleWithConstants):
+    r"""The abstract base class of :class:`LatentODE` and :class:`LatentSDE`.
+
+    A subclass defines :meth:`solve`, the latent paths and the divergence of their posterior from their prior.
+
+    Arguments:
+        input_size: number of features of a sample.
+        latent_size: size of what the decoder takes.
+        hidden_size: units of the default encoder.
+        state_size: size of the random initial state.
+        encoder: as for :class:`LatentODE`. Default: ``None``.
+        decoder: as for :class:`LatentODE`. Default: ``None``.
+        likelihood: as for :class:`LatentODE`. Default: ``"normal"``.
+        static_size: as for :class:`LatentODE`. Default: ``0``.
+        time_unit: as for :class:`LatentODE`. Default: ``1.0``.
+    """
+
+    defaults: ClassVar[dict[str, float]] = {"_time_unit": 1.0}
+
+    def __init__(
+        self,
+        input_size: int,
+        latent_size: int,
+        hidden_size: int,
+        state_size: int,
+        *,
+        encoder: nn.Module | None = None,
+        decoder: Callable[[Tensor], Tensor] | None = None,
+        likelihood: Likelihood = "normal",
+        static_size: int = 0,
+        time_unit: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.input_size, self.latent_size = as_count(input_size, "input_size"), as_count(latent_size, "latent_size")
+        self.time_unit = time_unit
+        if likelihood not in get_args(Likelihood):
+            near = nearest(likelihood, get_args(Likelihood)) or "normal"
+            raise ValueError(f"likelihood must be one of {get_args(Likelihood)}, got {likelihood!r}. Fix: {near!r}.")
+        hidden_size = as_count(hidden_size, "hidden_size")
+        self.encoder = GRUEncoder(self.input_size, hidden_size, static_size) if encoder is None else encoder
+        summary_size = getattr(self.encoder, "hidden_size", None)
+        if not isinstance(self.encoder, nn.Module) or not isinstance(summary_size, int):
+            raise TypeError(
+                f"encoder must be a module like ODERNN with an attribute hidden_size, got {type(encoder).__name__}. "
+                f"Fix: encoder=hbnode.ODERNN({input_size}, {hidden_size})."
+            )
+        self.summary_size = summary_size
+        self.posterior = nn.Linear(self.summary_size, 2 * state_size)  # mean and log standard deviation
+        self.prior = nn.Parameter(torch.zeros(2, state_size))
+        self.decoder = nn.Linear(self.latent_size, self.input_size) if decoder is None else decoder
+        self.log_noise = nn.Parameter(torch.full((self.input_size,), -1.0))
+        self.log_freedom = nn.Parameter(torch.ones(self.input_size)) if likelihood == "student" else None
+
+    @abstractmethod
+    def solve(self, z: Tensor, t: Tensor, guide: Guide | None) -> tuple[Tensor, Tensor]:
+        """Return the values of latent paths at given times, and the divergence of the paths.
+
+        Arguments:
+            z: initial states at the first times, (batch, state_size).
+            t: times (batch, T) in units of ``time_unit``, in float64.
+            guide: information for the posterior about later samples; None for the prior.
+
+        Returns:
+            Values for the decoder, (T, batch, latent_size), and an estimate of the divergence for each path, (batch,).
+        """
+
+    @property
+    def time_unit(self) -> float:
+        """Return the length of one unit of the model's time."""
+        return self._time_unit
+
+    @time_unit.setter
+    def time_unit(self, value: float) -> None:
+        self._time_unit = as_unit(value, "time_unit")
+
+    @override
+    def constants(self) -> dict[str, str]:
+        return {"time_unit": "_time_unit"}
+
+    def fit_time_unit(self, t: ArrayLike, mask: Tensor | None = None, lengths: Lengths | None = None) -> Self:
+        """Set ``time_unit`` to ten times the median gap of training data, as :meth:`hbnode.ODERNN.fit_time_unit` does.
+
+        Arguments:
+            t: times (batch, T) or (T,).
+            mask: what was observed, (batch, T) or (batch, T, features). Default: ``None``.
+            lengths: length of each series, (batch,). Default: ``None``.
+
+        Returns:
+            The module itself.
+        """
+        self.time_unit = seq.fitted_unit(t, mask, lengths)
+        return self
+
+    def elbo(
+        self, x: Tensor, t: ArrayLike, mask: Tensor | None = None, lengths: Lengths | None = None,
+        static: Tensor | None = None, *, samples: int = 1, beta: float = 1.0,
+    ) -> ELBO:  # fmt: skip
+        """Return an estimate of the evidence lower bound of each series; training maximises its ``value``.
+
+        Arguments:
+            x: samples (batch, T, input_size).
+            t: times (batch, T), or (T,) if all series share them. They must not decrease.
+            mask: which values are observed, bool (batch, T) or (batch, T, input_size); other values may be NaN.
+                Default: ``None``.
+            lengths: length of each series, (batch,). Default: ``None``.
+            static: time-independent features for the encoder, (batch, static_size). Default: ``None``.
+            samples: number of latent paths per series, over which the estimate averages. Default: ``1``.
+            beta: weight of the divergences in ``value``; raise it from 0 to 1 early in training if the posterior
+                collapses to the prior. Default: ``1.0``.
+        """
+        series = Sequences(self.input_size, x, t, mask, lengths)
+        prediction, kl_initial, kl_path = self._posterior_paths(series, series.t, static, samples)
+        log_prob = prediction.components.log_prob(series.x)
+        if series.observed is not None:
+            log_prob = torch.where(series.observed, log_prob, 0.0)
+        log_likelihood = log_prob.sum((-2, -1)).mean(0)
+        return ELBO(log_likelihood - beta * (kl_initial + kl_path), log_likelihood, kl_initial, kl_path)
+
+    def forward(self, *args: Any, **kwargs: Any) -> ELBO:
+        """Return :meth:`elbo` of the same arguments."""
+        return self.elbo(*args, **kwargs)
+
+    if TYPE_CHECKING:  # nn.Module's returns Any
+        __call__ = forward
+
+    @torch.no_grad()
+    def predict(
+        self, x: Tensor, t: ArrayLike, mask: Tensor | None = None, lengths: Lengths | None = None,
+        static: Tensor | None = None, *, at: ArrayLike | None = None, samples: int = 100,
+    ) -> LatentPrediction:  # fmt: skip
+        """Return the distribution of values at any times, given the samples of a series: smoothing and forecasts.
+
+        No gradients are recorded.
+
+        Arguments:
+            x: samples, as for :meth:`elbo`; so are the four arguments that follow.
+            t: times of the samples.
+            mask: which values are observed. Default: ``None``.
+            lengths: length of each series. Default: ``None``.
+            static: time-independent features. Default: ``None``.
+            at: times (K,) or (batch, K) in any order, none before the first time of a series. None takes those of
+                ``t``; paths are then 0 on padding. Default: ``None``.
+            samples: number of latent paths per series. Default: ``100``.
+
+        Raises:
+            ValueError: if a time is before the first of its series.
+        """
+        series = Sequences(self.input_size, x, t, mask, lengths)
+        if at is None:
+            prediction, *_ = self._posterior_paths(series, series.t, static, samples)
+            return LatentPrediction(series.padded(prediction.paths), prediction.scale, prediction.freedom)
+        wanted = _checked_at(at, series.t)
+        # the control changes at the samples, where steps therefore end
+        merged, order = torch.cat([series.t.to(wanted), wanted], 1).sort(dim=1, stable=True)
+        places = order.argsort(dim=1)[:, series.t.shape[1] :]
+        prediction, *_ = self._posterior_paths(series, merged, static, samples)
+        paths = prediction.paths.take_along_dim(places[None, ..., None], 2)
+        return LatentPrediction(paths, prediction.scale, prediction.freedom)
+
+    @torch.no_grad()
+    def sample(self, t: ArrayLike, samples: int = 100) -> LatentPrediction:
+        """Return paths of the prior from the first of the times t (T,) on, as a prediction with a batch of 1."""
+        times = as_times(t, "t").to(self.prior.device, torch.float64).expand(1, -1) / self._time_unit
+        mean, log_scale = self.prior
+        z = mean + log_scale.exp() * torch.randn(samples, len(mean), dtype=mean.dtype, device=mean.device)
+        return self._decoded(self._solve(z, times.expand(samples, -1), None)[0], samples)
+
+    def _posterior_paths(
+        self, series: Sequences, t: Tensor, static: Tensor | None, samples: int
+    ) -> tuple[LatentPrediction, Tensor, Tensor]:
+        """Return decoded paths of the posterior at times t (batch, K), and the divergences of start and paths."""
+        samples = as_count(samples, "samples")
+        seq.check_dtype(series.x, (p.dtype for p in self.parameters()))
+        t = t.to(torch.float64) / self._time_unit
+        initial, guide = self.encode(series, static, t)
+        prior_mean, prior_log_scale = self.prior.unsqueeze(1)
+        prior = Normal(prior_mean, prior_log_scale.exp(), validate_args=False)
+        z = initial.rsample(torch.Size([samples])).flatten(0, 1)
+        values, kl_path = self._solve(z, t.repeat(samples, 1), guide)
+        prediction = self._decoded(values, samples)
+        return prediction, kl_divergence(initial, prior).sum(-1), kl_path.unflatten(0, (samples, -1)).mean(0)
+
+    def encode(self, series: Sequences, static: Tensor | None, grid: Tensor) -> tuple[Normal, Guide]:
+        """Return the posterior of the initial state, and the guide of posterior paths at times ``grid`` (batch, T).
+
+        The encoder reads the observed samples from the last to the first, with the time counted from the last. If the
+        first sample is not observed, it then reads a sample without values at the first time, where the path starts.
+        """
+        t = series.t.to(torch.float64) / self._time_unit
+        observed = torch.ones_like(t, dtype=torch.bool) if series.any_observed is None else series.any_observed
+        count = observed.sum(1, keepdim=True)
+        rank = torch.where(observed, torch.arange(1, t.shape[1] + 1, device=t.device), 0)
+        order = pad(rank.argsort(dim=1, descending=True, stable=True), (0, 1))[:, : int(count.max()) + 1]
+        exists = torch.arange(order.shape[1], device=t.device) < count
+        times = torch.where(exists, t.gather(1, order), t[:, :1])
+        mask = exists.unsqueeze(-1).expand(-1, -1, self.input_size)
+        if series.observed is not None:
+            mask = mask & seq.reorder(series.observed.expand_as(series.x), order)
+        x = torch.where(mask, seq.reorder(series.x, order), 0.0)
+        given = {} if static is None else {"static": static}
+        lengths = count + ~observed[:, :1]
+        summary, _ = self.encoder(x, times[:, :1] - times, mask=mask, lengths=lengths[:, 0], **given)
+        mean, log_scale = self.posterior(summary.take_along_dim(lengths.unsqueeze(-1) - 1, 1)[:, 0]).chunk(2, 1)
+        guide = Guide(summary, torch.where(exists, times, -math.inf), grid)
+        return Normal(mean, log_scale.exp(), validate_args=False), guide
+
+    @untraced
+    def _solve(self, z: Tensor, t: Tensor, guide: Guide | None) -> tuple[Tensor, Tensor]:
+        with seq.in_user_units(self._time_unit):
+            return self.solve(z, t, guide)
+
+    def _decoded(self, values: Tensor, samples: int) -> LatentPrediction:
+        """Return the prediction for latent values (K, samples * batch, latent_size)."""
+        decoded: Tensor = self.decoder(values.transpose(0, 1))
+        expected = (*values.shape[1::-1], self.input_size)
+        if decoded.shape != expected:
+            raise ValueError(
+                f"decoder returned shape {tuple(decoded.shape)} for (batch, K, latent_size); expected {expected}. "
+                f"Fix: decoder=hbnode.nn.MLP({self.latent_size}, [64], {self.input_size})."
+            )
+        freedom = None if self.log_freedom is None else 2 + self.log_freedom.exp()  # with a finite variance
+        return LatentPrediction(decoded.unflatten(0, (samples, -1)), self.log_noise.exp(), freedom)
+
+    @override
+    def extra_repr(self) -> str:
+        return f"{self.input_size}, {self.latent_size}, time_unit={self._time_unit:g}"
+
+
+class LatentODE(LatentModel):
+    r"""A latent ODE: an irregular series is a noisy observation of a latent path with a random initial state.
+
+    .. math:: z(t_0) \sim \mathcal N(\mu, \sigma^2), \qquad z' = \mathrm{field}(t, z), \qquad
+        x_i \sim p(x_i \mid \mathrm{decoder}(h(t_i)))
+
+    The state z is (h, m) for an HBNODE and h for a NODE. The mean μ and the standard deviation σ of the prior are
+    learned. An encoder reads the observed samples backwards and returns a normal posterior :math:`q(z(t_0))` with a
+    diagonal covariance. Training maximises the evidence lower bound (ELBO) of log p(x),
+
+    .. math:: \mathbb E_q \sum_i \log p(x_i \mid z(t_i)) - \mathrm{KL}(q(z(t_0)) \,\|\, p(z(t_0))).
+
+    Each series has its own times. Values that are not observed, samples without observed values and padding have no
+    effect, except that a path starts at the first time of its series.
+
+    References:
+        Rubanova, Chen and Duvenaud, Latent ODEs for Irregularly-Sampled Time Series, arXiv:1907.03907.
+
+    Arguments:
+        input_size: number of features of a sample.
+        latent_size: size of h.
+        hidden_size: units of the default encoder and of the two hidden layers of the default f. Default: ``64``.
+        field: the field of z. If it has the state (h, m) and no network for the initial m, the encoder infers both.
+            Otherwise it infers the argument of ``field.initial_state``. Default: ``None``, an HBNODE with a tanh
+            network.
+        encoder: module with the arguments, results and ``hidden_size`` of :class:`hbnode.ODERNN`. It gets times in
+            units of ``time_unit``. Default: ``None``, a GRU whose inputs include masks and elapsed times.
+        decoder: module or callable (..., latent_size) -> (..., input_size) for the mean of x. Default: ``None``, a
+            linear layer.
+        likelihood: ``"normal"``, or ``"student"`` for Student's t noise, which outliers affect less. The scale and the
+            degrees of freedom of each feature are learned. Default: ``"normal"``.
+        static_size: number of time-independent features that the default encoder takes. Default: ``0``.
+        time_unit: length of one unit of the model's time, a number or a duration. f is called with t / time_unit. It is
+            saved in the ``state_dict``; :meth:`fit_time_unit` sets it. Default: ``1.0``.
+        method: solver, as in :func:`hbnode.odeint`; so are the arguments that follow. Default: ``None``.
+        rtol: relative tolerance. Default: ``0.001``.
+        atol: absolute tolerance. Default: ``0.001``.
+        gradient: gradient mode. Default: ``None``.
+        steps: number of equal steps between two times. Default: ``None``, adaptive steps.
+
+    Raises:
+        ValueError, TypeError: if an argument is out of its range, or times decrease.
+
+    Example:
+        >>> import torch, hbnode
+        >>> t = torch.rand(8, 20).cumsum(1)
+        >>> x = torch.sin(t + 6 * torch.rand(8, 1)).unsqueeze(-1)
+        >>> model = hbnode.nn.LatentODE(1, 2, 16).fit_time_unit(t)
+        >>> elbo = model.elbo(x, t)
+        >>> (-elbo.value.mean()).backward()
+        >>> ahead = model.predict(x, t, at=t[:, -1:] + torch.tensor([1.0, 2.0]), samples=50)
+        >>> ahead.mean.shape, ahead.quantile([0.05, 0.95]).shape
+        (torch.Size([8, 2, 1]), torch.Size([2, 8, 2, 1]))
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        latent_size: int,
+        hidden_size: int = 64,
+        *,
+        field: Field | None = None,
+        encoder: nn.Module | None = None,
+        decoder: Callable[[Tensor], Tensor] | None = None,
+        likelihood: Likelihood = "normal",
+        static_size: int = 0,
+        time_unit: float = 1.0,
+        method: Method | None = None,
+        rtol: float = 1e-3,
+        atol: float = 1e-3,
+        gradient: Gradient | None = None,
+        steps: int | None = None,
+    ) -> None:
+        latent_size = as_count(latent_size, "latent_size")
+        net = MLP(latent_size, [hidden_size] * 2, latent_size, activation=nn.Tanh)
+        field = HBNODE(net) if field is None else field
+        if not isinstance(field, Field):
+            raise TypeError(
+                f"field must be a field, got {type(field).__name__}. Fix: field=hbnode.HBNODE(hbnode.nn.MLP("
+                f"{latent_size}, [{hidden_size}], {latent_size}))."
+            )
+        sizes = latent_size - getattr(field, "augment", 0), 2 * latent_size
+        with torch.no_grad():
+            start = field.initial_state(next(field.parameters(), torch.zeros(())).new_zeros(1, sizes[0]))
+        makes_momentum = any(getattr(field, f"initial_{part}", None) for part in ("momentum", "velocity"))
+        infers_both = isinstance(start, tuple) and len(start) == 2 and not makes_momentum
+        super().__init__(
+            input_size, latent_size, hidden_size, sizes[infers_both], encoder=encoder, decoder=decoder,
+            likelihood=likelihood, static_size=static_size, time_unit=time_unit,
+        )  # fmt: skip
+        self.field, self.infers_both = field, infers_both
+        self.solver: dict[str, Any] = {
+            "method": method, "rtol": rtol, "atol": atol, "gradient": gradient, "steps": steps
+        }  # fmt: skip
+
+    @override
+    def solve(self, z: Tensor, t: Tensor, guide: Guide | None) -> tuple[Tensor, Tensor]:
+        start: State = tuple(z.chunk(2, 1)) if self.infers_both else self.field.initial_state(z)
+        path = odeint(self.field, start, t, per_sample=True, **self.solver)
+        return self.field.readout(path), z.new_zeros(len(z))
+
+
+class LatentSDE(LatentModel):
+    r"""A latent SDE: an irregular series is a noisy observation of a latent heavy ball with noise in its velocity.
+
+    .. math:: dh = m\,dt, \qquad dm = (-\gamma m + f(h, t))\,dt + s\,dW, \qquad s = \sqrt{2\gamma\eta}
+
+    γ is the damping, η the temperature and W a Brownian motion. The posterior paths have the force f + s u with a
+    learned control u, which is a function of h, of a summary of the samples that follow, and of the time until the
+    first of them. By Girsanov's theorem the paths of the posterior q and the prior p have the divergence
+    :math:`\mathbb E_q \int |u|^2/2\,dt`, so the evidence lower bound (ELBO) of log p(x) is
+
+    .. math:: \mathbb E_q \Big[\sum_i \log p(x_i \mid h(t_i)) - \tfrac12 \int |u|^2 dt\Big]
+        - \mathrm{KL}(q(h, m)(t_0) \,\|\, p(h, m)(t_0)).
+
+    After the last sample u = 0: from there on, a path is a forecast by the prior. Initial state, encoder, decoder and
+    missing values are those of :class:`LatentODE`.
+
+    References:
+        Li et al., Scalable Gradients for Stochastic Differential Equations, arXiv:2001.01328, for the bound.
+
+    Arguments:
+        input_size: number of features of a sample.
+        latent_size: size of h.
+        hidden_size: units of the default encoder and of the two hidden layers of f and of the control.
+            Default: ``64``.
+        sde: the SDE of the prior. Default: ``None``, a :class:`hbnode.HeavyBallSDE` with a softplus network, the
+            temperature 1 and a learned damping between 0 and 10 that starts at 1.
+        control: module (batch, latent_size + encoder.hidden_size + 1) -> (batch, latent_size) for u. Default: ``None``,
+            a softplus network.
+        encoder: as for :class:`LatentODE`. Default: ``None``.
+        decoder: as for :class:`LatentODE`. Default: ``None``.
+        likelihood: as for :class:`LatentODE`. Default: ``"normal"``.
+        static_size: as for :class:`LatentODE`. Default: ``0``.
+        time_unit: as for :class:`LatentODE`. Default: ``1.0``.
+        dt: the largest step size, in units of ``time_unit``. Steps end on the samples, where u jumps. The method is
+            ``"ubu"`` of :func:`hbnode.sdeint`, which evaluates forces only inside its steps. Default: ``0.1``.
+        gradient: ``"direct"`` or ``"checkpoint"``. Default: ``"direct"``.
+
+    Raises:
+        ValueError, TypeError: if an argument is out of its range, or times decrease.
+
+    Example:
+        >>> import torch, hbnode
+        >>> t = torch.rand(8, 20).cumsum(1)
+        >>> x = torch.sin(t + 6 * torch.rand(8, 1)).unsqueeze(-1)
+        >>> model = hbnode.nn.LatentSDE(1, 2, 16).fit_time_unit(t)
+        >>> elbo = model.elbo(x, t)
+        >>> (-elbo.value.mean()).backward()
+        >>> model.predict(x, t, at=t[:, -1:] + torch.tensor([1.0, 2.0]), samples=50).std.shape
+        torch.Size([8, 2, 1])
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        latent_size: int,
+        hidden_size: int = 64,
+        *,
+        sde: HeavyBallSDE | None = None,
+        control: nn.Module | None = None,
+        encoder: nn.Module | None = None,
+        decoder: Callable[[Tensor], Tensor] | None = None,
+        likelihood: Likelihood = "normal",
+        static_size: int = 0,
+        time_unit: float = 1.0,
+        dt: float = 0.1,
+        gradient: Literal["direct", "checkpoint"] = "direct",
+    ) -> None:
+        latent_size = as_count(latent_size, "latent_size")
+        super().__init__(
+            input_size, latent_size, hidden_size, 2 * latent_size, encoder=encoder, decoder=decoder,
+            likelihood=likelihood, static_size=static_size, time_unit=time_unit,
+        )  # fmt: skip
+        self.control = make_control(latent_size, self.summary_size, hidden_size) if control is None else control
+        if decoder is None:
+            self.decoder = quiet(nn.Linear(latent_size, self.input_size))  # noise of h is small in the units of x
+        f = MLP(latent_size, [hidden_size] * 2, latent_size, activation=nn.Softplus)
+        self.sde = HeavyBallSDE(f, damping=1.0, max_damping=10.0) if sde is None else sde
+        if not isinstance(self.sde, HeavyBallSDE):
+            raise TypeError(f"sde must be a HeavyBallSDE, got {type(sde).__name__}. Fix: hbnode.HeavyBallSDE(func).")
+        self.dt, self.gradient = dt, gradient
+
+    @override
+    def solve(self, z: Tensor, t: Tensor, guide: Guide | None) -> tuple[Tensor, Tensor]:
+        if bool((t == t[0]).all() & (t[0].diff() > 0).all()):
+            t = t[0]  # steps of common sizes have fewer coefficients
+        h, m = z.chunk(2, 1)
+        options: Any = {"dt": self.dt, "gradient": self.gradient}
+        if guide is None:
+            return sdeint(self.sde, (h, m), t, **options)[0], z.new_zeros(len(z))
+        posterior = ControlledSDE(self.sde, self.control, guide, self.sde.noise_scale(h[0]))
+        h, m = sdeint(posterior, (pad(h, (0, 1)), pad(m, (0, 1))), t, **options)
+        return h[..., :-1], m[-1, :, -1]
+
+
+class ControlledSDE(HeavyBallSDE):
+    """A heavy-ball SDE with the force f + s u, and one more component, whose momentum is the integral of |u|²/2.
+
+    The additional component has neither damping nor noise.
+    """
+
+    def __init__(self, prior: HeavyBallSDE, control: nn.Module, guide: Guide, scale: Tensor) -> None:
+        super().__init__(prior.func, damping=0.0, learn_damping=False, time_dependent=True)
+        self.prior, self.control, self.guide = prior, control, guide
+        self.scale = scale
+        self.counted_as = prior
+
+    @override
+    def solver_damping(self) -> Tensor:
+        return _with_zero(self.prior.solver_damping(), self.scale)
+
+    @override
+    def solver_temperature(self) -> Tensor:
+        return _with_zero(self.prior.solver_temperature(), self.scale)
+
+    @override
+    def force(self, t: Tensor, h: Tensor) -> Tensor:
+        h = h[:, :-1]
+        u = self.guide.control(self.control, t, h)
+        drift = self.prior.force(t, h) + self.scale * u
+        return torch.cat([drift, u.square().sum(1, keepdim=True) / 2], 1)
+
+
+class GRUEncoder(nn.Module):
+    """A GRU over samples, masks and the time since each feature was observed, called like an ODERNN."""
+
+    def __init__(self, input_size: int, hidden_size: int, static_size: int = 0) -> None:
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.inputs = Inputs(input_size, mask_features=True, elapsed_features=True, static_size=static_size)
+        self.gru = nn.GRU(self.inputs.size, hidden_size, batch_first=True)
+
+    @override
+    def forward(
+        self, x: Tensor, t: Tensor, *, mask: Tensor, lengths: Tensor, static: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        size = self.inputs.static_size
+        if (size if static is None else tuple(static.shape)) != (0 if static is None else (len(x), size)):
+            got = None if static is None else tuple(static.shape)
+            raise ValueError(
+                f"static must be (batch, static_size) = ({len(x)}, {size}), got {got}. Fix: static_size= of the model."
+            )
+        sequences = Sequences(self.inputs.input_size, x, t, mask, lengths)
+        return self.gru(self.inputs(sequences, None if static is None else static.to(x), None, 1.0)[0])
+
+
+def make_control(latent_size: int, summary_size: int, hidden_size: int) -> MLP:
+    """Return the default network of a control; it starts with small values."""
+    net = MLP(latent_size + summary_size + 1, [hidden_size] * 2, latent_size, activation=nn.Softplus)
+    quiet(net.layers[-1])
+    return net
+
+
+def quiet(layer: nn.Module) -> nn.Module:
+    """Return a linear layer after dividing its weight and bias by ten."""
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.mul_(0.1)
+    return layer
+
+
+def _with_zero(value: Tensor | float, like: Tensor) -> Tensor:
+    return pad(torch.as_tensor(value, dtype=torch.float64, device="cpu").expand(like.shape), (0, 1))
+
+
+def _checked_at(at: ArrayLike, t: Tensor) -> Tensor:
+    """Return the times ``at`` as (batch, K) in float64; raise ValueError if one is before the start of its series."""
+    times = as_times(at, "at").to(t.device, torch.float64)
+    if times.dim() not in (1, 2) or times.shape[-1] == 0 or (times.dim() == 2 and len(times) != len(t)):
+        raise ValueError(
+            f"at must be (K,) or (batch, K) with batch {len(t)}, got {tuple(times.shape)}. "
+            "Fix: at=[0.5, 1.0] for the same times in all series."
+        )
+    if not bool((times.isfinite() & (times >= t[:, :1])).all()):
+        raise ValueError(
+            "at has a time before the first of t, or one that is not finite; a path starts at t[:, 0]. Fix: an "
+            "unobserved sample at an earlier time, with mask=False there."
+        )
+    return times.expand(len(t), -1)

@@ -1,0 +1,123 @@
+"""SeriesForecaster: tables in and out, units, dates, calibrated bands."""
+
+import numpy
+import pandas
+import pytest
+
+from hbnode.data import as_series
+from hbnode.estimators import SeriesForecaster
+
+
+def drifting(count, seed, dates=True):
+    """Mean-reverting series with heavy-tailed noise, whose level is its own, as a table."""
+    random, rows = numpy.random.default_rng(seed), []
+    for one in range(count):
+        t = numpy.cumsum(random.exponential(1.0, random.integers(15, 40)) + 0.1)
+        x = numpy.zeros(len(t))
+        for i in range(1, len(t)):
+            decay = numpy.exp(-(t[i] - t[i - 1]) / 4)
+            x[i] = decay * x[i - 1] + numpy.sqrt(1 - decay**2) * random.standard_t(4)
+        rows.append(pandas.DataFrame({"id": f"s{one}", "time": t, "hr": 80 + 10 * x + random.standard_t(3, len(t))}))
+    table = pandas.concat(rows, ignore_index=True)
+    if dates:
+        table["time"] = pandas.Timestamp("2024-03-01") + pandas.to_timedelta(table["time"], unit="h")
+    table["sbp"] = 120 + 0.3 * table["hr"]
+    table.loc[random.uniform(size=len(table)) < 0.2, "sbp"] = numpy.nan
+    return table
+
+
+def forecaster(model, **options):
+    return SeriesForecaster(model, id="id", time="time", random_state=0, **options)
+
+
+def test_a_table_gives_a_table_in_the_users_units_and_dates(tmp_path):
+    table = drifting(30, 0)
+    model = forecaster("features", values=["hr", "sbp"], level=(50, 90)).fit(table)
+    found = model.predict(table, ahead=["30min", "6h"])
+    assert list(found) == ["id", "time", "column", "mean", "lower_50", "upper_50", "lower_90", "upper_90"]
+    assert len(found) == 30 * 2 * 2
+    last = table.groupby("id")["time"].max()
+    first = found[(found["column"] == "hr")].groupby("id")["time"].min()
+    assert ((first - last) - pandas.Timedelta("30min")).abs().max() < pandas.Timedelta("1ms")
+    assert (found["lower_90"] <= found["lower_50"]).all()
+    assert (found["lower_50"] <= found["mean"]).all()
+    assert found.loc[found["column"] == "sbp", "mean"].between(120, 180).all()
+    model.save(tmp_path / "model")
+    loaded = SeriesForecaster.load(tmp_path / "model")
+    pandas.testing.assert_frame_equal(loaded.predict(table, ahead=["30min", "6h"]), found)
+
+
+def test_horizons_are_durations_dates_or_numbers():
+    table = drifting(12, 0)
+    one = table[table["id"] == "s3"]
+    model = forecaster("last").fit(table)
+    when = one["time"].max() + pandas.Timedelta("90min")
+    by_date, by_duration = model.predict(one, ahead=[when]), model.predict(one, ahead=pandas.Timedelta("90min"))
+    pandas.testing.assert_frame_equal(by_date, by_duration)
+    pandas.testing.assert_frame_equal(by_date, model.predict(one, ahead=str(when)))
+    pandas.testing.assert_frame_equal(by_date, model.predict(one, ahead=5400))
+    with pytest.raises(ValueError, match="last sample"):
+        model.predict(one, ahead=[one["time"].min()])
+    numbers = drifting(12, 0, dates=False)
+    of_numbers = forecaster("last").fit(numbers)
+    assert of_numbers.predict(numbers, ahead=1.5)["time"].dtype == float
+    with pytest.raises(TypeError, match="unit"):
+        of_numbers.predict(numbers, ahead="1h")
+    with pytest.raises(ValueError, match="as in fit"):
+        of_numbers.predict(table, ahead=1.5)
+
+
+@pytest.mark.parametrize("model", ["last", "features", "oscillators"])
+def test_bands_cover_their_levels_on_new_series(model):
+    levels = (50, 80, 90)
+    fitted = forecaster(model, values="hr", level=levels).fit(drifting(150, 0, dates=False))
+    new, hits = drifting(150, 1, dates=False), {level: [] for level in levels}
+    for _, one in new.groupby("id"):
+        half = len(one) // 2
+        last = one["time"].iloc[half - 1]
+        found = fitted.predict(one.iloc[:half], ahead=list(one["time"].iloc[half:] - last))
+        values = one["hr"].iloc[half:].to_numpy()
+        for level in levels:
+            hits[level].append((values >= found[f"lower_{level}"]) & (values <= found[f"upper_{level}"]))
+    for level in levels:  # 150 series; a standard error of at most .03
+        assert abs(numpy.concatenate(hits[level]).mean() - level / 100) < 0.06
+
+
+def test_better_models_are_chosen():
+    table = drifting(60, 0, dates=False)
+    model = forecaster("auto", values="hr").fit(table)
+    assert model.cv_loss_[model.model_] == min(model.cv_loss_.values())
+    assert model.cv_loss_["oscillators"] < model.cv_loss_["last"]
+
+
+@pytest.mark.parametrize("model", ["gru", "odernn"])
+def test_networks_learn_a_sine(model, tmp_path):
+    random = numpy.random.default_rng(0)
+    series = []
+    for _ in range(60):
+        t = numpy.sort(random.uniform(0, 12, 30))
+        series.append((t, numpy.sin(2 * t + random.uniform(0, 6))))
+    fitted = SeriesForecaster(model, n_members=1, max_epochs=12, random_state=0, learning_rate=0.01).fit(series[:50])
+    last = SeriesForecaster("last", random_state=0).fit(series[:50])
+    assert fitted.cv_loss_[model] < 0.8 * last.cv_loss_["last"]
+    fitted.save(tmp_path / "model")
+    found = SeriesForecaster.load(tmp_path / "model").predict(series[50:], [0.5, 1.0])
+    pandas.testing.assert_frame_equal(found, fitted.predict(series[50:], [0.5, 1.0]))
+
+
+def test_few_long_series_hold_out_their_ends():
+    t = numpy.arange(300.0)
+    model = SeriesForecaster("features", level=80, random_state=0).fit([(t, numpy.sin(t / 5))])
+    found = model.predict([(t, numpy.sin(t / 5))], ahead=[1.0, 2.0])
+    assert (found["lower"] < found["upper"]).all()
+    assert abs(found["mean"].to_numpy() - numpy.sin(numpy.array([300, 301]) / 5)).max() < 0.3
+
+
+def test_what_is_wrong_is_named():
+    table = drifting(10, 0)
+    with pytest.raises(ValueError, match="'features'"):
+        forecaster("feature").fit(table)
+    with pytest.raises(ValueError, match="percent"):
+        forecaster("last", level=190).fit(table)
+    with pytest.raises(ValueError, match="two samples"):
+        SeriesForecaster("last").fit(as_series([([0.0], [1.0])] * 3))

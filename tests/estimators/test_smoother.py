@@ -1,0 +1,148 @@
+"""Reconstruction by noisy oscillators against dense covariances, and what it does with the forms of data."""
+
+import dataclasses
+import math
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("sklearn")
+from scipy.stats import multivariate_normal, multivariate_t
+from sklearn.base import clone
+from sklearn.exceptions import NotFittedError
+
+import hbnode
+from hbnode.data import as_series
+from hbnode.estimators import OscillatorSmoother
+
+
+def pairs(count, samples, seed=0, noise=0.2):
+    """Noisy waves of random phases and amplitudes, at random times."""
+    rng = np.random.default_rng(seed)
+    series = []
+    for _ in range(count):
+        t = np.sort(rng.uniform(0, 10, samples))
+        x = 3 + rng.gamma(2.0) * np.sin(2 * t + rng.uniform(0, 6)) + noise * rng.normal(size=samples)
+        series.append((t, x))
+    return series
+
+
+def kernel(smoother, t, s):
+    """The covariance of the signal at times t and s, for a standard deviation 1 of the data."""
+    layer, gaps = smoother.layer_, torch.as_tensor(np.abs(np.subtract.outer(t, s)))
+    step = hbnode.nn.functional.oscillator_step(layer.damping, layer.stiffness, gaps.unsqueeze(-1))
+    return (step.xx * (2 * layer.log_spread).exp()).sum(-1).numpy()
+
+
+@pytest.fixture(scope="module")
+def fitted():
+    return OscillatorSmoother(2, mean="constant", max_iter=15, random_state=0).fit(pairs(12, 30))
+
+
+@pytest.mark.parametrize("student", [True, False])
+def test_likelihood_and_posterior_are_those_of_the_dense_distribution(fitted, student):
+    smoother = clone(fitted).set_params(student=student, keep_observed=False)
+    smoother.__dict__.update({name: value for name, value in vars(fitted).items() if name.endswith("_")})
+    (t, x), grid = pairs(1, 12, seed=5)[0], np.array([-1.0, 2.5, 2.6, 11.0])
+    scale, noise, nu = (
+        smoother.scale_[0],
+        smoother.noise_std[0] / smoother.scale_[0],
+        2 + math.exp(fitted.log_excess_[0]),
+    )
+    z, covariance = (x - smoother.level_[0]) / scale, kernel(smoother, t, t) + noise**2 * np.eye(12)
+    if student:
+        right = multivariate_t(np.zeros(12), covariance, nu).logpdf(z)
+        factor = (nu + z @ np.linalg.solve(covariance, z)) / (nu + 12 - 2)
+    else:
+        right, factor = multivariate_normal(np.zeros(12), covariance).logpdf(z), 1.0
+    np.testing.assert_allclose(smoother.log_likelihood([(t, x)]), right - 12 * math.log(scale), rtol=0, atol=1e-9)
+    weights = np.linalg.solve(covariance, kernel(smoother, t, grid)).T
+    mean = smoother.level_[0] + scale * weights @ z
+    posterior = factor * scale**2 * (kernel(smoother, grid, grid) - weights @ kernel(smoother, t, grid))
+    found = smoother.posterior([(t, x)], grid, paths=4000)
+    np.testing.assert_allclose(found.mean[0, 0], mean, rtol=0, atol=1e-8)
+    np.testing.assert_allclose(found.std[0, 0], np.sqrt(posterior.diagonal()), rtol=0, atol=1e-8)
+    drawn, std = np.cov(found.paths[:, 0, 0].T), found.std[0, 0]
+    assert (np.abs(drawn - posterior) < 0.12 * np.outer(std, std)).all()
+    ahead = smoother.forecast([(t, x)], grid)
+    with_noise = np.sqrt(posterior.diagonal() + factor * smoother.noise_std[0] ** 2)
+    np.testing.assert_allclose(ahead.std[0, :, 0], with_noise, rtol=0, atol=1e-8)
+
+
+def test_the_fit_finds_the_noise_and_its_bands_hold_what_they_say():
+    train, test = pairs(60, 40), pairs(60, 40, seed=1)
+    smoother = OscillatorSmoother(mean="constant", max_iter=30, random_state=0).fit(train)
+    assert 0.15 < smoother.noise_std[0] < 0.25
+    held = [(t[::2], x[::2]) for t, x in test]
+    found = smoother.forecast(held, np.stack([t[1::2] for t, _ in test]))
+    errors = torch.tensor(np.stack([x[1::2] for _, x in test])).unsqueeze(-1) - found.mean
+    inside = (errors.abs() < 1.645 * found.std).double().mean()
+    assert 0.85 < inside < 0.95
+
+
+def test_a_shared_mean_fills_what_aligned_series_have_in_common():
+    rng, times = np.random.default_rng(0), np.arange(60.0)
+    shape = np.where(times < 30, 0.0, 4.0) + np.sin(times / 3)
+    full = [shape + 0.3 * rng.normal() for _ in range(80)]
+    series = [(times[i], x[i]) for x in full for i in [np.sort(rng.choice(60, 4, replace=False))]]
+    errors = {}
+    for mean in ("shared", "constant"):
+        found = OscillatorSmoother(mean=mean, max_iter=15, random_state=0).fit(series).posterior(series, times)
+        errors[mean] = float(np.abs(found.mean[:, 0] - np.stack(full)).mean())
+    assert errors["shared"] < 0.3 < 0.6 < errors["constant"]
+
+
+def test_observed_values_are_kept_and_means_stay_in_the_range_of_the_data(fitted):
+    series = pairs(3, 20, seed=2)
+    grid = np.concatenate([series[0][0][:5], [100.0]])
+    kept = fitted.posterior(series, grid).mean
+    smooth = clone(fitted).set_params(keep_observed=False)
+    smooth.__dict__.update({name: value for name, value in vars(fitted).items() if name.endswith("_")})
+    np.testing.assert_array_equal(kept[0, 0, :5], series[0][1][:5])
+    np.testing.assert_array_equal(kept[1:], smooth.posterior(series, grid).mean[1:])
+    steep = fitted.posterior([(np.array([0.0, 0.01]), np.array([0.0, 1e3]))], np.linspace(0.1, 1, 10)).mean
+    assert steep.max() < 1.5 * fitted.range_[1].max()
+
+
+def test_forms_of_data_agree():
+    rng = np.random.default_rng(0)
+    array = rng.normal(size=(6, 2, 25)).cumsum(-1)
+    array[0, 1, 3:9] = array[1, :, 4] = np.nan
+    array[2, :, 20:] = np.nan  # padding
+    smoother = OscillatorSmoother(random_state=0, max_iter=5).fit(array)
+    filled = smoother.impute(array)
+    known = np.isfinite(array)
+    np.testing.assert_array_equal(filled[known], array[known])
+    assert np.isnan(filled[2, :, 20:]).all()
+    assert np.isfinite(np.delete(filled, 2, 0)).all()
+    whole = smoother.impute(as_series(array))
+    assert whole.mask.sum((1, 2)).tolist() == [50, 50, 40, 50, 50, 50]
+    np.testing.assert_array_equal(whole.x[0].T, filled[0])
+    listed = smoother.impute([(np.arange(25.0), row.T) for row in array[:2]])
+    np.testing.assert_allclose(listed[0][1].T, filled[0], rtol=0, atol=1e-12)
+    again = pickle.loads(pickle.dumps(smoother)).posterior(array, np.arange(25.0))
+    np.testing.assert_allclose(again.mean[0], filled[0], rtol=0, atol=1e-12)
+    none = smoother.posterior(np.full((1, 2, 5), np.nan), [0.0, 3.0])
+    assert np.isfinite(none.mean).all()
+    assert (none.std > 0).all()
+    series = dataclasses.replace(as_series(array), unit=3600.0, origin=np.datetime64("2020-01-01"))
+    dated = smoother.posterior(series, np.array(["2020-01-01T05:00"], "datetime64[m]"))
+    np.testing.assert_array_equal(dated.mean[0, 0], filled[0, 0, 5:6])
+
+
+@pytest.mark.parametrize(
+    ("use", "kind", "message"),
+    [
+        (lambda s: OscillatorSmoother(mean="bins").fit(pairs(2, 5)), ValueError, "mean must be 'shared' or 'constant'"),
+        (lambda s: OscillatorSmoother().fit([([1.0], [2.0]), ([1.0], [3.0])]), ValueError, "different times"),
+        (lambda s: OscillatorSmoother().fit(np.full((2, 1, 5), np.nan)), ValueError, "fewer than two observed"),
+        (lambda s: OscillatorSmoother().posterior(pairs(2, 5), [0.0]), NotFittedError, "not fitted"),
+        (lambda s: s.posterior(np.zeros((2, 3, 5)), [0.0]), ValueError, "must have 1 channels as in fit, got 3"),
+        (lambda s: s.posterior(pairs(2, 5), np.zeros((3, 4))), ValueError, r"\(K,\) or \(batch, K\) with batch=2"),
+    ],
+)
+def test_wrong_uses(fitted, use, kind, message):
+    with pytest.raises(kind, match=message):
+        use(fitted)
