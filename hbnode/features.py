@@ -35,7 +35,7 @@ POOLED = (*(f"share{i}" for i in range(SHARES)), "log_maximum", "mean", "spread"
 SUMMARIES = ("mean", "spread", "minimum", "maximum", "first", "last", "log_count")
 _CHUNK = 1_048_576  # states of one kind in a chunk of series
 _PARTS = 64  # of a gap
-_SAMPLES = 4096  # samples for the thresholds
+_SAMPLES = 4096  # samples for the thresholds, at most this many of the first of a series
 _LONGEST = 2048  # points of a grid that is chosen by the times
 _SHORTEST = 9  # points that a kernel of MiniRocket needs
 
@@ -414,7 +414,9 @@ class OscillatorFeatures(_Transformer):
         count = max(1, min(len(order), int(np.searchsorted(lengths.cumsum(), _SAMPLES)) + 1))
         found = []
         for row in np.array_split(order[:count], -(-count // 64)):
-            block = self._block(series, row).refined(bank.step)
+            block = self._block(series, row)
+            x, t = block.x[:, :_SAMPLES], block.t[:, :_SAMPLES]
+            block = _Block(x, t, block.start, np.minimum(block.lengths, _SAMPLES)).refined(bank.step)
             valid = np.arange(block.t.shape[1])[:, None] < block.lengths
             found.append(np.stack([state[valid] for state in bank.states(block)]))
         samples = np.concatenate(found, 1)

@@ -3,6 +3,7 @@
 import dataclasses
 import pickle
 import sys
+from types import SimpleNamespace
 
 import joblib
 import numpy as np
@@ -191,9 +192,9 @@ class Line(BaseEstimator):
         self.fitted_ = True
         return self
 
-    def reconstruct(self, series, grid):
+    def posterior(self, series, grid):
         rows = zip(series.t.numpy(), series.x[..., 0].numpy(), series.lengths.tolist(), strict=True)
-        return np.stack([np.interp(grid, t[:n], x[:n]) for t, x, n in rows])[:, None]
+        return SimpleNamespace(mean=np.stack([np.interp(grid, t[:n], x[:n]) for t, x, n in rows])[:, None])
 
 
 def test_rocket_sees_the_values_between_samples():
@@ -240,6 +241,8 @@ def test_errors_name_a_fix(monkeypatch):
         RocketFeatures(84, reconstruction="cubic").fit(series)
     with pytest.raises(ValueError, match=r"grid must be at least 9 increasing times"):
         RocketFeatures(84, grid=[0.0, 1.0]).fit(series)
+    with pytest.raises(TypeError, match=r"must have the methods fit and posterior, got 3. Fix"):
+        RocketFeatures(84, reconstruction=3).fit(series)
     monkeypatch.setitem(sys.modules, "aeon.transformations.collection.convolution_based", None)
     with pytest.raises(ImportError, match=r"RocketFeatures needs aeon: .* Fix: pip install aeon"):
         RocketFeatures(84).fit(series)
