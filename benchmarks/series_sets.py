@@ -45,7 +45,7 @@ Cell = dict[str, tuple[float, float]]  # share of the test set that is right, an
 class Summaries(OscillatorFeatures):
     """The summaries of OscillatorFeatures alone."""
 
-    def transform(self, X: Any) -> Any:  # noqa: N803
+    def transform(self, X: Any) -> Any:
         """Return the summaries of each channel."""
         return super().transform(X)[:, [not name.startswith("oscillator") for name in self.get_feature_names_out()]]
 
