@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
+import torch
 from typing_extensions import Self, override
 
 from hbnode._checks import as_count
@@ -98,10 +99,12 @@ class _Transformer(TransformerMixin, BaseEstimator):
                 f"X must be series, got a table, {type(data).__name__}, without the names of its columns. "
                 "Fix: hbnode.data.from_long(table, id=..., time=..., values=...)."
             )
-        if not (isinstance(data, Series) or _is_ragged(data)):
+        if not (isinstance(data, (Series, torch.Tensor)) or _is_ragged(data)):
             data = check_array(data, dtype=np.float64, allow_nd=True, ensure_all_finite="allow-nan")
         series = as_series(data)
         channels = series.x.shape[2]
+        if not len(series):
+            raise ValueError("X must have at least one series, got none. Fix: leave the call out.")
         if is_new:
             x, mask = series.x.double().numpy(force=True), series.mask.numpy(force=True)
             values = np.where(mask, x, 0.0)
@@ -124,7 +127,8 @@ class _Transformer(TransformerMixin, BaseEstimator):
             nothing = np.full((len(rows), 1, len(self.mean_)), np.nan)
             return _Block(nothing, np.zeros((len(rows), 1)), np.zeros(len(rows)), lengths)
         index = np.minimum(np.arange(max(1, lengths.max(initial=0))), np.maximum(lengths[:, None] - 1, 0))
-        x, t, mask = (part.numpy(force=True)[rows[:, None], index] for part in (series.x, series.t, series.mask))
+        parts = series.x.to(torch.promote_types(series.x.dtype, torch.float32)), series.t, series.mask
+        x, t, mask = (part.numpy(force=True)[rows[:, None], index] for part in parts)
         valid = np.arange(index.shape[1]) < lengths[:, None]
         x = np.where(mask & valid[..., None], (x - self.mean_) / self.scale_, np.nan)
         return _Block(x, t - t[:, :1], t[:, 0], lengths)
