@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
+import torch
 from typing_extensions import Self, override
 
 from hbnode._checks import as_count
@@ -33,9 +34,9 @@ STATES = ("displacement", "velocity", "acceleration")
 SHARES = 9  # thresholds of each state
 POOLED = (*(f"share{i}" for i in range(SHARES)), "log_maximum", "mean", "spread", "time_of_maximum")
 SUMMARIES = ("mean", "spread", "minimum", "maximum", "first", "last", "log_count")
-_CHUNK = 524_288  # states of one kind in a chunk of series
+_CHUNK = 1_048_576  # states of one kind in a chunk of series
 _PARTS = 64  # of a gap
-_SAMPLES = 4096  # samples for the thresholds
+_SAMPLES = 4096  # samples for the thresholds, at most this many of the first of a series
 _LONGEST = 2048  # points of a grid that is chosen by the times
 _SHORTEST = 9  # points that a kernel of MiniRocket needs
 
@@ -98,10 +99,12 @@ class _Transformer(TransformerMixin, BaseEstimator):
                 f"X must be series, got a table, {type(data).__name__}, without the names of its columns. "
                 "Fix: hbnode.data.from_long(table, id=..., time=..., values=...)."
             )
-        if not (isinstance(data, Series) or _is_ragged(data)):
+        if not (isinstance(data, (Series, torch.Tensor)) or _is_ragged(data)):
             data = check_array(data, dtype=np.float64, allow_nd=True, ensure_all_finite="allow-nan")
         series = as_series(data)
         channels = series.x.shape[2]
+        if not len(series):
+            raise ValueError("X must have at least one series, got none. Fix: leave the call out.")
         if is_new:
             x, mask = series.x.double().numpy(force=True), series.mask.numpy(force=True)
             values = np.where(mask, x, 0.0)
@@ -124,7 +127,8 @@ class _Transformer(TransformerMixin, BaseEstimator):
             nothing = np.full((len(rows), 1, len(self.mean_)), np.nan)
             return _Block(nothing, np.zeros((len(rows), 1)), np.zeros(len(rows)), lengths)
         index = np.minimum(np.arange(max(1, lengths.max(initial=0))), np.maximum(lengths[:, None] - 1, 0))
-        x, t, mask = (part.numpy(force=True)[rows[:, None], index] for part in (series.x, series.t, series.mask))
+        parts = series.x.to(torch.promote_types(series.x.dtype, torch.float32)), series.t, series.mask
+        x, t, mask = (part.numpy(force=True)[rows[:, None], index] for part in parts)
         valid = np.arange(index.shape[1]) < lengths[:, None]
         x = np.where(mask & valid[..., None], (x - self.mean_) / self.scale_, np.nan)
         return _Block(x, t - t[:, :1], t[:, 0], lengths)
@@ -191,26 +195,35 @@ class _Bank(NamedTuple):
     scales: Array
     thresholds: Array
 
-    def states(self, block: _Block) -> Array:
-        """Return the states of all oscillators at all points of a refined block, (3, T, n, P)."""
-        return oscillator_states(block.t, block.x @ self.weights, self.frequency, self.damping_ratio)
+    def states(self, block: _Block, part: slice = slice(None)) -> tuple[Array, Array, Array]:
+        """Return the states of some oscillators at all points of a refined block, (T, n, P) each."""
+        return oscillator_states(
+            block.t, block.x @ self.weights[:, part], self.frequency[part], self.damping_ratio[part]
+        )
 
     def features(self, samples: _Block) -> Array:
         """Return the statistics of each state and the summaries of each channel, (n, features)."""
         block = samples.refined(self.step)
+        size = max(2, _CHUNK // block.t.size // 2 * 2)  # even, because every other oscillator starts at 0
+        parts = [self._pooled(block, slice(i, i + size)) for i in range(0, len(self.frequency), size)]
+        pooled = np.concatenate(parts, 2).swapaxes(0, 1).reshape(len(block.t), -1)
+        return np.concatenate([pooled, *_summaries(samples)], 1)
+
+    def _pooled(self, block: _Block, part: slice) -> Array:
+        """Return the statistics of each state of some oscillators, (states and statistics, n, P)."""
         weights = block.weights.T[..., None].astype(np.float32)
         found = []
-        for state, scale, thresholds in zip(self.states(block), self.scales, self.thresholds, strict=True):
-            y = (state / scale).astype(np.float32)
-            shares = [((y > threshold) * weights).sum(0) for threshold in thresholds.astype(np.float32)]
+        for state, scale, thresholds in zip(self.states(block, part), self.scales, self.thresholds, strict=True):
+            y = (state / scale[part]).astype(np.float32)
+            shares = [((y > threshold) * weights).sum(0) for threshold in thresholds[:, part].astype(np.float32)]
             mean = (y * weights).sum(0)
             spread = np.sqrt((np.square(y - mean) * weights).sum(0))
             time_of_maximum = np.take_along_axis(block.t, y.argmax(0), 1) / self.span
             found += [*shares, np.log(np.abs(y).max(0) + 1e-3), mean, spread, time_of_maximum]
-        return np.concatenate([*found, *_summaries(samples)], 1)
+        return np.stack(found)
 
 
-def oscillator_states(t: Array, force: Array, frequency: Array, damping_ratio: Array) -> Array:
+def oscillator_states(t: Array, force: Array, frequency: Array, damping_ratio: Array) -> tuple[Array, Array, Array]:
     r"""Return the states of oscillators that are driven by a force that is linear in time between the samples.
 
     Each oscillator follows x'' + 2ζω x' + ω² x = ω² u(t), at rest at first: every other one at x = 0, the others at
@@ -227,7 +240,7 @@ def oscillator_states(t: Array, force: Array, frequency: Array, damping_ratio: A
         damping_ratio: ζ, (P,), 0 < ζ < 1.
 
     Returns:
-        x, x'/ω and x''/ω² at the times, (3, T, n, P).
+        x, x'/ω and x''/ω² at the times, (T, n, P) each.
     """
     omega = 2 * np.pi * frequency
     ring = np.sqrt(1 - np.square(damping_ratio))
@@ -245,7 +258,7 @@ def oscillator_states(t: Array, force: Array, frequency: Array, damping_ratio: A
         z[i] = decay[gap] * z[i - 1] + before[gap] * u[i - 1] + after[gap] * u[i]
     x = z.imag / ring
     velocity = z.real - damping_ratio * x
-    return np.stack([x, velocity, u - 2 * damping_ratio * velocity - x])
+    return x, velocity, u - 2 * damping_ratio * velocity - x
 
 
 def _phi(y: Array) -> tuple[Array, Array, Array]:
@@ -405,9 +418,11 @@ class OscillatorFeatures(_Transformer):
         count = max(1, min(len(order), int(np.searchsorted(lengths.cumsum(), _SAMPLES)) + 1))
         found = []
         for row in np.array_split(order[:count], -(-count // 64)):
-            block = self._block(series, row).refined(bank.step)
+            block = self._block(series, row)
+            x, t = block.x[:, :_SAMPLES], block.t[:, :_SAMPLES]
+            block = _Block(x, t, block.start, np.minimum(block.lengths, _SAMPLES)).refined(bank.step)
             valid = np.arange(block.t.shape[1])[:, None] < block.lengths
-            found.append(bank.states(block)[:, valid])
+            found.append(np.stack([state[valid] for state in bank.states(block)]))
         samples = np.concatenate(found, 1)
         kept = random.permutation(samples.shape[1])[:_SAMPLES]
         return samples[:, kept]

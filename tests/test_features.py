@@ -3,6 +3,7 @@
 import dataclasses
 import pickle
 import sys
+from types import SimpleNamespace
 
 import joblib
 import numpy as np
@@ -42,12 +43,12 @@ def bank(size=6, seed=0):
 def test_states_under_a_linear_force_are_those_of_the_closed_form(at_rest):
     random = np.random.default_rng(1)
     t = np.sort(random.uniform(0, 20, (1, 40)))
-    t[0, 7] = t[0, 6] + 1e-9
+    t[0, 7] = t[0, 6] + 1e-3
     frequency, ratio = (each[at_rest::2] for each in bank())
     size = len(frequency)
     u = random.normal(size=(1, 40, size))
     both = [np.repeat(each, 2, axis=-1) for each in (u, frequency, ratio)]  # the second of each pair starts at rest
-    found = oscillator_states(t, *both)[:, :, 0, at_rest::2]
+    found = np.stack(oscillator_states(t, *both))[:, :, 0, at_rest::2]
     omega = 2 * np.pi * frequency
     x, v = u[0, 0] * at_rest, np.zeros(size)
     for i in range(1, 40):
@@ -78,11 +79,10 @@ def test_two_samples_at_one_time_are_a_jump_as_of_a_held_input():
         layer.weight_skip.zero_()
         y, _ = layer(torch.from_numpy(samples), torch.from_numpy(t))
     v, x = y[0].numpy().reshape(30, 2, 6).swapaxes(0, 1) / omega.numpy()
-    ties, force = np.repeat(t, 2)[None, :-1], np.repeat(samples, 2, 1)[:, :-1] * np.ones(6)
-    before = np.concatenate([force[:, :1], force[:, :-1]], 1)  # t0 u0, t1 u0, t1 u1, t2 u1, ...
-    found = oscillator_states(ties, before, frequency, ratio)
-    assert np.abs(found[0, 1::2, 0, ::2] - x[1:, ::2]).max() < 1e-10
-    assert np.abs(found[1, 1::2, 0, ::2] - v[1:, ::2]).max() < 1e-10
+    ties, force = np.repeat(t, 2)[None, 1:-1], np.repeat(samples, 2, 1)[:, :-2] * np.ones(6)  # t0 u0, t1 u0, t1 u1, ...
+    found = oscillator_states(ties, force, frequency, ratio)
+    assert np.abs(found[0][1::2, 0, ::2] - x[1:, ::2]).max() < 1e-10
+    assert np.abs(found[1][1::2, 0, ::2] - v[1:, ::2]).max() < 1e-10
 
 
 def test_padding_and_other_series_change_nothing():
@@ -102,16 +102,16 @@ def test_units_of_time_and_of_values_do_not_matter():
     series = make_series()
     scaled = [(3600 * t + 5e4, 10 * x - 3) for t, x in series]
     first, second = (OscillatorFeatures(8, random_state=0).fit_transform(each) for each in (series, scaled))
-    np.testing.assert_allclose(first, second, atol=2e-3)
+    np.testing.assert_allclose(first, second, atol=0.03)  # a share may flip
+    assert np.abs(first - second).mean() < 1e-4
 
 
 def test_a_stamp_without_a_value_on_a_straight_line_changes_no_state():
     t, x = np.array([0.0, 1.0, 4.0, 5.0]), np.array([0.0, 1.0, -2.0, 0.0])
-    more = np.array([0.0, 1.0, 2.5, 4.0, 5.0]), np.array([0.0, 1.0, np.nan, -2.0, 0.0])
-    features = OscillatorFeatures(6, random_state=0).fit([(t, x)])
-    blocks = [features._block(features._series([each]), np.array([0])) for each in ((t, x), more)]
-    few, many = (features._bank.states(block) for block in blocks)
-    np.testing.assert_allclose(many[:, [0, 1, 3, 4]], few, atol=1e-12)
+    more, missing = np.array([0.0, 1.0, 2.0, 4.0, 5.0]), np.array([0.0, 1.0, np.nan, -2.0, 0.0])
+    features = OscillatorFeatures(6, random_state=0).fit([(np.arange(6.0), np.arange(6.0) % 2)])
+    few, many = features.transform([(t, x)]), features.transform([(more, missing)])  # both are refined to steps of 1
+    np.testing.assert_allclose(few, many, atol=1e-5)
 
 
 def test_absent_channels_single_samples_and_static_features_have_finite_features():
@@ -133,7 +133,7 @@ def test_absent_channels_single_samples_and_static_features_have_finite_features
 
 
 def test_summaries_and_pooled_statistics_are_what_their_names_say():
-    t, x = np.array([1.0, 2.0, 5.0, 6.0]), np.array([2.0, np.nan, 6.0, 4.0])
+    t, x = np.array([1.0, 2.0, 3.8, 4.8]), np.array([2.0, np.nan, 6.0, 4.0])  # no gap has room for a point
     features = OscillatorFeatures(2, frequency=(1e-9, 1e-9), random_state=0).fit([(t, x)])
     found = dict(zip(features.get_feature_names_out(), features.transform([(t, x)])[0], strict=True))
     spread = np.sqrt(8 / 3)
@@ -141,25 +141,25 @@ def test_summaries_and_pooled_statistics_are_what_their_names_say():
     for name, value in {**expected, "log_count": np.log(4)}.items():
         assert found[f"x0_{name}"] == pytest.approx(value, abs=1e-12)
     # An oscillator too slow to move: its acceleration is u, or u less the first u where it starts in equilibrium
-    line = np.array([2.0, 3.0, 6.0, 4.0])
-    weights = np.array([0.5, 2.0, 2.0, 0.5]) / 5
+    line = np.array([2.0, 2 + 4 / 2.8, 6.0, 4.0])
+    weights = np.array([0.5, 1.4, 1.4, 0.5]) / 3.8
     values = (line - 4) / spread
     scale = values.std()
     assert found["oscillator0_acceleration_mean"] == pytest.approx(values @ weights / scale, abs=1e-5)
     assert found["oscillator1_acceleration_mean"] == pytest.approx((values - values[0]) @ weights / scale, abs=1e-5)
     assert found["oscillator0_acceleration_log_maximum"] == pytest.approx(np.log(2 / spread / scale + 1e-3), abs=1e-5)
-    assert found["oscillator0_acceleration_time_of_maximum"] == pytest.approx(4 / 5)
+    assert found["oscillator0_acceleration_time_of_maximum"] == pytest.approx(2.8 / 3.8)
     deviation = np.sqrt((values - values @ weights) ** 2 @ weights)
     assert found["oscillator0_acceleration_spread"] == pytest.approx(deviation / scale, abs=1e-5)
-    assert found["oscillator0_acceleration_share4"] == pytest.approx(weights[2:].sum())  # above the median, 3.5
+    assert found["oscillator0_acceleration_share4"] == pytest.approx(weights[2:].sum())  # above the median
 
 
 @pytest.mark.parametrize("transformer", [OscillatorFeatures(8), RocketFeatures(168)])
 def test_random_state_decides_everything_and_numpy_s_own_state_stays(transformer):
     series = make_series(channels=3)
-    before = np.random.get_state()[1].copy()
+    before = np.random.get_state()[1].copy()  # noqa: NPY002
     first, same, other = (clone(transformer).set_params(random_state=seed).fit(series) for seed in (0, 0, 1))
-    assert (np.random.get_state()[1] == before).all()
+    assert (np.random.get_state()[1] == before).all()  # noqa: NPY002
     np.testing.assert_array_equal(first.transform(series), same.transform(series))
     assert not np.array_equal(first.transform(series), other.transform(series))
     copied = pickle.loads(pickle.dumps(first))
@@ -192,9 +192,9 @@ class Line(BaseEstimator):
         self.fitted_ = True
         return self
 
-    def reconstruct(self, series, grid):
+    def posterior(self, series, grid):
         rows = zip(series.t.numpy(), series.x[..., 0].numpy(), series.lengths.tolist(), strict=True)
-        return np.stack([np.interp(grid, t[:n], x[:n]) for t, x, n in rows])[:, None]
+        return SimpleNamespace(mean=np.stack([np.interp(grid, t[:n], x[:n]) for t, x, n in rows])[:, None])
 
 
 def test_rocket_sees_the_values_between_samples():
@@ -210,7 +210,7 @@ def test_rocket_sees_the_values_between_samples():
         full = [(grid, each) for each in values]
         np.testing.assert_allclose(rocket.transform(full), rocket.transform(series), atol=0.051)
         assert np.abs(rocket.transform(full) - rocket.transform(series)).mean() < 1e-3
-    assert len(RocketFeatures(84, random_state=0).fit(series).grid_) == 20
+    assert len(RocketFeatures(84, random_state=0).fit([(grid[1:], line[0, 1:]), (grid[:5], line[0, :5])]).grid_) == 20
 
 
 def test_dask_takes_the_chunks():
@@ -233,14 +233,16 @@ def test_errors_name_a_fix(monkeypatch):
     series = make_series()
     with pytest.raises(ValueError, match=r"damping_ratio must be .* < 1.0, got \(0.1, 1.5\). Fix: damping_ratio="):
         OscillatorFeatures(damping_ratio=(0.1, 1.5)).fit(series)
-    with pytest.raises(ValueError, match="must have 2 channels as in fit, got 1. Fix"):
+    with pytest.raises(ValueError, match=r"must have 2 channels as in fit, got 1. Fix"):
         OscillatorFeatures(4).fit(series).transform([(t, x[:, 0]) for t, x in series])
     with pytest.raises(TypeError, match=r"X must be series, got a table, .* Fix: hbnode.data.from_long"):
         OscillatorFeatures(4).fit(__import__("pandas").DataFrame({"a": [1.0]}))
-    with pytest.raises(ValueError, match="reconstruction must be 'linear', 'last' or an object, got 'cubic'. Fix"):
+    with pytest.raises(ValueError, match=r"reconstruction must be 'linear', 'last' or an object, got 'cubic'. Fix"):
         RocketFeatures(84, reconstruction="cubic").fit(series)
-    with pytest.raises(ValueError, match="grid must be at least 9 increasing times"):
+    with pytest.raises(ValueError, match=r"grid must be at least 9 increasing times"):
         RocketFeatures(84, grid=[0.0, 1.0]).fit(series)
+    with pytest.raises(TypeError, match=r"must have the methods fit and posterior, got 3. Fix"):
+        RocketFeatures(84, reconstruction=3).fit(series)
     monkeypatch.setitem(sys.modules, "aeon.transformations.collection.convolution_based", None)
-    with pytest.raises(ImportError, match="RocketFeatures needs aeon: .* Fix: pip install aeon"):
+    with pytest.raises(ImportError, match=r"RocketFeatures needs aeon: .* Fix: pip install aeon"):
         RocketFeatures(84).fit(series)

@@ -137,6 +137,32 @@ def test_sets_of_the_archive_are_read_from_wheels(tmp_path, monkeypatch):
     assert series.x[..., 0].tolist() == [[2.5, 3.5], [4.5, 5.5]] * 2
 
 
+def test_the_split_of_the_archive_is_read_from_numpy_s_format(tmp_path, monkeypatch):
+    monkeypatch.setenv("HBNODE_DATA", str(tmp_path))
+    (tmp_path / "uea").mkdir()
+    arrays = {"X_train": np.ones((3, 4, 1)), "y_train": [1, 2, 1], "X_test": np.zeros((2, 4, 1)), "y_test": [2, 1]}
+    np.savez(tmp_path / "uea" / "Trace.npz", **arrays)
+    (train, labels), (test, test_labels) = labelled_series.read_split("Trace")
+    assert (labels.tolist(), test_labels.tolist()) == ([0, 1, 0], [1, 0])
+    assert (train.x == 1).all()
+    assert (test.x == 0).all()
+    assert (train.x.shape, test.ids) == ((3, 4, 1), [3, 4])
+
+
+def test_a_share_of_the_stamps_is_kept_with_all_channels():
+    series, _, _ = labelled_series.clinic(50)
+    half = labelled_series.with_share(series, 0.5, seed=0)
+    for b, length in enumerate(half.lengths.tolist()):
+        assert length == max(2, round(0.5 * int(series.lengths[b]))) or length == series.lengths[b] < 2
+        places = [series.t[b].tolist().index(t) for t in half.t[b, :length].tolist()]
+        assert places == sorted(set(places))
+        assert half.x[b, :length].nan_to_num().equal(series.x[b, places].nan_to_num())
+        assert not half.mask[b, length:].any()
+    whole = labelled_series.with_share(series, 1.0, seed=0)
+    assert whole.x.nan_to_num().equal(series.x.nan_to_num())
+    assert whole.t.equal(series.t)
+
+
 def test_thinning_keeps_order_and_drops_at_random():
     series, labels, _ = labelled_series.clinic(50)
     again, same, _ = labelled_series.clinic(50)
