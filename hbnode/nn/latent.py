@@ -309,6 +309,7 @@ class LatentModel(ModuleWithConstants):
         z = mean + log_scale.exp() * torch.randn(samples, len(mean), dtype=mean.dtype, device=mean.device)
         return self._decoded(self._solve(z, times.expand(samples, -1), None)[0], samples)
 
+    @untraced
     def _posterior_paths(
         self, series: Sequences, t: Tensor, static: Tensor | None, samples: int
     ) -> tuple[LatentPrediction, Tensor, Tensor]:
@@ -348,7 +349,6 @@ class LatentModel(ModuleWithConstants):
         guide = Guide(summary, torch.where(exists, times, -math.inf), grid)
         return Normal(mean, log_scale.exp(), validate_args=False), guide
 
-    @untraced
     def _solve(self, z: Tensor, t: Tensor, guide: Guide | None) -> tuple[Tensor, Tensor]:
         with seq.in_user_units(self._time_unit):
             return self.solve(z, t, guide)
