@@ -162,7 +162,7 @@ def loss_of(model: torch.nn.Module, batch: Samples, spacing: float, paths: int) 
     value, kl_path, kl_start = (part.sum() / (seen.sum() * x.shape[-1]) for part in parts)
     means = {"elbo": value.item(), "kl_path": kl_path.item(), "kl_start": kl_start.item(), "nfe": nfe.forward}
     if not model.training:
-        means |= figures_of(predicted(model, x, seen, spacing, paths), x, masks)
+        means |= figures_of(predicted(cast("LatentModel", model), x, seen, spacing, paths), x, masks)
     return -value, means
 
 

@@ -309,6 +309,7 @@ class LatentModel(ModuleWithConstants):
         z = mean + log_scale.exp() * torch.randn(samples, len(mean), dtype=mean.dtype, device=mean.device)
         return self._decoded(self._solve(z, times.expand(samples, -1), None)[0], samples)
 
+    @untraced
     def _posterior_paths(
         self, series: Sequences, t: Tensor, static: Tensor | None, samples: int
     ) -> tuple[LatentPrediction, Tensor, Tensor]:
@@ -348,7 +349,6 @@ class LatentModel(ModuleWithConstants):
         guide = Guide(summary, torch.where(exists, times, -math.inf), grid)
         return Normal(mean, log_scale.exp(), validate_args=False), guide
 
-    @untraced
     def _solve(self, z: Tensor, t: Tensor, guide: Guide | None) -> tuple[Tensor, Tensor]:
         with seq.in_user_units(self._time_unit):
             return self.solve(z, t, guide)
@@ -402,8 +402,8 @@ class LatentODE(LatentModel):
         likelihood: ``"normal"``, or ``"student"`` for Student's t noise, which outliers affect less. The scale and the
             degrees of freedom of each feature are learned. Default: ``"normal"``.
         static_size: number of time-independent features that the default encoder takes. Default: ``0``.
-        time_unit: length of one unit of the model's time, a number or a duration. f is called with t / time_unit. It is
-            saved in the ``state_dict``; :meth:`fit_time_unit` sets it. Default: ``1.0``.
+        time_unit: length of one unit of the model's time, a number in the unit of t. f is called with t / time_unit. It
+            is saved in the ``state_dict``; :meth:`fit_time_unit` sets it. Default: ``1.0``.
         method: solver, as in :func:`hbnode.odeint`; so are the arguments that follow. Default: ``None``.
         rtol: relative tolerance. Default: ``0.001``.
         atol: absolute tolerance. Default: ``0.001``.

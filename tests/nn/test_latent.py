@@ -25,11 +25,19 @@ FIELDS = {
     "ghbnode": lambda: hbnode.GHBNODE(nn.Linear(4, 4)),
     "adam": lambda: hbnode.AdamNODE(nn.Linear(4, 4)),
 }
+
+
+def timed_sde():
+    net = hbnode.nn.MLP(4, [5], 4, time_dependent=True)
+    return hbnode.HeavyBallSDE(net, damping=torch.tensor([0.2, 0.4, 0.6, 0.8]), temperature=0.3, learn_temperature=True)
+
+
 MODELS = {
     **{name: lambda make=make: LatentODE(2, 4, 8, field=make()) for name, make in FIELDS.items()},
     "odernn": lambda: LatentODE(2, 4, encoder=hbnode.ODERNN(2, 5, rtol=1e-3, atol=1e-3, mask_features=True)),
     "student": lambda: LatentODE(2, 4, 8, likelihood="student"),
     "sde": lambda: LatentSDE(2, 4, 8),
+    "sde_given": lambda: LatentSDE(2, 4, 8, sde=timed_sde()),
     "sde_odernn": lambda: LatentSDE(2, 4, 8, encoder=hbnode.ODERNN(2, 5, rtol=1e-3, atol=1e-3)),
     "sde_checkpoint": lambda: LatentSDE(2, 4, 8, gradient="checkpoint", likelihood="student"),
 }
@@ -277,6 +285,7 @@ def test_one_sample_no_value_and_a_first_call_in_inference_mode(name):
     assert one.mean.shape == (1, 2, 2)
     assert one.paths.isfinite().all()
     assert nothing.log_likelihood == 0
+    assert model.elbo(torch.randn(2, 4, 2), torch.tensor([0.0, 1.0, 1.0, 2.0])).value.isfinite().all()  # equal times
     model.elbo(x, t).value.sum().backward()
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
     assert model.sample([0.0, 1.0, 5.0], samples=3).paths.shape == (3, 1, 3, 2)
