@@ -34,6 +34,7 @@ SHARES = 9  # thresholds of each state
 POOLED = (*(f"share{i}" for i in range(SHARES)), "log_maximum", "mean", "spread", "time_of_maximum")
 SUMMARIES = ("mean", "spread", "minimum", "maximum", "first", "last", "log_count")
 _CHUNK = 524_288  # states of one kind in a chunk of series
+_PARTS = 64  # of a gap
 _SAMPLES = 4096  # samples for the thresholds
 _LONGEST = 2048  # points of a grid that is chosen by the times
 _SHORTEST = 9  # points that a kernel of MiniRocket needs
@@ -43,7 +44,7 @@ class _Block(NamedTuple):
     """Series of similar length, with their values in units of the training values' spread.
 
     Attributes:
-        x: values (n, T, channels), NaN if missing.
+        x: values (n, T, channels), NaN if missing and on padding.
         t: times (n, T) since the first sample; on padding that of the last sample.
         start: time of the first sample, (n,).
         lengths: number of samples, (n,).
@@ -63,6 +64,26 @@ class _Block(NamedTuple):
         time = np.where(time.sum(1, keepdims=True) > 0, time, valid)
         return time / np.maximum(time.sum(1, keepdims=True), 1e-300)
 
+    def refined(self, step: float) -> _Block:
+        """Return the series with equally spaced points in the gaps, about ``step`` apart, and all values by lines."""
+        x = np.take_along_axis(self.x, np.minimum(np.arange(self.t.shape[1]), self.lengths[:, None] - 1)[..., None], 1)
+        x = _interpolated(self, self.t, "linear") if np.isnan(x).any() else x
+        gaps = np.diff(self.t, axis=1)
+        parts = np.clip(np.rint(gaps / step), 1, _PARTS).astype(np.int64)
+        parts *= np.arange(1, self.t.shape[1]) < self.lengths[:, None]
+        counts = parts.sum(1)
+        row, sample = np.nonzero(parts)
+        of_gap = parts[row, sample]
+        row, sample = np.repeat(row, of_gap), np.repeat(sample, of_gap)
+        share = _places(of_gap) / np.repeat(of_gap, of_gap)
+        at = row, _places(counts)
+        longest = counts.max(initial=0) + 1
+        t = np.repeat(self.t[:, -1:], longest, 1)
+        values = np.repeat(x[:, -1:], longest, 1)
+        t[at] = self.t[row, sample] + share * gaps[row, sample]
+        values[at] = x[row, sample] + share[:, None] * (x[row, sample + 1] - x[row, sample])
+        return _Block(values, t, self.start, counts + 1)
+
 
 class _Transformer(TransformerMixin, BaseEstimator):
     """The base of both transformers: series of any form to rows of numbers, in chunks of series of similar length."""
@@ -72,7 +93,12 @@ class _Transformer(TransformerMixin, BaseEstimator):
 
     def _series(self, data: Any, is_new: bool = False) -> Series:
         """Return ``data`` as series; with ``is_new`` remember the number of channels and the scale of each."""
-        if not (isinstance(data, (Series, dict)) or hasattr(data, "columns") or _is_ragged(data)):
+        if hasattr(data, "columns"):
+            raise TypeError(
+                f"X must be series, got a table, {type(data).__name__}, without the names of its columns. "
+                "Fix: hbnode.data.from_long(table, id=..., time=..., values=...)."
+            )
+        if not (isinstance(data, Series) or _is_ragged(data)):
             data = check_array(data, dtype=np.float64, allow_nd=True, ensure_all_finite="allow-nan")
         series = as_series(data)
         channels = series.x.shape[2]
@@ -99,17 +125,18 @@ class _Transformer(TransformerMixin, BaseEstimator):
             return _Block(nothing, np.zeros((len(rows), 1)), np.zeros(len(rows)), lengths)
         index = np.minimum(np.arange(max(1, lengths.max(initial=0))), np.maximum(lengths[:, None] - 1, 0))
         x, t, mask = (part.numpy(force=True)[rows[:, None], index] for part in (series.x, series.t, series.mask))
-        x = np.where(mask & (lengths > 0)[:, None, None], (x - self.mean_) / self.scale_, np.nan)
+        valid = np.arange(index.shape[1]) < lengths[:, None]
+        x = np.where(mask & valid[..., None], (x - self.mean_) / self.scale_, np.nan)
         return _Block(x, t - t[:, :1], t[:, 0], lengths)
 
     def _rows(
         self, compute: Callable[[Any], Array], prepare: Callable[[Array], Any], series: Series, cost: Array
     ) -> Array:
-        """Return ``compute(prepare(rows))`` of all series, (batch, features), in chunks of series of similar length.
+        """Return ``compute(prepare(rows))`` of all series, (batch, features), in chunks of series of similar cost.
 
         joblib runs ``compute`` in its jobs. ``cost`` are the numbers that a series takes in memory, (batch,).
         """
-        order, chunks = np.argsort(series.lengths.numpy(force=True), kind="stable"), []
+        order, chunks = np.argsort(cost, kind="stable"), []
         most = -(-len(order) // effective_n_jobs(self.n_jobs))
         while len(order):
             count = max(1, min(most, _CHUNK // max(1, int(cost[order[-1]]))))
@@ -135,6 +162,11 @@ def _is_ragged(data: Any) -> bool:
     )  # fmt: skip
 
 
+def _places(counts: Array) -> Array:
+    """Return 0, ..., c - 1 for each of the counts c, one after the other."""
+    return np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
+
+
 # Oscillators
 
 
@@ -145,6 +177,7 @@ class _Bank(NamedTuple):
         frequency: ω / 2π, (P,).
         damping_ratio: ζ, (P,).
         weights: (channels, P).
+        step: the time between the points at which states are pooled.
         span: the longest duration of a training series.
         scales: the spread of each state, (3, P).
         thresholds: in units of ``scales``, (3, shares, P).
@@ -153,17 +186,18 @@ class _Bank(NamedTuple):
     frequency: Array
     damping_ratio: Array
     weights: Array
+    step: float
     span: float
     scales: Array
     thresholds: Array
 
     def states(self, block: _Block) -> Array:
-        """Return the states of all oscillators at all samples, (3, T, n, P)."""
-        x = _interpolated(block, block.t, "linear") if np.isnan(block.x).any() else block.x
-        return oscillator_states(block.t, x @ self.weights, self.frequency, self.damping_ratio)
+        """Return the states of all oscillators at all points of a refined block, (3, T, n, P)."""
+        return oscillator_states(block.t, block.x @ self.weights, self.frequency, self.damping_ratio)
 
-    def features(self, block: _Block) -> Array:
+    def features(self, samples: _Block) -> Array:
         """Return the statistics of each state and the summaries of each channel, (n, features)."""
+        block = samples.refined(self.step)
         weights = block.weights.T[..., None].astype(np.float32)
         found = []
         for state, scale, thresholds in zip(self.states(block), self.scales, self.thresholds, strict=True):
@@ -173,15 +207,16 @@ class _Bank(NamedTuple):
             spread = np.sqrt((np.square(y - mean) * weights).sum(0))
             time_of_maximum = np.take_along_axis(block.t, y.argmax(0), 1) / self.span
             found += [*shares, np.log(np.abs(y).max(0) + 1e-3), mean, spread, time_of_maximum]
-        return np.concatenate([*found, *_summaries(block)], 1)
+        return np.concatenate([*found, *_summaries(samples)], 1)
 
 
 def oscillator_states(t: Array, force: Array, frequency: Array, damping_ratio: Array) -> Array:
-    r"""Return the states of oscillators that start at 0, under a force that is linear in time between the samples.
+    r"""Return the states of oscillators that are driven by a force that is linear in time between the samples.
 
-    Each oscillator follows x'' + 2ζω x' + ω² x = ω² u(t). A constant force u has the displacement x = u in the end. The
-    state is one complex number z with z' = λ z + ω u and λ = ω(-ζ + i√(1 - ζ²)); x is Im z / √(1 - ζ²), and x'/ω is
-    Re z - ζx. Over a gap Δ, with y = λΔ, φ₁(y) = (e^y - 1)/y and φ₂(y) = (φ₁(y) - 1)/y,
+    Each oscillator follows x'' + 2ζω x' + ω² x = ω² u(t), at rest at first: every other one at x = 0, the others at
+    x = u, the equilibrium under the first force. The state is one complex number z with z' = λ z + ω u and
+    λ = ω(-ζ + i√(1 - ζ²)). Then x is Im z / √(1 - ζ²), and x'/ω is Re z - ζx. Over a gap Δ, with y = λΔ,
+    φ₁(y) = (e^y - 1)/y and φ₂(y) = (φ₁(y) - 1)/y,
 
     .. math:: z_i = e^y z_{i-1} + \omega\Delta\,((\varphi_1(y) - \varphi_2(y))\,u_{i-1} + \varphi_2(y)\,u_i).
 
@@ -203,7 +238,8 @@ def oscillator_states(t: Array, force: Array, frequency: Array, damping_ratio: A
     decay, phi1, phi2 = _phi(y)
     before, after = step * (phi1 - phi2), step * phi2
     u = np.ascontiguousarray(force.swapaxes(0, 1))
-    z = np.zeros(u.shape, np.complex128)
+    z = np.empty(u.shape, np.complex128)
+    z[0] = u[0] * (damping_ratio + 1j * ring) * (np.arange(len(omega)) % 2)
     for i in range(1, len(z)):
         gap = index[:, i - 1]
         z[i] = decay[gap] * z[i - 1] + before[gap] * u[i - 1] + after[gap] * u[i]
@@ -257,12 +293,13 @@ class OscillatorFeatures(_Transformer):
     r"""A transformer of series to statistics of damped oscillators that are driven by them; nothing is trained.
 
     Each channel is standardised. Each of P oscillators x'' + 2ζω x' + ω² x = ω² u(t) is driven by a random combination
-    u of the channels, which is linear in time between observed values. It is solved exactly over any gaps. The
-    frequencies ω/2π are log-spaced; the damping ratios ζ are drawn log-uniformly. Displacement x, velocity x'/ω and
-    acceleration x''/ω² are a low-pass, a band-pass and a high-pass filter of u. The features of each of these states y
-    are pooled over the samples, which are weighted by the time that is nearest to each:
+    u of the channels, which is linear in time between observed values. It is solved exactly over any gaps. Half of the
+    oscillators start at x = 0, half at the equilibrium under the first force. The frequencies ω/2π are log-spaced; the
+    damping ratios ζ are drawn log-uniformly. Displacement x, velocity x'/ω and acceleration x''/ω² are a low-pass, a
+    band-pass and a high-pass filter of u. The features of each of these states y are pooled over the samples and over
+    equally spaced points in the gaps between them, weighted by the time that is nearest to each:
 
-    - ``share0``, ..., ``share8``: the share of the time with y above a quantile of the training samples;
+    - ``share0``, ..., ``share8``: the share of the time with y above a quantile of the training series;
     - ``log_maximum``: the logarithm of the maximum of \|y\|;
     - ``mean`` and ``spread``: the mean and the standard deviation of y;
     - ``time_of_maximum``: the time of the maximum of y since the first sample, in units of the longest training series.
@@ -276,8 +313,8 @@ class OscillatorFeatures(_Transformer):
 
     Arguments:
         num_oscillators: P. Default: ``64``.
-        frequency: range of ω/2π, in cycles per unit of time. None takes 1 / (30 span) to 1 / (4 gap), with the longest
-            span of a training series and the median gap. Default: ``None``.
+        frequency: range of ω/2π, in cycles per unit of time. None takes 1 / (30 span) to 1 / (4 step), with the longest
+            span of a training series and the ``step_`` below. Default: ``None``.
         damping_ratio: range of ζ, between 0 and 1. Default: ``(0.05, 0.9)``.
         random_state: seed of damping ratios, combinations and training samples, an int or a RandomState. None draws
             others in each fit. Default: ``None``.
@@ -289,6 +326,8 @@ class OscillatorFeatures(_Transformer):
         damping_ratio_: ζ, (P,).
         weights_: combinations of the standardised channels, (channels, P).
         mean_, scale_: mean and standard deviation of each channel, (channels,).
+        step_: time between points at which states are pooled: that of the lattice on which the training samples lie,
+            such as 1 for integer times of which some are missing, but at least a quarter of the median gap.
 
     Raises:
         ValueError: if the series do not have the channels or the static features of those in fit.
@@ -333,8 +372,8 @@ class OscillatorFeatures(_Transformer):
         series = self._series(X, is_new=True)
         random = check_random_state(self.random_state)
         size = as_count(self.num_oscillators, "num_oscillators")
-        gap, self.span_ = _gap_and_span(series)
-        high = 0.25 / gap
+        self.step_, self.span_ = _step_and_span(series)
+        high = 0.25 / self.step_
         low = min(high, 1 / (30 * self.span_))
         low, high = (low, high) if self.frequency is None else _range(self.frequency, "frequency", np.inf)
         self.frequency_ = np.geomspace(low, high, size)
@@ -343,9 +382,8 @@ class OscillatorFeatures(_Transformer):
         weights = random.standard_normal((self.n_features_in_, size))
         self.weights_ = weights / np.linalg.norm(weights, axis=0) if len(weights) > 1 else np.ones_like(weights)
         shape = len(STATES), SHARES, size
-        bank = _Bank(
-            self.frequency_, self.damping_ratio_, self.weights_, self.span_, np.ones((shape[0], size)), np.zeros(shape)
-        )
+        fixed = self.frequency_, self.damping_ratio_, self.weights_, self.step_, self.span_
+        bank = _Bank(*fixed, np.ones((shape[0], size)), np.zeros(shape))
         samples = self._samples(bank, series, random)
         scales = samples.std(1)
         scales = np.where(scales > 0, scales, 1.0)
@@ -367,8 +405,8 @@ class OscillatorFeatures(_Transformer):
         count = max(1, min(len(order), int(np.searchsorted(lengths.cumsum(), _SAMPLES)) + 1))
         found = []
         for row in np.array_split(order[:count], -(-count // 64)):
-            block = self._block(series, row)
-            valid = np.arange(block.t.shape[1])[:, None] < np.maximum(block.lengths, 1)
+            block = self._block(series, row).refined(bank.step)
+            valid = np.arange(block.t.shape[1])[:, None] < block.lengths
             found.append(bank.states(block)[:, valid])
         samples = np.concatenate(found, 1)
         kept = random.permutation(samples.shape[1])[:_SAMPLES]
@@ -382,7 +420,8 @@ class OscillatorFeatures(_Transformer):
         """
         check_is_fitted(self)
         series = self._series(X)
-        cost = series.lengths.numpy(force=True) * len(self.frequency_)
+        duration = (series.t[:, -1:] - series.t[:, :1]).sum(1).numpy(force=True)
+        cost = (series.lengths.numpy(force=True) + duration / self.step_) * len(self.frequency_)
         found = self._rows(self._bank.features, lambda rows: self._block(series, rows), series, cost)
         count = 0 if series.static is None else series.static.shape[1]
         if count != len(self.static_channels_):
@@ -413,15 +452,21 @@ class OscillatorFeatures(_Transformer):
         return np.array([*names, *self.static_channels_], dtype=object)
 
 
-def _gap_and_span(series: Series) -> tuple[float, float]:
-    """Return the median time between samples and the longest duration; 1 if no series has two times."""
+def _step_and_span(series: Series) -> tuple[float, float]:
+    """Return the time between the points of the lattice on which the samples lie, and the longest duration.
+
+    Times that lie on no lattice have a quarter of the median gap; without two times in a series both are 1.
+    """
     t, lengths = series.t.double().numpy(force=True), series.lengths.numpy(force=True)
-    gaps = np.diff(t, axis=1)[np.arange(1, t.shape[1]) < lengths[:, None]]
-    gaps = gaps[gaps > 0]
-    if not len(gaps):
+    t = t - t[:, :1]
+    gaps = np.diff(t, axis=1)
+    inner = np.arange(1, t.shape[1]) < lengths[:, None]
+    gaps, times = gaps[inner], t[:, 1:][inner]
+    if not (gaps > 0).any():
         return 1.0, 1.0
-    ends = np.take_along_axis(t, np.maximum(lengths - 1, 0)[:, None], 1)
-    return float(np.median(gaps)), float((ends - t[:, :1]).max())
+    span = times.max()
+    count = len(np.unique(np.rint(times[times > 0] / span * 1e6)))
+    return float(max(span / count, np.median(gaps[gaps > 0]) / 4)), float(span)
 
 
 def _range(value: tuple[float, float], name: str, most: float) -> tuple[float, float]:
@@ -454,9 +499,10 @@ class RocketFeatures(_Transformer):
     Arguments:
         num_features: number of features, rounded down to a multiple of 84. Default: ``4956``.
         reconstruction: ``"linear"``: linear interpolation between the observed values of each channel; ``"last"``: the
-            last observed value. Both are constant outside of the observed times. Else an object with ``fit(series)``
-            and ``reconstruct(series, grid)``, which returns values (batch, channels, points); NaN is the channel's
-            mean. It is cloned before it is fitted. Default: ``"linear"``.
+            last observed value. Both are constant outside of the observed times. Else an object such as an
+            :class:`hbnode.estimators.OscillatorSmoother`, with ``fit(series)`` and ``posterior(series, grid)``, whose
+            result has the values ``mean`` (batch, channels, points); NaN is the channel's mean. It is cloned before it
+            is fitted. Default: ``"linear"``.
         grid: number of equally spaced points from the first to the last training time, or the times themselves, at
             least 9. None takes as many as there are different training times, at most 16 times the length of the
             longest series and at most 2,048. Default: ``None``.
@@ -510,9 +556,9 @@ class RocketFeatures(_Transformer):
                 raise ValueError(
                     f"reconstruction must be 'linear', 'last' or an object, got {self.reconstruction!r}. Fix: 'linear'."
                 )
-        elif not hasattr(self.reconstruction, "reconstruct"):
+        elif not hasattr(self.reconstruction, "posterior"):
             raise TypeError(
-                f"reconstruction must have the methods fit and reconstruct, got {self.reconstruction!r}. "
+                f"reconstruction must have the methods fit and posterior, got {self.reconstruction!r}. "
                 "Fix: reconstruction='linear'."
             )
         else:
@@ -545,13 +591,11 @@ class RocketFeatures(_Transformer):
             at = self.grid_ - block.start[:, None]
             return _interpolated(block, at, self.reconstruction).swapaxes(1, 2)
         values = np.asarray(
-            self.reconstruction_.reconstruct(series.select(rows.tolist()), self.grid_), dtype=np.float64
+            self.reconstruction_.posterior(series.select(rows.tolist()), self.grid_).mean, dtype=np.float64
         )
         expected = len(rows), self.n_features_in_, len(self.grid_)
         if values.shape != expected:
-            raise ValueError(
-                f"reconstruct must return values {expected}, got {values.shape}. Fix: values.swapaxes(1, 2)."
-            )
+            raise ValueError(f"posterior must return a mean {expected}, got {values.shape}. Fix: mean.swapaxes(1, 2).")
         return np.nan_to_num((values - self.mean_[:, None]) / self.scale_[:, None])
 
     def get_feature_names_out(self, input_features: Any = None) -> Array:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
+import numbers
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 from hbnode._tree import State
 from hbnode.nfe import NFE, Tally, open_counters, open_records
-from hbnode.solve.methods import SPLITTING
+from hbnode.solve.methods import ROSENBROCK, SPLITTING
 from hbnode.solve.odeint import odeint as solve_natively
 from hbnode.solve.torchdiffeq import CALLBACKS
 
@@ -118,7 +119,8 @@ def odeint_adjoint(
         The result of :func:`odeint`.
 
     Raises:
-        ValueError: ``func`` is no module and ``adjoint_params`` is None, or the reasons of :func:`odeint`.
+        ValueError: ``func`` is no module and ``adjoint_params`` is None, ``method`` is ``"rodas5p"``, whose gradients
+            are those of :func:`odeint`, or the reasons of :func:`odeint`.
 
     Example:
         >>> import torch, hbnode
@@ -130,6 +132,11 @@ def odeint_adjoint(
         (4, 4)
     """
     own = {"adjoint_rtol": adjoint_rtol, "adjoint_atol": adjoint_atol, "adjoint_method": adjoint_method}
+    if method in ROSENBROCK:
+        raise ValueError(
+            f"method={method!r} has no adjoint, because what decays fast forwards grows as fast backwards. "
+            f"Fix: odeint(func, y0, t, method={method!r}), whose gradients are exact."
+        )
     if solver_of(method or "dopri5") is None:
         given = [name for name, value in {**own, "adjoint_options": adjoint_options}.items() if value is not None]
         if given:
@@ -256,10 +263,14 @@ def solve_native(
             arguments[name] = value.item()
         elif isinstance(value, (Tensor, Sequence)):
             raise ValueError(f"{name} must be one number for method={method!r}, got {value!r}. Fix: {name}=1e-7.")
-    others = dict(options or {})
+    others = {name: x.item() if isinstance(x, Tensor) and not x.dim() else x for name, x in (options or {}).items()}
     if (size := others.pop("step_size", None)) is not None:
-        gaps = t.detach().diff().abs().flatten().tolist()
-        arguments["steps"] = max(1, math.ceil(max(gaps, default=0.0) / size * (1 - 1e-6)))  # tolerate rounding errors
+        if not isinstance(size, numbers.Real) or not float(size) > 0:
+            raise ValueError(f"step_size must be a positive number, got {size!r}. Fix: options={{'step_size': 0.1}}.")
+        gaps = torch.as_tensor(t).detach().diff().abs().flatten().tolist()
+        arguments["steps"] = max(
+            1, math.ceil(max(gaps, default=0.0) / float(size) * (1 - 1e-6))
+        )  # tolerate rounding errors
     for name in [*others]:
         if (renamed := RENAMED.get(name, name)) in ARGUMENTS:
             arguments[renamed] = others.pop(name)

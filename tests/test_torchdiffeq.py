@@ -199,6 +199,15 @@ def test_native_methods_are_hbnodes(name, method):
         torch.testing.assert_close(h, exact, rtol=1e-7, atol=1e-7)
 
 
+def test_native_methods_take_times_and_options_as_torchdiffeq_does():
+    """A list of times, and tensors for numbers."""
+    y0, options = float64(1.0, 2.0), {"step_size": torch.tensor(0.2)}
+    ours = torchdiffeq.odeint(lambda t, y: -y, y0, [0.0, 0.5, 1.0], method="tsit5", options=options)
+    assert torch.equal(ours, hbnode.odeint(lambda t, y: -y, y0, [0.0, 0.5, 1.0], method="tsit5", steps=3))
+    ours = torchdiffeq.odeint(lambda t, y: -y, y0, T, method="rodas5p", options={"first_step": torch.tensor(0.1)})
+    torch.testing.assert_close(ours, y0 * torch.exp(-T)[:, None], rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -208,6 +217,8 @@ def test_native_methods_are_hbnodes(name, method):
         ({"method": "nystrom8", "event_fn": lambda t, y: y}, "Fix: method='dopri5'"),
         ({"method": "tsit6"}, "Fix: method='tsit5'"),
         ({"method": "nystrom8", "adjoint_rtol": 1e-3}, "Fix: leave them out"),
+        ({"method": "rodas5p", "adjoint_rtol": 1e-3}, r"no adjoint.*Fix: odeint\(func, y0, t, method='rodas5p'\)"),
+        ({"method": "rodas5p", "options": {"step_size": 0.0}}, "step_size must be a positive number, got 0.0"),
     ],
     ids=lambda given: "-".join(given) if isinstance(given, dict) else "",
 )

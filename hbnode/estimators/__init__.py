@@ -2,6 +2,6 @@
 
 from hbnode.estimators.forecaster import SeriesForecaster
 from hbnode.estimators.models import SeriesClassifier, SeriesRegressor
-from hbnode.estimators.smoother import OscillatorSmoother, Posterior
+from hbnode.estimators.smoother import OscillatorSmoother
 
-__all__ = ["OscillatorSmoother", "Posterior", "SeriesClassifier", "SeriesForecaster", "SeriesRegressor"]
+__all__ = ["OscillatorSmoother", "SeriesClassifier", "SeriesForecaster", "SeriesRegressor"]

@@ -29,6 +29,7 @@ from hbnode._checks import nearest
 from hbnode.data import Series
 from hbnode.estimators.base import SeriesEstimator, targets_of
 from hbnode.estimators.networks import SeriesNetwork, batched, config_of, trained
+from hbnode.estimators.smoother import OscillatorSmoother
 from hbnode.features import OscillatorFeatures, RocketFeatures
 from hbnode.nn import Standardize
 
@@ -132,7 +133,8 @@ class _SeriesModel(SeriesEstimator):
             if self.reconstruction == "auto":
                 kinds = ["linear"] if _is_regular(series) else ["linear", "last", "oscillators"]
             for kind in kinds:
-                rocket = RocketFeatures(reconstruction=kind, random_state=seed, n_jobs=self.n_jobs)
+                of = OscillatorSmoother(random_state=seed) if kind == "oscillators" else kind
+                rocket = RocketFeatures(reconstruction=of, random_state=seed, n_jobs=self.n_jobs)
                 found.append((f"rocket, {kind}" if len(kinds) > 1 else "rocket", rocket, self._heads(seed)[0]))
         return found
 

@@ -3,7 +3,7 @@
 from hbnode.nn import functional, rules
 from hbnode.nn.attention import HeavyBallMemory, MomentumAttention, SoftmaxAttention
 from hbnode.nn.blocks import HeavyBallODEBlock, ODEBlock
-from hbnode.nn.latent import ELBO, LatentModel, LatentODE, LatentPrediction, LatentSDE
+from hbnode.nn.latent import ELBO, LatentODE, LatentPrediction, LatentSDE
 from hbnode.nn.momentum_resnet import MomentumResNet
 from hbnode.nn.nets import MLP, ConvNet, Standardize, match_parameters
 from hbnode.nn.ode_rnn import ODERNN, Filtered, ODERNNState
@@ -49,7 +49,6 @@ __all__ = [
     # latent ODEs and SDEs
     "LatentODE",
     "LatentSDE",
-    "LatentModel",
     "LatentPrediction",
     "ELBO",
     # recurrent layers with momentum, and their cells

@@ -150,13 +150,13 @@ class LatentModel(ModuleWithConstants):
     Arguments:
         input_size: number of features of a sample.
         latent_size: size of what the decoder takes.
-        hidden_size: units of the default networks.
+        hidden_size: units of the default encoder.
         state_size: size of the random initial state.
-        encoder: as for :class:`LatentODE`.
-        decoder: as for :class:`LatentODE`.
-        likelihood: as for :class:`LatentODE`.
-        static_size: as for :class:`LatentODE`.
-        time_unit: as for :class:`LatentODE`.
+        encoder: as for :class:`LatentODE`. Default: ``None``.
+        decoder: as for :class:`LatentODE`. Default: ``None``.
+        likelihood: as for :class:`LatentODE`. Default: ``"normal"``.
+        static_size: as for :class:`LatentODE`. Default: ``0``.
+        time_unit: as for :class:`LatentODE`. Default: ``1.0``.
     """
 
     defaults: ClassVar[dict[str, float]] = {"_time_unit": 1.0}
@@ -405,8 +405,8 @@ class LatentODE(LatentModel):
         time_unit: length of one unit of the model's time, a number or a duration. f is called with t / time_unit. It is
             saved in the ``state_dict``; :meth:`fit_time_unit` sets it. Default: ``1.0``.
         method: solver, as in :func:`hbnode.odeint`; so are the arguments that follow. Default: ``None``.
-        rtol: relative tolerance. Default: ``1e-3``.
-        atol: absolute tolerance. Default: ``1e-3``.
+        rtol: relative tolerance. Default: ``0.001``.
+        atol: absolute tolerance. Default: ``0.001``.
         gradient: gradient mode. Default: ``None``.
         steps: number of equal steps between two times. Default: ``None``, adaptive steps.
 

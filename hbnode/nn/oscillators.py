@@ -718,7 +718,8 @@ class OscillatorCell(_OscillatorModule):
 
     A cell can load the ``state_dict`` of a layer that is not bidirectional and continue the layer's state, with equal
     outputs. It cannot load a layer with noise, which has more parameters. Use the layer's :meth:`~Oscillators.filter`
-    for single samples instead.
+    for single samples instead. A layer with ``missing`` or further features takes single samples itself, as series of
+    length 1.
 
     Arguments:
         input_size: features of a sample.
@@ -962,6 +963,7 @@ class OscillatorStack(nn.Module):
         if state is not None:
             self._check_state(state)
         sequences = Sequences(self.input_size, x, _times(x, t, state), mask, lengths)
+        seq.check_dtype(sequences.x, [self.encoder.weight.dtype])
         static = seq.checked_static(static, self.static_size, sequences.x, "OscillatorStack")
         if t_next is not None and self.head != "next":
             raise ValueError(f"t_next is for head='next', got it with head={self.head!r}. Fix: leave it out.")

@@ -392,7 +392,8 @@ def _checked_lengths(lengths: Lengths, x: Tensor) -> tuple[Tensor, int]:
 def _series_fix(x: object) -> str:
     shapes = [getattr(each, "shape", None) for each in x] if isinstance(x, (list, tuple)) else []
     if any(shapes) and (len(set(shapes)) > 1 or not isinstance(x[0], Tensor)):  # type: ignore[index]  # x is a list
-        return "series = hbnode.data.as_series(list(zip(t, x))), then module(**series.inputs())"
+        dtype = torch.get_default_dtype()
+        return f"series = hbnode.data.as_series(list(zip(t, x)), dtype={dtype}), and rnn(**series.inputs())"
     return f"{tensor_fix(x)}, and .unsqueeze(0) after it for a single series (T, input_size)"
 
 

@@ -1,6 +1,7 @@
 """Latent ODEs and SDEs: bounds against dense Gaussians and closed forms, missing values, predictions, failures."""
 
 import copy
+import datetime
 import itertools
 import math
 import pickle
@@ -328,20 +329,23 @@ def test_the_mixture_of_a_prediction():
     assert many.quantile(0.5).shape == (1, 1, 2)
 
 
-def test_static_features_and_dates():
+def test_static_features_and_times_that_are_no_numbers():
     model = LatentODE(2, 2, 8, static_size=1)
     x, _, _ = series()
-    dates = [f"2024-01-{day:02d}" for day in range(1, 7)]
-    t = torch.tensor([[24.0 * 3600 * i for i in range(6)]]).double().expand(3, -1)
-    import numpy as np
-
-    days = np.array([dates] * 3, dtype="datetime64[D]")
-    model.fit_time_unit(days)
+    t = torch.arange(6.0).double().expand(3, -1)
+    model.fit_time_unit(t)
     static = torch.zeros(3, 1, requires_grad=True)
-    model.elbo(x, days, static=static).value.sum().backward()
+    model.elbo(x, t, static=static).value.sum().backward()
     assert (static.grad != 0).all()
-    later = np.array(["2024-01-07T12"], dtype="datetime64[h]")
-    assert model.predict(x, days, static=static, at=later, samples=2).paths.shape == (2, 3, 1, 2)
+    assert model.predict(x, t, static=static, at=[6.5], samples=2).paths.shape == (2, 3, 1, 2)
+    days = [datetime.date(2024, 1, 1 + day) for day in range(6)]
+    for call, fix in (
+        (lambda: model.elbo(x, days, static=static), "series.times(t)"),
+        (lambda: model.predict(x, t, static=static, at=days[-1:]), "series.times(at)"),
+        (lambda: model.fit_time_unit(days), "series.times(t)"),
+    ):
+        with pytest.raises(TypeError, match=re.escape(f"Fix: {fix}")):
+            call()
     with pytest.raises(ValueError, match=re.escape("static must be (batch, static_size) = (3, 1), got None")):
         model.elbo(x, t)
 

@@ -241,12 +241,6 @@ def test_times_and_masks_as_arrays_and_lists():
         ({"lengths": torch.tensor([1, 2, 3, 4])}, ValueError, "3 whole numbers"),
         ({"lengths": torch.tensor([1.0, 2.0, 3.0])}, ValueError, "3 whole numbers"),
         ({"lengths": torch.tensor([1, 0, 3])}, ValueError, r"Fix: series = series.select\(series.lengths > 0\)"),
-        (
-            {"x": [torch.ones(6, 2), torch.ones(4, 2)]},
-            TypeError,
-            r"Fix: series = hbnode.data.as_series\(list\(zip\(t, x",
-        ),
-        ({"x": [numpy.ones((6, 2))] * 2}, TypeError, r"Fix: series = hbnode.data.as_series\(list\(zip\(t, x"),
         ({"lengths": torch.tensor([1, 7, 3])}, ValueError, "between 1 and T=6"),
     ],
 )
@@ -264,6 +258,18 @@ def test_the_fix_for_times_that_decrease_sorts_samples_with_them():
     exec(str(error.value).split("shape (batch, T), ")[1].rstrip("."), names)
     assert names["x"].equal(x)
     assert names["t"].equal(t)
+
+
+@pytest.mark.parametrize("array", [numpy.asarray, torch.as_tensor])
+def test_the_fix_for_lists_of_arrays_makes_a_series_of_them(array):
+    x = [array(numpy.ones((n, 2))) for n in (3, 2)]
+    t = [array(0.5 * numpy.arange(len(one))) for one in x]
+    for rnn in (hbnode.ODERNN(2, 4), hbnode.nn.Oscillators(2, 4), hbnode.nn.OscillatorStack(2, 4)):
+        with pytest.raises(TypeError, match=r"got list. Fix: series = hbnode.data.as_series") as error:
+            rnn(x, t)
+        names = {"hbnode": hbnode, "torch": torch, "rnn": rnn, "x": x, "t": t}
+        make, call = str(error.value).split("Fix: series = ")[1].rstrip(".").split(", and ")
+        assert eval(call, names | {"series": eval(make, names)})[0].shape == (2, 3, 4)
 
 
 def test_packed_and_padded_do_not_mix():

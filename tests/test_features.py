@@ -1,0 +1,246 @@
+"""Features of series: oscillators against other solvers, what must not change them, and scikit-learn's checks."""
+
+import dataclasses
+import pickle
+import sys
+
+import joblib
+import numpy as np
+import pytest
+import torch
+from sklearn.base import BaseEstimator, clone
+from sklearn.linear_model import RidgeClassifierCV
+from sklearn.model_selection import GridSearchCV
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from sklearn.utils.estimator_checks import parametrize_with_checks
+
+import hbnode
+from hbnode.features import POOLED, OscillatorFeatures, RocketFeatures, oscillator_states
+
+COLUMNS = "the columns of X are times, and a series may have any number of them"
+EXPECTED = {"check_n_features_in", "check_n_features_in_after_fitting", "check_transformer_general"}
+
+
+def make_series(count=12, channels=2, seed=0):
+    """Irregular series of different lengths, a third of the values missing, as pairs (t, x)."""
+    random = np.random.default_rng(seed)
+    found = []
+    for i in range(count):
+        t = np.sort(random.uniform(0, 10, random.integers(5, 30)))
+        x = np.sin((1 + i % 2) * t[:, None] + np.arange(channels)) + 0.1 * random.normal(size=(len(t), channels))
+        found.append((t, np.where(random.random(x.shape) < 0.3, np.nan, x)))
+    return found
+
+
+def bank(size=6, seed=0):
+    random = np.random.default_rng(seed)
+    return np.geomspace(0.01, 2, size), random.uniform(0.05, 0.95, size)
+
+
+@pytest.mark.parametrize("at_rest", [0, 1])
+def test_states_under_a_linear_force_are_those_of_the_closed_form(at_rest):
+    random = np.random.default_rng(1)
+    t = np.sort(random.uniform(0, 20, (1, 40)))
+    t[0, 7] = t[0, 6] + 1e-9
+    frequency, ratio = (each[at_rest::2] for each in bank())
+    size = len(frequency)
+    u = random.normal(size=(1, 40, size))
+    both = [np.repeat(each, 2, axis=-1) for each in (u, frequency, ratio)]  # the second of each pair starts at rest
+    found = oscillator_states(t, *both)[:, :, 0, at_rest::2]
+    omega = 2 * np.pi * frequency
+    x, v = u[0, 0] * at_rest, np.zeros(size)
+    for i in range(1, 40):
+        gap, (start, end) = t[0, i] - t[0, i - 1], u[0, i - 1 : i + 1]
+        slope = (end - start) / gap
+        lag = 2 * ratio * slope / omega  # u - lag is the solution that follows the force
+        step = hbnode.nn.functional.oscillator_step(*map(torch.from_numpy, (2 * ratio * omega, omega**2)), gap)
+        vv, vx, xv, xx = (entry.numpy() for entry in step)
+        dv, dx = v - slope, x - (start - lag)
+        x, v = xv * dv + xx * dx + end - lag, vv * dv + vx * dx + slope
+        scale = 1 + np.abs(slope / omega)
+        expected = np.stack([x, v / omega, end - 2 * ratio * v / omega - x])
+        assert np.abs((found[:, i] - expected) / scale).max() < 1e-10
+
+
+def test_two_samples_at_one_time_are_a_jump_as_of_a_held_input():
+    random = np.random.default_rng(0)
+    t = np.sort(random.uniform(0, 20, 30))
+    samples = random.normal(size=(1, 30, 1))
+    frequency, ratio = bank()
+    layer = hbnode.nn.Oscillators(1, 12, 6, input="hold", dtype=torch.float64)
+    omega = torch.from_numpy(2 * np.pi * frequency)
+    with torch.no_grad():
+        layer.log_damping.copy_((2 * torch.from_numpy(ratio) * omega).log())
+        layer.log_stiffness.copy_(2 * omega.log())
+        layer.weight_in.copy_(omega.square().unsqueeze(1))
+        layer.weight_out.copy_(torch.eye(12))
+        layer.weight_skip.zero_()
+        y, _ = layer(torch.from_numpy(samples), torch.from_numpy(t))
+    v, x = y[0].numpy().reshape(30, 2, 6).swapaxes(0, 1) / omega.numpy()
+    ties, force = np.repeat(t, 2)[None, :-1], np.repeat(samples, 2, 1)[:, :-1] * np.ones(6)
+    before = np.concatenate([force[:, :1], force[:, :-1]], 1)  # t0 u0, t1 u0, t1 u1, t2 u1, ...
+    found = oscillator_states(ties, before, frequency, ratio)
+    assert np.abs(found[0, 1::2, 0, ::2] - x[1:, ::2]).max() < 1e-10
+    assert np.abs(found[1, 1::2, 0, ::2] - v[1:, ::2]).max() < 1e-10
+
+
+def test_padding_and_other_series_change_nothing():
+    series = make_series()
+    features = OscillatorFeatures(8, random_state=0).fit(series)
+    whole = features.transform(series)
+    assert np.isfinite(whole).all()
+    np.testing.assert_allclose(features.transform(series[3:5]), whole[3:5], rtol=1e-5, atol=1e-6)
+    padded = hbnode.data.as_series(series)
+    x, t, mask = (torch.cat([z, z[:, -1:].expand(-1, 9, *z.shape[2:])], 1) for z in (padded.x, padded.t, padded.mask))
+    mask[:, -9:] = False
+    padded = dataclasses.replace(padded, x=x, t=t, mask=mask)
+    np.testing.assert_allclose(features.transform(padded), whole, rtol=1e-5, atol=1e-6)
+
+
+def test_units_of_time_and_of_values_do_not_matter():
+    series = make_series()
+    scaled = [(3600 * t + 5e4, 10 * x - 3) for t, x in series]
+    first, second = (OscillatorFeatures(8, random_state=0).fit_transform(each) for each in (series, scaled))
+    np.testing.assert_allclose(first, second, atol=2e-3)
+
+
+def test_a_stamp_without_a_value_on_a_straight_line_changes_no_state():
+    t, x = np.array([0.0, 1.0, 4.0, 5.0]), np.array([0.0, 1.0, -2.0, 0.0])
+    more = np.array([0.0, 1.0, 2.5, 4.0, 5.0]), np.array([0.0, 1.0, np.nan, -2.0, 0.0])
+    features = OscillatorFeatures(6, random_state=0).fit([(t, x)])
+    blocks = [features._block(features._series([each]), np.array([0])) for each in ((t, x), more)]
+    few, many = (features._bank.states(block) for block in blocks)
+    np.testing.assert_allclose(many[:, [0, 1, 3, 4]], few, atol=1e-12)
+
+
+def test_absent_channels_single_samples_and_static_features_have_finite_features():
+    series = hbnode.data.as_series(make_series(4))
+    series.mask[0, :, 1] = False
+    series.x[0, :, 1] = torch.nan
+    static = torch.tensor([[1.0, 3.0], [torch.nan, 1.0], [3.0, 1.0], [5.0, torch.nan]])
+    series = dataclasses.replace(series, static=static, static_features=["age", "ward"])
+    features = OscillatorFeatures(4, random_state=0).fit(series)
+    found = features.transform(series)
+    names = features.get_feature_names_out().tolist()
+    assert found.shape == (4, len(names))
+    assert len(names) == len(set(names)) == 3 * len(POOLED) * 4 + 7 * 2 + 2
+    assert np.isfinite(found).all()
+    np.testing.assert_allclose(found[:, -2:], [[1, 3], [3, 1], [3, 1], [5, 5 / 3]])
+    assert (found[0, [names.index(f"x1_{what}") for what in ("mean", "first", "log_count")]] == 0).all()
+    alone = OscillatorFeatures(4, random_state=0).fit_transform([([2.0], [1.0]), ([3.0], [5.0]), ([0.0], [np.nan])])
+    assert np.isfinite(alone).all()
+
+
+def test_summaries_and_pooled_statistics_are_what_their_names_say():
+    t, x = np.array([1.0, 2.0, 5.0, 6.0]), np.array([2.0, np.nan, 6.0, 4.0])
+    features = OscillatorFeatures(2, frequency=(1e-9, 1e-9), random_state=0).fit([(t, x)])
+    found = dict(zip(features.get_feature_names_out(), features.transform([(t, x)])[0], strict=True))
+    spread = np.sqrt(8 / 3)
+    expected = {"mean": 0, "spread": 1, "minimum": -2 / spread, "maximum": 2 / spread, "first": -2 / spread, "last": 0}
+    for name, value in {**expected, "log_count": np.log(4)}.items():
+        assert found[f"x0_{name}"] == pytest.approx(value, abs=1e-12)
+    # An oscillator too slow to move: its acceleration is u, or u less the first u where it starts in equilibrium
+    line = np.array([2.0, 3.0, 6.0, 4.0])
+    weights = np.array([0.5, 2.0, 2.0, 0.5]) / 5
+    values = (line - 4) / spread
+    scale = values.std()
+    assert found["oscillator0_acceleration_mean"] == pytest.approx(values @ weights / scale, abs=1e-5)
+    assert found["oscillator1_acceleration_mean"] == pytest.approx((values - values[0]) @ weights / scale, abs=1e-5)
+    assert found["oscillator0_acceleration_log_maximum"] == pytest.approx(np.log(2 / spread / scale + 1e-3), abs=1e-5)
+    assert found["oscillator0_acceleration_time_of_maximum"] == pytest.approx(4 / 5)
+    deviation = np.sqrt((values - values @ weights) ** 2 @ weights)
+    assert found["oscillator0_acceleration_spread"] == pytest.approx(deviation / scale, abs=1e-5)
+    assert found["oscillator0_acceleration_share4"] == pytest.approx(weights[2:].sum())  # above the median, 3.5
+
+
+@pytest.mark.parametrize("transformer", [OscillatorFeatures(8), RocketFeatures(168)])
+def test_random_state_decides_everything_and_numpy_s_own_state_stays(transformer):
+    series = make_series(channels=3)
+    before = np.random.get_state()[1].copy()
+    first, same, other = (clone(transformer).set_params(random_state=seed).fit(series) for seed in (0, 0, 1))
+    assert (np.random.get_state()[1] == before).all()
+    np.testing.assert_array_equal(first.transform(series), same.transform(series))
+    assert not np.array_equal(first.transform(series), other.transform(series))
+    copied = pickle.loads(pickle.dumps(first))
+    np.testing.assert_array_equal(copied.transform(series), first.transform(series))
+    assert first.transform(series).shape[1] == len(first.get_feature_names_out())
+
+
+def test_a_pipeline_is_cloned_searched_and_tells_slow_from_fast():
+    random = np.random.default_rng(0)
+    x = np.sin(np.arange(60) * (0.4 + 0.2 * (np.arange(40) % 2)[:, None]) + random.uniform(0, 6, (40, 1)))
+    x[random.random(x.shape) < 0.5] = np.nan
+    model = make_pipeline(OscillatorFeatures(random_state=0), StandardScaler(), RidgeClassifierCV())
+    search = GridSearchCV(clone(model), {"oscillatorfeatures__num_oscillators": [2, 16]}, cv=2)
+    search.fit(x[:20], np.arange(20) % 2)
+    assert search.score(x[20:], np.arange(20) % 2) == 1.0
+
+
+@parametrize_with_checks(
+    [OscillatorFeatures(4, random_state=0), RocketFeatures(84, random_state=0)],
+    expected_failed_checks=lambda _: dict.fromkeys(EXPECTED, COLUMNS),
+)
+def test_scikit_learns_checks_pass(estimator, check):
+    check(estimator)
+
+
+class Line(BaseEstimator):
+    """Linear interpolation of the first channel, by hand."""
+
+    def fit(self, series):
+        self.fitted_ = True
+        return self
+
+    def reconstruct(self, series, grid):
+        rows = zip(series.t.numpy(), series.x[..., 0].numpy(), series.lengths.tolist(), strict=True)
+        return np.stack([np.interp(grid, t[:n], x[:n]) for t, x, n in rows])[:, None]
+
+
+def test_rocket_sees_the_values_between_samples():
+    random = np.random.default_rng(0)
+    grid = np.arange(20.0)
+    knots = [np.r_[0.0, np.sort(random.choice(np.arange(1.0, 19), 6, replace=False)), 19.0] for _ in range(8)]
+    series = [(t, random.normal(size=8)) for t in knots]
+    line = np.array([np.interp(grid, t, x) for t, x in series])
+    last = np.array([x[np.searchsorted(t, grid, side="right") - 1] for t, x in series])
+    for reconstruction, values in (("linear", line), ("last", last), (Line(), line)):
+        rocket = RocketFeatures(84, reconstruction=reconstruction, grid=20, random_state=0).fit(series)
+        np.testing.assert_allclose(rocket.grid_, grid)
+        full = [(grid, each) for each in values]
+        np.testing.assert_allclose(rocket.transform(full), rocket.transform(series), atol=0.051)
+        assert np.abs(rocket.transform(full) - rocket.transform(series)).mean() < 1e-3
+    assert len(RocketFeatures(84, random_state=0).fit(series).grid_) == 20
+
+
+def test_dask_takes_the_chunks():
+    from distributed import Client, LocalCluster
+
+    series = make_series(40)
+    features = OscillatorFeatures(8, random_state=0).fit(series)
+    expected = features.transform(series)
+    with (
+        LocalCluster(n_workers=2, threads_per_worker=1, processes=False, dashboard_address=None) as cluster,
+        Client(cluster) as client,
+        joblib.parallel_config("dask"),
+    ):
+        found = features.transform(series)
+        assert len({worker for each in client.who_has().values() for worker in each}) <= 2
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_errors_name_a_fix(monkeypatch):
+    series = make_series()
+    with pytest.raises(ValueError, match=r"damping_ratio must be .* < 1.0, got \(0.1, 1.5\). Fix: damping_ratio="):
+        OscillatorFeatures(damping_ratio=(0.1, 1.5)).fit(series)
+    with pytest.raises(ValueError, match="must have 2 channels as in fit, got 1. Fix"):
+        OscillatorFeatures(4).fit(series).transform([(t, x[:, 0]) for t, x in series])
+    with pytest.raises(TypeError, match=r"X must be series, got a table, .* Fix: hbnode.data.from_long"):
+        OscillatorFeatures(4).fit(__import__("pandas").DataFrame({"a": [1.0]}))
+    with pytest.raises(ValueError, match="reconstruction must be 'linear', 'last' or an object, got 'cubic'. Fix"):
+        RocketFeatures(84, reconstruction="cubic").fit(series)
+    with pytest.raises(ValueError, match="grid must be at least 9 increasing times"):
+        RocketFeatures(84, grid=[0.0, 1.0]).fit(series)
+    monkeypatch.setitem(sys.modules, "aeon.transformations.collection.convolution_based", None)
+    with pytest.raises(ImportError, match="RocketFeatures needs aeon: .* Fix: pip install aeon"):
+        RocketFeatures(84).fit(series)
