@@ -1,10 +1,14 @@
-"""Training steps of oscillators beside LSTM, GRU, a loop and ODE-RNNs: ``python -m benchmarks.oscillators``.
+"""Oscillators beside LSTM, GRU, ODE-RNNs and celerite2: ``python -m benchmarks.oscillators``.
 
 Forward and backward passes of one layer, without the optimizer's part: 8 series of 64 features and a layer with 64
 outputs, for the oscillators from 128 of them, which have about as many parameters as the LSTM. "even" are samples that
 are counted, "shared" irregular times that are the same for all series, "own" times of each series' own. The loop takes
 one step after another through autograd, over times of each series' own. ODE-RNNs, at tolerance 1e-3, are compared with
 oscillators that have as many parameters.
+
+The filter and the smoother of noisy oscillators, three of them and one channel in float64, are compared with a filter
+that takes one sample at a time through autograd, and with celerite2, which takes one series at a time, without
+gradients. celerite2's likelihood and its posterior at the samples include the setting up of its kernel.
 
 Times are medians of processor time on one thread, of steps that take turns in one process; ratios are medians of the
 ratios of each round. "kept" is what autograd keeps for the backward pass. Writes JSON with the machine in it, and draws
@@ -13,8 +17,11 @@ a figure with ``--figure``.
 
 from __future__ import annotations
 
+import importlib.util
+import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -120,6 +127,93 @@ def ode_rnns(lengths: list[int], rounds: int) -> list[dict[str, object]]:
     return rows
 
 
+def one_by_one(layer: hbnode.nn.Oscillators, x: Tensor, t: Tensor) -> Tensor:
+    """The log-likelihood of series x (batch, T), by a filter that updates its covariance after each sample."""
+    c, spread, noise = layer.weight_out[0], (2 * layer.log_spread).exp().repeat(2), layer.observation_noise.square()
+    gamma, kappa, root = layer.damping, layer.stiffness, layer.stiffness.sqrt()
+    mean, covariance, total = x.new_zeros(len(x), len(spread)), spread.diag().expand(len(x), -1, -1), torch.tensor(0.0)
+    for gap, sample in zip(t.diff(dim=1, prepend=t[:, :1]).T, x.T, strict=True):
+        step = hbnode.nn.functional.oscillator_step(gamma, kappa, gap.unsqueeze(1))
+        rows = torch.cat([step.vv.diag_embed(), (step.vx / root).diag_embed()], -1)
+        phi = torch.cat([rows, torch.cat([(step.xv * root).diag_embed(), step.xx.diag_embed()], -1)], 1)
+        mean = (phi @ mean.unsqueeze(-1)).squeeze(-1)
+        covariance = phi @ (covariance - spread.diag()) @ phi.mT + spread.diag()
+        gain = covariance @ c
+        variance, error = gain @ c + noise, sample - mean @ c
+        mean = mean + gain * (error / variance).unsqueeze(1)
+        covariance = covariance - gain.unsqueeze(2) * (gain / variance.unsqueeze(1)).unsqueeze(1)
+        total = total - 0.5 * (error.square() / variance + variance.log() + math.log(2 * math.pi)).sum()
+    return total
+
+
+class Celerite:
+    """The same model in celerite2, for a layer whose outputs are the sum of the displacements."""
+
+    def __init__(self, layer: hbnode.nn.Oscillators) -> None:
+        zeta, omega = layer.damping / (2 * layer.stiffness.sqrt()), layer.stiffness.sqrt()
+        numbers = torch.stack([layer.log_spread.exp(), omega, 0.5 / zeta], 1).detach()
+        self.terms, self.noise = numbers.tolist(), float(layer.observation_noise.detach())
+
+    def log_likelihood(self, x: Tensor, t: Tensor) -> float:
+        return sum(self._process(times).log_likelihood(row.numpy()) for row, times in zip(x, t, strict=True))
+
+    def smooth(self, x: Tensor, t: Tensor) -> list[Any]:
+        """The means and variances at the samples."""
+        rows = zip(x, t, strict=True)
+        return [self._process(times).predict(row.numpy(), return_var=True) for row, times in rows]
+
+    def _process(self, t: Tensor) -> Any:
+        import celerite2
+        from celerite2.terms import SHOTerm, TermSum
+
+        process = celerite2.GaussianProcess(TermSum(*(SHOTerm(sigma=s, w0=w, Q=q) for s, w, q in self.terms)), mean=0.0)
+        process.compute(t.numpy(), diag=torch.full_like(t, self.noise**2).numpy())
+        return process
+
+
+def filters(sizes: list[tuple[int, int]], rounds: int) -> list[dict[str, object]]:
+    """Rows of the filter and the smoother for batches of series, (batch, T)."""
+    rows: list[dict[str, object]] = []
+    layer = hbnode.nn.Oscillators(1, 1, 3, noise=True, frequency=(0.05, 0.2)).double()
+    with torch.no_grad():
+        layer.weight_out.copy_(torch.tensor([[0.0, 0.0, 0.0, 1.0, 1.0, 1.0]]))
+    peer, has_peer = Celerite(layer), importlib.util.find_spec("celerite2") is not None
+    for batch, length in sizes:
+        t = (0.5 + torch.rand(batch, length, dtype=torch.float64)).cumsum(1)
+        x = torch.randn(batch, length, dtype=torch.float64)
+
+        def with_gradient(function: Callable[..., Tensor], *inputs: Tensor) -> Callable[[], None]:
+            def run() -> None:
+                layer.zero_grad()
+                function(*inputs).sum().backward()
+
+            return run
+
+        samples = x.unsqueeze(-1)
+        functions: dict[str, Callable[[], object]] = {
+            "likelihood": torch.no_grad()(lambda: layer.log_likelihood(samples, t)),  # noqa: B023
+            "likelihood, gradient": with_gradient(layer.log_likelihood, samples, t),
+            "posterior": torch.no_grad()(lambda: layer.smooth(samples, t)),  # noqa: B023
+        }
+        if batch * length <= LOOP_MOST * 8:
+            functions["likelihood, one by one"] = torch.no_grad()(lambda: one_by_one(layer, x, t))  # noqa: B023
+            functions["likelihood, gradient, one by one"] = with_gradient(lambda *z: one_by_one(layer, *z), x, t)
+        if has_peer:
+            functions["likelihood, celerite2"] = lambda: peer.log_likelihood(x, t)  # noqa: B023
+            if batch * length <= LOOP_MOST:
+                functions["posterior, celerite2"] = lambda: peer.smooth(x, t)  # noqa: B023
+        times = interleaved(functions, rounds, warm=1)
+        for name in ("likelihood", "likelihood, gradient", "posterior"):
+            row: dict[str, object] = {"what": name, "batch": batch, "length": length, "ms": milliseconds(times[name])}
+            for other in ("one by one", "celerite2"):
+                row["of_" + other.replace(" ", "_")] = (
+                    ratio(times[name], times[f"{name}, {other}"]) if f"{name}, {other}" in times else None
+                )
+            rows.append(row)
+            print(show(row), flush=True)
+    return rows
+
+
 def show(row: dict[str, object]) -> str:
     """A line of a table."""
     cells = (f"{name} {value:.3g}" if isinstance(value, float) else f"{value}" for name, value in row.items())
@@ -148,12 +242,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser = command(__doc__, "oscillators")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384], help="[1024 4096 16384]")
     parser.add_argument("--ode-rnn", type=int, nargs="*", default=[64, 512], help="lengths beside ODE-RNNs [64 512]")
+    parser.add_argument(
+        "--filter", type=int, nargs="*", default=[64, 64, 1, 1000, 100, 1000], help="batch, T, batch, ..."
+    )
     parser.add_argument("--rounds", type=int, default=3, help="timed rounds [3]")
     parser.add_argument("--figure", type=Path, default=None, help="where to draw the figure [nowhere]")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     found = {"layers": layers(options.lengths, options.rounds), "ode_rnns": ode_rnns(options.ode_rnn, options.rounds)}
+    found["filters"] = filters(list(zip(options.filter[::2], options.filter[1::2], strict=True)), options.rounds)
     write(options.out, found)
     if options.figure is not None:
         draw(found["layers"], options.figure)

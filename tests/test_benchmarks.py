@@ -180,7 +180,8 @@ def test_strong_damping(run, monkeypatch, capsys):
 
 def test_oscillators(run, tmp_path):
     figure = tmp_path / "oscillators.png"
-    lengths = ["--lengths", "16", "32", "--ode-rnn", "8", "--rounds", "1", "--figure", str(figure)]
+    lengths = ["--lengths", "16", "32", "--ode-rnn", "8", "--filter", "2", "9"]
+    lengths += ["--rounds", "1", "--figure", str(figure)]
     report = run(oscillators, *lengths)
     rows = report["layers"]
     assert {row["length"] for row in rows} == {16, 32}
@@ -190,6 +191,11 @@ def test_oscillators(run, tmp_path):
     assert figure.exists()
     layer, x, t = oscillators.hbnode.nn.Oscillators(3, 4, 5), torch.randn(2, 9, 3), torch.rand(2, 9).cumsum(1)
     torch.testing.assert_close(oscillators.Loop(layer)(x, t)[0], layer(x, t)[0])
+    assert all(row["ms"] > 0 for row in report["filters"])
+    layer = oscillators.hbnode.nn.Oscillators(1, 1, 3, noise=True)
+    x, t = x[..., 0].double(), t.double()
+    found = oscillators.one_by_one(layer.double(), x, t)
+    torch.testing.assert_close(found, layer.log_likelihood(x.unsqueeze(-1), t).sum(), rtol=0, atol=1e-10)
 
 
 def test_irregular_series(monkeypatch, tmp_path, capsys):

@@ -246,6 +246,17 @@ class OscillatorSmoother(BaseEstimator):
             means = _with_observed(means, at, data)
         return Posterior(means.numpy(), (scale * std).numpy(), drawn)
 
+    def reconstruct(self, series: Any, grid: Any) -> NDArray[Any]:
+        """Return the means of :meth:`posterior`, (batch, channels, K).
+
+        This is what ``reconstruction`` of :class:`hbnode.features.RocketFeatures` asks for.
+
+        Arguments:
+            series: as in :meth:`fit`, with the channels of the training data.
+            grid: times (K,) for all series, or (batch, K).
+        """
+        return self.posterior(series, grid).mean
+
     def forecast(self, series: Any, at: Any) -> Gaussian:
         """Return the distribution of observations at given times, (batch, K, channels), as tensors.
 

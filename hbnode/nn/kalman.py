@@ -96,7 +96,7 @@ class Blocks(NamedTuple):
     noise: Tensor
 
 
-class Filtered(NamedTuple):
+class Updates(NamedTuple):
     """The states before the blocks, and the factors of the update by each block.
 
     Attributes:
@@ -191,7 +191,7 @@ class KalmanFilter:
         blocks, found = self.run(sequences)
         return self._log_densities(blocks, found).sum((0, 2))
 
-    def run(self, sequences: Sequences) -> tuple[Blocks, Filtered]:
+    def run(self, sequences: Sequences) -> tuple[Blocks, Updates]:
         """Return the blocks of the sequences, and what the filter finds from the stationary distribution."""
         t, x, seen = self._samples(sequences)
         blocks = self._blocks(t, x.unsqueeze(-1), seen)
@@ -304,7 +304,7 @@ class KalmanFilter:
         x, seen, noise = (self._blocked(z) for z in (x, seen.to(t.dtype), self.noise.expand(seen.shape)))
         return Blocks(m, phi, k, g, x, seen, noise)
 
-    def _run(self, blocks: Blocks, state: OscillatorBelief | None = None) -> Filtered:
+    def _run(self, blocks: Blocks, state: OscillatorBelief | None = None) -> Updates:
         n, size = blocks.m.shape[-2:]
         sets, seen = blocks.x.shape[-1], blocks.seen.unsqueeze(-1)
         own = seen * blocks.k * seen.mT + torch.where(blocks.seen > 0, blocks.noise, 1.0).diag_embed()
@@ -326,14 +326,14 @@ class KalmanFilter:
             excess = torch.baddbmm(joint[:, n:, n:], a.mT, a, alpha=-1)
             steps.append((*before, factor, white, a))
         means, excesses, factors, whites, gains = (torch.stack(each) for each in zip(*steps, strict=True))
-        return Filtered(means, excesses, factors, whites, gains, (mean, excess))
+        return Updates(means, excesses, factors, whites, gains, (mean, excess))
 
-    def _log_densities(self, blocks: Blocks, found: Filtered) -> Tensor:
+    def _log_densities(self, blocks: Blocks, found: Updates) -> Tensor:
         """Return the log density of each value given the values before it, (blocks, batch, n); 0 where unobserved."""
         logs = found.factor.diagonal(dim1=-2, dim2=-1).log()
         return -0.5 * found.white.square().sum(-1) - logs - 0.5 * math.log(2 * math.pi) * blocks.seen
 
-    def _predicted(self, blocks: Blocks, found: Filtered) -> tuple[Tensor, Tensor, Tensor]:
+    def _predicted(self, blocks: Blocks, found: Updates) -> tuple[Tensor, Tensor, Tensor]:
         """Return the mean and the variance of the signal given earlier blocks, and its covariance with L⁻¹ y."""
         m_excess = blocks.m @ found.excess
         cross = blocks.seen.unsqueeze(-1) * (blocks.k + m_excess @ blocks.m.mT).mT
@@ -341,7 +341,7 @@ class KalmanFilter:
         v: Any = torch.linalg.solve_triangular(found.factor, cross, upper=False)
         return blocks.m @ found.mean, variance, v.mT
 
-    def _smooth(self, blocks: Blocks, found: Filtered) -> tuple[Tensor, Tensor]:
+    def _smooth(self, blocks: Blocks, found: Updates) -> tuple[Tensor, Tensor]:
         """Return the mean (blocks, batch, n, S) and the variance (blocks, batch, n) of the signal given all values."""
         mean, variance, v = self._predicted(blocks, found)
         mean, variance = mean + v @ found.white, variance - v.square().sum(-1)
