@@ -42,6 +42,13 @@ def is_exporting() -> bool:
     return hasattr(torch.compiler, "is_exporting") and torch.compiler.is_exporting()
 
 
+def in_eager_mode() -> AbstractContextManager[Any]:
+    """Run functions of torch.compile eagerly: the gradient of a compiled function has no graph, or a partial one."""
+    if "torch._dynamo" not in sys.modules or not hasattr(torch.compiler, "set_stance"):  # torch 2.6
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")
+
+
 @contextmanager
 def checking_shapes() -> Iterator[None]:
     """Silence the warnings of torch.jit.trace about hbnode's checks of shapes."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -42,7 +40,7 @@ def by_vjps(field: Field, t: Tensor, x: Tensor, *, create_graph: bool) -> Deriva
     """
     with torch.autograd.graph.disable_saved_tensors_hooks("VJPs of a step do not support saved tensor hooks"):
         pass  # raises if there are such hooks
-    with torch.inference_mode(False), torch.enable_grad(), in_eager_mode() if create_graph else nullcontext():
+    with torch.inference_mode(False), torch.enable_grad(), _torch.in_eager_mode() if create_graph else nullcontext():
         # parts of one tensor: autograd does not search the graph of earlier steps if all inputs are as deep as x
         whole = torch.cat([z.flatten() for z in (t, x, torch.zeros_like(x))])
         whole = whole if whole.requires_grad and create_graph else whole.detach().requires_grad_()
@@ -58,12 +56,6 @@ def by_vjps(field: Field, t: Tensor, x: Tensor, *, create_graph: bool) -> Deriva
         of_t = vjp(vjp(f, t, cotangent, True), cotangent, torch.ones_like(t), create_graph)
     return torch.stack(rows, 1), of_t
 
-
-def in_eager_mode() -> AbstractContextManager[Any]:
-    """Run functions of torch.compile eagerly: the gradient of a compiled function has no graph, or a partial one."""
-    if "torch._dynamo" not in sys.modules or not hasattr(torch.compiler, "set_stance"):  # torch 2.6
-        return nullcontext()
-    return torch.compiler.set_stance("force_eager")
 
 
 def by_jvps(field: Field, t: Tensor, x: Tensor) -> Derivatives:
