@@ -38,6 +38,7 @@ TO_POLYNOMIAL = np.linalg.inv(NODES[:, None] ** np.arange(len(NODES)))  # from v
 BISECTIONS, CORRECTIONS, ROOT_TOLERANCE = 45, 60, 1e-12  # of the search for a zero, in fractions of the step
 DIFFERENCE = 1e-5  # for a central difference, as a fraction of the step
 AT_ZERO = 1e-6  # after an event, c is 0 if |c| is below this times |dc/dt| and the size of the step
+ROUNDINGS = 64  # ... or below this many rounding errors, times the same
 CLOSE = 1 / 64  # an event so soon after the last one, as a fraction of the step, is found in a shorter step
 
 
@@ -162,6 +163,7 @@ class EventSteps(AdaptiveSteps):
         self.counts, self.last = [none for _ in self.events], np.full((len(self.events), p.lanes), -np.inf)
         self.found: list[list[tuple[Array, Tensor, Rows]]] = [[] for _ in self.events]
         self.ended: tuple[Array, Rows] | None = None
+        self.at_zero = max(AT_ZERO, ROUNDINGS * torch.finfo(p.template.dtype).eps)
         self.width = none  # size of the step in which the last event of a sample was found
         self.short = none + np.inf  # limit of the next step, if an event follows another closely
         self.signs = [none for _ in self.events]
@@ -213,7 +215,8 @@ class EventSteps(AdaptiveSteps):
 
                 rows_at_nodes = [before[: p.term.rows], *rows_inside, after[: p.term.rows]]
                 values = np.stack([value(theta, rows) for theta, rows in zip(NODES, rows_at_nodes, strict=True)])
-                low, high, side = self._first_change(k, event, values, wanted)
+                is_past = self.then - self.last[k] > self.at_zero * self.width  # else c is a rounding error of 0
+                low, high, side = self._first_change(k, event, values, wanted & is_past)
                 is_hit = ~np.isnan(high)
                 if is_hit.any():
                     high = np.where(is_hit, high, 1.0)
@@ -299,7 +302,7 @@ class EventSteps(AdaptiveSteps):
         slopes = self._slopes(t, rows)
         signs = [np.sign(self._values(event, t, rows)) for event in self.events]
         for k, event in enumerate(self.events):  # another event at the same time has changed its sign, too
-            is_new = self._crosses(event, self.signs[k], signs[k]) & (self.now - self.last[k] > AT_ZERO * self.width)
+            is_new = self._crosses(event, self.signs[k], signs[k]) & (self.now - self.last[k] > self.at_zero * self.width)
             masks.append(landed & ~ends & ((self.goal_of == k) | is_new))
             ends = ends | (masks[k] & (self.counts[k] + 1 >= event.limit))
         of_lanes = tuple([row.detach()[p._on_device(lanes)] for row in rows])
@@ -416,7 +419,7 @@ class EventSteps(AdaptiveSteps):
         """
         c = self._values(self.events[k], t, rows)
         rate = self._rate(self.events[k], t, rows, slopes).double().cpu().numpy() * self.problem.sign
-        is_zero = abs(c) <= AT_ZERO * self.width * abs(rate)
+        is_zero = abs(c) <= self.at_zero * self.width * abs(rate)
         sign = np.sign(np.where(is_zero, rate if fired else self.signs[k], c))
         self.signs[k] = np.where(lanes, sign, self.signs[k])
 

@@ -237,9 +237,6 @@ def _solve(field: Any, y0: State, t: Times, settings: Settings, nfe: NFE, end: b
     lanes, is_empty = None, template.shape[:1] == (0,)  # an empty batch has no steps per sample
     if times.dim() == 2 or events or (settings.per_sample and settings.steps is None and not is_empty):
         lanes = count_samples(y0, times, settings)
-        if not events and getattr(gradient, "name", gradient) == "adjoint":
-            what = "t of shape (batch, T)" if times.dim() == 2 else "per_sample=True"
-            raise ValueError(f"gradient='adjoint' does not support {what}. Fix: gradient='checkpoint'.")
     term = ODETerm(field, y0, counter, second_order=is_second_order(settings.method, field), lanes=lanes)
     problem = Problem(
         term, METHODS[settings.method], times, settings, end_only=end and times.shape[-1] == 2, events=events
