@@ -149,6 +149,7 @@ class EventSteps(AdaptiveSteps):
 
     Attributes:
         ended: the samples whose solve ends with the last events, and the rows of their last states.
+        first: the initial rows as constants. Ended samples return to them, because f may be singular at their end.
     """
 
     def __init__(self, problem: Any, state: Rows) -> None:
@@ -163,6 +164,7 @@ class EventSteps(AdaptiveSteps):
         self.counts, self.last = [none for _ in self.events], np.full((len(self.events), p.lanes), -np.inf)
         self.found: list[list[tuple[Array, Tensor, Rows]]] = [[] for _ in self.events]
         self.ended: tuple[Array, Rows] | None = None
+        self.first = tuple([row.detach() for row in state[: p.term.rows]])
         self.at_zero = max(AT_ZERO, ROUNDINGS * torch.finfo(p.template.dtype).eps)
         self.width = none  # size of the step in which the last event of a sample was found
         self.short = none + np.inf  # limit of the next step, if an event follows another closely
@@ -302,7 +304,9 @@ class EventSteps(AdaptiveSteps):
         slopes = self._slopes(t, rows)
         signs = [np.sign(self._values(event, t, rows)) for event in self.events]
         for k, event in enumerate(self.events):  # another event at the same time has changed its sign, too
-            is_new = self._crosses(event, self.signs[k], signs[k]) & (self.now - self.last[k] > self.at_zero * self.width)
+            is_new = self._crosses(event, self.signs[k], signs[k]) & (
+                self.now - self.last[k] > self.at_zero * self.width
+            )
             masks.append(landed & ~ends & ((self.goal_of == k) | is_new))
             ends = ends | (masks[k] & (self.counts[k] + 1 >= event.limit))
         of_lanes = tuple([row.detach()[p._on_device(lanes)] for row in rows])
@@ -315,7 +319,7 @@ class EventSteps(AdaptiveSteps):
         return rows
 
     def _pass(self, t: Tensor, rows: Rows, slopes: Rows, masks: Sequence[Array]) -> Rows:
-        """Return the rows after the events, each of which happens in the samples of its mask."""
+        """Return the rows after the events, each of which happens in the samples of its mask, and set ``ended``."""
         p, ends, final = self.problem, np.zeros_like(masks[0]), rows
         for k, (event, happens) in enumerate(zip(self.events, masks, strict=True)):
             if not happens.any():
@@ -340,8 +344,9 @@ class EventSteps(AdaptiveSteps):
             rows = tuple([row - shift * slope for row, slope in zip(rows, slopes, strict=True)])
         self.ended = None
         if ends.any():
-            which = p._on_device(ends.nonzero()[0])
+            which, of_end = p._on_device(ends.nonzero()[0]), as_column(p._on_device(ends), rows[0])
             self.ended = ends.nonzero()[0], tuple([row[which] for row in final])
+            rows = tuple([torch.where(of_end, first, row) for first, row in zip(self.first, rows, strict=True)])
         return rows
 
     def rounds(self) -> Iterator[Landing]:

@@ -131,7 +131,8 @@ def odeint(
               steps of a splitting method.
             - ``"adjoint"`` solves the adjoint ODE backwards, in memory that does not grow with the number of steps.
               Over a solve of length T, a damping γ amplifies errors of the backward solve by e^{γT}. Native methods
-              raise ``ReversalError`` if the backward solve misses y0 or an output.
+              raise ``ReversalError`` if the backward solve misses y0 or an output. The backward solve has common steps
+              for the whole batch, also with ``per_sample=True`` or t of shape (batch, T).
         steps: number of equal steps in each output interval, for native methods and for torchdiffeq's methods with
             fixed steps. Tolerances are then ignored. The splitting methods need it; torchdiffeq's methods with fixed
             steps take one step per interval without it. Default: None, which means adaptive steps.
