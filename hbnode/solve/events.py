@@ -38,7 +38,7 @@ TO_POLYNOMIAL = np.linalg.inv(NODES[:, None] ** np.arange(len(NODES)))  # from v
 BISECTIONS, CORRECTIONS, ROOT_TOLERANCE = 45, 60, 1e-12  # of the search for a zero, in fractions of the step
 DIFFERENCE = 1e-5  # for a central difference, as a fraction of the step
 AT_ZERO = 1e-6  # after an event, c is 0 if |c| is below this times |dc/dt| and the size of the step
-ROUNDINGS = 64  # ... or below this many rounding errors, times the same
+ROUNDINGS = 64  # the same factor of a dtype is at least this many rounding errors
 CLOSE = 1 / 64  # an event so soon after the last one, as a fraction of the step, is found in a shorter step
 
 
@@ -217,7 +217,9 @@ class EventSteps(AdaptiveSteps):
 
                 rows_at_nodes = [before[: p.term.rows], *rows_inside, after[: p.term.rows]]
                 values = np.stack([value(theta, rows) for theta, rows in zip(NODES, rows_at_nodes, strict=True)])
-                is_past = self.then - self.last[k] > self.at_zero * self.width  # else c is a rounding error of 0
+                is_past = (
+                    self.then - self.last[k] > self.at_zero * self.width
+                )  # else the sign of c is that of rounding errors
                 low, high, side = self._first_change(k, event, values, wanted & is_past)
                 is_hit = ~np.isnan(high)
                 if is_hit.any():
