@@ -77,7 +77,7 @@ def settings(draw):
         method, model = draw(pairs)
         grid = method in SPLITTING or draw(st.booleans())
         per_sample = draw(st.sampled_from([False, True]))
-        gradients = ["direct", "checkpoint", *(["adjoint"] if not per_sample and method not in SPLITTING else [])]
+        gradients = ["direct", "checkpoint", *(["adjoint"] if method not in SPLITTING else [])]
         gradients += ["reversible"] if method in SPLITTING else []
         chosen = {"per_sample": per_sample, "gradient": draw(st.sampled_from(gradients))}
     if grid:

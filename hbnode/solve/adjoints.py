@@ -413,8 +413,9 @@ class Adjoint:
     the damping.
 
     A solve with events stores the states at outputs and events. It is then divided into rounds: the n-th round of a
-    sample is its solve from its last event to its next one, and the jump there, which is repeated with a graph. In the
-    backward solve of a round, a step is the same fraction of each sample's interval.
+    sample is its solve from its last event to its next one, and the jump there, which is repeated with a graph.
+
+    If samples have their own times, steps or events, a backward step is the same fraction of each sample's interval.
     """
 
     name = "adjoint"

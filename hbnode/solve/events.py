@@ -38,6 +38,7 @@ TO_POLYNOMIAL = np.linalg.inv(NODES[:, None] ** np.arange(len(NODES)))  # from v
 BISECTIONS, CORRECTIONS, ROOT_TOLERANCE = 45, 60, 1e-12  # of the search for a zero, in fractions of the step
 DIFFERENCE = 1e-5  # for a central difference, as a fraction of the step
 AT_ZERO = 1e-6  # after an event, c is 0 if |c| is below this times |dc/dt| and the size of the step
+ROUNDINGS = 64  # the same factor of a dtype is at least this many rounding errors
 CLOSE = 1 / 64  # an event so soon after the last one, as a fraction of the step, is found in a shorter step
 
 
@@ -148,6 +149,7 @@ class EventSteps(AdaptiveSteps):
 
     Attributes:
         ended: the samples whose solve ends with the last events, and the rows of their last states.
+        first: the initial rows as constants. Ended samples return to them, because f may be singular at their end.
     """
 
     def __init__(self, problem: Any, state: Rows) -> None:
@@ -162,6 +164,8 @@ class EventSteps(AdaptiveSteps):
         self.counts, self.last = [none for _ in self.events], np.full((len(self.events), p.lanes), -np.inf)
         self.found: list[list[tuple[Array, Tensor, Rows]]] = [[] for _ in self.events]
         self.ended: tuple[Array, Rows] | None = None
+        self.first = tuple([row.detach() for row in state[: p.term.rows]])
+        self.at_zero = max(AT_ZERO, ROUNDINGS * torch.finfo(p.template.dtype).eps)
         self.width = none  # size of the step in which the last event of a sample was found
         self.short = none + np.inf  # limit of the next step, if an event follows another closely
         self.signs = [none for _ in self.events]
@@ -213,7 +217,10 @@ class EventSteps(AdaptiveSteps):
 
                 rows_at_nodes = [before[: p.term.rows], *rows_inside, after[: p.term.rows]]
                 values = np.stack([value(theta, rows) for theta, rows in zip(NODES, rows_at_nodes, strict=True)])
-                low, high, side = self._first_change(k, event, values, wanted)
+                is_past = (
+                    self.then - self.last[k] > self.at_zero * self.width
+                )  # else the sign of c is that of rounding errors
+                low, high, side = self._first_change(k, event, values, wanted & is_past)
                 is_hit = ~np.isnan(high)
                 if is_hit.any():
                     high = np.where(is_hit, high, 1.0)
@@ -299,7 +306,9 @@ class EventSteps(AdaptiveSteps):
         slopes = self._slopes(t, rows)
         signs = [np.sign(self._values(event, t, rows)) for event in self.events]
         for k, event in enumerate(self.events):  # another event at the same time has changed its sign, too
-            is_new = self._crosses(event, self.signs[k], signs[k]) & (self.now - self.last[k] > AT_ZERO * self.width)
+            is_new = self._crosses(event, self.signs[k], signs[k]) & (
+                self.now - self.last[k] > self.at_zero * self.width
+            )
             masks.append(landed & ~ends & ((self.goal_of == k) | is_new))
             ends = ends | (masks[k] & (self.counts[k] + 1 >= event.limit))
         of_lanes = tuple([row.detach()[p._on_device(lanes)] for row in rows])
@@ -312,7 +321,7 @@ class EventSteps(AdaptiveSteps):
         return rows
 
     def _pass(self, t: Tensor, rows: Rows, slopes: Rows, masks: Sequence[Array]) -> Rows:
-        """Return the rows after the events, each of which happens in the samples of its mask."""
+        """Return the rows after the events, each of which happens in the samples of its mask, and set ``ended``."""
         p, ends, final = self.problem, np.zeros_like(masks[0]), rows
         for k, (event, happens) in enumerate(zip(self.events, masks, strict=True)):
             if not happens.any():
@@ -337,8 +346,9 @@ class EventSteps(AdaptiveSteps):
             rows = tuple([row - shift * slope for row, slope in zip(rows, slopes, strict=True)])
         self.ended = None
         if ends.any():
-            which = p._on_device(ends.nonzero()[0])
+            which, of_end = p._on_device(ends.nonzero()[0]), as_column(p._on_device(ends), rows[0])
             self.ended = ends.nonzero()[0], tuple([row[which] for row in final])
+            rows = tuple([torch.where(of_end, first, row) for first, row in zip(self.first, rows, strict=True)])
         return rows
 
     def rounds(self) -> Iterator[Landing]:
@@ -416,7 +426,7 @@ class EventSteps(AdaptiveSteps):
         """
         c = self._values(self.events[k], t, rows)
         rate = self._rate(self.events[k], t, rows, slopes).double().cpu().numpy() * self.problem.sign
-        is_zero = abs(c) <= AT_ZERO * self.width * abs(rate)
+        is_zero = abs(c) <= self.at_zero * self.width * abs(rate)
         sign = np.sign(np.where(is_zero, rate if fired else self.signs[k], c))
         self.signs[k] = np.where(lanes, sign, self.signs[k])
 

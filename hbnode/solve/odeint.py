@@ -131,7 +131,8 @@ def odeint(
               steps of a splitting method.
             - ``"adjoint"`` solves the adjoint ODE backwards, in memory that does not grow with the number of steps.
               Over a solve of length T, a damping γ amplifies errors of the backward solve by e^{γT}. Native methods
-              raise ``ReversalError`` if the backward solve misses y0 or an output.
+              raise ``ReversalError`` if the backward solve misses y0 or an output. The backward solve has common steps
+              for the whole batch, also with ``per_sample=True`` or t of shape (batch, T).
         steps: number of equal steps in each output interval, for native methods and for torchdiffeq's methods with
             fixed steps. Tolerances are then ignored. The splitting methods need it; torchdiffeq's methods with fixed
             steps take one step per interval without it. Default: None, which means adaptive steps.
@@ -237,9 +238,6 @@ def _solve(field: Any, y0: State, t: Times, settings: Settings, nfe: NFE, end: b
     lanes, is_empty = None, template.shape[:1] == (0,)  # an empty batch has no steps per sample
     if times.dim() == 2 or events or (settings.per_sample and settings.steps is None and not is_empty):
         lanes = count_samples(y0, times, settings)
-        if not events and getattr(gradient, "name", gradient) == "adjoint":
-            what = "t of shape (batch, T)" if times.dim() == 2 else "per_sample=True"
-            raise ValueError(f"gradient='adjoint' does not support {what}. Fix: gradient='checkpoint'.")
     term = ODETerm(field, y0, counter, second_order=is_second_order(settings.method, field), lanes=lanes)
     problem = Problem(
         term, METHODS[settings.method], times, settings, end_only=end and times.shape[-1] == 2, events=events

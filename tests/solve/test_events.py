@@ -1,5 +1,6 @@
 """Events: where they are, what happens there, their gradients, and what is refused."""
 
+import itertools
 import math
 
 import pytest
@@ -223,16 +224,17 @@ def test_the_adjoint_is_that_of_the_closed_form_within_the_tolerance(rtol, dtype
         torch.testing.assert_close(value, exact, rtol=100 * rtol, atol=100 * rtol)
 
 
-def test_a_sample_that_ended_where_the_field_is_singular_does_not_spoil_the_adjoint():
+@pytest.mark.parametrize("gradient", ["direct", "checkpoint", "adjoint"])
+def test_a_sample_that_ended_where_the_field_is_singular_does_not_spoil_gradients(gradient):
     """Tanks drain by y' = -k √y down to the level c; √y has no derivative at 0, where the first two then stay."""
     y0, k, c = float64([1.0], [2.0], [30.0]).requires_grad_(), float64(1.0).requires_grad_(), 1e-3
     events = [Event(lambda t, y: y[:, 0] - c, lambda t, y: 0 * y, max_count=1), level(20, lambda t, y: y)]
-    settings = {"events": events, "rtol": 1e-8, "atol": 1e-8, "gradient": "adjoint"}
+    settings = {"events": events, "rtol": 1e-8, "atol": 1e-8, "gradient": gradient}
     _, (empty, _) = hbnode.odeint(lambda t, y: -k * y.clamp(min=0).sqrt(), y0, [0.0, 4.0], **settings)
     exact = 2 * (y0[:2, 0].sqrt() - c**0.5) / k
     torch.testing.assert_close(empty.t[:2, 0], exact, rtol=0, atol=1e-6)
     found, wanted = (torch.autograd.grad(t.sum(), (y0, k)) for t in (empty.t[:2], exact))
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("times", [[1.0, 0.4, -2.0], [[0.0, 0.5, 2.0], [0.0, 0.0, 1.0], [0.3, 0.3, 0.3]]])
@@ -276,6 +278,21 @@ def test_infinitely_many_bounces_are_an_error_that_names_the_sample():
     _, record = fall(float64(1.0), [0.0, 10.0], Event(height, bounce, max_count=25))
     gaps = record.t[0].diff()
     torch.testing.assert_close(gaps[1:] / gaps[:-1], torch.full((23,), 0.5).double(), rtol=1e-7, atol=0)
+
+
+@pytest.mark.parametrize("method", ["nystrom4", "tsit5", "fixed tsit5", "exponential", "leapfrog"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_an_event_at_an_output_time_happens_at_most_once(method, dtype):
+    """The ball from 5 t² reaches the floor at t, up to rounding; the solve ends there, or goes on for a little."""
+    settings = {"method": "tsit5", "steps": 5} if method == "fixed tsit5" else {"method": method, **METHODS[method]}
+    elastic = Event(height, lambda t, y: (y[0], -0.5 * y[1]))
+    for start, end in itertools.product([0.0, -3.0], [0.3, 1.0]):
+        h = torch.tensor([5 * end**2], dtype=dtype)
+        for times in ([0.0, end], [0.0, 0.3 * end, 0.6 * end, end], [0.0, end, 1.2 * end]):
+            (x, _), record = fall(h, [start + t for t in times], elastic, **settings)
+            goes_on = times[-1] > end
+            assert record.count.item() == 1 if goes_on else record.count.item() <= 1
+            assert x[-1].item() == pytest.approx(0.8 * end**2 if goes_on else 0, abs=1e-4)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
