@@ -1,5 +1,8 @@
 """Neural ODEs with momentum for PyTorch."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from hbnode import data, diagnostics, distributions, errors, nn, optim, solve, torchdiffeq
 from hbnode.errors import SolverError
 from hbnode.fields import (
@@ -20,6 +23,9 @@ from hbnode.signal import Signal
 from hbnode.solve import odeint, sdeint
 from hbnode.solve.events import Event
 from hbnode.solve.registry import methods
+
+if TYPE_CHECKING:
+    from hbnode import estimators, features  # noqa: F401
 
 __version__ = "0.1.0"
 
@@ -57,3 +63,10 @@ __all__ = [
     "torchdiffeq",
     "errors",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the modules that need scikit-learn when they are first used."""
+    if name in ("estimators", "features"):
+        return importlib.import_module(f"hbnode.{name}")
+    raise AttributeError(f"module 'hbnode' has no attribute {name!r}")

@@ -1,7 +1,10 @@
-"""Estimators of irregular series in the conventions of scikit-learn; they need ``pip install hbnode[series]``."""
+"""Estimators of irregular series in the conventions of scikit-learn."""
 
-from hbnode.estimators.forecaster import SeriesForecaster
-from hbnode.estimators.models import SeriesClassifier, SeriesRegressor
-from hbnode.estimators.smoother import OscillatorSmoother
+try:
+    from hbnode.estimators.forecaster import SeriesForecaster
+    from hbnode.estimators.models import SeriesClassifier, SeriesRegressor
+    from hbnode.estimators.smoother import OscillatorSmoother, Posterior
+except ModuleNotFoundError as error:
+    raise ImportError(f"hbnode.estimators needs scikit-learn: {error}. Fix: pip install 'hbnode[series]'.") from error
 
-__all__ = ["OscillatorSmoother", "SeriesClassifier", "SeriesForecaster", "SeriesRegressor"]
+__all__ = ["OscillatorSmoother", "Posterior", "SeriesClassifier", "SeriesForecaster", "SeriesRegressor"]
