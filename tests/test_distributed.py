@@ -48,7 +48,7 @@ MODELS = {  # with the evaluations of a forward pass, if they are known
     "again": (lambda: block("nystrom8", AGAIN), 25),
     "momentum_attention": (lambda: Streamed("momentum"), None),
     "heavy_ball_memory": (lambda: Streamed("heavy_ball"), None),
-    "ode_rnn": (lambda: Last(hbnode.ODERNN(1, 3, rtol=1e-3, atol=1e-3)), None),
+    "ode_rnn": (lambda: Last(hbnode.ODERNN(1, 3, time_unit=1.0, rtol=1e-3, atol=1e-3)), None),
     **{
         f"{rule} {kind.__name__}": (lambda kind=kind, rule=rule: Last(kind(1, 3, rule=rule)), None)
         for kind, rule in (

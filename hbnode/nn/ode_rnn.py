@@ -112,8 +112,8 @@ class ODERNN(ModuleWithConstants):
             forecasting. Default: ``False``.
         method: solver, as in :func:`hbnode.odeint`; so are the arguments that follow. torchdiffeq's methods need
             ``per_sample=False``. Default: ``None``.
-        rtol: relative tolerance. Default: ``1e-5``.
-        atol: absolute tolerance. Default: ``1e-5``.
+        rtol: relative tolerance. Default: ``0.001``.
+        atol: absolute tolerance. Default: ``0.001``.
         gradient: gradient mode. With ``"checkpoint"`` the backward pass recomputes the steps one gap at a time. If f is
             a network of known layers, it recomputes about :math:`\sqrt T` gaps at a time. Default: ``None``,
             ``"direct"``, or ``"adjoint"`` if ``adjoint_options`` is given.
@@ -179,8 +179,8 @@ class ODERNN(ModuleWithConstants):
         dropout: float = 0.0,
         bidirectional: bool = False,
         method: Method | None = None,
-        rtol: float = 1e-5,
-        atol: float = 1e-5,
+        rtol: float = 1e-3,
+        atol: float = 1e-3,
         gradient: Gradient | None = None,
         steps: int | None = None,
         per_sample: bool = True,

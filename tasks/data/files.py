@@ -115,7 +115,9 @@ def read_columns(path: Path, columns: Sequence[str], rows: int, fix: str) -> Ten
 
     with readable(path, fix):
         try:
-            table = pd.read_csv(path, index_col=False, skip_blank_lines=False, encoding_errors="replace")
+            table = pd.read_csv(
+                path, index_col=False, skip_blank_lines=False, encoding_errors="replace", float_precision="round_trip"
+            )
         except pd.errors.EmptyDataError:
             table = pd.DataFrame()
     header = list(table.columns[: len(columns)])

@@ -158,7 +158,7 @@ def _read_csv(path: Path, needed: tuple[str, str]) -> pd.DataFrame:
     except OSError as error:
         raise FileNotFoundError(f"{path} cannot be read: {error.strerror}. Fix: the path of a CSV file.") from error
     with readable(path, "Fix: a CSV file in UTF-8 with a header."):
-        frame = pd.read_csv(io.BytesIO(content), dtype={"id": str})
+        frame = pd.read_csv(io.BytesIO(content), dtype={"id": str}, float_precision="round_trip")
     for name in needed:
         if name not in frame.columns:
             fix = "commas between the columns" if len(frame.columns) == 1 else "rename one"

@@ -656,7 +656,7 @@ def test_a_common_step_of_an_ode_rnn_has_the_samples_and_times_of_the_batch(meth
 
 
 def test_steps_of_an_adjoint_between_samples_are_in_time():
-    rnn = hbnode.ODERNN(2, 3, method="dopri5", per_sample=False, gradient="adjoint", rtol=0.1, atol=0.1)
+    rnn = hbnode.ODERNN(2, 3, method="dopri5", per_sample=False, gradient="adjoint", time_unit=1.0, rtol=0.1, atol=0.1)
     with hbnode.diagnostics.record_steps(rnn) as steps:
         rnn(torch.randn(2, 2, 2), torch.tensor([[0.0, 10.0], [100.0, 101.0]]))[0].sum().backward()
     back = [(t, sample) for t, sample, is_back in zip(steps.t, steps.sample, steps.backward, strict=True) if is_back]
