@@ -13,7 +13,7 @@ import torch
 from typing_extensions import Self, override
 
 from hbnode._checks import as_count
-from hbnode.data import Series, as_series
+from hbnode.data import Series, as_series, is_list_of_series
 
 try:
     from joblib import Parallel, delayed, effective_n_jobs
@@ -99,7 +99,7 @@ class _Transformer(TransformerMixin, BaseEstimator):
                 f"X must be series, got a table, {type(data).__name__}, without the names of its columns. "
                 "Fix: hbnode.data.from_long(table, id=..., time=..., values=...)."
             )
-        if not (isinstance(data, (Series, torch.Tensor)) or _is_ragged(data)):
+        if not (isinstance(data, (Series, torch.Tensor)) or is_list_of_series(data)):
             data = check_array(data, dtype=np.float64, allow_nd=True, ensure_all_finite="allow-nan")
         series = as_series(data)
         channels = series.x.shape[2]
@@ -157,13 +157,6 @@ class _Transformer(TransformerMixin, BaseEstimator):
         tags = super().__sklearn_tags__()
         tags.input_tags.allow_nan = tags.input_tags.three_d_array = True
         return tags
-
-
-def _is_ragged(data: Any) -> bool:
-    """Return whether ``data`` is a list of series, pairs (t, x) or arrays (channels, n)."""
-    return isinstance(data, (list, tuple)) and len(data) > 0 and not np.isscalar(data[0]) and (
-        isinstance(data[0], tuple) or getattr(data[0], "ndim", 0) == 2
-    )  # fmt: skip
 
 
 def _places(counts: Array) -> Array:
@@ -385,7 +378,7 @@ class OscillatorFeatures(_Transformer):
         series = self._series(X, is_new=True)
         random = check_random_state(self.random_state)
         size = as_count(self.num_oscillators, "num_oscillators")
-        self.step_, self.span_ = _step_and_span(series)
+        self.step_, self.span_ = lattice_of(series)
         high = 0.25 / self.step_
         low = min(high, 1 / (30 * self.span_))
         low, high = (low, high) if self.frequency is None else _range(self.frequency, "frequency", np.inf)
@@ -467,7 +460,7 @@ class OscillatorFeatures(_Transformer):
         return np.array([*names, *self.static_channels_], dtype=object)
 
 
-def _step_and_span(series: Series) -> tuple[float, float]:
+def lattice_of(series: Series) -> tuple[float, float]:
     """Return the time between the points of the lattice on which the samples lie, and the longest duration.
 
     Times that lie on no lattice have a quarter of the median gap; without two times in a series both are 1.
