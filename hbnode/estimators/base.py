@@ -60,6 +60,7 @@ class SeriesEstimator(BaseEstimator):
                 names["values"] = self.features_
         data = _checked(data)
         series = self._on_clock(as_series(data, **names).to("cpu"), reset)
+        series = dataclasses.replace(series, lengths=series.lengths.clamp(min=1))  # an empty one has a missing sample
         static = list(series.static_features)
         if is_table and series.static is not None:
             levels = {f"{name}={level}" for name in self.levels_ for level in self.levels_[name]}

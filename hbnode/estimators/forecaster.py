@@ -333,8 +333,7 @@ class SeriesForecaster(SeriesEstimator):
         names = CHEAP if self.model == "auto" else (self.model,)
         self.cv_loss_: dict[str, float] = {}
         for name in names:
-            with kept_random_state():
-                model = self._fitted(name, train, asked, held_out, random)
+            model = self._fitted(name, train, asked, held_out, random)
             self.cv_loss_[name] = _score(*self._forecast(model, held_out.past, held_out.dt), held_out.values)
             if self.cv_loss_[name] == min(self.cv_loss_.values()):
                 self.model_, best = name, model
@@ -443,6 +442,7 @@ class SeriesForecaster(SeriesEstimator):
             )
         return dt
 
+    @kept_random_state()
     def _fitted(
         self, name: str, train: Series, asked: Questions, held_out: Questions, random: np.random.RandomState
     ) -> Any:
@@ -470,6 +470,7 @@ class SeriesForecaster(SeriesEstimator):
             networks.append(network)
         return networks
 
+    @kept_random_state()
     def _forecast(self, model: Any, past: Series, dt: Tensor) -> tuple[Tensor, Tensor]:
         """Return means and standard deviations (batch, K, channels) in standardised units."""
         if not isinstance(model, list):

@@ -77,6 +77,7 @@ class _SeriesModel(SeriesEstimator):
         self.n_members, self.n_jobs = n_members, n_jobs
         self.device, self.random_state, self.progress = device, random_state, progress
 
+    @kept_random_state()
     def _fit(self, data: Any, y: Any) -> None:
         kinds = get_args(Model)
         if self.model not in kinds:
@@ -90,12 +91,11 @@ class _SeriesModel(SeriesEstimator):
         targets = self._set_targets(targets)
         self.is_aligned_ = common_start(series) is not None
         series, random = self._aligned(series), check_random_state(self.random_state)
-        with kept_random_state():
-            if self.model in NETWORKS:
-                self.model_ = self.model
-                self._fit_networks(series, targets, random)
-            else:
-                self._fit_features(series, targets, random)
+        if self.model in NETWORKS:
+            self.model_ = self.model
+            self._fit_networks(series, targets, random)
+        else:
+            self._fit_features(series, targets, random)
 
     def _aligned(self, series: Series) -> Series:
         """Return the series with a time that begins at the start of each, unless they have a common start."""
@@ -121,6 +121,7 @@ class _SeriesModel(SeriesEstimator):
             if loss < self.cv_loss_[self.model_]:
                 self.model_, self.members_ = name, [member, found[1][2]]
 
+    @kept_random_state()
     def _outputs_of(self, series: Series) -> NDArray[Any]:
         """Return the mean of the members' or the networks' outputs, (batch, outputs)."""
         series = self._aligned(series)

@@ -82,7 +82,7 @@ class SeriesNetwork(nn.Module):
     def forward(self, series: Series) -> Tensor:
         """Return the outputs (batch, outputs) for standardised series; a missing static feature is 0."""
         h, _, _, _ = self.encode(series)
-        lengths = series.lengths.to(h.device).clamp(min=1)  # a series without samples has the state of its padding
+        lengths = series.lengths.to(h.device)
         is_sample = (torch.arange(h.shape[1], device=h.device) < lengths.unsqueeze(1)).unsqueeze(-1)
         mean = torch.where(is_sample, h, 0.0).sum(1) / lengths.unsqueeze(1)
         return self.head(self.dropout(torch.cat([_last(h, lengths), mean], -1)))
@@ -107,7 +107,7 @@ class ForecastNetwork(SeriesNetwork):
     def forward(self, series: Series, dt: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # has a horizon
         """Return the mean and the standard deviation (batch, K, channels) at times ``dt`` (batch, K) after the last."""
         h, state, last, last_t = self.encode(series)
-        lengths, count = series.lengths.to(h.device).clamp(min=1), dt.shape[1]
+        lengths, count = series.lengths.to(h.device), dt.shape[1]
         ahead = dt / self.time_unit
         if self.kind == "odernn":
             order = ahead.argsort(1)
@@ -144,7 +144,7 @@ def config_of(series: Series, kind: Kind, outputs: int, hidden_size: int, dropou
 
 def common_start(series: Series) -> float | None:
     """Return the first time; None if the starts of the series lie farther apart than the longest duration."""
-    starts = series.t[series.lengths > 0, :1]
+    starts = series.t[series.mask.any(-1).any(-1), :1]  # a series without values may have no times either
     is_common = bool(len(starts)) and float(starts.max() - starts.min()) <= _span(series)
     return float(starts.min()) if is_common else None
 
