@@ -378,7 +378,7 @@ class OscillatorFeatures(_Transformer):
         series = self._series(X, is_new=True)
         random = check_random_state(self.random_state)
         size = as_count(self.num_oscillators, "num_oscillators")
-        self.step_, self.span_ = lattice_of(series)
+        self.step_, self.span_ = _step_and_span(series)
         high = 0.25 / self.step_
         low = min(high, 1 / (30 * self.span_))
         low, high = (low, high) if self.frequency is None else _range(self.frequency, "frequency", np.inf)
@@ -460,7 +460,7 @@ class OscillatorFeatures(_Transformer):
         return np.array([*names, *self.static_channels_], dtype=object)
 
 
-def lattice_of(series: Series) -> tuple[float, float]:
+def _step_and_span(series: Series) -> tuple[float, float]:
     """Return the time between the points of the lattice on which the samples lie, and the longest duration.
 
     Times that lie on no lattice have a quarter of the median gap; without two times in a series both are 1.

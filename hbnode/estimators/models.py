@@ -30,7 +30,7 @@ from hbnode.data import Series
 from hbnode.estimators.base import SeriesEstimator, moments, targets_of
 from hbnode.estimators.networks import SeriesNetwork, batched, common_start, config_of, kept_random_state, trained
 from hbnode.estimators.smoother import OscillatorSmoother
-from hbnode.features import OscillatorFeatures, RocketFeatures, lattice_of
+from hbnode.features import OscillatorFeatures, RocketFeatures
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -42,7 +42,7 @@ FOLDS = 4
 MANY = 1000  # series from which boosting is tried
 BOOSTED = 2  # oscillators for boosting, which needs few features
 HELD = 0.2  # share of series for validation
-SPARSE = 1 / 3  # share of the times of a regular grid that are observed, below which "auto" tries the smoother
+ENOUGH = 0.15  # cross-validated loss below which "auto" does not try the smoother, which takes seconds
 
 
 class _SeriesModel(SeriesEstimator):
@@ -108,6 +108,8 @@ class _SeriesModel(SeriesEstimator):
         self.cv_loss_: dict[str, float] = {}
         found = []
         for name, transformer, head in self._candidates(series, int(random.randint(2**31 - 1))):
+            if self.model == "auto" and name == "rocket, oscillators" and min(self.cv_loss_.values()) < ENOUGH:
+                continue
             features = transformer.fit_transform(series)
             outputs, scale = self._held_out(head, features, targets)
             self.cv_loss_[name] = self._cv_loss(outputs, targets)
@@ -144,8 +146,7 @@ class _SeriesModel(SeriesEstimator):
             kinds = [self.reconstruction]
             if self.reconstruction == "auto":
                 kinds = ["linear"] if _is_regular(series) else ["linear", "last"]
-                is_tried = self.model == "rocket" or _share_observed(series) < SPARSE  # the smoother takes seconds
-                if len(kinds) > 1 and is_tried and bool((series.mask.sum((0, 1)) > 1).all()):
+                if len(kinds) > 1 and bool((series.mask.sum((0, 1)) > 1).all()):  # else the smoother has no values
                     kinds.append("oscillators")
             for kind in kinds:
                 of = OscillatorSmoother(random_state=seed) if kind == "oscillators" else kind
@@ -253,8 +254,8 @@ class SeriesClassifier(ClassifierMixin, _SeriesModel):
             not in the training data. Default: ``None``
         reconstruction: for ``"rocket"``, how a series is put on a regular grid: ``"linear"`` interpolation, the
             ``"last"`` value, ``"oscillators"`` (:class:`OscillatorSmoother`), or ``"auto"``, the one with the least
-            cross-validated loss. With ``model="auto"``, oscillators are tried only if less than a third of the times
-            of a regular grid are observed, because they take seconds. Default: ``"auto"``
+            cross-validated loss. With ``model="auto"``, oscillators, which take seconds, are tried only if no other
+            loss is below 0.15. Default: ``"auto"``
         hidden_size: size of a network's state. Default: ``32``
         dropout: probability that a feature of a network's inputs or state is dropped in training. Default: ``0.1``
         weight_decay: weight decay of a network. Default: ``0.01``
@@ -377,8 +378,8 @@ class SeriesRegressor(RegressorMixin, _SeriesModel):
             not in the training data. Default: ``None``
         reconstruction: for ``"rocket"``, how a series is put on a regular grid: ``"linear"`` interpolation, the
             ``"last"`` value, ``"oscillators"`` (:class:`OscillatorSmoother`), or ``"auto"``, the one with the least
-            cross-validated loss. With ``model="auto"``, oscillators are tried only if less than a third of the times
-            of a regular grid are observed, because they take seconds. Default: ``"auto"``
+            cross-validated loss. With ``model="auto"``, oscillators, which take seconds, are tried only if no other
+            loss is below 0.15. Default: ``"auto"``
         hidden_size: size of a network's state. Default: ``32``
         dropout: probability that a feature of a network's inputs or state is dropped in training. Default: ``0.1``
         weight_decay: weight decay of a network. Default: ``0.01``
@@ -477,13 +478,6 @@ def _split(count: int, held: float, seed: int, labels: Any) -> tuple[NDArray[Any
         return np.arange(count), np.arange(count)
     train, test = train_test_split(np.arange(count), test_size=held, random_state=seed, stratify=labels)
     return train, test
-
-
-def _share_observed(series: Series) -> float:
-    """Return the share of the times of a regular grid in each series at which it was observed."""
-    step, _ = lattice_of(series)
-    points = (series.t.amax(1) - series.t[:, 0]) / step + 1
-    return float(series.lengths.sum() / points.sum())
 
 
 def _is_regular(series: Series) -> bool:
