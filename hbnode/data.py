@@ -405,8 +405,10 @@ def _durations(durations: Any) -> NDArray[np.float64]:
             f"pandas reads text such as {durations!r} as durations, but is not installed. Fix: pip install pandas, or "
             "datetime.timedelta(hours=1)."
         ) from None
-    text = np.asarray(durations)
+    text = np.asarray(durations, dtype=object)
     try:
+        if not all(isinstance(each, str) and not each.strip().isdigit() for each in text.reshape(-1)):
+            raise ValueError("a number has no unit")  # nanoseconds for pandas
         seconds = [pandas.to_timedelta(each).total_seconds() for each in text.reshape(-1).tolist()]
     except ValueError as error:
         raise ValueError(f"durations must be text such as '1h' or '30min', got {durations!r}. Fix: '1h'.") from error
@@ -709,6 +711,7 @@ def as_series(
             )
         length, zero = next(iter(clocks), (None, None))
         return dataclasses.replace(_padded(pairs, dtype), unit=length, origin=zero)
+    _refuse_lists_for_pairs(data)
     if isinstance(data, (list, tuple)) and data and all(getattr(one, "ndim", 0) == 2 for one in data):
         rows = [_numbers_of(one, f"series {i}").T for i, one in enumerate(data)]
         return _padded([(np.arange(len(x), dtype=np.float64), _without_end(x)) for x in rows], dtype)
@@ -720,6 +723,29 @@ def as_series(
         )
     rows = list((array[:, None] if array.ndim == 2 else array).swapaxes(1, 2))
     return _padded([(np.arange(len(x), dtype=np.float64), _without_end(x)) for x in rows], dtype)
+
+
+def is_list_of_series(data: Any) -> bool:
+    """Return whether ``data`` is a list of Series, of pairs (t, x), or of arrays, which no single array can hold."""
+    if not isinstance(data, (list, tuple)) or not data:
+        return False
+    first: Any = data[0]
+    inner = first[0] if isinstance(first, list) and first else first
+    return isinstance(first, (Series, tuple)) or getattr(first, "ndim", 0) == 2 or _is_column(inner)
+
+
+def _is_column(value: Any) -> bool:
+    return getattr(value, "ndim", 0) == 1
+
+
+def _refuse_lists_for_pairs(data: Any) -> None:
+    """Raise TypeError for lists [t, x] and a single (t, x), whose times would be read as a channel or as a series."""
+    if not isinstance(data, (list, tuple)) or not data:
+        return
+    if isinstance(data, tuple) and len(data) == 2 and any(map(_is_column, data)):
+        raise TypeError("data must be a list of series, got one pair (t, x). Fix: [(t, x)].")
+    if any(isinstance(one, list) and len(one) == 2 and any(map(_is_column, one)) for one in data):
+        raise TypeError("a series must be a tuple (t, x), got a list [t, x]. Fix: [tuple(one) for one in data].")
 
 
 def _numbers_of(value: Any, name: str) -> NDArray[Any]:

@@ -13,7 +13,7 @@ import torch
 from typing_extensions import Self, override
 
 from hbnode._checks import as_count
-from hbnode.data import Series, as_series
+from hbnode.data import Series, as_series, is_list_of_series
 
 try:
     from joblib import Parallel, delayed, effective_n_jobs
@@ -99,7 +99,7 @@ class _Transformer(TransformerMixin, BaseEstimator):
                 f"X must be series, got a table, {type(data).__name__}, without the names of its columns. "
                 "Fix: hbnode.data.from_long(table, id=..., time=..., values=...)."
             )
-        if not (isinstance(data, (Series, torch.Tensor)) or _is_ragged(data)):
+        if not (isinstance(data, (Series, torch.Tensor)) or is_list_of_series(data)):
             data = check_array(data, dtype=np.float64, allow_nd=True, ensure_all_finite="allow-nan")
         series = as_series(data)
         channels = series.x.shape[2]
@@ -157,13 +157,6 @@ class _Transformer(TransformerMixin, BaseEstimator):
         tags = super().__sklearn_tags__()
         tags.input_tags.allow_nan = tags.input_tags.three_d_array = True
         return tags
-
-
-def _is_ragged(data: Any) -> bool:
-    """Return whether ``data`` is a list of series, pairs (t, x) or arrays (channels, n)."""
-    return isinstance(data, (list, tuple)) and len(data) > 0 and not np.isscalar(data[0]) and (
-        isinstance(data[0], tuple) or getattr(data[0], "ndim", 0) == 2
-    )  # fmt: skip
 
 
 def _places(counts: Array) -> Array:

@@ -425,6 +425,8 @@ def test_series_without_values_keep_one_missing_sample():
         ({"a": [1]}, "id=None"),
         (numpy.full((1, 1, 2), numpy.inf), "infinite"),
         (["a"], "hold numbers"),
+        ([[numpy.zeros(4), numpy.ones(4)]], r"tuple \(t, x\)"),  # an array (1, 2, 4), of which t would be a channel
+        ((numpy.zeros(4), numpy.ones(4)), r"\[\(t, x\)\]"),
     ],
 )
 def test_other_data_are_refused_by_name(given, message):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
-from collections.abc import Sequence
+import pickle
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +17,14 @@ from sklearn.utils import check_array
 from sklearn.utils.validation import check_is_fitted
 from typing_extensions import Self
 
-from hbnode.data import Series, as_series
+from hbnode.data import Series, as_series, is_list_of_series
 from hbnode.estimators.networks import SeriesNetwork
+from hbnode.nn import Standardize
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-TRUSTED = ("hbnode.", "sklearn.", "aeon.")  # packages whose classes a file may contain
+TRUSTED = ("hbnode.", "sklearn.", "aeon.", "torch.device")  # packages whose classes a file may contain
 FORMAT = 1  # of files
 
 
@@ -34,6 +37,7 @@ class SeriesEstimator(BaseEstimator):
     static: str | Sequence[str] | None
     features_: list[str]
     static_features_: list[str]
+    clock_: tuple[float | None, np.datetime64 | None]
     networks_: list[Any]
     _network: type[SeriesNetwork] = SeriesNetwork
 
@@ -49,13 +53,21 @@ class SeriesEstimator(BaseEstimator):
     def _to_series(self, data: Any, *, reset: bool) -> Series:
         """Return the data as series; with ``reset`` store their features, else compare them with the stored ones."""
         names: dict[str, Any] = {"id": self.id, "time": self.time, "values": self.values, "static": self.static}
-        if hasattr(data, "columns") or _is_dict(data):
+        is_table = hasattr(data, "columns") or _is_dict(data)
+        if is_table:
             data, names["static"] = self._encoded(data, reset)
             if not reset:
                 names["values"] = self.features_
         data = _checked(data)
-        series = as_series(data, **names)
+        series = self._on_clock(as_series(data, **names).to("cpu"), reset)
+        series = dataclasses.replace(series, lengths=series.lengths.clamp(min=1))  # an empty one has a missing sample
         static = list(series.static_features)
+        if is_table and series.static is not None:
+            levels = {f"{name}={level}" for name in self.levels_ for level in self.levels_[name]}
+            is_level = torch.tensor([name in levels for name in static])
+            series = dataclasses.replace(
+                series, static=torch.where(is_level, series.static.nan_to_num(), series.static)
+            )
         if reset:
             self.features_, self.static_features_ = list(series.features), static
             self.n_features_in_ = _width(data, series)
@@ -72,6 +84,21 @@ class SeriesEstimator(BaseEstimator):
             )
         return series
 
+    def _on_clock(self, series: Series, reset: bool) -> Series:
+        """Return the series with times since the origin of the training data; the unit must be the same."""
+        if reset:
+            self.clock_ = (series.unit, series.origin)
+        (unit, origin), found = self.clock_, (series.unit, series.origin)
+        if found[0] != unit or (found[1] is None) != (origin is None):
+            raise ValueError(
+                f"times must be as in fit, {_clock_name(unit, origin)}, got {_clock_name(*found)}. Fix: the same kind "
+                "of times, and the same unit= in from_long."
+            )
+        if unit is None or origin is None or series.origin == origin:
+            return series
+        shift = (series.origin - origin) / np.timedelta64(1, "s") / unit
+        return dataclasses.replace(series, t=series.t + float(shift), origin=origin)
+
     def _encoded(self, table: Any, reset: bool) -> tuple[Any, list[str]]:
         """Return a table whose static columns of categories are columns of 0 and 1, and the names of static columns.
 
@@ -80,16 +107,18 @@ class SeriesEstimator(BaseEstimator):
         wanted = [self.static] if isinstance(self.static, str) else list(self.static or ())
         if reset:
             self.levels_: dict[str, list[str]] = {}
-        columns, names = {name: table[name] for name in table}, []
+        _no_index(table, (self.id, self.time, *wanted))
+        columns, names = {name: table[name] for name in getattr(table, "columns", table)}, []
         for name in wanted:
             if name not in columns or (name not in self.levels_ if not reset else not _is_category(columns[name])):
                 names.append(name)
                 continue
-            entries = [None if _is_missing(entry) else str(entry) for entry in list(columns.pop(name))]
+            entries = [None if _is_missing(entry) else _level_name(entry) for entry in list(columns.pop(name))]
             if reset:
                 self.levels_[name] = sorted({entry for entry in entries if entry is not None})
             for level in self.levels_[name]:
-                columns[f"{name}={level}"] = np.array([float(entry == level) for entry in entries])
+                share = [np.nan if entry is None else float(entry == level) for entry in entries]
+                columns[f"{name}={level}"] = np.array(share)
                 names.append(f"{name}={level}")
         return columns, names
 
@@ -131,16 +160,19 @@ class SeriesEstimator(BaseEstimator):
             path: the file.
 
         Raises:
-            ValueError: if the file holds an estimator of another class, or other classes.
+            ValueError: if the file was not made by :meth:`save`, or holds an estimator of another class.
         """
         import skops.io
 
-        stored = torch.load(path, weights_only=True)
-        if not isinstance(stored, dict) or stored.get("kind") != cls.__name__ or stored["format"] != FORMAT:
-            kind = stored.get("kind") if isinstance(stored, dict) else type(stored).__name__
-            raise ValueError(
-                f"{path} must hold a {cls.__name__}, got {kind}. Fix: hbnode.estimators.{kind or cls.__name__}.load."
-            )
+        try:
+            stored = torch.load(path, weights_only=True)
+        except (RuntimeError, pickle.UnpicklingError, EOFError, LookupError, ValueError):
+            stored = None  # no file of torch, or a part of one
+        if not isinstance(stored, dict) or stored.get("format") != FORMAT:
+            raise ValueError(f"{path} must be a file made by save, whole and of this version. Fix: save it again.")
+        if stored["kind"] != cls.__name__:
+            kind = stored["kind"]
+            raise ValueError(f"{path} must hold a {cls.__name__}, got {kind}. Fix: hbnode.estimators.{kind}.load.")
         entries = stored["rest"].numpy().tobytes()
         unknown = skops.io.get_untrusted_types(data=entries)
         foreign = [name for name in unknown if not name.startswith(TRUSTED)]
@@ -157,16 +189,28 @@ class SeriesEstimator(BaseEstimator):
         return estimator
 
 
-def targets_of(y: Any, series: Series) -> NDArray[Any]:
-    """Return the targets of all series as an array; a pandas Series that is indexed by the ids is put in their order.
+def targets_of(y: Any, series: Series, has_ids: bool) -> NDArray[Any]:
+    """Return the targets of all series as an array.
+
+    If the series have ids of the user, a pandas Series that is indexed by them is put in their order.
 
     Raises:
-        ValueError: if there is not one target for each series.
+        ValueError: if there is not one target for each series, or the index of a pandas Series has other ids.
     """
     if y is None:
         raise ValueError("fit requires y to be passed, but the target y is None. Fix: fit(X, y), one for each series.")
-    if hasattr(y, "loc") and hasattr(y, "index") and len(y) == len(series) and set(y.index) == set(series.ids):
-        y = y.loc[list(series.ids)]
+    if isinstance(y, Mapping):
+        raise ValueError("y must be an array or a pandas Series, got a dictionary. Fix: pandas.Series(y).")
+    if has_ids and hasattr(y, "loc") and len(y) == len(series):
+        index, ids = list(y.index), set(series.ids)
+        if set(index) == ids:
+            y = y.loc[list(series.ids)]
+        elif not all(isinstance(label, int) for label in index) or (index != list(range(len(ids))) and ids & {*index}):
+            other = next(label for label in index if label not in ids)
+            raise ValueError(
+                f"the index of y must be the ids of the series, got {other!r}, which is no id. Fix: y.to_numpy(), if "
+                "it is in the order of the series."
+            )
     targets: NDArray[Any] = np.asarray(y.detach().cpu() if isinstance(y, torch.Tensor) else y)
     if targets.ndim == 0 or len(targets) != len(series):
         got = f"shape {targets.shape}"
@@ -177,14 +221,15 @@ def targets_of(y: Any, series: Series) -> NDArray[Any]:
     return targets
 
 
+def moments(x: torch.Tensor) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return the mean and the standard deviation of each feature; a constant has the deviation 1."""
+    scale = Standardize(x.shape[-1]).double().fit(x)
+    return scale.mean.numpy(), scale.std.numpy()
+
+
 def _checked(data: Any) -> Any:
     """Return data with arrays checked by scikit-learn; NaN is allowed."""
-    is_list = isinstance(data, (list, tuple)) and len(data) > 0
-    if (
-        isinstance(data, Series)
-        or _is_dict(data)
-        or (is_list and (isinstance(data[0], (Series, tuple)) or np.ndim(data[0]) == 2))
-    ):
+    if isinstance(data, Series) or _is_dict(data) or is_list_of_series(data):
         return data
     array = data.detach().cpu().numpy() if isinstance(data, torch.Tensor) else data
     return check_array(array, dtype=np.float64, allow_nd=True, ensure_all_finite="allow-nan", input_name="X")
@@ -199,6 +244,25 @@ def _width(data: Any, series: Series) -> int:
     return data.shape[1] if isinstance(data, np.ndarray) and data.ndim == 2 else len(series.features)
 
 
+def _no_index(table: Any, names: Sequence[Any]) -> None:
+    """Raise KeyError if a column of a DataFrame is in its index."""
+    index = [name for name in getattr(getattr(table, "index", None), "names", ()) if name is not None]
+    lost = [name for name in names if name in index and name not in table.columns]
+    if lost:
+        raise KeyError(f"the table has {lost[0]!r} in its index, not in a column. Fix: table.reset_index().")
+
+
+def _clock_name(unit: float | None, origin: np.datetime64 | None) -> str:
+    kind = "numbers" if unit is None else "durations" if origin is None else "dates"
+    return kind if unit is None else f"{kind} in units of {unit:g} s"
+
+
+def _level_name(entry: Any) -> str:
+    """Return the name of a category; 1 and 1.0 are one category, because missing entries make floats of integers."""
+    is_whole = isinstance(entry, (float, np.floating)) and float(entry).is_integer()
+    return str(int(entry) if is_whole else entry)
+
+
 def _is_category(column: Any) -> bool:
     if str(getattr(column, "dtype", "")) == "category":
         return True
@@ -207,4 +271,4 @@ def _is_category(column: Any) -> bool:
 
 
 def _is_missing(entry: Any) -> bool:
-    return entry is None or entry != entry or str(entry) in ("<NA>", "NaT")
+    return entry is None or str(entry) in ("<NA>", "NaT") or entry != entry

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -17,11 +18,11 @@ from torch.distributions import Normal
 from typing_extensions import Self
 
 from hbnode._checks import nearest
+from hbnode._times import kind_of
 from hbnode.data import Series
-from hbnode.estimators.base import SeriesEstimator
-from hbnode.estimators.networks import ForecastNetwork, config_of, trained
+from hbnode.estimators.base import SeriesEstimator, moments
+from hbnode.estimators.networks import ForecastNetwork, config_of, kept_random_state, trained
 from hbnode.estimators.smoother import OscillatorSmoother
-from hbnode.nn import Standardize
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -313,9 +314,10 @@ class SeriesForecaster(SeriesEstimator):
         self._levels()
         random = check_random_state(self.random_state)
         series = self._to_series(X, reset=True)
-        scale = Standardize(series.x.shape[2]).double().fit(series.x)
-        self.mean_, self.std_ = scale.mean.numpy(), scale.std.numpy()
-        self.clock_ = (series.unit, series.origin is not None)
+        self.has_zone_ = self._zone(X) is not None
+        self.mean_, self.std_ = moments(series.x)
+        if series.static is not None:
+            self.static_mean_, self.static_std_ = moments(series.static)
         series = self._scaled(series)
         whole = series.select(series.lengths > 1)
         if len(whole) >= FEW:
@@ -352,29 +354,31 @@ class SeriesForecaster(SeriesEstimator):
         """Return the forecasts as a DataFrame with a row for each series, time and column.
 
         The columns are ``id``, ``time``, ``column``, ``mean``, and ``lower`` and ``upper`` for one level, or
-        ``lower_50``, ``upper_50`` and so on for several.
+        ``lower_50``, ``upper_50`` and so on for several. Dates are in the time zone of the table.
 
         Arguments:
             X: the series up to now, which need not be those of :meth:`fit`.
-            ahead: times after the last sample of each series: numbers in the unit of the times, durations such as
-                ``"1h"``, or dates, which must not lie before the last sample. One, or a list.
+            ahead: times after the last sample of each series: durations such as ``"1h"``, or dates, which must not lie
+                before the last sample; for times that are numbers, or a Series, numbers in their unit. One, or a list.
+                Dates have a time zone if those of the table have one.
         """
         import pandas
 
         check_is_fitted(self)
-        series = self._scaled(self._to_series(X, reset=False))
-        if (series.unit, series.origin is not None) != self.clock_:
+        series, zone = self._scaled(self._to_series(X, reset=False)), self._zone(X)
+        if (zone is not None) != self.has_zone_:
             raise ValueError(
-                f"times must be {'dates' if self.clock_[1] else 'numbers'}, as in fit. Fix: the same column of times."
+                f"times must be {'with' if self.has_zone_ else 'without'} a time zone, as in fit. Fix: "
+                f"{'tz_localize' if self.has_zone_ else 'tz_localize(None)'} for the column of times."
             )
-        dt = self._horizons(series, ahead)
+        dt = self._horizons(series, ahead, zone, isinstance(X, Series))
         mean, std = self._forecast(self._model, series, dt)
         times = series.t.amax(1, keepdim=True) + dt
         of_time = series.dates(times) if series.origin is not None else times.numpy()
         shape = mean.shape
         count = int(np.prod(shape[1:]))
         table = {
-            "id": np.repeat(np.array(series.ids, dtype=object), count),
+            "id": [name for name in series.ids for _ in range(count)],
             "time": np.repeat(of_time.reshape(-1), shape[2]),
             "column": np.tile(np.array(self.features_, dtype=object), shape[0] * shape[1]),
             "mean": (mean.numpy() * self.std_ + self.mean_).reshape(-1),
@@ -385,36 +389,60 @@ class SeriesForecaster(SeriesEstimator):
             suffix = f"_{level:g}" if len(levels) > 1 else ""
             for name, sign in (("lower", -1), ("upper", 1)):
                 table[name + suffix] = ((mean.numpy() + sign * width) * self.std_ + self.mean_).reshape(-1)
-        return pandas.DataFrame(table).infer_objects()
+        result = pandas.DataFrame(table).infer_objects()
+        if zone is not None:
+            result["time"] = result["time"].dt.tz_localize("UTC").dt.tz_convert(zone)
+        return result
 
     @property
     def _model(self) -> Any:
         return self.networks_ if self.model_ in NETWORKS else self.fitted_
 
     def _levels(self) -> list[float]:
-        levels = [self.level] if np.isscalar(self.level) else list(self.level)  # type: ignore[arg-type]
-        if not levels or not all(isinstance(x, (int, float)) and 0 < x < 100 for x in levels):
-            raise ValueError(f"level must be numbers in (0, 100), in percent, got {self.level!r}. Fix: level=(50, 90).")
-        return levels  # type: ignore[return-value]
+        levels = [self.level] if np.isscalar(self.level) or self.level is None else list(self.level)  # type: ignore[arg-type]
+        if not levels or not all(isinstance(x, numbers.Real) and 1 < x < 100 for x in levels):  # .9 is no percentage
+            raise ValueError(
+                f"level must be numbers in (1, 100), in percent, got {self.level!r}. Fix: level=90, or level=(50, 90)."
+            )
+        return sorted({float(x) for x in levels})  # type: ignore[arg-type]
 
     def _scaled(self, series: Series) -> Series:
+        """Return the series with values and static features in deviations of the training data."""
         x = (series.x.double() - torch.as_tensor(self.mean_)) / torch.as_tensor(self.std_)
-        return dataclasses.replace(series, x=x)
+        static = series.static
+        if static is not None:
+            static = (static.double() - torch.as_tensor(self.static_mean_)) / torch.as_tensor(self.static_std_)
+        return dataclasses.replace(series, x=x, static=static)
 
-    def _horizons(self, series: Series, ahead: Any) -> Tensor:
+    def _zone(self, data: Any) -> Any:
+        """Return the time zone of a table's column of times; None if there is none."""
+        column = data[self.time] if hasattr(data, "columns") else None
+        return getattr(getattr(column, "dtype", None), "tz", None)
+
+    def _horizons(self, series: Series, ahead: Any, zone: Any, is_unit_known: bool) -> Tensor:
         """Return times after the last sample of each series, (batch, K)."""
         given = ahead if isinstance(ahead, (list, tuple, np.ndarray, Tensor)) or hasattr(ahead, "to_numpy") else [ahead]
         last = series.t.amax(1, keepdim=True)
-        if series.origin is not None and _are_dates(given):
+        kind = _kind(given)
+        if kind is None and series.unit is not None and not is_unit_known:
+            raise TypeError(f"ahead must be durations or dates for times that are dates, got {ahead!r}. Fix: '1h'.")
+        if kind == "dates":
+            if series.origin is not None and (zone is not None) != _has_zone(given):
+                raise TypeError(
+                    f"ahead must be dates {'with' if zone is not None else 'without'} a time zone, as the times, got "
+                    f"{ahead!r}. Fix: pandas.Timestamp('2024-01-31 12:00', tz={str(zone) if zone else None!r})."
+                )
             dt = series.times(given).view(1, -1) - last
         else:
             dt = series.durations(given).double().view(1, -1).expand(len(series), -1)
-        if not bool((dt >= 0).all()):
+        if not bool(((dt >= 0) & dt.isfinite()).all()):
             raise ValueError(
-                "ahead must not lie before the last sample of a series, got a negative time or NaN. Fix: ahead=[1.0]."
+                "ahead must not lie before the last sample of a series, got a negative or infinite time, or NaN. "
+                f"Fix: ahead={'1h' if series.unit else 1.0!r}."
             )
         return dt
 
+    @kept_random_state()
     def _fitted(
         self, name: str, train: Series, asked: Questions, held_out: Questions, random: np.random.RandomState
     ) -> Any:
@@ -425,24 +453,24 @@ class SeriesForecaster(SeriesEstimator):
         device, networks = self.device or "cpu", []
         config = config_of(train, name, 1, self.hidden_size, self.dropout)  # type: ignore[arg-type]
         for member in range(self.n_members):
-            with torch.random.fork_rng():
-                torch.manual_seed(seed + member)
-                network = trained(
-                    ForecastNetwork(**config).to(device),
-                    lambda network, rows: _nll(network, asked, rows, device),
-                    asked.past.lengths,
-                    lambda network: float(_nll(network, held_out, torch.arange(len(held_out.past)), device)),
-                    learning_rate=self.learning_rate,
-                    weight_decay=self.weight_decay,
-                    max_epochs=self.max_epochs,
-                    patience=self.patience,
-                    generator=torch.Generator().manual_seed(seed + member),
-                    progress=self.progress,
-                    name=f"{name} {member + 1}/{self.n_members}",
-                )
+            torch.manual_seed(seed + member)
+            network = trained(
+                ForecastNetwork(**config).to(device),
+                lambda network, rows: _nll(network, asked, rows, device),
+                asked.past.lengths,
+                lambda network: float(_nll(network, held_out, torch.arange(len(held_out.past)), device)),
+                learning_rate=self.learning_rate,
+                weight_decay=self.weight_decay,
+                max_epochs=self.max_epochs,
+                patience=self.patience,
+                generator=torch.Generator().manual_seed(seed + member),
+                progress=self.progress,
+                name=f"{name} {member + 1}/{self.n_members}",
+            )
             networks.append(network)
         return networks
 
+    @kept_random_state()
     def _forecast(self, model: Any, past: Series, dt: Tensor) -> tuple[Tensor, Tensor]:
         """Return means and standard deviations (batch, K, channels) in standardised units."""
         if not isinstance(model, list):
@@ -468,19 +496,29 @@ class SeriesForecaster(SeriesEstimator):
         return np.array(found)[inverse].reshape(dt.shape)
 
 
-def _are_dates(values: Any) -> bool:
-    from hbnode._times import kind_of
-
+def _kind(values: Any) -> str | None:
+    """Return whether values are dates or durations; None for numbers."""
     kind = kind_of(values)
     if kind != "text":
-        return kind == "dates"
+        return kind
     import pandas
 
     try:
-        pandas.to_timedelta(list(values))
+        pandas.to_timedelta(np.asarray(values, dtype=object).reshape(-1))
     except ValueError:
-        return True
-    return False
+        return "dates"
+    return "durations"
+
+
+def _has_zone(dates: Any) -> bool:
+    """Return whether dates have a time zone; dates of NumPy have none."""
+    import pandas
+
+    first = np.asarray(dates, dtype=object).reshape(-1)[0]
+    try:
+        return pandas.Timestamp(first).tzinfo is not None
+    except ValueError:  # text that is no date
+        return False
 
 
 def _networks_input(past: Series, device: torch.device | str) -> Series:

@@ -27,11 +27,10 @@ from typing_extensions import Self
 
 from hbnode._checks import nearest
 from hbnode.data import Series
-from hbnode.estimators.base import SeriesEstimator, targets_of
-from hbnode.estimators.networks import SeriesNetwork, batched, config_of, trained
+from hbnode.estimators.base import SeriesEstimator, moments, targets_of
+from hbnode.estimators.networks import SeriesNetwork, batched, common_start, config_of, kept_random_state, trained
 from hbnode.estimators.smoother import OscillatorSmoother
 from hbnode.features import OscillatorFeatures, RocketFeatures
-from hbnode.nn import Standardize
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -43,6 +42,7 @@ FOLDS = 4
 MANY = 1000  # series from which boosting is tried
 BOOSTED = 2  # oscillators for boosting, which needs few features
 HELD = 0.2  # share of series for validation
+ENOUGH = 0.15  # cross-validated loss below which "auto" does not try the smoother, which takes seconds
 
 
 class _SeriesModel(SeriesEstimator):
@@ -77,19 +77,29 @@ class _SeriesModel(SeriesEstimator):
         self.n_members, self.n_jobs = n_members, n_jobs
         self.device, self.random_state, self.progress = device, random_state, progress
 
+    @kept_random_state()
     def _fit(self, data: Any, y: Any) -> None:
         kinds = get_args(Model)
         if self.model not in kinds:
             near = nearest(str(self.model), kinds) or "auto"
             raise ValueError(f"model must be one of {kinds}, got {self.model!r}. Fix: {near!r}.")
         series = self._to_series(data, reset=True)
-        targets = self._set_targets(targets_of(y, series))
-        random = check_random_state(self.random_state)
+        has_ids = isinstance(data, (Series, dict)) or hasattr(data, "columns")
+        targets = targets_of(y, series, has_ids)
+        if len(series) < 2:
+            raise ValueError("X must have at least 2 series, got one sample. Fix: a list of all series, [(t, x), ...].")
+        targets = self._set_targets(targets)
+        self.is_aligned_ = common_start(series) is not None
+        series, random = self._aligned(series), check_random_state(self.random_state)
         if self.model in NETWORKS:
             self.model_ = self.model
             self._fit_networks(series, targets, random)
         else:
             self._fit_features(series, targets, random)
+
+    def _aligned(self, series: Series) -> Series:
+        """Return the series with a time that begins at the start of each, unless they have a common start."""
+        return series if self.is_aligned_ else dataclasses.replace(series, t=series.t - series.t[:, :1])
 
     # Features
 
@@ -98,6 +108,8 @@ class _SeriesModel(SeriesEstimator):
         self.cv_loss_: dict[str, float] = {}
         found = []
         for name, transformer, head in self._candidates(series, int(random.randint(2**31 - 1))):
+            if self.model == "auto" and name == "rocket, oscillators" and min(self.cv_loss_.values()) < ENOUGH:
+                continue
             features = transformer.fit_transform(series)
             outputs, scale = self._held_out(head, features, targets)
             self.cv_loss_[name] = self._cv_loss(outputs, targets)
@@ -111,8 +123,10 @@ class _SeriesModel(SeriesEstimator):
             if loss < self.cv_loss_[self.model_]:
                 self.model_, self.members_ = name, [member, found[1][2]]
 
+    @kept_random_state()
     def _outputs_of(self, series: Series) -> NDArray[Any]:
         """Return the mean of the members' or the networks' outputs, (batch, outputs)."""
+        series = self._aligned(series)
         if self.model_ in NETWORKS:
             return self._network_outputs(series)
         found = [self._output(head, of.transform(series)) / scale for of, head, scale in self.members_]
@@ -131,7 +145,9 @@ class _SeriesModel(SeriesEstimator):
         if self.model == "rocket" or (self.model == "auto" and importlib.util.find_spec("aeon") is not None):
             kinds = [self.reconstruction]
             if self.reconstruction == "auto":
-                kinds = ["linear"] if _is_regular(series) else ["linear", "last", "oscillators"]
+                kinds = ["linear"] if _is_regular(series) else ["linear", "last"]
+                if len(kinds) > 1 and bool((series.mask.sum((0, 1)) > 1).all()):  # else the smoother has no values
+                    kinds.append("oscillators")
             for kind in kinds:
                 of = OscillatorSmoother(random_state=seed) if kind == "oscillators" else kind
                 rocket = RocketFeatures(reconstruction=of, random_state=seed, n_jobs=self.n_jobs)
@@ -156,9 +172,9 @@ class _SeriesModel(SeriesEstimator):
 
     def _fit_networks(self, series: Series, targets: NDArray[Any], random: np.random.RandomState) -> None:
         device = self.device or "cpu"
-        self.mean_, self.std_ = _moments(series.x)
+        self.mean_, self.std_ = moments(series.x)
         if series.static is not None:
-            self.static_mean_, self.static_std_ = _moments(series.static)
+            self.static_mean_, self.static_std_ = moments(series.static)
         scaled, aims = self._scaled(series), torch.as_tensor(self._aims(targets)).to(device)
         self.networks_ = []
         for member in range(self.n_members):
@@ -172,22 +188,21 @@ class _SeriesModel(SeriesEstimator):
                 rest = scaled.select(held)
                 return float(self._loss(batched(network, rest).to(device), aims[held]))
 
-            with torch.random.fork_rng():
-                torch.manual_seed(seed)
-                config = config_of(scaled, self.model, self._outputs, self.hidden_size, self.dropout)
-                network = trained(
-                    SeriesNetwork(**config).to(device),
-                    loss,
-                    scaled.lengths[train],
-                    validation,
-                    learning_rate=self.learning_rate,
-                    weight_decay=self.weight_decay,
-                    max_epochs=self.max_epochs,
-                    patience=self.patience,
-                    generator=torch.Generator().manual_seed(seed),
-                    progress=self.progress,
-                    name=f"{self.model} {member + 1}/{self.n_members}",
-                )
+            torch.manual_seed(seed)
+            config = config_of(scaled, self.model, self._outputs, self.hidden_size, self.dropout)
+            network = trained(
+                SeriesNetwork(**config).to(device),
+                loss,
+                scaled.lengths[train],
+                validation,
+                learning_rate=self.learning_rate,
+                weight_decay=self.weight_decay,
+                max_epochs=self.max_epochs,
+                patience=self.patience,
+                generator=torch.Generator().manual_seed(seed),
+                progress=self.progress,
+                name=f"{self.model} {member + 1}/{self.n_members}",
+            )
             self.networks_.append(network)
 
     def _scaled(self, series: Series) -> Series:
@@ -239,7 +254,8 @@ class SeriesClassifier(ClassifierMixin, _SeriesModel):
             not in the training data. Default: ``None``
         reconstruction: for ``"rocket"``, how a series is put on a regular grid: ``"linear"`` interpolation, the
             ``"last"`` value, ``"oscillators"`` (:class:`OscillatorSmoother`), or ``"auto"``, the one with the least
-            cross-validated loss. Default: ``"auto"``
+            cross-validated loss. With ``model="auto"``, oscillators, which take seconds, are tried only if no other
+            loss is below 0.15. Default: ``"auto"``
         hidden_size: size of a network's state. Default: ``32``
         dropout: probability that a feature of a network's inputs or state is dropped in training. Default: ``0.1``
         weight_decay: weight decay of a network. Default: ``0.01``
@@ -298,7 +314,7 @@ class SeriesClassifier(ClassifierMixin, _SeriesModel):
         self._outputs = len(self.classes_)
         if len(self.classes_) < 2:
             raise ValueError(
-                f"y must have at least 2 classes, got one class, {self.classes_[0]!r}. "
+                f"y must have at least 2 classes, got one class, {self.classes_.tolist()[0]!r}. "
                 "Fix: SeriesRegressor for numbers."
             )
         return codes
@@ -362,7 +378,8 @@ class SeriesRegressor(RegressorMixin, _SeriesModel):
             not in the training data. Default: ``None``
         reconstruction: for ``"rocket"``, how a series is put on a regular grid: ``"linear"`` interpolation, the
             ``"last"`` value, ``"oscillators"`` (:class:`OscillatorSmoother`), or ``"auto"``, the one with the least
-            cross-validated loss. Default: ``"auto"``
+            cross-validated loss. With ``model="auto"``, oscillators, which take seconds, are tried only if no other
+            loss is below 0.15. Default: ``"auto"``
         hidden_size: size of a network's state. Default: ``32``
         dropout: probability that a feature of a network's inputs or state is dropped in training. Default: ``0.1``
         weight_decay: weight decay of a network. Default: ``0.01``
@@ -454,12 +471,6 @@ class SeriesRegressor(RegressorMixin, _SeriesModel):
 def _wide(decision: NDArray[Any]) -> NDArray[Any]:
     """Return logits (batch, classes) for a decision function, which has one column for two classes."""
     return decision if decision.ndim == 2 else np.stack([-decision, decision], 1) / 2
-
-
-def _moments(x: Tensor) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return the mean and the standard deviation of each feature; a constant has the deviation 1."""
-    scale = Standardize(x.shape[-1]).double().fit(x)
-    return scale.mean.numpy(), scale.std.numpy()
 
 
 def _split(count: int, held: float, seed: int, labels: Any) -> tuple[NDArray[Any], NDArray[Any]]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
@@ -135,12 +136,29 @@ def config_of(series: Series, kind: Kind, outputs: int, hidden_size: int, dropou
         ranges: Any = oscillator_ranges(series.t, series.mask, series.lengths)
     except ValueError:  # no series has two samples at different times
         unit, ranges = 1.0, {"frequency": (0.01, 0.25), "decay": (0.01, 0.1)}
-    starts, ends = series.t[:, 0], series.t.amax(1)  # padding has the time of the last sample
-    span = float((ends - starts).max()) or 1.0
-    start = float(starts.min()) if float(starts.max() - starts.min()) <= span else None
+    start, span = common_start(series), _span(series)
     sizes = {"channels": series.x.shape[2], "static_size": static, "outputs": outputs, "hidden_size": hidden_size}
     times = {"start": start, "span": span, "time_unit": unit, **ranges}
     return {"kind": kind, **sizes, "dropout": dropout, **times}
+
+
+def common_start(series: Series) -> float | None:
+    """Return the first time; None if the starts of the series lie farther apart than the longest duration."""
+    starts = series.t[series.mask.any(-1).any(-1), :1]  # a series without values may have no times either
+    is_common = bool(len(starts)) and float(starts.max() - starts.min()) <= _span(series)
+    return float(starts.min()) if is_common else None
+
+
+def _span(series: Series) -> float:
+    return float((series.t.amax(1) - series.t[:, 0]).max()) or 1.0  # padding has the time of the last sample
+
+
+@contextmanager
+def kept_random_state() -> Iterator[None]:
+    """Restore torch's random state afterwards, on all devices."""
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with torch.random.fork_rng(devices=list(devices)):
+        yield
 
 
 def trained(

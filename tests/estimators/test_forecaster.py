@@ -3,6 +3,7 @@
 import numpy
 import pandas
 import pytest
+import torch
 
 from hbnode.data import as_series
 from hbnode.estimators import SeriesForecaster
@@ -55,7 +56,13 @@ def test_horizons_are_durations_dates_or_numbers():
     by_date, by_duration = model.predict(one, ahead=[when]), model.predict(one, ahead=pandas.Timedelta("90min"))
     pandas.testing.assert_frame_equal(by_date, by_duration)
     pandas.testing.assert_frame_equal(by_date, model.predict(one, ahead=str(when)))
-    pandas.testing.assert_frame_equal(by_date, model.predict(one, ahead=5400))
+    series = as_series(one, id="id", time="time")
+    pandas.testing.assert_frame_equal(by_date, model.predict(series, ahead=5400))  # its unit is known
+    for wrong in (5400, ["1h", 2], "90"):
+        with pytest.raises((TypeError, ValueError), match="durations"):
+            model.predict(one, ahead=wrong)
+    with pytest.raises(TypeError, match="without a time zone"):
+        model.predict(one, ahead=when.tz_localize("Asia/Tokyo"))
     with pytest.raises(ValueError, match="last sample"):
         model.predict(one, ahead=[one["time"].min()])
     numbers = drifting(12, 0, dates=False)
@@ -63,8 +70,49 @@ def test_horizons_are_durations_dates_or_numbers():
     assert of_numbers.predict(numbers, ahead=1.5)["time"].dtype == float
     with pytest.raises(TypeError, match="unit"):
         of_numbers.predict(numbers, ahead="1h")
+    with pytest.raises(ValueError, match="infinite"):
+        of_numbers.predict(numbers, ahead=numpy.inf)
     with pytest.raises(ValueError, match="as in fit"):
         of_numbers.predict(table, ahead=1.5)
+
+
+def test_dates_keep_the_time_zone_of_the_table():
+    table = drifting(12, 0)
+    table["time"] = table["time"].dt.tz_localize("Europe/Berlin")
+    model = forecaster("last", values="hr").fit(table)
+    found = model.predict(table, ahead="1h").set_index("id")
+    last = table.groupby("id", sort=False).tail(1).set_index("id")
+    assert found["time"].dtype.tz == last["time"].dtype.tz
+    assert (found["time"] - last["time"] - pandas.Timedelta("1h")).abs().max() < pandas.Timedelta("1ms")
+    numpy.testing.assert_allclose(found["mean"], last["hr"])
+    with pytest.raises(TypeError, match="tz='Europe/Berlin'"):
+        model.predict(table, ahead="2025-01-01 12:00")
+    with pytest.raises(ValueError, match="tz_localize"):
+        model.predict(table.assign(time=table["time"].dt.tz_localize(None)), ahead="1h")
+
+
+@pytest.mark.parametrize("model", ["last", "features", "oscillators", "gru", "odernn"])
+def test_a_forecast_depends_on_its_series_alone_and_on_no_unit_of_a_static_feature(model):
+    table = drifting(12, 0, dates=False).groupby("id").head(8)
+    table["year"] = table["id"].str[1:].astype(float)
+    table.loc[table["id"] == "s3", ["hr", "sbp"]] = numpy.nan
+    table = table[(table["id"] != "s5") | (table["time"] < table["time"][table["id"] == "s5"].iloc[1])]
+    options = {"static": "year", "values": ["hr", "sbp"], "n_members": 1, "max_epochs": 1}
+    torch.manual_seed(3)
+    fitted = forecaster(model, **options).fit(table)
+    state = torch.get_rng_state()
+    torch.manual_seed(3)
+    assert torch.equal(state, torch.get_rng_state())
+    found = fitted.predict(table, [2.0, 1.0, 1.0, 0.0]).set_index(["id", "time", "column"])
+    assert numpy.isfinite(found).all(axis=None)
+    for name in ("s3", "s5", "s7"):
+        alone = fitted.predict(table[table["id"] == name], [0.0, 1.0, 2.0]).set_index(["id", "time", "column"])
+        same = found[~found.index.duplicated()].loc[alone.index]
+        numpy.testing.assert_allclose(same, alone, rtol=1e-5)
+    if model in ("gru", "odernn"):  # boosted trees have ties
+        other = table.assign(year=2000 + 100 * table["year"])
+        again = forecaster(model, **options).fit(other).predict(other, [2.0, 1.0, 1.0, 0.0])
+        numpy.testing.assert_allclose(again["mean"], found["mean"], rtol=1e-4)
 
 
 @pytest.mark.parametrize("model", ["last", "features", "oscillators"])
@@ -94,15 +142,15 @@ def test_better_models_are_chosen():
 def test_networks_learn_a_sine(model, tmp_path):
     random = numpy.random.default_rng(0)
     series = []
-    for _ in range(60):
-        t = numpy.sort(random.uniform(0, 12, 30))
+    for _ in range(30):
+        t = numpy.sort(random.uniform(0, 6, 15))
         series.append((t, numpy.sin(2 * t + random.uniform(0, 6))))
-    fitted = SeriesForecaster(model, n_members=1, max_epochs=12, random_state=0, learning_rate=0.01).fit(series[:50])
-    last = SeriesForecaster("last", random_state=0).fit(series[:50])
+    fitted = SeriesForecaster(model, n_members=1, max_epochs=8, random_state=0, learning_rate=0.02).fit(series)
+    last = SeriesForecaster("last", random_state=0).fit(series)
     assert fitted.cv_loss_[model] < 0.8 * last.cv_loss_["last"]
     fitted.save(tmp_path / "model")
-    found = SeriesForecaster.load(tmp_path / "model").predict(series[50:], [0.5, 1.0])
-    pandas.testing.assert_frame_equal(found, fitted.predict(series[50:], [0.5, 1.0]))
+    found = SeriesForecaster.load(tmp_path / "model").predict(series[20:], [0.5, 1.0])
+    pandas.testing.assert_frame_equal(found, fitted.predict(series[20:], [0.5, 1.0]))
 
 
 def test_few_long_series_hold_out_their_ends():
@@ -117,7 +165,9 @@ def test_what_is_wrong_is_named():
     table = drifting(10, 0)
     with pytest.raises(ValueError, match="'features'"):
         forecaster("feature").fit(table)
-    with pytest.raises(ValueError, match="percent"):
-        forecaster("last", level=190).fit(table)
+    for level in (190, 0.9, "90", None):
+        with pytest.raises(ValueError, match="percent"):
+            forecaster("last", level=level).fit(table)
+    assert "lower_50" in forecaster("last", level=numpy.array([50, 90])).fit(table).predict(table, "1h")
     with pytest.raises(ValueError, match="two samples"):
         SeriesForecaster("last").fit(as_series([([0.0], [1.0])] * 3))

@@ -10,10 +10,8 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
-from hbnode.data import as_series
+from hbnode.data import as_series, from_long
 from hbnode.estimators import SeriesClassifier, SeriesRegressor
-
-NETWORKS = ["gru", "odernn", "oscillators"]
 
 
 def swings(count=40, seed=0, classes=2):
@@ -33,7 +31,7 @@ def small(model, kind=SeriesClassifier, **options):
     return kind(model, n_members=1, max_epochs=15, hidden_size=8, random_state=0, **options)
 
 
-@pytest.mark.parametrize("model", ["features", *NETWORKS])
+@pytest.mark.parametrize("model", ["features", "gru", "oscillators", pytest.param("odernn", marks=pytest.mark.slow)])
 def test_frequencies_are_told_apart_and_files_keep_the_answer(model, tmp_path):
     series, labels = swings(60)
     classifier = SeriesClassifier(model, n_members=1, max_epochs=40, learning_rate=0.02, hidden_size=16, random_state=0)
@@ -96,11 +94,97 @@ def test_targets_keep_their_shape_and_unit(model):
     assert both.predict(series).shape == (40, 2)
 
 
-def test_rocket_and_auto_choose_by_cross_validation():
-    series, labels = swings(40)
-    auto = SeriesClassifier(random_state=0).fit(series, labels)
+def dropped(count=40, seed=0):
+    """Sines at the times 0, ..., 29, of which half are dropped."""
+    random, labels = numpy.random.default_rng(seed), numpy.arange(count) % 2
+    times = [numpy.sort(random.permutation(30)[:15]) * 1.0 for _ in labels]
+    pairs = zip(times, labels, strict=True)
+    return [(t, numpy.sin((0.3 + 0.3 * label) * t + random.uniform(0, 6))) for t, label in pairs], labels
+
+
+def test_auto_chooses_by_cross_validation_among_models_that_take_no_seconds():
+    auto = SeriesClassifier(random_state=0).fit(*dropped())
     assert auto.model_ == min(auto.cv_loss_, key=auto.cv_loss_.get)
-    assert auto.score(*swings(40, seed=1)) > 0.9
+    assert "rocket, last" in auto.cv_loss_
+    assert "rocket, oscillators" not in auto.cv_loss_  # because the others are good enough
+    assert auto.score(*dropped(seed=1)) > 0.9
+
+
+@pytest.mark.slow
+def test_rocket_takes_smoothed_series_unless_a_channel_is_empty():
+    series, labels = swings(24)
+    model = SeriesClassifier("rocket", random_state=0)
+    assert "rocket, oscillators" in model.fit(series, labels).cv_loss_
+    empty = [(t, numpy.c_[x, numpy.full(len(t), numpy.nan)]) for t, x in series]
+    assert "rocket, oscillators" not in model.fit(empty, labels).cv_loss_
+
+
+def in_months(series):
+    """Series as a table, each in a month of its own."""
+    parts = [pandas.DataFrame({"id": f"p{i}", "t": 700.0 * i + t, "x": x}) for i, (t, x) in enumerate(series)]
+    return pandas.concat(parts, ignore_index=True)
+
+
+def test_rocket_aligns_series_that_start_far_apart():
+    series, labels = dropped(20)
+    there = SeriesClassifier("rocket", id="id", time="t", reconstruction="linear", random_state=0)
+    here = clone(there).fit(in_months([(t - t[0], x) for t, x in series]).assign(t=lambda z: z["t"] % 700), labels)
+    there.fit(in_months(series), labels)
+    expected = here.predict_proba(
+        in_months(series).assign(t=lambda z: z["t"] % 700 - z.groupby("id")["t"].transform("min") % 700)
+    )
+    numpy.testing.assert_allclose(there.predict_proba(in_months(series)), expected)
+
+
+def test_labels_follow_the_ids_of_a_table_and_the_order_of_a_list():
+    series, labels = swings(20)
+    order = numpy.random.default_rng(0).permutation(20)
+    shuffled = pandas.Series(labels[order], index=order)
+    assert small("features").fit([series[i] for i in order], shuffled).score(series, labels) == 1.0
+    table = in_months([(t, numpy.nan_to_num(x[:, 0])) for t, x in series])
+    by_id = pandas.Series(labels, index=[f"p{i}" for i in range(20)])
+    model = small("features", id="id", time="t")
+    assert model.fit(table, by_id.iloc[::-1]).score(table, labels) == 1.0
+    with pytest.raises(ValueError, match="'p19b'"):
+        model.fit(table, by_id.rename({"p19": "p19b"}))
+    with pytest.raises(ValueError, match=r"pandas\.Series\(y\)"):
+        model.fit(table, by_id.to_dict())
+
+
+def test_a_series_in_other_units_is_refused_and_one_of_another_origin_is_shifted():
+    series, labels = dropped(20)
+    table = in_months(series)
+    table["t"] = pandas.Timestamp("2024-01-01") + pandas.to_timedelta(table["t"], unit="h")
+    names = {"id": "id", "time": "t", "values": "x"}
+    hours = from_long(table, unit="h", **names)
+    model = small("gru").fit(hours, labels)
+    shifted = from_long(table, unit="h", origin="2023-12-31", **names)
+    numpy.testing.assert_array_equal(model.predict_proba(shifted), model.predict_proba(hours))
+    with pytest.raises(ValueError, match="units of 3600 s, got dates in units of 1 s"):
+        model.predict(from_long(table, **names))
+    with pytest.raises(ValueError, match="got numbers"):
+        model.predict(as_series(series))
+
+
+def test_a_category_may_be_missing_in_some_rows_and_be_read_as_float():
+    series, labels = dropped(20)
+    table = in_months(series)
+    table["ward"] = table["id"].map({f"p{i}": int(label) + 1 for i, label in enumerate(labels)}).astype("category")
+    model = small("gru", id="id", time="t", static="ward").fit(table, labels)
+    expected = model.predict_proba(table)
+    partly = table["ward"].astype("Int64").where(table.groupby("id").cumcount() > 0)
+    for ward in (partly, partly.astype(float)):
+        numpy.testing.assert_array_equal(model.predict_proba(table.assign(ward=ward)), expected)
+    assert small("features", id="id", time="t", static="ward").fit(table.assign(ward=partly.astype("category")), labels)
+
+
+def test_series_without_samples_have_finite_answers():
+    series, labels = swings(20)
+    series[3] = (numpy.zeros(0), numpy.zeros((0, 2)))
+    none = as_series(series)
+    none.lengths[3] = 0
+    for model in ("features", "gru", "oscillators"):
+        assert numpy.isfinite(small(model).set_params(max_epochs=1).fit(none, labels).predict_proba(none)).all()
 
 
 def test_what_is_wrong_is_named():
@@ -112,11 +196,26 @@ def test_what_is_wrong_is_named():
     fitted = small("features").fit(series, labels)
     with pytest.raises(ValueError, match="same columns"):
         fitted.predict([(t, x[:, :1]) for t, x in series])
+    by_id = small("features", id="id", time="t")
+    with pytest.raises(KeyError, match="reset_index"):
+        by_id.fit(in_months(dropped(10)[0]).set_index(["id", "t"]), labels)
+    with pytest.raises(ValueError, match="one class, 1"):
+        fitted.fit(series, numpy.ones(10, dtype=int))
+    with pytest.raises(ValueError, match="2 series"):
+        SeriesRegressor().fit(series[:1], [1.0])
 
 
 def test_a_file_of_other_classes_is_refused(tmp_path):
     series, labels = swings(10)
-    small("features").fit(series, labels).save(tmp_path / "model")
+    (tmp_path / "text").write_text("hello")
+    with pytest.raises(ValueError, match="made by save"):
+        SeriesClassifier.load(tmp_path / "text")
+    model = small("features", device=torch.device("cpu")).fit(series, labels)
+    model.save(tmp_path / "model")
+    assert SeriesClassifier.load(tmp_path / "model").device == torch.device("cpu")
+    (tmp_path / "half").write_bytes((tmp_path / "model").read_bytes()[:2000])
+    with pytest.raises(ValueError, match="made by save"):
+        SeriesClassifier.load(tmp_path / "half")
     with pytest.raises(ValueError, match=r"SeriesClassifier\.load"):
         SeriesRegressor.load(tmp_path / "model")
     stored = torch.load(tmp_path / "model", weights_only=True)
