@@ -34,7 +34,7 @@ FARTHEST = 15.0  # from the start to where the fit may take a logarithm
 PRIOR_STD, PRIOR_WEIGHT = 3.0, 0.02  # the weak normal prior of all logarithms
 OVERSHOOT = 0.1  # the range of the training values is widened by this share before means are clipped to it
 ROUNDING = 4 * np.finfo(np.float64).eps  # the most by which equal times differ, relative to them
-MANY = 200_000  # most values that are smoothed at once
+MANY = 100_000  # most values that are smoothed at once
 
 
 class Posterior(NamedTuple):
