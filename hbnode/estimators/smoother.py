@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -32,7 +33,8 @@ MOST_SPREAD = 30.0  # standard deviation of an oscillator, in standard deviation
 FARTHEST = 15.0  # from the start to where the fit may take a logarithm
 PRIOR_STD, PRIOR_WEIGHT = 3.0, 0.02  # the weak normal prior of all logarithms
 OVERSHOOT = 0.1  # the range of the training values is widened by this share before means are clipped to it
-MANY = 200_000  # most values that are smoothed at once
+ROUNDING = 4 * np.finfo(np.float64).eps  # the most by which equal times differ, relative to them
+MANY = 100_000  # most values that are smoothed at once
 
 
 class Posterior(NamedTuple):
@@ -97,6 +99,9 @@ class OscillatorSmoother(BaseEstimator):
         max_iter: iterations of L-BFGS. Default: ``50``
         random_state: seed for the windows of the fit, of 48 samples and at most 100, and for paths. Default: ``None``
 
+    A channel with one training value is taken as constant, and the mean of one without any is NaN. Times count from
+    ``unit`` and ``origin`` as in the training data. Other series are refused.
+
     Attributes:
         noise_std: standard deviation s of the observation noise of each channel, in units of the data, (channels,).
         layer_: the fitted :class:`hbnode.nn.Oscillators`, for one channel of standard deviation 1.
@@ -140,21 +145,28 @@ class OscillatorSmoother(BaseEstimator):
         size, rng = as_count(self.num_oscillators, "num_oscillators"), check_random_state(self.random_state)
         data = as_series(series)
         values = [data.x[..., i][data.mask[..., i]].double() for i in range(data.x.shape[-1])]
-        if min(map(len, values)) < 2:
-            raise ValueError("a channel has fewer than two observed values. Fix: leave it out, x[:, keep].")
+        if sum(map(len, values)) < 2:
+            raise ValueError("the series have fewer than two observed values. Fix: fit them to more series.")
+        self.clock_ = self._clock(data)
         self.level_ = np.array([float(each.mean()) for each in values])
         self.scale_ = np.array([_scale(each) for each in values])
-        self.range_ = np.array([[float(each.min()), float(each.max())] for each in values]).T
+        self.range_ = np.array([[*map(float, each.aminmax())] if len(each) else [np.nan] * 2 for each in values]).T
         self.mean_times_, self.mean_values_ = np.zeros(1), np.zeros((len(values), 1))
         rows = self._rows(data)
-        gaps = rows.t.diff()[rows.seen[:, 1:]]
+        gaps, span = rows.t.diff()[rows.seen[:, 1:]], float((rows.t[:, -1] - rows.t[:, 0]).max())
         gaps = gaps[gaps > 0]
         if not len(gaps):
-            raise ValueError("no series has two samples at different times. Fix: two samples or more of some series.")
+            warnings.warn(
+                "no series has two samples of a channel at different times, so frequencies are guessed from the times "
+                "of all series. Fix: fit to series with two samples or more.",
+                stacklevel=2,
+            )
+            gaps = rows.t[rows.seen].unique().diff()
+            gaps, span = (gaps, float(gaps.sum())) if len(gaps) else (torch.ones(1), 1.0)
         if self.mean == "shared":
             self._fit_mean(data)
             rows = self._rows(data)
-        gap, span = float(gaps.median()), float((rows.t[:, -1] - rows.t[:, 0]).max())
+        gap = float(gaps.median())
         windows = _windows(rows, rng)
         variance = max(float(rows.x[rows.seen].square().mean()), FLOOR**2)
         low, most = math.log(math.pi / span), math.log(2 * math.pi / (GAPS_PER_CYCLE * gap))
@@ -195,7 +207,8 @@ class OscillatorSmoother(BaseEstimator):
         """The fitted oscillators as a layer, for one channel of standard deviation 1."""
         check_is_fitted(self)
         omega, zeta = torch.from_numpy(self.log_omega_), torch.from_numpy(self.log_zeta_)
-        layer = Oscillators(1, 1, len(omega), noise=True, dtype=torch.float64).requires_grad_(False)
+        with torch.random.fork_rng(devices=[]):
+            layer = Oscillators(1, 1, len(omega), noise=True, dtype=torch.float64).requires_grad_(False)
         layer.load_state_dict({
             **layer.state_dict(),
             "log_stiffness": 2 * omega,
@@ -295,9 +308,8 @@ class OscillatorSmoother(BaseEstimator):
             out[..., : filled.shape[1]] = filled.transpose(1, 2).numpy().reshape(*out.shape[:-1], -1)
             return out
         if isinstance(series, (list, tuple)) and isinstance(series[0], tuple):
-            lengths = [len(t) for t, _ in series]
-            ends = zip(data.t.numpy(), filled.numpy(), series, lengths, strict=True)
-            return [(t[:n], x[:n].reshape(np.shape(given[1]))) for t, x, given, n in ends]
+            pairs = zip(filled.numpy(), series, strict=True)
+            return [(np.sort(np.asarray(t)), x[: len(t)].reshape(np.shape(given))) for x, (t, given) in pairs]
         return dataclasses.replace(data, x=filled, mask=valid.unsqueeze(-1).expand_as(filled))
 
     # Data
@@ -309,7 +321,17 @@ class OscillatorSmoother(BaseEstimator):
                 f"the series must have {len(self.level_)} channels as in fit, got {data.x.shape[-1]}. "
                 "Fix: the same channels as in fit."
             )
+        if self._clock(data) != self.clock_:
+            raise ValueError(
+                f"the series must have the unit and the origin of time as in fit, {self.clock_}, got "
+                f"{self._clock(data)}. Fix: the same unit= and origin= of as_series, for dates in both or in none."
+            )
         return data
+
+    def _clock(self, data: Series) -> tuple[float | None, Any]:
+        """Return the unit and the origin of time; any origin is the same for a constant mean."""
+        is_any = data.origin is not None and self.mean == "constant"
+        return data.unit, "any" if is_any else data.origin
 
     def _times(self, data: Series, grid: Any) -> Tensor:
         at = data.times(grid).double()
@@ -329,7 +351,7 @@ class OscillatorSmoother(BaseEstimator):
         """Return the observed values of all series and channels, minus the mean and divided by the scale."""
         level, scale = torch.from_numpy(self._mean_at(data.t.numpy())), torch.from_numpy(self.scale_).unsqueeze(1)
         x = ((data.x.transpose(1, 2) - level) / scale).flatten(0, 1)
-        seen = data.mask.transpose(1, 2).flatten(0, 1)
+        seen = (data.mask & torch.from_numpy(np.isfinite(self.level_))).transpose(1, 2).flatten(0, 1)
         t = data.t.double().repeat_interleave(data.x.shape[-1], 0)
         order = (~seen).byte().argsort(dim=1, stable=True)[:, : max(1, int(seen.sum(1).max()))]
         x, t, seen = (z.gather(1, order) for z in (x, t, seen))
@@ -412,9 +434,9 @@ class OscillatorSmoother(BaseEstimator):
 
 
 def _scale(values: Tensor) -> float:
-    """Return the standard deviation of values, or 1 if they are equal up to rounding."""
-    std = float(values.std())
-    return std if std > 1e-12 * float(values.abs().max()) else 1.0
+    """Return the standard deviation of values, or 1 if they are equal up to rounding, one or none."""
+    std = float(values.std()) if len(values) > 1 else 0.0
+    return std if std and std > 1e-12 * float(values.abs().max()) else 1.0
 
 
 def _kalman(log_omega: Tensor, log_zeta: Tensor, log_spread: Tensor, log_noise: Tensor) -> KalmanFilter:
@@ -494,9 +516,9 @@ def _with_observed(mean: Tensor, at: Tensor, data: Series) -> Tensor:
     t, seen = data.t.double().unsqueeze(1), data.mask.transpose(1, 2)
     steps = torch.arange(t.shape[-1]).expand(seen.shape)
     last = torch.where(seen, steps, -1).cummax(-1).values  # the last observed sample up to each sample
-    rounding = 1e-9 * float(data.t.abs().max())
-    before = torch.searchsorted(data.t.double().contiguous(), at.contiguous() + rounding, right=True) - 1
+    rounding = 1e-9 * (t[..., -1] - t[..., 0]) + ROUNDING * t.abs().amax(-1)  # (batch, 1)
+    before = torch.searchsorted(data.t.double().contiguous(), at + rounding, right=True) - 1
     index = last.gather(-1, before.clamp(min=0).unsqueeze(1).expand(-1, last.shape[1], -1))
     times, values = (z.expand(seen.shape).gather(-1, index.clamp(min=0)) for z in (t, data.x.transpose(1, 2).double()))
-    is_there = (index >= 0) & (before >= 0).unsqueeze(1) & ((times - at.unsqueeze(1)).abs() <= rounding)
+    is_there = (index >= 0) & (before >= 0).unsqueeze(1) & ((times - at.unsqueeze(1)).abs() <= rounding.unsqueeze(-1))
     return torch.where(is_there, values, mean)

@@ -363,9 +363,9 @@ class KalmanFilter:
         phi = self._transition(t.diff(prepend=t[:, :1])).unsqueeze(-1)  # (2, P, 2, batch, T, 1)
         (vv, xv), (vx, xx) = ((phi[0, :, i], phi[1, :, i]) for i in range(2))
         # The Cholesky factor of I - Φ Φᵀ; rounding loses (√κ Δ)³ of its digits for short gaps
-        a = (1 - vv.square() - vx.square()).clamp(min=0.0).sqrt()
+        a = root_of(1 - vv.square() - vx.square())
         b = -(vv * xv + vx * xx) / torch.where(a > 0, a, 1.0)
-        d = (1 - xv.square() - xx.square() - b.square()).clamp(min=0.0).sqrt()
+        d = root_of(1 - xv.square() - xx.square() - b.square())
         shape = (2, len(self.gamma), *t.shape, paths)
         normal = torch.randn(shape, dtype=t.dtype, device=t.device, generator=generator)
         kicks = torch.stack([a * normal[0], b * normal[0] + d * normal[1]])
@@ -377,6 +377,12 @@ class KalmanFilter:
         signal = torch.einsum("cp,pbst->bsct", self.c, torch.stack(states, 3).flatten(0, 1))
         errors = torch.randn(signal.shape, dtype=t.dtype, device=t.device, generator=generator)
         return signal, signal + self.noise.sqrt().unsqueeze(-1) * errors
+
+
+def root_of(variance: Tensor) -> Tensor:
+    """Return the standard deviation; it and its gradient are 0 where rounding left a variance of 0 or less."""
+    is_lost = variance <= 0
+    return torch.where(is_lost, 0.0, torch.where(is_lost, 1.0, variance).sqrt())
 
 
 def _block_diagonal(phi: Tensor) -> Tensor:

@@ -112,6 +112,8 @@ class Guide:
     """
 
     def __init__(self, summary: Tensor, times: Tensor, grid: Tensor) -> None:
+        self.start = grid[:, :1]  # where the time of a control counts from: float32 loses digits of late times
+        times, grid = times - self.start, grid - self.start
         later = torch.searchsorted(-times, -(grid + ROUNDING))  # number of samples after each time
         following = (later - 1).clamp(min=0)
         # one tensor per interval: the backward pass of indexing would fill a gradient of all samples in each step
@@ -124,7 +126,7 @@ class Guide:
         """Return the control ``net([h, summary, wait])``, or 0 after the last sample.
 
         The summary is that of the samples after t, and ``wait`` is the time until the first of them. h has the shape
-        (samples * batch, latent_size), and t is a number or (samples * batch, 1).
+        (samples * batch, latent_size), and t is a number or (samples * batch, 1). It counts from ``start``.
         """
         batch = len(self.grid)
         t = t.to(self.grid).reshape(-1, 1)[:batch].expand(batch, 1)
@@ -555,6 +557,7 @@ class LatentSDE(LatentModel):
 
     @override
     def solve(self, z: Tensor, t: Tensor, guide: Guide | None) -> tuple[Tensor, Tensor]:
+        t = t if guide is None else t - t[:, :1]
         if bool((t == t[0]).all() & (t[0].diff() > 0).all()):
             t = t[0]  # steps of common sizes have fewer coefficients
         h, m = z.chunk(2, 1)
@@ -590,7 +593,8 @@ class ControlledSDE(HeavyBallSDE):
     def force(self, t: Tensor, h: Tensor) -> Tensor:
         h = h[:, :-1]
         u = self.guide.control(self.control, t, h)
-        drift = self.prior.force(t, h) + self.scale * u
+        start = self.guide.start.repeat(len(h) // len(self.guide.start), 1)
+        drift = self.prior.force((t.to(start) + start).to(h), h) + self.scale * u
         return torch.cat([drift, u.square().sum(1, keepdim=True) / 2], 1)
 
 

@@ -27,7 +27,7 @@ from hbnode.nn._oscillator_scan import (
     scan,
     transition,
 )
-from hbnode.nn.kalman import Gaussian, KalmanFilter, OscillatorBelief, OscillatorFiltered
+from hbnode.nn.kalman import Gaussian, KalmanFilter, OscillatorBelief, OscillatorFiltered, root_of
 from hbnode.nn.sequences import Inputs, Lengths, Missing, Sequences, Series
 
 __all__ = [
@@ -417,6 +417,8 @@ class Oscillators(_OscillatorModule):
         lengths, series, times, observed = seq.unpack(x, lengths, t, mask)
         if isinstance(times, OscillatorState):
             raise TypeError("t must be times, got an OscillatorState. Fix: layer(x, None, state).")
+        if self.noise:
+            _refuse_static(static)
         if state is not None:
             seq.refuse_both_directions(self, "takes no state")
             self._check_state(state, series.shape[0] if isinstance(series, Tensor) else 0, OscillatorState)
@@ -525,8 +527,9 @@ class Oscillators(_OscillatorModule):
             return y, dataclasses.replace(state, v=paths[-1][0], x=paths[-1][1], t=time)
 
     def log_likelihood(
-        self, x: Tensor, t: ArrayLike | None = None, mask: Tensor | None = None, lengths: Lengths | None = None
-    ) -> Tensor:
+        self, x: Tensor, t: ArrayLike | None = None, mask: Tensor | None = None, lengths: Lengths | None = None,
+        static: None = None,
+    ) -> Tensor:  # fmt: skip
         """Return the log density of the observed values of each series, (batch,), in float64; needs ``noise=True``.
 
         Arguments:
@@ -536,8 +539,10 @@ class Oscillators(_OscillatorModule):
             mask: which values are observed, bool, (batch, T) or (batch, T, input_size); the others may be NaN.
                 Default: ``None``
             lengths: length of each sequence, (batch,); later samples are padding. Default: ``None``
+            static: must be None, because the model has no static features; so that ``**series.inputs()`` goes in.
+                Default: ``None``
         """
-        kalman = self._kalman_filter()
+        kalman = self._kalman_filter(static)
         return kalman.log_likelihood(Sequences(self.input_size, x, _times(x, t, None), mask, lengths))
 
     def filter(
@@ -547,6 +552,7 @@ class Oscillators(_OscillatorModule):
         state: OscillatorBelief | None = None,
         mask: Tensor | None = None,
         lengths: Lengths | None = None,
+        static: None = None,
     ) -> OscillatorFiltered:
         """Compute the distributions of samples and states by a Kalman filter, in float64; needs ``noise=True``.
 
@@ -559,8 +565,10 @@ class Oscillators(_OscillatorModule):
             mask: which values are observed, bool, (batch, T) or (batch, T, input_size); the others may be NaN.
                 Default: ``None``
             lengths: length of each sequence, (batch,); later samples are padding. Default: ``None``
+            static: must be None, because the model has no static features; so that ``**series.inputs()`` goes in.
+                Default: ``None``
         """
-        kalman = self._kalman_filter()
+        kalman = self._kalman_filter(static)
         sequences = Sequences(self.input_size, x, _times(x, t, state), mask, lengths)
         if state is not None:
             self._check_state(state, len(x), OscillatorBelief)
@@ -575,6 +583,7 @@ class Oscillators(_OscillatorModule):
         lengths: Lengths | None = None,
         at: ArrayLike | None = None,
         noise: bool = False,
+        static: None = None,
     ) -> Gaussian:
         """Return the distributions of the signal given all samples of a series, in float64; needs ``noise=True``.
 
@@ -591,6 +600,8 @@ class Oscillators(_OscillatorModule):
                 None is the times of the samples. Default: ``None``
             noise: whether the distributions are those of observations, which add the observation noise.
                 Default: ``False``
+            static: must be None, because the model has no static features; so that ``**series.inputs()`` goes in.
+                Default: ``None``
 
         Returns:
             Means and standard deviations (batch, K, input_size), or (batch, T, input_size) with 0 on padding.
@@ -602,9 +613,9 @@ class Oscillators(_OscillatorModule):
             >>> band.mean.shape, band.std.shape
             (torch.Size([4, 3, 1]), torch.Size([4, 3, 1]))
         """
-        kalman, sequences, times = self._with_queries(x, t, mask, lengths, at)
+        kalman, sequences, times = self._with_queries(x, t, mask, lengths, at, static)
         mean, variance = kalman.smooth(sequences, times)
-        std = (variance + kalman.noise if noise else variance).sqrt()
+        std = root_of(variance + kalman.noise if noise else variance)
         return Gaussian(mean, std) if at is not None else Gaussian(sequences.padded(mean), sequences.padded(std))
 
     def sample_paths(
@@ -616,6 +627,7 @@ class Oscillators(_OscillatorModule):
         at: ArrayLike | None = None,
         paths: int = 1,
         generator: torch.Generator | None = None,
+        static: None = None,
     ) -> Tensor:
         """Draw paths of the signal given all samples, (paths, batch, K, input_size), in float64; needs ``noise=True``.
 
@@ -631,15 +643,18 @@ class Oscillators(_OscillatorModule):
             at: times (K,) or (batch, K), as in :meth:`smooth`; None is the times of the samples. Default: ``None``
             paths: number of paths. Default: ``1``
             generator: source of the random numbers. Default: ``None``
+            static: must be None, because the model has no static features; so that ``**series.inputs()`` goes in.
+                Default: ``None``
         """
-        kalman, sequences, times = self._with_queries(x, t, mask, lengths, at)
+        kalman, sequences, times = self._with_queries(x, t, mask, lengths, at, static)
         found = kalman.sample_paths(sequences, times, as_count(paths, "paths"), generator).movedim(-1, 0)
         return found if at is not None else sequences.padded(found)
 
     def _with_queries(
-        self, x: Tensor, t: ArrayLike | None, mask: Tensor | None, lengths: Lengths | None, at: ArrayLike | None
-    ) -> tuple[KalmanFilter, Sequences, Tensor | None]:
-        kalman = self._kalman_filter()
+        self, x: Tensor, t: ArrayLike | None, mask: Tensor | None, lengths: Lengths | None, at: ArrayLike | None,
+        static: None,
+    ) -> tuple[KalmanFilter, Sequences, Tensor | None]:  # fmt: skip
+        kalman = self._kalman_filter(static)
         sequences = Sequences(self.input_size, x, _times(x, t, None), mask, lengths)
         if at is None:
             return kalman, sequences, None
@@ -654,9 +669,10 @@ class Oscillators(_OscillatorModule):
             raise ValueError("at must be finite, got NaN or inf. Fix: at[torch.isfinite(at)].")
         return kalman, sequences, times.expand(batch, -1)
 
-    def _kalman_filter(self) -> KalmanFilter:
+    def _kalman_filter(self, static: None = None) -> KalmanFilter:
         if self.log_spread is None or self.log_observation_noise is None:
             raise ValueError("the layer has no noise. Fix: Oscillators(..., noise=True).")
+        _refuse_static(static)
         if may_look():
             self._check_parameters()
         return KalmanFilter(self._rates(), self.weight_out, self.log_spread, self.log_observation_noise)
@@ -667,6 +683,15 @@ class Oscillators(_OscillatorModule):
             super().extra_repr()
             + (", bidirectional=True" if self.bidirectional else "")
             + (", noise=True" if self.noise else "")
+        )
+
+
+def _refuse_static(static: object) -> None:
+    """Raise ValueError if there are static features, which a layer with noise=True does not have."""
+    if static is not None:
+        raise ValueError(
+            "static must be None, because noise=True is a model of the samples alone. Fix: dataclasses.replace("
+            "series, static=None).inputs()."
         )
 
 

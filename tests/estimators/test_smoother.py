@@ -1,6 +1,5 @@
 """Reconstruction by noisy oscillators against dense covariances, and what it does with the forms of data."""
 
-import dataclasses
 import math
 import pickle
 
@@ -127,16 +126,58 @@ def test_forms_of_data_agree():
     none = smoother.posterior(np.full((1, 2, 5), np.nan), [0.0, 3.0])
     assert np.isfinite(none.mean).all()
     assert (none.std > 0).all()
-    series = dataclasses.replace(as_series(array), unit=3600.0, origin=np.datetime64("2020-01-01"))
-    dated = smoother.posterior(series, np.array(["2020-01-01T05:00"], "datetime64[m]"))
-    np.testing.assert_array_equal(dated.mean[0, 0], filled[0, 0, 5:6])
+
+
+def test_times_count_as_in_the_training_data(fitted):
+    series = [(1.7e9 + t / 10, x) for t, x in pairs(6, 20)]  # steps below 0.1 s, in seconds since 1970
+    smoother = OscillatorSmoother(1, mean="constant", max_iter=3, random_state=0).fit(series)
+    found = smoother.posterior(series, np.stack([t for t, _ in series])).mean[:, 0]
+    np.testing.assert_array_equal(found, np.stack([x for _, x in series]))
+    dates = [(np.datetime64("2024-01-01T00", "s") + (60 * t).astype("timedelta64[s]"), x) for t, x in pairs(6, 20)]
+    hours = as_series(dates, unit="h", origin="2024-01-01")
+    smoother = OscillatorSmoother(1, max_iter=3, random_state=0).fit(hours)
+    at = np.array(["2024-01-01T00:03"], "datetime64[m]")
+    right = smoother.posterior(hours, hours.times(at).numpy()).mean
+    np.testing.assert_array_equal(smoother.posterior(hours, at).mean, right)
+    seconds = OscillatorSmoother(1, max_iter=3, random_state=0).fit(dates)
+    np.testing.assert_array_equal(seconds.impute([(t[::-1], x[::-1]) for t, x in dates])[2][0], dates[2][0])
+    for other in (as_series(dates), as_series(dates, unit="h"), pairs(6, 20)):
+        with pytest.raises(ValueError, match="unit and the origin of time as in fit"):
+            smoother.posterior(other, [0.0])
+    smoother = OscillatorSmoother(1, mean="constant", max_iter=3, random_state=0).fit(hours)
+    moved = smoother.posterior(as_series(dates, unit="h"), at).mean  # without a mean over time, any origin will do
+    np.testing.assert_allclose(moved, smoother.posterior(hours, at).mean, rtol=0, atol=1e-6)
+
+
+def test_channels_and_series_with_few_values():
+    array = np.full((6, 3, 25), np.nan)
+    array[:, 0] = np.random.default_rng(0).normal(size=(6, 25))
+    array[2, 1, 4] = 5.0
+    smoother = OscillatorSmoother(max_iter=3, random_state=0).fit(array)
+    filled = smoother.impute(array)
+    np.testing.assert_array_equal(filled[:, 0], array[:, 0])
+    assert (filled[:, 1] == 5.0).all()
+    assert np.isnan(filled[:, 2]).all()
+    array[0, 2, 3] = 1.0  # a channel that the fit has never seen
+    again = smoother.impute(array)
+    assert again[0, 2, 3] == 1.0
+    np.testing.assert_array_equal(again[:, :2], filled[:, :2])
+    with pytest.warns(UserWarning, match="no series has two samples of a channel at different times"):
+        smoother = OscillatorSmoother(max_iter=3, random_state=0).fit([([i], [i % 3.0]) for i in range(8)])
+    assert np.isfinite(smoother.posterior([([1.0], [2.0])], [0.0, 1.0, 50.0]).mean).all()
+
+
+def test_the_global_random_numbers_are_not_touched(fitted):
+    before, of_numpy = torch.get_rng_state(), np.random.get_state()[1].tolist()  # noqa: NPY002
+    clone(fitted).set_params(max_iter=1).fit(pairs(2, 9)).posterior(pairs(2, 9), [1.0], paths=2)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert np.random.get_state()[1].tolist() == of_numpy  # noqa: NPY002
 
 
 @pytest.mark.parametrize(
     ("use", "kind", "message"),
     [
         (lambda s: OscillatorSmoother(mean="bins").fit(pairs(2, 5)), ValueError, "mean must be 'shared' or 'constant'"),
-        (lambda s: OscillatorSmoother().fit([([1.0], [2.0]), ([1.0], [3.0])]), ValueError, "different times"),
         (lambda s: OscillatorSmoother().fit(np.full((2, 1, 5), np.nan)), ValueError, "fewer than two observed"),
         (lambda s: OscillatorSmoother().posterior(pairs(2, 5), [0.0]), NotFittedError, "not fitted"),
         (lambda s: s.posterior(np.zeros((2, 3, 5)), [0.0]), ValueError, "must have 1 channels as in fit, got 3"),

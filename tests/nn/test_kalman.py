@@ -1,5 +1,6 @@
 """Noisy oscillators against the joint normal distribution of all samples."""
 
+import dataclasses
 import math
 
 import pytest
@@ -170,6 +171,36 @@ def test_parts_lengths_and_half_precision():
         torch.testing.assert_close(short[row], alone[0])
     low = make().float()
     assert low.log_likelihood(x.float(), t).dtype == torch.float64
+
+
+def test_gradients_are_finite_where_a_variance_is_zero():
+    layer, t = make(), torch.tensor([0.0, 1.0, 1.0, 4.0]).double()
+    layer.sample_paths(torch.randn(1, 4, 2).double(), t, at=[1.0, 1.0, 2.0]).sum().backward()  # gaps of length 0
+    assert all(p.grad is None or p.grad.isfinite().all() for p in layer.parameters())
+    variance = torch.tensor([-1e-20, 0.0, 4.0, math.nan], dtype=torch.float64, requires_grad=True)
+    std = hbnode.nn.kalman.root_of(variance)
+    std.sum().backward()
+    torch.testing.assert_close(std.detach(), torch.tensor([0.0, 0.0, 2.0, math.nan]).double(), equal_nan=True)
+    torch.testing.assert_close(variance.grad, torch.tensor([0.0, 0.0, 0.25, math.nan]).double(), equal_nan=True)
+
+
+def test_what_a_series_gives_goes_in_unless_it_has_static_features():
+    table = {
+        "id": [1, 1, 2],
+        "t": [0.0, 1.5, 0.0],
+        "a": [1.0, 2.0, 3.0],
+        "b": [0.5, math.nan, 1.0],
+        "s": [7.0, 7.0, 8.0],
+    }
+    series = hbnode.data.from_long(table, id="id", time="t", values=["a", "b"], static=["s"])
+    layer, plain = make(), dataclasses.replace(series, static=None)
+    right = layer.log_likelihood(series.x, series.t, series.mask, series.lengths)
+    torch.testing.assert_close(layer.log_likelihood(**plain.inputs()), right)
+    torch.testing.assert_close(layer.filter(**plain.inputs()).log_likelihood.sum(1), right)
+    assert layer.smooth(**plain.inputs()).mean.shape == layer.sample_paths(**plain.inputs())[0].shape == (2, 2, 2)
+    for use in (layer.log_likelihood, layer.filter, layer.smooth, layer.sample_paths, layer.float()):
+        with pytest.raises(ValueError, match=r"static must be None.*Fix: dataclasses.replace\(series, static=None\)"):
+            use(**series.inputs())
 
 
 def test_noise_that_is_lost_in_rounding_is_named():

@@ -214,9 +214,24 @@ def test_the_control_depends_on_later_samples_only():
     for i in range(7):
         at = grid[:, i : i + 1] + (0.4 * (grid[:, i + 1 : i + 2] - grid[:, i : i + 1]) if i < 6 else 0.0)
         (gradient,) = torch.autograd.grad(
-            guide.control(model.control, at, x.new_ones(2, 4)).sum(), x, retain_graph=True, allow_unused=True
+            guide.control(model.control, at - guide.start, x.new_ones(2, 4)).sum(),
+            x,
+            retain_graph=True,
+            allow_unused=True,
         )
         assert torch.equal(gradient.abs().sum(-1) > 0, observed & (t > at)), i
+
+
+def test_late_times_keep_their_digits_in_a_float32_model():
+    torch.manual_seed(0)
+    model = LatentSDE(2, 4, 8)
+    nn.init.normal_(model.control.layers[-1].weight)  # a control that matters
+    x, t, mask = series()
+    bounds = []
+    for origin in (0.0, 1.7e9):
+        torch.manual_seed(2)
+        bounds.append(model.elbo(x, origin + t, mask=mask).value)
+    torch.testing.assert_close(bounds[1], bounds[0], rtol=1e-4, atol=0.0)
 
 
 # All models
