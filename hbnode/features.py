@@ -554,6 +554,21 @@ class RocketFeatures(_Transformer):
             X: a :class:`hbnode.data.Series`, or what :func:`hbnode.data.as_series` converts.
             y: ignored.
         """
+        self._fit(X)
+        return self
+
+    def fit_transform(self, X: Any, y: Any = None) -> Array:
+        """Fit, and return the features of each series, (batch, features), with one reconstruction.
+
+        Arguments:
+            X: a :class:`hbnode.data.Series`, or what :func:`hbnode.data.as_series` converts.
+            y: ignored.
+        """
+        values = self._fit(X)
+        return np.asarray(self.kernels_.transform(values), dtype=np.float64)
+
+    def _fit(self, X: Any) -> Array:
+        """Fit, and return the values on the grid, (batch, channels, points)."""
         try:
             from aeon.transformations.collection.convolution_based import MiniRocket
         except ImportError as error:
@@ -574,12 +589,13 @@ class RocketFeatures(_Transformer):
         self.grid_ = _grid(self.grid, series)
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         kernels = MiniRocket(as_count(self.num_features, "num_features"), random_state=seed)
+        values = self._values(series, np.arange(len(series)))
         before = np.random.get_state()  # noqa: NPY002, which aeon seeds
         try:
-            self.kernels_ = kernels.fit(self._values(series, np.arange(len(series))))
+            self.kernels_ = kernels.fit(values)
         finally:
             np.random.set_state(before)  # noqa: NPY002
-        return self
+        return values
 
     def transform(self, X: Any) -> Array:
         """Return the features of each series, (batch, features).
