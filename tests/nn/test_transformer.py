@@ -364,7 +364,7 @@ def test_positions_are_of_one_kind(attention, options, positions, message):
     ],
 )
 def test_cross_attention_is_never_rotary(options):
-    with pytest.raises(ValueError, match="cross-attention needs attention without rotary.*Fix: cross_attention='soft"):
+    with pytest.raises(ValueError, match=r"cross-attention needs attention without rotary.*Fix: cross_attention='soft"):
         MomentumTransformerDecoderLayer(E, H, F, **options)
     layer = MomentumTransformerDecoderLayer(E, H, F, **{**options, "cross_attention": "softmax"})  # the fix
     assert not layer.multihead_attn.rotary
