@@ -77,11 +77,13 @@ def oscillator_step(damping: Number, stiffness: Number, dt: Number) -> Oscillato
         [0.866, -0.5, 0.5, 0.866]
     """
     gamma, kappa, dt = _as_tensors(damping, stiffness, dt)
-    if _torch.may_look() and not bool((is_time := (dt >= 0) & dt.isfinite()).all()):
-        raise ValueError(
-            f"dt must hold finite times >= 0, got {dt[~is_time].flatten()[0].item()}. "
-            "Fix: dt = later - earlier, of finite times in increasing order."
-        )
+    if _torch.may_look() and not dt.is_meta:
+        wrong = dt[~(dt.isfinite() & (dt >= 0))]
+        if len(wrong):
+            raise ValueError(
+                f"dt must hold finite times >= 0, got {wrong[0].item()}. "
+                "Fix: dt = later - earlier, of finite times in increasing order."
+            )
     return exact_step(gamma, kappa, dt)
 
 

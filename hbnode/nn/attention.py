@@ -244,6 +244,7 @@ class MultiheadBase(ModuleWithConstants, Generic[State]):
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
         """Raise an error if dtypes or shapes do not fit; return whether the inputs have a batch dimension."""
         inputs = ("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim)
+        dtype = next(self.parameters()).dtype
         for name, x, features in inputs:
             check_input(x, name)
             if x.dim() not in (2, 3) or x.shape[-1] != features or x.dim() != query.dim():
@@ -252,7 +253,7 @@ class MultiheadBase(ModuleWithConstants, Generic[State]):
                     f"{name} must be {order}, {features}), or (length, {features}), got shape {tuple(x.shape)}. "
                     "Fix: that shape; embed_dim, kdim and vdim set the features of query, key and value."
                 )
-            check_dtype(x, [next(self.parameters()).dtype], name)
+            check_dtype(x, [dtype], name)
         batch = 0 if self.batch_first else 1
         if key.shape[:-1] != value.shape[:-1] or (query.dim() == 3 and query.shape[batch] != key.shape[batch]):
             shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
