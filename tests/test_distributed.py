@@ -35,6 +35,17 @@ class Streamed(nn.Module):
         return self.body(self.embed(x.unsqueeze(-1)))[:, -1]
 
 
+class Likelihood(nn.Module):
+    """The log-likelihood of a series under noisy oscillators, which do not use all of their parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.oscillators = hbnode.nn.Oscillators(1, 1, 3, noise=True)
+
+    def forward(self, x):
+        return self.oscillators.log_likelihood(x.unsqueeze(-1))
+
+
 def block(method, gradient, **kind):
     func = hbnode.nn.MLP(3, [6], 3)
     solver = {"method": method, "steps": 3, "gradient": gradient}
@@ -48,7 +59,8 @@ MODELS = {  # with the evaluations of a forward pass, if they are known
     "again": (lambda: block("nystrom8", AGAIN), 25),
     "momentum_attention": (lambda: Streamed("momentum"), None),
     "heavy_ball_memory": (lambda: Streamed("heavy_ball"), None),
-    "ode_rnn": (lambda: Last(hbnode.ODERNN(1, 3, time_unit=1.0, rtol=1e-3, atol=1e-3)), None),
+    "noisy_oscillators": (Likelihood, None),
+    "ode_rnn": (lambda: Last(hbnode.ODERNN(1, 3, rtol=1e-3, atol=1e-3, time_unit=10.0)), None),
     **{
         f"{rule} {kind.__name__}": (lambda kind=kind, rule=rule: Last(kind(1, 3, rule=rule)), None)
         for kind, rule in (
@@ -62,7 +74,7 @@ MODELS = {  # with the evaluations of a forward pass, if they are known
 
 def gradients(model, x):
     model(x).pow(2).mean().backward()
-    return torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+    return torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.requires_grad])
 
 
 def make_model(name):

@@ -67,6 +67,9 @@ def oscillator_step(damping: Number, stiffness: Number, dt: Number) -> Oscillato
     Returns:
         A named tuple of the entries ``vv``, ``vx``, ``xv`` and ``xx`` of Φ, each of the broadcast shape.
 
+    Raises:
+        ValueError: if a time in ``dt`` is negative, NaN or infinite, unless a graph is recorded.
+
     Example:
         >>> import hbnode
         >>> step = hbnode.nn.functional.oscillator_step(0.0, 1.0, 3.141592653589793 / 6)  # a twelfth of a period
@@ -74,6 +77,18 @@ def oscillator_step(damping: Number, stiffness: Number, dt: Number) -> Oscillato
         [0.866, -0.5, 0.5, 0.866]
     """
     gamma, kappa, dt = _as_tensors(damping, stiffness, dt)
+    if _torch.may_look() and not dt.is_meta:
+        wrong = dt[~(dt.isfinite() & (dt >= 0))]
+        if len(wrong):
+            raise ValueError(
+                f"dt must hold finite times >= 0, got {wrong[0].item()}. "
+                "Fix: dt = later - earlier, of finite times in increasing order."
+            )
+    return exact_step(gamma, kappa, dt)
+
+
+def exact_step(gamma: Tensor, kappa: Tensor, dt: Tensor) -> OscillatorStep:
+    """Compute :func:`oscillator_step` without the check of ``dt``, which would read values from the device."""
     a = gamma / 2
     z, drag = (kappa - a.square()) * dt.square(), a * dt
     is_over, is_near = z < -1.0, z.abs() <= 1.0
@@ -108,7 +123,7 @@ def held_response(damping: Number, stiffness: Number, dt: Number) -> Pair:
         dt: Δ, a time >= 0.
     """
     gamma, kappa, gap = torch.broadcast_tensors(*_as_tensors(damping, stiffness, dt))
-    step = oscillator_step(gamma, kappa, gap)
+    step = exact_step(gamma, kappa, gap)
     drag, spring = gamma * gap, kappa * gap.square()
     is_slow = (drag > 1.5) & (spring < 0.1875 * drag.square())  # overdamped, with rates well apart
     is_stiff = ~is_slow & (spring > 0.4)
@@ -186,7 +201,7 @@ def transition(kind: str, is_held: bool, rates: Tensor, dt: Tensor) -> Entries:
         slide = kick * dt
         entries: Entries = (implicit, -second * kick, kick, 1 - second * slide, kick, slide)
         return entries if is_held else entries[:4]
-    step = oscillator_step(first, second, dt)
+    step = exact_step(first, second, dt)
     return (*step, *held_response(first, second, dt)) if is_held else tuple(step)
 
 

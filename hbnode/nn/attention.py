@@ -14,6 +14,7 @@ from hbnode._checks import as_count, check_bool, check_input
 from hbnode._torch import ModuleWithConstants, may_look
 from hbnode.nn.heavy_ball_memory import HeavyBallMemoryState, heavy_ball_memory
 from hbnode.nn.momentum_attention import MomentumAttentionState, momentum_attention
+from hbnode.nn.sequences import check_dtype
 
 State = TypeVar("State")
 Heads = tuple[Tensor, Tensor, Tensor]  # queries, keys, values: (batch, heads, length, head_dim)
@@ -101,7 +102,7 @@ class MultiheadBase(ModuleWithConstants, Generic[State]):
         need_weights: bool = False,
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
-        is_causal: bool | None = None,
+        is_causal: bool = False,
     ) -> tuple[Tensor, None]:
         """Attend to all keys, or, if causal, to the keys at or before the position of each query.
 
@@ -114,13 +115,15 @@ class MultiheadBase(ModuleWithConstants, Generic[State]):
             need_weights: must be False, because attention weights are not available. Default: ``False``.
             attn_mask: must be None. Default: ``None``.
             average_attn_weights: has no effect. Default: ``True``.
-            is_causal: overrides the constructor's ``causal``. Default: ``None``, the constructor's.
+            is_causal: True makes this call of a module with ``causal=False`` causal. False has no effect: a module with
+                ``causal=True`` is causal in every call, because ``torch.nn.TransformerEncoderLayer`` always passes
+                ``is_causal=False``. Default: ``False``.
 
         Returns:
             The output, shaped like the query, and None instead of attention weights.
 
         Raises:
-            TypeError: an input is not a tensor.
+            TypeError: an input is not a tensor, or not of the parameters' dtype.
             ValueError: a shape does not fit, ``need_weights`` is True, or ``attn_mask`` is not None.
         """
         key = query if key is None else key
@@ -136,7 +139,7 @@ class MultiheadBase(ModuleWithConstants, Generic[State]):
             key_padding_mask = key_padding_mask[None] if isinstance(key_padding_mask, Tensor) else key_padding_mask
         elif not self.batch_first:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-        causal = self.causal if is_causal is None else is_causal
+        causal = self.causal or is_causal
         ignored = read_mask(key_padding_mask, key.shape[:2])
         if causal and query.shape[1] != key.shape[1]:
             raise ValueError(
@@ -239,8 +242,9 @@ class MultiheadBase(ModuleWithConstants, Generic[State]):
         return joined
 
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
-        """Raise ValueError if shapes do not fit; return whether the inputs have a batch dimension."""
+        """Raise an error if dtypes or shapes do not fit; return whether the inputs have a batch dimension."""
         inputs = ("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim)
+        dtype = next(self.parameters()).dtype
         for name, x, features in inputs:
             check_input(x, name)
             if x.dim() not in (2, 3) or x.shape[-1] != features or x.dim() != query.dim():
@@ -249,6 +253,7 @@ class MultiheadBase(ModuleWithConstants, Generic[State]):
                     f"{name} must be {order}, {features}), or (length, {features}), got shape {tuple(x.shape)}. "
                     "Fix: that shape; embed_dim, kdim and vdim set the features of query, key and value."
                 )
+            check_dtype(x, [dtype], name)
         batch = 0 if self.batch_first else 1
         if key.shape[:-1] != value.shape[:-1] or (query.dim() == 3 and query.shape[batch] != key.shape[batch]):
             shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
@@ -503,11 +508,6 @@ class HeavyBallMemory(MultiheadBase[HeavyBallMemoryState]):
     def _attend(
         self, heads: Heads, key: Tensor, ignored: Tensor | None, causal: bool, state: HeavyBallMemoryState | None = None
     ) -> tuple[Tensor, HeavyBallMemoryState | None]:
-        if not causal:
-            raise ValueError(
-                "HeavyBallMemory is always causal, got is_causal=False. Fix: MomentumAttention or SoftmaxAttention "
-                "with causal=False."
-            )
         q, k = (nn.functional.normalize(x, dim=-1, eps=LEAST_NORM) for x in heads[:2])
         return heavy_ball_memory(
             q,
@@ -636,8 +636,9 @@ def rotate(x: Tensor, positions: Tensor, base: float = 10_000.0) -> Tensor:
         base: base of the powers in the angles. Default: ``10000.0``.
     """
     half = x.shape[-1] // 2
-    rates = base ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
-    angles = positions.to(torch.float32).unsqueeze(-1) * rates
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    rates = base ** (-torch.arange(half, device=x.device, dtype=dtype) / half)
+    angles = positions.to(dtype).unsqueeze(-1) * rates
     angles = angles if positions.dim() == 1 else angles.unsqueeze(1)
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     a, b = x[..., :half], x[..., half:]

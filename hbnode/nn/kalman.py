@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from hbnode._torch import may_look
 from hbnode._tree import Record, record
-from hbnode.nn._oscillator_scan import oscillator_step
+from hbnode.nn._oscillator_scan import exact_step
 from hbnode.nn.sequences import Sequences
 
 
@@ -245,7 +245,7 @@ class KalmanFilter:
     def _transition(self, gaps: Tensor) -> Tensor:
         """Return the transition of each scaled oscillator, (2, P, 2, *gaps.shape): row, oscillator, column."""
         gamma, kappa, root = (z.view(-1, *[1] * gaps.dim()) for z in (self.gamma, self.kappa, self.root))
-        step = oscillator_step(gamma, kappa, gaps)
+        step = exact_step(gamma, kappa, gaps)
         rows = torch.stack([step.vv, step.vx / root], 1), torch.stack([step.xv * root, step.xx], 1)
         return torch.stack(rows)
 

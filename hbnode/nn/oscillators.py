@@ -266,9 +266,10 @@ class Oscillators(_OscillatorModule):
 
     With ``noise=True`` the layer is also a probabilistic model, dv = (-γv - κq) dt + s dW with a Wiener process W. It
     starts from the stationary distribution, in which v and √κ q have the variance σ² = s²/(2γ). Samples are observed
-    as C [v; √κ q] + ε with independent ε ~ N(0, r²). B and D are not used. Its Kalman filter is exact for any gaps: the
-    noise over a gap has the covariance S - ΦSΦᵀ, where S is the stationary covariance. Observations correlate the
-    oscillators. The filter therefore has a covariance 2P x 2P per series. Its time is linear in T.
+    as C [v; √κ q] + ε with independent ε ~ N(0, r²). The model does not use B and D, which have
+    ``requires_grad=False``. Its Kalman filter is exact for any gaps: the noise over a gap has the covariance S - ΦSΦᵀ,
+    where S is the stationary covariance. Observations correlate the oscillators. The filter therefore has a covariance
+    2P x 2P per series. Its time is linear in T.
 
     References:
         Rusch and Rus, Oscillatory State-Space Models, arXiv:2410.03943 (LinOSS); Boyer, Rusch and Rus, Learning to
@@ -369,6 +370,8 @@ class Oscillators(_OscillatorModule):
         observation_noise = torch.full((self.input_size,), math.log(0.3), device=device, dtype=dtype)
         self.register_parameter("log_spread", nn.Parameter(spread) if noise else None)
         self.register_parameter("log_observation_noise", nn.Parameter(observation_noise) if noise else None)
+        if noise:  # DistributedDataParallel refuses parameters that need a gradient and get none
+            self.weight_in.requires_grad_(False), self.weight_skip.requires_grad_(False)
         self.bidirectional = False
         self.reverse: Oscillators | None = None
         if bidirectional:
@@ -789,6 +792,8 @@ class OscillatorCell(_OscillatorModule):
                 "x must be finite, got NaN or inf, which would remain in the state. Fix: skip the sample, and add its "
                 "dt to that of the next sample."
             )
+        if x.dtype.itemsize != 2:  # half-precision samples may go into a float32 cell
+            seq.check_dtype(x, [self.weight_in.dtype])
         batch, dtype = len(x), self._dtype
         refuse_dates(dt, "dt")
         gap = torch.as_tensor(dt, dtype=torch.float64, device=x.device)
@@ -948,7 +953,7 @@ class OscillatorStack(nn.Module):
         if head == "next" and bidirectional:
             raise ValueError("head='next' needs a causal model, got bidirectional=True. Fix: bidirectional=False.")
         self.head = head
-        self.encoder = nn.Linear(self.inputs.size, hidden_size)
+        self.encoder = nn.Linear(self.inputs.size, as_count(hidden_size, "hidden_size"))
 
         options: Any = {"discretization": discretization, "input": input, "frequency": frequency, "decay": decay}
         self.blocks = nn.ModuleList()

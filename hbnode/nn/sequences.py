@@ -278,13 +278,13 @@ def pack_as(x: PackedSequence, y: Tensor, lengths: Any) -> PackedSequence:
     return pack_padded_sequence(y, lengths, batch_first=True, enforce_sorted=x.sorted_indices is None)
 
 
-def check_dtype(x: Tensor, dtypes: Iterable[torch.dtype]) -> None:
+def check_dtype(x: Tensor, dtypes: Iterable[torch.dtype], name: str = "x") -> None:
     """Raise TypeError if x has the dtype of no parameter and autocast is off."""
     kinds = list(dict.fromkeys(dtypes))
     if kinds and x.dtype not in kinds and not torch.is_autocast_enabled(x.device.type):
         raise TypeError(
-            f"x is {x.dtype}, the parameters are {', '.join(map(str, kinds))}; expected one dtype. "
-            f"Fix: x.to({kinds[0]}), or .to({x.dtype}) of the module."
+            f"{name} is {x.dtype}, the parameters are {', '.join(map(str, kinds))}; expected one dtype. "
+            f"Fix: {name}.to({kinds[0]}){f', or .to({x.dtype}) of the module' if x.is_floating_point() else ''}."
         )
 
 

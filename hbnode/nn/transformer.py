@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from hbnode._checks import as_count, check_input, nearest
 from hbnode.nn.attention import HeavyBallMemory, MomentumAttention, MultiheadBase, SoftmaxAttention, read_mask
+from hbnode.nn.sequences import check_dtype
 
 
 class DepthState(NamedTuple):
@@ -269,40 +270,81 @@ ConnectionName = Literal["residual", "momentum", "momentum_state", "adaptive", "
 MakeAttention = Callable[..., MultiheadBase[Any]]
 MakeConnection = Callable[[], Connection]
 
-ATTENTIONS: dict[str, tuple[MakeAttention, dict[str, Any]]] = {
-    "momentum": (MomentumAttention, {}),
-    "linear": (MomentumAttention, {"momentum": 0.0}),
-    "softmax": (SoftmaxAttention, {}),
-    "heavy_ball": (HeavyBallMemory, {}),
-    "gated_delta": (HeavyBallMemory, {"momentum": False}),
-    "gated_linear": (HeavyBallMemory, {"momentum": False, "delta": False}),
+ATTENTIONS: dict[str, MakeAttention] = {
+    "momentum": MomentumAttention,
+    "linear": functools.partial(MomentumAttention, momentum=0.0),
+    "softmax": SoftmaxAttention,
+    "heavy_ball": HeavyBallMemory,
+    "gated_delta": functools.partial(HeavyBallMemory, momentum=False),
+    "gated_linear": functools.partial(HeavyBallMemory, momentum=False, delta=False),
 }
 
 
 def make_attention(
-    kind: AttentionName | MakeAttention, embed_dim: int, num_heads: int, options: Mapping[str, Any], **layout: Any
+    kind: AttentionName | MakeAttention,
+    embed_dim: int,
+    num_heads: int,
+    options: Mapping[str, Any],
+    *,
+    causal: bool,
+    batch_first: bool,
+    **layout: Any,
 ) -> MultiheadBase[Any]:
-    """Return a new attention module, given its name or a function that takes the modules' arguments."""
-    if isinstance(kind, nn.Module):
-        raise TypeError(_one_for_each("attention", kind))
-    if not callable(kind) and kind not in ATTENTIONS:
-        raise ValueError(_unknown("attention", kind, tuple(ATTENTIONS)))
-    make, own = (kind, {}) if callable(kind) else ATTENTIONS[kind]
+    """Return a new attention module, given its name or a function that takes the modules' arguments.
+
+    Options of the module win over ``layout``. A module with another ``causal`` or ``batch_first`` is refused.
+    """
+    make, own = _unwrap(kind)
     fixed = own.keys() & options.keys()
     if fixed:
+        fix = f"attention={'momentum' if make is MomentumAttention else 'heavy_ball'!r}"
+        fix = f"leave {', '.join(sorted(fixed))} out of attention_options" if callable(kind) else fix
         raise ValueError(
             f"attention={kind!r} has {', '.join(f'{x}={own[x]!r}' for x in sorted(fixed))}, which attention_options "
-            f"cannot change. Fix: attention={'momentum' if make is MomentumAttention else 'heavy_ball'!r}."
+            f"cannot change. Fix: {fix}."
         )
-    makes = make.func if isinstance(make, functools.partial) else make
-    if makes is HeavyBallMemory and not layout.pop("causal"):
+    if make is HeavyBallMemory and not causal:
         raise ValueError(
             f"attention={kind!r} supports only causal self-attention, got causal=False or cross-attention. "
             "Fix: causal=True, or 'momentum', 'linear' or 'softmax'; for cross-attention cross_attention='momentum'."
         )
-    if makes in (MomentumAttention, HeavyBallMemory):
+    if make in (MomentumAttention, HeavyBallMemory):
         layout.pop("dropout")  # linear-time attention has no weights to drop
-    return make(embed_dim, num_heads, **layout, **own, **options)
+    wanted = {"causal": causal, "batch_first": batch_first}
+    layout |= {"batch_first": batch_first} if make is HeavyBallMemory else wanted
+    module = make(embed_dim, num_heads, **{**layout, **own, **options})
+    for name, value in wanted.items():
+        if getattr(module, name, value) != value:
+            raise ValueError(
+                f"the attention module of this layer must have {name}={value}, got {name}={getattr(module, name)}. "
+                f"Fix: leave {name} out of attention_options, or {name}={value} in the function that makes the module."
+            )
+    return module
+
+
+def _unwrap(kind: AttentionName | MakeAttention) -> tuple[MakeAttention, dict[str, Any]]:
+    """Return the function that makes an attention module, and the options that its name or a partial sets."""
+    if isinstance(kind, nn.Module):
+        raise TypeError(_one_for_each("attention", kind))
+    if not callable(kind) and kind not in ATTENTIONS:
+        raise ValueError(_unknown("attention", kind, tuple(ATTENTIONS)))
+    make = kind if callable(kind) else ATTENTIONS[kind]
+    return (make.func, make.keywords) if isinstance(make, functools.partial) and not make.args else (make, {})
+
+
+def _with_rotary(kind: AttentionName | MakeAttention, options: Mapping[str, Any], rotary: bool) -> dict[str, Any]:
+    """Return the options of an attention, with ``rotary`` if it is softmax attention that does not set it."""
+    make, own = _unwrap(kind)
+    is_free = make is SoftmaxAttention and "rotary" not in own
+    return ({"rotary": rotary} if is_free else {}) | dict(options)
+
+
+def _check_rotary(attention: object, rotary: bool, what: str, fix: str) -> None:
+    if getattr(attention, "rotary", False) != rotary:
+        needed, got = ("with", "without") if rotary else ("without", "with")
+        raise ValueError(
+            f"{what} needs attention {needed} rotary positions, got {type(attention).__name__} {got} them. Fix: {fix}."
+        )
 
 
 def make_connection(kind: ConnectionName | MakeConnection, momentum: float | None) -> Connection:
@@ -397,6 +439,7 @@ class TransformerLayerBase(nn.Module):
                 f"depth_state must be the DepthState returned by the previous layer, got {type(depth_state).__name__}. "
                 "Fix: pass a mask by name, key_padding_mask=mask."
             )
+        check_dtype(x, [next(self.parameters()).dtype])
         return DepthState() if depth_state is None else depth_state
 
     def _sublayer(self, x: Tensor, depth: DepthState, norm: nn.Module, block: Block, join: Join) -> Stream:
@@ -435,7 +478,8 @@ class MomentumTransformerLayer(TransformerLayerBase):
         norm_first: whether norms come before the blocks (pre-norm) or after the connections. Default: ``False``.
         attention: "momentum", "linear", "softmax", "heavy_ball" (:class:`hbnode.nn.HeavyBallMemory`), "gated_delta",
             "gated_linear", or a function with the arguments of their constructors. Default: ``"momentum"``.
-        attention_options: further arguments of the attention module. Default: ``None``, no further arguments.
+        attention_options: further arguments of the attention module. Its dropout, if given, applies to attention
+            weights instead of ``dropout``. Default: ``None``, no further arguments.
         connection: "residual", the paper's "momentum" (equation 75) and "adaptive" (77), "momentum_state" (75 as in the
             published code), "heavy_ball" or "nesterov" with learned coefficients, or a function that returns a
             :class:`hbnode.nn.transformer.Connection`. Default: ``"residual"``.
@@ -516,7 +560,8 @@ class MomentumTransformerDecoderLayer(TransformerLayerBase):
         norm_first: whether norms come before the blocks (pre-norm) or after the connections. Default: ``False``.
         attention: self-attention, as in :class:`MomentumTransformerLayer`. Default: ``"momentum"``.
         attention_options: further arguments of the self-attention module. Default: ``None``, no further arguments.
-        cross_attention: cross-attention, given like ``attention``. Default: ``None``, ``attention`` with its options.
+        cross_attention: cross-attention, given like ``attention``. It has no rotary positions, because positions of two
+            sequences are not comparable. Default: ``None``, ``attention`` with its options.
         connection: as in :class:`MomentumTransformerLayer`. Default: ``"residual"``.
         connection_momentum: β of the connection, its initial value if learned. Default: ``None``, the connection's β.
         causal: whether self-attention is limited to the token itself and previous tokens. Default: ``True``.
@@ -571,10 +616,9 @@ class MomentumTransformerDecoderLayer(TransformerLayerBase):
             **options,
         )
         kind, own = (attention, attention_options or {}) if cross_attention is None else (cross_attention, {})
-        if kind in ("softmax", SoftmaxAttention):
-            own = {"rotary": False, **own}  # positions of two sequences are not comparable
         layout = {"dropout": dropout, "batch_first": batch_first, "causal": False, **options}
-        self.multihead_attn = make_attention(kind, d_model, nhead, own, **layout)
+        self.multihead_attn = make_attention(kind, d_model, nhead, _with_rotary(kind, own, False), **layout)
+        _check_rotary(self.multihead_attn, False, "cross-attention", "cross_attention='softmax'")
         self.norm3 = nn.LayerNorm(d_model, eps=layer_norm_eps, **options)
 
     def forward(
@@ -646,17 +690,19 @@ class MomentumTransformer(nn.Module):
         norm_first: whether norms come before the blocks, with another norm after the last layer. Default: ``False``.
         output_size: number of output features. Default: ``None``, num_embeddings, or d_model for vectors.
         attention: see :class:`MomentumTransformerLayer`. Default: ``"momentum"``.
-        attention_options: further arguments of the attention modules. Default: ``None``, no further arguments.
+        attention_options: further arguments of the attention modules, as in :class:`MomentumTransformerLayer`.
+            Default: ``None``, no further arguments.
         connection: see :class:`MomentumTransformerLayer`. Default: ``"residual"``.
         connection_momentum: β of the connections, its initial value if learned. Default: ``None``, the connection's β.
         positions: "sinusoidal" adds a position embedding to the inputs. "rotary" applies rotary position embedding in
-            softmax attention. None uses no position embedding. Default: ``"sinusoidal"``.
+            softmax attention. None uses no position embedding. An attention or options with other positions are
+            refused. Default: ``"sinusoidal"``.
         causal: whether a token attends only to itself and to previous tokens. Default: ``True``.
         device: device of the parameters. Default: ``None``, torch's default.
         dtype: dtype of the parameters. Default: ``None``, torch's default.
 
     Shape:
-        tokens: (batch, length), int64, or with ``num_embeddings=None`` (batch, length, d_model).
+        tokens: (batch, length), int64 or int32, or with ``num_embeddings=None`` (batch, length, d_model).
         output: (batch, length, output_size).
 
     Raises:
@@ -693,14 +739,8 @@ class MomentumTransformer(nn.Module):
         super().__init__()
         if positions not in ("sinusoidal", "rotary", None):
             raise ValueError(f"positions must be 'sinusoidal', 'rotary' or None, got {positions!r}. Fix: one of these.")
-        is_softmax = attention in ("softmax", SoftmaxAttention)
-        if positions == "rotary" and not is_softmax:
-            raise ValueError(
-                f"rotary positions need softmax attention, got {attention!r}. Fix: positions='sinusoidal'."
-            )
-        of_attention = dict(attention_options or {})
-        if is_softmax:
-            of_attention = {"rotary": positions == "rotary", **of_attention}
+        rotary = positions == "rotary"
+        of_attention = _with_rotary(attention, attention_options or {}, rotary)
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         self.d_model, self.positions, self.causal = as_count(d_model, "d_model"), positions, causal
         self.num_embeddings = None if num_embeddings is None else as_count(num_embeddings, "num_embeddings")
@@ -724,6 +764,13 @@ class MomentumTransformer(nn.Module):
             )
             for _ in range(as_count(num_layers, "num_layers"))
         )
+        fix = (
+            "positions='sinusoidal', or attention='softmax' without the option rotary"
+            if rotary
+            else "positions='rotary', or the option rotary=False of the attention"
+        )
+        for layer in self.layers:
+            _check_rotary(layer.self_attn, rotary, f"positions={positions!r}", fix)
         self.norm = nn.LayerNorm(d_model, **options) if norm_first else nn.Identity()
         features = (num_embeddings or d_model) if output_size is None else as_count(output_size, "output_size")
         self.readout = nn.Linear(d_model, features, **options)
@@ -735,7 +782,12 @@ class MomentumTransformer(nn.Module):
 
         Arguments:
             tokens: (batch, length), or vectors (batch, length, d_model).
-            key_padding_mask: (batch, length), True = ignore. Default: ``None``.
+            key_padding_mask: (batch, length), True = ignore. Ignored tokens may have any value. Default: ``None``.
+
+        Raises:
+            TypeError: tokens are not int64 or int32, or vectors are not of the parameters' dtype.
+            ValueError: the shape of the tokens or of the mask does not fit.
+            IndexError: a token is negative, or not below num_embeddings.
         """
         self._check(tokens)
         key_padding_mask = read_mask(key_padding_mask, tokens.shape[:2])
@@ -826,7 +878,8 @@ class MomentumTransformer(nn.Module):
             generator: generator of the random numbers. Default: ``None``, torch's default.
 
         Returns:
-            The prompt followed by the new tokens, (batch, length + steps), or vectors (batch, length + steps, d_model).
+            The prompt followed by the new tokens, in its dtype, (batch, length + steps), or vectors
+            (batch, length + steps, d_model).
         """
         self._check(prompt)
         if not 0 <= temperature < math.inf:
@@ -842,7 +895,7 @@ class MomentumTransformer(nn.Module):
                 )
 
             def sample(output: Tensor) -> Tensor:
-                return draw(output, temperature, top_k, generator)
+                return draw(output, temperature, top_k, generator).to(prompt.dtype)
 
         parts, modes = [prompt], {module: module.training for module in self.modules()}
         self.eval()
@@ -865,13 +918,25 @@ class MomentumTransformer(nn.Module):
     def _embed(self, tokens: Tensor, start: Tensor, ignored: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return first-layer inputs (batch, length, d_model), and the position of the next token (batch,)."""
         if self.embedding is not None:
-            x = self.embedding(tokens) * math.sqrt(self.d_model)
+            tokens = tokens if ignored is None else tokens.masked_fill(ignored, 0)
+            x = self._vectors(tokens) * math.sqrt(self.d_model)
         else:  # 0 * NaN is NaN
             x = tokens if ignored is None else tokens.masked_fill(ignored.unsqueeze(-1) & ~tokens.isfinite(), 0.0)
         positions, after = next_positions(start, tokens.shape[1], ignored)
         if self.positions == "sinusoidal":
-            x = x + sinusoids(positions, self.d_model).to(x.dtype)
+            x = x + sinusoids(positions, self.d_model, torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
         return self.dropout(x), after
+
+    def _vectors(self, tokens: Tensor) -> Tensor:
+        try:
+            vectors: Tensor = self.embedding(tokens)  # type: ignore[misc]
+        except IndexError as error:
+            low, high = (bound.item() for bound in tokens.aminmax())
+            fix = "key_padding_mask=tokens < 0, if they are padding" if low < 0 else f"num_embeddings={high + 1}"
+            raise IndexError(
+                f"tokens must be >= 0 and < num_embeddings = {self.num_embeddings}, got {low} to {high}. Fix: {fix}."
+            ) from error
+        return vectors
 
     def _read(self, x: Tensor) -> Tensor:
         output: Tensor = self.readout(self.norm(x))
@@ -887,25 +952,31 @@ class MomentumTransformer(nn.Module):
                     f"inputs must be (batch, length, d_model = {self.d_model}), got {tuple(tokens.shape)}. Fix: that "
                     "shape, or num_embeddings= for tokens."
                 )
-        elif tokens.dim() != 2 or tokens.is_floating_point():
+            check_dtype(tokens, [next(self.parameters()).dtype], "tokens")
+        elif tokens.dtype not in (torch.int64, torch.int32):
+            raise TypeError(
+                f"tokens must be int64 or int32, got {tokens.dtype}. Fix: tokens.long(), or num_embeddings=None for "
+                "vectors."
+            )
+        elif tokens.dim() != 2:
             raise ValueError(
-                f"tokens must be integers (batch, length), got {tokens.dtype} of shape {tuple(tokens.shape)}. "
-                "Fix: tokens[None] for one sequence, tokens.long() for floats, num_embeddings=None for vectors."
+                f"tokens must be (batch, length), got shape {tuple(tokens.shape)}. Fix: tokens[None] for one sequence."
             )
 
 
 def draw(output: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
     """Sample tokens (batch,) from the top_k by softmax(output / temperature); a temperature of 0 takes the largest."""
-    if temperature == 0:
+    scores = output.to(torch.promote_types(output.dtype, torch.float32))
+    if temperature < torch.finfo(scores.dtype).tiny:
         return output.argmax(-1)
-    scores = output.float() / temperature
+    scores = (scores - scores.amax(-1, keepdim=True)) / temperature  # without the largest, ∞ / ∞ would be NaN
     if top_k is not None and top_k < scores.shape[-1]:
         scores, tokens = scores.topk(top_k)
         return tokens.gather(1, torch.multinomial(scores.softmax(-1), 1, generator=generator)).squeeze(1)
     return torch.multinomial(scores.softmax(-1), 1, generator=generator).squeeze(1)
 
 
-def sinusoids(positions: Tensor, features: int) -> Tensor:
+def sinusoids(positions: Tensor, features: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the sinusoidal embedding (..., features) of positions (...).
 
     Features 2i and 2i + 1 of a position p are sin(p w_i) and cos(p w_i), with w_i = 10000^(-2i / features).
@@ -913,8 +984,8 @@ def sinusoids(positions: Tensor, features: int) -> Tensor:
     References:
         Vaswani et al., Attention Is All You Need (arXiv:1706.03762), section 3.5.
     """
-    even = torch.arange(0, features, 2, device=positions.device, dtype=torch.float32)
-    angles = positions.to(torch.float32).unsqueeze(-1) * torch.exp(even * (-math.log(10_000.0) / features))
+    even = torch.arange(0, features, 2, device=positions.device, dtype=dtype)
+    angles = positions.to(dtype).unsqueeze(-1) * torch.exp(even * (-math.log(10_000.0) / features))
     return torch.stack((angles.sin(), angles.cos()), -1).flatten(-2)[..., :features]
 
 

@@ -74,8 +74,6 @@ class NoisyOscillators(nn.Module):
     def __init__(self, channels: int, size: int, noise: float, **ranges: Any) -> None:
         super().__init__()
         self.oscillators = hbnode.nn.Oscillators(channels, channels, size, noise=True, **ranges)
-        for weight in (self.oscillators.weight_in, self.oscillators.weight_skip):
-            weight.requires_grad_(False)  # which have no part in the model
         if self.oscillators.log_observation_noise is not None:
             nn.init.constant_(self.oscillators.log_observation_noise, math.log(noise))
 

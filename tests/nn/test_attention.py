@@ -234,6 +234,8 @@ X = inputs()
         (ValueError, "key and value the same length", (X, X, X[:, :4]), {}),
         (ValueError, "Fix: causal=False to attend to another sequence", (X, X[:, :4], X[:, :4]), {}),
         (TypeError, r"Fix: torch.tensor\(x", ([[1.0] * E],), {}),
+        (TypeError, r"query is torch.float32.*Fix: query.to\(torch.float64\), or", (X.float(),), {}),
+        (TypeError, r"key is torch.int64.*Fix: key.to\(torch.float64\)\.$", (X, X.long()), {}),
     ],
 )
 def test_wrong_calls_are_refused(kind, error, message, arguments, options):
@@ -274,7 +276,6 @@ def test_wrong_streams_are_refused():
         (ValueError, "Fix: causal=True", lambda: make("momentum", causal=False).prefill(x)),
         (ValueError, "got 6, 16. Fix: leave kdim and vdim out", lambda: make("momentum", kdim=6).prefill(x)),
         (ValueError, r"Fix: x\[None\]", lambda: momentum.prefill(x[0])),
-        (ValueError, "is always causal, got is_causal=False", lambda: make("heavy_ball")(x, is_causal=False)),
         (TypeError, "must be a MomentumAttentionState", lambda: momentum.step(x[:, 0], softmax.init_state(3))),
         (TypeError, "state must be a KeyValueCache", lambda: softmax.step(x[:, 0], momentum.init_state(3))),
         (ValueError, "must have 3 sequences.*got 2, 4 and 4", lambda: softmax.step(x[:, 0], softmax.init_state(2))),
@@ -304,9 +305,9 @@ def test_a_device_is_not_waited_for(kind):
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("kind", ["momentum", "softmax"])
+@each_module
 def test_inside_torchs_encoder(kind, training):
-    """In evaluation torch's layer would call its own fused softmax attention with our weights."""
+    """It says is_causal=False, and in evaluation it would call its own fused softmax attention with our weights."""
     module, mask = make(kind), make_mask()
     layer = nn.TransformerEncoderLayer(E, H, 24, 0.0, batch_first=True, dtype=torch.float64)
     layer.self_attn = module
@@ -314,9 +315,18 @@ def test_inside_torchs_encoder(kind, training):
     x = inputs()
     with torch.no_grad():
         output = layer(x, src_key_padding_mask=mask)
-        x = layer.norm1(x + module(x, x, x, mask, is_causal=False)[0])
+        close(layer(x[:, :7], src_key_padding_mask=mask[:, :7]), output[:, :7])  # blind to the future
+        x = layer.norm1(x + module(x, x, x, mask)[0])
         x = layer.norm2(x + layer.linear2(torch.relu(layer.linear1(x))))
     close(output, x)
+
+
+@pytest.mark.parametrize("kind", ["momentum", "rotary"])
+def test_inside_torchs_encoder_in_both_directions(kind):
+    layer, x = nn.TransformerEncoderLayer(E, H, 24, 0.0, batch_first=True, dtype=torch.float64), inputs()
+    layer.self_attn = make(kind, causal=False)
+    assert (layer(x[:, :7]) - layer(x)[:, :7]).abs().amax((0, 2)).min() > 1e-6
+    close(layer(x[:, :7], is_causal=True), layer(x, is_causal=True)[:, :7])
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -357,10 +367,11 @@ def test_weights_begin_as_torchs():
 def test_rotary_scores_depend_on_distances_alone():
     q, k = torch.randn(2, 1, 2, 5, 8, dtype=torch.float64)
     near, far = (rotate(q, places) @ rotate(k, places).mT for places in (torch.arange(5), 1000 + torch.arange(5)))
-    close(near, far, 1e-4)  # the angles are float32
+    close(near, far)
     point = torch.tensor([[[[1.0, 1.0, 0.0, 0.0]]]], dtype=torch.float64)
     angles = torch.tensor([3.0, 0.03], dtype=torch.float64)
-    close(rotate(point, torch.tensor([3]))[0, 0, 0], torch.cat((angles.cos(), angles.sin())), 1e-6)
+    close(rotate(point, torch.tensor([3]))[0, 0, 0], torch.cat((angles.cos(), angles.sin())), 1e-15)
+    assert rotate(point.bfloat16(), torch.tensor([3])).dtype == torch.bfloat16
 
 
 def test_cache_grows():
@@ -414,12 +425,11 @@ def test_learned_momentum():
     close(start.step_size, torch.full((H,), 2.0), 1e-6)
 
 
-def test_a_bidirectional_call_of_a_causal_module():
-    module, x = make("momentum"), inputs()
-    both, _ = module(x, x, x, is_causal=False)
-    other = make("momentum", causal=False)
-    close(both, other(x, x, x)[0])
-    assert not torch.allclose(both, module(x, x, x)[0])
+def test_a_call_can_be_causal_but_not_undo_it():
+    causal, both, x = make("momentum"), make("momentum", causal=False), inputs()
+    close(causal(x, is_causal=False)[0], causal(x)[0])
+    close(both(x, is_causal=True)[0], causal(x)[0])
+    assert not torch.allclose(both(x)[0], causal(x)[0])
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])

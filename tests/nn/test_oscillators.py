@@ -114,6 +114,16 @@ def test_a_step_takes_numbers_and_tensors():
     assert [entry.tolist() for entry in no_time] == [[1.0] * 3, [0.0] * 3, [0.0] * 3, [1.0] * 3]
 
 
+@pytest.mark.parametrize("dt", [-0.5, math.nan, math.inf])
+def test_a_step_over_no_time_that_can_pass_is_refused(dt):
+    gaps = torch.tensor([0.0, 1.0, dt])
+    for wrong in (dt, gaps):
+        with pytest.raises(ValueError, match=rf"dt must hold finite times >= 0, got {dt}. Fix: dt = later - earlier"):
+            oscillator_step(0.5, 2.0, wrong)
+    steps = torch.func.vmap(lambda gap: oscillator_step(0.5, 2.0, gap).vv)(gaps)  # values are unknown while tracing
+    torch.testing.assert_close(steps[:2], oscillator_step(0.5, 2.0, gaps[:2]).vv)
+
+
 @variants
 @pytest.mark.parametrize(
     ("times", "length", "mixed"),
@@ -501,6 +511,7 @@ def test_wrong_input():
         (layer, (x, None, (state.v, state.x)), TypeError, "must be an OscillatorState"),
         (layer, (x[:1], None, state), ValueError, "the state's v must have shape"),
         (layer, (nn.utils.rnn.pack_sequence([*x]), None, None, None, [5, 5]), ValueError, "lengths were given"),
+        (cell, (x[:, 0].double(),), TypeError, r"x is torch.float64, .* torch.float32;.*Fix: x.to\(torch.float32\)"),
         (cell, (x[0, 0],), ValueError, r"x must be \(batch, input_size\)"),
         (cell, (x[:, 0] / 0,), ValueError, "x must be finite"),
         (cell, (x[:, 0], state, [1.0]), ValueError, "dt must be a number"),
@@ -646,6 +657,7 @@ def test_what_a_stack_refuses():
     stack, x, t = Stack(2, 4, head="next"), torch.randn(3, 5, 2), torch.arange(5.0)
     for use, message in (
         (lambda: Stack(3, 8, head="mean"), "head must"),
+        (lambda: Stack(3, 0), "hidden_size must be an integer >= 1, got 0"),
         (lambda: Stack(3, 8, head="next", bidirectional=True), "bidirectional"),
         (lambda: stack(x, state=Stack(2, 4, num_layers=3)(x)[1]), "state must be an OscillatorStackState of 2 layers"),
         (lambda: stack(x, state=hbnode.nn.Oscillators(2, 4)(x)[1]), "state must be an OscillatorStackState"),

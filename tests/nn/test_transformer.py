@@ -267,6 +267,15 @@ def test_top_k_among_equals():
         assert len(set(draw(output, 1.0, k, torch.Generator().manual_seed(0)).tolist())) == min(k, 5)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("temperature", [1e-6, 1e-38, 1e-45, 1e-307, 1e-320])
+def test_draws_near_temperature_zero(dtype, temperature):
+    output = 1000 * torch.randn(50, 9, dtype=dtype)
+    output[:, 4] = output.amax() + 10
+    for top_k in (None, 3):
+        assert (draw(output, temperature, top_k, None) == 4).all()
+
+
 def test_layers_and_readouts_that_were_wrapped():
     for attention in ("momentum", "softmax", "heavy_ball"):
         net, x = model(attention), tokens()
@@ -300,6 +309,11 @@ def test_sinusoids():
     rate = 10_000 ** (-2 / 5)
     wanted = [math.sin(3), math.cos(3), math.sin(3 * rate), math.cos(3 * rate), math.sin(3 * rate**2)]
     close(table, torch.tensor([[0, 1, 0, 1, 0], wanted]), 1e-6)
+    close(
+        model(vocabulary=None)._embed(torch.zeros(1, 4, E).double(), torch.zeros(1).long(), None)[0][0, 3, 0].item(),
+        math.sin(3),
+        1e-15,
+    )
     places, after = next_positions(torch.tensor([0, 5]), 3, torch.tensor([[False, True, False], [True, False, False]]))
     assert places.tolist() == [[0, 1, 1], [5, 5, 6]]
     assert after.tolist() == [2, 7]
@@ -313,6 +327,7 @@ def test_classes_in_the_place_of_names():
         ("linear", functools.partial(hbnode.nn.MomentumAttention, momentum=0.0), {}),
         ("heavy_ball", hbnode.nn.HeavyBallMemory, {}),
         ("softmax", hbnode.nn.SoftmaxAttention, {}),
+        ("softmax", functools.partial(hbnode.nn.SoftmaxAttention, bias=True), {}),
         ("softmax", hbnode.nn.SoftmaxAttention, {"positions": "rotary"}),
         ("softmax", hbnode.nn.SoftmaxAttention, {"positions": None}),
     ):
@@ -322,6 +337,45 @@ def test_classes_in_the_place_of_names():
     layer = MomentumTransformerDecoderLayer(E, H, F, attention=hbnode.nn.SoftmaxAttention)
     assert layer.self_attn.rotary
     assert not layer.multihead_attn.rotary
+
+
+@pytest.mark.parametrize(
+    ("attention", "options", "positions", "message"),
+    [
+        ("momentum", {}, "rotary", "got MomentumAttention without them. Fix: positions='sinusoidal'"),
+        ("softmax", {"rotary": False}, "rotary", "Fix: .* attention='softmax' without the option rotary"),
+        ("softmax", {"rotary": True}, "sinusoidal", "Fix: positions='rotary', or the option rotary=False"),
+        ("softmax", {"rotary": True}, None, "positions=None needs attention without rotary positions"),
+        (functools.partial(hbnode.nn.SoftmaxAttention, rotary=True), {}, "sinusoidal", "got SoftmaxAttention with"),
+        (lambda *a, **o: hbnode.nn.SoftmaxAttention(*a, **o), {}, "sinusoidal", "got SoftmaxAttention with"),
+    ],
+)
+def test_positions_are_of_one_kind(attention, options, positions, message):
+    with pytest.raises(ValueError, match=message):
+        model(attention, attention_options=options, positions=positions)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"attention": "softmax", "attention_options": {"rotary": True}},
+        {"cross_attention": functools.partial(hbnode.nn.SoftmaxAttention, rotary=True)},
+        {"cross_attention": lambda *a, **o: hbnode.nn.SoftmaxAttention(*a, **o)},
+    ],
+)
+def test_cross_attention_is_never_rotary(options):
+    with pytest.raises(ValueError, match=r"cross-attention needs attention without rotary.*Fix: cross_attention='soft"):
+        MomentumTransformerDecoderLayer(E, H, F, **options)
+    layer = MomentumTransformerDecoderLayer(E, H, F, **{**options, "cross_attention": "softmax"})  # the fix
+    assert not layer.multihead_attn.rotary
+
+
+def test_tokens_under_the_mask_may_have_any_value():
+    net, x = model(), tokens().int()
+    ignored = torch.zeros(3, 9, dtype=torch.bool)
+    ignored[1, 5:] = True
+    close(net(x.masked_fill(ignored, -100), ignored)[~ignored], net(x.long(), ignored)[~ignored])
+    assert net.generate(x, 2).dtype == torch.int32
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
@@ -345,6 +399,23 @@ def test_vectors_of_nan_under_the_mask(norm_first):
         (ValueError, "Fix: causal=True", {"attention": "heavy_ball", "causal": False}),
         (ValueError, "Fix: causal=True", {"attention": hbnode.nn.HeavyBallMemory, "causal": False}),
         (ValueError, "has momentum=0.0", {"attention": "linear", "attention_options": {"momentum": 0.5}}),
+        (
+            ValueError,
+            "Fix: leave eps out of attention_options",
+            {"attention": functools.partial(hbnode.nn.MomentumAttention, eps=0.1), "attention_options": {"eps": 0.2}},
+        ),
+        (ValueError, "must have causal=True, got causal=False", {"attention_options": {"causal": False}}),
+        (
+            ValueError,
+            "must have causal=True",
+            {"attention": functools.partial(hbnode.nn.SoftmaxAttention, causal=False)},
+        ),
+        (
+            ValueError,
+            "must have causal=False",
+            {"attention": lambda *a, **_: hbnode.nn.HeavyBallMemory(*a), "causal": False},
+        ),
+        (ValueError, "must have batch_first=False", {"attention_options": {"batch_first": True}}),
         (ValueError, "connection must be one of.*Fix: connection='nesterov'", {"connection": "nestrov"}),
         (TypeError, "Fix: connection=MomentumConnection", {"connection": transformer.MomentumConnection()}),
         (ValueError, "takes no connection_momentum", {"connection": "adaptive", "connection_momentum": 0.5}),
@@ -364,13 +435,14 @@ def test_wrong_calls_are_refused():
     for error, message, call in (
         (TypeError, "Fix: pass a mask by name, key_padding_mask=mask", lambda: layers(1)[0](inputs(), mask)),
         (TypeError, r"Fix: x, depth_state = layer\(x, depth_state\)", lambda: nn.Sequential(*layers(2))(inputs())),
-        (
-            ValueError,
-            "got 'momentum'. Fix: positions='sinusoidal'",
-            lambda: model(positions="rotary"),
-        ),
         (ValueError, "positions must be", lambda: model(positions="learned")),
-        (ValueError, r"tokens must be integers.*Fix: tokens\[None\]", lambda: net(x[0])),
+        (ValueError, r"tokens must be .batch, length., got shape \(9,\).*Fix: tokens\[None\]", lambda: net(x[0])),
+        (TypeError, r"int64 or int32, got torch.float32. Fix: tokens.long\(\)", lambda: net(x.float())),
+        (TypeError, r"int64 or int32, got torch.bool", lambda: net.step(x[:, 0] > 3)),
+        (IndexError, r"< num_embeddings = 9, got 9 to 9. Fix: num_embeddings=10", lambda: net(0 * x + 9)),
+        (IndexError, r"got -1 to -1. Fix: key_padding_mask=tokens < 0", lambda: net(0 * x - 1)),
+        (TypeError, r"Fix: tokens.to\(torch.float64\)", lambda: vectors(inputs().float())),
+        (TypeError, r"Fix: x.to\(torch.float64\)", lambda: layers(1)[0](inputs().float())),
         (ValueError, r"key_padding_mask must be bool, .batch, keys. = \(3, 9\)", lambda: net(x, mask)),
         (ValueError, r"inputs must be \(batch, length, d_model = 16\)", lambda: vectors(x)),
         (ValueError, r"inputs must be \(batch, length, d_model = 16\)", lambda: vectors(inputs()[..., :3])),
