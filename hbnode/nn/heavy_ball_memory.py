@@ -134,7 +134,7 @@ def heavy_ball_memory(
     The sequence is processed in chunks, without approximation. The state before each chunk is saved for backward; the
     backward pass recomputes the rest. Derivatives of any order are available. Inputs in half precision are accumulated
     in float32, also under autocast. In graphs of ``torch.compile``, and of ``torch.export`` with a dynamic length, the
-    memory is one operator, which ``import hbnode`` defines.
+    memory is one operator, which ``import hbnode`` defines; import it before loading such a program.
 
     References:
         Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture Design? A Few Case Studies,
@@ -205,7 +205,8 @@ def heavy_ball_memory(
             k, v = k.masked_fill(ignored.unsqueeze(-1), 0.0), v.masked_fill(ignored.unsqueeze(-1), 0.0)
             q = q.masked_fill(ignored.unsqueeze(-1) & ~q.isfinite(), 0.0)
         tensors = q, k, v, mu, alpha, gamma, eta, s, p
-        is_static = is_exporting() and isinstance(q.shape[2], int)  # then a graph of torch's own operations
+        # an exported graph of one length has torch's own operations; torch.compile does not tell symbolic lengths apart
+        is_static = is_exporting() and not torch.compiler.is_dynamo_compiling() and isinstance(q.shape[2], int)
         if 0 in (*q.shape, v.shape[-1]):
             out = (q.to(dtype) @ s.sum(0, keepdim=True)).to(torch.promote_types(q.dtype, v.dtype))
         elif cu_seqlens is None and q.shape[2] == 1:
