@@ -87,7 +87,9 @@ def loop(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, momentum: Tensor, step:
     s = p = q.new_zeros(*q.shape[:2], q.shape[-1], v.shape[-1])
     outputs = []
     gates = (x[..., None, None].unbind(2) for x in (decay.exp(), momentum.exp(), step, write))
-    for q_t, k_t, v_t, alpha, mu, gamma, eta in zip(*(x.unsqueeze(3).unbind(2) for x in (q, k, v)), *gates, strict=True):
+    for q_t, k_t, v_t, alpha, mu, gamma, eta in zip(
+        *(x.unsqueeze(3).unbind(2) for x in (q, k, v)), *gates, strict=True
+    ):
         p = mu * p + eta * k_t.mT * (v_t - alpha * k_t @ s)
         s = alpha * s + gamma * p
         outputs.append(q_t @ s)
