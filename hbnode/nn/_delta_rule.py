@@ -1,6 +1,6 @@
 """The chunked delta rule of the heavy-ball memory: its reference, and a fused form with a hand-written VJP.
 
-A training step is 1.7 times as fast as with the reference (benchmarks/attention.py, table *forms*). :func:`reference`
+A training step is 1.8 times as fast as with the reference (benchmarks/attention.py, table *forms*). :func:`reference`
 computes the recurrence of :func:`hbnode.nn.functional.heavy_ball_memory` chunk by chunk and defines the matrices Q, K,
 V, K̃, p, G, T, E and O. The fused implementation stacks S and P as one state matrix (parts D, M). The number of parts
 is 2, or 1 without momentum. In shapes, D and M are the numbers of features of a key and of a value, and rows is

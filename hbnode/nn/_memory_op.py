@@ -44,7 +44,7 @@ class _Group(NamedTuple):
 class _Packing:
     """The groups of packed sequences, with the way back from groups to the row."""
 
-    def __init__(self, cu_seqlens: Tensor, length: int) -> None:
+    def __init__(self, cu_seqlens: Tensor, length: int, device: torch.device) -> None:
         ends = plain(cu_seqlens).tolist()
         lengths = [end - start for start, end in pairwise(ends)]
         if ends[0] != 0 or ends[-1] != length or min(lengths, default=0) < 0:
@@ -57,17 +57,19 @@ class _Packing:
             if not members or 2 * max(lengths[i], 1) < lengths[members[-1][0]]:
                 members.append([])
             members[-1].append(i)
-        self.groups, places, start = [], torch.empty(length, dtype=torch.int64), 0
-        for group in members:
-            within = torch.arange(max(lengths[group[0]], 1))
-            steps = torch.tensor([ends[i] for i in group])[:, None] + within
-            is_padding = within >= torch.tensor([lengths[i] for i in group])[:, None]
-            places[steps[~is_padding]] = (start + torch.arange(steps.numel())).view_as(steps)[~is_padding]
-            start += steps.numel()
-            found = torch.tensor(group), steps.clamp(max=length - 1), is_padding
-            self.groups.append(_Group(*(x.to(cu_seqlens.device) for x in found)))
-        order = torch.tensor([i for group in members for i in group])
-        self.places, self.order = places.to(cu_seqlens.device), order.argsort().to(cu_seqlens.device)
+        self.groups, start = [], 0
+        with torch.device("cpu"):  # whatever the default is
+            places = torch.empty(length, dtype=torch.int64)
+            for group in members:
+                within = torch.arange(max(lengths[group[0]], 1))
+                steps = torch.tensor([ends[i] for i in group])[:, None] + within
+                is_padding = within >= torch.tensor([lengths[i] for i in group])[:, None]
+                places[steps[~is_padding]] = (start + torch.arange(steps.numel())).view_as(steps)[~is_padding]
+                start += steps.numel()
+                found = torch.tensor(group), steps.clamp(max=length - 1), is_padding
+                self.groups.append(_Group(*(x.to(device) for x in found)))
+            order = torch.tensor([i for group in members for i in group])
+        self.places, self.order = places.to(device), order.argsort().to(device)
 
     def join(self, parts: Sequence[Any]) -> Tensor | None:
         """Join the groups (g, heads, L, ...) to the row (1, heads, length, ...)."""
@@ -84,7 +86,7 @@ def over_sequences(run: Run, cu_seqlens: Tensor | None, steps: Tensors, states: 
     if cu_seqlens is None:
         return run(steps, states)
     assert steps[0] is not None
-    packing = _Packing(cu_seqlens, steps[0].shape[2])
+    packing = _Packing(cu_seqlens, steps[0].shape[2], steps[0].device)
     found = [
         run(
             [None if x is None else group.pad(x) for x in steps],
