@@ -57,6 +57,7 @@ def by_vjps(field: Field, t: Tensor, x: Tensor, *, create_graph: bool) -> Deriva
     return torch.stack(rows, 1), of_t
 
 
+
 def by_jvps(field: Field, t: Tensor, x: Tensor) -> Derivatives:
     """Return ∂f/∂x and ∂f/∂t by JVPs, in one call of the field under ``torch.func.vmap``."""
     n = x.shape[1]
