@@ -1,9 +1,12 @@
 """Attention in linear time beside softmax attention, causal: ``python -m benchmarks.attention``.
 
-Four tables. *time*: forward passes and training steps at lengths from 256 to 16,384, over those of linear attention,
+Six tables. *time*: forward passes and training steps at lengths from 256 to 16,384, over those of linear attention,
 and how many times as fast as softmax attention. *memory*: what they add to the peak, each in a fresh process. *growth*:
 both at the longest length over those at a quarter of it. *generation*: tokens a second and the size of the state of
-transformers of two layers that step token by token, softmax attention with a key-value cache.
+transformers of two layers that step token by token, softmax attention with a key-value cache. *precision*: relative
+errors in float32 of the heavy-ball memory, of the published chunk algorithm and of the loop over the steps, against the
+loop in float64; the gates α and μ of each step are log-uniform between the smallest and 1. *forms*: times of these
+three and of *reference*, the memory in differentiable operations of torch, over those of the memory.
 
 Contenders: *softmax* is ``scaled_dot_product_attention``; *momentum* is
 :func:`hbnode.nn.functional.momentum_attention`, and *linear* the same with momentum 0; *heavy ball* is
@@ -29,11 +32,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid, normalize, scaled_dot_product_attention
+from torch.nn.functional import logsigmoid, normalize, pad, scaled_dot_product_attention
 
 import hbnode
 from benchmarks.harness import command, interleaved, milliseconds, peak_bytes, ratio, reset_peak, seconds, write
 from benchmarks.recurrent import table
+from hbnode.nn import _delta_rule
 from hbnode.nn.attention import KeyValueCache
 from tasks.common.files import write_figure
 from tasks.models.contenders import make_transformer
@@ -43,7 +47,8 @@ HEADS, DIM = 8, 32
 MOMENTUM = 0.9
 MODELS = {"softmax": "softmax", "linear": "linear", "momentum": "momentum", "gated delta": "gated_delta"}
 MODELS["heavy ball"] = "heavy_ball"
-SECTIONS = ("time", "memory", "generation")
+SMALLEST = (1.0, 0.5, 0.1, 1e-3, 1e-10, 1e-30)
+SECTIONS = ("time", "memory", "generation", "precision", "forms")
 Row = dict[str, Any]
 Attend = Callable[..., Tensor]
 
@@ -77,6 +82,70 @@ def heavy_ball(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, write: Tensor, mo
     )
 
 
+def loop(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, momentum: Tensor, step: Tensor, write: Tensor) -> Tensor:
+    """Momentum DeltaNet step by step, from zero (arXiv:2605.05838); gates (batch, heads, length), logs of α and μ."""
+    s = p = q.new_zeros(*q.shape[:2], q.shape[-1], v.shape[-1])
+    outputs = []
+    gates = (x[..., None, None].unbind(2) for x in (decay.exp(), momentum.exp(), step, write))
+    for q_t, k_t, v_t, alpha, mu, gamma, eta in zip(
+        *(x.unsqueeze(3).unbind(2) for x in (q, k, v)), *gates, strict=True
+    ):
+        p = mu * p + eta * k_t.mT * (v_t - alpha * k_t @ s)
+        s = alpha * s + gamma * p
+        outputs.append(q_t @ s)
+    return torch.cat(outputs, 2)
+
+
+def published(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, momentum: Tensor, step: Tensor, write: Tensor, size: int = 64
+) -> Tensor:
+    """The same by the chunk algorithm of arXiv:2605.05838, whose masks are differences of sums over the whole chunk.
+
+    With products ā_r, m̄_r of the gates from the start of the chunk and b_r = Σ_{i ≤ r} s_i m̄_i / ā_i, the weight of
+    step c in row r is ā_r / m̄_c (b_r - b_{c-1}). As published, b is kept as a logarithm. The length is a multiple of
+    ``size``.
+    """
+    q, k, v = (x.unflatten(2, (-1, size)) for x in (q, k, v))
+    decay, momentum, step, write = (x.unflatten(2, (-1, size)) for x in (decay, momentum, step, write))
+    a, m = decay.cumsum(-1), momentum.cumsum(-1)
+    b = torch.logcumsumexp(step.log() + m - a, -1)
+    before = pad(b[..., :-1], (1, 0), value=-torch.inf)
+    g = ((a + b).unsqueeze(-1) - m.unsqueeze(-2)).exp() * -torch.expm1(before.unsqueeze(-2) - b.unsqueeze(-1))
+    g = torch.where(torch.ones(size, size, dtype=torch.bool).tril(), g, 0.0)
+    f, a_bar, k_tilde, p = (a + b).exp(), a.exp(), write.unsqueeze(-1) * k, decay.exp().unsqueeze(-1) * k
+    scores = g * (q @ k_tilde.mT)
+    t = pad(g[..., :-1, :], (0, 0, 1, 0)) * (p @ k_tilde.mT)
+    starts = pad(a_bar[..., :-1], (1, 0), value=1.0), pad(f[..., :-1], (1, 0))
+    right = torch.cat([v, *(x.unsqueeze(-1) * p for x in starts)], -1)
+    u, y, z = torch.linalg.solve_triangular(t, right, upper=False, unitriangular=True).split(
+        [v.shape[-1], k.shape[-1], k.shape[-1]], -1
+    )
+    to_s, to_p = g[..., -1, :, None] * k_tilde, (m[..., -1:] - m).exp().unsqueeze(-1) * k_tilde
+    s = velocity = q.new_zeros(*q.shape[:2], q.shape[-1], v.shape[-1])
+    outputs = []
+    chunks = (u, y, z, scores, a_bar.unsqueeze(-1) * q, f.unsqueeze(-1) * q, to_s, to_p, a_bar, f, m.exp())
+    for u_i, y_i, z_i, w, q_s, q_p, s_i, p_i, a_i, f_i, m_i in zip(*(x.unbind(2) for x in chunks), strict=True):
+        e = u_i - y_i @ s - z_i @ velocity
+        outputs.append(w @ e + q_s @ s + q_p @ velocity)
+        last_a, last_f, last_m = (x[..., -1, None, None] for x in (a_i, f_i, m_i))
+        s, velocity = last_a * s + last_f * velocity + s_i.mT @ e, last_m * velocity + p_i.mT @ e
+    return torch.cat(outputs, 2)
+
+
+def ours(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, momentum: Tensor, step: Tensor, write: Tensor) -> Tensor:
+    """The heavy-ball memory, with the arguments of :func:`loop`."""
+    return hbnode.nn.functional.heavy_ball_memory(
+        q, k, v, log_momentum=momentum, log_decay=decay, step=step, write=write
+    )
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, momentum: Tensor, step: Tensor, write: Tensor) -> Tensor:
+    """The same in differentiable operations of torch, without a backward pass of its own."""
+    s, p = q.new_zeros(2, *q.shape[:2], q.shape[-1], v.shape[-1]).unbind()
+    return _delta_rule.reference(("decayed", 64), q, k, v, momentum, decay, step, write, s, p)[0]
+
+
+FORMS: dict[str, Attend] = {"ours": ours, "published": published, "loop": loop, "reference": reference}
 CONTENDERS: dict[str, Attend] = {
     "softmax": softmax,
     "linear": linear,
@@ -218,6 +287,46 @@ def _bytes(state: Any) -> int:
     return 0 if state is None else sum(_bytes(part) for part in state)
 
 
+def gated_inputs(length: int, heads: int, smallest: float) -> list[Tensor]:
+    """q, k, v, log α, log μ, s and η; keys of norm 1, s = .1, and η between 0 and 1."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, heads, length, DIM).unbind()
+    decay, momentum, write = torch.rand(3, 1, heads, length).unbind()
+    logs = (x * torch.tensor(smallest).log() for x in (decay, momentum))
+    return [q, normalize(k, dim=-1), v, *logs, torch.full_like(write, 0.1), write]
+
+
+@torch.no_grad()
+def precision(options: argparse.Namespace) -> list[Row]:
+    """Relative errors of the outputs in float32, by the norm of all outputs."""
+    rows = []
+    for smallest in SMALLEST:
+        inputs = gated_inputs(1024, 2, smallest)
+        wanted = loop(*(x.double() for x in inputs))
+        row: Row = {"smallest_gate": f"{smallest:g}"}
+        for name in ("ours", "published", "loop"):
+            error = (FORMS[name](*inputs).double() - wanted).norm() / wanted.norm()
+            row[name] = float(f"{error.item():.2g}")
+        rows.append(row)
+    return rows
+
+
+def forms(options: argparse.Namespace) -> list[Row]:
+    """Forward passes and training steps of the forms of one memory, over ours."""
+    rows = []
+    for length in (1024, 4096):
+        inputs = [x.requires_grad_() for x in gated_inputs(length, HEADS, 0.8)]
+        contenders = {name: Contender(form, inputs, torch.randn_like(inputs[2])) for name, form in FORMS.items()}
+        found: dict[str, Row] = {name: {"length": length, "form": name} for name in contenders}
+        for what in ("forward", "train"):
+            steps = {name: getattr(each, what) for name, each in contenders.items()}
+            times = interleaved(steps, options.repeats, warm=1)
+            for name, mine in times.items():
+                found[name] |= {f"{what}_ms": milliseconds(mine), f"{what}_ratio": ratio(mine, times["ours"])}
+        rows += found.values()
+    return rows
+
+
 def draw(path: Path, report: dict[str, Any], machine: str) -> None:
     """Time of a training step, its peak of memory, and the speed of generation."""
     from matplotlib.figure import Figure
@@ -262,6 +371,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "memory": lambda: memory(options),
         "growth": lambda: growth(report["time"], report["memory"]),
         "generation": lambda: generation(options),
+        "precision": lambda: precision(options),
+        "forms": lambda: forms(options),
     }
     for section, measure in measures.items():
         if section in options.sections or (section == "growth" and {"time", "memory"} <= report.keys()):

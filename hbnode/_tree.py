@@ -98,6 +98,7 @@ def cast(value: Tensor, y: Tensor) -> Tensor:
 
 
 Kind = TypeVar("Kind", bound="Record")
+Named = TypeVar("Named", bound=type[tuple[Any, ...]])
 
 
 class Record:
@@ -181,4 +182,12 @@ def record(kind: type[Kind]) -> type[Kind]:
         kind, flatten, unflatten, serialized_type_name=f"hbnode.{kind.__name__}", flatten_with_keys_fn=flatten_with_keys
     )
     torch.serialization.add_safe_globals([kind])
+    return kind
+
+
+def register_state(kind: Named) -> Named:
+    """Register a NamedTuple of tensors for ``torch.load(weights_only=True)`` and ``torch.export.save``."""
+    torch.serialization.add_safe_globals([kind])
+    if hasattr(_pytree, "_register_namedtuple"):  # not in the oldest torch
+        _pytree._register_namedtuple(kind, serialized_type_name=f"hbnode.{kind.__name__}")
     return kind

@@ -113,6 +113,14 @@ def test_attention(run, tmp_path, capsys):
         torch.testing.assert_close(contender.attend(*(x[:, :, :9] for x in contender.inputs)), whole[:, :, :9])
 
 
+def test_the_forms_of_the_memory_agree():
+    """Where gates are near 1, so that the published algorithm keeps its digits too."""
+    inputs = [x.double() for x in attention.gated_inputs(128, 2, 0.8)]
+    wanted = attention.loop(*inputs)
+    for form in attention.FORMS.values():
+        assert (form(*inputs) - wanted).abs().max() < 1e-11 * wanted.abs().max()
+
+
 @pytest.mark.slow
 def test_all_of_attention(run, tmp_path):
     """A step at length 4,096 makes at least the outputs and three gradients, of 4 MiB each."""

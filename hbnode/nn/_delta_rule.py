@@ -1,6 +1,6 @@
 """The chunked delta rule of the heavy-ball memory: its reference, and a fused form with a hand-written VJP.
 
-A training step is 1.7 times as fast as with the reference (benchmarks/attention.py, *heavy ball*). :func:`reference`
+A training step is 1.8 times as fast as with the reference (benchmarks/attention.py, table *forms*). :func:`reference`
 computes the recurrence of :func:`hbnode.nn.functional.heavy_ball_memory` chunk by chunk and defines the matrices Q, K,
 V, K̃, p, G, T, E and O. The fused implementation stacks S and P as one state matrix (parts D, M). The number of parts
 is 2, or 1 without momentum. In shapes, D and M are the numbers of features of a key and of a value, and rows is
@@ -124,13 +124,13 @@ def forward(
     chunks = _Chunks(options, q, k, gates, s.dtype)
     start, size = (s if p is None else torch.cat([s, p], 2)), chunks.size
     out, end = torch.empty_like(v, dtype=torch.promote_types(q.dtype, v.dtype)), torch.empty_like(start)
-    residuals: list[Tensor] = []
+    residuals = [s.new_empty(shape) for shape in residual_shapes(options, q, v, p is not None)] if keep else []
     for spans in chunks.spans():
         state = start[spans[0].batch].flatten(0, 1)
         for span in spans:
             x = chunks.matrices(span)
-            e = chunks.load(v, span)
-            states = e.new_empty(len(e), *state.shape)
+            e = chunks.load(v, span, out=residuals[1][span.at] if keep and chunks.delta else None)
+            states = residuals[0][span.at] if keep else e.new_empty(len(e), *state.shape)
             for i in range(len(e)):
                 states[i] = state
                 if chunks.delta:
@@ -140,8 +140,6 @@ def forward(
             o = torch.bmm(x.qp_bar[:, :, :size].flatten(0, 1), states.flatten(0, 1))
             o.baddbmm_(x.scores.flatten(0, 1), e.flatten(0, 1))
             chunks.store(o.view_as(e), out, span)
-            if keep:
-                residuals += [states, e] if chunks.delta else [states]
         end[spans[0].batch] = state.view_as(end[spans[0].batch])
     if p is None:
         return (out, end, None), residuals
@@ -149,10 +147,23 @@ def forward(
     return (out, s.contiguous(), p.contiguous()), residuals
 
 
+def residual_shapes(options: tuple[Any, int], q: Tensor, v: Tensor, has_momentum: bool) -> list[tuple[int, ...]]:
+    """Return the shapes of the states before each chunk and, with a delta rule, of E: (chunks, rows, ...)."""
+    (batch, heads, length, dim), width = q.shape, v.shape[-1]
+    size = _chunk_size(options[1], length)
+    count, rows = (length + size - 1) // size, batch * heads
+    shapes: list[tuple[int, ...]] = [(count, rows, dim * (2 if has_momentum else 1), width), (count, rows, size, width)]
+    return shapes if options[0] else shapes[:1]
+
+
+def _chunk_size(size: int, length: int) -> int:
+    """Return the number of steps of a chunk, a multiple of BLOCK; the length may be symbolic."""
+    return (torch.sym_min(size, length) + BLOCK - 1) // BLOCK * BLOCK
+
+
 def vjp(options: tuple[Any, int], tensors: Any, residuals: Any, grads: Any, needed: Any) -> tuple[Tensor | None, ...]:
     """Return the gradients of the tensors: q, k, v, log μ, log α, s, η, and the initial S and P."""
     q, k, v, *gates, s, p = tensors
-    residuals = list(residuals)
     chunks = _Chunks(options, q, k, gates, s.dtype)
     size, parts, mask = chunks.size, chunks.parts, chunks.mask
     dout = torch.zeros_like(v) if grads[0] is None else grads[0]
@@ -166,14 +177,14 @@ def vjp(options: tuple[Any, int], tensors: Any, residuals: Any, grads: Any, need
     for spans in reversed(chunks.spans()):
         dstate = dend[spans[0].batch].flatten(0, 1)
         for span in reversed(spans):
-            e = residuals.pop() if chunks.delta else chunks.load(v, span)
-            states, x = residuals.pop(), chunks.matrices(span)
+            e = residuals[1][span.at] if chunks.delta else chunks.load(v, span)
+            states, x = residuals[0][span.at], chunks.matrices(span)
             # the gradient of O, stacked on the negated gradient of the right-hand side of the triangular system
             dy = e.new_empty(*e.shape[:2], x.qp.shape[2], e.shape[-1])
             do = chunks.load(dout, span, out=dy[:, :, :size]).flatten(0, 1)
             de = torch.bmm(x.scores.flatten(0, 1).mT, do).view_as(e)
             dstates = torch.bmm(x.qp_bar[:, :, :size].flatten(0, 1).mT, do).view_as(states)
-            dends = torch.empty_like(states)
+            dends = torch.empty_like(dstates)
             for i in reversed(range(len(e))):
                 dends[i] = dstate
                 de[i].baddbmm_(x.k_bar[i], dstate)
@@ -251,7 +262,7 @@ class _Chunks:
         self.delta, size = options
         self.q, self.k, self.dtype = q, k, dtype
         self.batch, self.heads, self.length, _ = q.shape
-        self.size = -(-min(size, self.length) // BLOCK) * BLOCK
+        self.size = _chunk_size(size, self.length)
         self.count = -(-self.length // self.size)
         log_momentum, log_decay, step, write = gates
         ones = q.new_ones((), dtype=dtype).expand(q.shape[:3])

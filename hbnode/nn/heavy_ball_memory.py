@@ -11,15 +11,20 @@ import torch
 from torch import Tensor
 
 from hbnode._checks import as_count, check_input
-from hbnode._torch import may_look, no_autocast
+from hbnode._torch import is_exporting, is_transformed, may_look, no_autocast
+from hbnode._tree import register_state
 from hbnode.nn._delta_rule import chunkwise
+from hbnode.nn._memory_op import compiled, packed
 
 Gate = Tensor | float
 Delta = Literal["decayed", "plain", False]
 
 
+@register_state
 class HeavyBallMemoryState(NamedTuple):
     """The state of :func:`heavy_ball_memory` after a segment of a sequence, from which the next segment continues.
+
+    With packed sequences, the batch of the state is the number of sequences.
 
     Attributes:
         s: memory S (batch, heads, key features, value features), in float64 if an input is, otherwise in float32.
@@ -32,6 +37,10 @@ class HeavyBallMemoryState(NamedTuple):
     def detach(self) -> HeavyBallMemoryState:
         """Return the state detached from the autograd graph, for truncated backpropagation."""
         return HeavyBallMemoryState(self.s.detach(), None if self.p is None else self.p.detach())
+
+    def to(self, *args: Any, **kwargs: Any) -> HeavyBallMemoryState:
+        """Return the state on another device or in another dtype, with the arguments of :meth:`torch.Tensor.to`."""
+        return HeavyBallMemoryState(self.s.to(*args, **kwargs), None if self.p is None else self.p.to(*args, **kwargs))
 
 
 @overload
@@ -46,6 +55,7 @@ def heavy_ball_memory(
     write: Gate | None = None,
     delta: Delta = "decayed",
     key_padding_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     initial_state: HeavyBallMemoryState | None = None,
     return_state: Literal[False] = False,
     chunk_size: int = 64,
@@ -64,6 +74,7 @@ def heavy_ball_memory(
     write: Gate | None = None,
     delta: Delta = "decayed",
     key_padding_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     initial_state: HeavyBallMemoryState | None = None,
     return_state: Literal[True],
     chunk_size: int = 64,
@@ -81,6 +92,7 @@ def heavy_ball_memory(
     write: Gate | None = None,
     delta: Delta = "decayed",
     key_padding_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     initial_state: HeavyBallMemoryState | None = None,
     return_state: bool = False,
     chunk_size: int = 64,
@@ -121,7 +133,8 @@ def heavy_ball_memory(
 
     The sequence is processed in chunks, without approximation. The state before each chunk is saved for backward; the
     backward pass recomputes the rest. Derivatives of any order are available. Inputs in half precision are accumulated
-    in float32, also under autocast.
+    in float32, also under autocast. In graphs of ``torch.compile``, and of ``torch.export`` with a dynamic length, the
+    memory is one operator, which ``import hbnode`` defines; import it before loading such a program.
 
     References:
         Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture Design? A Few Case Studies,
@@ -142,6 +155,9 @@ def heavy_ball_memory(
             ``False`` is no delta rule, :math:`e_t = v_t`. Default: ``"decayed"``
         key_padding_mask: (batch, length), True = ignore: the step does not change the state, and its output is computed
             from the unchanged state. Default: ``None``
+        cu_seqlens: boundaries of N packed sequences, an integer tensor (N + 1,) that rises from 0 to the length. The
+            batch is then 1: sequence i has the steps from ``cu_seqlens[i]`` to ``cu_seqlens[i + 1] - 1``, and the state
+            has a batch of N. Outside of graphs, its values are read on the CPU. Default: ``None``
         initial_state: state to continue from; None is zeros. Default: ``None``
         return_state: whether to return the state too. Default: ``False``
         chunk_size: number of steps computed together, rounded up to a multiple of 8. It changes only speed and
@@ -172,6 +188,7 @@ def heavy_ball_memory(
     if delta not in ("decayed", "plain", False) or (delta == 0 and delta is not False):
         raise ValueError(f"delta must be 'decayed', 'plain' or False, got {delta!r}. Fix: 'decayed'.")
     ignored = None if key_padding_mask is None else key_padding_mask.unsqueeze(1)
+    batch = q.shape[0] if cu_seqlens is None else _count_packed(cu_seqlens, q)
     with no_autocast(q):
         like = q.new_empty((), dtype=dtype).expand(q.shape[:3])
         mu, alpha = (
@@ -183,15 +200,21 @@ def heavy_ball_memory(
             gamma = -torch.expm1(mu)  # 1 − μ; 0 for an ignored step
         if delta and may_look():
             _warn_if_unstable(log_momentum, log_decay, step, write, delta == "decayed")
-        s, p = _read_state(initial_state, q, v, mu is not None, dtype)
+        s, p = _read_state(initial_state, batch, q, v, mu is not None, dtype)
         if ignored is not None:  # zeros, because 0 * NaN is NaN
             k, v = k.masked_fill(ignored.unsqueeze(-1), 0.0), v.masked_fill(ignored.unsqueeze(-1), 0.0)
             q = q.masked_fill(ignored.unsqueeze(-1) & ~q.isfinite(), 0.0)
+        tensors = q, k, v, mu, alpha, gamma, eta, s, p
+        # an exported graph of one length has torch's own operations; torch.compile does not tell symbolic lengths apart
+        is_static = is_exporting() and not torch.compiler.is_dynamo_compiling() and isinstance(q.shape[2], int)
         if 0 in (*q.shape, v.shape[-1]):
-            out = (q.to(dtype) @ s).to(torch.promote_types(q.dtype, v.dtype))
+            out = (q.to(dtype) @ s.sum(0, keepdim=True)).to(torch.promote_types(q.dtype, v.dtype))
+        elif cu_seqlens is None and q.shape[2] == 1:
+            out, s, p = _recurrence(options, *tensors)
+        elif torch.compiler.is_compiling() and not is_transformed() and not (is_static and cu_seqlens is None):
+            out, s, p = compiled(options, cu_seqlens, *tensors)
         else:
-            run = _recurrence if q.shape[2] == 1 else chunkwise
-            out, s, p = run(options, q, k, v, mu, alpha, gamma, eta, s, p)
+            out, s, p = packed(chunkwise, options, cu_seqlens, *tensors)
     return (out, HeavyBallMemoryState(s, p)) if return_state else out
 
 
@@ -254,6 +277,22 @@ def check_mask(mask: Tensor, k: Tensor) -> None:
         )
 
 
+def _count_packed(cu_seqlens: Tensor, q: Tensor) -> int:
+    """Check the boundaries of packed sequences and return the number of sequences."""
+    check_input(cu_seqlens, "cu_seqlens")
+    if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
+        raise ValueError(
+            f"cu_seqlens must be an integer tensor (sequences + 1,), got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}. "
+            "Fix: torch.tensor([0, 3, 5]) for sequences of 3 and 2 steps."
+        )
+    if q.shape[0] != 1:
+        raise ValueError(
+            f"with cu_seqlens the batch must be 1, got {q.shape[0]}. Fix: q.transpose(0, 1).flatten(1, 2)[None], and "
+            "the same for k, v and gates, to pack the sequences into one row."
+        )
+    return cu_seqlens.shape[0] - 1
+
+
 def _read_gate(gate: Gate | None, name: str, like: Tensor, ignored: Tensor | None) -> Tensor | None:
     """Check a gate and return it as a tensor (batch, heads, length), which is 0 for ignored steps."""
     if gate is None:
@@ -295,10 +334,10 @@ def _check_number(gate: object, name: str) -> float:
 
 
 def _read_state(
-    state: HeavyBallMemoryState | None, q: Tensor, v: Tensor, has_momentum: bool, dtype: torch.dtype
+    state: HeavyBallMemoryState | None, batch: int, q: Tensor, v: Tensor, has_momentum: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
     """Check the initial state and return S and P before the first step; P is None without momentum."""
-    shape = (*q.shape[:2], q.shape[-1], v.shape[-1])
+    shape = (batch, q.shape[1], q.shape[-1], v.shape[-1])
     s, p = (None, None) if state is None else check_state(state, HeavyBallMemoryState, (shape, shape))
     s = torch.zeros(shape, dtype=dtype, device=q.device) if s is None else s.to(dtype)
     if not has_momentum:

@@ -13,12 +13,14 @@ from torch.nn.functional import pad
 
 from hbnode._checks import as_count
 from hbnode._torch import fast_form, is_exporting, is_tracing, keep_freed_memory, no_autocast, reference_vjp
+from hbnode._tree import register_state
 from hbnode.nn.heavy_ball_memory import check_heads, check_mask, check_state
 
 CHUNKS_AT_ONCE = 96  # chunks, over all heads, that a CPU computes together: few, so that their matrices fit its cache
 Rate = float | Tensor  # β or γ: a number, or a tensor () or (heads,)
 
 
+@register_state
 class MomentumAttentionState(NamedTuple):
     """The state of :func:`momentum_attention` after some keys k and values v, in float32 or wider.
 
@@ -35,6 +37,10 @@ class MomentumAttentionState(NamedTuple):
     def detach(self) -> MomentumAttentionState:
         """Return the state detached from the autograd graph, for truncated backpropagation."""
         return MomentumAttentionState(self.s.detach(), self.p.detach(), self.z.detach())
+
+    def to(self, *args: Any, **kwargs: Any) -> MomentumAttentionState:
+        """Return the state on another device or in another dtype, with the arguments of :meth:`torch.Tensor.to`."""
+        return MomentumAttentionState(*(x.to(*args, **kwargs) for x in self))
 
 
 @overload
@@ -122,7 +128,7 @@ def momentum_attention(
             the number of keys that follow it, not counting ignored keys. Default: ``True``
         key_padding_mask: (batch, length), True = ignore: the key does not change the state, and a query at its position
             uses the unchanged state. Default: ``None``
-        eps: ε, added to the denominator. Default: ``1e-6``
+        eps: ε, added to the denominator. Outputs before the first key are 0, also with ε = 0. Default: ``1e-6``
         initial_state: state to continue from, as an earlier call returned it; None is zeros. Default: ``None``
         return_state: whether to return the state after the last key too. Default: ``False``
         chunk_size: number of keys processed together. It changes only speed and rounding. Default: ``64``
@@ -236,7 +242,7 @@ def _recurrence(
         p = new if ignored is None else torch.where(ignored[:, None, None], p, new)
         s = s + gamma * (p if ignored is None else p.masked_fill(ignored[:, None, None], 0.0))
         z = z + k.squeeze(2)
-    return q @ s / (q @ z.unsqueeze(-1) + eps), MomentumAttentionState(s, p, z)
+    return q @ s / _denominator(q @ z.unsqueeze(-1), eps), MomentumAttentionState(s, p, z)
 
 
 def _chunkwise(options: tuple[bool, bool, float, int], *tensors: Any) -> tuple[Tensor, ...]:
@@ -274,12 +280,17 @@ def _chunkwise(options: tuple[bool, bool, float, int], *tensors: Any) -> tuple[T
     zs, z = (lower @ torch.cat([z.unsqueeze(2), k.sum(3)], 2)).split([chunks, 1], 2)
     s, z = s.squeeze(2), z.squeeze(2)
     if not causal:
-        return (q @ s / (q @ z.unsqueeze(-1) + eps)).to(dtype), s, p, z
+        return (q @ s / _denominator(q @ z.unsqueeze(-1), eps)).to(dtype), s, p, z
     q = q.unflatten(2, (-1, size))
     scores, past = q @ k.mT, torch.addcmul(q @ ss, p_to_out, q @ ps) if has_p else q @ ss
     above = torch.baddbmm(*(x.flatten(0, 2) for x in (past, scores * within[0], v))).view_as(past)
     below = (scores * q.new_ones(size, size).tril()).sum(-1, keepdim=True) + (q * zs.unsqueeze(3)).sum(-1, keepdim=True)
-    return (above * (below + eps).reciprocal()).flatten(2, 3).to(dtype), s, p, z
+    return (above * _denominator(below, eps).reciprocal()).flatten(2, 3).to(dtype), s, p, z
+
+
+def _denominator(below: Tensor, eps: float) -> Tensor:
+    """Return below + ε; with ε = 0, infinity where ``below`` is 0, so that outputs before the first key are 0."""
+    return below + eps if eps else below.masked_fill(below == 0, math.inf)
 
 
 # computes a segment again for backward

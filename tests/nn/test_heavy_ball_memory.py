@@ -1,8 +1,10 @@
 """heavy_ball_memory against its recurrence and those of the papers: values, gradients, masks, gates, stability."""
 
+import io
 import math
 import sys
 import warnings
+from itertools import pairwise
 
 import pytest
 import torch
@@ -216,11 +218,79 @@ def test_padding_changes_nothing(delta):
     assert all(z.isfinite().all() for z in gradients([out], leaves(long)))
 
 
-@pytest.mark.parametrize(("batch", "length"), [(0, 5), (2, 0)])
-def test_empty(batch, length):
-    made = make(batch, length=length, state=True)
+LENGTHS = (3, 0, 17, 40, 1, 19, 2, 25)
+ENDS = [sum(LENGTHS[:i]) for i in range(len(LENGTHS) + 1)]
+
+
+def make_packed(**options):
+    """Sequences in one row, with holes and states; and the boundaries."""
+    made = make(1, length=ENDS[-1], holes=True, **options)
+    s, p = torch.randn(2, len(LENGTHS), 3, 4, 5, dtype=F64)
+    made["initial_state"] = hbnode.nn.functional.HeavyBallMemoryState(s.requires_grad_(), p.requires_grad_())
+    return made, torch.tensor(ENDS, dtype=torch.int32)
+
+
+def run_each(made, **options):
+    """Packed sequences, one after another, by a call each."""
+    found = []
+    for i, (start, end) in enumerate(pairwise(ENDS)):
+        one = {
+            name: z[..., start:end] if z.dtype == torch.bool else z[:, :, start:end]
+            for name, z in made.items()
+            if isinstance(z, torch.Tensor)
+        }
+        one["initial_state"] = tuple(z[i : i + 1] for z in made["initial_state"])
+        found.append(run(made | one, **options))
+    return [torch.cat(parts, 0 if i else 2) for i, parts in enumerate(zip(*found, strict=True))]
+
+
+@pytest.mark.usefixtures("_each_form")
+@every_delta
+@pytest.mark.parametrize("momentum", [True, False])
+def test_packed_sequences(delta, momentum):
+    made, ends = make_packed(delta=delta)
+    made |= {} if momentum else {"log_momentum": None}
+    got, wanted = run(made, cu_seqlens=ends, chunk_size=16), run_each(made, chunk_size=16)
+    assert_near(got, wanted, 1e-12)
+    assert_near(gradients(got, leaves(made)), gradients(wanted, leaves(made)), 1e-12)
+
+
+def test_packed_sequences_do_not_meet():
+    made, ends = make_packed()
+    clean, *state = run(made, cu_seqlens=ends)
+    made["v"] = made["v"].detach().index_fill(2, torch.arange(3, 20), math.nan)
+    dirty, *dirty_state = run(made, cu_seqlens=ends)
+    keep = [i for i in range(len(LENGTHS)) if i != 2]
+    assert torch.equal(dirty[:, :, 20:], clean[:, :, 20:])
+    assert torch.equal(dirty[:, :, :3], clean[:, :, :3])
+    assert all(torch.equal(x[keep], y[keep]) for x, y in zip(dirty_state, state, strict=True))
+
+
+def test_states_load_safely_and_move():
+    for kept in (True, False):
+        made = make() | ({} if kept else {"log_momentum": None})
+        _, state = memory(**made, return_state=True)
+        file = io.BytesIO()
+        torch.save(state.detach(), file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=True)
+        assert type(loaded) is type(state)
+        assert torch.equal(loaded.s, state.s)
+        assert (loaded.p is not None) == kept
+        assert all(x.dtype == torch.float32 for x in state.to(torch.float32) if x is not None)
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "length", "dim", "width"),
+    [(0, 3, 5, 4, 5), (2, 0, 5, 4, 5), (2, 3, 0, 4, 5), (2, 3, 5, 0, 5), (2, 3, 5, 4, 0), (2, 3, 1, 0, 5)],
+)
+def test_empty(batch, heads, length, dim, width):
+    made = make(batch, heads, length, dim, width, state=True)
     out, *state = run(made)
-    assert out.shape == (batch, 3, length, 5)
+    assert torch.equal(out, torch.zeros(batch, heads, length, width, dtype=F64))
+    if batch:
+        one, ends = make(1, heads, length, dim, width), torch.tensor([0, length, length])
+        assert torch.equal(memory(**one, cu_seqlens=ends), out[:1])
     assert_near(state, made["initial_state"], 0.0)
     assert all(z.shape == x.shape for z, x in zip(gradients([out, *state], leaves(made)), leaves(made), strict=True))
 
@@ -346,6 +416,81 @@ def test_transforms_of_torch_func():
     assert_near([torch.func.vmap(loss)(*several)], [each], 1e-12)
 
 
+# Graphs
+
+
+def scan(q, k, v, log_momentum, log_decay, cu_seqlens=None):
+    return memory(q, k, v, log_momentum=log_momentum, log_decay=log_decay, cu_seqlens=cu_seqlens, return_state=True)
+
+
+def graph_inputs(length, batch=2):
+    made = make(batch, length=length)
+    return [made[name] for name in ("q", "k", "v", "log_momentum", "log_decay")]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_for_changing_lengths(backend):
+    """In one graph, with gradients, packed or not."""
+    torch._dynamo.reset()
+    compiled = torch.compile(scan, backend=backend, fullgraph=True)
+    for length in (33, 50, 70, 200):
+        given = graph_inputs(length)
+        (out, state), (wanted, wanted_state) = compiled(*given), scan(*given)
+        assert_near([out, *state], [wanted, *wanted_state], 1e-12)
+        found, expected = (gradients([x], given) for x in (out, wanted))
+        assert_near(found, expected, 1e-12)
+    given, ends = graph_inputs(70, 1), torch.tensor([0, 3, 50, 70])
+    (out, state), (wanted, wanted_state) = compiled(*given, ends), scan(*given, ends)
+    assert_near([out, *state], [wanted, *wanted_state], 1e-12)
+    assert_near(gradients([out, *state], given), gradients([wanted, *wanted_state], given), 1e-12)
+
+
+def test_second_derivatives_and_transforms_of_a_compiled_memory():
+    given = graph_inputs(9)
+
+    def slope(function):
+        (first,) = torch.autograd.grad(function(*given)[0].sin().sum(), given[0], create_graph=True)
+        return torch.autograd.grad(first.square().sum(), given[1])
+
+    assert_near(slope(torch.compile(scan, backend="eager")), slope(scan), 1e-12)
+    each = torch.func.vmap(torch.func.grad(lambda *x: scan(*(z[None] for z in x))[0].square().sum()))
+    given = [x.detach() for x in given]
+    assert_near([torch.compile(each, backend="eager")(*given)], [each(*given)], 1e-12)
+
+
+class Scan(torch.nn.Module):
+    def forward(self, *given):
+        return scan(*given)
+
+
+def test_exported_for_any_length():
+    length = torch.export.Dim("length", min=2)
+    program = torch.export.export(Scan(), tuple(graph_inputs(20)), dynamic_shapes=(({2: length},) * 5,))
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    loaded = torch.export.load(file).module()
+    for n in (2, 64, 65, 150):
+        given = [x.detach() for x in graph_inputs(n)]
+        (out, state), (wanted, wanted_state) = loaded(*given), scan(*given)
+        assert_near([out, *state], [wanted, *wanted_state], 1e-12)
+
+
+def test_the_operator_is_described_to_graphs_as_it_is():
+    """Shapes, strides, aliases and gradients, by the checks of torch.library."""
+    operator = torch.ops.hbnode.heavy_ball_memory.default
+    made = make(2, 2, 13, state=True)
+    tensors = [x.transpose(1, 2).contiguous().transpose(1, 2) if x.dim() == 4 else x for x in leaves(made)]
+    tensors = [x.detach().requires_grad_() for x in tensors]
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(operator, ("decayed", 8, True, *tensors, None), test_utils=tests)
+    q, k, v, s, _ = make(1, 2, 13)["q"], *tensors[1:3], *tensors[-2:]
+    packed = [x[:1].detach().requires_grad_() for x in (q, k, v)]
+    ends = torch.tensor([0, 5, 13])
+    torch.library.opcheck(operator, ("", 8, False, *packed, *[None] * 4, s, None, ends), test_utils=tests)
+
+
 # Stability
 
 
@@ -432,6 +577,9 @@ def test_constant_gates_that_are_safe_give_no_warning():
         ({"chunk_size": 0}, ValueError, "chunk_size must be an integer >= 1"),
         ({"key_padding_mask": torch.zeros(3, 23).bool()}, ValueError, "key_padding_mask must be"),
         ({"key_padding_mask": torch.zeros(2, 23)}, TypeError, "key_padding_mask must be bool"),
+        ({"cu_seqlens": torch.tensor([0, 23])}, ValueError, "the batch must be 1, got 2"),
+        ({"cu_seqlens": torch.tensor([0.0, 23.0])}, ValueError, "must be an integer tensor"),
+        ({"cu_seqlens": [0, 23]}, TypeError, "cu_seqlens must be a tensor"),
         ({"initial_state": torch.zeros(2, 3, 4, 5)}, TypeError, "initial_state must be a HeavyBallMemoryState"),
         ({"initial_state": (torch.zeros(1, 3, 4, 5),) * 2}, ValueError, "initial_state.s must be"),
     ],
@@ -439,3 +587,12 @@ def test_constant_gates_that_are_safe_give_no_warning():
 def test_bad_input_is_named(change, error, message):
     with pytest.raises(error, match=message):
         memory(**(make() | change))
+
+
+def test_bad_boundaries_are_named():
+    made = make(1)
+    for ends in ([0, 22], [1, 23], [0, 20, 10, 23]):
+        with pytest.raises(ValueError, match=r"cu_seqlens must rise from 0 to the length 23, got .*Fix"):
+            memory(**made, cu_seqlens=torch.tensor(ends))
+    with pytest.raises(ValueError, match=r"must be \(2, 3, 4, 5\), got \(1, 3"):
+        memory(**made | {"initial_state": make(1, state=True)["initial_state"]}, cu_seqlens=torch.tensor([0, 5, 23]))

@@ -1,5 +1,7 @@
 """momentum_attention against its recurrence and closed forms: values, gradients, masks, states, graphs, errors."""
 
+import io
+
 import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
@@ -118,6 +120,42 @@ def test_queries_of_another_length_read_all_keys():
     q, k, v, _ = make()
     out = attend(q[:, :, :9], k, v, momentum=0.9, causal=False)
     assert_close(out, attend(q, k, v, momentum=0.9, causal=False)[:, :, :9])
+
+
+@causal_or_not
+@pytest.mark.parametrize("length", [1, 9])
+def test_outputs_before_the_first_key_are_zero_without_eps(length, causal):
+    """As in the limit of small ε, with finite gradients."""
+    q, k, v, _ = make(length=length)
+    ignored = torch.zeros(2, length, dtype=torch.bool)
+    ignored[0, :3] = ignored[1] = True
+    out, limit = (attend(q, k, v, momentum=0.9, causal=causal, key_padding_mask=ignored, eps=x) for x in (0.0, 1e-14))
+    assert_close(out, limit)
+    grads = torch.autograd.grad(out.square().sum(), (q, k, v))
+    assert all(x.isfinite().all() for x in grads)
+
+
+@causal_or_not
+@pytest.mark.parametrize("eps", [0.0, 1e-6])
+@pytest.mark.parametrize("size", [(0, 5, 4, 5), (3, 5, 0, 5), (3, 5, 4, 0), (3, 1, 0, 5), (3, 1, 4, 0)])
+def test_dimensions_of_zero(size, eps, causal):
+    heads, length, dim, value_dim = size
+    q, k, v, _ = make(2, heads, length, dim, value_dim)
+    out, state = attend(q, k, v, momentum=0.9, causal=causal, eps=eps, return_state=True)
+    assert torch.equal(out, torch.zeros(2, heads, length, value_dim, dtype=out.dtype))
+    (out.sum() + sum(x.sum() for x in state)).backward()
+
+
+def test_states_load_safely_and_move():
+    q, k, v, _ = make()
+    _, state = attend(q, k, v, momentum=0.9, return_state=True)
+    file = io.BytesIO()
+    torch.save(state.detach(), file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert type(loaded) is type(state)
+    assert_close(tuple(loaded), tuple(state.detach()))
+    assert {x.dtype for x in state.to(torch.float32)} == {torch.float32}
 
 
 @causal_or_not
