@@ -311,8 +311,10 @@ class EventSteps(AdaptiveSteps):
             )
             masks.append(landed & ~ends & ((self.goal_of == k) | is_new))
             ends = ends | (masks[k] & (self.counts[k] + 1 >= event.limit))
-        of_lanes = tuple([row.detach()[p._on_device(lanes)] for row in rows])
-        self.landings.append(Landing(lanes, self.now[lanes], self.width[lanes], np.stack(masks, 1)[lanes], of_lanes))
+        if not torch.is_grad_enabled():  # as in the solve of an adjoint, which repeats the landings with a graph
+            of_lanes = tuple([row.detach()[p._on_device(lanes)] for row in rows])
+            of_events = np.stack(masks, 1)[lanes]
+            self.landings.append(Landing(lanes, self.now[lanes], self.width[lanes], of_events, of_lanes))
         rows = self._pass(t, rows, slopes, masks)
         self.goal = np.where(landed, np.nan, self.goal)
         if p.method.is_fsal:

@@ -256,7 +256,7 @@ def _solve(field: Any, y0: State, t: Times, settings: Settings, nfe: NFE, end: b
         return term.unflatten(rows)
     trajectory = term.unflatten(rows, (len(rows[0]),))
     if events:
-        records = problem.stepper.record()
+        records, problem.stepper = problem.stepper.record(), None  # a circle would keep the graph
         return trajectory, records[0] if isinstance(given, Event) else records
     return last_of(trajectory) if end else trajectory
 
