@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast, overload
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import PackedSequence
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from hbnode._checks import ArrayLike, as_count, check_input
 from hbnode._times import as_times, refuse_dates
@@ -96,6 +96,8 @@ class _OscillatorModule(nn.Module):
     weight_out: nn.Parameter
     weight_skip: nn.Parameter
 
+    selective = False
+
     def __init__(
         self,
         input_size: int,
@@ -104,7 +106,7 @@ class _OscillatorModule(nn.Module):
         *,
         discretization: Literal["exact", "imex"] = "exact",
         input: Literal["impulse", "hold"] = "impulse",
-        frequency: Range = FREQUENCY,
+        frequency: Range | None = FREQUENCY,
         decay: Range = DECAY,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -116,19 +118,22 @@ class _OscillatorModule(nn.Module):
         _check_choice(discretization, "discretization", ("exact", "imex"))
         _check_choice(input, "input", ("impulse", "hold"))
         self.discretization, self.input = discretization, input
-        self.frequency_range = _checked_range(frequency, "frequency")
+        has_none = self.selective and frequency is None
+        self.frequency_range = (0.0, 0.0) if has_none else _checked_range(frequency, "frequency")
         self.decay_range = _checked_range(decay, "decay")
-        size = self.num_oscillators
-        shapes = {
-            "log_damping": (size,),
-            "log_stiffness": (size,),
-            "weight_in": (size, self.input_size),
-            "weight_out": (self.hidden_size, 2 * size),
-            "weight_skip": (self.hidden_size, self.input_size),
-        }
-        for name, shape in shapes.items():
+        for name, shape in self._shapes(self.input_size).items():
             setattr(self, name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
         self.reset_parameters()
+
+    def _shapes(self, inputs: int) -> dict[str, tuple[int, ...]]:
+        size = self.num_oscillators
+        return {
+            "log_damping": (size,),
+            "log_stiffness": (size,),
+            "weight_in": (size, inputs),
+            "weight_out": (self.hidden_size, 2 * size),
+            "weight_skip": (self.hidden_size, inputs),
+        }
 
     def reset_parameters(self) -> None:
         """Draw new frequencies and decay rates log-uniformly, and normally distributed weights.
@@ -324,6 +329,13 @@ class Oscillators(_OscillatorModule):
     log_spread: nn.Parameter | None
     log_observation_noise: nn.Parameter | None
 
+    def __new__(cls, *args: Any, selective: bool = False, **options: Any) -> Self:
+        if selective and cls is Oscillators:
+            from hbnode.nn.selective import SelectiveOscillators
+
+            return cast("Self", super().__new__(SelectiveOscillators))
+        return super().__new__(cls)
+
     def __init__(
         self,
         input_size: int,
@@ -334,7 +346,8 @@ class Oscillators(_OscillatorModule):
         input: Literal["impulse", "hold"] = "impulse",
         bidirectional: bool = False,
         noise: bool = False,
-        frequency: Range = FREQUENCY,
+        selective: bool = False,
+        frequency: Range | None = FREQUENCY,
         decay: Range = DECAY,
         missing: Missing | None = None,
         mask_features: bool = False,
@@ -519,7 +532,7 @@ class Oscillators(_OscillatorModule):
                 paths.append(self._advance(start, gaps[:, i : i + 1]))
             y = torch.stack([torch.cat(path, -1) for path in paths], 1) @ self._readout().T
             self._check_finite(*paths[-1], y[:, -1])
-            if state.held is not None:
+            if self._is_held and state.held is not None:
                 y = y + (state.held.to(y.dtype) @ self.weight_skip.to(y.dtype).T).unsqueeze(1)
             time = state.t + dt[:, -1].to(state.t.dtype)
             return y, dataclasses.replace(state, v=paths[-1][0], x=paths[-1][1], t=time)
@@ -908,7 +921,8 @@ class OscillatorStack(nn.Module):
         discretization: Literal["exact", "imex"] = "exact",
         input: Literal["impulse", "hold"] = "impulse",
         bidirectional: bool = False,
-        frequency: Range = FREQUENCY,
+        selective: bool = False,
+        frequency: Range | None = FREQUENCY,
         decay: Range = DECAY,
         missing: Missing = "zero",
         mask_features: bool = False,
@@ -926,6 +940,7 @@ class OscillatorStack(nn.Module):
         self.encoder = nn.Linear(self.inputs.size, hidden_size)
 
         options: Any = {"discretization": discretization, "input": input, "frequency": frequency, "decay": decay}
+        options["selective"] = selective
         self.blocks = nn.ModuleList()
         for _ in range(self.num_layers):
             layer = Oscillators(hidden_size, hidden_size, num_oscillators, bidirectional=bidirectional, **options)
@@ -1094,9 +1109,9 @@ def _check_choice(value: object, name: str, choices: tuple[str, ...]) -> None:
         )
 
 
-def _checked_range(value: Range, name: str) -> Range:
+def _checked_range(value: Range | None, name: str) -> Range:
     try:
-        low, high = (float(bound) for bound in value)
+        low, high = (float(bound) for bound in value)  # type: ignore[union-attr]  # None raises TypeError
     except (TypeError, ValueError):
         low, high = math.nan, math.nan
     if not 0 < low <= high < math.inf:
