@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import PackedSequence
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from hbnode._checks import ArrayLike, as_count, check_input
 from hbnode._times import as_times, refuse_dates
@@ -329,13 +329,6 @@ class Oscillators(_OscillatorModule):
     log_spread: nn.Parameter | None
     log_observation_noise: nn.Parameter | None
 
-    def __new__(cls, *args: Any, selective: bool = False, **options: Any) -> Self:
-        if selective and cls is Oscillators:
-            from hbnode.nn.selective import SelectiveOscillators
-
-            return cast("Self", super().__new__(SelectiveOscillators))
-        return super().__new__(cls)
-
     def __init__(
         self,
         input_size: int,
@@ -356,6 +349,10 @@ class Oscillators(_OscillatorModule):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        if selective:
+            from hbnode.nn.selective import become_selective
+
+            become_selective(self, discretization=discretization, input=input, noise=noise)
         options: Any = {"discretization": discretization, "input": input, "frequency": frequency, "decay": decay}
         natural: Missing = "hold" if input == "hold" else "zero"
         inputs = TimedInputs(input_size, missing or natural, mask_features, elapsed_features, static_size)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -20,7 +18,6 @@ FORGET = (1e-5, 1e-2)  # range of initial forgetting, per sample
 SPREAD = 2.0  # standard deviation of an initial selector, for inputs of variance 1
 PASSING = 50  # samples of a series that the initial input gates let pass
 LEAST = -4.0  # argument of the softplus of the decay without input
-ONLY = {"discretization": "exact", "input": "impulse", "noise": False}
 
 
 class SelectiveOscillators(Oscillators):
@@ -33,12 +30,6 @@ class SelectiveOscillators(Oscillators):
     weight_select: nn.Parameter
 
     selective = True
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        for name, only in ONLY.items():
-            if options.get(name, only) != only:
-                raise ValueError(f"selective=True needs {name}={only!r}, got {options[name]!r}. Fix: leave it out.")
-        super().__init__(*args, **options)
 
     @property
     def _is_real(self) -> bool:
@@ -194,3 +185,16 @@ class SelectiveOscillators(Oscillators):
 
 def _log_uniform(like: Tensor, low: float, high: float) -> Tensor:
     return torch.empty_like(like, dtype=torch.float32).uniform_(math.log(low), math.log(high)).exp()
+
+
+def become_selective(layer: Oscillators, **options: object) -> None:
+    """Make a layer under construction one of :class:`SelectiveOscillators`; raise an error for other ``options``."""
+    for name, only in {"discretization": "exact", "input": "impulse", "noise": False}.items():
+        if options[name] != only:
+            raise ValueError(f"selective=True needs {name}={only!r}, got {options[name]!r}. Fix: leave {name} out.")
+    if type(layer) not in (Oscillators, SelectiveOscillators):
+        raise TypeError(
+            f"selective=True needs Oscillators itself, got its subclass {type(layer).__name__}. "
+            "Fix: a module with a layer Oscillators(..., selective=True)."
+        )
+    layer.__class__ = SelectiveOscillators
