@@ -1,9 +1,9 @@
-r"""The scan z_i = e^{l_i + iφ_i} z_{i-1} + b_i with coefficients of each sample, real or complex.
+r"""The scan z_i = e^{ρ_i + iφ_i} z_{i-1} + b_i with coefficients of each sample, real or complex.
 
 The module has a reference implementation, one sample after another, and a fast one with its own VJP. All tensors are
 (T, ...), time first. The fast one cuts the series into about √T chunks. It runs all chunks side by side from zero, then
 the states between chunks, then all chunks from the right states. The transition over a chunk is the exponential of a
-sum. No cumulative product is inverted, so e^{l} may be 0.
+sum. No cumulative product is inverted, so e^{ρ} may be 0.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from hbnode import _torch
 from hbnode.nn._oscillator_scan import accumulation_dtype
 
 
-def _exponential(l: Tensor, phi: Tensor | None) -> Tensor:
-    return l.exp() if phi is None else torch.polar(l.exp(), phi)
+def _exponential(rho: Tensor, phi: Tensor | None) -> Tensor:
+    return rho.exp() if phi is None else torch.polar(rho.exp(), phi)
 
 
-def scan_reference(_: object, l: Tensor, phi: Tensor | None, b: Tensor, z0: Tensor) -> tuple[Tensor]:
+def scan_reference(_: object, rho: Tensor, phi: Tensor | None, b: Tensor, z0: Tensor) -> tuple[Tensor]:
     """Compute the states after each sample, (T, ...), in a loop over the samples."""
     states = [z0]
-    for alpha, jump in zip(_exponential(l, phi), b, strict=True):
+    for alpha, jump in zip(_exponential(rho, phi), b, strict=True):
         states.append(alpha * states[-1] + jump)
     return (torch.stack(states[1:]),)
 
@@ -69,14 +69,14 @@ def _recur(alpha: Tensor, b: Tensor, total: Tensor, start: Tensor, is_reversed: 
     return states
 
 
-def _forward(_: object, keep: bool, l: Tensor, phi: Tensor | None, b: Tensor, z0: Tensor) -> tuple[Any, Any]:
-    _torch.keep_freed_memory(l.device)
-    l, turns = _chunked(l), None if phi is None else _chunked(phi)
-    alpha, phase = _exponential(l, turns), None
+def _forward(_: object, keep: bool, rho: Tensor, phi: Tensor | None, b: Tensor, z0: Tensor) -> tuple[Any, Any]:
+    _torch.keep_freed_memory(rho.device)
+    rho, turns = _chunked(rho), None if phi is None else _chunked(phi)
+    alpha, phase = _exponential(rho, turns), None
     if turns is not None:  # float32 would lose the phase over a chunk
         phase = turns.sum(1, dtype=accumulation_dtype(turns.dtype, turns.device))
-        phase = (phase - 2 * math.pi * (phase / (2 * math.pi)).round()).to(l.dtype)
-    total = _exponential(l.sum(1), phase)
+        phase = (phase - 2 * math.pi * (phase / (2 * math.pi)).round()).to(rho.dtype)
+    total = _exponential(rho.sum(1), phase)
     z = _recur(alpha, _chunked(b), total, z0, False).flatten(0, 1)[: len(b)]
     return (z,), (alpha, total, z)
 
@@ -86,7 +86,7 @@ def _vjp(
 ) -> tuple[Tensor | None, ...]:
     """Compute the VJP by the same recurrence, backwards.
 
-    Let λ_i be the conjugate of the gradient of z_i, and μ_i = α_i λ_i with α_i = e^{l_i + iφ_i}. Then
+    Let λ_i be the conjugate of the gradient of z_i, and μ_i = α_i λ_i with α_i = e^{ρ_i + iφ_i}. Then
     μ_i = α_i g_i + α_i μ_{i+1}, where g_i is the conjugate of the gradient of output i alone.
     """
     (_, phi, b, z0), (alpha, total, z) = tensors, residuals
@@ -107,26 +107,26 @@ fast_scan = _torch.fast_form(scan_reference, _vjp)(_forward)
 
 
 @torch.library.custom_op("hbnode::selective_scan", mutates_args=())
-def _forward_op(l: Tensor, phi: Tensor | None, b: Tensor, z0: Tensor) -> Tensor:
-    z: Tensor = _forward(None, False, l, phi, b, z0)[0][0]
+def _forward_op(rho: Tensor, phi: Tensor | None, b: Tensor, z0: Tensor) -> Tensor:
+    z: Tensor = _forward(None, False, rho, phi, b, z0)[0][0]
     return z.clone()
 
 
 @_forward_op.register_fake
-def _(l: Tensor, phi: Tensor | None, b: Tensor, z0: Tensor) -> Tensor:
+def _(rho: Tensor, phi: Tensor | None, b: Tensor, z0: Tensor) -> Tensor:
     return b.new_empty(b.shape)
 
 
 @torch.library.custom_op("hbnode::selective_scan_backward", mutates_args=())
-def _backward_op(l: Tensor, phi: Tensor | None, b: Tensor, z0: Tensor, dz: Tensor) -> list[Tensor]:
-    _, residuals = _forward(None, True, l, phi, b, z0)
-    found = _vjp(None, (l, phi, b, z0), residuals, (dz,), (True,) * 4)
+def _backward_op(rho: Tensor, phi: Tensor | None, b: Tensor, z0: Tensor, dz: Tensor) -> list[Tensor]:
+    _, residuals = _forward(None, True, rho, phi, b, z0)
+    found = _vjp(None, (rho, phi, b, z0), residuals, (dz,), (True,) * 4)
     return [grad.contiguous() for grad in found if grad is not None]
 
 
 @_backward_op.register_fake
-def _(l: Tensor, phi: Tensor | None, b: Tensor, z0: Tensor, dz: Tensor) -> list[Tensor]:
-    return [x.new_empty(x.shape) for x in (l, phi, b, z0) if x is not None]
+def _(rho: Tensor, phi: Tensor | None, b: Tensor, z0: Tensor, dz: Tensor) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in (rho, phi, b, z0) if x is not None]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -134,23 +134,23 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
-    l, phi, b, z0 = ctx.saved_tensors
-    found = _backward_op(l, phi, b, z0, dz.contiguous())
+    rho, phi, b, z0 = ctx.saved_tensors
+    found = _backward_op(rho, phi, b, z0, dz.contiguous())
     return tuple(found) if phi is not None else (found[0], None, *found[1:])
 
 
 _forward_op.register_autograd(_backward, setup_context=_setup)
 
 
-def scan(l: Tensor, phi: Tensor | None, b: Tensor, z0: Tensor) -> Tensor:
+def scan(rho: Tensor, phi: Tensor | None, b: Tensor, z0: Tensor) -> Tensor:
     """Compute the states after each sample, (T, ...), by the fast implementation if it is applicable.
 
     Arguments:
-        l: logarithms of the moduli of the coefficients, (T, ...), at most 0.
+        rho: logarithms of the moduli of the coefficients, (T, ...), at most 0.
         phi: phases of the coefficients, (T, ...); None if all is real.
         b: increments, (T, ...), complex unless ``phi`` is None.
         z0: the state before the first sample, (...).
     """
     if torch.compiler.is_compiling() and not _torch.is_transformed():
-        return _forward_op(l, phi, b, z0)
-    return fast_scan(None, l, phi, b, z0)[0]
+        return _forward_op(rho, phi, b, z0)
+    return fast_scan(None, rho, phi, b, z0)[0]

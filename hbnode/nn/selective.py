@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -102,7 +103,7 @@ class SelectiveOscillators(Oscillators):
 
     def _flow(self, decay: Tensor, turn: Tensor, dt: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the logarithm of the modulus and the phase of e^{(-a + iω)Δ}, given the selectors of a and ω."""
-        slowest = self.log_decay.exp() / functional.softplus(torch.tensor(LEAST)).item()
+        slowest = self.log_decay.exp() / math.log1p(math.exp(LEAST))
         a = slowest.to(decay.dtype) * functional.softplus(decay + LEAST)
         if self._is_real:
             return -a * dt, None
@@ -123,11 +124,11 @@ class SelectiveOscillators(Oscillators):
         dtype, (size, swinging, *_) = self._dtype, self._rows()
         rows = self.weight_select[: size + swinging].to(dtype)
         decay, turn = (state.held.to(dtype) @ rows.T).split([size, swinging], -1)
-        l, phi = self._flow(decay, turn, dt.to(dtype))
-        p, q = state.v.to(dtype) * l.exp(), state.x.to(dtype)
+        rho, phi = self._flow(decay, turn, dt.to(dtype))
+        p, q = state.v.to(dtype) * rho.exp(), state.x.to(dtype)
         if phi is None:
             return p, q
-        q, c, s = q * l.exp(), phi.cos(), phi.sin()
+        q, c, s = q * rho.exp(), phi.cos(), phi.sin()
         return c * p - s * q, s * p + c * q
 
     @override
@@ -144,7 +145,7 @@ class SelectiveOscillators(Oscillators):
         held = held if seen is None else _fill_forward(held, seen.unsqueeze(-1))
         rows = held.transpose(0, 1).to(dtype) @ torch.cat([self.weight_select, self.weight_in]).to(dtype).T
         decay, turn, forget, gate, *b = rows.split(self._rows(), -1)
-        l, phi = self._flow(decay[:-1], turn[:-1], gaps.T.unsqueeze(-1))
+        rho, phi = self._flow(decay[:-1], turn[:-1], gaps.T.unsqueeze(-1))
         forgotten = functional.softplus(forget[1:] + self.bias_forget.to(dtype))
         passing = (gate[1:] + self.bias_gate.to(dtype)).sigmoid()
         if seen is not None:
@@ -155,7 +156,7 @@ class SelectiveOscillators(Oscillators):
         z0 = torch.zeros_like(b[0][0]) if start is None else start[0]
         if not is_real:
             z0 = torch.complex(z0, torch.zeros_like(z0) if start is None else start[1])
-        z = scan(l - forgotten, phi, b[0] if is_real else torch.complex(b[0], b[1]), z0)
+        z = scan(rho - forgotten, phi, b[0] if is_real else torch.complex(b[0], b[1]), z0)
         path = z if is_real else torch.view_as_real(z).flatten(-2)
         readout = self._readout()
         if not is_real:  # for the order p₁, q₁, p₂, q₂, ...
@@ -179,8 +180,9 @@ class SelectiveOscillators(Oscillators):
 
     @override
     def extra_repr(self) -> str:
-        turning = "frequency=None" if self._is_real else f"{self._num_swinging} with a frequency"
-        return f"{self.input_size}, {self.hidden_size}, num_oscillators={self.num_oscillators}, selective=True, {turning}"
+        swinging = "frequency=None" if self._is_real else f"{self._num_swinging} with a frequency"
+        sizes = f"{self.input_size}, {self.hidden_size}, num_oscillators={self.num_oscillators}"
+        return f"{sizes}, selective=True, {swinging}"
 
 
 def _log_uniform(like: Tensor, low: float, high: float) -> Tensor:

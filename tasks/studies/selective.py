@@ -182,7 +182,8 @@ def train(options: SelectiveOptions, name: str, seed: int) -> dict[str, Any]:
             with torch.no_grad():
                 parts = [model(*(part[i : i + 64] for part in test[:2]))[0][:, -1] for i in range(0, len(test[0]), 64)]
             curve.append((spent, float(loss_of(torch.cat(parts), test[2])[1])))
-            print(f"{options.problem} {name} seed {seed}: {spent:6.1f} s {steps:5} steps, {curve[-1][1]:.4f}", flush=True)
+            shown = f"{spent:6.1f} s {steps:5} steps, {curve[-1][1]:.4f}"
+            print(f"{options.problem} {name} seed {seed}: {shown}", flush=True)
     parameters = sum(p.numel() for p in model.parameters())
     best_after = next((s for s, error in curve if error < (0.01 if options.problem == "adding" else 0.05)), None)
     return {
