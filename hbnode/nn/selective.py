@@ -15,7 +15,6 @@ from hbnode.nn._selective_scan import scan
 from hbnode.nn.oscillators import Oscillators, OscillatorState, _fill_forward
 from hbnode.nn.sequences import Sequences
 
-FORGET = (1e-5, 1e-2)  # range of initial forgetting, per sample
 SPREAD = 2.0  # standard deviation of an initial selector, for inputs of variance 1
 PASSING = 50  # samples of a series that the initial input gates let pass
 LEAST = -4.0  # argument of the softplus of the decay without input
@@ -62,23 +61,26 @@ class SelectiveOscillators(Oscillators):
 
     @override
     def reset_parameters(self) -> None:
-        """Draw new decay rates, frequencies and forgetting log-uniformly, and normally distributed weights."""
+        """Draw new decay rates and frequencies log-uniformly, and normally distributed weights.
+
+        A state forgets as much at a sample as it decays over a median gap, for which ``decay[1]`` is 1 / (10 gap).
+        """
         with torch.no_grad():
             slowest, fastest = self.decay_range
-            rate = _log_uniform(self.log_decay, slowest, fastest)
+            rate, size = _log_uniform(self.log_decay, slowest, fastest), self.num_oscillators
+            rate = rate[torch.cat([torch.arange(0, size, 2), torch.arange(1, size, 2)])]  # swinging or not, of any rate
             self.log_decay.copy_(rate.log())
             if not self._is_real:
-                low, high = self.frequency_range
-                self.log_omega.copy_((2 * math.pi * _log_uniform(self.log_omega, low, high)).log())
-            forgotten = _log_uniform(self.bias_forget, *FORGET)
-            self.bias_forget.copy_(forgotten.expm1().log())  # the inverse of softplus
+                low, high = (2 * math.pi * bound for bound in self.frequency_range)
+                self.log_omega.copy_(_log_uniform(self.log_omega, low, high)[torch.randperm(self._num_swinging)].log())
+            lost = rate * (0.1 / fastest)
+            self.bias_forget.copy_(lost.expm1().log())  # the inverse of softplus
             samples = fastest / (3 * slowest)  # of a series, if oscillator_ranges gave the range
             gate = min(0.5, PASSING / samples)
             self.bias_gate.fill_(math.log(gate / (1 - gate)))
             inputs = self.weight_in.shape[1]
             self.weight_select.normal_(std=SPREAD / inputs**0.5)
-            lost = rate * (0.1 / fastest) + forgotten  # over a median gap, if oscillator_ranges gave the range
-            scale = (-(-2 * lost).expm1() / inputs).sqrt().repeat(self._parts)
+            scale = (-(-4 * lost).expm1() / inputs).sqrt().repeat(self._parts)
             self.weight_in.normal_().mul_(scale.unsqueeze(1))
             self.weight_out.normal_(std=self.weight_out.shape[1] ** -0.5)
             self.weight_skip.normal_(std=inputs**-0.5)
@@ -186,7 +188,10 @@ class SelectiveOscillators(Oscillators):
 
 
 def _log_uniform(like: Tensor, low: float, high: float) -> Tensor:
-    return torch.empty_like(like, dtype=torch.float32).uniform_(math.log(low), math.log(high)).exp()
+    """Draw increasing numbers, one from each of equal parts of the range of logarithms."""
+    size = len(like)
+    places = (torch.arange(size) + torch.rand(size)) / size
+    return torch.lerp(torch.tensor(math.log(low)), torch.tensor(math.log(high)), places).exp().to(like.device)
 
 
 def become_selective(layer: Oscillators, **options: object) -> None:
