@@ -67,8 +67,9 @@ class OscillatorState(Record):
         v: velocities, (batch, num_oscillators), after the last sample.
         x: displacements, (batch, num_oscillators).
         t: time of the last sample, (batch,).
-        held: the last input, (batch, inputs), with ``input="hold"``; else None. Without ``missing`` and further
-            features, the inputs are the last observed value of each feature.
+        held: the last input, (batch, inputs), with ``input="hold"`` or ``selective=True``; else None. Without
+            ``missing`` and further features, the inputs are the last observed value of each feature, or with
+            ``selective=True`` the last sample with an observed value.
         last: last observed value of each feature, (batch, input_size); None if the layer does not use it.
         last_t: time of the value in ``last``, (batch, input_size); the start of the series if nothing was observed.
     """
@@ -275,9 +276,25 @@ class Oscillators(_OscillatorModule):
     noise over a gap has the covariance S - ΦSΦᵀ, where S is the stationary covariance. Observations correlate the
     oscillators. The filter therefore has a covariance 2P x 2P per series. Its time is linear in T.
 
+    With ``selective=True`` the rates depend on the samples, so that the layer chooses what it remembers. Its P complex
+    states z decay at rates a and turn with frequencies ω, which a sample sets for the gap after it. At the sample x_i
+    they lose the share 1 - f_i, and take up an input through a gate g_i. With the sigmoid function σ,
+
+    .. math:: z_i = f_i\, e^{(-a_{i-1} + i\omega_{i-1})(t_i - t_{i-1})} z_{i-1} + g_i \circ B x_i, \qquad
+        y_i = C\,[\operatorname{Re} z_i; \operatorname{Im} z_i] + D x_i,
+
+    .. math:: a_i = a_0\, \frac{\mathrm{softplus}(W_a x_i - 4)}{\mathrm{softplus}(-4)}, \quad
+        \omega_i = 2\omega_0\, \sigma(W_\omega x_i), \quad f_i = \sigma(-f_0 - W_f x_i), \quad
+        g_i = \sigma(g_0 + W_g x_i).
+
+    |z| never grows without input. Half of the states have no frequency, ω = 0. With ``frequency=None`` no state has
+    one, and all numbers are real. A sample without observed values changes nothing, and a gap of 0 is legal.
+    ``state.v`` and ``state.x`` are Re z and Im z, and ``state.held`` is the last observed input.
+
     References:
         Rusch and Rus, Oscillatory State-Space Models, arXiv:2410.03943 (LinOSS); Boyer, Rusch and Rus, Learning to
-        Dissipate Energy in Oscillatory State-Space Models, arXiv:2505.12171 (D-LinOSS).
+        Dissipate Energy in Oscillatory State-Space Models, arXiv:2505.12171 (D-LinOSS); Gu and Dao, Mamba,
+        arXiv:2312.00752 (selection by the sample, with learned steps in place of gaps).
 
     Arguments:
         input_size: features of a sample.
@@ -292,10 +309,14 @@ class Oscillators(_OscillatorModule):
             no forecast. Default: ``False``
         noise: whether the layer is a probabilistic model, for :meth:`log_likelihood`, :meth:`filter` and
             :meth:`smooth`. ``hidden_size`` must then be ``input_size``. Default: ``False``
+        selective: whether decay, frequency, forgetting and input depend on the samples. Such a layer takes
+            ``discretization="exact"`` and ``input="impulse"``, and no noise. Default: ``False``
         frequency: range of the initial damped frequencies ω/2π, in cycles per unit of ``t``, drawn log-uniformly.
-            :func:`hbnode.nn.oscillator_ranges` computes one from times. Default: ``(0.001, 0.25)``
+            :func:`hbnode.nn.oscillator_ranges` computes one from times. None is for ``selective=True``, with real
+            states. Default: ``(0.001, 0.25)``
         decay: range of the initial decay rates a = γ/2, in 1 / unit of ``t``, drawn log-uniformly and limited to 1.5 ω.
-            A free oscillation decays as e^{-at}. Default: ``(0.001, 0.1)``
+            A free oscillation decays as e^{-at}. With ``selective=True`` the rates have no limit, and a state forgets
+            as much at a sample as in a time 0.1 / ``decay[1]``. Default: ``(0.001, 0.1)``
         missing: replacement for a missing value in a sample of which another value is observed: ``"zero"``, ``"hold"``
             or ``"decay"``, as in :class:`hbnode.ODERNN`. A sample without observed values gives no input. None is
             ``"zero"`` with ``input="impulse"`` and ``"hold"`` with ``input="hold"``. Default: ``None``
@@ -811,7 +832,8 @@ class OscillatorStackState(Record):
         v: velocities, (num_layers, batch, num_oscillators).
         x: displacements, (num_layers, batch, num_oscillators).
         t: time of the last sample, (batch,).
-        held: the held input of each layer, (num_layers, batch, hidden_size), with ``input="hold"``; else None.
+        held: the last input of each layer, (num_layers, batch, hidden_size), with ``input="hold"`` or
+            ``selective=True``; else None.
         last: last observed value of each feature, (batch, input_size); None if the stack does not use it.
         last_t: time of the value in ``last``, (batch, input_size); the start of the series if nothing was observed.
         static: time-independent features, (batch, static_size), for forecasts; None if there are none.
@@ -879,7 +901,10 @@ class OscillatorStack(nn.Module):
         input: ``"impulse"`` or ``"hold"``, as in the layer. Default: ``"impulse"``
         bidirectional: whether every layer processes the series in both directions; not with ``head="next"``.
             Default: ``False``
-        frequency: range of initial frequencies, in cycles per unit of time. Default: ``(0.001, 0.25)``
+        selective: whether decay, frequency, forgetting and input depend on the samples, as in the layer.
+            Default: ``False``
+        frequency: range of initial frequencies, in cycles per unit of time. None is for ``selective=True``, with real
+            states. Default: ``(0.001, 0.25)``
         decay: range of initial decay rates, in 1 / unit of time. Default: ``(0.001, 0.1)``
         missing: replacement for a missing value in the input: ``"zero"``, ``"hold"`` or ``"decay"``, as in
             :class:`hbnode.ODERNN`. Default: ``"zero"``
