@@ -76,12 +76,12 @@ class SelectiveOscillators(Oscillators):
             lost = rate * (0.1 / fastest)
             self.bias_forget.copy_(lost.expm1().log())  # the inverse of softplus
             samples = fastest / (3 * slowest)  # of a series, if oscillator_ranges gave the range
-            gate = min(0.5, PASSING / samples)
-            self.bias_gate.fill_(math.log(gate / (1 - gate)))
+            # White noise gives states of equal variance. Gates, not the weights, have the small factors that this takes:
+            # gates learn by factors, weights by sums.
+            self.bias_gate.copy_((min(0.5, PASSING / samples) * (-(-4 * lost).expm1()).sqrt()).logit())
             inputs = self.weight_in.shape[1]
             self.weight_select.normal_(std=SPREAD / inputs**0.5)
-            scale = (-(-4 * lost).expm1() / inputs).sqrt().repeat(self._parts)
-            self.weight_in.normal_().mul_(scale.unsqueeze(1))
+            self.weight_in.normal_(std=inputs**-0.5)
             self.weight_out.normal_(std=self.weight_out.shape[1] ** -0.5)
             self.weight_skip.normal_(std=inputs**-0.5)
 
