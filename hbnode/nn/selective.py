@@ -68,7 +68,7 @@ class SelectiveOscillators(Oscillators):
         with torch.no_grad():
             slowest, fastest = self.decay_range
             rate, size = _log_uniform(self.log_decay, slowest, fastest), self.num_oscillators
-            rate = rate[torch.cat([torch.arange(0, size, 2), torch.arange(1, size, 2)])]  # swinging or not, of any rate
+            rate = rate[torch.cat([torch.arange(0, size, 2), torch.arange(1, size, 2)])]  # of any size, swinging or not
             self.log_decay.copy_(rate.log())
             if not self._is_real:
                 low, high = (2 * math.pi * bound for bound in self.frequency_range)
@@ -76,8 +76,8 @@ class SelectiveOscillators(Oscillators):
             lost = rate * (0.1 / fastest)
             self.bias_forget.copy_(lost.expm1().log())  # the inverse of softplus
             samples = fastest / (3 * slowest)  # of a series, if oscillator_ranges gave the range
-            # White noise gives states of equal variance. Gates, not the weights, have the small factors that this takes:
-            # gates learn by factors, weights by sums.
+            # White noise gives states of equal variance. The small factors that this takes are in the gates, which learn
+            # by factors, not in the weights, which learn by sums.
             self.bias_gate.copy_((min(0.5, PASSING / samples) * (-(-4 * lost).expm1()).sqrt()).logit())
             inputs = self.weight_in.shape[1]
             self.weight_select.normal_(std=SPREAD / inputs**0.5)
@@ -105,11 +105,11 @@ class SelectiveOscillators(Oscillators):
 
     def _flow(self, decay: Tensor, turn: Tensor, dt: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the logarithm of the modulus and the phase of e^{(-a + iω)Δ}, given the selectors of a and ω."""
-        slowest = self.log_decay.exp() / math.log1p(math.exp(LEAST))
-        a = slowest.to(decay.dtype) * functional.softplus(decay + LEAST)
+        least = math.log1p(math.exp(LEAST))  # softplus
+        a = self.log_decay.to(decay.dtype).exp() * functional.softplus(decay + LEAST) / least
         if self._is_real:
             return -a * dt, None
-        omega = 2 * self.log_omega.exp().to(turn.dtype) * turn.sigmoid()
+        omega = 2 * self.log_omega.to(turn.dtype).exp() * turn.sigmoid()
         return -a * dt, functional.pad(omega * dt, (0, self.num_oscillators - self._num_swinging))
 
     def _rows(self) -> list[int]:
