@@ -76,8 +76,8 @@ class SelectiveOscillators(Oscillators):
             lost = rate * (0.1 / fastest)
             self.bias_forget.copy_(lost.expm1().log())  # the inverse of softplus
             samples = fastest / (3 * slowest)  # of a series, if oscillator_ranges gave the range
-            # White noise gives states of equal variance. The small factors that this takes are in the gates, which learn
-            # by factors, not in the weights, which learn by sums.
+            # White noise gives states of equal variance. The factors that this takes are in the gates, which learn them
+            # by factors, not in the weights, which learn them by sums.
             self.bias_gate.copy_((min(0.5, PASSING / samples) * (-(-4 * lost).expm1()).sqrt()).logit())
             inputs = self.weight_in.shape[1]
             self.weight_select.normal_(std=SPREAD / inputs**0.5)
