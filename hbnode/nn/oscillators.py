@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
@@ -349,6 +350,7 @@ class Oscillators(_OscillatorModule):
 
     log_spread: nn.Parameter | None
     log_observation_noise: nn.Parameter | None
+    _become_selective: Callable[..., None]  # of hbnode.nn.selective
 
     def __init__(
         self,
@@ -371,9 +373,7 @@ class Oscillators(_OscillatorModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         if selective:
-            from hbnode.nn.selective import become_selective
-
-            become_selective(self, discretization=discretization, input=input, noise=noise)
+            self._become_selective(discretization=discretization, input=input, noise=noise)
         options: Any = {"discretization": discretization, "input": input, "frequency": frequency, "decay": decay}
         natural: Missing = "hold" if input == "hold" else "zero"
         inputs = TimedInputs(input_size, missing or natural, mask_features, elapsed_features, static_size)

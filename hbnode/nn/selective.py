@@ -15,7 +15,7 @@ from hbnode.nn._selective_scan import scan
 from hbnode.nn.oscillators import Oscillators, OscillatorState, _fill_forward
 from hbnode.nn.sequences import Sequences
 
-SPREAD = 2.0  # standard deviation of an initial selector, for inputs of variance 1
+SPREAD = 3.0  # standard deviation of an initial selector, for inputs of variance 1
 PASSING = 50  # samples of a series that the initial input gates let pass
 LEAST = -4.0  # argument of the softplus of the decay without input
 
@@ -194,7 +194,7 @@ def _log_uniform(like: Tensor, low: float, high: float) -> Tensor:
     return torch.lerp(torch.tensor(math.log(low)), torch.tensor(math.log(high)), places).exp().to(like.device)
 
 
-def become_selective(layer: Oscillators, **options: object) -> None:
+def _become_selective(layer: Oscillators, **options: object) -> None:
     """Make a layer under construction one of :class:`SelectiveOscillators`; raise an error for other ``options``."""
     for name, only in {"discretization": "exact", "input": "impulse", "noise": False}.items():
         if options[name] != only:
@@ -205,3 +205,6 @@ def become_selective(layer: Oscillators, **options: object) -> None:
             "Fix: a module with a layer Oscillators(..., selective=True)."
         )
     layer.__class__ = SelectiveOscillators
+
+
+Oscillators._become_selective = _become_selective
