@@ -124,10 +124,11 @@ class _OscillatorModule(nn.Module):
         self.frequency_range = (0.0, 0.0) if has_none else _checked_range(frequency, "frequency")
         self.decay_range = _checked_range(decay, "decay")
         for name, shape in self._shapes(self.input_size).items():
-            setattr(self, name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
+            empty = None if shape is None else nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+            self.register_parameter(name, empty)
         self.reset_parameters()
 
-    def _shapes(self, inputs: int) -> dict[str, tuple[int, ...]]:
+    def _shapes(self, inputs: int) -> dict[str, tuple[int, ...] | None]:
         size = self.num_oscillators
         return {
             "log_damping": (size,),

@@ -24,7 +24,7 @@ class SelectiveOscillators(Oscillators):
     """The class of ``Oscillators(..., selective=True)``, where it is described."""
 
     log_decay: nn.Parameter
-    log_omega: nn.Parameter
+    log_omega: nn.Parameter | None
     bias_forget: nn.Parameter
     bias_gate: nn.Parameter
     weight_select: nn.Parameter
@@ -46,11 +46,11 @@ class SelectiveOscillators(Oscillators):
         return 0 if self._is_real else (self.num_oscillators + 1) // 2
 
     @override
-    def _shapes(self, inputs: int) -> dict[str, tuple[int, ...]]:
+    def _shapes(self, inputs: int) -> dict[str, tuple[int, ...] | None]:
         size, swinging = self.num_oscillators, self._num_swinging
         return {
             "log_decay": (size,),
-            "log_omega": (swinging,),
+            "log_omega": (swinging,) if swinging else None,
             "bias_forget": (size,),
             "bias_gate": (size,),
             "weight_select": (3 * size + swinging, inputs),
@@ -70,7 +70,7 @@ class SelectiveOscillators(Oscillators):
             rate, size = _log_uniform(self.log_decay, slowest, fastest), self.num_oscillators
             rate = rate[torch.cat([torch.arange(0, size, 2), torch.arange(1, size, 2)])]  # of any size, swinging or not
             self.log_decay.copy_(rate.log())
-            if not self._is_real:
+            if self.log_omega is not None:
                 low, high = (2 * math.pi * bound for bound in self.frequency_range)
                 self.log_omega.copy_(_log_uniform(self.log_omega, low, high)[torch.randperm(self._num_swinging)].log())
             lost = rate * (0.1 / fastest)
@@ -95,7 +95,8 @@ class SelectiveOscillators(Oscillators):
     @override
     def frequency(self) -> Tensor:
         """The frequency ω/2π of each state without input, (num_oscillators,), in cycles / time."""
-        return functional.pad(self.log_omega.exp(), (0, self.num_oscillators - self._num_swinging)) / (2 * math.pi)
+        omega = self.log_decay.new_zeros(0) if self.log_omega is None else self.log_omega.exp()
+        return functional.pad(omega, (0, self.num_oscillators - len(omega))) / (2 * math.pi)
 
     @property
     @override
@@ -107,7 +108,7 @@ class SelectiveOscillators(Oscillators):
         """Return the logarithm of the modulus and the phase of e^{(-a + iω)Δ}, given the selectors of a and ω."""
         least = math.log1p(math.exp(LEAST))  # softplus
         a = self.log_decay.to(decay.dtype).exp() * functional.softplus(decay + LEAST) / least
-        if self._is_real:
+        if self.log_omega is None:
             return -a * dt, None
         omega = 2 * self.log_omega.to(turn.dtype).exp() * turn.sigmoid()
         return -a * dt, functional.pad(omega * dt, (0, self.num_oscillators - self._num_swinging))
