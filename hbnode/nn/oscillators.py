@@ -750,8 +750,8 @@ class OscillatorCell(_OscillatorModule):
 
     A cell can load the ``state_dict`` of a layer that is not bidirectional and continue the layer's state, with equal
     outputs. It cannot load a layer with noise, which has more parameters. Use the layer's :meth:`~Oscillators.filter`
-    for single samples instead. A layer with ``missing`` or further features takes single samples itself, as series of
-    length 1.
+    for single samples instead. A selective layer, and one with ``missing`` or further features, takes single samples
+    itself, as series of length 1.
 
     Arguments:
         input_size: features of a sample.
