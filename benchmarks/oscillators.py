@@ -3,7 +3,8 @@
 Forward and backward passes of one layer, without the optimizer's part: 8 series of 64 features and a layer with 64
 outputs, for the oscillators from 128 of them, which have about as many parameters as the LSTM. "even" are samples that
 are counted, "shared" irregular times that are the same for all series, "own" times of each series' own. The loop takes
-one step after another through autograd, over times of each series' own. ODE-RNNs, at tolerance 1e-3, are compared with
+one step after another through autograd, over times of each series' own. "selective" oscillators have 32 complex states,
+"real" ones 64 real states. ODE-RNNs, at tolerance 1e-3, are compared with
 oscillators that have as many parameters.
 
 The filter and the smoother of noisy oscillators, three of them and one channel in float64, are compared with a filter
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 import hbnode
 from benchmarks.harness import command, interleaved, milliseconds, ratio, write
 
-BATCH, FEATURES, HIDDEN, OSCILLATORS = 8, 64, 64, 128
+BATCH, FEATURES, HIDDEN, OSCILLATORS, SELECTIVE = 8, 64, 64, 128, 32
 LOOP_MOST = 1024  # samples that the loop is asked for
 
 
@@ -82,6 +83,8 @@ def layers(lengths: list[int], rounds: int) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
     layer = hbnode.nn.Oscillators(FEATURES, HIDDEN, OSCILLATORS)
     held = hbnode.nn.Oscillators(FEATURES, HIDDEN, OSCILLATORS, input="hold")
+    chooses = hbnode.nn.Oscillators(FEATURES, HIDDEN, SELECTIVE, selective=True)
+    is_real = hbnode.nn.Oscillators(FEATURES, HIDDEN, 2 * SELECTIVE, selective=True, frequency=None)
     lstm, gru = (kind(FEATURES, HIDDEN, batch_first=True) for kind in (nn.LSTM, nn.GRU))
     for length in lengths:
         x = torch.randn(BATCH, length, FEATURES)
@@ -93,6 +96,8 @@ def layers(lengths: list[int], rounds: int) -> list[dict[str, object]]:
             "oscillators, shared": step(layer, x, t[0]),
             "oscillators, own": step(layer, x, t),
             "oscillators, own, held": step(held, x, t),
+            "selective, own": step(chooses, x, t),
+            "selective, own, real": step(is_real, x, t),
         }
         if length <= LOOP_MOST:
             steps["loop"] = step(Loop(layer), x, t)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
@@ -67,8 +68,9 @@ class OscillatorState(Record):
         v: velocities, (batch, num_oscillators), after the last sample.
         x: displacements, (batch, num_oscillators).
         t: time of the last sample, (batch,).
-        held: the last input, (batch, inputs), with ``input="hold"``; else None. Without ``missing`` and further
-            features, the inputs are the last observed value of each feature.
+        held: the last input, (batch, inputs), with ``input="hold"`` or ``selective=True``; else None. Without
+            ``missing`` and further features, the inputs are the last observed value of each feature, or with
+            ``selective=True`` the last sample with an observed value.
         last: last observed value of each feature, (batch, input_size); None if the layer does not use it.
         last_t: time of the value in ``last``, (batch, input_size); the start of the series if nothing was observed.
     """
@@ -96,6 +98,8 @@ class _OscillatorModule(nn.Module):
     weight_out: nn.Parameter
     weight_skip: nn.Parameter
 
+    selective = False
+
     def __init__(
         self,
         input_size: int,
@@ -104,7 +108,7 @@ class _OscillatorModule(nn.Module):
         *,
         discretization: Literal["exact", "imex"] = "exact",
         input: Literal["impulse", "hold"] = "impulse",
-        frequency: Range = FREQUENCY,
+        frequency: Range | None = FREQUENCY,
         decay: Range = DECAY,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -116,19 +120,23 @@ class _OscillatorModule(nn.Module):
         _check_choice(discretization, "discretization", ("exact", "imex"))
         _check_choice(input, "input", ("impulse", "hold"))
         self.discretization, self.input = discretization, input
-        self.frequency_range = _checked_range(frequency, "frequency")
+        has_none = self.selective and frequency is None
+        self.frequency_range = (0.0, 0.0) if has_none else _checked_range(frequency, "frequency")
         self.decay_range = _checked_range(decay, "decay")
+        for name, shape in self._shapes(self.input_size).items():
+            empty = None if shape is None else nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+            self.register_parameter(name, empty)
+        self.reset_parameters()
+
+    def _shapes(self, inputs: int) -> dict[str, tuple[int, ...] | None]:
         size = self.num_oscillators
-        shapes = {
+        return {
             "log_damping": (size,),
             "log_stiffness": (size,),
-            "weight_in": (size, self.input_size),
+            "weight_in": (size, inputs),
             "weight_out": (self.hidden_size, 2 * size),
-            "weight_skip": (self.hidden_size, self.input_size),
+            "weight_skip": (self.hidden_size, inputs),
         }
-        for name, shape in shapes.items():
-            setattr(self, name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
-        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draw new frequencies and decay rates log-uniformly, and normally distributed weights.
@@ -271,9 +279,25 @@ class Oscillators(_OscillatorModule):
     where S is the stationary covariance. Observations correlate the oscillators. The filter therefore has a covariance
     2P x 2P per series. Its time is linear in T.
 
+    With ``selective=True`` the rates depend on the samples, so that the layer chooses what it remembers. Its P complex
+    states z decay at rates a and turn with frequencies ω, which a sample sets for the gap after it. At the sample x_i
+    they lose the share 1 - f_i, and take up an input through a gate g_i. With the sigmoid function σ,
+
+    .. math:: z_i = f_i\, e^{(-a_{i-1} + i\omega_{i-1})(t_i - t_{i-1})} z_{i-1} + g_i \circ B x_i, \qquad
+        y_i = C\,[\operatorname{Re} z_i; \operatorname{Im} z_i] + D x_i,
+
+    .. math:: a_i = a_0\, \frac{\mathrm{softplus}(W_a x_i - 4)}{\mathrm{softplus}(-4)}, \quad
+        \omega_i = 2\omega_0\, \sigma(W_\omega x_i), \quad f_i = \sigma(-f_0 - W_f x_i), \quad
+        g_i = \sigma(g_0 + W_g x_i).
+
+    |z| never grows without input. Half of the states have no frequency, ω = 0. With ``frequency=None`` no state has
+    one, and all numbers are real. A sample without observed values changes nothing, and a gap of 0 is legal.
+    ``state.v`` and ``state.x`` are Re z and Im z, and ``state.held`` is the last observed input.
+
     References:
         Rusch and Rus, Oscillatory State-Space Models, arXiv:2410.03943 (LinOSS); Boyer, Rusch and Rus, Learning to
-        Dissipate Energy in Oscillatory State-Space Models, arXiv:2505.12171 (D-LinOSS).
+        Dissipate Energy in Oscillatory State-Space Models, arXiv:2505.12171 (D-LinOSS); Gu and Dao, Mamba,
+        arXiv:2312.00752 (selection by the sample, with learned steps in place of gaps).
 
     Arguments:
         input_size: features of a sample.
@@ -288,10 +312,14 @@ class Oscillators(_OscillatorModule):
             no forecast. Default: ``False``
         noise: whether the layer is a probabilistic model, for :meth:`log_likelihood`, :meth:`filter` and
             :meth:`smooth`. ``hidden_size`` must then be ``input_size``. Default: ``False``
+        selective: whether decay, frequency, forgetting and input depend on the samples. Such a layer takes
+            ``discretization="exact"`` and ``input="impulse"``, and no noise. Default: ``False``
         frequency: range of the initial damped frequencies ω/2π, in cycles per unit of ``t``, drawn log-uniformly.
-            :func:`hbnode.nn.oscillator_ranges` computes one from times. Default: ``(0.001, 0.25)``
+            :func:`hbnode.nn.oscillator_ranges` computes one from times. None is for ``selective=True``, with real
+            states. Default: ``(0.001, 0.25)``
         decay: range of the initial decay rates a = γ/2, in 1 / unit of ``t``, drawn log-uniformly and limited to 1.5 ω.
-            A free oscillation decays as e^{-at}. Default: ``(0.001, 0.1)``
+            A free oscillation decays as e^{-at}. With ``selective=True`` the rates have no limit, and a state forgets
+            as much at a sample as in a time 0.1 / ``decay[1]``. Default: ``(0.001, 0.1)``
         missing: replacement for a missing value in a sample of which another value is observed: ``"zero"``, ``"hold"``
             or ``"decay"``, as in :class:`hbnode.ODERNN`. A sample without observed values gives no input. None is
             ``"zero"`` with ``input="impulse"`` and ``"hold"`` with ``input="hold"``. Default: ``None``
@@ -324,6 +352,7 @@ class Oscillators(_OscillatorModule):
 
     log_spread: nn.Parameter | None
     log_observation_noise: nn.Parameter | None
+    _become_selective: Callable[..., None]  # of hbnode.nn.selective
 
     def __init__(
         self,
@@ -335,7 +364,8 @@ class Oscillators(_OscillatorModule):
         input: Literal["impulse", "hold"] = "impulse",
         bidirectional: bool = False,
         noise: bool = False,
-        frequency: Range = FREQUENCY,
+        selective: bool = False,
+        frequency: Range | None = FREQUENCY,
         decay: Range = DECAY,
         missing: Missing | None = None,
         mask_features: bool = False,
@@ -344,6 +374,8 @@ class Oscillators(_OscillatorModule):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        if selective:
+            self._become_selective(discretization=discretization, input=input, noise=noise)
         options: Any = {"discretization": discretization, "input": input, "frequency": frequency, "decay": decay}
         natural: Missing = "hold" if input == "hold" else "zero"
         inputs = TimedInputs(input_size, missing or natural, mask_features, elapsed_features, static_size)
@@ -524,7 +556,7 @@ class Oscillators(_OscillatorModule):
                 paths.append(self._advance(start, gaps[:, i : i + 1]))
             y = torch.stack([torch.cat(path, -1) for path in paths], 1) @ self._readout().T
             self._check_finite(*paths[-1], y[:, -1])
-            if state.held is not None:
+            if self._is_held and state.held is not None:
                 y = y + (state.held.to(y.dtype) @ self.weight_skip.to(y.dtype).T).unsqueeze(1)
             time = state.t + dt[:, -1].to(state.t.dtype)
             return y, dataclasses.replace(state, v=paths[-1][0], x=paths[-1][1], t=time)
@@ -746,8 +778,8 @@ class OscillatorCell(_OscillatorModule):
 
     A cell can load the ``state_dict`` of a layer that is not bidirectional and continue the layer's state, with equal
     outputs. It cannot load a layer with noise, which has more parameters. Use the layer's :meth:`~Oscillators.filter`
-    for single samples instead. A layer with ``missing`` or further features takes single samples itself, as series of
-    length 1.
+    for single samples instead. A selective layer, and one with ``missing`` or further features, takes single samples
+    itself, as series of length 1.
 
     Arguments:
         input_size: features of a sample.
@@ -831,7 +863,8 @@ class OscillatorStackState(Record):
         v: velocities, (num_layers, batch, num_oscillators).
         x: displacements, (num_layers, batch, num_oscillators).
         t: time of the last sample, (batch,).
-        held: the held input of each layer, (num_layers, batch, hidden_size), with ``input="hold"``; else None.
+        held: the last input of each layer, (num_layers, batch, hidden_size), with ``input="hold"`` or
+            ``selective=True``; else None.
         last: last observed value of each feature, (batch, input_size); None if the stack does not use it.
         last_t: time of the value in ``last``, (batch, input_size); the start of the series if nothing was observed.
         static: time-independent features, (batch, static_size), for forecasts; None if there are none.
@@ -899,7 +932,10 @@ class OscillatorStack(nn.Module):
         input: ``"impulse"`` or ``"hold"``, as in the layer. Default: ``"impulse"``
         bidirectional: whether every layer processes the series in both directions; not with ``head="next"``.
             Default: ``False``
-        frequency: range of initial frequencies, in cycles per unit of time. Default: ``(0.001, 0.25)``
+        selective: whether decay, frequency, forgetting and input depend on the samples, as in the layer.
+            Default: ``False``
+        frequency: range of initial frequencies, in cycles per unit of time. None is for ``selective=True``, with real
+            states. Default: ``(0.001, 0.25)``
         decay: range of initial decay rates, in 1 / unit of time. Default: ``(0.001, 0.1)``
         missing: replacement for a missing value in the input: ``"zero"``, ``"hold"`` or ``"decay"``, as in
             :class:`hbnode.ODERNN`. Default: ``"zero"``
@@ -938,7 +974,8 @@ class OscillatorStack(nn.Module):
         discretization: Literal["exact", "imex"] = "exact",
         input: Literal["impulse", "hold"] = "impulse",
         bidirectional: bool = False,
-        frequency: Range = FREQUENCY,
+        selective: bool = False,
+        frequency: Range | None = FREQUENCY,
         decay: Range = DECAY,
         missing: Missing = "zero",
         mask_features: bool = False,
@@ -956,6 +993,7 @@ class OscillatorStack(nn.Module):
         self.encoder = nn.Linear(self.inputs.size, as_count(hidden_size, "hidden_size"))
 
         options: Any = {"discretization": discretization, "input": input, "frequency": frequency, "decay": decay}
+        options["selective"] = selective
         self.blocks = nn.ModuleList()
         for _ in range(self.num_layers):
             layer = Oscillators(hidden_size, hidden_size, num_oscillators, bidirectional=bidirectional, **options)
@@ -1124,9 +1162,9 @@ def _check_choice(value: object, name: str, choices: tuple[str, ...]) -> None:
         )
 
 
-def _checked_range(value: Range, name: str) -> Range:
+def _checked_range(value: Range | None, name: str) -> Range:
     try:
-        low, high = (float(bound) for bound in value)
+        low, high = (float(bound) for bound in value)  # type: ignore[union-attr]  # None raises TypeError
     except (TypeError, ValueError):
         low, high = math.nan, math.nan
     if not 0 < low <= high < math.inf:

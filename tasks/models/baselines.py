@@ -6,7 +6,8 @@ differ in how they treat the gaps between samples:
 - "lstm", "gru": torch's, which read the gap as one more input.
 - "gru-d": a GRU whose hidden state decays over the gap.
 - "cfc": closed-form continuous-time units, of the package ncps.
-- "oscillators": two blocks of :class:`hbnode.nn.OscillatorStack`, exact over any gap.
+- "oscillators", "selective": two blocks of :class:`hbnode.nn.OscillatorStack`, exact over any gap; linear ones, or a
+  real memory with ``selective=True``.
 """
 
 from __future__ import annotations
@@ -128,13 +129,21 @@ class ClosedForm(Recurrent):
 class Swinging(Recurrent):
     """Two blocks of damped oscillators; the slowest have a cycle in 200 gaps."""
 
+    choices: typing.ClassVar[dict[str, typing.Any]] = {"frequency": (0.005, 0.25)}
+
     def __init__(self, input_size: int, hidden_size: int, **options: bool) -> None:
         super().__init__(input_size, hidden_size, **options)
-        self.stack = hbnode.nn.OscillatorStack(self.features, hidden_size, frequency=(0.005, 0.25), decay=(0.005, 0.1))
+        self.stack = hbnode.nn.OscillatorStack(self.features, hidden_size, decay=(0.005, 0.1), **self.choices)
 
     def _read(self, x: Tensor, gap: Tensor, state: NetworkState | None) -> tuple[Tensor, NetworkState]:
         t = gap.squeeze(-1).double().cumsum(1)
         return self.stack(x, t if state is None else t + state.t.unsqueeze(1), state)
+
+
+class Selective(Swinging):
+    """Two blocks of selective memory with as many real states as features."""
+
+    choices: typing.ClassVar[dict[str, typing.Any]] = {"selective": True, "frequency": None}
 
 
 KINDS: dict[str, Callable[..., Recurrent]] = {
@@ -143,6 +152,7 @@ KINDS: dict[str, Callable[..., Recurrent]] = {
     "gru-d": Decaying,
     "cfc": ClosedForm,
     "oscillators": Swinging,
+    "selective": Selective,
 }
 BASELINES = tuple(KINDS)
 

@@ -4,8 +4,8 @@ All networks standardise the values, and see the mask, the time since each featu
 features: they differ in what carries their state from sample to sample.
 
 - "node", "anode", "sonode", "hbnode", "ghbnode": ODE-RNNs, missing values held and decaying.
-- "gru", "momentum_lstm", "cfc", "oscillators": missing values are zero; the gap is one more input, or the time
-  over which the state of "cfc" and of oscillators goes on.
+- "gru", "momentum_lstm", "cfc", "oscillators", "selective": missing values are zero; the gap is one more input, or the
+  time over which the state of "cfc" and of oscillators goes on.
 - "gru-d": missing values held and decaying, and so does the hidden state (Che et al., arXiv:1606.01865).
 - "ncde": a neural controlled differential equation, dz = f(z) dX (Kidger et al., arXiv:2005.08926), with X linear
   between the samples: time, values held, and how often each has been observed. It takes one step of rk4 a gap.
@@ -34,6 +34,7 @@ TITLES = {
     **{name: name.upper() for name in (*MODELS, *BASELINES)},
     "cfc": "CfC",
     "oscillators": "oscillators",
+    "selective": "selective oscillators",
     "momentum_lstm": "MomentumLSTM",
     "ncde": "neural CDE",
     "boosting": "boosting",

@@ -1,0 +1,156 @@
+r"""The scan z_i = e^{ρ_i + iφ_i} z_{i-1} + b_i with coefficients of each sample, real or complex.
+
+The module has a reference implementation, one sample after another, and a fast one with its own VJP. All tensors are
+(T, ...), time first. The fast one cuts the series into about √T chunks. It runs all chunks side by side from zero, then
+the states between chunks, then all chunks from the right states. The transition over a chunk is the exponential of a
+sum. No cumulative product is inverted, so e^{ρ} may be 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hbnode import _torch
+from hbnode.nn._oscillator_scan import accumulation_dtype
+
+
+def _exponential(rho: Tensor, phi: Tensor | None) -> Tensor:
+    return rho.exp() if phi is None else torch.polar(rho.exp(), phi)
+
+
+def scan_reference(_: object, rho: Tensor, phi: Tensor | None, b: Tensor, z0: Tensor) -> tuple[Tensor]:
+    """Compute the states after each sample, (T, ...), in a loop over the samples."""
+    states = [z0]
+    for alpha, jump in zip(_exponential(rho, phi), b, strict=True):
+        states.append(alpha * states[-1] + jump)
+    return (torch.stack(states[1:]),)
+
+
+def _chunk_size(length: int) -> int:
+    return 2 ** round(math.log2(length) / 2)
+
+
+def _chunked(x: Tensor) -> Tensor:
+    """Return x, (T, ...), as chunks (count, size, ...), padded with zeros."""
+    size = _chunk_size(len(x))
+    missing = -len(x) % size
+    x = functional.pad(x, (0, 0) * (x.dim() - 1) + (0, missing)) if missing else x
+    return x.unflatten(0, (-1, size))
+
+
+def _recur(alpha: Tensor, b: Tensor, total: Tensor, start: Tensor, is_reversed: bool) -> Tensor:
+    """Return the states of the recurrence h ← alpha h + b over chunks (count, size, ...), forwards or backwards.
+
+    ``total`` are the products of alpha over each chunk, (count, ...).
+    """
+    order, chunks = range(b.shape[1]), range(len(b))
+    steps = list(zip(b.unbind(1), alpha.unbind(1), strict=True))
+    steps, chunks = (steps[::-1], chunks[::-1]) if is_reversed else (steps, chunks)
+    if len(b) == 1:
+        before = start.unsqueeze(0)
+    else:
+        h = steps[0][0]
+        for jump, step in steps[1:]:
+            h = torch.addcmul(jump, step, h)
+        before = torch.empty_like(h)
+        for j in chunks:
+            before[j] = start
+            start = torch.addcmul(h[j], total[j], start)
+    states = torch.empty_like(b)
+    out, h = states.unbind(1), before
+    for i, (jump, step) in zip(order[::-1] if is_reversed else order, steps, strict=True):
+        h = torch.addcmul(jump, step, h, out=out[i])
+    return states
+
+
+def _forward(_: object, keep: bool, rho: Tensor, phi: Tensor | None, b: Tensor, z0: Tensor) -> tuple[Any, Any]:
+    _torch.keep_freed_memory(rho.device)
+    rho, turns = _chunked(rho), None if phi is None else _chunked(phi)
+    alpha, phase = _exponential(rho, turns), None
+    if turns is not None:  # float32 would lose the phase over a chunk
+        phase = turns.sum(1, dtype=accumulation_dtype(turns.dtype, turns.device))
+        phase = (phase - 2 * math.pi * (phase / (2 * math.pi)).round()).to(rho.dtype)
+    total = _exponential(rho.sum(1), phase)
+    z = _recur(alpha, _chunked(b), total, z0, False).flatten(0, 1)[: len(b)]
+    return (z,), (alpha, total, z)
+
+
+def _vjp(
+    _: object, tensors: Sequence[Any], residuals: Sequence[Tensor], grads: Sequence[Any], needed: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    """Compute the VJP by the same recurrence, backwards.
+
+    Let λ_i be the conjugate of the gradient of z_i, and μ_i = α_i λ_i with α_i = e^{ρ_i + iφ_i}. Then
+    μ_i = α_i g_i + α_i μ_{i+1}, where g_i is the conjugate of the gradient of output i alone.
+    """
+    (_, phi, b, z0), (alpha, total, z) = tensors, residuals
+    g = grads[0].conj().resolve_conj()
+    mu = _recur(alpha, _chunked(g).mul(alpha), total, torch.zeros_like(z0), True).flatten(0, 1)[: len(b)]
+    change = torch.cat([(mu[0] * z0).unsqueeze(0), mu[1:] * z[:-1]])
+    db = g.clone()
+    db[:-1] += mu[1:]
+    if phi is None:
+        return change, None, db, mu[0].clone()
+    return change.real, -change.imag, db.conj().resolve_conj(), mu[0].conj().resolve_conj()
+
+
+fast_scan = _torch.fast_form(scan_reference, _vjp)(_forward)
+
+
+# For torch.compile the forward and the backward pass are custom operators, which it does not trace.
+
+
+@torch.library.custom_op("hbnode::selective_scan", mutates_args=())
+def _forward_op(rho: Tensor, phi: Tensor | None, b: Tensor, z0: Tensor) -> Tensor:
+    z: Tensor = _forward(None, False, rho, phi, b, z0)[0][0]
+    return z.clone()
+
+
+@_forward_op.register_fake
+def _(rho: Tensor, phi: Tensor | None, b: Tensor, z0: Tensor) -> Tensor:
+    return b.new_empty(b.shape)
+
+
+@torch.library.custom_op("hbnode::selective_scan_backward", mutates_args=())
+def _backward_op(rho: Tensor, phi: Tensor | None, b: Tensor, z0: Tensor, dz: Tensor) -> list[Tensor]:
+    _, residuals = _forward(None, True, rho, phi, b, z0)
+    found = _vjp(None, (rho, phi, b, z0), residuals, (dz,), (True,) * 4)
+    return [grad.contiguous() for grad in found if grad is not None]
+
+
+@_backward_op.register_fake
+def _(rho: Tensor, phi: Tensor | None, b: Tensor, z0: Tensor, dz: Tensor) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in (rho, phi, b, z0) if x is not None]
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
+    rho, phi, b, z0 = ctx.saved_tensors
+    found = _backward_op(rho, phi, b, z0, dz.contiguous())
+    return tuple(found) if phi is not None else (found[0], None, *found[1:])
+
+
+_forward_op.register_autograd(_backward, setup_context=_setup)
+
+
+def scan(rho: Tensor, phi: Tensor | None, b: Tensor, z0: Tensor) -> Tensor:
+    """Compute the states after each sample, (T, ...), by the fast implementation if it is applicable.
+
+    Arguments:
+        rho: logarithms of the moduli of the coefficients, (T, ...), at most 0.
+        phi: phases of the coefficients, (T, ...); None if all is real.
+        b: increments, (T, ...), complex unless ``phi`` is None.
+        z0: the state before the first sample, (...).
+    """
+    if torch.compiler.is_compiling() and not _torch.is_transformed():
+        return _forward_op(rho, phi, b, z0)
+    return fast_scan(None, rho, phi, b, z0)[0]

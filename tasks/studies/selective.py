@@ -1,0 +1,224 @@
+"""Selective oscillators beside linear ones, a GRU and minGRU: error by CPU seconds on two problems of long memory.
+
+"adding": of --length numbers uniform in [0, 1) at irregular times two are marked, one in each half; the output at the
+last sample is to be their sum. To say 1 has the squared error 1/6. "tone": a sine with noise has one frequency before,
+another within and another after a marked window of a fifth of the samples; the output at the last sample is to name the
+one in the window, of eight. To guess has the error 7/8.
+
+Models: "real", selective oscillators with ``frequency=None``; "swinging", with a frequency for half of the states;
+"linear", the oscillators that select nothing; "gru", of which the gap is one more input, as of "mingru", minGRU (Feng
+et al., arXiv:2410.01201) in the same residual blocks. Adam's rate follows a cosine over --seconds of CPU time, in
+one thread. Each rival can have a rate of its own by --lr.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import hbnode
+from hbnode.nn._selective_scan import scan
+from tasks.common.config import Options, option, parse
+from tasks.common.figures import panels
+from tasks.common.run import write_study
+from tasks.common.train import Samples
+
+MODELS = ("real", "swinging", "linear", "gru", "mingru")
+TITLES = {"real": "selective, real", "swinging": "selective, half with a frequency", "linear": "linear oscillators"}
+TITLES |= {"gru": "GRU", "mingru": "minGRU"}
+TONES = 0.03 * torch.arange(1, 9)  # cycles per unit of time
+TRIVIAL = {"adding": 1 / 6, "tone": 7 / 8}
+LAYERS, OUTPUTS, LENGTHS, BATCH = {"adding": 1, "tone": 2}, {"adding": 1, "tone": 8}, {"adding": 1000, "tone": 200}, 16
+
+
+@dataclasses.dataclass(frozen=True)
+class SelectiveOptions(Options):
+    """Options of the study."""
+
+    positive = "size seconds test_size lr"
+
+    problem: str = option("adding", "the problem", tuple(TRIVIAL))
+    model: str = option("all", f"one of {', '.join(MODELS)}, several with commas between, or all")
+    length: int = option(0, "samples of a series; 0 is 1,000 of adding, 200 of tone", least=0)
+    size: int = option(32, "features of a block, units of the GRU")
+    seconds: float = option(60.0, "CPU seconds of training")
+    seeds: int = option(1, "seeds, one after another", least=1)
+    first_seed: int = option(0, "the first of them", least=0)
+    lr: float = option(5e-3, "Adam's learning rate")
+    test_size: int = option(256, "test series")
+    out: str = option("runs/selective", "folder for the table and the figure")
+
+
+def adding(count: int, length: int, generator: torch.Generator) -> Samples:
+    """Samples (count, length, 2), their times, and the sums of what is marked, (count, 1)."""
+    numbers = torch.rand(count, length, generator=generator)
+    half = length // 2
+    first = torch.randint(half, (count, 1), generator=generator)
+    second = torch.randint(half, length, (count, 1), generator=generator)
+    places = torch.cat([first, second], 1)
+    marks = torch.zeros_like(numbers).scatter(1, places, 1.0)
+    t = (2 * torch.rand(count, length, generator=generator)).cumsum(1)
+    return torch.stack([numbers, marks], 2), t, numbers.gather(1, places).sum(1, keepdim=True)
+
+
+def tone(count: int, length: int, generator: torch.Generator) -> Samples:
+    """Samples (count, length, 2), their times, and the number of the tone in the window, (count,)."""
+    window = length // 5
+    t = (2 * torch.rand(count, length, generator=generator)).cumsum(1)
+    start = torch.randint(length - window + 1, (count, 1), generator=generator)
+    places = torch.arange(length)
+    part = (places >= start).long() + (places >= start + window).long()  # before, within, after
+    kinds = torch.rand(count, len(TONES), generator=generator).argsort(1)[:, :3]
+    phase = 2 * math.pi * torch.rand(count, 3, generator=generator)
+    angle = 2 * math.pi * TONES[kinds].gather(1, part) * t + phase.gather(1, part)
+    x = angle.sin() + 0.3 * torch.randn(count, length, generator=generator)
+    return torch.stack([x, (part == 1).float()], 2), t, kinds[:, 1]
+
+
+PROBLEMS = {"adding": adding, "tone": tone}
+
+
+class GRU(nn.Module):
+    """A GRU of samples and gaps, and a linear readout."""
+
+    def __init__(self, outputs: int, size: int, layers: int) -> None:
+        super().__init__()
+        self.layer = nn.GRU(3, size, layers, batch_first=True)
+        self.head = nn.Linear(size, outputs)
+
+    def forward(self, x: Tensor, t: Tensor) -> tuple[Tensor, None]:
+        """The output at every sample."""
+        return self.head(self.layer(with_gaps(x, t))[0]), None
+
+
+class MinGRU(nn.Module):
+    """Residual blocks h + GLU(W gelu(s)) of s_i = (1 - z_i) s_{i-1} + z_i c_i, with gate z and candidate c of a sample.
+
+    The biases of z are drawn so that memories are log-uniform, from 2 samples to all.
+    """
+
+    def __init__(self, outputs: int, size: int, layers: int, length: int) -> None:
+        super().__init__()
+        self.encoder, self.head = nn.Linear(3, size), nn.Linear(size, outputs)
+        self.norms = nn.ModuleList(nn.LayerNorm(size) for _ in range(layers))
+        self.gates = nn.ModuleList(nn.Linear(size, 2 * size) for _ in range(layers))
+        self.mixers = nn.ModuleList(nn.Linear(size, 2 * size) for _ in range(layers))
+        for gate in self.gates:
+            keep = torch.empty(size).uniform_(math.log(2), math.log(length)).exp()
+            nn.init.constant_(gate.bias, 0.0)
+            with torch.no_grad():
+                gate.bias[:size] = -(keep - 1).log()
+
+    def forward(self, x: Tensor, t: Tensor) -> tuple[Tensor, None]:
+        """The output at every sample."""
+        h = self.encoder(with_gaps(x, t)).transpose(0, 1)
+        for norm, gate, mixer in zip(self.norms, self.gates, self.mixers, strict=True):
+            z, candidate = gate(norm(h)).chunk(2, -1)
+            s = scan(-functional.softplus(z), None, z.sigmoid() * candidate, torch.zeros_like(z[0]))
+            h = h + functional.glu(mixer(functional.gelu(s)), -1)
+        return self.head(h).transpose(0, 1), None
+
+
+def with_gaps(x: Tensor, t: Tensor) -> Tensor:
+    """Samples joined with log(1 + gap)."""
+    return torch.cat([x, t.diff(dim=1, prepend=t[:, :1]).log1p().unsqueeze(-1)], -1)
+
+
+def make_model(name: str, problem: str, size: int, length: int, t: Tensor) -> nn.Module:
+    """The model of a name, whose initial rates suit times ``t``."""
+    outputs, layers = OUTPUTS[problem], LAYERS[problem]
+    if name == "gru":
+        return GRU(outputs, size, layers)
+    if name == "mingru":
+        return MinGRU(outputs, size, layers, length)
+    ranges: dict[str, Any] = {**hbnode.nn.oscillator_ranges(t)}
+    if name == "linear":
+        return hbnode.nn.OscillatorStack(2, size, layers, output_size=outputs, **ranges)
+    swings = name == "swinging"
+    ranges |= {} if swings else {"frequency": None}
+    states = (size + 1) // 2 if swings else size  # of two numbers, or one
+    return hbnode.nn.OscillatorStack(
+        2, size, layers, output_size=outputs, num_oscillators=states, selective=True, **ranges
+    )
+
+
+def loss_of(y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """The loss of the outputs at the last sample, and the error that is reported."""
+    if target.dim() == 2:
+        loss = functional.mse_loss(y, target)
+        return loss, loss
+    return functional.cross_entropy(y, target), (y.argmax(1) != target).float().mean()
+
+
+def train(options: SelectiveOptions, name: str, seed: int) -> dict[str, Any]:
+    """Train a model; the test error by CPU seconds of training."""
+    torch.manual_seed(seed)
+    length = options.length or LENGTHS[options.problem]
+    problem = PROBLEMS[options.problem]
+    test = problem(options.test_size, length, torch.Generator().manual_seed(2**31 + seed))
+    generator = torch.Generator().manual_seed(seed)
+    model = make_model(name, options.problem, options.size, length, test[1])
+    optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
+    spent, steps, curve, reported = 0.0, 0, [], 0.0
+    while spent < options.seconds:
+        begun = time.process_time()
+        *inputs, target = problem(BATCH if options.problem == "adding" else 2 * BATCH, length, generator)
+        optimizer.param_groups[0]["lr"] = options.lr * (1 + math.cos(math.pi * spent / options.seconds)) / 2
+        optimizer.zero_grad()
+        loss_of(model(*inputs)[0][:, -1], target)[0].backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        spent, steps = spent + time.process_time() - begun, steps + 1
+        if spent >= reported + options.seconds / 24 or spent >= options.seconds:
+            reported = spent
+            with torch.no_grad():
+                parts = [model(*(part[i : i + 64] for part in test[:2]))[0][:, -1] for i in range(0, len(test[0]), 64)]
+            curve.append((spent, float(loss_of(torch.cat(parts), test[2])[1])))
+            shown = f"{spent:6.1f} s {steps:5} steps, {curve[-1][1]:.4f}"
+            print(f"{options.problem} {name} seed {seed}: {shown}", flush=True)
+    parameters = sum(p.numel() for p in model.parameters())
+    best_after = next((s for s, error in curve if error < (0.01 if options.problem == "adding" else 0.05)), None)
+    return {
+        "problem": options.problem, "model": name, "seed": seed, "lr": options.lr, "length": length, "steps": steps,
+        "parameters": parameters, "test_error": curve[-1][1], "seconds_to_target": best_after, "curve": curve,
+    }  # fmt: skip
+
+
+def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
+    """The test error by CPU seconds, a panel for each problem, a line for each run, a color for each model."""
+    problems = [problem for problem in TRIVIAL if any(run["problem"] == problem for run in runs)]
+    with panels(path, 1, len(problems), size=(5.5 * len(problems), 4)) as (_, axes):
+        for ax, problem in zip(axes[0], problems, strict=True):
+            for index, name in enumerate(MODELS):
+                mine = [run for run in runs if run["problem"] == problem and run["model"] == name]
+                for i, run in enumerate(mine):
+                    label = TITLES[name] if i == 0 else None
+                    ax.plot(*zip(*run["curve"], strict=True), color=f"C{index}", label=label, lw=1.3, alpha=0.8)
+            ax.axhline(TRIVIAL[problem], color="black", lw=0.8, ls=":")
+            what = "squared error" if problem == "adding" else "error rate"
+            ax.set(title=f"{problem}, {LENGTHS[problem]:,} samples", xlabel="CPU seconds", ylabel=f"test {what}")
+            ax.set(yscale="log" if problem == "adding" else "linear")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train all; write ``PROBLEM.csv``, ``PROBLEM.json`` and ``PROBLEM.png``."""
+    options = parse(SelectiveOptions, {}, __doc__, argv)
+    torch.set_num_threads(1)
+    names = MODELS if options.model == "all" else tuple(options.model.split(","))
+    seeds = range(options.first_seed, options.first_seed + options.seeds)
+    runs = [train(options, name, seed) for seed in seeds for name in names]
+    table = [{key: value for key, value in run.items() if key != "curve"} for run in runs]
+    write_study(Path(options.out), options.problem, table, task="selective", runs=runs)
+    draw(runs, Path(options.out) / f"{options.problem}.png")
+
+
+if __name__ == "__main__":
+    main()

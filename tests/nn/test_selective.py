@@ -1,0 +1,337 @@
+"""Selective oscillators: the scan and the layer against loops, times, masks, states, stability, and torch's tools."""
+
+import copy
+import itertools
+import math
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import hbnode
+from hbnode import _torch
+from hbnode.nn._selective_scan import scan, scan_reference
+from hbnode.nn.functional import oscillator_step
+from tests.reference_irregular import fed
+
+KINDS = {"real": None, "swinging": (0.001, 0.25)}
+kinds = pytest.mark.parametrize("frequency", KINDS.values(), ids=KINDS)
+
+
+def make(*sizes, frequency=None, kind=hbnode.nn.Oscillators, **options):
+    torch.manual_seed(0)
+    return kind(*(sizes or (3, 4, 5)), selective=True, frequency=frequency, **options).double()
+
+
+def series(batch=2, length=40, size=3, start=0.0):
+    """Samples, and times of which a third repeats the time before."""
+    t = start + (torch.rand(batch, length, dtype=torch.float64) * 3 - 1).relu().cumsum(1)
+    return torch.randn(batch, length, size, dtype=torch.float64), t
+
+
+def layer_loop(layer, x, t, mask=None):
+    """Outputs of a layer, and real and imaginary parts of its last state, by the equations, sample by sample."""
+    size, omega = layer.num_oscillators, torch.zeros(0) if layer.log_omega is None else layer.log_omega.exp()
+    swinging = len(omega)
+    select_a, select_w, select_f, select_g = layer.weight_select.split([size, swinging, size, size])
+    a = w = p = q = x.new_zeros(len(x), size)
+    still = x.new_zeros(len(x), size - swinging)
+    drives, outputs = layer.weight_in.split(size), []
+    for i in range(x.shape[1]):
+        gap = (t[:, i] - t[:, max(i - 1, 0)]).unsqueeze(1)
+        fall, c, s = (-a * gap).exp(), (w * gap).cos(), (w * gap).sin()
+        p, q = fall * (c * p - s * q), fall * (s * p + c * q)
+        seen = (torch.ones(len(x), 1, dtype=torch.bool) if mask is None else mask[:, i]).any(-1, keepdim=True)
+        u = x[:, i] if mask is None else torch.where(mask[:, i], x[:, i], 0.0)
+        keep = 1 / (1 + (layer.bias_forget + u @ select_f.T).exp())  # e^{-softplus}
+        gate = torch.sigmoid(layer.bias_gate + u @ select_g.T)
+        jump = [gate * (u @ drive.T) for drive in drives]
+        p = torch.where(seen, keep * p + jump[0], p)
+        q = torch.where(seen, keep * q + (jump[1] if len(jump) > 1 else 0.0), q)
+        unit = functional.softplus(torch.tensor(-4.0, dtype=torch.float64))
+        a = torch.where(seen, layer.log_decay.exp() * functional.softplus(u @ select_a.T - 4) / unit, a)
+        now = torch.cat([2 * omega * torch.sigmoid(u @ select_w.T), still], 1)
+        w = torch.where(seen, now, w)
+        state = torch.cat([p, q] if len(drives) > 1 else [p], 1)
+        outputs.append(state @ layer.weight_out.T + u @ layer.weight_skip.T)
+    return torch.stack(outputs, 1), p, q if len(drives) > 1 else q[:, :0]
+
+
+@pytest.mark.parametrize("is_complex", [False, True])
+@pytest.mark.parametrize("length", [1, 2, 7, 37, 64])
+def test_scan_against_the_loop(is_complex, length):
+    torch.manual_seed(0)
+    rho = -torch.rand(length, 2, 4, dtype=torch.float64) * torch.tensor([1e-4, 1.0, 40.0, 1e3])
+    phi = 5 * torch.randn(length, 2, 4, dtype=torch.float64) if is_complex else None
+    b = torch.randn(length, 2, 4, dtype=torch.complex128 if is_complex else torch.float64)
+    leaves = [z.requires_grad_() for z in (rho, phi, b, torch.randn_like(b[0])) if z is not None]
+    tensors = leaves if is_complex else [leaves[0], None, *leaves[1:]]
+    weights = torch.randn_like(b)
+    found = []
+    for z in (scan(*tensors), scan_reference(None, *tensors)[0]):
+        found.append((z, *torch.autograd.grad((z * weights).sum().real if is_complex else (z * weights).sum(), leaves)))
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("is_complex", [False, True])
+def test_a_coefficient_of_zero_forgets_all(is_complex):
+    rho = torch.full((20, 3), -0.1, dtype=torch.float64)
+    rho[7] = -torch.inf
+    b = torch.randn(20, 3, dtype=torch.complex128 if is_complex else torch.float64).requires_grad_()
+    phi = torch.ones_like(rho) if is_complex else None
+    z = scan(rho.requires_grad_(), phi, b, torch.randn_like(b[0]))
+    torch.testing.assert_close(z[7], b[7])
+    drho, db = torch.autograd.grad(z[10:].abs().sum(), [rho, b])
+    assert not db[:7].any()
+    assert drho.isfinite().all()
+    assert db[7].all()
+
+
+@kinds
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_the_layer_against_its_equations(frequency, is_masked):
+    layer = make(frequency=frequency)
+    x, t = series()
+    x.requires_grad_()
+    t.requires_grad_()
+    mask = torch.rand(2, 40, 3) < 0.5 if is_masked else None
+    weights = torch.randn(2, 40, 4, dtype=torch.float64)
+    leaves = [x, t, *layer.parameters()]
+    y, state = layer(x, t, mask=mask)
+    found = []
+    for z, p, q in ((y, state.v, state.x), layer_loop(layer, x, t, mask)):
+        found.append((z, p, q, *torch.autograd.grad((z * weights).sum() + p.sum() + q.sum(), leaves)))
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
+
+
+@kinds
+def test_unobserved_samples_change_nothing(frequency):
+    layer = make(frequency=frequency)
+    x, t = series(1, 60)
+    mask = torch.rand(60) < 0.5
+    mask[:2] = torch.tensor([True, False])
+    y, _ = layer(x, t, mask=mask.unsqueeze(0))
+    short, _ = layer(x[:, mask], t[:, mask])
+    torch.testing.assert_close(y[:, mask], short, rtol=0, atol=1e-13)
+    _, first = layer(x[:, :1], t[:, :1])
+    torch.testing.assert_close(y[:, 1:2], layer.forecast(first, t[:, 1:2] - t[:, :1])[0], rtol=0, atol=1e-13)
+
+
+@kinds
+def test_a_gap_of_zero_changes_nothing_and_the_unit_of_time_is_free(frequency):
+    layer = make(frequency=frequency)
+    x, t = series()
+    y, state = layer(x, t)
+    same, after = layer(x[:, :1], state.t.unsqueeze(1), state, torch.zeros(2, 1, dtype=torch.bool))
+    assert after.v.equal(state.v)
+    assert after.x.equal(state.x)
+    torch.testing.assert_close(layer.forecast(state, [0.0])[0], same)
+    other = copy.deepcopy(layer)  # in another unit
+    with torch.no_grad():
+        for rate in (other.log_decay, other.log_omega):
+            if rate is not None:
+                rate.sub_(math.log(60))
+    torch.testing.assert_close(other(x, 60 * t)[0], y, rtol=1e-10, atol=1e-12)
+
+
+@kinds
+def test_parts_single_samples_lengths_and_forecasts(frequency):
+    layer, stack = make(frequency=frequency), make(3, 4, frequency=frequency, kind=hbnode.nn.OscillatorStack)
+    x, t = series(3, 30)
+    mask, lengths = torch.rand(3, 30, 3) < 0.6, [30, 11, 1]
+    for model in (layer, stack):
+        for times in (None, t, t[0]):
+            whole, end = model(x, times, mask=mask)
+            for cuts in ([0, 1, 12, 30], range(31)):
+                state, outputs = None, []
+                for one, other in itertools.pairwise(cuts):
+                    part = None if times is None else times[..., one:other]
+                    y, state = model(x[:, one:other], part, state, mask[:, one:other])
+                    state = pickle.loads(pickle.dumps(state.detach()))
+                    outputs.append(y)
+                torch.testing.assert_close(torch.cat(outputs, 1), whole, rtol=0, atol=1e-12)
+                torch.testing.assert_close(state.as_dict(), end.as_dict(), rtol=0, atol=1e-12)
+            padded, end = model(x, times, mask=mask, lengths=lengths)
+            for i, length in enumerate(lengths):
+                one = times if times is None or times.dim() == 1 else times[i]
+                args = x[i : i + 1, :length], one if one is None else one[:length]
+                alone, last = model(*args, mask=mask[i : i + 1, :length])
+                torch.testing.assert_close(padded[i, :length], alone[0], rtol=0, atol=1e-12)
+                torch.testing.assert_close(end.v[..., i, :], last.v[..., 0, :], rtol=0, atol=1e-12)
+                assert not padded[i, length:].any()
+        ahead, later = model.forecast(end, [0.5, 0.5, 3.0])
+        after = end.t.unsqueeze(1) + torch.tensor([0.5, 0.5, 3.0])
+        expected, last = model(torch.full((3, 3, 3), torch.nan).double(), after, end, torch.zeros(3, 3).bool())
+        torch.testing.assert_close((ahead, later.v), (expected, last.v), rtol=0, atol=1e-12)
+        torch.testing.assert_close(model.forecast(later, [1.0])[0], model.forecast(end, [4.0])[0], rtol=0, atol=1e-12)
+
+
+@kinds
+def test_features_are_further_inputs_of_a_wider_layer(frequency):
+    options = {"missing": "decay", "mask_features": True, "elapsed_features": True}
+    layer = make(decay=(0.01, 0.2), frequency=frequency, static_size=2, **options)
+    nn.init.normal_(layer.inputs.rate)
+    x, t = series()
+    mask = torch.rand(2, 40, 3) < 0.6
+    mask[:, 4:6] = False
+    static = torch.randn(2, 2, dtype=torch.float64)
+    y, _ = layer(torch.where(mask, x, torch.nan), t, mask=mask, static=static)
+    wide = make(layer.inputs.size, 4, 5, frequency=frequency)
+    wide.load_state_dict({name: value for name, value in layer.state_dict().items() if "inputs" not in name})
+    inputs = fed(x, t, mask, rate=layer.inputs.rate, time_unit=5.0, static=static, **options)
+    torch.testing.assert_close(y, wide(inputs, t, mask=mask.any(-1))[0], rtol=1e-12, atol=1e-12)
+    assert all(
+        g.isfinite().all()
+        for g in torch.autograd.grad(y.sum(), list(layer.parameters()), allow_unused=True)
+        if g is not None
+    )
+
+
+def test_a_stiffness_that_is_selected_pumps_velocity_and_displacement():
+    """κ = 1 and 4 in turn, a quarter of a period each: all steps are stable, and their product is not."""
+    product = energy = torch.eye(2, dtype=torch.float64)
+    for i in range(200):
+        root = 1.0 + i % 2
+        step = oscillator_step(0.02, root**2, math.pi / 2 / root)
+        product = torch.stack([*step]).view(2, 2) @ product
+        rows = torch.stack([step.vv, step.vx / root, step.xv * root, step.xx]).view(2, 2)  # of (v, √κ x)
+        energy = rows @ energy
+    assert 1e29 < torch.linalg.matrix_norm(product, 2) < 2e29
+    assert torch.linalg.matrix_norm(energy, 2) < 0.2
+
+
+@kinds
+def test_a_state_never_grows_without_input(frequency):
+    layer = make(3, 4, 50, frequency=frequency)
+    with torch.no_grad():
+        layer.weight_in.zero_()
+        layer.weight_select.mul_(10)
+    x, t = series(1, 200)
+    x[:, 0] = 1.0
+    sizes = [1, 50], [1, 0 if frequency is None else 50]
+    start = hbnode.nn.OscillatorState(*(torch.randn(size, dtype=torch.float64) for size in sizes), t[:, 0], x[:, 0])
+    state, before = start, math.inf
+    for i in range(200):
+        _, state = layer(x[:, i : i + 1], t[:, i : i + 1], state)
+        now = state.v.square() + functional.pad(state.x, (0, 50 - state.x.shape[1])).square()
+        assert (now <= before).all()
+        before = now * (1 + 1e-12) + 1e-300
+
+
+@kinds
+@pytest.mark.parametrize("strength", [1.0, 5.0])
+def test_single_precision(frequency, strength):
+    double = make(4, 4, 8, frequency=frequency)
+    with torch.no_grad():
+        double.weight_select.mul_(strength)
+    single = copy.deepcopy(double).float()
+    double = copy.deepcopy(single).double()
+    x, t = torch.randn(2, 3000, 4), 1e6 + (2 * torch.rand(2, 3000, dtype=torch.float64)).cumsum(1)
+    found = []
+    for layer in (single, double):
+        y = layer(x.to(layer.weight_in.dtype), t)[0]
+        grads = torch.autograd.grad(y.square().mean(), list(layer.parameters()))
+        found.append([z.double() for z in (y, *grads)])
+    for one, other in zip(*found, strict=True):
+        assert (one - other).abs().max() <= 3e-5 * other.abs().max()
+
+
+@kinds
+def test_both_directions_and_packed_sequences(frequency):
+    layer = make(frequency=frequency, bidirectional=True)
+    x, t = series(2, 20)
+    y, _ = layer(x, t, lengths=[20, 7])
+    behind, _ = layer.reverse(x[1:, :7].flip(1), (t[1:, 6:7] - t[1:, :7]).flip(1))
+    torch.testing.assert_close(y[1:, :7, 4:], behind.flip(1))
+    pack = lambda z: nn.utils.rnn.pack_padded_sequence(z, [20, 7], batch_first=True)
+    packed, _ = layer(pack(x), pack(t))
+    torch.testing.assert_close(nn.utils.rnn.pad_packed_sequence(packed, batch_first=True)[0], y)
+
+
+@kinds
+@pytest.mark.parametrize("head", ["classification", "next"])
+def test_heads_of_a_stack(frequency, head):
+    stack = make(3, 8, frequency=frequency, kind=hbnode.nn.OscillatorStack, head=head, output_size=5)
+    x, t = series(3, 20)
+    y, _ = stack(x, t, lengths=[20, 7, 1])
+    alone, _ = stack(x[1:2, :7], t[1:2, :7])
+    torch.testing.assert_close(y[1] if head == "classification" else y[1, :7], alone[0])
+
+
+@kinds
+def test_second_derivatives_and_transforms(frequency):
+    layer = make(2, 2, 3, frequency=frequency)
+    x, t = series(1, 6, 2)
+
+    def second():
+        (grad,) = torch.autograd.grad(layer(x, t)[0].square().sum(), layer.log_decay, create_graph=True)
+        return torch.autograd.grad(grad.sum(), layer.log_decay)[0]
+
+    with _torch.double_backward():
+        right = second()
+    torch.testing.assert_close(second(), right)
+    each = torch.func.vmap(lambda x, t: layer(x[None], t[None])[0][0])(x, t)
+    torch.testing.assert_close(each, layer(x, t)[0])
+    slope = torch.func.grad(lambda x: layer(x, t)[0].square().sum())(x)
+    x.requires_grad_()
+    torch.testing.assert_close(slope, torch.autograd.grad(layer(x, t)[0].square().sum(), x)[0])
+
+
+def test_torch_compile_has_one_graph():
+    torch.compiler.reset()
+    layer = make(frequency=(0.001, 0.25))
+    x, t = series()
+
+    def run(x):
+        y, state = layer(x, t, lengths=torch.tensor([40, 9]))
+        return y, layer.forecast(state, torch.tensor([0.5, 1.0]))[0], state.v
+
+    found, right = torch.compile(run, backend="aot_eager", fullgraph=True)(x), run(x)
+    torch.testing.assert_close(found, right)
+    leaves = list(layer.parameters())
+    torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), leaves) for y in (found[0], right[0])))
+
+
+@kinds
+def test_precisions_modes_and_copies(frequency):
+    layer = make(frequency=frequency).float()
+    x, t = (z.float() for z in series())
+    y, state = layer(x, t)
+    with torch.inference_mode():
+        torch.testing.assert_close(copy.deepcopy(layer)(x, t)[0], y)
+    for copied in (pickle.loads(pickle.dumps(layer)), make(frequency=frequency).float()):
+        copied.load_state_dict(layer.state_dict())
+        assert copied(x, t)[0].equal(y)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x, t)[0].equal(y)
+    low, half = layer(x.bfloat16(), t)
+    assert low.dtype == torch.bfloat16
+    assert half.v.dtype == torch.float32
+    assert half.to(torch.bfloat16).v.dtype == torch.float32
+    assert isinstance(layer, hbnode.nn.Oscillators)
+    assert "selective=True" in repr(layer)
+    assert not state.x.shape[1] or layer.frequency.count_nonzero() == 3
+
+
+def test_what_is_refused():
+    Layer = hbnode.nn.Oscillators
+    for options, message in (
+        ({"noise": True}, "needs noise=False, got True. Fix: leave noise out"),
+        ({"input": "hold"}, "needs input='impulse', got 'hold'"),
+        ({"discretization": "imex"}, "needs discretization='exact', got 'imex'"),
+        ({"frequency": (0.0, 1.0)}, r"frequency must be \(low, high\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Layer(3, 3, selective=True, **options)
+    with pytest.raises(ValueError, match=r"frequency must be .* got None"):
+        Layer(3, 3, frequency=None)
+    with pytest.raises(TypeError, match="got its subclass Mine"):
+        type("Mine", (Layer,), {})(3, 3, selective=True)
+    layer, (x, t) = make(), series()
+    with pytest.raises(ValueError, match=r"the state's held must have shape"):
+        layer(x, t, hbnode.nn.OscillatorState(torch.zeros(2, 5), torch.zeros(2, 0), t[:, 0]))
+    nn.init.constant_(layer.log_decay, math.nan)
+    with pytest.raises(FloatingPointError, match=r"^log_decay is NaN"):
+        layer(x, t)
