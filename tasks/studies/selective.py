@@ -109,13 +109,14 @@ class MinGRU(nn.Module):
         super().__init__()
         self.encoder, self.head = nn.Linear(3, size), nn.Linear(size, outputs)
         self.norms = nn.ModuleList(nn.LayerNorm(size) for _ in range(layers))
-        self.gates = nn.ModuleList(nn.Linear(size, 2 * size) for _ in range(layers))
+        gates = [nn.Linear(size, 2 * size) for _ in range(layers)]
         self.mixers = nn.ModuleList(nn.Linear(size, 2 * size) for _ in range(layers))
-        for gate in self.gates:
+        for gate in gates:
             keep = torch.empty(size).uniform_(math.log(2), math.log(length)).exp()
             nn.init.constant_(gate.bias, 0.0)
             with torch.no_grad():
                 gate.bias[:size] = -(keep - 1).log()
+        self.gates = nn.ModuleList(gates)
 
     def forward(self, x: Tensor, t: Tensor) -> tuple[Tensor, None]:
         """The output at every sample."""
