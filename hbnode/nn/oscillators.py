@@ -290,9 +290,9 @@ class Oscillators(_OscillatorModule):
         \omega_i = 2\omega_0\, \sigma(W_\omega x_i), \quad f_i = \sigma(-f_0 - W_f x_i), \quad
         g_i = \sigma(g_0 + W_g x_i).
 
-    :math:`\lvert z\rvert` never grows without input. Half of the states have no frequency, ω = 0. With ``frequency=None`` no state has
-    one, and all numbers are real. A sample without observed values changes nothing, and a gap of 0 is legal.
-    ``state.v`` and ``state.x`` are Re z and Im z, and ``state.held`` is the last observed input.
+    The modulus of z never grows without input. Half of the states have no frequency, ω = 0. With ``frequency=None``
+    no state has one, and all numbers are real. A sample without observed values changes nothing, and a gap of 0 is
+    legal. ``state.v`` and ``state.x`` are Re z and Im z, and ``state.held`` is the last observed input.
 
     References:
         Rusch and Rus, Oscillatory State-Space Models, arXiv:2410.03943 (LinOSS); Boyer, Rusch and Rus, Learning to
