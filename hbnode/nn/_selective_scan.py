@@ -21,7 +21,8 @@ from hbnode.nn._oscillator_scan import accumulation_dtype
 
 
 def _exponential(rho: Tensor, phi: Tensor | None) -> Tensor:
-    return rho.exp() if phi is None else torch.polar(rho.exp(), phi)
+    size = rho.exp()
+    return size if phi is None else torch.complex(size * phi.cos(), size * phi.sin())  # polar has NaN for tiny sizes
 
 
 def scan_reference(_: object, rho: Tensor, phi: Tensor | None, b: Tensor, z0: Tensor) -> tuple[Tensor]:
