@@ -30,7 +30,7 @@ def as_count(value: SupportsIndex, name: str, least: int = 1) -> int:
     except TypeError:
         count = least - 1
     if count < least:
-        raise ValueError(f"{name} must be an integer >= {least}, got {value!r}. Fix: pass a whole number.")
+        raise ValueError(f"{name} must be an integer >= {least}, got {value!r}. Fix: {name}={least}.")
     return count
 
 

@@ -687,7 +687,7 @@ def as_series(
             missing = "id" if id is None else "time"
             raise ValueError(
                 f"a table needs the names of its columns, got {missing}=None. Fix: id='patient', time='hour', for "
-                "columns with these names."
+                "columns with these names; table.to_numpy() for one series in each row."
             )
         if values is None:
             named = {id, time, variable, *([static] if isinstance(static, str) else static or ())}

@@ -423,6 +423,7 @@ def test_series_without_values_keep_one_missing_sample():
         ([numpy.zeros((2, 3)), numpy.zeros((3, 3))], "one number of channels"),
         ([(numpy.zeros(3), numpy.zeros((2, 3)))], r"\(t, x.T\)"),
         ({"a": [1]}, "id=None"),
+        (pandas.DataFrame(numpy.zeros((3, 4))), r"table\.to_numpy\(\) for one series"),
         (numpy.full((1, 1, 2), numpy.inf), "infinite"),
         (["a"], "hold numbers"),
         ([[numpy.zeros(4), numpy.ones(4)]], r"tuple \(t, x\)"),  # an array (1, 2, 4), of which t would be a channel

@@ -279,10 +279,11 @@ def check_mask(mask: Tensor, k: Tensor) -> None:
 
 def _count_packed(cu_seqlens: Tensor, q: Tensor) -> int:
     """Check the boundaries of packed sequences and return the number of sequences."""
-    check_input(cu_seqlens, "cu_seqlens")
-    if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
-        raise ValueError(
-            f"cu_seqlens must be an integer tensor (sequences + 1,), got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}. "
+    is_tensor, integers = isinstance(cu_seqlens, Tensor), (torch.int32, torch.int64)
+    if not is_tensor or cu_seqlens.dtype not in integers or cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
+        got = f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}" if is_tensor else type(cu_seqlens).__name__
+        raise (ValueError if is_tensor else TypeError)(
+            f"cu_seqlens must be an integer tensor (sequences + 1,), got {got}. "
             "Fix: torch.tensor([0, 3, 5]) for sequences of 3 and 2 steps."
         )
     if q.shape[0] != 1:

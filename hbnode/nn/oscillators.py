@@ -706,7 +706,8 @@ class Oscillators(_OscillatorModule):
 
     def _kalman_filter(self, static: None = None) -> KalmanFilter:
         if self.log_spread is None or self.log_observation_noise is None:
-            raise ValueError("the layer has no noise. Fix: Oscillators(..., noise=True).")
+            size = self.input_size
+            raise ValueError(f"the layer has no noise. Fix: a layer Oscillators({size}, {size}, noise=True).")
         _refuse_static(static)
         if may_look():
             self._check_parameters()
