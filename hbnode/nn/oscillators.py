@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
@@ -352,7 +351,12 @@ class Oscillators(_OscillatorModule):
 
     log_spread: nn.Parameter | None
     log_observation_noise: nn.Parameter | None
-    _become_selective: Callable[..., None]  # of hbnode.nn.selective
+
+    def __new__(cls, *_: object, selective: bool = False, **__: object) -> Oscillators:
+        """Make the object, of the subclass :class:`hbnode.nn.selective.SelectiveOscillators` if ``selective``."""
+        from hbnode.nn.selective import SelectiveOscillators  # which imports this module
+
+        return super().__new__(SelectiveOscillators if selective and cls is Oscillators else cls)
 
     def __init__(
         self,
@@ -375,7 +379,7 @@ class Oscillators(_OscillatorModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         if selective:
-            self._become_selective(discretization=discretization, input=input, noise=noise)
+            _check_selective(self, discretization=discretization, input=input, noise=noise)
         options: Any = {"discretization": discretization, "input": input, "frequency": frequency, "decay": decay}
         natural: Missing = "hold" if input == "hold" else "zero"
         inputs = TimedInputs(input_size, missing or natural, mask_features, elapsed_features, static_size)
@@ -719,6 +723,18 @@ class Oscillators(_OscillatorModule):
             super().extra_repr()
             + (", bidirectional=True" if self.bidirectional else "")
             + (", noise=True" if self.noise else "")
+        )
+
+
+def _check_selective(layer: Oscillators, **options: object) -> None:
+    """Raise an error unless ``options`` are those of a selective layer, and ``layer`` is one."""
+    for name, only in {"discretization": "exact", "input": "impulse", "noise": False}.items():
+        if options[name] != only:
+            raise ValueError(f"selective=True needs {name}={only!r}, got {options[name]!r}. Fix: leave {name} out.")
+    if not layer.selective:
+        raise TypeError(
+            f"selective=True needs Oscillators itself, got its subclass {type(layer).__name__}. "
+            "Fix: a module with a layer Oscillators(..., selective=True)."
         )
 
 
