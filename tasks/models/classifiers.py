@@ -185,7 +185,7 @@ class Classifier(nn.Module):
 
 def make_classifier(
     name: str, train: Samples, classes: int, unit: float, parameters: int, options: Mapping[str, Any],
-    pool: str, dropout: float,
+    pool: str = "last", dropout: float = 0.0,
 ) -> Classifier:  # fmt: skip
     """Return a network of about so many parameters.
 

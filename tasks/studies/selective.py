@@ -144,7 +144,7 @@ def make_model(name: str, problem: str, size: int, length: int, t: Tensor) -> nn
         return GRU(outputs, size, layers)
     if name == "mingru":
         return MinGRU(outputs, size, layers, length)
-    ranges: dict[str, Any] = {**hbnode.nn.oscillator_ranges(t)}
+    ranges: dict[str, Any] = {**hbnode.nn.oscillator_ranges(t, selective=name != "linear")}
     if name == "linear":
         return hbnode.nn.OscillatorStack(2, size, layers, output_size=outputs, **ranges)
     swings = name == "swinging"

@@ -465,6 +465,8 @@ def test_ranges_of_gaps():
     slowest = 1 / 300  # a thirtieth of 1 / span
     ranges = {"frequency": pytest.approx((slowest, 0.25)), "decay": pytest.approx((slowest, 0.1))}
     assert hbnode.nn.oscillator_ranges(t, lengths=[4, 2]) == ranges
+    ranges["frequency"] = pytest.approx((2 / 10, 0.25))  # 2 / span
+    assert hbnode.nn.oscillator_ranges(t, lengths=[4, 2], selective=True) == ranges
     mask = torch.tensor([[True, False, True, True], [True, True, False, False]])
     assert hbnode.nn.oscillator_ranges(t, mask)["frequency"] == pytest.approx((slowest, 0.125))
     ranges = hbnode.nn.oscillator_ranges(torch.arange(100) / 50)
