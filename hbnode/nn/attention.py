@@ -155,6 +155,10 @@ class MultiheadBase(ModuleWithConstants, Generic[State]):
 
     def init_state(self, batch_size: int) -> State:
         """Return the state of ``batch_size`` sequences before their first token."""
+        return self._zero_state(as_count(batch_size, "batch_size", least=0))
+
+    def _zero_state(self, batch_size: int) -> State:
+        """Return the state before the first token; ``batch_size`` may be symbolic."""
         raise NotImplementedError
 
     def prefill(
@@ -181,7 +185,7 @@ class MultiheadBase(ModuleWithConstants, Generic[State]):
             raise ValueError(f"streaming needs x with a batch dimension, got shape {tuple(x.shape)}. Fix: {fix}.")
         x = x if self.batch_first else x.transpose(0, 1)
         ignored = read_mask(key_padding_mask, x.shape[:2])
-        state = self.init_state(x.shape[0]) if state is None else state
+        state = self._zero_state(x.shape[0]) if state is None else state
         if ignored is not None:  # 0 * NaN is NaN
             x = x.masked_fill(ignored.unsqueeze(-1) & ~x.isfinite(), 0.0)
         heads, after = self._attend(self._project(x, x, x), x, ignored, True, state)
@@ -375,7 +379,7 @@ class MomentumAttention(MultiheadBase[MomentumAttentionState]):
         return {"momentum": _format(self.momentum), "step_size": _format(self.step_size)}
 
     @override
-    def init_state(self, batch_size: int) -> MomentumAttentionState:
+    def _zero_state(self, batch_size: int) -> MomentumAttentionState:
         like, (heads, dim) = _empty_state(next(self.parameters())), (self.num_heads, self.head_dim)
         s, p = (like.new_zeros(batch_size, heads, dim, dim) for _ in range(2))
         return MomentumAttentionState(s, p, like.new_zeros(batch_size, heads, dim))
@@ -499,7 +503,7 @@ class HeavyBallMemory(MultiheadBase[HeavyBallMemoryState]):
         return {"momentum": self.has_momentum, "decay": self.has_decay, "delta": repr(self.delta)}
 
     @override
-    def init_state(self, batch_size: int) -> HeavyBallMemoryState:
+    def _zero_state(self, batch_size: int) -> HeavyBallMemoryState:
         like = _empty_state(next(self.parameters()))
         shape = batch_size, self.num_heads, self.head_dim, self.head_dim
         return HeavyBallMemoryState(like.new_zeros(shape), like.new_zeros(shape) if self.has_momentum else None)
@@ -586,6 +590,19 @@ class KeyValueCache:
         """Return the cache detached from the autograd graph, for truncated backpropagation."""
         return KeyValueCache(self.keys.detach(), self.values.detach(), self.ignored)
 
+    def to(self, *args: Any, **kwargs: Any) -> KeyValueCache:
+        """Return the cache on another device or in another dtype, with the arguments of :meth:`torch.Tensor.to`.
+
+        The padding mask keeps its dtype.
+        """
+        keys, values = self.keys.to(*args, **kwargs), self.values.to(*args, **kwargs)
+        return KeyValueCache(keys, values, None if self.ignored is None else self.ignored.to(keys.device))
+
+    @override
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the tokens only, without the free room of the buffers."""
+        return KeyValueCache, tuple(None if x is None else x.clone() for x in (self.keys, self.values, self.ignored))
+
     def append(self, keys: Tensor, values: Tensor, ignored: Tensor | None = None) -> KeyValueCache:
         """Return a new cache that holds the next tokens too.
 
@@ -595,7 +612,8 @@ class KeyValueCache:
             ignored: (batch, new), True = padding. Default: ``None``, no padding.
         """
         if torch.is_grad_enabled() and (keys.requires_grad or self._keys.requires_grad or values.requires_grad):
-            joined = torch.cat((self.keys, keys), 2), torch.cat((self.values, values), 2)
+            pairs = ((self.keys, keys), (self.values, values))
+            joined = (torch.cat((before.to(new.dtype), new), 2) for before, new in pairs)
             return KeyValueCache(*joined, self._joined_mask(keys.shape[2], ignored))
         length = self.length + keys.shape[2]
         # tensors made in inference mode cannot be written to outside of it
@@ -620,6 +638,9 @@ class KeyValueCache:
         none = torch.zeros(len(self._keys), self.length + more, dtype=torch.bool, device=self._keys.device)
         before = none[:, : self.length] if self.ignored is None else self.ignored
         return torch.cat((before, none[:, self.length :] if ignored is None else ignored), 1)
+
+
+torch.serialization.add_safe_globals([KeyValueCache])
 
 
 def rotate(x: Tensor, positions: Tensor, base: float = 10_000.0) -> Tensor:
@@ -709,7 +730,7 @@ class SoftmaxAttention(MultiheadBase[KeyValueCache]):
         return {"rotary": self.rotary}
 
     @override
-    def init_state(self, batch_size: int) -> KeyValueCache:
+    def _zero_state(self, batch_size: int) -> KeyValueCache:
         like = next(self.parameters())
         shape = batch_size, self.num_heads, 0, self.head_dim
         return KeyValueCache(like.new_empty(shape), like.new_empty(shape))

@@ -17,10 +17,12 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from hbnode._checks import as_count, check_input, nearest
+from hbnode._tree import register_state
 from hbnode.nn.attention import HeavyBallMemory, MomentumAttention, MultiheadBase, SoftmaxAttention, read_mask
 from hbnode.nn.sequences import check_dtype
 
 
+@register_state
 class DepthState(NamedTuple):
     """The state that a connection passes from one layer to the next; entries that the connection does not use are None.
 
@@ -33,6 +35,14 @@ class DepthState(NamedTuple):
     previous: Tensor | None = None
     update: Tensor | None = None
     velocity: Tensor | None = None
+
+    def detach(self) -> DepthState:
+        """Return the state detached from the autograd graph."""
+        return DepthState(*(None if x is None else x.detach() for x in self))
+
+    def to(self, *args: Any, **kwargs: Any) -> DepthState:
+        """Return the state on another device or in another dtype, with the arguments of :meth:`torch.Tensor.to`."""
+        return DepthState(*(None if x is None else x.to(*args, **kwargs) for x in self))
 
 
 class Connection(nn.Module):
@@ -653,6 +663,7 @@ class MomentumTransformerDecoderLayer(TransformerLayerBase):
         return x, depth
 
 
+@register_state
 class TransformerState(NamedTuple):
     """The state of a :class:`MomentumTransformer` after the tokens processed so far.
 
@@ -667,6 +678,14 @@ class TransformerState(NamedTuple):
     def detach(self) -> TransformerState:
         """Return the state detached from the autograd graph, for truncated backpropagation."""
         return TransformerState(self.position, tuple(layer.detach() for layer in self.layers))
+
+    def to(self, *args: Any, **kwargs: Any) -> TransformerState:
+        """Return the state on another device or in another dtype, with the arguments of :meth:`torch.Tensor.to`.
+
+        ``position`` keeps its dtype, because it counts tokens.
+        """
+        device = self.position.to(*args, **kwargs).device
+        return TransformerState(self.position.to(device), tuple(layer.to(*args, **kwargs) for layer in self.layers))
 
 
 class MomentumTransformer(nn.Module):
@@ -800,6 +819,7 @@ class MomentumTransformer(nn.Module):
 
     def init_state(self, batch_size: int) -> TransformerState:
         """Return the state of ``batch_size`` sequences before their first token."""
+        batch_size = as_count(batch_size, "batch_size", least=0)
         layers = tuple(layer.self_attn.init_state(batch_size) for layer in self.layers)
         device = next(self.parameters()).device
         return TransformerState(torch.zeros(batch_size, dtype=torch.int64, device=device), layers)
@@ -816,7 +836,9 @@ class MomentumTransformer(nn.Module):
         """
         self._check(tokens)
         key_padding_mask = read_mask(key_padding_mask, tokens.shape[:2])
-        state = self.init_state(tokens.shape[0]) if state is None else state
+        if state is None:
+            start = torch.zeros(tokens.shape[0], dtype=torch.int64, device=tokens.device)
+            state = TransformerState(start, (None,) * len(self.layers))
         if not isinstance(state, TransformerState) or state.position.shape[0] != tokens.shape[0]:
             given = f"{len(state.position)} sequences" if isinstance(state, TransformerState) else type(state).__name__
             raise ValueError(

@@ -1,6 +1,7 @@
 """The attention modules: torch's interface, streaming, masks, and what users do with modules."""
 
 import copy
+import io
 import pickle
 
 import pytest
@@ -484,3 +485,52 @@ def test_a_token_of_zeros(kind):
     (module(x)[0] * torch.randn(x.shape)).sum().backward()
     assert all(p.grad.abs().max() < 1e4 for p in module.parameters())
     assert module.half()(x.half())[0].isfinite().all()
+
+
+def saved_and_loaded(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@every_kind
+@pytest.mark.parametrize("again", [saved_and_loaded, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_states_are_saved_copied_and_loaded(kind, again):
+    module, x = make(kind), inputs()
+    with torch.no_grad():
+        _, state = module.prefill(x[:, :5], None, make_mask()[:, :5])
+        _, state = module.step(x[:, 5], state)
+        found = again(state)
+        assert type(found) is type(state)
+        (y, _), (wanted, _) = module.step(x[:, 6], found), module.step(x[:, 6], state)
+    assert torch.equal(y, wanted)
+
+
+@every_kind
+@pytest.mark.parametrize("grad", [True, False])
+def test_states_change_their_dtype(kind, grad):
+    """A state in float32 continues in a float64 module, and is widened there."""
+    module, x = make(kind), inputs()
+    with torch.set_grad_enabled(grad):
+        _, state = module.prefill(x[:, :5], None, make_mask()[:, :5])
+        narrow = state.to(torch.float32)
+        assert all(z.dtype == torch.float32 for z in tensors(narrow))
+        (y, after), (wanted, _) = module.step(x[:, 6], narrow), module.step(x[:, 6], state)
+    assert all(z.dtype == torch.float64 for z in tensors(after))
+    close(y, wanted, 1e-5)
+
+
+def test_a_saved_cache_has_no_free_room():
+    module = make("rotary")
+    with torch.no_grad():
+        _, state = module.prefill(inputs()[:, :5])
+        _, state = module.step(inputs()[:, 5], state)
+    assert saved_and_loaded(state).keys.untyped_storage().nbytes() == state.keys.numel() * 8
+
+
+@every_kind
+@pytest.mark.parametrize("batch_size", [-1, 2.0, None])
+def test_wrong_numbers_of_sequences_are_refused(kind, batch_size):
+    with pytest.raises(ValueError, match=rf"batch_size must be an integer >= 0, got {batch_size}\. Fix"):
+        make(kind).init_state(batch_size)
