@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from hbnode._checks import as_count, check_bool, check_input
 from hbnode._torch import ModuleWithConstants, may_look
-from hbnode.nn.heavy_ball_memory import HeavyBallMemoryState, heavy_ball_memory
+from hbnode.nn.heavy_ball_memory import HeavyBallMemoryState, count_packed, heavy_ball_memory
 from hbnode.nn.momentum_attention import MomentumAttentionState, momentum_attention
 from hbnode.nn.sequences import check_dtype
 
@@ -103,6 +103,8 @@ class MultiheadBase(ModuleWithConstants, Generic[State]):
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
+        *,
+        cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, None]:
         """Attend to all keys, or, if causal, to the keys at or before the position of each query.
 
@@ -118,13 +120,17 @@ class MultiheadBase(ModuleWithConstants, Generic[State]):
             is_causal: True makes this call of a module with ``causal=False`` causal. False has no effect: a module with
                 ``causal=True`` is causal in every call, because ``torch.nn.TransformerEncoderLayer`` always passes
                 ``is_causal=False``. Default: ``False``.
+            cu_seqlens: boundaries of N packed sequences, an integer tensor (N + 1,) that rises from 0 to the length. The
+                batch is then 1, and sequence i has the tokens from ``cu_seqlens[i]`` to ``cu_seqlens[i + 1] - 1``. Only
+                :class:`HeavyBallMemory` takes packed sequences. Default: ``None``, one sequence per row.
 
         Returns:
             The output, shaped like the query, and None instead of attention weights.
 
         Raises:
             TypeError: an input is not a tensor, or not of the parameters' dtype.
-            ValueError: a shape does not fit, ``need_weights`` is True, or ``attn_mask`` is not None.
+            ValueError: a shape does not fit, ``need_weights`` is True, ``attn_mask`` is not None, or ``cu_seqlens`` is
+                not supported or does not fit.
         """
         key = query if key is None else key
         value = key if value is None else value
@@ -141,6 +147,7 @@ class MultiheadBase(ModuleWithConstants, Generic[State]):
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
         causal = self.causal or is_causal
         ignored = read_mask(key_padding_mask, key.shape[:2])
+        packed = self._check_packed(cu_seqlens, key)[1]
         if causal and query.shape[1] != key.shape[1]:
             raise ValueError(
                 f"causal attention needs a key for each query, got {query.shape[1]} queries and {key.shape[1]} keys. "
@@ -149,7 +156,7 @@ class MultiheadBase(ModuleWithConstants, Generic[State]):
         if ignored is not None:  # 0 * NaN is NaN
             key, value = (x.masked_fill(ignored.unsqueeze(-1) & ~x.isfinite(), 0.0) for x in (key, value))
         query, value = key if is_self else query, key if is_key else value
-        heads, _ = self._attend(self._project(query, key, value), key, ignored, causal)
+        heads, _ = self._attend(self._project(query, key, value), key, ignored, causal, **packed)
         output = self._join(heads)
         return (output[0] if not has_batch else output if self.batch_first else output.transpose(0, 1)), None
 
@@ -162,7 +169,12 @@ class MultiheadBase(ModuleWithConstants, Generic[State]):
         raise NotImplementedError
 
     def prefill(
-        self, x: Tensor, state: State | None = None, key_padding_mask: Tensor | None = None
+        self,
+        x: Tensor,
+        state: State | None = None,
+        key_padding_mask: Tensor | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, State]:
         """Compute causal self-attention for the next tokens, continuing from a state.
 
@@ -170,6 +182,8 @@ class MultiheadBase(ModuleWithConstants, Generic[State]):
             x: (length, batch, embed_dim), or (batch, length, embed_dim) with ``batch_first``.
             state: state after the previous tokens. Default: ``None``, no previous tokens.
             key_padding_mask: (batch, length), True = ignore: the token does not change the state. Default: ``None``.
+            cu_seqlens: boundaries of N packed sequences, as in :meth:`forward`. The batch of the states is then N.
+                Default: ``None``, one sequence per row.
 
         Returns:
             The output, shaped like x, and the state after the last token of x.
@@ -185,10 +199,11 @@ class MultiheadBase(ModuleWithConstants, Generic[State]):
             raise ValueError(f"streaming needs x with a batch dimension, got shape {tuple(x.shape)}. Fix: {fix}.")
         x = x if self.batch_first else x.transpose(0, 1)
         ignored = read_mask(key_padding_mask, x.shape[:2])
-        state = self._zero_state(x.shape[0]) if state is None else state
+        batch_size, packed = self._check_packed(cu_seqlens, x)
+        state = self._zero_state(batch_size) if state is None else state
         if ignored is not None:  # 0 * NaN is NaN
             x = x.masked_fill(ignored.unsqueeze(-1) & ~x.isfinite(), 0.0)
-        heads, after = self._attend(self._project(x, x, x), x, ignored, True, state)
+        heads, after = self._attend(self._project(x, x, x), x, ignored, True, state, **packed)
         output = self._join(heads)
         assert after is not None
         return (output if self.batch_first else output.transpose(0, 1)), after
@@ -244,6 +259,18 @@ class MultiheadBase(ModuleWithConstants, Generic[State]):
     def _join(self, heads: Tensor) -> Tensor:
         joined: Tensor = self.out_proj(heads.transpose(1, 2).flatten(2))
         return joined
+
+    def _check_packed(self, cu_seqlens: Tensor | None, x: Tensor) -> tuple[int, dict[str, Tensor]]:
+        """Return the number of sequences in x (batch, length, features), and ``cu_seqlens`` as an argument if given."""
+        if cu_seqlens is None:
+            return x.shape[0], {}
+        if not isinstance(self, HeavyBallMemory):
+            raise ValueError(
+                f"cu_seqlens must be None: {type(self).__name__} does not take packed sequences. "
+                "Fix: a padded batch and key_padding_mask (batch, length), True = ignore, or HeavyBallMemory."
+            )
+        fix = "x.flatten(0, 1)[None]" if self.batch_first else "x.transpose(0, 1).flatten(0, 1)[:, None]"
+        return count_packed(cu_seqlens, x.shape[0], f"{fix} of sequences x"), {"cu_seqlens": cu_seqlens}
 
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
         """Raise an error if dtypes or shapes do not fit; return whether the inputs have a batch dimension."""
@@ -510,7 +537,13 @@ class HeavyBallMemory(MultiheadBase[HeavyBallMemoryState]):
 
     @override
     def _attend(
-        self, heads: Heads, key: Tensor, ignored: Tensor | None, causal: bool, state: HeavyBallMemoryState | None = None
+        self,
+        heads: Heads,
+        key: Tensor,
+        ignored: Tensor | None,
+        causal: bool,
+        state: HeavyBallMemoryState | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, HeavyBallMemoryState | None]:
         q, k = (nn.functional.normalize(x, dim=-1, eps=LEAST_NORM) for x in heads[:2])
         return heavy_ball_memory(
@@ -520,6 +553,7 @@ class HeavyBallMemory(MultiheadBase[HeavyBallMemoryState]):
             **self._gates(key),
             delta=self.delta,
             key_padding_mask=ignored,
+            cu_seqlens=cu_seqlens,
             initial_state=state,
             return_state=True,
             chunk_size=self.chunk_size,

@@ -18,6 +18,7 @@ from hbnode.nn._memory_op import compiled, packed
 
 Gate = Tensor | float
 Delta = Literal["decayed", "plain", False]
+PACK_HEADS = "q.transpose(0, 1).flatten(1, 2)[None], and the same for k, v and gates"
 
 
 @register_state
@@ -188,7 +189,7 @@ def heavy_ball_memory(
     if delta not in ("decayed", "plain", False) or (delta == 0 and delta is not False):
         raise ValueError(f"delta must be 'decayed', 'plain' or False, got {delta!r}. Fix: 'decayed'.")
     ignored = None if key_padding_mask is None else key_padding_mask.unsqueeze(1)
-    batch = q.shape[0] if cu_seqlens is None else _count_packed(cu_seqlens, q)
+    batch = q.shape[0] if cu_seqlens is None else count_packed(cu_seqlens, q.shape[0], PACK_HEADS)
     with no_autocast(q):
         like = q.new_empty((), dtype=dtype).expand(q.shape[:3])
         mu, alpha = (
@@ -277,8 +278,8 @@ def check_mask(mask: Tensor, k: Tensor) -> None:
         )
 
 
-def _count_packed(cu_seqlens: Tensor, q: Tensor) -> int:
-    """Check the boundaries of packed sequences and return the number of sequences."""
+def count_packed(cu_seqlens: Tensor, batch: int, fix: str) -> int:
+    """Check the boundaries of packed sequences and the batch; return the number of sequences."""
     is_tensor, integers = isinstance(cu_seqlens, Tensor), (torch.int32, torch.int64)
     if not is_tensor or cu_seqlens.dtype not in integers or cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
         got = f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}" if is_tensor else type(cu_seqlens).__name__
@@ -286,11 +287,8 @@ def _count_packed(cu_seqlens: Tensor, q: Tensor) -> int:
             f"cu_seqlens must be an integer tensor (sequences + 1,), got {got}. "
             "Fix: torch.tensor([0, 3, 5]) for sequences of 3 and 2 steps."
         )
-    if q.shape[0] != 1:
-        raise ValueError(
-            f"with cu_seqlens the batch must be 1, got {q.shape[0]}. Fix: q.transpose(0, 1).flatten(1, 2)[None], and "
-            "the same for k, v and gates, to pack the sequences into one row."
-        )
+    if batch != 1:
+        raise ValueError(f"with cu_seqlens the batch must be 1, got {batch}. Fix: {fix}, to pack them into one row.")
     return cu_seqlens.shape[0] - 1
 
 

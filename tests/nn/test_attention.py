@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from itertools import pairwise
 
 import pytest
 import torch
@@ -534,3 +535,72 @@ def test_a_saved_cache_has_no_free_room():
 def test_wrong_numbers_of_sequences_are_refused(kind, batch_size):
     with pytest.raises(ValueError, match=rf"batch_size must be an integer >= 0, got {batch_size}\. Fix"):
         make(kind).init_state(batch_size)
+
+
+ENDS = [0, 3, 3, 4, 11]  # sequences of 3, 0, 1 and 7 tokens
+MEMORIES = [kind for kind in KINDS if KINDS[kind][0] is HeavyBallMemory]
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("mask", [None, make_mask()[2:]], ids=["all", "masked"])
+@pytest.mark.parametrize("kind", MEMORIES)
+def test_packed_sequences(kind, mask, batch_first):
+    """As calls for each: outputs, states, their continuation, and gradients."""
+    module, x = make(kind), inputs(batch=1).requires_grad_()
+    found, wanted = [], []
+    for start, end in pairwise(ENDS):
+        part = None if mask is None else mask[:, start:end]
+        wanted.append(module(x[:, start:end], key_padding_mask=part)[0])
+        found.append(module.prefill(x[:, start:end], None, part)[1])
+    wanted, states = torch.cat(wanted, 1), [torch.cat(parts) for parts in zip(*map(tensors, found), strict=True)]
+    module.batch_first, ends = batch_first, torch.tensor(ENDS)
+    given = x if batch_first else x.transpose(0, 1)
+    output = module(given, key_padding_mask=mask, cu_seqlens=ends)[0]
+    output, (again, state) = (
+        output if batch_first else output.transpose(0, 1),
+        module.prefill(given, None, mask, cu_seqlens=ends),
+    )
+    close(output, wanted)
+    close(again if batch_first else again.transpose(0, 1), wanted)
+    close(tensors(state), states)
+    if mask is None:
+        close(module(x[0], cu_seqlens=ends)[0], wanted[0])  # no batch
+    next_token = torch.randn(4, E, dtype=torch.float64)
+    close(module.step(next_token, state)[0], module.step(next_token, type(state)(*states))[0])
+    over = [x, *module.parameters()]
+    close(
+        torch.autograd.grad((output * x.detach()).sum(), over), torch.autograd.grad((wanted * x.detach()).sum(), over)
+    )
+
+
+def test_packed_sequences_in_a_graph():
+    torch._dynamo.reset()
+    module = make("heavy_ball")
+    compiled = torch.compile(module, backend="eager", dynamic=True, fullgraph=True)
+    for length, ends in ((11, ENDS), (70, [0, 5, 70])):
+        x = torch.randn(1, length, E, dtype=torch.float64).requires_grad_()
+        out, wanted = (f(x, x, x, cu_seqlens=torch.tensor(ends))[0] for f in (compiled, module))
+        close(out, wanted)
+        close(*(torch.autograd.grad(y.sin().sum(), x)[0] for y in (out, wanted)))
+
+
+def test_wrong_packings_are_refused():
+    module, x, one = make("heavy_ball"), inputs(), inputs(batch=1)
+    ends = torch.tensor(ENDS)
+    for error, message, call in (
+        (ValueError, r"batch must be 1, got 3. Fix: x.flatten\(0, 1\)\[None\]", lambda: module(x, cu_seqlens=ends)),
+        (ValueError, "batch must be 1, got 3", lambda: module.prefill(x, cu_seqlens=ends)),
+        (TypeError, "cu_seqlens must be an integer tensor.*got list", lambda: module(one, cu_seqlens=ENDS)),
+        (ValueError, "must be an integer tensor.*got torch.float32", lambda: module(one, cu_seqlens=ends.float())),
+        (ValueError, "must rise from 0 to the length 11", lambda: module(one, cu_seqlens=ends[:-1])),
+        (ValueError, r"keys. = \(1, 11\)", lambda: module(one, key_padding_mask=make_mask(), cu_seqlens=ends)),
+        (
+            ValueError,
+            r"initial_state.s must be \(4, 4, 4, 4\)",
+            lambda: module.prefill(one, module.init_state(1), cu_seqlens=ends),
+        ),
+        (ValueError, "MomentumAttention does not take packed", lambda: make("momentum")(one, cu_seqlens=ends)),
+        (ValueError, "SoftmaxAttention does not take packed", lambda: make("rotary").prefill(one, cu_seqlens=ends)),
+    ):
+        with pytest.raises(error, match=message):
+            call()
