@@ -120,9 +120,9 @@ class MultiheadBase(ModuleWithConstants, Generic[State]):
             is_causal: True makes this call of a module with ``causal=False`` causal. False has no effect: a module with
                 ``causal=True`` is causal in every call, because ``torch.nn.TransformerEncoderLayer`` always passes
                 ``is_causal=False``. Default: ``False``.
-            cu_seqlens: boundaries of N packed sequences, an integer tensor (N + 1,) that rises from 0 to the length. The
-                batch is then 1, and sequence i has the tokens from ``cu_seqlens[i]`` to ``cu_seqlens[i + 1] - 1``. Only
-                :class:`HeavyBallMemory` takes packed sequences. Default: ``None``, one sequence per row.
+            cu_seqlens: boundaries of N packed sequences, an integer tensor (N + 1,) that rises from 0 to the length.
+                The batch is then 1, and sequence i has the tokens from ``cu_seqlens[i]`` to ``cu_seqlens[i + 1] - 1``.
+                Only :class:`HeavyBallMemory` takes packed sequences. Default: ``None``, one sequence per row.
 
         Returns:
             The output, shaped like the query, and None instead of attention weights.
@@ -260,7 +260,7 @@ class MultiheadBase(ModuleWithConstants, Generic[State]):
         joined: Tensor = self.out_proj(heads.transpose(1, 2).flatten(2))
         return joined
 
-    def _check_packed(self, cu_seqlens: Tensor | None, x: Tensor) -> tuple[int, dict[str, Tensor]]:
+    def _check_packed(self, cu_seqlens: Tensor | None, x: Tensor) -> tuple[int, dict[str, Any]]:
         """Return the number of sequences in x (batch, length, features), and ``cu_seqlens`` as an argument if given."""
         if cu_seqlens is None:
             return x.shape[0], {}
@@ -647,8 +647,8 @@ class KeyValueCache:
         """
         if torch.is_grad_enabled() and (keys.requires_grad or self._keys.requires_grad or values.requires_grad):
             pairs = ((self.keys, keys), (self.values, values))
-            joined = (torch.cat((before.to(new.dtype), new), 2) for before, new in pairs)
-            return KeyValueCache(*joined, self._joined_mask(keys.shape[2], ignored))
+            joined = [torch.cat((before.to(new.dtype), new), 2) for before, new in pairs]
+            return KeyValueCache(joined[0], joined[1], self._joined_mask(keys.shape[2], ignored))
         length = self.length + keys.shape[2]
         # tensors made in inference mode cannot be written to outside of it
         is_frozen = may_look() and self._keys.is_inference() and not torch.is_inference_mode_enabled()
