@@ -1,6 +1,7 @@
 """The attention modules: torch's interface, streaming, masks, and what users do with modules."""
 
 import copy
+import importlib
 import io
 import pickle
 from itertools import pairwise
@@ -194,14 +195,19 @@ def test_autocast(kind):
 @each_module
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 def test_compiled_for_any_length(kind, backend):
-    module = make(kind)
-    compiled = torch.compile(module, backend=backend, dynamic=True, fullgraph=True)
-    for length in (11, 70):
+    """In one graph, with gradients."""
+    torch._dynamo.reset()
+    module, counted = make(kind), importlib.import_module("torch._dynamo.testing").CompileCounterWithBackend(backend)
+    compiled = torch.compile(module, backend=counted, fullgraph=True)
+    for length in (70, 90):
         x = torch.randn(2, length, E, dtype=torch.float64).requires_grad_()
         mask = torch.rand(2, length) < 0.3
+        for z in (x, mask):
+            torch._dynamo.mark_dynamic(z, 1)
         out, wanted = (f(x, x, x, mask)[0] for f in (compiled, module))
         close(out, wanted)
         close(*(torch.autograd.grad(y.sin().sum(), x)[0] for y in (out, wanted)))
+    assert counted.frame_count == 1
 
 
 @each_module
