@@ -206,17 +206,23 @@ def heavy_ball_memory(
             k, v = k.masked_fill(ignored.unsqueeze(-1), 0.0), v.masked_fill(ignored.unsqueeze(-1), 0.0)
             q = q.masked_fill(ignored.unsqueeze(-1) & ~q.isfinite(), 0.0)
         tensors = q, k, v, mu, alpha, gamma, eta, s, p
-        # an exported graph of one length has torch's own operations; torch.compile does not tell symbolic lengths apart
-        is_static = is_exporting() and not torch.compiler.is_dynamo_compiling() and isinstance(q.shape[2], int)
         if 0 in (*q.shape, v.shape[-1]):
             out = (q.to(dtype) @ s.sum(0, keepdim=True)).to(torch.promote_types(q.dtype, v.dtype))
         elif cu_seqlens is None and q.shape[2] == 1:
             out, s, p = _recurrence(options, *tensors)
-        elif torch.compiler.is_compiling() and not is_transformed() and not (is_static and cu_seqlens is None):
+        elif torch.compiler.is_compiling() and not is_transformed() and not (cu_seqlens is None and _has_one_length(q)):
             out, s, p = compiled(options, cu_seqlens, *tensors)
+        elif cu_seqlens is None:
+            out, s, p = chunkwise(options, *tensors)
         else:
             out, s, p = packed(chunkwise, options, cu_seqlens, *tensors)
     return (out, HeavyBallMemoryState(s, p)) if return_state else out
+
+
+def _has_one_length(q: Tensor) -> bool:
+    """Return whether torch.export records a graph for one length, which consists of torch's own operations."""
+    # torch.compile does not tell symbolic lengths apart
+    return is_exporting() and not torch.compiler.is_dynamo_compiling() and isinstance(q.shape[2], int)
 
 
 def _recurrence(
