@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from hbnode._checks import as_count, check_bool, check_input
-from hbnode._torch import ModuleWithConstants, may_look
+from hbnode._torch import ModuleWithConstants, may_look, no_autocast
 from hbnode.nn.heavy_ball_memory import HeavyBallMemoryState, count_packed, heavy_ball_memory
 from hbnode.nn.momentum_attention import MomentumAttentionState, momentum_attention
 from hbnode.nn.sequences import check_dtype
@@ -149,9 +151,13 @@ class MultiheadBase(ModuleWithConstants, Generic[State]):
         ignored = read_mask(key_padding_mask, key.shape[:2])
         packed = self._check_packed(cu_seqlens, key)[1]
         if causal and query.shape[1] != key.shape[1]:
+            fix = "causal=False" if self.causal else "leave is_causal out"
+            fix = (
+                "MomentumAttention or SoftmaxAttention with causal=False" if isinstance(self, HeavyBallMemory) else fix
+            )
             raise ValueError(
                 f"causal attention needs a key for each query, got {query.shape[1]} queries and {key.shape[1]} keys. "
-                "Fix: causal=False to attend to another sequence."
+                f"Fix: {fix} to attend to another sequence."
             )
         if ignored is not None:  # 0 * NaN is NaN
             key, value = (x.masked_fill(ignored.unsqueeze(-1) & ~x.isfinite(), 0.0) for x in (key, value))
@@ -278,13 +284,18 @@ class MultiheadBase(ModuleWithConstants, Generic[State]):
         dtype = next(self.parameters()).dtype
         for name, x, features in inputs:
             check_input(x, name)
+            if x.is_nested:
+                raise TypeError(
+                    f"{name} must not be a nested tensor. Fix: {name}.to_padded_tensor(0.0), with key_padding_mask, or "
+                    "cu_seqlens of HeavyBallMemory."
+                )
             if x.dim() not in (2, 3) or x.shape[-1] != features or x.dim() != query.dim():
                 order = "(batch, length" if self.batch_first else "(length, batch"
                 raise ValueError(
                     f"{name} must be {order}, {features}), or (length, {features}), got shape {tuple(x.shape)}. "
                     "Fix: that shape; embed_dim, kdim and vdim set the features of query, key and value."
                 )
-            check_dtype(x, [dtype], name)
+            check_linear_dtype(x, dtype, name)
         batch = 0 if self.batch_first else 1
         if key.shape[:-1] != value.shape[:-1] or (query.dim() == 3 and query.shape[batch] != key.shape[batch]):
             shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
@@ -367,8 +378,10 @@ class MomentumAttention(MultiheadBase[MomentumAttentionState]):
     ) -> None:
         _refuse_dropout(dropout)
         super().__init__(embed_dim, num_heads, dropout, bias, kdim, vdim, batch_first, causal, device, dtype)
-        if not eps >= 0:
-            raise ValueError(f"eps must be >= 0, got {eps!r}. Fix: 1e-6.")
+        if not 0 <= eps < math.inf:
+            raise ValueError(f"eps must be >= 0 and finite, got {eps!r}. Fix: 1e-6.")
+        check_bool(learn_momentum, "learn_momentum", "momentum=0.9, learn_momentum=True, for instance")
+        check_bool(learn_step_size, "learn_step_size", "step_size=1.0, learn_step_size=True, for instance")
         self.eps, self.chunk_size = float(eps), as_count(chunk_size, "chunk_size")
         beta = _per_head(momentum, "momentum", self.num_heads)
         gamma = _per_head(step_size, "step_size", self.num_heads)
@@ -752,7 +765,7 @@ class SoftmaxAttention(MultiheadBase[KeyValueCache]):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(embed_dim, num_heads, dropout, bias, kdim, vdim, batch_first, causal, device, dtype)
-        self.rotary = rotary
+        self.rotary = check_bool(rotary, "rotary")
         if rotary and self.head_dim % 2:
             raise ValueError(
                 f"rotary=True needs an even embed_dim / num_heads, got {self.head_dim}. "
@@ -805,6 +818,10 @@ def _check_cache(state: KeyValueCache, keys: Tensor) -> None:
             f"state must have {wanted[0]} sequences, {wanted[1]} heads and {wanted[2]} features per head, like the "
             f"input, got {given[0]}, {given[1]} and {given[2]}. Fix: init_state({wanted[0]}) of this module."
         )
+    if state.keys.device != keys.device:
+        raise TypeError(
+            f"state must be on {keys.device}, got {state.keys.device}. Fix: state.to({str(keys.device)!r})."
+        )
 
 
 def read_mask(mask: Tensor | None, shape: torch.Size) -> Tensor | None:
@@ -824,6 +841,15 @@ def read_mask(mask: Tensor | None, shape: torch.Size) -> Tensor | None:
             "attended to."
         )
     return mask
+
+
+def check_linear_dtype(x: Tensor, dtype: torch.dtype, name: str = "x") -> None:
+    """Raise TypeError if a linear layer with parameters of ``dtype`` does not take x; autocast keeps float64."""
+    if x.dtype == dtype:
+        return
+    narrow = (torch.float16, torch.bfloat16, torch.float32)
+    with nullcontext() if x.dtype in narrow and dtype in narrow else no_autocast(x):
+        check_dtype(x, [dtype], name)
 
 
 def _refuse_dropout(dropout: float) -> None:

@@ -343,22 +343,29 @@ def _read_state(
 ) -> tuple[Tensor, Tensor | None]:
     """Check the initial state and return S and P before the first step; P is None without momentum."""
     shape = (batch, q.shape[1], q.shape[-1], v.shape[-1])
-    s, p = (None, None) if state is None else check_state(state, HeavyBallMemoryState, (shape, shape))
+    s, p = (None, None) if state is None else check_state(state, HeavyBallMemoryState, (shape, shape), q)
     s = torch.zeros(shape, dtype=dtype, device=q.device) if s is None else s.to(dtype)
     if not has_momentum:
         return s, None
     return s, torch.zeros_like(s) if p is None else p.to(dtype)
 
 
-def check_state(state: Any, kind: type[tuple[Any, ...]], shapes: tuple[tuple[int, ...], ...]) -> Any:
-    """Return ``state``, or raise an error if shapes do not fit; only p of a HeavyBallMemoryState may be None."""
+def check_state(
+    state: Any, kind: type[tuple[Any, ...]], shapes: tuple[tuple[int, ...], ...], like: Tensor
+) -> list[Tensor | None]:
+    """Return the tensors of a state on the device of ``like``; only p of a HeavyBallMemoryState may be None.
+
+    Tensors of inference mode are copied outside of it, because autograd cannot save them.
+    """
     if isinstance(state, Tensor) or not isinstance(state, (tuple, list)) or len(state) != len(shapes):
         raise TypeError(
             f"initial_state must be a {kind.__name__} or None, got {type(state).__name__}. Fix: pass the state that a "
             "call with return_state=True returned."
         )
+    found: list[Tensor | None] = []
     for x, name, shape in zip(state, kind._fields, shapes, strict=True):  # type: ignore[attr-defined]
         if x is None and name == "p" and kind is HeavyBallMemoryState:
+            found.append(None)
             continue
         check_input(x, f"initial_state.{name}")
         if x.shape != shape:
@@ -366,7 +373,14 @@ def check_state(state: Any, kind: type[tuple[Any, ...]], shapes: tuple[tuple[int
                 f"initial_state.{name} must be {shape}, got {tuple(x.shape)}. Fix: pass the state of the same batch, "
                 "heads and dims."
             )
-    return state
+        if not x.is_floating_point() or x.device != like.device:
+            raise TypeError(
+                f"initial_state.{name} must be floating point on {like.device}, got {x.dtype} on {x.device}. "
+                f"Fix: state.to({str(like.device)!r}, torch.float32)."
+            )
+        is_frozen = may_look() and x.is_inference() and not torch.is_inference_mode_enabled()
+        found.append(x.clone() if is_frozen else x)
+    return found
 
 
 # Stability

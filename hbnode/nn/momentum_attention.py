@@ -168,9 +168,8 @@ def momentum_attention(
         if initial_state is None:
             state = MomentumAttentionState(*(q.new_zeros(shape, dtype=dtype) for shape in shapes))
         else:
-            state = MomentumAttentionState(
-                *(x.to(dtype) for x in check_state(initial_state, MomentumAttentionState, shapes))
-            )
+            given: list[Any] = check_state(initial_state, MomentumAttentionState, shapes, q)
+            state = MomentumAttentionState(*(x.to(dtype) for x in given))
         if length <= 1:
             out, state = _recurrence(_features(q, k, v, ignored, causal, dtype), (beta, gamma), ignored, state, eps)
             return (out.to(q.dtype), state) if return_state else out.to(q.dtype)

@@ -18,8 +18,14 @@ from typing_extensions import override
 
 from hbnode._checks import as_count, check_input, nearest
 from hbnode._tree import register_state
-from hbnode.nn.attention import HeavyBallMemory, MomentumAttention, MultiheadBase, SoftmaxAttention, read_mask
-from hbnode.nn.sequences import check_dtype
+from hbnode.nn.attention import (
+    HeavyBallMemory,
+    MomentumAttention,
+    MultiheadBase,
+    SoftmaxAttention,
+    check_linear_dtype,
+    read_mask,
+)
 
 
 @register_state
@@ -449,7 +455,13 @@ class TransformerLayerBase(nn.Module):
                 f"depth_state must be the DepthState returned by the previous layer, got {type(depth_state).__name__}. "
                 "Fix: pass a mask by name, key_padding_mask=mask."
             )
-        check_dtype(x, [next(self.parameters()).dtype])
+        check_linear_dtype(x, next(self.parameters()).dtype)
+        for part in depth_state or ():
+            if part is not None and part.shape != x.shape:
+                raise ValueError(
+                    f"depth_state must hold tensors like x, {tuple(x.shape)}, got {tuple(part.shape)}. "
+                    "Fix: depth_state=None in the first layer."
+                )
         return DepthState() if depth_state is None else depth_state
 
     def _sublayer(self, x: Tensor, depth: DepthState, norm: nn.Module, block: Block, join: Join) -> Stream:
@@ -974,7 +986,7 @@ class MomentumTransformer(nn.Module):
                     f"inputs must be (batch, length, d_model = {self.d_model}), got {tuple(tokens.shape)}. Fix: that "
                     "shape, or num_embeddings= for tokens."
                 )
-            check_dtype(tokens, [next(self.parameters()).dtype], "tokens")
+            check_linear_dtype(tokens, next(self.parameters()).dtype, "tokens")
         elif tokens.dtype not in (torch.int64, torch.int32):
             raise TypeError(
                 f"tokens must be int64 or int32, got {tokens.dtype}. Fix: tokens.long(), or num_embeddings=None for "
@@ -992,10 +1004,19 @@ def draw(output: Tensor, temperature: float, top_k: int | None, generator: torch
     if temperature < torch.finfo(scores.dtype).tiny:
         return output.argmax(-1)
     scores = (scores - scores.amax(-1, keepdim=True)) / temperature  # without the largest, ∞ / ∞ would be NaN
+    tokens = None
     if top_k is not None and top_k < scores.shape[-1]:
         scores, tokens = scores.topk(top_k)
-        return tokens.gather(1, torch.multinomial(scores.softmax(-1), 1, generator=generator)).squeeze(1)
-    return torch.multinomial(scores.softmax(-1), 1, generator=generator).squeeze(1)
+    try:
+        drawn = torch.multinomial(scores.softmax(-1), 1, generator=generator)
+    except RuntimeError as error:
+        if scores.isfinite().all():
+            raise
+        raise ValueError(
+            "generate needs finite outputs to sample from, got NaN or infinity. "
+            "Fix: check the model's parameters and inputs with torch.isfinite."
+        ) from error
+    return (drawn if tokens is None else tokens.gather(1, drawn)).squeeze(1)
 
 
 def sinusoids(positions: Tensor, features: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -3,6 +3,7 @@
 import copy
 import importlib
 import io
+import math
 import pickle
 from itertools import pairwise
 
@@ -240,7 +241,7 @@ X = inputs()
         (ValueError, "key must be", (X, X[0]), {}),
         (ValueError, "Fix: batch_first=True if the batch comes first", (X, X[:2], X[:2]), {}),
         (ValueError, "key and value the same length", (X, X, X[:, :4]), {}),
-        (ValueError, "Fix: causal=False to attend to another sequence", (X, X[:, :4], X[:, :4]), {}),
+        (ValueError, "causal=False to attend to another sequence", (X, X[:, :4], X[:, :4]), {}),
         (TypeError, r"Fix: torch.tensor\(x", ([[1.0] * E],), {}),
         (TypeError, r"query is torch.float32.*Fix: query.to\(torch.float64\), or", (X.float(),), {}),
         (TypeError, r"key is torch.int64.*Fix: key.to\(torch.float64\)\.$", (X, X.long()), {}),
@@ -266,6 +267,16 @@ def test_wrong_calls_are_refused(kind, error, message, arguments, options):
         (MomentumAttention, ValueError, "must start above 0", (16, 4), {"momentum": 0.0, "learn_momentum": True}),
         (MomentumAttention, ValueError, "step_size must be positive", (16, 4), {"step_size": 0.0}),
         (MomentumAttention, ValueError, "eps must be >= 0", (16, 4), {"eps": -1}),
+        (MomentumAttention, ValueError, "eps must be >= 0 and finite", (16, 4), {"eps": math.inf}),
+        (
+            MomentumAttention,
+            TypeError,
+            "learn_momentum must be True or False, got 0.5",
+            (16, 4),
+            {"learn_momentum": 0.5},
+        ),
+        (MomentumAttention, TypeError, "learn_step_size must be True", (16, 4), {"learn_step_size": 1.0}),
+        (SoftmaxAttention, TypeError, "rotary must be True or False, got 10000", (16, 4), {"rotary": 10_000}),
         (HeavyBallMemory, ValueError, "chunk_size must be an integer >= 1", (16, 4), {"chunk_size": 0}),
         (HeavyBallMemory, ValueError, "delta must be .* got 'plian'", (16, 4), {"delta": "plian"}),
         (HeavyBallMemory, TypeError, "momentum must be True or False, got 0.9", (16, 4), {"momentum": 0.9}),
@@ -610,3 +621,56 @@ def test_wrong_packings_are_refused():
     ):
         with pytest.raises(error, match=message):
             call()
+
+
+def test_the_fixes_for_another_sequence():
+    x, other = inputs(), inputs(5)
+    for module, options, fix in (
+        (make("heavy_ball"), {}, "Fix: MomentumAttention or SoftmaxAttention with causal=False to attend"),
+        (make("momentum"), {}, "Fix: causal=False to attend"),
+        (make("momentum", causal=False), {"is_causal": True}, "Fix: leave is_causal out to attend"),
+    ):
+        with pytest.raises(ValueError, match=fix):
+            module(x, other, **options)
+    assert make("momentum", causal=False)(x, other)[0].shape == x.shape
+
+
+@each_module
+def test_other_containers_of_sequences_are_named(kind):
+    x = inputs()
+    packed = nn.utils.rnn.pack_padded_sequence(x, [11, 7, 4], batch_first=True)
+    with pytest.raises(TypeError, match=r"got PackedSequence. Fix: torch.nn.utils.rnn.pad_packed_sequence\(x\)\[0\]"):
+        make(kind)(packed)
+    nested = torch.nested.nested_tensor([x[0], x[1, :4]], layout=torch.jagged)
+    with pytest.raises(TypeError, match=r"query must not be a nested tensor. Fix: query.to_padded_tensor\(0.0\)"):
+        make(kind)(nested)
+
+
+@each_module
+def test_float64_under_autocast_is_named(kind):
+    """Autocast does not convert it."""
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(TypeError, match=r"query is torch.float64.*Fix: query.to\(torch.float32\)"):
+            make(kind, dtype=torch.float32)(inputs())
+        with pytest.raises(TypeError, match=r"query is torch.float32.*Fix: query.to\(torch.float64\)"):
+            make(kind)(inputs().float())
+
+
+@every_kind
+def test_a_state_of_inference_mode_goes_on_in_training(kind):
+    module, x = make(kind), inputs()
+    with torch.inference_mode():
+        _, state = module.prefill(x[:, :5])
+    for again in (module.step(x[:, 5], state)[0], module.prefill(x[:, 5:], state)[0]):
+        again.sum().backward()
+    close(module.prefill(x[:, 5:], state)[0], module(x)[0][:, 5:])
+
+
+@every_kind
+def test_wrong_states_are_refused(kind):
+    module, x = make(kind), inputs()
+    with pytest.raises(TypeError, match=r"must be .*on cpu, got .*meta.* Fix: state.to\('cpu'"):
+        module.step(x[:, 0], module.init_state(3).to("meta"))
+    if KINDS[kind][0] is not SoftmaxAttention:
+        with pytest.raises(TypeError, match=r"initial_state\.s must be floating point on cpu, got torch\.int64"):
+            module.step(x[:, 0], module.init_state(3).to(torch.int64))

@@ -526,3 +526,19 @@ def test_depth_states_are_saved_copied_and_moved(connection, again):
 def test_wrong_numbers_of_sequences_are_refused(batch_size):
     with pytest.raises(ValueError, match=rf"batch_size must be an integer >= 0, got {batch_size}\. Fix"):
         model().init_state(batch_size)
+
+
+def test_a_depth_state_of_another_batch_is_refused():
+    """It would broadcast."""
+    first, second = layers(2, connection="momentum")
+    _, depth = first(inputs(batch=1))
+    with pytest.raises(ValueError, match=r"like x, \(2, 7, 16\), got \(1, 7, 16\)"):
+        second(inputs(batch=2), depth)
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 3}])
+def test_outputs_that_are_not_finite_are_named(options):
+    net = model()
+    nn.init.constant_(net.readout.bias, math.nan)
+    with pytest.raises(ValueError, match="generate needs finite outputs to sample from"):
+        net.generate(tokens(), 2, **options)
