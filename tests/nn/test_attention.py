@@ -601,6 +601,23 @@ def test_packed_sequences_in_a_graph():
         close(*(torch.autograd.grad(y.sin().sum(), x)[0] for y in (out, wanted)))
 
 
+class Packed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.memory = make("heavy_ball")
+
+    def forward(self, x, cu_seqlens):
+        return self.memory(x, cu_seqlens=cu_seqlens)[0]
+
+
+def test_packed_sequences_are_exported():
+    """For any length and number of sequences."""
+    module, shapes = Packed(), ({1: torch.export.Dim("length", min=2)}, {0: torch.export.Dim("ends", min=3)})
+    program = torch.export.export(module, (inputs(batch=1), torch.tensor(ENDS)), dynamic_shapes=shapes).module()
+    x, ends = inputs(70, 1), torch.tensor([0, 5, 70])
+    close(program(x, ends), module(x, ends))
+
+
 def test_wrong_packings_are_refused():
     module, x, one = make("heavy_ball"), inputs(), inputs(batch=1)
     ends = torch.tensor(ENDS)
