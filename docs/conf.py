@@ -52,20 +52,48 @@ maximum_signature_line_length = 80
 
 # Inventories of the names that these pages use, so that the build needs no network.
 intersphinx_mapping = {
-    "python": ("https://docs.python.org/3", str(HERE / "_inventories/python.inv")),
-    "torch": ("https://docs.pytorch.org/docs/stable", str(HERE / "_inventories/torch.inv")),
-    "numpy": ("https://numpy.org/doc/stable", str(HERE / "_inventories/numpy.inv")),
-    "pandas": ("https://pandas.pydata.org/docs", str(HERE / "_inventories/pandas.inv")),
-    "sklearn": ("https://scikit-learn.org/stable", str(HERE / "_inventories/sklearn.inv")),
+    "python": (
+        "https://docs.python.org/3",
+        str(HERE / "_inventories/python.inv"),
+    ),
+    "torch": (
+        "https://docs.pytorch.org/docs/stable",
+        str(HERE / "_inventories/torch.inv"),
+    ),
+    "numpy": (
+        "https://numpy.org/doc/stable",
+        str(HERE / "_inventories/numpy.inv"),
+    ),
+    "pandas": (
+        "https://pandas.pydata.org/docs",
+        str(HERE / "_inventories/pandas.inv"),
+    ),
+    "sklearn": (
+        "https://scikit-learn.org/stable",
+        str(HERE / "_inventories/sklearn.inv"),
+    ),
 }
 nitpicky = True
-code_links_foreign = ["GGNLinearOperator", "UnsafeBrownianPath", "VirtualBrownianTree"]  # names of other projects
+code_links_foreign = [
+    "GGNLinearOperator",
+    "UnsafeBrownianPath",
+    "VirtualBrownianTree",
+]  # names of other projects
 
 
 def skip(app, what, name, obj, skip, options):
     """Leave out what other packages document, and the fields of tuples, which the class describes."""
-    elsewhere = not (getattr(obj, "__module__", None) or "hbnode").startswith("hbnode")
-    return True if elsewhere or (getattr(obj, "__doc__", None) or "").startswith("Alias for field number") else None
+    elsewhere = not (getattr(obj, "__module__", None) or "hbnode").startswith(
+        "hbnode"
+    )
+    return (
+        True
+        if elsewhere
+        or (getattr(obj, "__doc__", None) or "").startswith(
+            "Alias for field number"
+        )
+        else None
+    )
 
 
 def setup(app):

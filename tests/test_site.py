@@ -39,3 +39,12 @@ def test_every_public_name_has_one_entry():
 )
 def test_names_in_the_text_are_found_or_refused(name, path):
     assert code_links.find(name) == (path, True)
+
+
+PAGES = sorted({*DOCS.glob("*.md")} - {DOCS / "attention.md", DOCS / "selective.md"})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
+def test_code_fits_a_page(page):
+    blocks = re.findall(r"^```(?:python|bash|text)?\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)
+    assert [line for block in blocks for line in block.splitlines() if len(line) > 80] == []

@@ -38,15 +38,29 @@ SHORT = {"nn": "torch.nn", "np": "numpy", "pd": "pandas"}
 
 
 def public_names(module):
-    return list(getattr(importlib.import_module(module), "__all__", WITHOUT_ALL.get(module, [])))
+    return list(
+        getattr(
+            importlib.import_module(module),
+            "__all__",
+            WITHOUT_ALL.get(module, []),
+        )
+    )
 
 
 @functools.cache
 def public_modules():
     """Modules with public names, the shortest path first."""
-    found = ["hbnode", *(info.name for info in pkgutil.walk_packages(hbnode.__path__, "hbnode."))]
+    found = [
+        "hbnode",
+        *(
+            info.name
+            for info in pkgutil.walk_packages(hbnode.__path__, "hbnode.")
+        ),
+    ]
     public = [name for name in found if "._" not in name and public_names(name)]
-    return sorted(public, key=lambda name: (name.count("."), public.index(name)))
+    return sorted(
+        public, key=lambda name: (name.count("."), public.index(name))
+    )
 
 
 def public_objects():
@@ -88,8 +102,16 @@ def reference_pages():
     for module in modules:
         paths = {name: f"{module}.{name}" for name in public_names(module)}
         names = [name for name in paths if paths[name] not in modules]
-        entries = [(kind(PUBLIC[paths[name]]), paths[name]) for name in names if HOMES[paths[name]] == paths[name]]
-        pages[module] = {"names": names, "modules": sorted(set(paths.values()) & set(modules)), "entries": entries}
+        entries = [
+            (kind(PUBLIC[paths[name]]), paths[name])
+            for name in names
+            if HOMES[paths[name]] == paths[name]
+        ]
+        pages[module] = {
+            "names": names,
+            "modules": sorted(set(paths.values()) & set(modules)),
+            "entries": entries,
+        }
     return pages
 
 
@@ -98,10 +120,14 @@ def add_aliases(app, env):
     objects = env.domains.python_domain.objects
     for path, home in HOMES.items():
         if home not in objects:
-            log.warning("the reference has no entry for %s", home, type="code_links")
+            log.warning(
+                "the reference has no entry for %s", home, type="code_links"
+            )
         elif path not in objects:
             entry = objects[home]
-            objects[path] = ObjectEntry(entry.docname, entry.node_id, entry.objtype, True)
+            objects[path] = ObjectEntry(
+                entry.docname, entry.node_id, entry.objtype, True
+            )
 
 
 def exists(owner, attribute):
@@ -111,9 +137,13 @@ def exists(owner, attribute):
     if not inspect.isclass(owner):
         return False
     for base in owner.__mro__[:-1]:
-        if attribute in inspect.get_annotations(base) or attribute in getattr(base, "__slots__", ()):
+        if attribute in inspect.get_annotations(base) or attribute in getattr(
+            base, "__slots__", ()
+        ):
             return True
-        if base.__module__.startswith("hbnode") and f"self.{attribute}" in inspect.getsource(base):
+        if base.__module__.startswith(
+            "hbnode"
+        ) and f"self.{attribute}" in inspect.getsource(base):
             return True
     return False
 
@@ -128,7 +158,11 @@ def find(name, here=None):
         path = f"hbnode.{first}"
     if path is None:
         return None, name.startswith("hbnode.")
-    value = importlib.import_module(path) if path in public_modules() else PUBLIC[path]
+    value = (
+        importlib.import_module(path)
+        if path in public_modules()
+        else PUBLIC[path]
+    )
     target = HOMES.get(path, path)
     for part in rest:
         if not exists(value, part):
@@ -160,29 +194,52 @@ class CodeLinks(SphinxPostTransform):
     def run(self, **kwargs):
         objects = self.env.domains.python_domain.objects
         for node in list(self.document.findall(nodes.literal)):
-            if self.linked(node) or not (match := NAME.fullmatch(node.astext().strip())):
+            if self.linked(node) or not (
+                match := NAME.fullmatch(node.astext().strip())
+            ):
                 continue
             name, call = match.groups()
-            name = re.sub(r"^(nn|np|pd)(?=\.)", lambda short: SHORT[short[0]], name)
+            name = re.sub(
+                r"^(nn|np|pd)(?=\.)", lambda short: SHORT[short[0]], name
+            )
             bare = name.islower() and "." not in name
             if bare and not (call or callable(PUBLIC.get(f"hbnode.{name}"))):
                 continue  # an argument, or a word
             here = self.env.docname.replace("/", ".").removeprefix("reference.")
             path, ours = find(name, here if here in public_modules() else None)
             while path and path not in objects and path.count(".") > 1:
-                path = path.rpartition(".")[0]  # an attribute without an entry: the class
+                path = path.rpartition(".")[
+                    0
+                ]  # an attribute without an entry: the class
             if path in objects:
                 entry = objects[path]
-                arguments = (self.app.builder, self.env.docname, entry.docname, entry.node_id, [])
+                arguments = (
+                    self.app.builder,
+                    self.env.docname,
+                    entry.docname,
+                    entry.node_id,
+                    [],
+                )
                 self.wrap(node, make_refnode(*arguments, title=path))
             elif url := elsewhere(self.env, name):
-                self.wrap(node, nodes.reference("", "", internal=False, refuri=url))
+                self.wrap(
+                    node, nodes.reference("", "", internal=False, refuri=url)
+                )
             elif (ours and "._" not in name) or self.looks_like_ours(name):
-                log.warning("no public object of hbnode: `%s`", node.astext(), location=node, type="code_links")
+                log.warning(
+                    "no public object of hbnode: `%s`",
+                    node.astext(),
+                    location=node,
+                    type="code_links",
+                )
 
     def linked(self, node):
         inside = nodes.reference, nodes.title, nodes.target
-        return isinstance(node.parent, inside) or "xref" in node["classes"] or "no-link" in node["classes"]
+        return (
+            isinstance(node.parent, inside)
+            or "xref" in node["classes"]
+            or "no-link" in node["classes"]
+        )
 
     def wrap(self, node, reference):
         reference["classes"].append("code-link")
@@ -191,7 +248,11 @@ class CodeLinks(SphinxPostTransform):
         reference += node
 
     def looks_like_ours(self, name):
-        if "." in name or hasattr(builtins, name) or name in self.config.code_links_foreign:
+        if (
+            "." in name
+            or hasattr(builtins, name)
+            or name in self.config.code_links_foreign
+        ):
             return False
         return bool(CAMEL_CASE.fullmatch(name))
 
@@ -203,7 +264,14 @@ def resolve(app, env, node, contnode):
     target = node["reftarget"]
     path, _ = find(target, node.get("py:module"))
     if entry := env.domains.python_domain.objects.get(path):
-        return make_refnode(app.builder, node["refdoc"], entry.docname, entry.node_id, contnode, path)
+        return make_refnode(
+            app.builder,
+            node["refdoc"],
+            entry.docname,
+            entry.node_id,
+            contnode,
+            path,
+        )
     if url := elsewhere(env, target):
         return nodes.reference("", "", contnode, internal=False, refuri=url)
     return None

@@ -10,7 +10,9 @@ def inline(self, node):
 
 
 def display(self, node):
-    self.body.append(f'<div class="math">{convert(node.astext(), display="block")}</div>')
+    self.body.append(
+        f'<div class="math">{convert(node.astext(), display="block")}</div>'
+    )
     raise nodes.SkipNode
 
 
