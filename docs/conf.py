@@ -22,6 +22,7 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
     "code_links",
+    "gallery",
     "mathml",
 ]
 exclude_patterns = ["_build", "_ext", "_templates"]
@@ -74,11 +75,11 @@ intersphinx_mapping = {
     ),
 }
 nitpicky = True
-code_links_foreign = [
-    "GGNLinearOperator",
-    "UnsafeBrownianPath",
-    "VirtualBrownianTree",
-]  # names of other projects
+code_links_foreign = (  # names of diffrax, torchdyn and curvlinops
+    "BacksolveAdjoint DataControl DirectAdjoint GGNLinearOperator NeuralODE "
+    "PIDController RecursiveCheckpointAdjoint SaveAt UnsafeBrownianPath "
+    "VirtualBrownianTree"
+).split()
 
 
 def skip(app, what, name, obj, skip, options):
