@@ -75,11 +75,18 @@ intersphinx_mapping = {
     ),
 }
 nitpicky = True
-code_links_foreign = (  # names of diffrax, torchdyn and curvlinops
-    "BacksolveAdjoint DataControl DirectAdjoint GGNLinearOperator NeuralODE "
-    "PIDController RecursiveCheckpointAdjoint SaveAt UnsafeBrownianPath "
-    "VirtualBrownianTree"
-).split()
+code_links_foreign = [  # names of diffrax, torchdyn and curvlinops
+    "BacksolveAdjoint",
+    "DataControl",
+    "DirectAdjoint",
+    "GGNLinearOperator",
+    "NeuralODE",
+    "PIDController",
+    "RecursiveCheckpointAdjoint",
+    "SaveAt",
+    "UnsafeBrownianPath",
+    "VirtualBrownianTree",
+]
 
 
 def skip(app, what, name, obj, skip, options):
