@@ -90,18 +90,11 @@ code_links_foreign = [  # names of diffrax, torchdyn and curvlinops
 
 
 def skip(app, what, name, obj, skip, options):
-    """Leave out what other packages document, and the fields of tuples, which the class describes."""
-    elsewhere = not (getattr(obj, "__module__", None) or "hbnode").startswith(
-        "hbnode"
-    )
-    return (
-        True
-        if elsewhere
-        or (getattr(obj, "__doc__", None) or "").startswith(
-            "Alias for field number"
-        )
-        else None
-    )
+    """Leave out other packages' members, helpers and the fields of tuples."""
+    module = getattr(obj, "__module__", None) or "hbnode"
+    helper = module == "hbnode._torch" or not module.startswith("hbnode")
+    text = getattr(obj, "__doc__", None) or ""
+    return True if helper or text.startswith("Alias for field") else None
 
 
 def setup(app):
