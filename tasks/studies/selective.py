@@ -8,8 +8,8 @@ one in the window, of eight. To guess has the error 7/8.
 Models: "real", selective oscillators with ``frequency=None``; "swinging", with a frequency for half of the states;
 "linear", the oscillators that select nothing; "gru", of which the gap is one more input, as of "mingru", minGRU (Feng
 et al., arXiv:2410.01201) in the same residual blocks. Adam's rate follows a cosine over --seconds of CPU time, in
-one thread. Its first value is, of --rates, the one of least error on a validation set after --tuning-seconds, for each
-model by itself, with a seed that is no other's. A finished run is a file in --out, which is not made again.
+one thread. Its first value is, of --rates, the one of least median error after --tuning-seconds, for each model by
+itself, with --tuning-seeds seeds that are no other's. A finished run is a file in --out, which is not made again.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -57,6 +58,7 @@ class SelectiveOptions(Options):
     first_seed: int = option(0, "the first of them", least=0)
     rates: str = option("2e-3,5e-3,1.2e-2", "learning rates of Adam to choose from, or one")
     tuning_seconds: float = option(40.0, "CPU seconds of training for the choice of a rate")
+    tuning_seeds: int = option(3, "seeds for that choice", least=1)
     test_size: int = option(256, "test series")
     out: str = option("runs/selective", "folder for the table and the figure")
 
@@ -144,7 +146,7 @@ def make_model(name: str, problem: str, size: int, length: int, t: Tensor) -> nn
         return GRU(outputs, size, layers)
     if name == "mingru":
         return MinGRU(outputs, size, layers, length)
-    ranges: dict[str, Any] = {**hbnode.nn.oscillator_ranges(t)}
+    ranges: dict[str, Any] = {**hbnode.nn.oscillator_ranges(t, selective=name != "linear")}
     if name == "linear":
         return hbnode.nn.OscillatorStack(2, size, layers, output_size=outputs, **ranges)
     swings = name == "swinging"
@@ -208,12 +210,16 @@ def finished(options: SelectiveOptions, name: str, seed: int, lr: float, seconds
 
 
 def chosen_rate(options: SelectiveOptions, name: str) -> float:
-    """Return the learning rate of least error after a short training, with a seed for nothing else."""
+    """Return the learning rate of least median error after a short training, with seeds for nothing else."""
     rates = [float(rate) for rate in options.rates.split(",")]
     if len(rates) == 1:
         return rates[0]
-    errors = [finished(options, name, TUNING_SEED, lr, options.tuning_seconds)["test_error"] for lr in rates]
-    return rates[errors.index(min(errors))]
+    seeds = range(TUNING_SEED, TUNING_SEED + options.tuning_seeds)
+
+    def error(lr: float) -> float:
+        return median(finished(options, name, seed, lr, options.tuning_seconds)["test_error"] for seed in seeds)
+
+    return min(rates, key=error)
 
 
 def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
