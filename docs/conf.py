@@ -1,17 +1,101 @@
+import sys
+from pathlib import Path
+
 import hbnode
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE / "_ext"))
+
+import code_links  # noqa: E402
 
 project = "hbnode"
 author = "The hbnode developers"
+copyright = "2026, The hbnode developers"
 release = version = hbnode.__version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax", "sphinx.ext.viewcode"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.intersphinx",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+    "sphinx_design",
+    "code_links",
+    "gallery",
+    "mathml",
+]
+exclude_patterns = ["_build", "_ext", "_templates"]
+
 html_theme = "furo"
-html_title = "hbnode"
-exclude_patterns = ["_build"]
-myst_enable_extensions = ["dollarmath"]
+html_title = f"hbnode {version}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_math_renderer = "mathml"
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+
+myst_enable_extensions = ["dollarmath", "colon_fence"]
 myst_heading_anchors = 3
+
 napoleon_custom_sections = [("Shape", "notes_style")]
 napoleon_google_docstring = True
 napoleon_use_rtype = False
+napoleon_use_ivar = True
+
+templates_path = ["_templates"]
+autosummary_ignore_module_all = False
+autosummary_context = {"pages": code_links.reference_pages()}
 autodoc_typehints = "none"
 autodoc_member_order = "bysource"
-nitpicky = False
+autodoc_inherit_docstrings = False
+maximum_signature_line_length = 80
+
+# Inventories of the names that these pages use, so that the build needs no network.
+intersphinx_mapping = {
+    "python": (
+        "https://docs.python.org/3",
+        str(HERE / "_inventories/python.inv"),
+    ),
+    "torch": (
+        "https://docs.pytorch.org/docs/stable",
+        str(HERE / "_inventories/torch.inv"),
+    ),
+    "numpy": (
+        "https://numpy.org/doc/stable",
+        str(HERE / "_inventories/numpy.inv"),
+    ),
+    "pandas": (
+        "https://pandas.pydata.org/docs",
+        str(HERE / "_inventories/pandas.inv"),
+    ),
+    "sklearn": (
+        "https://scikit-learn.org/stable",
+        str(HERE / "_inventories/sklearn.inv"),
+    ),
+}
+nitpicky = True
+code_links_foreign = [  # names of diffrax, torchdyn and curvlinops
+    "BacksolveAdjoint",
+    "DataControl",
+    "DirectAdjoint",
+    "GGNLinearOperator",
+    "NeuralODE",
+    "PIDController",
+    "RecursiveCheckpointAdjoint",
+    "SaveAt",
+    "UnsafeBrownianPath",
+    "VirtualBrownianTree",
+]
+
+
+def skip(app, what, name, obj, skip, options):
+    """Leave out other packages' members, helpers and the fields of tuples."""
+    module = getattr(obj, "__module__", None) or "hbnode"
+    helper = module == "hbnode._torch" or not module.startswith("hbnode")
+    text = getattr(obj, "__doc__", None) or ""
+    return True if helper or text.startswith("Alias for field") else None
+
+
+def setup(app):
+    app.connect("autodoc-skip-member", skip)

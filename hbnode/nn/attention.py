@@ -400,13 +400,13 @@ class MomentumAttention(MultiheadBase[MomentumAttentionState]):
 
     @property
     def momentum(self) -> Tensor | float:
-        """The current β: a tensor (heads,) if it is learned or given per head, otherwise a float."""
+        """The current β, a tensor (heads,) if it is learned or given per head, otherwise a float."""
         logit = self.momentum_logit
         return self.get_constant("_momentum") if logit is None else torch.sigmoid(_wide(logit))
 
     @property
     def step_size(self) -> Tensor | float:
-        """The current γ: a tensor (heads,) if it is learned or given per head, otherwise a float."""
+        """The current γ, a tensor (heads,) if it is learned or given per head, otherwise a float."""
         return self.get_constant("_step_size") if self.log_step_size is None else _wide(self.log_step_size).exp()
 
     @override

@@ -110,7 +110,7 @@ class OrthogonalWeights(nn.Module):
                 yield made[0], made.original
 
     def orthogonal_parameters(self) -> Iterator[Tensor]:
-        """Yield the parameters X of the orthogonal weights; see :class:`Trivialization`."""
+        """Yield the parameters X of the orthogonal weights; ``Trivialization`` maps them to the weights."""
         for _, original in self._trivializations():
             yield original
 

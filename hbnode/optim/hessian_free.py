@@ -196,7 +196,7 @@ class HessianFree(Optimizer):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the damping and the last direction from a result of :meth:`state_dict`.
+        """Load the damping and the last direction from a result of ``state_dict``.
 
         Arguments:
             state_dict: the state of a HessianFree with the same loss and with parameters of the same shapes.
@@ -259,7 +259,7 @@ class HessianFree(Optimizer):
                 batch. Default: ``None``, the gradient batch.
 
         Returns:
-            The loss before the step. :attr:`progress` has the other results.
+            The loss before the step. ``optimizer.progress`` has the other results.
 
         Raises:
             FloatingPointError: the loss before the step, its gradient or the curvature is not finite. The parameters

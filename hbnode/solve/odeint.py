@@ -97,7 +97,7 @@ def odeint(
     evaluations.
 
     References:
-        ``hbnode/solve/tableaus.py`` cites the paper of each native method; :doc:`solvers` explains the methods. Chen,
+        ``hbnode/solve/tableaus.py`` cites the paper of each native method; :doc:`/solvers` explains the methods. Chen,
         torchdiffeq (github.com/rtqichen/torchdiffeq), for its methods; Chen et al., arXiv:1806.07366, for the adjoint;
         Kidger, Chen and Lyons, "Hey, that's not an ODE", arXiv:2009.09457, for the adjoint's seminorm; Gholami, Keutzer
         and Biros, arXiv:1902.10298, and Zhuang et al., arXiv:2006.02493, for gradients from checkpoints.
