@@ -6,7 +6,7 @@ command has the papers' length, its table is named for it ("full").
 
 from __future__ import annotations
 
-from tasks.results import Command, Experiment, runs, study
+from tasks.results import Command, Experiment, both, runs, study
 
 ADJOINT = "--solver torchdiffeq --adjoint-norm full --tol 1e-5"
 FIVE = "node,anode,sonode,hbnode,ghbnode"
@@ -56,9 +56,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         ),
         Command(
             "native",
-            (
-                f"tasks.image_classification --preset full --model {FIVE},nesterovnode,adamnode --seeds 3 --jobs 1",
-            ),
+            (f"tasks.image_classification --preset full --model {FIVE},nesterovnode,adamnode --seeds 3 --jobs 1",),
             1.5,
             images,
             DIGITS,
@@ -320,7 +318,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             "errors",
             ("tasks.studies.trivial_rows",),
             0.05,
-            study("errors.csv", "value", case=("data", "metric")),
+            study("errors.csv", "test_forecast_mse", "test_acceleration_mse", "test_mse", "test_accuracy", "test_loss"),
         ),
     ),
     "adding": one(
@@ -418,9 +416,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         "Does momentum over depth help a transformer?",
         Command(
             "3e-3",
-            (
-                "tasks.language_model --model transformer --connection all --lr 3e-3 --epochs 1 --seeds 3 --jobs 1",
-            ),
+            ("tasks.language_model --model transformer --connection all --lr 3e-3 --epochs 1 --seeds 3 --jobs 1",),
             2.5,
             runs("best_validation_perplexity", "test_loss", label=("connection",)),
             "Tiny Shakespeare, characters",
@@ -507,9 +503,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         "Does momentum attention translate better than linear attention?",
         Command(
             "short",
-            (
-                "tasks.translation --model all --lr 2e-3 --epochs 5 --train-size 16000 --test-size 0 --jobs 1",
-            ),
+            ("tasks.translation --model all --lr 2e-3 --epochs 5 --train-size 16000 --test-size 0 --jobs 1",),
             1,
             runs("test_bleu", "test_bleu_first_pass", "test_bleu_oracle", "best_validation_bleu"),
             "Tatoeba, sentences of at most five words",
@@ -625,18 +619,13 @@ EXPERIMENTS: dict[str, Experiment] = {
     "exactness": one(
         "What do reversible gradients store, and is the delta-rule memory exact in float32?",
         Command(
-            "reversible",
-            ("tasks.studies.exactness --out {out}",),
-            0.01,
-            study("reversible.csv", "gradient_error", "stored_mib", case=("steps",)),
-            "tanh network, 64 features, batch 64, T = 10",
-        ),
-        Command(
-            "memory",
-            ("tasks.studies.exactness --out {out}",),
-            0.01,
-            study("memory.csv", "relative_error", case=("decay",)),
-            "256 symbols, 4 heads of 16",
+            "study",
+            ("tasks.studies.exactness",),
+            0.02,
+            both(
+                study("reversible.csv", "gradient_error", "stored_mib", case=("steps",), table="reversible"),
+                study("memory.csv", "relative_error", case=("decay",), table="memory"),
+            ),
         ),
     ),
 }

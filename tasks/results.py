@@ -134,6 +134,7 @@ def study(
     model: Sequence[str] = ("model",),
     case: Sequence[str] = (),
     where: Callable[[Mapping[str, str]], bool] = lambda row: True,
+    table: str = "",
 ) -> Reader:
     """Return a reader of the table that a study writes.
 
@@ -141,8 +142,9 @@ def study(
         file: the table, CSV, in the command's folder; what it was measured on is in the JSON file of the same name.
         metrics: its columns, one row each.
         model: columns that name the model.
-        case: columns that tell a model's rows apart.
+        case: columns that tell a model's rows apart; none: the column "case", if there is one.
         where: which rows of the table to take.
+        table: which table of the page the rows belong to; empty is the command's.
     """
 
     def read(folder: Path) -> Iterator[Row]:
@@ -156,16 +158,25 @@ def study(
                 if not where(line):
                     continue
                 told = {
+                    "table": table,
                     "model": " ".join(line[name] for name in model),
-                    "case": ", ".join(f"{name.replace('_', ' ')} {line[name]}" for name in case),
+                    "case": ", ".join(f"{name.replace('_', ' ')} {line[name]}" for name in case)
+                    or line.get("case", ""),
                     "seed": line.get("seed", ""),
                     "data": line.get("data", ""),
                     "size": line.get("size", ""),
                 }
                 for name in metrics:
+                    if line[name] == "" and "case" in line:  # a metric that this case does not have
+                        continue
                     yield about | told | {"metric": name, "value": number(line[name])}
 
     return read
+
+
+def both(*readers: Reader) -> Reader:
+    """Return a reader of all that several readers give."""
+    return lambda folder: (row for reader in readers for row in reader(folder))
 
 
 def environment(found: Mapping[str, Any], path: Path) -> Row:

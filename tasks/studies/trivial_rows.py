@@ -1,6 +1,6 @@
 """Trivial rows: errors of a constant and of the last value on the irregular series, without training.
 
-``errors.csv`` has a row for each data set, model and metric:
+``errors.csv`` has a row for each data set and model, and a column for each error:
 
 - plane vibration, both splits: the mean of the training rows ("constant") and the last sample ("last value"), squared
   error of the eight rows ahead, standardised.
@@ -54,9 +54,9 @@ def of_vibration() -> Iterator[Row]:
         mean = splits.batches["train"][0].mean((0, 1))
         for model, guess in (("constant", mean.expand_as(target)), ("last value", x[:, -1:].expand_as(target))):
             squares = (guess - target).square()
-            about: Row = {"data": f"vibration ({source}), {split}", "size": len(x), "model": model, "seed": ""}
-            yield about | {"metric": "test_forecast_mse", "value": squares.mean().item()}
-            yield about | {"metric": "test_acceleration_mse", "value": squares[..., 2:].mean().item()}
+            about: Row = {"case": f"vibration ({source}), {split}", "size": len(x), "model": model, "seed": ""}
+            found = {"test_forecast_mse": squares.mean(), "test_acceleration_mse": squares[..., 2:].mean()}
+            yield about | {name: value.item() for name, value in found.items()}
 
 
 def of_walking() -> Iterator[Row]:
@@ -64,8 +64,8 @@ def of_walking() -> Iterator[Row]:
     splits = walker2d.Splits.from_options(walker2d.WalkerConfig(model="gru"))
     x, _, target = splits.test
     for model, guess in (("constant", splits.mean.expand_as(target)), ("last value", x)):
-        about: Row = {"data": f"Walker2D ({splits.source})", "size": len(x), "model": model, "seed": ""}
-        yield about | {"metric": "test_mse", "value": (guess - target).square().mean().item()}
+        about: Row = {"case": f"Walker2D ({splits.source})", "size": len(x), "model": model, "seed": ""}
+        yield about | {"test_mse": (guess - target).square().mean().item()}
 
 
 def of_speech() -> Iterator[Row]:
@@ -73,8 +73,8 @@ def of_speech() -> Iterator[Row]:
     batches, source = speech.read_batches(speech.SpeechConfig(model="plain"))
     errors = speech.yardsticks(batches["train"], batches["test"])
     for model, name in (("constant", "mean_mse"), ("last value", "repeat_mse")):
-        about: Row = {"data": f"speech ({source})", "size": len(batches["test"][0]), "model": model, "seed": ""}
-        yield about | {"metric": "test_mse", "value": errors[name]}
+        about: Row = {"case": f"speech ({source})", "size": len(batches["test"][0]), "model": model, "seed": ""}
+        yield about | {"test_mse": errors[name]}
 
 
 def of_classes(dataset: str, seeds: int) -> Iterator[Row]:
@@ -85,9 +85,9 @@ def of_classes(dataset: str, seeds: int) -> Iterator[Row]:
         labels: dict[str, Tensor] = {part: samples[-1] for part, samples in data.items()}
         counts = torch.bincount(labels["train"], minlength=len(names)).double()
         shares, test = (counts + 1) / (counts + 1).sum(), labels["test"]  # one more of each: no class is impossible
-        about: Row = {"data": dataset, "size": len(test), "model": "constant", "seed": seed}
-        yield about | {"metric": "test_accuracy", "value": (test == shares.argmax()).double().mean().item()}
-        yield about | {"metric": "test_loss", "value": -shares[test].log().mean().item()}
+        about: Row = {"case": dataset, "size": len(test), "model": "constant", "seed": seed}
+        right = (test == shares.argmax()).double().mean()
+        yield about | {"test_accuracy": right.item(), "test_loss": -shares[test].log().mean().item()}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -105,8 +105,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             rows += source()
         except (FileNotFoundError, ValueError) as error:
             print(f"{name} is left out: {error}")
+    names = dict.fromkeys(name for row in rows for name in row)
+    table = [{name: row.get(name, "") for name in names} for row in rows]
     print(*rows, sep="\n")
-    write_study(Path(options.out), "errors", rows, task="trivial_rows")
+    write_study(Path(options.out), "errors", table, task="trivial_rows")
 
 
 if __name__ == "__main__":
