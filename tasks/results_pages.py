@@ -23,6 +23,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from hbnode.diagnostics._shared import ticks_of_short_axis
 from tasks.common.files import write_figure, write_whole
 from tasks.results import Row, read_rows
 
@@ -200,6 +201,8 @@ def _table(name: str, rows: Sequence[Row]) -> str:
     facts = [row for row in rows if row["statistic"] != "unfinished"]
     models = list(dict.fromkeys(row["model"] for row in facts))
     columns = list(dict.fromkeys((row["metric"], row["case"]) for row in facts))
+    cases = list(dict.fromkeys(case for _, case in columns))
+    columns.sort(key=lambda column: cases.index(column[1]))
     sizes = {row["model"]: row["parameters"] for row in facts if row["parameters"]}
     titles = TITLES | (RECURRENT if name in ("adding", "copying", "pixels", "speech", "language-model") else {})
     heads = [", ".join(part for part in (title(metric), case) if part) or metric for metric, case in columns]
@@ -223,7 +226,8 @@ def conditions(name: str, rows: Sequence[Row]) -> str:
     for column, text in CONDITIONS.items():
         found = list(dict.fromkeys(row[column] for row in rows if row[column]))
         if column == "seeds" and not found:
-            found = [str(len({row["seed"] for row in rows}))] if any(row["seed"] for row in rows) else []
+            named = {row["seed"] for row in rows if row["seed"]}
+            found = [str(len(named))] if named else []
         if found:
             quoted = [f"`{value}`" if column == "command" else value for value in found]
             said.append(f"{text} {'; '.join(quoted) if len(found) < 4 else 'differs'}")
@@ -280,6 +284,7 @@ def draw_equal_error(files: Files) -> Figure:
         left.plot([float(level) for level in levels], counts, style, label=method, ms=4)
     left.set(xscale="log", yscale="log", xlabel="RMS error", ylabel="evaluations of f")
     left.invert_xaxis()
+    ticks_of_short_axis(left.yaxis)
     left.legend(frameon=False, fontsize="small")
     settings = ("setting A", "setting B")
     names = {
@@ -318,7 +323,7 @@ def draw_reversible(files: Files) -> Figure:
             found = [values(rows, "reversible", metric, f"steps {n}")[model][0] for n in steps]
             style = "--s" if "reversible" not in model else "-o"
             if any(found):  # direct is what the others are compared with
-                ax.plot(steps, found, style, label=model, color=f"C{index}", ms=4)
+                ax.plot(steps, found, style, label=model, color=f"C{index}", ms=8 - 2 * index)
         ax.set(xscale="log", yscale="log", xlabel="steps", ylabel=label)
         ax.set_xticks(steps, [str(n) for n in steps])
         ax.minorticks_off()
@@ -347,20 +352,18 @@ def draw_memory(files: Files) -> Figure:
 
 
 def draw_oscillators(files: Files) -> Figure:
-    """Error against seconds of training, on irregular samples of an aircraft's vibration."""
-    figure, ax = plt.subplots(figsize=(7, 4), layout="constrained")
+    """Error against seconds of training on irregular samples of an aircraft's vibration, all on one machine."""
+    figure, ax = plt.subplots(figsize=(7, 3.6), layout="constrained")
     rows = files["plane-vibration"]
-    for table, marker in (("200-epochs", "o"), ("oscillators", "D")):
-        errors, seconds = values(rows, table, "test_forecast_mse"), values(rows, table, "seconds")
-        for index, (model, (middle, low, high)) in enumerate(errors.items()):
-            if model.startswith("gru, rate 1e-3"):
-                continue  # the same as in the other table
-            color = f"C{index}" if marker == "o" else f"C{(index + 6) % 10}"
-            x = seconds[model][0]
-            ax.errorbar(x, middle, [[middle - low], [high - middle]], fmt=marker, color=color, ms=5, capsize=2)
-            ax.annotate(TITLES.get(model, model), (x, middle), xytext=(6, 3), textcoords="offset points", fontsize=8)
-    _lines(ax, files, "test_forecast_mse", {"last value": ":"})
-    ax.set(xscale="log", yscale="log", xlabel="seconds of training, one thread", ylabel="test MSE", xlim=(15, 800))
+    seconds = values(rows, "oscillators", "seconds")
+    for index, (model, (middle, low, high)) in enumerate(values(rows, "oscillators", "test_forecast_mse").items()):
+        x, bounds = seconds[model], [[middle - low], [high - middle]]
+        ax.errorbar(x[0], middle, bounds, [[x[0] - x[1]], [x[2] - x[0]]], "o", color=f"C{index}", ms=5, capsize=2)
+        ax.annotate(model.replace("gru", "GRU"), (x[2], middle), xytext=(6, 3), textcoords="offset points", fontsize=9)
+    _lines(ax, files, {"last value": ":"})
+    ax.set(yscale="log", xlabel="seconds of training, one thread", ylabel="test MSE", xlim=(30, 55))
+    ticks_of_short_axis(ax.yaxis)
+    ax.legend(frameon=False, fontsize="small", loc="upper right", bbox_to_anchor=(1.0, 0.95))
     return figure
 
 
@@ -377,20 +380,20 @@ def draw_ode_rnns(files: Files) -> Figure:
                 label = table.replace("-", " ") if model == "node" else None
                 bounds = [[middle - low], [high - middle]]
                 ax.errorbar(place + shift, middle, bounds, fmt="o", color=color, label=label, capsize=2, ms=5)
-    _lines(ax, files, "test_forecast_mse", {"last value": ":", "constant": "-."})
-    ax.set_xticks(range(len(models)), [TITLES[model] for model in models])
+    _lines(ax, files, {"last value": ":", "constant": "-."})
+    ax.set_xticks(range(len(models)), [TITLES[model] for model in models], fontsize=8)
     ax.set(yscale="log", ylabel="test MSE, eight rows ahead")
+    ticks_of_short_axis(ax.yaxis)
     ax.legend(frameon=False, fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
 
 
-def _lines(ax: Axes, files: Files, metric: str, models: Mapping[str, str]) -> None:
+def _lines(ax: Axes, files: Files, models: Mapping[str, str]) -> None:
+    """Draw the test errors that take no training."""
+    case = "vibration (f16), phase-disjoint split"
+    found = values(files["trivial-rows"], "errors", "test_forecast_mse", case)
     for model, style in models.items():
-        case = "vibration (f16), phase-disjoint split"
-        height = values(files["trivial-rows"], "errors", metric, case)[model][0]
-        ax.axhline(height, color="0.5", ls=style, label=model)
-        if not ax.get_xticklabels() or ax.get_xscale() == "log":
-            ax.annotate(model, (1, height), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8)
+        ax.axhline(found[model][0], color="0.5", ls=style, label=model)
 
 
 FIGURES = {
