@@ -177,6 +177,7 @@ def lookup(files: Files, name: str, table: str, path: str) -> str:
     if len({row["table"] for row in rows}) > 1:
         raise ValueError(f"{asked}: in tables {sorted({row['table'] for row in rows})}. Fix: name one, FILE.TABLE.")
     centre, low, high = spread(rows)
+    centre += f" of {rows[0]['seeds']}" if rows[0]["statistic"] == "sum" else ""
     found = {"": centre, "min": low, "max": high, "range": f"{low}–{high}"}[statistic]
     if not found.strip("–"):
         raise ValueError(f"{asked}: has no {statistic or 'centre'}; it has {[row['statistic'] for row in rows]}.")
@@ -249,7 +250,7 @@ def claims(path: Path, files: Files) -> str:
     head = "| claim | measured | conditions | verdict | page |"
     text = [head, "|---|---|---|---|---|"]
     for row in rows:
-        link = f"[{row['page']}]({row['page']}.md)" if row["page"] else ""
+        link = f"[{row['page'].rpartition('/')[2]}]({row['page']}.md)" if row["page"] else ""
         entries = (row["claim"], row["measured"], row["conditions"], row["verdict"])
         text.append("| " + " | ".join(substitute(entry, files) for entry in entries) + f" | {link} |")
     return "\n".join(text) + "\n"
