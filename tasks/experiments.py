@@ -16,14 +16,15 @@ F16 = "F-16 vibration, phase-disjoint split"
 F16_PAPER = "F-16 vibration, the paper's split"
 SEGMENTS = "491 training segments"
 WALKER = "Walker2D, one frame in ten missing"
+ATTACKS = {("noise", 0.0), ("noise", 0.3), ("noise", 0.5), ("fgsm", 0.1), ("pgd", 0.05), ("pgd", 0.1)}
 images = runs("test_accuracy", "test_loss", "train_loss", "nfe_forward_mean", "nfe_backward_mean", "seconds_per_epoch")
 vibration = runs(
-    *("train_forecast_mse", "best_validation_forecast_mse", "test_forecast_mse", "test_acceleration_mse"),
+    *("train_forecast_mse", "validation_forecast_mse", "test_forecast_mse", "test_acceleration_mse"),
     *("nfe_forward_mean", "nfe_backward_mean", "seconds_per_epoch"),
 )
-frames = runs("train_loss", "test_mse", "ahead_mse", "nfe_forward_mean", "nfe_backward_mean", "seconds_per_epoch")
+frames = runs("train_loss", "test_mse", "walk_mse", "nfe_forward_mean", "nfe_backward_mean", "seconds_per_epoch")
 voltages = runs(
-    *("best_validation_loss", "multisine_rmse_mV", "arrow_no_extrapolation_rmse_mV", "arrow_full_rmse_mV"),
+    *("validation_rmse_mV", "multisine_rmse_mV", "arrow_no_extrapolation_rmse_mV", "arrow_full_rmse_mV"),
     "seconds_per_epoch",
 )
 classes = runs("test_accuracy", "test_loss", "training_seconds")
@@ -629,4 +630,3 @@ EXPERIMENTS: dict[str, Experiment] = {
         ),
     ),
 }
-ATTACKS = {("noise", 0.0), ("noise", 0.3), ("noise", 0.5), ("fgsm", 0.1), ("pgd", 0.05), ("pgd", 0.1)}

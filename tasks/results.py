@@ -334,7 +334,10 @@ def run(experiments: Mapping[str, Experiment], root: Path, pages: Path, jobs: in
                     else:
                         out = folder_of(root, name, command)
                         write_json(marker(out), {"command": command.text(out)})
-                    collect(name, experiment, root, pages)
+                    try:
+                        collect(name, experiment, root, pages)
+                    except SystemExit as error:  # the other commands go on
+                        failed.append(str(error))
         finally:
             for process in running:
                 process.terminate()

@@ -58,9 +58,9 @@ METRICS = {
     "ms_per_step": "ms per step",
     "test_forecast_mse": "test MSE",
     "train_forecast_mse": "training MSE",
-    "best_validation_forecast_mse": "validation MSE",
+    "validation_forecast_mse": "validation MSE",
     "test_acceleration_mse": "test MSE, accelerations",
-    "ahead_mse": "MSE over 48 frames",
+    "walk_mse": "MSE over 48 frames",
     "separates": "separates %",
     "value": "",
 }

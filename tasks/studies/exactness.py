@@ -1,8 +1,8 @@
 """Exactness: what reversible gradients store and miss, and the delta-rule memory in float32 at strong decay.
 
-``reversible.csv``: a heavy ball whose f is a tanh network of 64 features, batch 64, T = 10, solved with equal steps, float64.
-For each gradient the relative error against "direct" by the same method, in the norm over input and parameters, and
-the MiB of the tensors that a forward pass makes and that are alive after it.
+``reversible.csv``: a heavy ball whose f is a tanh network of 64 features, batch 64, T = 10, with equal steps, float64.
+For each gradient the relative error against "direct" by the same method, in the norm over input and parameters, and the
+MiB of the tensors that a forward pass makes and that are alive after it.
 
 ``memory.csv``: :func:`hbnode.nn.functional.heavy_ball_memory` in float32 against its recurrence in float64, by decay of
 the memory in a step. "divided keys" is the chunk form of gated linear attention as its paper first states it, in which
@@ -68,7 +68,7 @@ class Living(TorchDispatchMode):
         return sum(size for reference, size in self.storages.values() if not reference.expired())
 
 
-def gradients(method: str, gradient: str, steps: int) -> tuple[Tensor, float]:
+def gradients(method: Any, gradient: Any, steps: int) -> tuple[Tensor, float]:
     """Return the gradient of |h(10)|^2 by input and parameters, one vector, and the MiB kept for the backward pass."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)).double()
@@ -122,7 +122,7 @@ def memory(seed: int) -> list[Row]:
     generator = torch.Generator().manual_seed(seed)
     q, k, v = torch.randn(3, 1, HEADS, LENGTH, FEATURES, generator=generator, dtype=torch.float64)
     k = nn.functional.normalize(k, dim=-1)
-    single = [x.float() for x in (q, k, v)]
+    single = (q.float(), k.float(), v.float())
     rows: list[Row] = []
     for decay in DECAYS:
         log_decay = math.log(decay) if decay else -math.inf

@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from tasks.common.config import Options, option, parse
 from tasks.common.run import write_study
 from tasks.data.f16 import read_plane_vibration
 
-SETS = {  # of classification, the options of the page Results
+SETS: dict[str, dict[str, Any]] = {  # of classification, the options of the page Results
     "clinic": {},
     "ItalyPowerDemand": {"drop": 0.5},
     "BasicMotions": {"drop": 0.5, "samples": 50},
