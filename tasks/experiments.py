@@ -6,6 +6,9 @@ command has the papers' length, its table is named for it ("full").
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from tasks.results import Command, Experiment, both, runs, study
 
 ADJOINT = "--solver torchdiffeq --adjoint-norm full --tol 1e-5"
@@ -17,17 +20,35 @@ F16_PAPER = "F-16 vibration, the paper's split"
 SEGMENTS = "491 training segments"
 WALKER = "Walker2D, one frame in ten missing"
 ATTACKS = {("noise", 0.0), ("noise", 0.3), ("noise", 0.5), ("fgsm", 0.1), ("pgd", 0.05), ("pgd", 0.1)}
+PROBLEMS = {"addition": "addition", "temporal_order": "temporal-order", "memorization_5": "5-bit-memorization"}
+HF = {"hf": "Hessian-free", "adam": "Adam, 1e-2"}
+SCORES = {"jsb": "JSB Chorales", "nottingham": "Nottingham", "piano": "Piano-midi.de"}
 images = runs("test_accuracy", "test_loss", "train_loss", "nfe_forward_mean", "nfe_backward_mean", "seconds_per_epoch")
-vibration = runs(
-    *("train_forecast_mse", "validation_forecast_mse", "test_forecast_mse", "test_acceleration_mse"),
-    *("nfe_forward_mean", "nfe_backward_mean", "seconds_per_epoch"),
+penalised = runs(
+    *("test_accuracy", "train_cross_entropy", "nfe_forward_mean", "test_nfe", "seconds_per_epoch"),
+    label=lambda c: c["model"] + ("" if c["regularize"] == "none" else f", λ = {c['penalty']:g}"),
+    table=lambda c: "penalties",
 )
+VIBRATION = (
+    *("train_forecast_mse", "validation_forecast_mse", "test_forecast_mse", "test_acceleration_mse"),
+    *("nfe_forward_mean", "nfe_backward_mean", "seconds_per_epoch", "seconds"),
+)
+vibration = runs(*VIBRATION)
 frames = runs("train_loss", "test_mse", "walk_mse", "nfe_forward_mean", "nfe_backward_mean", "seconds_per_epoch")
-voltages = runs(
+VOLTAGES = (
     *("validation_rmse_mV", "multisine_rmse_mV", "arrow_no_extrapolation_rmse_mV", "arrow_full_rmse_mV"),
     "seconds_per_epoch",
 )
+voltages = runs(*VOLTAGES)
 classes = runs("test_accuracy", "test_loss", "training_seconds")
+
+
+def pair_of(config: Mapping[str, Any]) -> str:
+    """Return what the pages call a model and its optimizer."""
+    damped = {True: ", structural damping", False: ", undamped"}[bool(config["structural_damping"])]
+    return f"{config['model']} {config['optimizer']}" + (
+        damped if config["optimizer"] == "hf" and config["model"] == "tanh" else ""
+    )
 
 
 def one(question: str, *commands: Command) -> Experiment:
@@ -74,7 +95,7 @@ EXPERIMENTS: dict[str, Experiment] = {
                     "--seeds 3 --jobs 1",
                 ),
                 0.1,
-                images,
+                penalised,
                 DIGITS,
                 "1,437 images",
             )
@@ -84,7 +105,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             "no-penalty",
             ("tasks.image_classification --small --model node,sonode,hbnode,ghbnode --epochs 8 --seeds 3 --jobs 1",),
             0.2,
-            images,
+            penalised,
             DIGITS,
             "1,437 images",
         ),
@@ -98,6 +119,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             study(
                 "robustness.csv",
                 "accuracy",
+                model=lambda row: row["model"].lower(),
                 case=("attack", "size"),
                 where=lambda row: (row["attack"], float(row["size"])) in ATTACKS,
             ),
@@ -180,7 +202,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             "growth",
             ("tasks.studies.silverbox_growth --draws 100",),
             0.3,
-            study("growth.csv", "median", "q10", "q90", "mean", where=lambda row: float(row["t"]) == 63),
+            study("growth.csv", "median", "q10", "q90", "mean", log10=True, where=lambda row: float(row["t"]) == 63),
             "Silverbox, V1",
             "63 samples",
         ),
@@ -198,7 +220,7 @@ EXPERIMENTS: dict[str, Experiment] = {
                 "--jobs 1",
             ),
             0.4,
-            voltages,
+            runs(*VOLTAGES, "seconds", label=lambda c: f"oscillators, {c['epochs']} epochs"),
             "Silverbox, official split",
         ),
     ),
@@ -232,7 +254,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             "gru-rate-3e-3",
             ("tasks.plane_vibration --model gru --lr 3e-3 --seeds 3 --epochs 200 --jobs 1",),
             0.1,
-            vibration,
+            runs(*VIBRATION, label=lambda c: "gru, rate 3e-3", table=lambda c: "oscillators"),
             F16,
             SEGMENTS,
         ),
@@ -240,7 +262,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             "oscillators",
             ("tasks.plane_vibration --model oscillators --lr 0.03 --epochs 100 --seeds 5 --jobs 1",),
             0.1,
-            vibration,
+            runs(*VIBRATION, label=lambda c: "oscillators, linear", table=lambda c: "oscillators"),
             F16,
             SEGMENTS,
         ),
@@ -248,7 +270,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             "kalman",
             ("tasks.plane_vibration --model kalman --lr 0.1 --epochs 13 --seeds 5 --jobs 1",),
             0.1,
-            vibration,
+            runs(*VIBRATION, label=lambda c: "oscillators in noise (Kalman filter)", table=lambda c: "oscillators"),
             F16,
             SEGMENTS,
         ),
@@ -259,7 +281,7 @@ EXPERIMENTS: dict[str, Experiment] = {
                 "--jobs 1",
             ),
             0.4,
-            runs("nfe_forward_mean", "nfe_backward_mean", "seconds_per_epoch"),
+            runs("nfe_forward", "nfe_backward", "seconds", at={1: "epoch 1", 2: "epoch 2"}),
             F16,
             SEGMENTS,
         ),
@@ -270,14 +292,6 @@ EXPERIMENTS: dict[str, Experiment] = {
             "10-epochs",
             ("tasks.walker2d --model all --seeds 3 --windows 2500 --epochs 10 --jobs 1",),
             0.5,
-            frames,
-            WALKER,
-            "2,500 of 9,814 windows",
-        ),
-        Command(
-            "plain-cell",
-            (f"tasks.walker2d --model {FIVE} --cell plain --seeds 3 --windows 2500 --epochs 10 --jobs 1",),
-            0.4,
             frames,
             WALKER,
             "2,500 of 9,814 windows",
@@ -419,7 +433,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             "3e-3",
             ("tasks.language_model --model transformer --connection all --lr 3e-3 --epochs 1 --seeds 3 --jobs 1",),
             2.5,
-            runs("best_validation_perplexity", "test_loss", label=("connection",)),
+            runs("best_validation_perplexity", "test_loss", label=lambda c: c["connection"]),
             "Tiny Shakespeare, characters",
             "500,000 characters",
         ),
@@ -433,7 +447,7 @@ EXPERIMENTS: dict[str, Experiment] = {
                 "gated_delta,heavy_ball --seeds 3 --jobs 1",
             ),
             6,
-            runs("test_accuracy", "state", "seconds_per_epoch"),
+            runs("test_accuracy", at={5: "750 batches", 10: "1,500 batches", 20: "3,000 batches"}),
             "copying, 48 symbols",
             "3,000 batches of 32",
         ),
@@ -463,7 +477,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             study(
                 "regression.csv",
                 *("delta", "momentum_delta", "momentum"),
-                model=("keys",),
+                model=lambda row: row["keys"],
                 case=("length", "noise"),
                 where=lambda row: row["settings"] == "safe" and float(row["noise"]) == 0.3,
             ),
@@ -519,8 +533,9 @@ EXPERIMENTS: dict[str, Experiment] = {
             20,
             runs(
                 *("solved", "seconds", "test_error", "iterations"),
-                case=("problem", "length"),
-                label=("model", "optimizer", "structural_damping"),
+                case=lambda c: f"T = {c['length']}",
+                label=pair_of,
+                table=lambda c: PROBLEMS[c["problem"]],
             ),
             size="300 s of one thread",
         ),
@@ -535,7 +550,12 @@ EXPERIMENTS: dict[str, Experiment] = {
                     "--clock cpu --jobs 1",
                 ),
                 0.05,
-                runs("test_kl", "test_squared_error", label=("cell", "optimizer")),
+                runs(
+                    *("test_kl", "test_squared_error"),
+                    label=lambda c: c["cell"],
+                    case=lambda c: HF[c["optimizer"]],
+                    table=lambda c: "120-s",
+                ),
                 "three balls in a box, 18 × 18",
                 "120 s of one thread",
             )
@@ -553,7 +573,12 @@ EXPERIMENTS: dict[str, Experiment] = {
                     f"--optimizer {optimizer} --seconds {seconds} --clock cpu --jobs 1",
                 ),
                 seconds / 3600,
-                runs("test_nll", "best_validation_nll", label=("cell", "optimizer")),
+                runs(
+                    "test_nll",
+                    label=lambda c: c["cell"],
+                    case=lambda c: HF[c["optimizer"]].split(",")[0],
+                    table=lambda c: SCORES[c["data"]],
+                ),
                 data,
                 f"{seconds} s of one thread",
             )
@@ -569,7 +594,7 @@ EXPERIMENTS: dict[str, Experiment] = {
                 f"{dataset}-{model}",
                 (f"tasks.density --model {model} --dataset {dataset} --iterations 100 --lr {rate} --jobs 1",),
                 hours,
-                runs("test_nll", "seconds_per_epoch"),
+                runs("test_nll", case=lambda c: c["dataset"], table=lambda c: "densities"),
                 dataset,
                 "1,000 batches of 256",
             )
@@ -583,7 +608,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             "bounds",
             ("tasks.annealing",),
             1,
-            study("annealing.csv", "gap", model=("sampler",), case=("target", "evaluations", "trained")),
+            study("annealing.csv", "gap", model=lambda row: row["sampler"], case=("target", "evaluations", "trained")),
             size="2,000 paths",
         ),
     ),

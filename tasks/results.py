@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import csv
 import datetime
+import math
 import os
 import shlex
 import signal
@@ -90,40 +91,50 @@ class Experiment:
 # Readers of what commands leave behind
 
 
-def runs(*metrics: str, case: Sequence[str] = (), label: Sequence[str] = ("model",)) -> Reader:
+def runs(
+    *metrics: str,
+    label: Callable[[Mapping[str, Any]], str] = lambda config: str(config["model"]),
+    case: Callable[[Mapping[str, Any]], str] = lambda config: "",
+    table: Callable[[Mapping[str, Any]], str] = lambda config: "",
+    at: Mapping[int, str] | None = None,
+) -> Reader:
     """Return a reader of run folders.
 
     Arguments:
-        metrics: entries of ``summary.json``, one row each.
-        case: options that tell runs of a model apart, such as the length of a problem.
-        label: options whose values are the model's name.
+        metrics: entries of ``summary.json``, or columns of ``metrics.csv``, one row each; "seconds" is their sum.
+        label: what the model is called, from the run's options.
+        case: what tells runs of a model apart, such as the length of a problem.
+        table: which table of the page the rows belong to; empty is the command's.
+        at: epochs whose values are taken, and the case of each; None takes those of the end.
     """
 
     def read(folder: Path) -> Iterator[Row]:
         for path in sorted(folder.rglob("config.json")):
             config = read_json(path)
             about = {
-                "model": " ".join(str(config[name]) for name in label if config[name] not in ("", None)),
-                "case": ", ".join(f"{name} {config[name]}" for name in case),
+                "table": table(config),
+                "model": label(config),
+                "case": case(config),
                 "seed": str(config["seed"]),
                 "solver": _solver(config),
                 "gradient": str(config.get("gradient") or ""),
                 "tolerance": "" if config.get("tol") is None or config.get("steps") else f"{config['tol']:g}",
                 "epochs_asked": str(config["epochs"]),
             }
-            summary = path.with_name("summary.json")
+            summary, rows = path.with_name("summary.json"), _epochs(path.with_name("metrics.csv"))
             if not summary.exists():
-                done = _epochs_done(path.with_name("metrics.csv"))
+                done = f"{float(rows[-1]['epoch']):g}" if rows else "0"
                 yield about | {"metric": "epochs", "statistic": "unfinished", "value": done, "epochs_done": done}
                 continue
-            found = read_json(summary)
-            about |= {"parameters": str(found["parameters"]), "epochs_done": f"{found['epoch']:g}"}
-            about |= environment(found, summary)
-            missing = [name for name in metrics if name not in found]
-            if missing:
-                raise SystemExit(f"{summary} has no {', '.join(missing)}; it has {', '.join(found)}.")
+            end = read_json(summary) | {"seconds": sum(float(row["seconds"]) for row in rows)}
+            about |= {"parameters": str(end["parameters"]), "epochs_done": f"{end['epoch']:g}"}
+            about |= environment(end, summary)
+            chosen = {"": end} if at is None else {at[int(k)]: row for row in rows if (k := float(row["epoch"])) in at}
             for name in metrics:
-                yield about | {"metric": name, "value": number(found[name])}
+                for moment, found in chosen.items():
+                    if name not in found:
+                        raise SystemExit(f"{summary} has no {name}; there are {', '.join(found)}.")
+                    yield about | {"case": moment or about["case"], "metric": name, "value": number(found[name])}
 
     return read
 
@@ -131,20 +142,22 @@ def runs(*metrics: str, case: Sequence[str] = (), label: Sequence[str] = ("model
 def study(
     file: str,
     *metrics: str,
-    model: Sequence[str] = ("model",),
+    model: Callable[[Mapping[str, str]], str] = lambda row: row["model"],
     case: Sequence[str] = (),
     where: Callable[[Mapping[str, str]], bool] = lambda row: True,
     table: str = "",
+    log10: bool = False,
 ) -> Reader:
     """Return a reader of the table that a study writes.
 
     Arguments:
         file: the table, CSV, in the command's folder; what it was measured on is in the JSON file of the same name.
         metrics: its columns, one row each.
-        model: columns that name the model.
+        model: what the model of a row of the table is called.
         case: columns that tell a model's rows apart; none: the column "case", if there is one.
         where: which rows of the table to take.
         table: which table of the page the rows belong to; empty is the command's.
+        log10: whether to take the logarithms of the values; metrics are then called "log10_...".
     """
 
     def read(folder: Path) -> Iterator[Row]:
@@ -159,7 +172,7 @@ def study(
                     continue
                 told = {
                     "table": table,
-                    "model": " ".join(line[name] for name in model),
+                    "model": model(line),
                     "case": ", ".join(f"{name.replace('_', ' ')} {line[name]}" for name in case)
                     or line.get("case", ""),
                     "seed": line.get("seed", ""),
@@ -169,7 +182,10 @@ def study(
                 for name in metrics:
                     if line[name] == "" and "case" in line:  # a metric that this case does not have
                         continue
-                    yield about | told | {"metric": name, "value": number(line[name])}
+                    value = line[name]
+                    if log10:
+                        value = str(math.log10(float(value)))
+                    yield about | told | {"metric": f"log10_{name}" if log10 else name, "value": number(value)}
 
     return read
 
@@ -203,11 +219,11 @@ def _solver(config: Mapping[str, Any]) -> str:
     return " ".join(word for word in (config["solver"], method) if word)
 
 
-def _epochs_done(metrics: Path) -> str:
+def _epochs(metrics: Path) -> list[dict[str, str]]:
     if not metrics.exists():
-        return "0"
+        return []
     with metrics.open(newline="", encoding="utf-8") as lines:
-        return f"{float(list(csv.DictReader(lines))[-1]['epoch']):g}"
+        return list(csv.DictReader(lines))
 
 
 # Files of results

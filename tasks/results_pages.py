@@ -146,15 +146,21 @@ def cell(rows: Sequence[Row]) -> str:
     """Return a cell of a table: the value, or the centre over the seeds and the range."""
     if not rows:
         return ""
+    if rows[0]["metric"] == "solved":
+        return solved(rows)
     centre, low, high = spread(rows)
     errors = [shown(row["value"], row["metric"]) for row in rows if row["statistic"] == "stderr"]
-    if rows[0]["statistic"] == "sum":
-        return f"{centre} of {rows[0]['seeds']}"
     if errors:
         return f"{centre} ± {errors[0]}"
     if low and high:
         return f"{centre} [{low}, {high}]" if centre else f"{low} to {high}"
     return centre
+
+
+def solved(rows: Sequence[Row]) -> str:
+    """Return how many runs of how many solved their problem: a sum, or a row of 0 or 1 for each seed."""
+    total = sum(int(row["value"]) for row in rows)
+    return f"{total} of {rows[0]['seeds'] or len(rows)}"
 
 
 # References
@@ -177,7 +183,7 @@ def lookup(files: Files, name: str, table: str, path: str) -> str:
     if len({row["table"] for row in rows}) > 1:
         raise ValueError(f"{asked}: in tables {sorted({row['table'] for row in rows})}. Fix: name one, FILE.TABLE.")
     centre, low, high = spread(rows)
-    centre += f" of {rows[0]['seeds']}" if rows[0]["statistic"] == "sum" else ""
+    centre = solved(rows) if metric == "solved" else centre
     found = {"": centre, "min": low, "max": high, "range": f"{low}–{high}"}[statistic]
     if not found.strip("–"):
         raise ValueError(f"{asked}: has no {statistic or 'centre'}; it has {[row['statistic'] for row in rows]}.")

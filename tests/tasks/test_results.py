@@ -34,7 +34,7 @@ def write_run(folder, *, seed=0, epochs=2, done=2.0, **summary):
     folder.mkdir(parents=True)
     config = {"model": "hbnode", "seed": seed, "epochs": epochs, "solver": "native", "method": "", "tol": 1e-3}
     (folder / "config.json").write_text(json.dumps(config | {"gradient": "", "steps": 0}))
-    (folder / "metrics.csv").write_text(f"epoch,loss\n1.0,1\n{done},0.5\n")
+    (folder / "metrics.csv").write_text(f"epoch,loss,seconds\n1.0,1,2\n{done},0.5,3\n")
     if summary:
         found = {"epoch": done, "parameters": 10, **MACHINE, **summary}
         (folder / "summary.json").write_text(json.dumps(found))
@@ -180,9 +180,11 @@ def test_commands_are_understood(name, monkeypatch, tmp_path):
     monkeypatch.setattr(task_run, "sweep", lambda config, train: taken.append(config))
     for command in EXPERIMENTS[name].commands:
         for module, *arguments in command.arguments(tmp_path / name / command.table):
-            main = importlib.import_module(module).main
-            if main.__module__ == "tasks.common.run":
-                main(arguments)
+            task = importlib.import_module(module)
+            if task.main.__module__ == "tasks.common.run" or hasattr(task, "sweep"):
+                if hasattr(task, "sweep"):
+                    monkeypatch.setattr(task, "sweep", lambda config, train: taken.append(config))
+                task.main(arguments)
                 assert taken[-1].out == str(tmp_path / name / command.table)
 
 
@@ -194,3 +196,19 @@ def test_the_list_is_printed(capsys, tmp_path):
     assert "unknown experiments ['no-such']" in capsys.readouterr().err
     results.main(["collect", "digits", "--runs", str(tmp_path)])
     assert "digits: 0 rows" in capsys.readouterr().out
+
+
+def test_values_at_epochs_and_cases(tmp_path):
+    write_run(tmp_path / "a", test_loss=0.25)
+    found = list(runs("loss", "seconds", at={1: "begin", 2: "end"}, table=lambda config: "x")(tmp_path))
+    assert [(line["case"], line["metric"], line["value"], line["table"]) for line in found] == [
+        ("begin", "loss", "1", "x"),
+        ("end", "loss", "0.5", "x"),
+        ("begin", "seconds", "2", "x"),
+        ("end", "seconds", "3", "x"),
+    ]
+    (line,) = runs("seconds", case=lambda config: f"{config['epochs']} epochs")(tmp_path)
+    assert (line["case"], line["value"]) == ("2 epochs", "5")
+    solved = [row(metric="solved", value="1"), row(metric="solved", value="0")]
+    assert results_pages.cell(solved) == "1 of 2"
+    assert results_pages.cell([row(metric="solved", value="2", seeds="3")]) == "2 of 3"
