@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import re
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from tasks.common import run as task_run
 from tasks.experiments import EXPERIMENTS
 from tasks.results import COLUMNS, Command, Experiment, collect, read_rows, runs, study, write_rows
 from tasks.results_pages import lookup, read_results, substitute, tables, write_results
+from tasks.studies import exactness, trivial_rows
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = sorted((DOCS / "results").glob("*.md"))
@@ -212,3 +214,26 @@ def test_values_at_epochs_and_cases(tmp_path):
     solved = [row(metric="solved", value="1"), row(metric="solved", value="0")]
     assert results_pages.cell(solved) == "1 of 2"
     assert results_pages.cell([row(metric="solved", value="2", seeds="3")]) == "2 of 3"
+
+
+# The studies that take no training
+
+
+def test_memory_and_reversible_gradients_are_exact():
+    errors = {(line["model"], line["decay"]): line["relative_error"] for line in exactness.memory(0)}
+    ours = [error for (model, _), error in errors.items() if model != "divided keys"]
+    assert max(ours) < 1e-6
+    assert math.isnan(errors["divided keys", "0.1"])
+    assert errors["divided keys", "0.9"] < 1e-6
+    found, stored = exactness.gradients("leapfrog", "reversible", 8)
+    exact, kept = exactness.gradients("leapfrog", "direct", 8)
+    assert (found - exact).norm() < 1e-13 * exact.norm()
+    assert stored < kept / 3
+
+
+def test_a_constant_has_the_shares_of_the_training_series():
+    (line,) = trivial_rows.of_classes("clinic", 1)
+    assert line["test_accuracy"] == pytest.approx(194 / 240)
+    assert 0.4 < line["test_loss"] < 0.6
+    names = [(line["model"], line["size"]) for line in trivial_rows.of_vibration()]
+    assert names == [("constant", 243), ("last value", 243), ("constant", 254), ("last value", 254)]
