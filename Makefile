@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 DEMO := runs/demo
 
-.PHONY: demo test slow lint docs bench clean
+.PHONY: demo test slow lint docs results bench clean
 
 demo: .venv/.complete
 	@$(BIN)/python -m tasks.image_classification --preset demo --model all --out $(DEMO)
@@ -27,6 +27,10 @@ lint: .venv/.complete
 docs: .venv/.complete
 	$(BIN)/sphinx-build -W -q -b html docs docs/_build/html
 
+# Runs what is missing of the experiments behind docs/results; days of one thread in all. It resumes.
+results: .venv/.complete
+	$(BIN)/python -m tasks.results run
+
 # The rivals are installed only for this.
 bench: .venv/.complete
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
@@ -47,7 +51,7 @@ bench: .venv/.complete
 	$(BIN)/python -m benchmarks.oscillators
 
 clean:
-	rm -rf docs/_build runs/demo
+	rm -rf docs/_build docs/_results runs/demo
 
 # constraints.txt pins what the tests are run with.
 .venv/.complete: pyproject.toml constraints.txt

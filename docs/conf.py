@@ -4,9 +4,15 @@ from pathlib import Path
 import hbnode
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE / "_ext"))
+sys.path[:0] = [str(HERE / "_ext"), str(HERE.parent)]  # tasks is not installed
 
 import code_links  # noqa: E402
+
+from tasks.results_pages import (  # noqa: E402
+    read_results,
+    substitute,
+    write_results,
+)
 
 project = "hbnode"
 author = "The hbnode developers"
@@ -25,7 +31,7 @@ extensions = [
     "gallery",
     "mathml",
 ]
-exclude_patterns = ["_build", "_ext", "_templates"]
+exclude_patterns = ["_build", "_ext", "_results", "_templates"]
 
 html_theme = "furo"
 html_title = f"hbnode {version}"
@@ -97,5 +103,18 @@ def skip(app, what, name, obj, skip, options):
     return True if helper or text.startswith("Alias for field") else None
 
 
+def draw_results(app):
+    """Draw the tables and figures of Results from docs/results/*.csv."""
+    write_results(HERE / "results", HERE / "_results")
+
+
+def fill_in(app, name, source):
+    """Put numbers in the place of references in the pages of Results."""
+    if name.startswith("results/"):
+        source[0] = substitute(source[0], read_results(HERE / "results"))
+
+
 def setup(app):
     app.connect("autodoc-skip-member", skip)
+    app.connect("builder-inited", draw_results)
+    app.connect("source-read", fill_in)

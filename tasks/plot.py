@@ -1,5 +1,8 @@
 """Draw run folders: ``python -m tasks.plot runs/demo`` prints a table and writes figures.
 
+``python -m tasks.plot docs/results`` draws the tables and figures of the pages of Results from their CSV files into
+``docs/_results``; see tasks/results_pages.py.
+
 There is a table and a figure for every task, preset, data set and protocol found: accuracy or loss and evaluations
 against epoch, as figures 6, 9, 10, 12 and 13 of the momentum-architectures paper, and seconds of runs that had the
 machine to themselves. Another one shows evaluations and gradient error against tolerance (figure 11) where runs have
@@ -33,6 +36,7 @@ from tasks.common.files import write_figure
 from tasks.density import draw_densities
 from tasks.image_classification import CURVE_IMAGES
 from tasks.image_generation import ImageGenerationConfig, draw_rows
+from tasks.results_pages import write_results
 from tasks.run_groups import Group, collect, tell_apart
 
 # What guesses reach, by entry of a summary: on the data of the curves, drawn, and on the test data, in the table.
@@ -267,9 +271,15 @@ def _draw_samples(figure: Figure | SubFigure, groups: Sequence[Group]) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Print a table and write figures for each experiment under a folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("root", type=Path, nargs="?", default=Path("runs"), help="folder of run folders [runs]")
-    parser.add_argument("--out", type=Path, help="the figure's path [ROOT/EXPERIMENT.png]")
+    parser.add_argument(
+        "root", type=Path, nargs="?", default=Path("runs"), help="folder of run folders, or of results [runs]"
+    )
+    parser.add_argument("--out", type=Path, help="the figure's path [ROOT/EXPERIMENT.png]; of results, a folder")
     options = parser.parse_args(argv)
+    if (options.root / "claims.csv").exists():
+        for path in write_results(options.root, options.out or options.root.parent / "_results"):
+            print(path)
+        return
     logging.basicConfig(format="%(message)s")
     experiments = {name: list(of) for name, of in groupby(collect(options.root), key=lambda group: group.experiment)}
     if not experiments:

@@ -1,0 +1,657 @@
+"""What the pages of Results rest on: for each experiment its question, its commands, and what is read of their runs.
+
+``python -m tasks.results`` lists, runs and collects them. Hours are of one thread, estimated from earlier runs. Where a
+command has the papers' length, its table is named for it ("full").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tasks.results import Command, Experiment, both, runs, study
+
+ADJOINT = "--solver torchdiffeq --adjoint-norm full --tol 1e-5"
+FIVE = "node,anode,sonode,hbnode,ghbnode"
+RULES = "plain,gain,forget,momentum,nag,sr,adam,rmsprop"
+DIGITS = "scikit-learn digits, 8 × 8"
+F16 = "F-16 vibration, phase-disjoint split"
+F16_PAPER = "F-16 vibration, the paper's split"
+SEGMENTS = "491 training segments"
+WALKER = "Walker2D, one frame in ten missing"
+ATTACKS = {("noise", 0.0), ("noise", 0.3), ("noise", 0.5), ("fgsm", 0.1), ("pgd", 0.05), ("pgd", 0.1)}
+PROBLEMS = {"addition": "addition", "temporal_order": "temporal-order", "memorization_5": "5-bit-memorization"}
+HF = {"hf": "Hessian-free", "adam": "Adam, 1e-2"}
+SCORES = {"jsb": "JSB Chorales", "nottingham": "Nottingham", "piano": "Piano-midi.de"}
+images = runs("test_accuracy", "test_loss", "train_loss", "nfe_forward_mean", "nfe_backward_mean", "seconds_per_epoch")
+penalised = runs(
+    *("test_accuracy", "train_cross_entropy", "nfe_forward_mean", "test_nfe", "seconds_per_epoch"),
+    label=lambda c: c["model"] + ("" if c["regularize"] == "none" else f", λ = {c['penalty']:g}"),
+    table=lambda c: "penalties",
+)
+VIBRATION = (
+    *("train_forecast_mse", "validation_forecast_mse", "test_forecast_mse", "test_acceleration_mse"),
+    *("nfe_forward_mean", "nfe_backward_mean", "seconds_per_epoch", "seconds"),
+)
+vibration = runs(*VIBRATION)
+frames = runs("train_loss", "test_mse", "walk_mse", "nfe_forward_mean", "nfe_backward_mean", "seconds_per_epoch")
+VOLTAGES = (
+    *("validation_rmse_mV", "multisine_rmse_mV", "arrow_no_extrapolation_rmse_mV", "arrow_full_rmse_mV"),
+    "seconds_per_epoch",
+)
+voltages = runs(*VOLTAGES)
+classes = runs("test_accuracy", "test_loss", "training_seconds")
+
+
+def pair_of(config: Mapping[str, Any]) -> str:
+    """Return what the pages call a model and its optimizer."""
+    damped = {True: ", structural damping", False: ", undamped"}[bool(config["structural_damping"])]
+    return f"{config['model']} {config['optimizer']}" + (
+        damped if config["optimizer"] == "hf" and config["model"] == "tanh" else ""
+    )
+
+
+def one(question: str, *commands: Command) -> Experiment:
+    """Return an experiment."""
+    return Experiment(question, commands)
+
+
+def classified(dataset: str, options: str, hours: float, size: str) -> Command:
+    """Return the command of one set of classification, of all models."""
+    line = f"tasks.classification --dataset {dataset} --model all --seeds 3 --jobs 1 {options}"
+    return Command(dataset, (line,), hours, classes, dataset, size)
+
+
+EXPERIMENTS: dict[str, Experiment] = {
+    "digits": one(
+        "Do heavy-ball models need fewer function evaluations on images?",
+        Command(
+            "adjoint",
+            (
+                f"tasks.image_classification --small --model {FIVE},nesterovnode,adamnode --epochs 5 --batch-size 32 "
+                f"{ADJOINT} --seeds 3 --jobs 1",
+            ),
+            3,
+            images,
+            DIGITS,
+            "1,437 images",
+        ),
+        Command(
+            "native",
+            (f"tasks.image_classification --preset full --model {FIVE},nesterovnode,adamnode --seeds 3 --jobs 1",),
+            1.5,
+            images,
+            DIGITS,
+            "1,437 images",
+        ),
+    ),
+    "regularisation": one(
+        "Does regularising a NODE save as many evaluations as momentum?",
+        *(
+            Command(
+                f"penalty-{penalty}",
+                (
+                    f"tasks.image_classification --small --model node --epochs 8 --regularize both --penalty {penalty} "
+                    "--seeds 3 --jobs 1",
+                ),
+                0.1,
+                penalised,
+                DIGITS,
+                "1,437 images",
+            )
+            for penalty in ("0.01", "0.1", "1")
+        ),
+        Command(
+            "no-penalty",
+            ("tasks.image_classification --small --model node,sonode,hbnode,ghbnode --epochs 8 --seeds 3 --jobs 1",),
+            0.2,
+            penalised,
+            DIGITS,
+            "1,437 images",
+        ),
+    ),
+    "robustness": one(
+        "Are heavy-ball models more robust to noise and attacks?",
+        Command(
+            "attacks",
+            ("tasks.studies.robustness {runs}/digits/native --images 180 --pgd-steps 10 --out {out}",),
+            0.5,
+            study(
+                "robustness.csv",
+                "accuracy",
+                model=lambda row: row["model"].lower(),
+                case=("attack", "size"),
+                where=lambda row: (row["attack"], float(row["size"])) in ATTACKS,
+            ),
+            DIGITS,
+            "180 test images",
+        ),
+    ),
+    "mnist": one(
+        "Do the evaluations and accuracies of the digits hold on MNIST?",
+        Command(
+            "native",
+            (
+                f"tasks.image_classification --preset paper-mnist --solver native --tol 1e-3 --model {FIVE} --epochs 2 "
+                "--subset 2000 --test-subset 1000 --jobs 1",
+            ),
+            0.3,
+            images,
+            "MNIST",
+            "2,000 of 60,000 images",
+        ),
+        Command(
+            "adjoint",
+            (
+                f"tasks.image_classification --preset paper-mnist --tol 1e-5 --model {FIVE} --epochs 1 --subset 640 "
+                "--test-subset 1000 --jobs 1",
+            ),
+            0.5,
+            images,
+            "MNIST",
+            "640 of 60,000 images",
+        ),
+    ),
+    "cifar10": one(
+        "Do NODE and HBNODE learn CIFAR-10 alike?",
+        Command(
+            "native",
+            (
+                "tasks.image_classification --dataset cifar10 --model node,hbnode --epochs 6 --subset 3000 "
+                "--test-subset 1000 --tol 1e-2 --clip 1 --bfloat16 --jobs 1",
+            ),
+            0.3,
+            images,
+            "CIFAR-10",
+            "3,000 of 50,000 images",
+        ),
+    ),
+    "point-cloud": one(
+        "Which models separate a disc from an annulus?",
+        Command(
+            "native",
+            (f"tasks.point_cloud --model {FIVE} --tol 1e-4 --seeds 100 --jobs 1",),
+            8,
+            runs("separates", "train_loss", "nfe_forward_mean", "seconds_per_epoch"),
+            "disc in an annulus",
+            "120 points",
+        ),
+        Command(
+            "adjoint",
+            (f"tasks.point_cloud --preset paper --model {FIVE} --seeds 2 --jobs 1",),
+            2,
+            runs("separates", "train_loss", "nfe_forward_mean", "nfe_backward_mean"),
+            "disc in an annulus",
+            "120 points",
+        ),
+    ),
+    "pendulum": one(
+        "Does a learned energy last over 100 periods?",
+        Command(
+            "swings",
+            ("tasks.pendulum --model all --seeds 3 --jobs 1",),
+            0.5,
+            runs("test_loss", "energy_error"),
+            "simulated pendulum",
+            "100 swings",
+        ),
+    ),
+    "silverbox": one(
+        "Which models simulate an electronic Duffing oscillator?",
+        Command(
+            "growth",
+            ("tasks.studies.silverbox_growth --draws 100",),
+            0.3,
+            study("growth.csv", "median", "q10", "q90", "mean", log10=True, where=lambda row: float(row["t"]) == 63),
+            "Silverbox, V1",
+            "63 samples",
+        ),
+        Command(
+            "simulation",
+            (f"tasks.silverbox --model {FIVE} --epochs 60 --seeds 5 --jobs 1",),
+            2,
+            voltages,
+            "Silverbox, official split",
+        ),
+        Command(
+            "oscillators",
+            (
+                "tasks.silverbox --model oscillators --window 500 --stride 50 --batch-size 32 --epochs 120 --seeds 5 "
+                "--jobs 1",
+            ),
+            0.4,
+            runs(*VOLTAGES, "seconds", label=lambda c: f"oscillators, {c['epochs']} epochs"),
+            "Silverbox, official split",
+        ),
+    ),
+    "plane-vibration": one(
+        "Which models forecast an aircraft's vibration from irregular samples?",
+        Command(
+            "24-epochs",
+            ("tasks.plane_vibration --model all --seeds 3 --epochs 24 --jobs 1",),
+            0.6,
+            vibration,
+            F16,
+            SEGMENTS,
+        ),
+        Command(
+            "paper-split",
+            ("tasks.plane_vibration --protocol paper --model all --seeds 3 --epochs 24 --jobs 1",),
+            0.6,
+            vibration,
+            F16_PAPER,
+            SEGMENTS,
+        ),
+        Command(
+            "full",
+            ("tasks.plane_vibration --model all --seeds 3 --epochs 500 --tol 1e-3 --jobs 1",),
+            4,
+            vibration,
+            F16,
+            SEGMENTS,
+        ),
+        Command(
+            "gru-rate-3e-3",
+            ("tasks.plane_vibration --model gru --lr 3e-3 --seeds 3 --epochs 200 --jobs 1",),
+            0.1,
+            runs(*VIBRATION, label=lambda c: "gru, rate 3e-3", table=lambda c: "oscillators"),
+            F16,
+            SEGMENTS,
+        ),
+        Command(
+            "oscillators",
+            ("tasks.plane_vibration --model oscillators --lr 0.03 --epochs 100 --seeds 5 --jobs 1",),
+            0.1,
+            runs(*VIBRATION, label=lambda c: "oscillators, linear", table=lambda c: "oscillators"),
+            F16,
+            SEGMENTS,
+        ),
+        Command(
+            "kalman",
+            ("tasks.plane_vibration --model kalman --lr 0.1 --epochs 13 --seeds 5 --jobs 1",),
+            0.1,
+            runs(*VIBRATION, label=lambda c: "oscillators in noise (Kalman filter)", table=lambda c: "oscillators"),
+            F16,
+            SEGMENTS,
+        ),
+        Command(
+            "adjoint",
+            (
+                f"tasks.plane_vibration --model {FIVE} --solver torchdiffeq --adjoint-norm full --tol 1e-7 --epochs 2 "
+                "--jobs 1",
+            ),
+            0.4,
+            runs("nfe_forward", "nfe_backward", "seconds", at={1: "epoch 1", 2: "epoch 2"}),
+            F16,
+            SEGMENTS,
+        ),
+    ),
+    "walker2d": one(
+        "Which models forecast a walking figure with frames missing?",
+        Command(
+            "10-epochs",
+            ("tasks.walker2d --model all --seeds 3 --windows 2500 --epochs 10 --jobs 1",),
+            0.5,
+            frames,
+            WALKER,
+            "2,500 of 9,814 windows",
+        ),
+        Command(
+            "full",
+            ("tasks.walker2d --model all --seeds 1 --epochs 500 --tol 1e-3 --jobs 1",),
+            60,
+            frames,
+            WALKER,
+            "all 9,814 windows",
+        ),
+        Command(
+            "gradients",
+            ("tasks.studies.walker2d_gradients",),
+            0.5,
+            study(
+                "adjoint_norms.csv",
+                "ratio",
+                case=("cell", "stage"),
+                where=lambda row: float(row["frames_back"]) == 60,
+            ),
+            WALKER,
+            "1,000 of 9,814 windows",
+        ),
+    ),
+    "classification": one(
+        "Which models classify irregular time series?",
+        classified("clinic", "--epochs 30", 0.2, "1,200 patients"),
+        classified("ItalyPowerDemand", "--epochs 30 --drop 0.5", 0.2, "1,096 days"),
+        classified("BasicMotions", "--epochs 100 --batch-size 16 --drop 0.5 --samples 50", 0.2, "80 series"),
+        classified("ACSF1", "--epochs 100 --batch-size 16", 0.6, "200 series"),
+        classified("PLAID", "--epochs 60", 0.6, "1,074 series"),
+        classified("PigCVP", "--epochs 100 --batch-size 16", 0.8, "312 series"),
+    ),
+    "trivial-rows": one(
+        "What do a constant and the last value reach on the irregular series?",
+        Command(
+            "errors",
+            ("tasks.studies.trivial_rows",),
+            0.05,
+            study("errors.csv", "test_forecast_mse", "test_acceleration_mse", "test_mse", "test_accuracy", "test_loss"),
+        ),
+    ),
+    "adding": one(
+        "Which recurrent rules learn to add two marked numbers?",
+        Command(
+            "200",
+            (f"tasks.adding --model {RULES},oscillators --epochs 12 --seeds 3 --jobs 1",),
+            1.5,
+            runs("test_loss", "trivial_loss", "seconds_per_epoch"),
+            "adding, T = 200",
+            "1,200 batches of 50",
+        ),
+        Command(
+            "full",
+            (f"tasks.adding --length 750 --hidden 128 --lr 2e-4 --model {RULES},oscillators --seeds 1 --jobs 1",),
+            40,
+            runs("test_loss", "trivial_loss", "seconds_per_epoch"),
+            "adding, T = 750",
+        ),
+    ),
+    "copying": one(
+        "Which recurrent rules learn to copy?",
+        Command(
+            "100",
+            (f"tasks.copying --length 100 --model {RULES},oscillators --epochs 12 --seeds 3 --jobs 1",),
+            1,
+            runs("test_loss", "trivial_loss", "seconds_per_epoch"),
+            "copying, L = 100",
+            "1,200 batches of 32",
+        ),
+        Command(
+            "full",
+            (f"tasks.copying --length 1000 --model {RULES},oscillators --seeds 1 --jobs 1",),
+            40,
+            runs("test_loss", "trivial_loss", "seconds_per_epoch"),
+            "copying, L = 1,000",
+        ),
+    ),
+    "pixels": one(
+        "Which recurrent layers learn permuted pixels?",
+        Command(
+            "lstm",
+            (
+                "tasks.pixel_mnist --permuted --model plain,forget,momentum,nag,sr,adam,rmsprop,oscillators --epochs 6 "
+                "--jobs 1",
+            ),
+            0.5,
+            runs("test_accuracy", "best_validation_accuracy", "seconds_per_epoch"),
+            "MNIST 14 × 14, permuted",
+            "10,000 of 60,000 images",
+        ),
+        Command(
+            "dtriv",
+            (
+                "tasks.pixel_mnist --preset pmnist-dtriv-170 --side 14 --train-size 10000 --test-size 2000 --epochs 4 "
+                "--model plain,gain,momentum,sr,adam,rmsprop --jobs 1",
+            ),
+            1,
+            runs("test_accuracy", "best_validation_accuracy", "seconds_per_epoch"),
+            "MNIST 14 × 14, permuted",
+            "10,000 of 60,000 images",
+        ),
+    ),
+    "speech": one(
+        "Which recurrent layers predict the next frame of speech?",
+        Command(
+            "15-epochs",
+            ("tasks.speech --model all --epochs 15 --seeds 3 --jobs 1",),
+            0.4,
+            runs("test_mse", "best_validation_mse", "seconds_per_epoch"),
+            "Free Spoken Digit Dataset",
+            "2,400 recordings",
+        ),
+        Command(
+            "full",
+            ("tasks.speech --model all --epochs 50 --seeds 3 --jobs 1",),
+            1.2,
+            runs("test_mse", "best_validation_mse", "seconds_per_epoch"),
+            "Free Spoken Digit Dataset",
+            "2,400 recordings",
+        ),
+    ),
+    "language-model": one(
+        "Does momentum help a language model's LSTM?",
+        Command(
+            "lstm",
+            (f"tasks.language_model --model {RULES} --layers 1 --epochs 3 --jobs 1",),
+            1,
+            runs("best_validation_perplexity", "test_perplexity", "seconds_per_epoch"),
+            "WikiText-2",
+            "200,000 words",
+        ),
+    ),
+    "depth": one(
+        "Does momentum over depth help a transformer?",
+        Command(
+            "3e-3",
+            ("tasks.language_model --model transformer --connection all --lr 3e-3 --epochs 1 --seeds 3 --jobs 1",),
+            2.5,
+            runs("best_validation_perplexity", "test_loss", label=lambda c: c["connection"]),
+            "Tiny Shakespeare, characters",
+            "500,000 characters",
+        ),
+    ),
+    "transformer-copy": one(
+        "Does momentum attention learn faster than linear attention?",
+        Command(
+            "48-symbols",
+            (
+                "tasks.transformer_copy --model softmax,linear,linear_gain,momentum,momentum_connection,adaptive,"
+                "gated_delta,heavy_ball --seeds 3 --jobs 1",
+            ),
+            6,
+            runs("test_accuracy", at={5: "750 batches", 10: "1,500 batches", 20: "3,000 batches"}),
+            "copying, 48 symbols",
+            "3,000 batches of 32",
+        ),
+        Command(
+            "sinusoidal",
+            ("tasks.transformer_copy --model softmax --positions sinusoidal --seeds 3 --jobs 1",),
+            0.6,
+            runs("test_accuracy", "state", "seconds_per_epoch"),
+            "copying, 48 symbols, sinusoidal positions",
+            "3,000 batches of 32",
+        ),
+    ),
+    "recall": one(
+        "Which memories recall what was bound to a key?",
+        Command(
+            "table",
+            ("tasks.recall --preset table --jobs 1",),
+            0.6,
+            study("recall.csv", "mean", case=("kind", "pairs", "noise", "share")),
+            "multi-query associative recall",
+            "500 batches of 32",
+        ),
+        Command(
+            "regression",
+            ("tasks.studies.recall_regression",),
+            0.2,
+            study(
+                "regression.csv",
+                *("delta", "momentum_delta", "momentum"),
+                model=lambda row: row["keys"],
+                case=("length", "noise"),
+                where=lambda row: row["settings"] == "safe" and float(row["noise"]) == 0.3,
+            ),
+            "linear regression, 8 features",
+            "64 sequences",
+        ),
+    ),
+    "image-generation": one(
+        "Do attention layers with momentum model images better?",
+        Command(
+            "digits",
+            ("tasks.image_generation --model all --jobs 1",),
+            1.5,
+            runs("test_bits_per_dim", "seconds_per_epoch"),
+            DIGITS,
+        ),
+        Command(
+            "mnist",
+            ("tasks.image_generation --preset mnist-small --model softmax,linear,momentum --jobs 1",),
+            3,
+            runs("test_bits_per_dim", "seconds_per_epoch"),
+            "MNIST 14 × 14",
+            "10,000 of 60,000 images",
+        ),
+    ),
+    "listops": one(
+        "Do attention layers with momentum learn ListOps?",
+        Command(
+            "short",
+            ("tasks.lra --preset listops-small --model softmax,linear,momentum,gated_delta --jobs 1",),
+            1.5,
+            runs("best_validation_accuracy", "test_accuracy", "majority_accuracy", "root_accuracy"),
+            "ListOps, 33 to 127 tokens",
+            "20,000 expressions",
+        ),
+    ),
+    "translation": one(
+        "Does momentum attention translate better than linear attention?",
+        Command(
+            "short",
+            ("tasks.translation --model all --lr 2e-3 --epochs 5 --train-size 16000 --test-size 0 --jobs 1",),
+            1,
+            runs("test_bleu", "test_bleu_first_pass", "test_bleu_oracle", "best_validation_bleu"),
+            "Tatoeba, sentences of at most five words",
+            "13,871 pairs",
+        ),
+    ),
+    "hessian-free": one(
+        "Who needs Hessian-free optimization?",
+        Command(
+            "problems",
+            ("tasks.pathological_table --lengths 50,100,200 --seeds 3 --jobs 1",),
+            20,
+            runs(
+                *("solved", "seconds", "test_error", "iterations"),
+                case=lambda c: f"T = {c['length']}",
+                label=pair_of,
+                table=lambda c: PROBLEMS[c["problem"]],
+            ),
+            size="300 s of one thread",
+        ),
+    ),
+    "bouncing-balls": one(
+        "Does Hessian-free optimization predict videos better than Adam?",
+        *(
+            Command(
+                f"{cell}-{optimizer}",
+                (
+                    f"tasks.bouncing_balls --cell {cell} --model plain --optimizer {optimizer} --seconds 120 "
+                    "--clock cpu --jobs 1",
+                ),
+                0.05,
+                runs(
+                    *("test_kl", "test_squared_error"),
+                    label=lambda c: c["cell"],
+                    case=lambda c: HF[c["optimizer"]],
+                    table=lambda c: "120-s",
+                ),
+                "three balls in a box, 18 × 18",
+                "120 s of one thread",
+            )
+            for cell in ("rnn", "lstm", "gru")
+            for optimizer in ("hf", "adam")
+        ),
+    ),
+    "polyphonic-music": one(
+        "Does Hessian-free optimization predict music better than Adam?",
+        *(
+            Command(
+                f"{data}-{cell}-{optimizer}",
+                (
+                    f"tasks.polyphonic_music --data {data} --cell {cell} --model plain --hidden {hidden} "
+                    f"--optimizer {optimizer} --seconds {seconds} --clock cpu --jobs 1",
+                ),
+                seconds / 3600,
+                runs(
+                    "test_nll",
+                    label=lambda c: c["cell"],
+                    case=lambda c: HF[c["optimizer"]].split(",")[0],
+                    table=lambda c: SCORES[c["data"]],
+                ),
+                data,
+                f"{seconds} s of one thread",
+            )
+            for data, seconds in (("jsb", 120), ("nottingham", 240), ("piano", 120))
+            for cell, hidden in (("rnn", 100), ("lstm", 36), ("gru", 46))
+            for optimizer in ("hf", "adam")
+        ),
+    ),
+    "flows": one(
+        "Are heavy-ball flows better densities than a CNF?",
+        *(
+            Command(
+                f"{dataset}-{model}",
+                (f"tasks.density --model {model} --dataset {dataset} --iterations 100 --lr {rate} --jobs 1",),
+                hours,
+                runs("test_nll", case=lambda c: c["dataset"], table=lambda c: "densities"),
+                dataset,
+                "1,000 batches of 256",
+            )
+            for dataset in ("pinwheel", "checkerboard")
+            for model, rate, hours in (("flow", "2e-2", 0.02), ("generalized", "2e-2", 0.02), ("cnf", "5e-3", 0.1))
+        ),
+    ),
+    "annealing": one(
+        "Does heavy-ball annealing estimate log Z better than overdamped Langevin dynamics?",
+        Command(
+            "bounds",
+            ("tasks.annealing",),
+            1,
+            study("annealing.csv", "gap", model=lambda row: row["sampler"], case=("target", "evaluations", "trained")),
+            size="2,000 paths",
+        ),
+    ),
+    "latent-sde": one(
+        "Do latent SDEs with a heavy ball forecast better?",
+        Command(
+            "lorenz",
+            ("tasks.latent_sde --model all --jobs 1",),
+            0.3,
+            runs("test_loss"),
+            "stochastic Lorenz",
+            "4,096 windows",
+        ),
+        Command(
+            "vibration",
+            ("tasks.latent_sde --model all --dataset vibration --epochs 120 --batch-size 64 --jobs 1",),
+            0.2,
+            runs("test_loss"),
+            F16,
+            SEGMENTS,
+        ),
+        Command(
+            "kalman",
+            (
+                "tasks.latent_sde --model kalman --dataset vibration --lr 0.1 --epochs 13 --batch-size 64 --seeds 3 "
+                "--jobs 1",
+            ),
+            0.1,
+            runs("test_loss"),
+            F16,
+            SEGMENTS,
+        ),
+    ),
+    "exactness": one(
+        "What do reversible gradients store, and is the delta-rule memory exact in float32?",
+        Command(
+            "study",
+            ("tasks.studies.exactness",),
+            0.02,
+            both(
+                study("reversible.csv", "gradient_error", "stored_mib", case=("steps",), table="reversible"),
+                study("memory.csv", "relative_error", case=("decay",), table="memory"),
+            ),
+        ),
+    ),
+}

@@ -1,0 +1,162 @@
+"""Exactness: what reversible gradients store and miss, and the delta-rule memory in float32 at strong decay.
+
+``reversible.csv``: a heavy ball whose f is a tanh network of 64 features, batch 64, T = 10, with equal steps, float64.
+For each gradient the relative error against "direct" by the same method, in the norm over input and parameters, and the
+MiB of the tensors that a forward pass makes and that are alive after it.
+
+``memory.csv``: :func:`hbnode.nn.functional.heavy_ball_memory` in float32 against its recurrence in float64, by decay of
+the memory in a step. "divided keys" is the chunk form of gated linear attention as its paper first states it, in which
+queries are multiplied by the cumulative decay and keys are divided by it (arXiv:2312.06635, section 4): without delta
+rule, in chunks of the same 64 steps. Both are deterministic and take seconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import hbnode
+from tasks.common.config import Options, option, parse
+from tasks.common.run import write_study
+
+STEPS = (32, 128, 512)
+GRADIENTS = {
+    "leapfrog, reversible": ("leapfrog", "reversible"),
+    "blanes_moan4, reversible": ("blanes_moan4", "reversible"),
+    "blanes_moan4, checkpoint": ("blanes_moan4", "checkpoint"),
+    "blanes_moan4, direct": ("blanes_moan4", "direct"),
+}
+DECAYS = (1.0, 0.9, 0.5, 0.3, 0.1, 0.01, 0.0)
+LENGTH, HEADS, FEATURES, CHUNK = 256, 4, 16, 64
+Row = dict[str, object]
+
+
+@dataclasses.dataclass(frozen=True)
+class ExactnessOptions(Options):
+    """Options of the study."""
+
+    seed: int = option(0, "of all random numbers")
+    out: str = option("runs/exactness", "folder for the tables")
+
+
+class Living(TorchDispatchMode):
+    """Follows the storages that operations make within it; ``size()`` counts the bytes of those still alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Do the operation and remember the storages of what it returns."""
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        return result
+
+    def size(self) -> int:
+        """Bytes of the storages that are alive."""
+        return sum(size for reference, size in self.storages.values() if not reference.expired())
+
+
+def gradients(method: Any, gradient: Any, steps: int) -> tuple[Tensor, float]:
+    """Return the gradient of |h(10)|^2 by input and parameters, one vector, and the MiB kept for the backward pass."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)).double()
+    block = hbnode.ODEBlock(hbnode.HBNODE(net), method=method, gradient=gradient, steps=steps)
+    x = torch.randn(64, 64, dtype=torch.float64, requires_grad=True)
+    with Living() as living:
+        loss = block(x, [0.0, 10.0])[-1].square().sum()
+        stored = living.size()
+    found = torch.autograd.grad(loss, (x, *block.parameters()))
+    return torch.cat([part.flatten() for part in found]), stored / 2**20
+
+
+def reversible() -> list[Row]:
+    """Return rows of ``reversible.csv``."""
+    rows: list[Row] = []
+    for steps in STEPS:
+        exact = {method: gradients(method, "direct", steps)[0] for method, _ in GRADIENTS.values()}
+        for name, (method, gradient) in GRADIENTS.items():
+            found, stored = gradients(method, gradient, steps)
+            error = (found - exact[method]).norm() / exact[method].norm()
+            rows.append({"model": name, "steps": steps, "gradient_error": error.item(), "stored_mib": stored})
+    return rows
+
+
+def recurrence(q: Tensor, k: Tensor, v: Tensor, decay: float, momentum: float, *, delta: bool) -> Tensor:
+    """Return the memory's outputs step by step, as the equations of ``heavy_ball_memory`` have them."""
+    memory = q.new_zeros(*q.shape[:2], FEATURES, FEATURES)
+    velocity, outputs = memory, []
+    for q_t, k_t, v_t in zip(q.unbind(2), k.unbind(2), v.unbind(2), strict=True):
+        memory = decay * memory
+        error = v_t - (memory * k_t[..., None]).sum(-2) if delta else v_t
+        velocity = momentum * velocity + k_t[..., None] * error[..., None, :]
+        memory = memory + (1 - momentum) * velocity
+        outputs.append((memory * q_t[..., None]).sum(-2))
+    return torch.stack(outputs, 2)
+
+
+def divided_keys(q: Tensor, k: Tensor, v: Tensor, decay: float) -> Tensor:
+    """Return gated linear attention by chunks: queries times the cumulative decay, keys divided by it."""
+    cumulative = q.new_tensor(decay) ** torch.arange(1, CHUNK + 1, dtype=q.dtype)
+    memory, outputs = q.new_zeros(*q.shape[:2], FEATURES, FEATURES), []
+    for q_c, k_c, v_c in zip(q.split(CHUNK, 2), k.split(CHUNK, 2), v.split(CHUNK, 2), strict=True):
+        multiplied, divided = q_c * cumulative[:, None], k_c / cumulative[:, None]
+        outputs.append((multiplied @ divided.mT).tril() @ v_c + multiplied @ memory)
+        memory = cumulative[-1] * (memory + divided.mT @ v_c)
+    return torch.cat(outputs, 2)
+
+
+def memory(seed: int) -> list[Row]:
+    """Return rows of ``memory.csv``."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = torch.randn(3, 1, HEADS, LENGTH, FEATURES, generator=generator, dtype=torch.float64)
+    k = nn.functional.normalize(k, dim=-1)
+    single = (q.float(), k.float(), v.float())
+    rows: list[Row] = []
+    for decay in DECAYS:
+        log_decay = math.log(decay) if decay else -math.inf
+        for model, momentum, delta in (
+            ("gated delta rule", 0.0, True),
+            ("heavy-ball memory", 0.5, True),
+            ("gated linear attention", 0.0, False),
+            ("divided keys", 0.0, False),
+        ):
+            exact = recurrence(q, k, v, decay, momentum, delta=delta)
+            if model == "divided keys":
+                found = divided_keys(*single, decay)
+            else:
+                log_momentum = math.log(momentum) if momentum else None
+                found = hbnode.nn.functional.heavy_ball_memory(
+                    *single,
+                    log_momentum=log_momentum,
+                    log_decay=log_decay,
+                    delta="decayed" if delta else False,
+                    chunk_size=CHUNK,
+                )
+            error = ((found.double() - exact).norm() / exact.norm()).item()
+            rows.append({"model": model, "decay": f"{decay:g}", "relative_error": error})
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure both and write the tables."""
+    options = parse(ExactnessOptions, {}, __doc__, argv)
+    out, about = Path(options.out), {"task": "exactness", **dataclasses.asdict(options)}
+    for name, rows in (("reversible", reversible()), ("memory", memory(options.seed))):
+        write_study(out, name, rows, **about)
+        print(*rows, sep="\n")
+
+
+if __name__ == "__main__":
+    main()
