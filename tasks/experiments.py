@@ -22,6 +22,7 @@ WALKER = "Walker2D, one frame in ten missing"
 ATTACKS = {("noise", 0.0), ("noise", 0.3), ("noise", 0.5), ("fgsm", 0.1), ("pgd", 0.05), ("pgd", 0.1)}
 PROBLEMS = {"addition": "addition", "temporal_order": "temporal-order", "memorization_5": "5-bit-memorization"}
 HF = {"hf": "Hessian-free", "adam": "Adam, 1e-2"}
+SELECTIVE = ("real", "swinging")
 SCORES = {"jsb": "JSB Chorales", "nottingham": "Nottingham", "piano": "Piano-midi.de"}
 images = runs("test_accuracy", "test_loss", "train_loss", "nfe_forward_mean", "nfe_backward_mean", "seconds_per_epoch")
 penalised = runs(
@@ -326,6 +327,38 @@ EXPERIMENTS: dict[str, Experiment] = {
         classified("ACSF1", "--epochs 100 --batch-size 16", 0.6, "200 series"),
         classified("PLAID", "--epochs 60", 0.6, "1,074 series"),
         classified("PigCVP", "--epochs 100 --batch-size 16", 0.8, "312 series"),
+    ),
+    "selective": one(
+        "Do oscillators that choose learn long memory?",
+        *(
+            Command(
+                problem,
+                (f"tasks.studies.selective --problem {problem} {options}",),
+                hours,
+                study(
+                    f"{problem}.csv",
+                    *(metric, "seconds", "steps", "lr"),
+                    model=lambda row: f"selective, {row['model']}" if row["model"] in SELECTIVE else row["model"],
+                ),
+                data,
+                "",
+            )
+            for problem, metric, options, hours, data in (
+                ("adding", "test_error", "--seeds 5 --first-seed 10 --rates 5e-3", 0.5, "adding, T = 1,000, irregular"),
+                ("tone", "test_accuracy", "--seeds 5 --first-seed 10 --seconds 67", 1.0, "tone, T = 200, irregular"),
+            )
+        ),
+        *(
+            Command(
+                table,
+                (f"tasks.classification --model selective,gru,gru-d,oscillators --seeds 3 --jobs 1 {options}",),
+                0.1,
+                runs("test_auroc", "test_accuracy", "training_seconds"),
+                "clinic",
+                "720 training patients",
+            )
+            for table, options in (("clinic", ""), ("clinic-mean", "--pool 'last and mean' --dropout 0.1"))
+        ),
     ),
     "trivial-rows": one(
         "What do a constant and the last value reach on the irregular series?",

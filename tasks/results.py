@@ -377,7 +377,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--jobs", type=int, choices=(1, 2), default=2, help="commands at a time [2]")
     parser.add_argument("--runs", type=Path, default=RUNS, help=f"folder of the runs [{RUNS}]")
     parser.add_argument("--pages", type=Path, default=PAGES, help=f"folder of the files of results [{PAGES}]")
-    options = parser.parse_args(argv)
+    options = parser.parse_intermixed_args(argv)
     unknown = sorted(set(options.names) - set(EXPERIMENTS))
     if unknown:
         parser.error(f"unknown experiments {unknown}; expected some of {', '.join(EXPERIMENTS)}")

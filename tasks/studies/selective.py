@@ -247,6 +247,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     rates = {name: chosen_rate(options, name) for name in names}
     runs = [finished(options, name, seed, rates[name], options.seconds) for seed in seeds for name in names]
     table = [{key: value for key, value in run.items() if key != "curve"} for run in runs]
+    if options.problem == "tone":
+        table = [row | {"test_accuracy": 1 - row["test_error"]} for row in table]
     write_study(Path(options.out), options.problem, table, task="selective", runs=runs)
     draw(runs, Path(options.out) / f"{options.problem}.png")
 
