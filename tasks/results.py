@@ -256,12 +256,13 @@ def merged(old: Sequence[Row], new: Sequence[Row]) -> list[Row]:
 
     ended = {key(row) for row in new if row.get("statistic") != "unfinished"}
     found: list[Row] = []
+    placed = set()
     for row in old:
         if key(row) not in ended and row["statistic"] != "unfinished":
             found.append(row)
-        elif key(row) in ended:  # the new ones in the place of the first old one
+        elif key(row) in ended - placed:  # the new ones in the place of the first old one
             found += [other for other in new if key(other) == key(row)]
-            ended.discard(key(row))
+            placed.add(key(row))
     return found + [row for row in new if row not in found]
 
 

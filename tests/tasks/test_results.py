@@ -122,20 +122,22 @@ def test_runs_become_rows_and_replace_transcribed_ones(tmp_path):
     command = Command("t", ("tasks.x --seeds 2",), 1, runs("test_loss"), "data", "10 rows")
     root, pages = tmp_path / "runs", tmp_path / "pages"
     old = [
-        row(table="t", model=model, metric="test_loss", value="9", origin="transcribed from a page")
-        for model in ("hbnode", "gru")
+        row(table="t", model=model, metric=metric, value="9", origin="transcribed from a page")
+        for model, metric in (("hbnode", "test_loss"), ("hbnode", "loss"), ("gru", "test_loss"))
     ]
     write_rows(pages / "one.csv", old)
     assert collect("one", Experiment("?", (command,)), root, pages) == 0
     write_run(root / "one" / "t" / "b", seed=1, done=1.5)
     collect("one", Experiment("?", (command,)), root, pages)
     found = read_rows(pages / "one.csv")
-    assert [line["value"] for line in found] == ["9", "9", "1.5"]
-    assert (found[2]["statistic"], found[2]["epochs_done"], found[2]["epochs_asked"]) == ("unfinished", "1.5", "2")
+    assert [line["value"] for line in found] == ["9", "9", "9", "1.5"]
+    assert (found[3]["statistic"], found[3]["epochs_done"], found[3]["epochs_asked"]) == ("unfinished", "1.5", "2")
     write_run(root / "one" / "t" / "a", test_loss=0.25)
     assert collect("one", Experiment("?", (command,)), root, pages) == 2
     found = read_rows(pages / "one.csv")
     assert [(line["model"], line["value"]) for line in found] == [("hbnode", "0.25"), ("hbnode", "1.5"), ("gru", "9")]
+    collect("one", Experiment("?", (command,)), root, pages)
+    assert read_rows(pages / "one.csv") == found  # collecting again changes nothing
     new = {"data": "data", "size": "10 rows", "tolerance": "0.001", "cpu": "a processor", "origin": "abc", "seed": "0"}
     assert {name: found[0][name] for name in new} == new
     with pytest.raises(SystemExit, match="has no error"):
