@@ -1,3 +1,4 @@
+import os
 import sys
 from pathlib import Path
 
@@ -19,7 +20,7 @@ author = "The hbnode developers"
 copyright = "2026, The hbnode developers"
 release = version = hbnode.__version__
 extensions = [
-    "myst_parser",
+    "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
     "sphinx.ext.intersphinx",
@@ -43,6 +44,14 @@ copybutton_prompt_is_regexp = True
 
 myst_enable_extensions = ["dollarmath", "colon_fence"]
 myst_heading_anchors = 3
+
+# A notebook runs again only if its code has changed; `make notebooks` runs all.
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the kernels
+nb_execution_mode = "cache"
+nb_execution_cache_path = str(HERE / "_build" / "jupyter_cache")
+nb_execution_timeout = 120  # seconds for a cell
+nb_execution_raise_on_error = True
+nb_merge_streams = True
 
 napoleon_custom_sections = [("Shape", "notes_style")]
 napoleon_google_docstring = True
