@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 DEMO := runs/demo
 
-.PHONY: demo test slow lint docs results bench clean
+.PHONY: demo test slow lint docs notebooks results bench clean
 
 demo: .venv/.complete
 	@$(BIN)/python -m tasks.image_classification --preset demo --model all --out $(DEMO)
@@ -26,6 +26,11 @@ lint: .venv/.complete
 
 docs: .venv/.complete
 	$(BIN)/sphinx-build -W -q -b html docs docs/_build/html
+
+# Runs all notebooks. `make docs` runs those whose code has changed, but does not see changes of hbnode.
+notebooks: .venv/.complete
+	rm -rf docs/_build/jupyter_cache
+	$(BIN)/sphinx-build -E -W -q -b html docs docs/_build/html
 
 # Runs what is missing of the experiments behind docs/results; days of one thread in all. It resumes.
 results: .venv/.complete
