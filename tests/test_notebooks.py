@@ -12,7 +12,9 @@ NOTEBOOKS = sorted({*FOLDER.glob("*.md")} - {FOLDER / "index.md"})
 
 def cells(notebook):
     """Return the headers and the codes of the cells."""
-    found = re.findall(r"^```\{code-cell\} ipython3\n(---\n.*?^---\n)?(.*?)^```$", notebook.read_text("utf-8"), re.M | re.S)
+    found = re.findall(
+        r"^```\{code-cell\} ipython3\n(---\n.*?^---\n)?(.*?)^```$", notebook.read_text("utf-8"), re.M | re.S
+    )
     return [header for header, _ in found], [code for _, code in found]
 
 
