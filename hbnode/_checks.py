@@ -34,6 +34,11 @@ def as_count(value: SupportsIndex, name: str, least: int = 1) -> int:
     return count
 
 
+def is_one_of(value: object, names: Sequence[str]) -> bool:
+    """Return whether ``value`` is a string among ``names``; arrays, lists and all else are not."""
+    return isinstance(value, str) and value in names
+
+
 def check_bool(value: bool, name: str, fix: str = "") -> bool:
     """Return ``value``; raise TypeError if it is not a bool, such as a number meant for another argument."""
     if not isinstance(value, bool):
@@ -234,7 +239,7 @@ def nearest(name: object, names: Sequence[str]) -> str | None:
 
 def nearest_method(name: object, methods: Sequence[str]) -> str:
     """Return the code that replaces an unknown method, for error messages."""
-    if name in _OF_SDEINT:
+    if is_one_of(name, _OF_SDEINT):
         return f"hbnode.sdeint(sde, y0, t, method={name!r}, dt=...) for a HeavyBallSDE; else method=None"
     solver = _SCIPY.get(str(name).lower())
     if solver is not None:
