@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
+import numbers
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, SupportsIndex, TypeAlias
@@ -23,15 +25,39 @@ class SupportsArray(Protocol):
 ArrayLike: TypeAlias = Tensor | Sequence[Any] | SupportsArray
 
 
-def as_count(value: SupportsIndex, name: str, least: int = 1) -> int:
-    """Return ``value`` as an int; raise ValueError if it is not an integer of at least ``least``."""
+def as_count(value: SupportsIndex, name: str, least: int = 1, below: float = 2**63) -> int:
+    """Return ``value`` as an int; raise ValueError if it is not an integer from ``least`` to 2**63, as torch's sizes."""
     try:
         count = operator.index(value)
     except TypeError:
         count = least - 1
-    if count < least:
+    if not least <= count < below:
         raise ValueError(f"{name} must be an integer >= {least}, got {value!r}. Fix: {name}={least}.")
     return count
+
+
+def as_real(value: object, name: str, fix: str) -> float:
+    """Return a number as a float, also infinity and NaN; raise TypeError for all else, such as lists and text."""
+    if not isinstance(value, numbers.Real) and not (isinstance(value, Tensor) and value.numel() == 1):
+        raise TypeError(f"{name} must be a number, got {value!r}. Fix: {fix}.")
+    try:
+        return float(value)  # type: ignore[arg-type]  # a number
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # complex, on the meta device, too large
+        raise TypeError(f"{name} must be a number, got {value!r}. Fix: {fix}.") from None
+
+
+def as_integers(value: object, name: str, fix: str) -> Tensor:
+    """Return whole numbers in any form as a tensor; raise TypeError for what torch cannot convert."""
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise TypeError(f"{name} must be whole numbers, got {value!r}. Fix: {fix}.") from None
+
+
+def check_callable(value: object, name: str, fix: str) -> None:
+    """Raise TypeError if ``value`` cannot be called."""
+    if not callable(value):
+        raise TypeError(f"{name} must be callable, got {type(value).__name__}. Fix: {fix}.")
 
 
 def is_one_of(value: object, names: Sequence[str]) -> bool:
@@ -48,7 +74,7 @@ def check_bool(value: bool, name: str, fix: str = "") -> bool:
 
 def as_seed(value: SupportsIndex) -> int:
     """Return a seed for torch's generators; raise ValueError if it is not an integer from 0 to 2**64 - 1."""
-    seed = as_count(value, "seed", least=0)
+    seed = as_count(value, "seed", least=0, below=math.inf)
     if seed >= 2**64:
         raise ValueError(f"seed must be below 2**64, got {seed}. Fix: seed={seed % 2**64}.")
     return seed
@@ -135,6 +161,26 @@ def takes_time(func: Callable[..., Any], parts: int, second: str = "v") -> bool:
             f"expected ({names}) or (t, {names}). {fix}"
         )
     return len(required) == parts + 1
+
+
+def check_time_dependent(value: bool, func: Callable[..., Any], parts: int) -> bool:
+    """Return ``value``, whether ``func`` takes the time; raise TypeError if its signature contradicts it."""
+    check_bool(value, "time_dependent", "leave time_dependent out")
+    inner = _unwrap(func)
+    try:
+        signature = _signature(inner.forward if isinstance(inner, nn.Module) else inner)
+    except (TypeError, ValueError):  # of a built-in function
+        return value
+    try:
+        signature.bind(*range(parts + value))
+        fits = value or getattr(inner, "time_dependent", None) is not True
+    except TypeError:
+        fits = False
+    if not fits:
+        raise TypeError(
+            f"time_dependent={value} does not fit func, which takes {signature}. Fix: leave time_dependent out."
+        )
+    return value
 
 
 def check_order(func: Callable[..., Any]) -> None:

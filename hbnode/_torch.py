@@ -158,6 +158,8 @@ def plain(x: Tensor) -> Tensor:
 
 def to_numpy(x: Tensor) -> np.ndarray:
     """Return the values of a tensor as a float64 array on the CPU, without the wrappers of torch.func."""
+    if x.is_meta:
+        raise ValueError("numbers are needed here, and the device meta stores none. Fix: device='cpu'.")
     x = plain(x)
     with torch._C._DisableFuncTorch():
         return x.double().cpu().numpy()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast, get_args
 
 import numpy as np
@@ -15,7 +15,7 @@ from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import Sampler
 from typing_extensions import override
 
-from hbnode._checks import as_count, as_tensor, nearest
+from hbnode._checks import as_count, as_integers, as_tensor, check_bool, is_one_of, nearest
 from hbnode._times import EPOCH, as_times, kind_of, seconds_since
 from hbnode._tree import Record, record
 
@@ -121,7 +121,8 @@ class Series(Record):
         Arguments:
             index: integer indices (n,), a slice, or a bool mask (batch,).
         """
-        rows = torch.as_tensor(range(len(self))[index] if isinstance(index, slice) else index)
+        whole = range(len(self))[index] if isinstance(index, slice) else index
+        rows = as_integers(whole, "index", "series.select([3]) for one series")
         if rows.dtype == torch.bool and rows.shape == (len(self),):
             rows = rows.nonzero()[:, 0]
         if rows.dim() != 1 or rows.dtype == torch.bool or (rows.is_floating_point() and len(rows)):
@@ -262,11 +263,13 @@ def from_long(
                 [1.0000, 1.0000]], dtype=torch.float64), tensor([[70., 85.],
                 [60., nan]]))
     """
-    if duplicates not in get_args(Duplicates):
+    if not is_one_of(duplicates, get_args(Duplicates)):
         near = nearest(duplicates, get_args(Duplicates)) or "mean"
         raise ValueError(f"duplicates must be one of {get_args(Duplicates)}, got {duplicates!r}. Fix: {near!r}.")
-    columns = [values] if isinstance(values, str) else list(values)
-    statics = [] if static is None else [static] if isinstance(static, str) else list(static)
+    columns = _names(values, "values")
+    if not columns:
+        raise ValueError("values names no column, got []. Fix: values=['value'].")
+    statics = [] if static is None else _names(static, "static")
     if variable is not None and len(columns) != 1:
         raise ValueError(f"with variable=, values must be one column, got {columns}. Fix: values='value'.")
     if features is not None and variable is None:
@@ -392,6 +395,15 @@ def _seconds_per(unit: Unit | None) -> float:
     if not 0 < length < np.inf:
         raise ValueError(f"unit must be one of {tuple(UNITS)} or a positive duration, got {unit!r}. Fix: 'h'.")
     return length
+
+
+def _names(names: Any, argument: str) -> list[Any]:
+    """Return one or several names of columns as a list."""
+    if isinstance(names, str):
+        return [names]
+    if not isinstance(names, Iterable):
+        raise TypeError(f"{argument} must be names of columns, got {names!r}. Fix: {argument}=['value'].")
+    return list(names)
 
 
 def _durations(durations: Any) -> NDArray[np.float64]:
@@ -520,6 +532,10 @@ class Dataset(TorchDataset[Any]):
     """
 
     def __init__(self, series: Series, targets: Tensor | None = None) -> None:
+        if not isinstance(series, Series):
+            raise TypeError(f"series must be Series, got {type(series).__name__}. Fix: hbnode.data.as_series(data).")
+        if targets is not None and not hasattr(targets, "__len__"):
+            raise TypeError(f"targets must be an array, got {type(targets).__name__}. Fix: torch.tensor(targets).")
         if targets is not None and len(targets) != len(series):
             raise ValueError(
                 f"targets must be one for each of {len(series)} series, got {len(targets)}. "
@@ -621,11 +637,13 @@ def bucketed_batches(
     Returns:
         An iterable over batches, each a list of indices of series.
     """
-    counts = torch.as_tensor(lengths)
+    counts = as_integers(lengths, "lengths", "series.lengths")
     if counts.dim() != 1 or counts.is_floating_point():
         raise ValueError(
             f"lengths must be integers (batch,), got {counts.dtype} {tuple(counts.shape)}. Fix: series.lengths."
         )
+    check_bool(shuffle, "shuffle")
+    check_bool(drop_last, "drop_last")
     return BucketedBatches(counts.tolist(), as_count(batch_size, "batch_size"), shuffle, drop_last, generator)
 
 

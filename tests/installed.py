@@ -16,7 +16,9 @@ files = {str(file) for file in distribution.files}
 readme = distribution.metadata.get_payload() or distribution.metadata["Description"]
 codes = re.findall(r"^```python\n(.*?)^```", readme, re.M | re.S)
 runs = [
-    code for code in codes if all(importlib.util.find_spec(name) for name in re.findall(r"^(?:import|from) (\w+)", code, re.M))
+    code
+    for code in codes
+    if all(importlib.util.find_spec(name) for name in re.findall(r"^(?:import|from) (\w+)", code, re.M))
 ]
 
 assert Path(hbnode.__file__).parent != CHECKOUT, "this is the checkout"

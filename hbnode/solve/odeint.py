@@ -514,12 +514,7 @@ def checked_state(field: Callable, y0: State, snapshot: Snapshot) -> State:
             f"the state must be floating point and of one dtype, got {', '.join(map(str, dtypes))}. "
             f"Fix: {'torch.view_as_real(x)' if dtype.is_complex else 'x.float() or x.double(), of each part'}."
         )
-    if tensors[0].is_meta:
-        raise ValueError(
-            "the state is on the device meta, which stores no numbers. Fix: a state on a device with numbers, as "
-            "torch.zeros_like(y0, device='cpu')."
-        )
-    if torch.is_autocast_enabled(tensors[0].device.type):  # only networks run in half precision
+    if _torch.is_autocast(tensors[0]):  # only networks run in half precision
         return apply(lambda part: part.float() if part.element_size() < 4 else part, y0)
     if snapshot.dtypes and dtype not in snapshot.dtypes:
         kinds = ", ".join(map(str, snapshot.dtypes))

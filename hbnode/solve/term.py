@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hbnode._checks import as_real
 from hbnode._torch import is_tracing
 from hbnode._tree import State, cast, like
 from hbnode.fields import GHBNODE, HBNODE
@@ -38,9 +39,9 @@ class SolveDropout(nn.Module):
 
     def __init__(self, p: float = 0.5) -> None:
         super().__init__()
-        if not 0 <= p < 1:
+        self.p = as_real(p, "p", "SolveDropout(0.1)")
+        if not 0 <= self.p < 1:
             raise ValueError(f"p must be a probability in [0, 1), got {p}. Fix: SolveDropout(0.1).")
-        self.p = float(p)
         self.solve: dict[str, Tensor] | None = None  # set by the running solve
 
     def forward(self, x: Tensor) -> Tensor:
