@@ -26,7 +26,7 @@ ArrayLike: TypeAlias = Tensor | Sequence[Any] | SupportsArray
 
 
 def as_count(value: SupportsIndex, name: str, least: int = 1, below: float = 2**63) -> int:
-    """Return ``value`` as an int; raise ValueError if it is not an integer from ``least`` to 2**63, as torch's sizes."""
+    """Return ``value`` as an int; raise ValueError if it is not an integer from ``least`` to 2**63."""
     try:
         count = operator.index(value)
     except TypeError:
