@@ -23,7 +23,7 @@ SECOND = np.timedelta64(1, "s")
 def as_times(value: object, name: str) -> Tensor:
     """Convert numbers to a tensor of times; raise TypeError for dates, durations and text, whose unit is unknown."""
     if isinstance(value, Tensor):
-        if value.is_meta:
+        if value.is_meta and type(value) is Tensor:
             raise ValueError(f"{name} is on the device meta, which stores no numbers. Fix: {name} on another device.")
         return value
     refuse_dates(value, name)

@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
-from hbnode._checks import as_count, as_real, check_bool, check_input, tensor_fix
+from hbnode._checks import as_count, as_real, check_bool, check_input, is_one_of, tensor_fix
 from hbnode._torch import (
     cpu_has_layer,
     fused_layer,
@@ -331,7 +331,7 @@ NO_MOMENTUM = Momentum(momentum=0.0, step_size=1.0)  # d_t = g_t
 
 
 def _elman(nonlinearity: str) -> Cell:
-    if nonlinearity not in ELMAN:
+    if not is_one_of(nonlinearity, tuple(ELMAN)):
         raise ValueError(f"nonlinearity must be one of {tuple(ELMAN)}, got {nonlinearity!r}. Fix: 'tanh'.")
     return ELMAN[nonlinearity]
 

@@ -108,7 +108,7 @@ class ODETerm:
             self.damping = self.aligned(self.damping, "damping", "γ")
         self.per_channel = isinstance(self.damping, Tensor) and self.damping.dim() > 0
         device = self.template.device.type
-        autocast = torch.is_autocast_enabled(device)
+        autocast = device != "meta" and torch.is_autocast_enabled(device)
         self.autocast = (device, torch.get_autocast_dtype(device)) if autocast else None
         self.in_autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
         if autocast:
