@@ -41,7 +41,7 @@ def as_real(value: object, name: str, fix: str) -> float:
     if not isinstance(value, numbers.Real) and not (isinstance(value, Tensor) and value.numel() == 1):
         raise TypeError(f"{name} must be a number, got {value!r}. Fix: {fix}.")
     try:
-        return float(value)  # type: ignore[arg-type]  # a number
+        return float(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):  # complex, on the meta device, too large
         raise TypeError(f"{name} must be a number, got {value!r}. Fix: {fix}.") from None
 

@@ -133,7 +133,7 @@ def odeint_adjoint(
         (4, 4)
     """
     own = {"adjoint_rtol": adjoint_rtol, "adjoint_atol": adjoint_atol, "adjoint_method": adjoint_method}
-    if is_one_of(method, ROSENBROCK):
+    if is_one_of(method, tuple(ROSENBROCK)):
         raise ValueError(
             f"method={method!r} has no adjoint, because what decays fast forwards grows as fast backwards. "
             f"Fix: odeint(func, y0, t, method={method!r}), whose gradients are exact."
