@@ -98,6 +98,8 @@ def check_input(x: object, name: str) -> None:
 
 def conversion(x: object) -> str:
     """Return the code that converts ``x`` to a tensor, for error messages."""
+    if isinstance(x, nn.utils.rnn.PackedSequence):
+        return "torch.nn.utils.rnn.pad_packed_sequence(x)[0]"
     if isinstance(x, (list, tuple)) and x and all(isinstance(part, Tensor) for part in x):
         return "torch.stack(x), or torch.cat(x)"
     if hasattr(x, "to_numpy"):

@@ -56,6 +56,8 @@ class ClassificationConfig(IrregularSeriesConfig):
     drop: float = option(0.0, "share of the values that is dropped at random", below=1)
     samples: int = option(100, "stamps of a series that are kept at most, at random; 0 keeps all")
     parameters: int = option(5000, "parameters of a network, about")
+    pool: str = option("last", "features that a network's head reads", ("last", "last and mean"))
+    dropout: float = option(0.0, "share of a network's inputs and features that is dropped in training", below=1)
 
     def check(self) -> None:
         """Refuse options that no run can have."""
@@ -164,12 +166,14 @@ def train(config: ClassificationConfig) -> None:
         data, names = load(config)
     source = config.table or config.dataset
     named = Path(config.table).stem or config.dataset
-    label = f"{config.preset}-{named}-drop{config.drop:g}-{config.model}-seed{config.seed}"
+    kind = f"{config.preset}-{named}" + ("-mean" if config.pool != "last" else "")
+    kind += f"-dropout{config.dropout:g}" if config.dropout else ""
+    label = f"{kind}-drop{config.drop:g}-{config.model}-seed{config.seed}"
     run = Run("classification", config, label)
     x, t, mask, lengths, static, _ = data["train"]
     missing = 1 - float(mask.sum()) / (float(lengths.sum()) * x.shape[2])
-    sizes = "/".join(str(len(part[0])) for part in data.values())
-    about = f"{source}: {sizes} series, {x.shape[2]} features, {missing:.0%} missing, {len(names)} classes"
+    parts = "/".join(str(len(part[0])) for part in data.values())
+    about = f"{source}: {parts} series, {x.shape[2]} features, {missing:.0%} missing, {len(names)} classes"
     extra: dict[str, Any] = {}
     model: nn.Module = nn.Module()
     if config.model in SHALLOW:
@@ -178,9 +182,9 @@ def train(config: ClassificationConfig) -> None:
     else:
         unit = config.time_unit or fitted_unit(t, mask, lengths)
         with exit_on(ValueError):
-            model = make_classifier(
-                config.model, (x, t, mask, lengths, static), len(names), unit, config.parameters, config.rnn_options()
-            )
+            samples, options = (x, t, mask, lengths, static), config.rnn_options()
+            sizes = len(names), unit, config.parameters
+            model = make_classifier(config.model, samples, *sizes, options, config.pool, config.dropout)
         run.announce(model, TITLES[config.model], about, f"unit of time {unit:.4g}")
         extra = fit(
             run, model, data["train"], data["validation"], cross_entropy, held_out="validation", best="validation_loss"

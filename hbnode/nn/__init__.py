@@ -33,7 +33,6 @@ from hbnode.nn.recurrent import (
     RecurrentState,
     TanhRNN,
 )
-from hbnode.nn.selective import SelectiveOscillators as _SelectiveOscillators  # noqa: F401  # Oscillators becomes it
 from hbnode.nn.transformer import MomentumTransformer, MomentumTransformerDecoderLayer, MomentumTransformerLayer
 from hbnode.solve.term import SolveDropout
 

@@ -124,7 +124,7 @@ def forward(
     chunks = _Chunks(options, q, k, gates, s.dtype)
     start, size = (s if p is None else torch.cat([s, p], 2)), chunks.size
     out, end = torch.empty_like(v, dtype=torch.promote_types(q.dtype, v.dtype)), torch.empty_like(start)
-    residuals = [s.new_empty(shape) for shape in residual_shapes(options, q, v, p is not None)] if keep else []
+    residuals = list(map(s.new_empty, residual_shapes(options, q, v, p is not None))) if keep else []
     for spans in chunks.spans():
         state = start[spans[0].batch].flatten(0, 1)
         for span in spans:
@@ -225,7 +225,8 @@ def vjp(options: tuple[Any, int], tensors: Any, residuals: Any, grads: Any, need
             chunks.store(dk_tilde.unflatten(0, (-1, len(dstate))), dk, span)
         dstart[spans[0].batch] = dstate.view_as(dstart[spans[0].batch])
     dstart, dvelocity = (dstart, None) if p is None else dstart.chunk(2, 2)
-    return dq, dk, dv, *chunks.gates_vjp(gates, dread, dwrite, dmask), dstart, dvelocity
+    dgates = chunks.gates_vjp(gates, dread, dwrite, dmask) if any(needed[3:7]) else (None,) * 4
+    return dq, dk, dv, *dgates, dstart, dvelocity
 
 
 class _Span(NamedTuple):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
@@ -11,8 +13,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from hbnode._checks import as_count, check_bool, check_input
-from hbnode._torch import ModuleWithConstants, may_look
-from hbnode.nn.heavy_ball_memory import HeavyBallMemoryState, heavy_ball_memory
+from hbnode._torch import ModuleWithConstants, may_look, no_autocast
+from hbnode.nn.heavy_ball_memory import HeavyBallMemoryState, count_packed, heavy_ball_memory
 from hbnode.nn.momentum_attention import MomentumAttentionState, momentum_attention
 from hbnode.nn.sequences import check_dtype
 
@@ -103,6 +105,8 @@ class MultiheadBase(ModuleWithConstants, Generic[State]):
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
+        *,
+        cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, None]:
         """Attend to all keys, or, if causal, to the keys at or before the position of each query.
 
@@ -118,13 +122,17 @@ class MultiheadBase(ModuleWithConstants, Generic[State]):
             is_causal: True makes this call of a module with ``causal=False`` causal. False has no effect: a module with
                 ``causal=True`` is causal in every call, because ``torch.nn.TransformerEncoderLayer`` always passes
                 ``is_causal=False``. Default: ``False``.
+            cu_seqlens: boundaries of N packed sequences, an integer tensor (N + 1,) that rises from 0 to the length.
+                The batch is then 1, and sequence i has the tokens from ``cu_seqlens[i]`` to ``cu_seqlens[i + 1] - 1``.
+                Only :class:`HeavyBallMemory` takes packed sequences. Default: ``None``, one sequence per row.
 
         Returns:
             The output, shaped like the query, and None instead of attention weights.
 
         Raises:
             TypeError: an input is not a tensor, or not of the parameters' dtype.
-            ValueError: a shape does not fit, ``need_weights`` is True, or ``attn_mask`` is not None.
+            ValueError: a shape does not fit, ``need_weights`` is True, ``attn_mask`` is not None, or ``cu_seqlens`` is
+                not supported or does not fit.
         """
         key = query if key is None else key
         value = key if value is None else value
@@ -141,24 +149,38 @@ class MultiheadBase(ModuleWithConstants, Generic[State]):
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
         causal = self.causal or is_causal
         ignored = read_mask(key_padding_mask, key.shape[:2])
+        packed = self._check_packed(cu_seqlens, key)[1]
         if causal and query.shape[1] != key.shape[1]:
+            fix = "causal=False" if self.causal else "leave is_causal out"
+            fix = (
+                "MomentumAttention or SoftmaxAttention with causal=False" if isinstance(self, HeavyBallMemory) else fix
+            )
             raise ValueError(
                 f"causal attention needs a key for each query, got {query.shape[1]} queries and {key.shape[1]} keys. "
-                "Fix: causal=False to attend to another sequence."
+                f"Fix: {fix} to attend to another sequence."
             )
         if ignored is not None:  # 0 * NaN is NaN
             key, value = (x.masked_fill(ignored.unsqueeze(-1) & ~x.isfinite(), 0.0) for x in (key, value))
         query, value = key if is_self else query, key if is_key else value
-        heads, _ = self._attend(self._project(query, key, value), key, ignored, causal)
+        heads, _ = self._attend(self._project(query, key, value), key, ignored, causal, **packed)
         output = self._join(heads)
         return (output[0] if not has_batch else output if self.batch_first else output.transpose(0, 1)), None
 
     def init_state(self, batch_size: int) -> State:
         """Return the state of ``batch_size`` sequences before their first token."""
+        return self._zero_state(as_count(batch_size, "batch_size", least=0))
+
+    def _zero_state(self, batch_size: int) -> State:
+        """Return the state before the first token; ``batch_size`` may be symbolic."""
         raise NotImplementedError
 
     def prefill(
-        self, x: Tensor, state: State | None = None, key_padding_mask: Tensor | None = None
+        self,
+        x: Tensor,
+        state: State | None = None,
+        key_padding_mask: Tensor | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, State]:
         """Compute causal self-attention for the next tokens, continuing from a state.
 
@@ -166,6 +188,8 @@ class MultiheadBase(ModuleWithConstants, Generic[State]):
             x: (length, batch, embed_dim), or (batch, length, embed_dim) with ``batch_first``.
             state: state after the previous tokens. Default: ``None``, no previous tokens.
             key_padding_mask: (batch, length), True = ignore: the token does not change the state. Default: ``None``.
+            cu_seqlens: boundaries of N packed sequences, as in :meth:`forward`. The batch of the states is then N.
+                Default: ``None``, one sequence per row.
 
         Returns:
             The output, shaped like x, and the state after the last token of x.
@@ -181,10 +205,11 @@ class MultiheadBase(ModuleWithConstants, Generic[State]):
             raise ValueError(f"streaming needs x with a batch dimension, got shape {tuple(x.shape)}. Fix: {fix}.")
         x = x if self.batch_first else x.transpose(0, 1)
         ignored = read_mask(key_padding_mask, x.shape[:2])
-        state = self.init_state(x.shape[0]) if state is None else state
+        batch_size, packed = self._check_packed(cu_seqlens, x)
+        state = self._zero_state(batch_size) if state is None else state
         if ignored is not None:  # 0 * NaN is NaN
             x = x.masked_fill(ignored.unsqueeze(-1) & ~x.isfinite(), 0.0)
-        heads, after = self._attend(self._project(x, x, x), x, ignored, True, state)
+        heads, after = self._attend(self._project(x, x, x), x, ignored, True, state, **packed)
         output = self._join(heads)
         assert after is not None
         return (output if self.batch_first else output.transpose(0, 1)), after
@@ -241,19 +266,36 @@ class MultiheadBase(ModuleWithConstants, Generic[State]):
         joined: Tensor = self.out_proj(heads.transpose(1, 2).flatten(2))
         return joined
 
+    def _check_packed(self, cu_seqlens: Tensor | None, x: Tensor) -> tuple[int, dict[str, Any]]:
+        """Return the number of sequences in x (batch, length, features), and ``cu_seqlens`` as an argument if given."""
+        if cu_seqlens is None:
+            return x.shape[0], {}
+        if not isinstance(self, HeavyBallMemory):
+            raise ValueError(
+                f"cu_seqlens must be None: {type(self).__name__} does not take packed sequences. "
+                "Fix: a padded batch and key_padding_mask (batch, length), True = ignore, or HeavyBallMemory."
+            )
+        fix = "x.flatten(0, 1)[None]" if self.batch_first else "x.transpose(0, 1).flatten(0, 1)[:, None]"
+        return count_packed(cu_seqlens, x.shape[0], f"{fix} of sequences x"), {"cu_seqlens": cu_seqlens}
+
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
         """Raise an error if dtypes or shapes do not fit; return whether the inputs have a batch dimension."""
         inputs = ("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim)
         dtype = next(self.parameters()).dtype
         for name, x, features in inputs:
             check_input(x, name)
+            if x.is_nested:
+                raise TypeError(
+                    f"{name} must not be a nested tensor. Fix: {name}.to_padded_tensor(0.0), with key_padding_mask, or "
+                    "cu_seqlens of HeavyBallMemory."
+                )
             if x.dim() not in (2, 3) or x.shape[-1] != features or x.dim() != query.dim():
                 order = "(batch, length" if self.batch_first else "(length, batch"
                 raise ValueError(
                     f"{name} must be {order}, {features}), or (length, {features}), got shape {tuple(x.shape)}. "
                     "Fix: that shape; embed_dim, kdim and vdim set the features of query, key and value."
                 )
-            check_dtype(x, [dtype], name)
+            check_linear_dtype(x, dtype, name)
         batch = 0 if self.batch_first else 1
         if key.shape[:-1] != value.shape[:-1] or (query.dim() == 3 and query.shape[batch] != key.shape[batch]):
             shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
@@ -336,8 +378,10 @@ class MomentumAttention(MultiheadBase[MomentumAttentionState]):
     ) -> None:
         _refuse_dropout(dropout)
         super().__init__(embed_dim, num_heads, dropout, bias, kdim, vdim, batch_first, causal, device, dtype)
-        if not eps >= 0:
-            raise ValueError(f"eps must be >= 0, got {eps!r}. Fix: 1e-6.")
+        if not 0 <= eps < math.inf:
+            raise ValueError(f"eps must be >= 0 and finite, got {eps!r}. Fix: 1e-6.")
+        check_bool(learn_momentum, "learn_momentum", "momentum=0.9, learn_momentum=True, for instance")
+        check_bool(learn_step_size, "learn_step_size", "step_size=1.0, learn_step_size=True, for instance")
         self.eps, self.chunk_size = float(eps), as_count(chunk_size, "chunk_size")
         beta = _per_head(momentum, "momentum", self.num_heads)
         gamma = _per_head(step_size, "step_size", self.num_heads)
@@ -375,7 +419,7 @@ class MomentumAttention(MultiheadBase[MomentumAttentionState]):
         return {"momentum": _format(self.momentum), "step_size": _format(self.step_size)}
 
     @override
-    def init_state(self, batch_size: int) -> MomentumAttentionState:
+    def _zero_state(self, batch_size: int) -> MomentumAttentionState:
         like, (heads, dim) = _empty_state(next(self.parameters())), (self.num_heads, self.head_dim)
         s, p = (like.new_zeros(batch_size, heads, dim, dim) for _ in range(2))
         return MomentumAttentionState(s, p, like.new_zeros(batch_size, heads, dim))
@@ -499,14 +543,20 @@ class HeavyBallMemory(MultiheadBase[HeavyBallMemoryState]):
         return {"momentum": self.has_momentum, "decay": self.has_decay, "delta": repr(self.delta)}
 
     @override
-    def init_state(self, batch_size: int) -> HeavyBallMemoryState:
+    def _zero_state(self, batch_size: int) -> HeavyBallMemoryState:
         like = _empty_state(next(self.parameters()))
         shape = batch_size, self.num_heads, self.head_dim, self.head_dim
         return HeavyBallMemoryState(like.new_zeros(shape), like.new_zeros(shape) if self.has_momentum else None)
 
     @override
     def _attend(
-        self, heads: Heads, key: Tensor, ignored: Tensor | None, causal: bool, state: HeavyBallMemoryState | None = None
+        self,
+        heads: Heads,
+        key: Tensor,
+        ignored: Tensor | None,
+        causal: bool,
+        state: HeavyBallMemoryState | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, HeavyBallMemoryState | None]:
         q, k = (nn.functional.normalize(x, dim=-1, eps=LEAST_NORM) for x in heads[:2])
         return heavy_ball_memory(
@@ -516,6 +566,7 @@ class HeavyBallMemory(MultiheadBase[HeavyBallMemoryState]):
             **self._gates(key),
             delta=self.delta,
             key_padding_mask=ignored,
+            cu_seqlens=cu_seqlens,
             initial_state=state,
             return_state=True,
             chunk_size=self.chunk_size,
@@ -586,6 +637,19 @@ class KeyValueCache:
         """Return the cache detached from the autograd graph, for truncated backpropagation."""
         return KeyValueCache(self.keys.detach(), self.values.detach(), self.ignored)
 
+    def to(self, *args: Any, **kwargs: Any) -> KeyValueCache:
+        """Return the cache on another device or in another dtype, with the arguments of :meth:`torch.Tensor.to`.
+
+        The padding mask keeps its dtype.
+        """
+        keys, values = self.keys.to(*args, **kwargs), self.values.to(*args, **kwargs)
+        return KeyValueCache(keys, values, None if self.ignored is None else self.ignored.to(keys.device))
+
+    @override
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the tokens only, without the free room of the buffers."""
+        return KeyValueCache, tuple(None if x is None else x.clone() for x in (self.keys, self.values, self.ignored))
+
     def append(self, keys: Tensor, values: Tensor, ignored: Tensor | None = None) -> KeyValueCache:
         """Return a new cache that holds the next tokens too.
 
@@ -595,8 +659,9 @@ class KeyValueCache:
             ignored: (batch, new), True = padding. Default: ``None``, no padding.
         """
         if torch.is_grad_enabled() and (keys.requires_grad or self._keys.requires_grad or values.requires_grad):
-            joined = torch.cat((self.keys, keys), 2), torch.cat((self.values, values), 2)
-            return KeyValueCache(*joined, self._joined_mask(keys.shape[2], ignored))
+            pairs = ((self.keys, keys), (self.values, values))
+            joined = [torch.cat((before.to(new.dtype), new), 2) for before, new in pairs]
+            return KeyValueCache(joined[0], joined[1], self._joined_mask(keys.shape[2], ignored))
         length = self.length + keys.shape[2]
         # tensors made in inference mode cannot be written to outside of it
         is_frozen = may_look() and self._keys.is_inference() and not torch.is_inference_mode_enabled()
@@ -620,6 +685,9 @@ class KeyValueCache:
         none = torch.zeros(len(self._keys), self.length + more, dtype=torch.bool, device=self._keys.device)
         before = none[:, : self.length] if self.ignored is None else self.ignored
         return torch.cat((before, none[:, self.length :] if ignored is None else ignored), 1)
+
+
+torch.serialization.add_safe_globals([KeyValueCache])
 
 
 def rotate(x: Tensor, positions: Tensor, base: float = 10_000.0) -> Tensor:
@@ -697,7 +765,7 @@ class SoftmaxAttention(MultiheadBase[KeyValueCache]):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(embed_dim, num_heads, dropout, bias, kdim, vdim, batch_first, causal, device, dtype)
-        self.rotary = rotary
+        self.rotary = check_bool(rotary, "rotary")
         if rotary and self.head_dim % 2:
             raise ValueError(
                 f"rotary=True needs an even embed_dim / num_heads, got {self.head_dim}. "
@@ -709,7 +777,7 @@ class SoftmaxAttention(MultiheadBase[KeyValueCache]):
         return {"rotary": self.rotary}
 
     @override
-    def init_state(self, batch_size: int) -> KeyValueCache:
+    def _zero_state(self, batch_size: int) -> KeyValueCache:
         like = next(self.parameters())
         shape = batch_size, self.num_heads, 0, self.head_dim
         return KeyValueCache(like.new_empty(shape), like.new_empty(shape))
@@ -750,6 +818,10 @@ def _check_cache(state: KeyValueCache, keys: Tensor) -> None:
             f"state must have {wanted[0]} sequences, {wanted[1]} heads and {wanted[2]} features per head, like the "
             f"input, got {given[0]}, {given[1]} and {given[2]}. Fix: init_state({wanted[0]}) of this module."
         )
+    if state.keys.device != keys.device:
+        raise TypeError(
+            f"state must be on {keys.device}, got {state.keys.device}. Fix: state.to({str(keys.device)!r})."
+        )
 
 
 def read_mask(mask: Tensor | None, shape: torch.Size) -> Tensor | None:
@@ -769,6 +841,15 @@ def read_mask(mask: Tensor | None, shape: torch.Size) -> Tensor | None:
             "attended to."
         )
     return mask
+
+
+def check_linear_dtype(x: Tensor, dtype: torch.dtype, name: str = "x") -> None:
+    """Raise TypeError if a linear layer with parameters of ``dtype`` does not take x; autocast keeps float64."""
+    if x.dtype == dtype:
+        return
+    narrow = (torch.float16, torch.bfloat16, torch.float32)
+    with nullcontext() if x.dtype in narrow and dtype in narrow else no_autocast(x):
+        check_dtype(x, [dtype], name)
 
 
 def _refuse_dropout(dropout: float) -> None:

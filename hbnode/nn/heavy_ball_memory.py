@@ -18,6 +18,7 @@ from hbnode.nn._memory_op import compiled, packed
 
 Gate = Tensor | float
 Delta = Literal["decayed", "plain", False]
+PACK_HEADS = "q.transpose(0, 1).flatten(1, 2)[None], and the same for k, v and gates"
 
 
 @register_state
@@ -188,7 +189,7 @@ def heavy_ball_memory(
     if delta not in ("decayed", "plain", False) or (delta == 0 and delta is not False):
         raise ValueError(f"delta must be 'decayed', 'plain' or False, got {delta!r}. Fix: 'decayed'.")
     ignored = None if key_padding_mask is None else key_padding_mask.unsqueeze(1)
-    batch = q.shape[0] if cu_seqlens is None else _count_packed(cu_seqlens, q)
+    batch = q.shape[0] if cu_seqlens is None else count_packed(cu_seqlens, q.shape[0], PACK_HEADS)
     with no_autocast(q):
         like = q.new_empty((), dtype=dtype).expand(q.shape[:3])
         mu, alpha = (
@@ -205,17 +206,23 @@ def heavy_ball_memory(
             k, v = k.masked_fill(ignored.unsqueeze(-1), 0.0), v.masked_fill(ignored.unsqueeze(-1), 0.0)
             q = q.masked_fill(ignored.unsqueeze(-1) & ~q.isfinite(), 0.0)
         tensors = q, k, v, mu, alpha, gamma, eta, s, p
-        # an exported graph of one length has torch's own operations; torch.compile does not tell symbolic lengths apart
-        is_static = is_exporting() and not torch.compiler.is_dynamo_compiling() and isinstance(q.shape[2], int)
         if 0 in (*q.shape, v.shape[-1]):
             out = (q.to(dtype) @ s.sum(0, keepdim=True)).to(torch.promote_types(q.dtype, v.dtype))
         elif cu_seqlens is None and q.shape[2] == 1:
             out, s, p = _recurrence(options, *tensors)
-        elif torch.compiler.is_compiling() and not is_transformed() and not (is_static and cu_seqlens is None):
+        elif torch.compiler.is_compiling() and not is_transformed() and not (cu_seqlens is None and _has_one_length(q)):
             out, s, p = compiled(options, cu_seqlens, *tensors)
+        elif cu_seqlens is None:
+            out, s, p = chunkwise(options, *tensors)
         else:
             out, s, p = packed(chunkwise, options, cu_seqlens, *tensors)
     return (out, HeavyBallMemoryState(s, p)) if return_state else out
+
+
+def _has_one_length(q: Tensor) -> bool:
+    """Return whether torch.export records a graph for one length, which consists of torch's own operations."""
+    # torch.compile does not tell symbolic lengths apart
+    return is_exporting() and not torch.compiler.is_dynamo_compiling() and isinstance(q.shape[2], int)
 
 
 def _recurrence(
@@ -277,8 +284,8 @@ def check_mask(mask: Tensor, k: Tensor) -> None:
         )
 
 
-def _count_packed(cu_seqlens: Tensor, q: Tensor) -> int:
-    """Check the boundaries of packed sequences and return the number of sequences."""
+def count_packed(cu_seqlens: Tensor, batch: int, fix: str) -> int:
+    """Check the boundaries of packed sequences and the batch; return the number of sequences."""
     is_tensor, integers = isinstance(cu_seqlens, Tensor), (torch.int32, torch.int64)
     if not is_tensor or cu_seqlens.dtype not in integers or cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
         got = f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}" if is_tensor else type(cu_seqlens).__name__
@@ -286,11 +293,8 @@ def _count_packed(cu_seqlens: Tensor, q: Tensor) -> int:
             f"cu_seqlens must be an integer tensor (sequences + 1,), got {got}. "
             "Fix: torch.tensor([0, 3, 5]) for sequences of 3 and 2 steps."
         )
-    if q.shape[0] != 1:
-        raise ValueError(
-            f"with cu_seqlens the batch must be 1, got {q.shape[0]}. Fix: q.transpose(0, 1).flatten(1, 2)[None], and "
-            "the same for k, v and gates, to pack the sequences into one row."
-        )
+    if batch != 1:
+        raise ValueError(f"with cu_seqlens the batch must be 1, got {batch}. Fix: {fix}, to pack them into one row.")
     return cu_seqlens.shape[0] - 1
 
 
@@ -339,22 +343,29 @@ def _read_state(
 ) -> tuple[Tensor, Tensor | None]:
     """Check the initial state and return S and P before the first step; P is None without momentum."""
     shape = (batch, q.shape[1], q.shape[-1], v.shape[-1])
-    s, p = (None, None) if state is None else check_state(state, HeavyBallMemoryState, (shape, shape))
+    s, p = (None, None) if state is None else check_state(state, HeavyBallMemoryState, (shape, shape), q)
     s = torch.zeros(shape, dtype=dtype, device=q.device) if s is None else s.to(dtype)
     if not has_momentum:
         return s, None
     return s, torch.zeros_like(s) if p is None else p.to(dtype)
 
 
-def check_state(state: Any, kind: type[tuple[Any, ...]], shapes: tuple[tuple[int, ...], ...]) -> Any:
-    """Return ``state``, or raise an error if shapes do not fit; only p of a HeavyBallMemoryState may be None."""
+def check_state(
+    state: Any, kind: type[tuple[Any, ...]], shapes: tuple[tuple[int, ...], ...], like: Tensor
+) -> list[Tensor | None]:
+    """Return the tensors of a state on the device of ``like``; only p of a HeavyBallMemoryState may be None.
+
+    Tensors of inference mode are copied outside of it, because autograd cannot save them.
+    """
     if isinstance(state, Tensor) or not isinstance(state, (tuple, list)) or len(state) != len(shapes):
         raise TypeError(
             f"initial_state must be a {kind.__name__} or None, got {type(state).__name__}. Fix: pass the state that a "
             "call with return_state=True returned."
         )
+    found: list[Tensor | None] = []
     for x, name, shape in zip(state, kind._fields, shapes, strict=True):  # type: ignore[attr-defined]
         if x is None and name == "p" and kind is HeavyBallMemoryState:
+            found.append(None)
             continue
         check_input(x, f"initial_state.{name}")
         if x.shape != shape:
@@ -362,7 +373,14 @@ def check_state(state: Any, kind: type[tuple[Any, ...]], shapes: tuple[tuple[int
                 f"initial_state.{name} must be {shape}, got {tuple(x.shape)}. Fix: pass the state of the same batch, "
                 "heads and dims."
             )
-    return state
+        if not x.is_floating_point() or x.device != like.device:
+            raise TypeError(
+                f"initial_state.{name} must be floating point on {like.device}, got {x.dtype} on {x.device}. "
+                f"Fix: state.to({str(like.device)!r}, torch.float32)."
+            )
+        is_frozen = may_look() and x.is_inference() and not torch.is_inference_mode_enabled()
+        found.append(x.clone() if is_frozen else x)
+    return found
 
 
 # Stability

@@ -168,29 +168,36 @@ def momentum_attention(
         if initial_state is None:
             state = MomentumAttentionState(*(q.new_zeros(shape, dtype=dtype) for shape in shapes))
         else:
-            state = MomentumAttentionState(
-                *(x.to(dtype) for x in check_state(initial_state, MomentumAttentionState, shapes))
-            )
+            given: list[Any] = check_state(initial_state, MomentumAttentionState, shapes, q)
+            state = MomentumAttentionState(*(x.to(dtype) for x in given))
         if length <= 1:
             out, state = _recurrence(_features(q, k, v, ignored, causal, dtype), (beta, gamma), ignored, state, eps)
             return (out.to(q.dtype), state) if return_state else out.to(q.dtype)
         has_p, after = isinstance(beta, Tensor) or beta != 0, list(state)
         is_symbolic = is_exporting() and not isinstance(length, int)  # a symbolic number of chunks cannot be exported
-        size, spans = (length if is_symbolic or not causal else min(size, length)), [length]
+        # comparisons, not min and %, whose symbolic expressions take torch.compile long to simplify
+        size = length if is_symbolic or not causal or length <= size else size
+        spans = [length]
         if size is not length:
             span = 64 * size
             if q.device.type == "cpu" and not is_tracing():
                 keep_freed_memory(q.device)
                 span = size * max(1, CHUNKS_AT_ONCE // max(1, batch * heads))
-            spans = [span] * (length // span) + [x for x in (length % span // size * size, length % size) if x]
+            spans = []
+            while length >= span:
+                spans.append(span)
+                length -= span
+            whole = length // size * size
+            spans += [x for x in (whole, length - whole) if x]
         tables = weights = _weight_tables(beta, gamma, spans[0], state.s)
         outputs: list[Tensor] = []
         parts = ([x] if len(spans) == 1 else x.split(spans, 2) for x in (q, k, v))
         masks = [None] * len(spans) if ignored is None else ignored.split(spans, 1)
         for i, part in enumerate(zip(*parts, masks, strict=True)):
+            size = spans[i] if spans[i] < size else size
             if ignored is None and (i == 0 or spans[i] != spans[i - 1]):
-                rows = torch.arange(1, min(size, spans[i]) + 1, device=k.device)
-                weights = _weigh(tables, rows[None, None], -(-spans[i] // size), causal)
+                rows = torch.arange(1, size + 1, device=k.device)
+                weights = _weigh(tables, rows[None, None], spans[i] // size, causal)
             run = _recomputed if 2 * i + 2 < len(spans) else _chunkwise  # the first half saves its arguments only
             out, *after = run((causal, has_p, eps, size), *part, *after, *weights)
             outputs.append(out)
@@ -264,7 +271,6 @@ def _chunkwise(options: tuple[bool, bool, float, int], *tensors: Any) -> tuple[T
     """
     (causal, has_p, eps, size), (q, k, v, ignored, s, p, z, *weights), dtype = options, tensors, tensors[0].dtype
     q, k, v = _features(q, k, v, ignored, causal, s.dtype)
-    size = min(size, k.shape[2])
     k, v = k.unflatten(2, (-1, size)), v.unflatten(2, (-1, size))
     chunks, shape = k.shape[2], s.shape[2:]
     if ignored is not None:

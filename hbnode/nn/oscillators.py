@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
@@ -315,8 +314,8 @@ class Oscillators(_OscillatorModule):
         selective: whether decay, frequency, forgetting and input depend on the samples. Such a layer takes
             ``discretization="exact"`` and ``input="impulse"``, and no noise. Default: ``False``
         frequency: range of the initial damped frequencies ω/2π, in cycles per unit of ``t``, drawn log-uniformly.
-            :func:`hbnode.nn.oscillator_ranges` computes one from times. None is for ``selective=True``, with real
-            states. Default: ``(0.001, 0.25)``
+            :func:`hbnode.nn.oscillator_ranges` computes one from times, with its ``selective=True`` for a selective
+            layer. None is for ``selective=True``, with real states. Default: ``(0.001, 0.25)``
         decay: range of the initial decay rates a = γ/2, in 1 / unit of ``t``, drawn log-uniformly and limited to 1.5 ω.
             A free oscillation decays as e^{-at}. With ``selective=True`` the rates have no limit, and a state forgets
             as much at a sample as in a time 0.1 / ``decay[1]``. Default: ``(0.001, 0.1)``
@@ -352,7 +351,12 @@ class Oscillators(_OscillatorModule):
 
     log_spread: nn.Parameter | None
     log_observation_noise: nn.Parameter | None
-    _become_selective: Callable[..., None]  # of hbnode.nn.selective
+
+    def __new__(cls, *_: object, selective: bool = False, **__: object) -> Oscillators:
+        """Make the object, of the subclass :class:`hbnode.nn.selective.SelectiveOscillators` if ``selective``."""
+        from hbnode.nn.selective import SelectiveOscillators  # which imports this module
+
+        return super().__new__(SelectiveOscillators if selective and cls is Oscillators else cls)
 
     def __init__(
         self,
@@ -375,7 +379,7 @@ class Oscillators(_OscillatorModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         if selective:
-            self._become_selective(discretization=discretization, input=input, noise=noise)
+            _check_selective(self, discretization=discretization, input=input, noise=noise)
         options: Any = {"discretization": discretization, "input": input, "frequency": frequency, "decay": decay}
         natural: Missing = "hold" if input == "hold" else "zero"
         inputs = TimedInputs(input_size, missing or natural, mask_features, elapsed_features, static_size)
@@ -719,6 +723,18 @@ class Oscillators(_OscillatorModule):
             super().extra_repr()
             + (", bidirectional=True" if self.bidirectional else "")
             + (", noise=True" if self.noise else "")
+        )
+
+
+def _check_selective(layer: Oscillators, **options: object) -> None:
+    """Raise an error unless ``options`` are those of a selective layer, and ``layer`` is one."""
+    for name, only in {"discretization": "exact", "input": "impulse", "noise": False}.items():
+        if options[name] != only:
+            raise ValueError(f"selective=True needs {name}={only!r}, got {options[name]!r}. Fix: leave {name} out.")
+    if not layer.selective:
+        raise TypeError(
+            f"selective=True needs Oscillators itself, got its subclass {type(layer).__name__}. "
+            "Fix: a module with a layer Oscillators(..., selective=True)."
         )
 
 
@@ -1122,7 +1138,9 @@ def _gaps_to_next(sequences: Sequences, t_next: Tensor | float | None) -> Tensor
     return functional.pad(gaps, (0, sequences.total - gaps.shape[1]))
 
 
-def oscillator_ranges(t: ArrayLike, mask: Tensor | None = None, lengths: Lengths | None = None) -> Ranges:
+def oscillator_ranges(
+    t: ArrayLike, mask: Tensor | None = None, lengths: Lengths | None = None, selective: bool = False
+) -> Ranges:
     """Return ranges of initial frequencies and decay rates for a set of times: ``Oscillators(..., **ranges)``.
 
     The lowest frequency and the lowest decay rate are 1 / (30 span), where span is the duration of the longest series:
@@ -1134,6 +1152,8 @@ def oscillator_ranges(t: ArrayLike, mask: Tensor | None = None, lengths: Lengths
         mask: which values are observed, (batch, T) or (batch, T, features), as for :class:`Oscillators`. Gaps are
             between samples with an observed value. Default: ``None``
         lengths: lengths of the series, (batch,); later samples are padding. Default: ``None``
+        selective: whether the ranges are for layers with ``selective=True``. Their lowest frequency is 2 / span,
+            because half of their states have no frequency and remember the beginning of a series. Default: ``False``
 
     Returns:
         A dict with ``frequency`` and ``decay``, each (low, high), in 1 / unit of ``t``.
@@ -1153,7 +1173,8 @@ def oscillator_ranges(t: ArrayLike, mask: Tensor | None = None, lengths: Lengths
     ends, starts = (torch.where(seen, times, end).T for end in (-math.inf, math.inf))
     gap, span = float(gaps.median()), float((ends.amax(0) - starts.amin(0)).max())
     low, high = 1 / (SLOWEST * span), 0.25 / gap
-    return {"frequency": (min(low, high), high), "decay": (min(low, 0.4 * high), 0.4 * high)}
+    lowest = 2 / span if selective else low
+    return {"frequency": (min(lowest, high), high), "decay": (min(low, 0.4 * high), 0.4 * high)}
 
 
 def _check_choice(value: object, name: str, choices: tuple[str, ...]) -> None:

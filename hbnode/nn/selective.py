@@ -21,7 +21,7 @@ LEAST = -4.0  # argument of the softplus of the decay without input
 
 
 class SelectiveOscillators(Oscillators):
-    """The class of ``Oscillators(..., selective=True)``, where it is described."""
+    """The class of the objects that ``Oscillators(..., selective=True)`` makes; :class:`Oscillators` describes it."""
 
     log_decay: nn.Parameter
     log_omega: nn.Parameter | None
@@ -193,19 +193,3 @@ def _log_uniform(like: Tensor, low: float, high: float) -> Tensor:
     size = len(like)
     places = (torch.arange(size) + torch.rand(size)) / size
     return torch.lerp(torch.tensor(math.log(low)), torch.tensor(math.log(high)), places).exp().to(like.device)
-
-
-def _become_selective(layer: Oscillators, **options: object) -> None:
-    """Make a layer under construction one of :class:`SelectiveOscillators`; raise an error for other ``options``."""
-    for name, only in {"discretization": "exact", "input": "impulse", "noise": False}.items():
-        if options[name] != only:
-            raise ValueError(f"selective=True needs {name}={only!r}, got {options[name]!r}. Fix: leave {name} out.")
-    if type(layer) not in (Oscillators, SelectiveOscillators):
-        raise TypeError(
-            f"selective=True needs Oscillators itself, got its subclass {type(layer).__name__}. "
-            "Fix: a module with a layer Oscillators(..., selective=True)."
-        )
-    layer.__class__ = SelectiveOscillators
-
-
-Oscillators._become_selective = _become_selective

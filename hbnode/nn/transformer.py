@@ -17,10 +17,18 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from hbnode._checks import as_count, check_input, nearest
-from hbnode.nn.attention import HeavyBallMemory, MomentumAttention, MultiheadBase, SoftmaxAttention, read_mask
-from hbnode.nn.sequences import check_dtype
+from hbnode._tree import register_state
+from hbnode.nn.attention import (
+    HeavyBallMemory,
+    MomentumAttention,
+    MultiheadBase,
+    SoftmaxAttention,
+    check_linear_dtype,
+    read_mask,
+)
 
 
+@register_state
 class DepthState(NamedTuple):
     """The state that a connection passes from one layer to the next; entries that the connection does not use are None.
 
@@ -33,6 +41,14 @@ class DepthState(NamedTuple):
     previous: Tensor | None = None
     update: Tensor | None = None
     velocity: Tensor | None = None
+
+    def detach(self) -> DepthState:
+        """Return the state detached from the autograd graph."""
+        return DepthState(*(None if x is None else x.detach() for x in self))
+
+    def to(self, *args: Any, **kwargs: Any) -> DepthState:
+        """Return the state on another device or in another dtype, with the arguments of :meth:`torch.Tensor.to`."""
+        return DepthState(*(None if x is None else x.to(*args, **kwargs) for x in self))
 
 
 class Connection(nn.Module):
@@ -439,7 +455,13 @@ class TransformerLayerBase(nn.Module):
                 f"depth_state must be the DepthState returned by the previous layer, got {type(depth_state).__name__}. "
                 "Fix: pass a mask by name, key_padding_mask=mask."
             )
-        check_dtype(x, [next(self.parameters()).dtype])
+        check_linear_dtype(x, next(self.parameters()).dtype)
+        for part in depth_state or ():
+            if part is not None and part.shape != x.shape:
+                raise ValueError(
+                    f"depth_state must hold tensors like x, {tuple(x.shape)}, got {tuple(part.shape)}. "
+                    "Fix: depth_state=None in the first layer."
+                )
         return DepthState() if depth_state is None else depth_state
 
     def _sublayer(self, x: Tensor, depth: DepthState, norm: nn.Module, block: Block, join: Join) -> Stream:
@@ -653,6 +675,7 @@ class MomentumTransformerDecoderLayer(TransformerLayerBase):
         return x, depth
 
 
+@register_state
 class TransformerState(NamedTuple):
     """The state of a :class:`MomentumTransformer` after the tokens processed so far.
 
@@ -667,6 +690,14 @@ class TransformerState(NamedTuple):
     def detach(self) -> TransformerState:
         """Return the state detached from the autograd graph, for truncated backpropagation."""
         return TransformerState(self.position, tuple(layer.detach() for layer in self.layers))
+
+    def to(self, *args: Any, **kwargs: Any) -> TransformerState:
+        """Return the state on another device or in another dtype, with the arguments of :meth:`torch.Tensor.to`.
+
+        ``position`` keeps its dtype, because it counts tokens.
+        """
+        device = self.position.to(*args, **kwargs).device
+        return TransformerState(self.position.to(device), tuple(layer.to(*args, **kwargs) for layer in self.layers))
 
 
 class MomentumTransformer(nn.Module):
@@ -800,6 +831,7 @@ class MomentumTransformer(nn.Module):
 
     def init_state(self, batch_size: int) -> TransformerState:
         """Return the state of ``batch_size`` sequences before their first token."""
+        batch_size = as_count(batch_size, "batch_size", least=0)
         layers = tuple(layer.self_attn.init_state(batch_size) for layer in self.layers)
         device = next(self.parameters()).device
         return TransformerState(torch.zeros(batch_size, dtype=torch.int64, device=device), layers)
@@ -816,7 +848,9 @@ class MomentumTransformer(nn.Module):
         """
         self._check(tokens)
         key_padding_mask = read_mask(key_padding_mask, tokens.shape[:2])
-        state = self.init_state(tokens.shape[0]) if state is None else state
+        if state is None:
+            start = torch.zeros(tokens.shape[0], dtype=torch.int64, device=tokens.device)
+            state = TransformerState(start, (None,) * len(self.layers))
         if not isinstance(state, TransformerState) or state.position.shape[0] != tokens.shape[0]:
             given = f"{len(state.position)} sequences" if isinstance(state, TransformerState) else type(state).__name__
             raise ValueError(
@@ -952,7 +986,7 @@ class MomentumTransformer(nn.Module):
                     f"inputs must be (batch, length, d_model = {self.d_model}), got {tuple(tokens.shape)}. Fix: that "
                     "shape, or num_embeddings= for tokens."
                 )
-            check_dtype(tokens, [next(self.parameters()).dtype], "tokens")
+            check_linear_dtype(tokens, next(self.parameters()).dtype, "tokens")
         elif tokens.dtype not in (torch.int64, torch.int32):
             raise TypeError(
                 f"tokens must be int64 or int32, got {tokens.dtype}. Fix: tokens.long(), or num_embeddings=None for "
@@ -970,10 +1004,19 @@ def draw(output: Tensor, temperature: float, top_k: int | None, generator: torch
     if temperature < torch.finfo(scores.dtype).tiny:
         return output.argmax(-1)
     scores = (scores - scores.amax(-1, keepdim=True)) / temperature  # without the largest, ∞ / ∞ would be NaN
+    tokens = None
     if top_k is not None and top_k < scores.shape[-1]:
         scores, tokens = scores.topk(top_k)
-        return tokens.gather(1, torch.multinomial(scores.softmax(-1), 1, generator=generator)).squeeze(1)
-    return torch.multinomial(scores.softmax(-1), 1, generator=generator).squeeze(1)
+    try:
+        drawn = torch.multinomial(scores.softmax(-1), 1, generator=generator)
+    except RuntimeError as error:
+        if scores.isfinite().all():
+            raise
+        raise ValueError(
+            "generate needs finite outputs to sample from, got NaN or infinity. "
+            "Fix: check the model's parameters and inputs with torch.isfinite."
+        ) from error
+    return (drawn if tokens is None else tokens.gather(1, drawn)).squeeze(1)
 
 
 def sinusoids(positions: Tensor, features: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -6,8 +6,8 @@ differ in how they treat the gaps between samples:
 - "lstm", "gru": torch's, which read the gap as one more input.
 - "gru-d": a GRU whose hidden state decays over the gap.
 - "cfc": closed-form continuous-time units, of the package ncps.
-- "oscillators", "selective": two blocks of :class:`hbnode.nn.OscillatorStack`, exact over any gap; linear ones, or a
-  real memory with ``selective=True``.
+- "oscillators": two blocks of :class:`hbnode.nn.OscillatorStack`, exact over any gap.
+- "selective": one layer :class:`hbnode.nn.Oscillators` with ``selective=True`` and real states, exact over any gap.
 """
 
 from __future__ import annotations
@@ -127,23 +127,30 @@ class ClosedForm(Recurrent):
 
 
 class Swinging(Recurrent):
-    """Two blocks of damped oscillators; the slowest have a cycle in 200 gaps."""
-
-    choices: typing.ClassVar[dict[str, typing.Any]] = {"frequency": (0.005, 0.25)}
+    """Damped oscillators; the slowest have a cycle in 200 gaps."""
 
     def __init__(self, input_size: int, hidden_size: int, **options: bool) -> None:
         super().__init__(input_size, hidden_size, **options)
-        self.stack = hbnode.nn.OscillatorStack(self.features, hidden_size, decay=(0.005, 0.1), **self.choices)
+        self.net: typing.Any = self._make()
+
+    def _make(self) -> nn.Module:
+        return hbnode.nn.OscillatorStack(self.features, self.hidden_size, frequency=(0.005, 0.25), decay=(0.005, 0.1))
 
     def _read(self, x: Tensor, gap: Tensor, state: NetworkState | None) -> tuple[Tensor, NetworkState]:
         t = gap.squeeze(-1).double().cumsum(1)
-        return self.stack(x, t if state is None else t + state.t.unsqueeze(1), state)
+        return self.net(x, t if state is None else t + state.t.unsqueeze(1), state)
 
 
 class Selective(Swinging):
-    """Two blocks of selective memory with as many real states as features."""
+    """Selective memory with as many real states as features, and weak selection at first."""
 
-    choices: typing.ClassVar[dict[str, typing.Any]] = {"selective": True, "frequency": None}
+    def _make(self) -> nn.Module:
+        layer = hbnode.nn.Oscillators(
+            self.features, self.hidden_size, selective=True, frequency=None, decay=(0.005, 0.1)
+        )
+        with torch.no_grad():
+            layer.get_parameter("weight_select").div_(3)
+        return layer
 
 
 KINDS: dict[str, Callable[..., Recurrent]] = {

@@ -44,30 +44,31 @@ CLASSIFIERS = tuple(name for name in TITLES if name != "lstm")
 
 
 class Reader(nn.Module):
-    """What turns a checked batch into features (batch, hidden_size).
+    """What turns a checked batch into features after each sample, (batch, T, hidden_size).
 
     Arguments:
         features: of a sample.
         static: of a series.
         unit: of time; the gaps of a network that takes them as inputs are in tenths of it, about 1.
         missing: see :class:`hbnode.ODERNN`.
+        dropout: probability that an input is dropped in training.
     """
 
-    def __init__(self, features: int, static: int, unit: float, missing: Any) -> None:
+    def __init__(self, features: int, static: int, unit: float, missing: Any, dropout: float) -> None:
         super().__init__()
         self.inputs = Inputs(features, missing, True, True, static)
-        self.unit = unit
+        self.unit, self.dropout = unit, nn.Dropout(dropout)
 
     def fed(self, x: Tensor, t: Tensor, mask: Tensor, lengths: Tensor, static: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return what a network is fed (batch, T, n), and the gap before each sample (batch, T)."""
         sequences = Sequences(x.shape[2], x, t, mask, lengths)
         gaps = sequences.t.diff(dim=1, prepend=sequences.t[:, :1]) / (0.1 * self.unit)
         gaps = gaps if sequences.valid is None else torch.where(sequences.valid, gaps, 1.0)  # time goes on in padding
-        return self.inputs(sequences, static, None, self.unit)[0], gaps.to(x.dtype)
+        return self.dropout(self.inputs(sequences, static, None, self.unit)[0]), gaps.to(x.dtype)
 
 
 class ODEReader(nn.Module):
-    """The h of an ODE-RNN after the last sample."""
+    """The h of an ODE-RNN after each sample."""
 
     def __init__(
         self, name: str, features: int, static: int, unit: float, size: int, options: Mapping[str, Any]
@@ -79,15 +80,15 @@ class ODEReader(nn.Module):
         self.rnn = hbnode.ODERNN(features, size, field=field, **shown, **given)
 
     def forward(self, x: Tensor, t: Tensor, mask: Tensor, lengths: Tensor, static: Tensor | None) -> Tensor:
-        """(batch, size)."""
-        return self.rnn(x, t, mask=mask, lengths=lengths, static=static)[1].h
+        """(batch, T, size)."""
+        return self.rnn(x, t, mask=mask, lengths=lengths, static=static)[0]
 
 
 class RecurrentReader(Reader):
-    """The output of a recurrent network after the last sample."""
+    """The output of a recurrent network after each sample."""
 
-    def __init__(self, name: str, features: int, static: int, unit: float, size: int) -> None:
-        super().__init__(features, static, unit, "decay" if name == "gru-d" else "zero")
+    def __init__(self, name: str, features: int, static: int, unit: float, size: int, dropout: float) -> None:
+        super().__init__(features, static, unit, "decay" if name == "gru-d" else "zero", dropout)
         self.takes_gaps = name != "momentum_lstm"
         count = self.inputs.size
         if self.takes_gaps:
@@ -96,10 +97,9 @@ class RecurrentReader(Reader):
             self.net = hbnode.nn.MomentumLSTM(count + 1, size, batch_first=True)
 
     def forward(self, x: Tensor, t: Tensor, mask: Tensor, lengths: Tensor, static: Tensor | None) -> Tensor:
-        """(batch, size)."""
+        """(batch, T, size)."""
         fed, gaps = self.fed(x, t, mask, lengths, static)
-        output = self.net(fed, gaps)[0] if self.takes_gaps else self.net(torch.cat([fed, gaps.unsqueeze(-1)], -1))[0]
-        return output[torch.arange(len(output), device=output.device), lengths.to(output.device) - 1]
+        return self.net(fed, gaps)[0] if self.takes_gaps else self.net(torch.cat([fed, gaps.unsqueeze(-1)], -1))[0]
 
 
 class Controlled(nn.Module):
@@ -116,17 +116,17 @@ class Controlled(nn.Module):
 
 
 class CDEReader(Reader):
-    """The state of a neural controlled differential equation at the last sample."""
+    """The state of a neural controlled differential equation at each sample."""
 
-    def __init__(self, features: int, static: int, unit: float, size: int) -> None:
-        super().__init__(features, 0, unit, "hold")
+    def __init__(self, features: int, static: int, unit: float, size: int, dropout: float) -> None:
+        super().__init__(features, 0, unit, "hold", dropout)
         channels = 1 + 2 * features
         self.start = nn.Linear(channels + static, size)
         self.control = Controlled(channels, size)
         self.field = hbnode.NODE(self.control)
 
     def forward(self, x: Tensor, t: Tensor, mask: Tensor, lengths: Tensor, static: Tensor | None) -> Tensor:
-        """(batch, size)."""
+        """(batch, T, size)."""
         fed, gaps = self.fed(x, t, mask, lengths, None)
         held, seen = fed.split([x.shape[2], fed.shape[2] - x.shape[2]], -1)
         often = seen[..., : x.shape[2]].cumsum(1)
@@ -134,12 +134,12 @@ class CDEReader(Reader):
         valid = torch.arange(path.shape[1], device=path.device) < lengths.to(path.device).unsqueeze(1)
         changes = torch.where(valid[:, 1:, None], path.diff(dim=1), 0.0)  # at the end of a series it stands still
         first = path[:, 0] if static is None else torch.cat([path[:, 0], static], -1)
-        z = self.start(first)
+        states = [self.start(first)]
         for change in changes.unbind(1):
             self.control.change = change
-            z = hbnode.odeint(self.field, z, [0.0, 1.0], method="rk4", steps=1)[-1]
+            states.append(hbnode.odeint(self.field, states[-1], [0.0, 1.0], method="rk4", steps=1)[-1])
         self.control.change = torch.zeros(())  # which keeps no graph
-        return z
+        return torch.stack(states, 1)
 
 
 class Classifier(nn.Module):
@@ -151,6 +151,8 @@ class Classifier(nn.Module):
         scale: of the values.
         scale_static: of the static features, None if there are none.
         classes: how many.
+        pool: what the head reads, ``"last"`` or ``"last and mean"`` of the features over the samples.
+        dropout: probability that a feature is dropped in training.
     """
 
     def __init__(
@@ -160,20 +162,31 @@ class Classifier(nn.Module):
         scale: hbnode.nn.Standardize,
         scale_static: hbnode.nn.Standardize | None,
         classes: int,
+        pool: str,
+        dropout: float,
     ) -> None:
         super().__init__()
         self.reader, self.scale, self.scale_static = reader, scale, scale_static
-        self.head = nn.Linear(size, classes)
+        self.takes_mean, self.dropout = pool == "last and mean", nn.Dropout(dropout)
+        self.head = nn.Linear(2 * size if self.takes_mean else size, classes)
 
     def forward(self, x: Tensor, t: Tensor, mask: Tensor, lengths: Tensor, static: Tensor) -> Tensor:
         """Return logits (batch, classes)."""
         fixed = None if self.scale_static is None else self.scale_static(static).nan_to_num()
-        return self.head(self.reader(self.scale(x), t, mask, lengths, fixed))
+        path = self.reader(self.scale(x), t, mask, lengths, fixed)
+        lengths = lengths.to(path.device)
+        features = path[torch.arange(len(path), device=path.device), lengths - 1]
+        if self.takes_mean:
+            valid = torch.arange(path.shape[1], device=path.device) < lengths.unsqueeze(1)
+            mean = torch.where(valid.unsqueeze(-1), path, 0.0).sum(1) / lengths.unsqueeze(1)
+            features = torch.cat([features, mean], 1)
+        return self.head(self.dropout(features))
 
 
 def make_classifier(
-    name: str, train: Samples, classes: int, unit: float, parameters: int, options: Mapping[str, Any]
-) -> Classifier:
+    name: str, train: Samples, classes: int, unit: float, parameters: int, options: Mapping[str, Any],
+    pool: str = "last", dropout: float = 0.0,
+) -> Classifier:  # fmt: skip
     """Return a network of about so many parameters.
 
     Arguments:
@@ -183,6 +196,8 @@ def make_classifier(
         unit: of time.
         parameters: about how many the network shall have.
         options: of an ODE-RNN's solver.
+        pool: see :class:`Classifier`.
+        dropout: probability that an input or a feature is dropped in training; an ODE-RNN's inputs are not.
     """
     x, _, mask, _, static = train
     features, fixed = x.shape[2], static.shape[1]
@@ -191,12 +206,12 @@ def make_classifier(
         if name in MODELS:
             return ODEReader(name, features, fixed, unit, size, options)
         if name == "ncde":
-            return CDEReader(features, fixed, unit, size)
-        return RecurrentReader(name, features, fixed, unit, size)
+            return CDEReader(features, fixed, unit, size, dropout)
+        return RecurrentReader(name, features, fixed, unit, size, dropout)
 
     def make(size: int) -> Classifier:
         scales = hbnode.nn.Standardize(features), hbnode.nn.Standardize(fixed) if fixed else None
-        return Classifier(reader(size), size, *scales, classes)
+        return Classifier(reader(size), size, *scales, classes, pool, dropout)
 
     model = hbnode.nn.match_parameters(make, parameters)
     model.scale.fit(x, mask)

@@ -8,7 +8,8 @@ one in the window, of eight. To guess has the error 7/8.
 Models: "real", selective oscillators with ``frequency=None``; "swinging", with a frequency for half of the states;
 "linear", the oscillators that select nothing; "gru", of which the gap is one more input, as of "mingru", minGRU (Feng
 et al., arXiv:2410.01201) in the same residual blocks. Adam's rate follows a cosine over --seconds of CPU time, in
-one thread. Each rival can have a rate of its own by --lr.
+one thread. Its first value is, of --rates, the one of least median error after --tuning-seconds, for each model by
+itself, with --tuning-seeds seeds that are no other's. A finished run is a file in --out, which is not made again.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ import hbnode
 from hbnode.nn._selective_scan import scan
 from tasks.common.config import Options, option, parse
 from tasks.common.figures import panels
+from tasks.common.files import read_json, write_json
 from tasks.common.run import write_study
 from tasks.common.train import Samples
 
@@ -36,6 +39,7 @@ TITLES = {"real": "selective, real", "swinging": "selective, half with a frequen
 TITLES |= {"gru": "GRU", "mingru": "minGRU"}
 TONES = 0.03 * torch.arange(1, 9)  # cycles per unit of time
 TRIVIAL = {"adding": 1 / 6, "tone": 7 / 8}
+TUNING_SEED = 1_000_000
 LAYERS, OUTPUTS, LENGTHS, BATCH = {"adding": 1, "tone": 2}, {"adding": 1, "tone": 8}, {"adding": 1000, "tone": 200}, 16
 
 
@@ -43,7 +47,7 @@ LAYERS, OUTPUTS, LENGTHS, BATCH = {"adding": 1, "tone": 2}, {"adding": 1, "tone"
 class SelectiveOptions(Options):
     """Options of the study."""
 
-    positive = "size seconds test_size lr"
+    positive = "size seconds tuning_seconds test_size"
 
     problem: str = option("adding", "the problem", tuple(TRIVIAL))
     model: str = option("all", f"one of {', '.join(MODELS)}, several with commas between, or all")
@@ -52,7 +56,9 @@ class SelectiveOptions(Options):
     seconds: float = option(60.0, "CPU seconds of training")
     seeds: int = option(1, "seeds, one after another", least=1)
     first_seed: int = option(0, "the first of them", least=0)
-    lr: float = option(5e-3, "Adam's learning rate")
+    rates: str = option("2e-3,5e-3,1.2e-2", "learning rates of Adam to choose from, or one")
+    tuning_seconds: float = option(40.0, "CPU seconds of training for the choice of a rate")
+    tuning_seeds: int = option(3, "seeds for that choice", least=1)
     test_size: int = option(256, "test series")
     out: str = option("runs/selective", "folder for the table and the figure")
 
@@ -140,7 +146,7 @@ def make_model(name: str, problem: str, size: int, length: int, t: Tensor) -> nn
         return GRU(outputs, size, layers)
     if name == "mingru":
         return MinGRU(outputs, size, layers, length)
-    ranges: dict[str, Any] = {**hbnode.nn.oscillator_ranges(t)}
+    ranges: dict[str, Any] = {**hbnode.nn.oscillator_ranges(t, selective=name != "linear")}
     if name == "linear":
         return hbnode.nn.OscillatorStack(2, size, layers, output_size=outputs, **ranges)
     swings = name == "swinging"
@@ -159,7 +165,7 @@ def loss_of(y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return functional.cross_entropy(y, target), (y.argmax(1) != target).float().mean()
 
 
-def train(options: SelectiveOptions, name: str, seed: int) -> dict[str, Any]:
+def train(options: SelectiveOptions, name: str, seed: int, lr: float, seconds: float) -> dict[str, Any]:
     """Train a model; the test error by CPU seconds of training."""
     torch.manual_seed(seed)
     length = options.length or LENGTHS[options.problem]
@@ -167,30 +173,53 @@ def train(options: SelectiveOptions, name: str, seed: int) -> dict[str, Any]:
     test = problem(options.test_size, length, torch.Generator().manual_seed(2**31 + seed))
     generator = torch.Generator().manual_seed(seed)
     model = make_model(name, options.problem, options.size, length, test[1])
-    optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
+    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
     spent, steps, curve, reported = 0.0, 0, [], 0.0
-    while spent < options.seconds:
+    while spent < seconds:
         begun = time.process_time()
         *inputs, target = problem(BATCH if options.problem == "adding" else 2 * BATCH, length, generator)
-        optimizer.param_groups[0]["lr"] = options.lr * (1 + math.cos(math.pi * spent / options.seconds)) / 2
+        optimizer.param_groups[0]["lr"] = lr * (1 + math.cos(math.pi * spent / seconds)) / 2
         optimizer.zero_grad()
         loss_of(model(*inputs)[0][:, -1], target)[0].backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         spent, steps = spent + time.process_time() - begun, steps + 1
-        if spent >= reported + options.seconds / 24 or spent >= options.seconds:
+        if spent >= reported + seconds / 24 or spent >= seconds:
             reported = spent
             with torch.no_grad():
                 parts = [model(*(part[i : i + 64] for part in test[:2]))[0][:, -1] for i in range(0, len(test[0]), 64)]
             curve.append((spent, float(loss_of(torch.cat(parts), test[2])[1])))
             shown = f"{spent:6.1f} s {steps:5} steps, {curve[-1][1]:.4f}"
-            print(f"{options.problem} {name} seed {seed}: {shown}", flush=True)
+            print(f"{options.problem} {name} lr {lr:g} seed {seed}: {shown}", flush=True)
     parameters = sum(p.numel() for p in model.parameters())
-    best_after = next((s for s, error in curve if error < (0.01 if options.problem == "adding" else 0.05)), None)
+    first_under = next((s for s, error in curve if error < (0.01 if options.problem == "adding" else 0.05)), None)
     return {
-        "problem": options.problem, "model": name, "seed": seed, "lr": options.lr, "length": length, "steps": steps,
-        "parameters": parameters, "test_error": curve[-1][1], "seconds_to_target": best_after, "curve": curve,
+        "problem": options.problem, "model": name, "seed": seed, "lr": lr, "seconds": seconds, "length": length,
+        "steps": steps, "parameters": parameters, "test_error": curve[-1][1], "seconds_to_target": first_under,
+        "curve": curve,
     }  # fmt: skip
+
+
+def finished(options: SelectiveOptions, name: str, seed: int, lr: float, seconds: float) -> dict[str, Any]:
+    """Train a model unless its file is there; return the run."""
+    label = f"{options.problem}-{options.length or LENGTHS[options.problem]}-{name}-{lr:g}-{seconds:g}s-seed{seed}"
+    path = Path(options.out) / "runs" / f"{label}.json"
+    if not path.exists():
+        write_json(path, train(options, name, seed, lr, seconds))
+    return read_json(path)
+
+
+def chosen_rate(options: SelectiveOptions, name: str) -> float:
+    """Return the learning rate of least median error after a short training, with seeds for nothing else."""
+    rates = [float(rate) for rate in options.rates.split(",")]
+    if len(rates) == 1:
+        return rates[0]
+    seeds = range(TUNING_SEED, TUNING_SEED + options.tuning_seeds)
+
+    def error(lr: float) -> float:
+        return median(finished(options, name, seed, lr, options.tuning_seconds)["test_error"] for seed in seeds)
+
+    return min(rates, key=error)
 
 
 def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
@@ -215,7 +244,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     names = MODELS if options.model == "all" else tuple(options.model.split(","))
     seeds = range(options.first_seed, options.first_seed + options.seeds)
-    runs = [train(options, name, seed) for seed in seeds for name in names]
+    rates = {name: chosen_rate(options, name) for name in names}
+    runs = [finished(options, name, seed, rates[name], options.seconds) for seed in seeds for name in names]
     table = [{key: value for key, value in run.items() if key != "curve"} for run in runs]
     write_study(Path(options.out), options.problem, table, task="selective", runs=runs)
     draw(runs, Path(options.out) / f"{options.problem}.png")

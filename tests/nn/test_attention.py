@@ -1,7 +1,11 @@
 """The attention modules: torch's interface, streaming, masks, and what users do with modules."""
 
 import copy
+import importlib
+import io
+import math
 import pickle
+from itertools import pairwise
 
 import pytest
 import torch
@@ -192,14 +196,19 @@ def test_autocast(kind):
 @each_module
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 def test_compiled_for_any_length(kind, backend):
-    module = make(kind)
-    compiled = torch.compile(module, backend=backend, dynamic=True, fullgraph=True)
-    for length in (11, 70):
+    """In one graph, with gradients."""
+    torch._dynamo.reset()
+    module, counted = make(kind), importlib.import_module("torch._dynamo.testing").CompileCounterWithBackend(backend)
+    compiled = torch.compile(module, backend=counted, fullgraph=True)
+    for length in (70, 90):
         x = torch.randn(2, length, E, dtype=torch.float64).requires_grad_()
         mask = torch.rand(2, length) < 0.3
+        for z in (x, mask):
+            torch._dynamo.mark_dynamic(z, 1)
         out, wanted = (f(x, x, x, mask)[0] for f in (compiled, module))
         close(out, wanted)
         close(*(torch.autograd.grad(y.sin().sum(), x)[0] for y in (out, wanted)))
+    assert counted.frame_count == 1
 
 
 @each_module
@@ -232,7 +241,7 @@ X = inputs()
         (ValueError, "key must be", (X, X[0]), {}),
         (ValueError, "Fix: batch_first=True if the batch comes first", (X, X[:2], X[:2]), {}),
         (ValueError, "key and value the same length", (X, X, X[:, :4]), {}),
-        (ValueError, "Fix: causal=False to attend to another sequence", (X, X[:, :4], X[:, :4]), {}),
+        (ValueError, "causal=False to attend to another sequence", (X, X[:, :4], X[:, :4]), {}),
         (TypeError, r"Fix: torch.tensor\(x", ([[1.0] * E],), {}),
         (TypeError, r"query is torch.float32.*Fix: query.to\(torch.float64\), or", (X.float(),), {}),
         (TypeError, r"key is torch.int64.*Fix: key.to\(torch.float64\)\.$", (X, X.long()), {}),
@@ -258,6 +267,16 @@ def test_wrong_calls_are_refused(kind, error, message, arguments, options):
         (MomentumAttention, ValueError, "must start above 0", (16, 4), {"momentum": 0.0, "learn_momentum": True}),
         (MomentumAttention, ValueError, "step_size must be positive", (16, 4), {"step_size": 0.0}),
         (MomentumAttention, ValueError, "eps must be >= 0", (16, 4), {"eps": -1}),
+        (MomentumAttention, ValueError, "eps must be >= 0 and finite", (16, 4), {"eps": math.inf}),
+        (
+            MomentumAttention,
+            TypeError,
+            "learn_momentum must be True or False, got 0.5",
+            (16, 4),
+            {"learn_momentum": 0.5},
+        ),
+        (MomentumAttention, TypeError, "learn_step_size must be True", (16, 4), {"learn_step_size": 1.0}),
+        (SoftmaxAttention, TypeError, "rotary must be True or False, got 10000", (16, 4), {"rotary": 10_000}),
         (HeavyBallMemory, ValueError, "chunk_size must be an integer >= 1", (16, 4), {"chunk_size": 0}),
         (HeavyBallMemory, ValueError, "delta must be .* got 'plian'", (16, 4), {"delta": "plian"}),
         (HeavyBallMemory, TypeError, "momentum must be True or False, got 0.9", (16, 4), {"momentum": 0.9}),
@@ -484,3 +503,191 @@ def test_a_token_of_zeros(kind):
     (module(x)[0] * torch.randn(x.shape)).sum().backward()
     assert all(p.grad.abs().max() < 1e4 for p in module.parameters())
     assert module.half()(x.half())[0].isfinite().all()
+
+
+def saved_and_loaded(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@every_kind
+@pytest.mark.parametrize("again", [saved_and_loaded, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_states_are_saved_copied_and_loaded(kind, again):
+    module, x = make(kind), inputs()
+    with torch.no_grad():
+        _, state = module.prefill(x[:, :5], None, make_mask()[:, :5])
+        _, state = module.step(x[:, 5], state)
+        found = again(state)
+        assert type(found) is type(state)
+        (y, _), (wanted, _) = module.step(x[:, 6], found), module.step(x[:, 6], state)
+    assert torch.equal(y, wanted)
+
+
+@every_kind
+@pytest.mark.parametrize("grad", [True, False])
+def test_states_change_their_dtype(kind, grad):
+    """A state in float32 continues in a float64 module, and is widened there."""
+    module, x = make(kind), inputs()
+    with torch.set_grad_enabled(grad):
+        _, state = module.prefill(x[:, :5], None, make_mask()[:, :5])
+        narrow = state.to(torch.float32)
+        assert all(z.dtype == torch.float32 for z in tensors(narrow))
+        (y, after), (wanted, _) = module.step(x[:, 6], narrow), module.step(x[:, 6], state)
+    assert all(z.dtype == torch.float64 for z in tensors(after))
+    close(y, wanted, 1e-5)
+
+
+def test_a_saved_cache_has_no_free_room():
+    module = make("rotary")
+    with torch.no_grad():
+        _, state = module.prefill(inputs()[:, :5])
+        _, state = module.step(inputs()[:, 5], state)
+    assert saved_and_loaded(state).keys.untyped_storage().nbytes() == state.keys.numel() * 8
+
+
+@every_kind
+@pytest.mark.parametrize("batch_size", [-1, 2.0, None])
+def test_wrong_numbers_of_sequences_are_refused(kind, batch_size):
+    with pytest.raises(ValueError, match=rf"batch_size must be an integer >= 0, got {batch_size}\. Fix"):
+        make(kind).init_state(batch_size)
+
+
+ENDS = [0, 3, 3, 4, 11]  # sequences of 3, 0, 1 and 7 tokens
+MEMORIES = [kind for kind in KINDS if KINDS[kind][0] is HeavyBallMemory]
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("mask", [None, make_mask()[2:]], ids=["all", "masked"])
+@pytest.mark.parametrize("kind", MEMORIES)
+def test_packed_sequences(kind, mask, batch_first):
+    """As calls for each: outputs, states, their continuation, and gradients."""
+    module, x = make(kind), inputs(batch=1).requires_grad_()
+    found, wanted = [], []
+    for start, end in pairwise(ENDS):
+        part = None if mask is None else mask[:, start:end]
+        wanted.append(module(x[:, start:end], key_padding_mask=part)[0])
+        found.append(module.prefill(x[:, start:end], None, part)[1])
+    wanted, states = torch.cat(wanted, 1), [torch.cat(parts) for parts in zip(*map(tensors, found), strict=True)]
+    module.batch_first, ends = batch_first, torch.tensor(ENDS)
+    given = x if batch_first else x.transpose(0, 1)
+    output = module(given, key_padding_mask=mask, cu_seqlens=ends)[0]
+    output, (again, state) = (
+        output if batch_first else output.transpose(0, 1),
+        module.prefill(given, None, mask, cu_seqlens=ends),
+    )
+    close(output, wanted)
+    close(again if batch_first else again.transpose(0, 1), wanted)
+    close(tensors(state), states)
+    if mask is None:
+        close(module(x[0], cu_seqlens=ends)[0], wanted[0])  # no batch
+    next_token = torch.randn(4, E, dtype=torch.float64)
+    close(module.step(next_token, state)[0], module.step(next_token, type(state)(*states))[0])
+    over = [x, *module.parameters()]
+    close(
+        torch.autograd.grad((output * x.detach()).sum(), over), torch.autograd.grad((wanted * x.detach()).sum(), over)
+    )
+
+
+def test_packed_sequences_in_a_graph():
+    torch._dynamo.reset()
+    module = make("heavy_ball")
+    compiled = torch.compile(module, backend="eager", dynamic=True, fullgraph=True)
+    for length, ends in ((11, ENDS), (70, [0, 5, 70])):
+        x = torch.randn(1, length, E, dtype=torch.float64).requires_grad_()
+        out, wanted = (f(x, x, x, cu_seqlens=torch.tensor(ends))[0] for f in (compiled, module))
+        close(out, wanted)
+        close(*(torch.autograd.grad(y.sin().sum(), x)[0] for y in (out, wanted)))
+
+
+class Packed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.memory = make("heavy_ball")
+
+    def forward(self, x, cu_seqlens):
+        return self.memory(x, cu_seqlens=cu_seqlens)[0]
+
+
+def test_packed_sequences_are_exported():
+    """For any length and number of sequences."""
+    module, shapes = Packed(), ({1: torch.export.Dim("length", min=2)}, {0: torch.export.Dim("ends", min=3)})
+    program = torch.export.export(module, (inputs(batch=1), torch.tensor(ENDS)), dynamic_shapes=shapes).module()
+    x, ends = inputs(70, 1), torch.tensor([0, 5, 70])
+    close(program(x, ends), module(x, ends))
+
+
+def test_wrong_packings_are_refused():
+    module, x, one = make("heavy_ball"), inputs(), inputs(batch=1)
+    ends = torch.tensor(ENDS)
+    for error, message, call in (
+        (ValueError, r"batch must be 1, got 3. Fix: x.flatten\(0, 1\)\[None\]", lambda: module(x, cu_seqlens=ends)),
+        (ValueError, "batch must be 1, got 3", lambda: module.prefill(x, cu_seqlens=ends)),
+        (TypeError, "cu_seqlens must be an integer tensor.*got list", lambda: module(one, cu_seqlens=ENDS)),
+        (ValueError, "must be an integer tensor.*got torch.float32", lambda: module(one, cu_seqlens=ends.float())),
+        (ValueError, "must rise from 0 to the length 11", lambda: module(one, cu_seqlens=ends[:-1])),
+        (ValueError, r"keys. = \(1, 11\)", lambda: module(one, key_padding_mask=make_mask(), cu_seqlens=ends)),
+        (
+            ValueError,
+            r"initial_state.s must be \(4, 4, 4, 4\)",
+            lambda: module.prefill(one, module.init_state(1), cu_seqlens=ends),
+        ),
+        (ValueError, "MomentumAttention does not take packed", lambda: make("momentum")(one, cu_seqlens=ends)),
+        (ValueError, "SoftmaxAttention does not take packed", lambda: make("rotary").prefill(one, cu_seqlens=ends)),
+    ):
+        with pytest.raises(error, match=message):
+            call()
+
+
+def test_the_fixes_for_another_sequence():
+    x, other = inputs(), inputs(5)
+    for module, options, fix in (
+        (make("heavy_ball"), {}, "Fix: MomentumAttention or SoftmaxAttention with causal=False to attend"),
+        (make("momentum"), {}, "Fix: causal=False to attend"),
+        (make("momentum", causal=False), {"is_causal": True}, "Fix: leave is_causal out to attend"),
+    ):
+        with pytest.raises(ValueError, match=fix):
+            module(x, other, **options)
+    assert make("momentum", causal=False)(x, other)[0].shape == x.shape
+
+
+@each_module
+def test_other_containers_of_sequences_are_named(kind):
+    x = inputs()
+    packed = nn.utils.rnn.pack_padded_sequence(x, [11, 7, 4], batch_first=True)
+    with pytest.raises(TypeError, match=r"got PackedSequence. Fix: torch.nn.utils.rnn.pad_packed_sequence\(x\)\[0\]"):
+        make(kind)(packed)
+    nested = torch.nested.nested_tensor([x[0], x[1, :4]], layout=torch.jagged)
+    with pytest.raises(TypeError, match=r"query must not be a nested tensor. Fix: query.to_padded_tensor\(0.0\)"):
+        make(kind)(nested)
+
+
+@each_module
+def test_float64_under_autocast_is_named(kind):
+    """Autocast does not convert it."""
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(TypeError, match=r"query is torch.float64.*Fix: query.to\(torch.float32\)"):
+            make(kind, dtype=torch.float32)(inputs())
+        with pytest.raises(TypeError, match=r"query is torch.float32.*Fix: query.to\(torch.float64\)"):
+            make(kind)(inputs().float())
+
+
+@every_kind
+def test_a_state_of_inference_mode_goes_on_in_training(kind):
+    module, x = make(kind), inputs()
+    with torch.inference_mode():
+        _, state = module.prefill(x[:, :5])
+    for again in (module.step(x[:, 5], state)[0], module.prefill(x[:, 5:], state)[0]):
+        again.sum().backward()
+    close(module.prefill(x[:, 5:], state)[0], module(x)[0][:, 5:])
+
+
+@every_kind
+def test_wrong_states_are_refused(kind):
+    module, x = make(kind), inputs()
+    with pytest.raises(TypeError, match=r"must be .*on cpu, got .*meta.* Fix: state.to\('cpu'"):
+        module.step(x[:, 0], module.init_state(3).to("meta"))
+    if KINDS[kind][0] is not SoftmaxAttention:
+        with pytest.raises(TypeError, match=r"initial_state\.s must be floating point on cpu, got torch\.int64"):
+            module.step(x[:, 0], module.init_state(3).to(torch.int64))

@@ -117,11 +117,13 @@ def test_a_step_takes_numbers_and_tensors():
 @pytest.mark.parametrize("dt", [-0.5, math.nan, math.inf])
 def test_a_step_over_no_time_that_can_pass_is_refused(dt):
     gaps = torch.tensor([0.0, 1.0, dt])
-    for wrong in (dt, gaps):
-        with pytest.raises(ValueError, match=rf"dt must hold finite times >= 0, got {dt}. Fix: dt = later - earlier"):
-            oscillator_step(0.5, 2.0, wrong)
-    steps = torch.func.vmap(lambda gap: oscillator_step(0.5, 2.0, gap).vv)(gaps)  # values are unknown while tracing
-    torch.testing.assert_close(steps[:2], oscillator_step(0.5, 2.0, gaps[:2]).vv)
+    for function in (oscillator_step, held_response):
+        for wrong in (dt, gaps):
+            message = rf"dt must hold finite times >= 0, got {dt}. Fix: dt = later - earlier"
+            with pytest.raises(ValueError, match=message):
+                function(0.5, 2.0, wrong)
+        found = torch.func.vmap(lambda gap, f=function: f(0.5, 2.0, gap)[0])(gaps)  # values are unknown while tracing
+        torch.testing.assert_close(found[:2], function(0.5, 2.0, gaps[:2])[0])
 
 
 @variants
@@ -465,6 +467,8 @@ def test_ranges_of_gaps():
     slowest = 1 / 300  # a thirtieth of 1 / span
     ranges = {"frequency": pytest.approx((slowest, 0.25)), "decay": pytest.approx((slowest, 0.1))}
     assert hbnode.nn.oscillator_ranges(t, lengths=[4, 2]) == ranges
+    ranges["frequency"] = pytest.approx((2 / 10, 0.25))  # 2 / span
+    assert hbnode.nn.oscillator_ranges(t, lengths=[4, 2], selective=True) == ranges
     mask = torch.tensor([[True, False, True, True], [True, True, False, False]])
     assert hbnode.nn.oscillator_ranges(t, mask)["frequency"] == pytest.approx((slowest, 0.125))
     ranges = hbnode.nn.oscillator_ranges(torch.arange(100) / 50)

@@ -12,6 +12,7 @@ from torch import nn
 import hbnode
 from hbnode.nn import MomentumTransformer, MomentumTransformerDecoderLayer, MomentumTransformerLayer, transformer
 from hbnode.nn.transformer import ATTENTIONS, draw, next_positions, sinusoids
+from tests.nn.test_attention import saved_and_loaded
 from tests.pretend_device import pretended_device
 
 E, H, F = 16, 4, 24
@@ -484,3 +485,60 @@ def test_a_device_is_not_waited_for(attention, connection):
         assert device.synchronisations == before
         assert all(x.is_cuda for x in (output, generated))
         assert all(p.grad.is_cuda for p in net.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("again", [saved_and_loaded, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_states_are_saved_copied_and_loaded(attention, again):
+    net, x = model(attention), tokens()
+    with torch.no_grad():
+        _, state = net.prefill(x[:, :5])
+        (y, _), (wanted, _) = net.step(x[:, 5], again(state)), net.step(x[:, 5], state)
+    assert torch.equal(y, wanted)
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_states_change_their_dtype(attention):
+    net, x = model(attention), tokens()
+    with torch.no_grad():
+        state = net.prefill(x[:, :5])[1]._replace(position=torch.tensor([5, 4097, 5]))
+        narrow = state.to(torch.bfloat16)
+        assert torch.equal(narrow.position, state.position)
+        y, after = net.step(x[:, 5], narrow)
+    assert y.dtype == torch.float64
+    assert torch.equal(after.position, state.position + 1)
+    close(y, net.step(x[:, 5], state)[0], 0.1)
+
+
+@pytest.mark.parametrize("again", [saved_and_loaded, copy.deepcopy])
+@pytest.mark.parametrize("connection", CONNECTIONS)
+def test_depth_states_are_saved_copied_and_moved(connection, again):
+    first, second = layers(2, connection=connection)
+    with torch.no_grad():
+        x, depth = first(inputs())
+        found = again(depth)
+        close(second(x, found)[0], second(x, depth)[0])
+    assert all(z is None or z.dtype == torch.float32 for z in found.to(torch.float32))
+    assert all(z is None or not z.requires_grad for z in first(inputs())[1].detach())
+
+
+@pytest.mark.parametrize("batch_size", [-1, 2.0, None])
+def test_wrong_numbers_of_sequences_are_refused(batch_size):
+    with pytest.raises(ValueError, match=rf"batch_size must be an integer >= 0, got {batch_size}\. Fix"):
+        model().init_state(batch_size)
+
+
+def test_a_depth_state_of_another_batch_is_refused():
+    """It would broadcast."""
+    first, second = layers(2, connection="momentum")
+    _, depth = first(inputs(batch=1))
+    with pytest.raises(ValueError, match=r"like x, \(2, 7, 16\), got \(1, 7, 16\)"):
+        second(inputs(batch=2), depth)
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 3}])
+def test_outputs_that_are_not_finite_are_named(options):
+    net = model()
+    nn.init.constant_(net.readout.bias, math.nan)
+    with pytest.raises(ValueError, match="generate needs finite outputs to sample from"):
+        net.generate(tokens(), 2, **options)

@@ -200,13 +200,14 @@ def batch():
     return classification.as_samples(series, labels, series.x.shape[1])
 
 
+@pytest.mark.parametrize("pool", ["last", "last and mean"])
 @pytest.mark.parametrize("name", [name for name in CLASSIFIERS if name not in SHALLOW])
-def test_networks_of_equal_parameters_that_padding_does_not_change(name, batch):
+def test_networks_of_equal_parameters_that_padding_does_not_change(name, pool, batch):
     if name == "cfc":
         pytest.importorskip("ncps")
     x, t, mask, lengths, static, _ = batch
     torch.manual_seed(0)
-    model = make_classifier(name, batch[:-1], 3, 10.0, 3000, {"rtol": 1e-6, "atol": 1e-6}).eval()
+    model = make_classifier(name, batch[:-1], 3, 10.0, 3000, {"rtol": 1e-6, "atol": 1e-6}, pool, 0.1).eval()
     assert abs(count_parameters(model) - 3000) < 400
     logits = model(x, t, mask, lengths, static)
     assert logits.shape == (12, 3)

@@ -26,8 +26,8 @@ def test_targets_are_those_of_the_marked_samples():
 
 @pytest.mark.parametrize("problem", ["adding", "tone"])
 def test_all_models_train(problem, tmp_path):
-    options = f"--problem {problem} --length 20 --size 6 --seconds 0.01 --test-size 8 --out {tmp_path}".split()
-    selective.main(options)
+    small = "--length 20 --size 6 --seconds 0.01 --tuning-seconds 0.01 --tuning-seeds 1 --test-size 8"
+    selective.main(f"--problem {problem} {small} --out {tmp_path}".split())
     written = json.loads((tmp_path / f"{problem}.json").read_text())
     assert [run["model"] for run in written["runs"]] == list(selective.MODELS)
     assert all(run["curve"] and run["steps"] for run in written["runs"])
