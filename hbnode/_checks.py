@@ -80,20 +80,34 @@ def as_seed(value: SupportsIndex) -> int:
     return seed
 
 
+def to_tensor(
+    value: object, name: str, fix: str, dtype: torch.dtype | None, device: torch.device | str | None = "cpu"
+) -> Tensor:
+    """Return numbers as a tensor; raise TypeError for what torch cannot convert, complex and sparse tensors."""
+    if not isinstance(value, Tensor) or (value.layout is torch.strided and not value.is_complex()):
+        try:
+            return torch.as_tensor(value, dtype=dtype, device=device)
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            pass
+    raise TypeError(f"{name} must be a number or a tensor, got {value!r}. Fix: {fix}.")
+
+
 def as_numbers(
     value: object, name: str, fix: str, dtype: torch.dtype = torch.float64, device: str | None = "cpu"
 ) -> Tensor:
     """Return a copy of a number or several numbers as a tensor; ``device=None`` keeps the device of a tensor."""
-    try:
-        return torch.as_tensor(value, dtype=dtype, device=device).detach().clone()
-    except (TypeError, ValueError, RuntimeError):
-        raise TypeError(f"{name} must be a number or a tensor, got {value!r}. Fix: {fix}.") from None
+    numbers = to_tensor(value, name, fix, dtype, device).detach().clone()
+    if not numbers.numel():
+        raise TypeError(f"{name} must be a number or a tensor, got {value!r} without entries. Fix: {fix}.")
+    return numbers
 
 
 def check_input(x: object, name: str) -> None:
-    """Raise TypeError if ``x`` is not a tensor, with the call that converts it."""
+    """Raise TypeError if ``x`` is not a dense tensor, with the call that converts it."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}. Fix: {conversion(x)}.")
+    if x.layout is not torch.strided and not x.is_nested:
+        raise TypeError(f"{name} must be dense, got a tensor of layout {x.layout}. Fix: {name}.to_dense().")
 
 
 def conversion(x: object) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast, get_args
 
 import numpy as np
@@ -15,7 +15,7 @@ from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import Sampler
 from typing_extensions import override
 
-from hbnode._checks import as_count, as_integers, as_tensor, check_bool, is_one_of, nearest
+from hbnode._checks import as_count, as_integers, as_tensor, check_bool, is_one_of, nearest, to_tensor
 from hbnode._times import EPOCH, as_times, kind_of, seconds_since
 from hbnode._tree import Record, record
 
@@ -306,9 +306,15 @@ def from_long(
     t[counts == 0] = 0.0
     t = np.maximum.accumulate(t, axis=1)
     constant = torch.from_numpy(np.stack(fixed, 1)).to(dtype) if fixed else None
-    padded, mask = torch.from_numpy(x).to(dtype), torch.from_numpy(~np.isnan(x))
+    padded, mask = torch.from_numpy(x).to(_checked_dtype(dtype)), torch.from_numpy(~np.isnan(x))
     lengths = torch.from_numpy(counts).long()
     return Series(padded, torch.from_numpy(t), mask, lengths, constant, ids, names, statics, length, zero)
+
+
+def _checked_dtype(dtype: torch.dtype) -> torch.dtype:
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise TypeError(f"dtype must be a floating-point dtype of torch, got {dtype!r}. Fix: dtype=torch.float32.")
+    return dtype
 
 
 def _column(table: Any, name: str) -> Any:
@@ -318,6 +324,8 @@ def _column(table: Any, name: str) -> Any:
             "hbnode.data.as_series(table) for a list of (t, x) or an array (series, channels, T)."
         )
     known = list(table.columns) if hasattr(table, "columns") else list(table)
+    if isinstance(name, Tensor) or not isinstance(name, Hashable):
+        raise TypeError(f"a column must be given by its name, got {name!r}. Fix: one of {known}.")
     if name not in known:
         is_index = name in getattr(getattr(table, "index", None), "names", ())
         fix = "table.reset_index()" if is_index else nearest(name, tuple(map(str, known))) or repr(known[:1])
@@ -401,7 +409,7 @@ def _names(names: Any, argument: str) -> list[Any]:
     """Return one or several names of columns as a list."""
     if isinstance(names, str):
         return [names]
-    if not isinstance(names, Iterable):
+    if not isinstance(names, Iterable) or isinstance(names, Tensor):
         raise TypeError(f"{argument} must be names of columns, got {names!r}. Fix: {argument}=['value'].")
     return list(names)
 
@@ -429,13 +437,13 @@ def _durations(durations: Any) -> NDArray[np.float64]:
 
 def _dates(dates: Any, name: str = "dates") -> Any:
     """Convert dates, or ISO text, to datetime64 in microseconds, or leave them as they are if they are no text."""
-    kind, text = kind_of(dates), np.asarray(dates)
     try:
+        kind, text = kind_of(dates), np.asarray(dates)
         if kind == "dates":
             return dates
         if kind == "text" and all("-" in each for each in text.reshape(-1).tolist()):  # else a number is a year
             return text.astype("datetime64[us]")[()]
-    except ValueError:
+    except (TypeError, ValueError):
         pass
     raise ValueError(
         f"{name} must be dates or ISO text such as '2020-01-31 12:00', got {dates!r}. Fix: pandas.to_datetime({name})."
@@ -581,7 +589,11 @@ def collate(items: Sequence[Series] | Sequence[tuple[Series, Any]]) -> Series | 
             "unit= and origin= in each from_long."
         )
     batch = Series(torch.cat(x), torch.cat(t), torch.cat(mask), lengths, static, ids, *names, *axes.pop())
-    return (batch, torch.stack([torch.as_tensor(target) for target in targets])) if targets else batch
+    return (
+        (batch, torch.stack([to_tensor(x, "a target", "one number per series", None, None) for x in targets]))
+        if targets
+        else batch
+    )
 
 
 class BucketedBatches(Sampler[list[int]]):
@@ -708,7 +720,7 @@ def as_series(
                 "columns with these names; table.to_numpy() for one series in each row."
             )
         if values is None:
-            named = {id, time, variable, *([static] if isinstance(static, str) else static or ())}
+            named = {id, time, variable, *([] if static is None else _names(static, "static"))}
             values = [name for name in (data.columns if hasattr(data, "columns") else data) if name not in named]
         options: Any = {"static": static, "variable": variable, "unit": unit, "origin": origin, "dtype": dtype}
         return from_long(data, id=id, time=time, values=values, **options)
@@ -806,7 +818,7 @@ def _padded(pairs: list[tuple[NDArray[Any], NDArray[Any]]], dtype: torch.dtype) 
     values, times = np.full((len(pairs), lengths.max(), widths[0]), np.nan), np.empty((len(pairs), lengths.max()))
     for i, (t, x) in enumerate(pairs):
         values[i, : len(x)], times[i, : len(x)], times[i, len(x) :] = x, t[: len(x)], t[len(x) - 1]
-    padded, mask = torch.from_numpy(values).to(dtype), torch.from_numpy(~np.isnan(values))
+    padded, mask = torch.from_numpy(values).to(_checked_dtype(dtype)), torch.from_numpy(~np.isnan(values))
     features = [f"x{i}" for i in range(widths[0])]
     ids = list(range(len(pairs)))
     return Series(padded, torch.from_numpy(times), mask, torch.from_numpy(lengths), None, ids, features)

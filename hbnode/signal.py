@@ -121,6 +121,8 @@ class Signal(nn.Module):
         """Return the signal at the times ``t``, a tensor or numbers."""
         if not isinstance(t, Tensor):
             t = as_numbers(t, "t", "force(torch.tensor([0.5]))", self.t.dtype, device=None).to(self.t.device)
+        elif t.is_complex() or t.dtype is torch.bool:
+            raise TypeError(f"t must be real numbers, got {t.dtype}. Fix: t.real, or t.float().")
         traced = is_tracing()
         if not traced and queries.signals is not None:
             queries.signals.append(self)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 import numbers
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -147,7 +147,7 @@ def odeint_adjoint(
             )
         return solve_native(func, y0, t, rtol, atol, method, options, "adjoint", event_fn)
     if adjoint_params is not None or isinstance(func, nn.Module):  # torchdiffeq raises an error for other functions
-        func = count(func, t, method or "dopri5", adjoint_method or method or "dopri5")
+        func = count(func, t, method or "dopri5", (method or "dopri5") if adjoint_method is None else adjoint_method)
     return original().odeint_adjoint(
         func, y0, t, rtol=rtol, atol=atol, method=method, options=options, event_fn=event_fn, **own,
         adjoint_options=adjoint_options, adjoint_params=adjoint_params,
@@ -260,6 +260,8 @@ def solve_native(
             f"event_fn is for torchdiffeq's methods, got method={method!r}. Fix: method='dopri5', or "
             "hbnode.odeint(..., events=hbnode.Event(fn))."
         )
+    if not isinstance(options, (Mapping, type(None))):
+        raise TypeError(f"options must be a dictionary, got {options!r}. Fix: options=None.")
     arguments: dict[str, Any] = {"gradient": gradient, "rtol": rtol, "atol": atol}
     for name in ("rtol", "atol"):
         if isinstance(value := arguments[name], Tensor) and value.numel() == 1:

@@ -295,7 +295,10 @@ def match_parameters(make: Callable[[int], Module], parameters: int) -> Module:
 
     def count(size: int) -> int:
         with torch.device("meta"):  # allocates no memory and draws no random numbers
-            return sum(p.numel() for p in make(size).parameters() if p.requires_grad)
+            model = make(size)
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"make must return a module, got {model!r}. Fix: make=lambda n: hbnode.ODERNN(8, n).")
+        return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
     parameters = as_count(parameters, "parameters")
     if not callable(make) or isinstance(make, nn.Module):
