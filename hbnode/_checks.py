@@ -133,6 +133,7 @@ def tensor_fix(value: object) -> str:
 def as_tensor(value: object, name: str) -> Tensor:
     """Return a tensor from a tensor, an array of NumPy or pandas, or a list of numbers, which becomes float64."""
     if isinstance(value, Tensor):
+        check_input(value, name)
         return value
     array: Any = value.to_numpy() if hasattr(value, "to_numpy") else value
     try:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from typing_extensions import Self, override
 
-from hbnode._checks import as_count
+from hbnode._checks import as_count, as_numbers
 from hbnode.data import Series, as_series, is_list_of_series
 
 try:
@@ -649,7 +649,7 @@ def _grid(grid: Any, series: Series) -> Array:
     times = np.unique(t[np.arange(t.shape[1]) < lengths[:, None]])
     times = times if len(times) else np.zeros(1)
     if np.ndim(grid) == 1:
-        points = np.asarray(grid, dtype=np.float64)
+        points: Array = as_numbers(np.asarray(grid), "grid", f"grid={_SHORTEST}").numpy()
         if len(points) < _SHORTEST or not (np.diff(points) > 0).all():
             raise ValueError(
                 f"grid must be at least {_SHORTEST} increasing times, got {grid!r}. Fix: grid={_SHORTEST}."

@@ -27,7 +27,7 @@ from hbnode._checks import (
     conversion,
     takes_time,
 )
-from hbnode._torch import ModuleWithConstants, is_autocast
+from hbnode._torch import ModuleWithConstants, is_autocast, outside_inference_mode
 from hbnode._tree import State, append_zeros, describe
 
 
@@ -573,7 +573,8 @@ class PortHamiltonian(HBNODE):
 
     def force(self, t: Tensor, h: Tensor) -> Tensor:
         """Return -∇V(h, t)."""
-        return -torch.func.grad(lambda h: self.potential(t, h).sum())(h)
+        with outside_inference_mode():
+            return -torch.func.grad(lambda h: self.potential(t, h).sum())(h)
 
 
 class GHBNODE(_Damped):

@@ -40,7 +40,7 @@ ODD = [value for line in ODD.split("\n") for value in line.split("|")]
 CLEAR = [  # errors of others that say what is wrong with the user's argument
     "cannot be used to seed|Seed must be between",  # scikit-learn's check of random_state
     "[mM]eta tensor|'Meta' backend|device meta",  # torch's, if values of a tensor without data are needed
-    "mat1 and mat2|zero-dimensional tensor .* cannot be concatenated",  # torch's, of the input of the user's network
+    "mat1 and mat2|arguments to linear need|zero-dimensional tensor .* cannot be concatenated",  # torch's, of the input of the user's network
     "got an unexpected keyword argument",  # Python's, of an option handed on to the user's choice of module
 ]
 

@@ -155,7 +155,7 @@ def _checked(damping: Number, stiffness: Number, dt: Number) -> tuple[Tensor, ..
         torch.broadcast_shapes(*shapes)
     except RuntimeError:
         raise ValueError(
-            f"damping, stiffness and dt must broadcast, got the shapes {shapes}. Fix: dt.unsqueeze(-1) for one time per "
+            f"damping, stiffness and dt must broadcast, got {shapes}. Fix: dt.unsqueeze(-1) for one time per "
             "sample and rates of several oscillators."
         ) from None
     if _torch.may_look() and not dt.is_meta:

@@ -356,7 +356,7 @@ class Oscillators(_OscillatorModule):
         """Make the object, of the subclass :class:`hbnode.nn.selective.SelectiveOscillators` if ``selective``."""
         from hbnode.nn.selective import SelectiveOscillators  # which imports this module
 
-        return super().__new__(SelectiveOscillators if selective and cls is Oscillators else cls)
+        return super().__new__(SelectiveOscillators if selective is True and cls is Oscillators else cls)
 
     def __init__(
         self,

@@ -459,6 +459,11 @@ class TransformerLayerBase(nn.Module):
                 f"depth_state must be the DepthState returned by the previous layer, got {type(depth_state).__name__}. "
                 "Fix: pass a mask by name, key_padding_mask=mask."
             )
+        if x.dim() not in (2, 3) or x.shape[-1] != self.linear1.in_features:
+            raise ValueError(
+                f"x must be three-dimensional with d_model={self.linear1.in_features} features, got {tuple(x.shape)}. "
+                "Fix: x.flatten(0, -3) for several batch dimensions of a layer with batch_first=True."
+            )
         check_linear_dtype(x, next(self.parameters()).dtype)
         for part in depth_state or ():
             if part is not None and part.shape != x.shape:

@@ -282,7 +282,8 @@ def solving(snapshot: Snapshot, device_type: str) -> Iterator[None]:
     for module, masks in snapshot.masks:
         before.append((module, module.solve))
         module.solve = masks
-    autocast = torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
+    in_autocast = device_type != "meta" and torch.is_autocast_enabled(device_type)
+    autocast = torch.autocast(device_type, enabled=False) if in_autocast else nullcontext()
     queries.solves += 1
     try:
         with autocast:
