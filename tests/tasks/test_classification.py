@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import re
+import sys
 import types
 import zipfile
 
@@ -21,7 +22,15 @@ import hbnode
 from tasks import classification, plot
 from tasks.common.run import count_parameters
 from tasks.data import labelled_series
-from tasks.models.classifiers import CLASSIFIERS, SHALLOW, Controlled, make_classifier, summaries
+from tasks.models.classifiers import (
+    CLASSIFIERS,
+    SHALLOW,
+    Controlled,
+    fit_shallow,
+    last_values,
+    make_classifier,
+    summaries,
+)
 from tasks.studies import classification_table
 
 
@@ -137,6 +146,19 @@ def test_sets_of_the_archive_are_read_from_wheels(tmp_path, monkeypatch):
     assert series.x[..., 0].tolist() == [[2.5, 3.5], [4.5, 5.5]] * 2
 
 
+def test_sets_that_aeon_ships(monkeypatch):
+    pytest.importorskip("aeon")
+    (train, labels), (test, _) = labelled_series.read_split("JapaneseVowels")
+    assert (train.x.shape, test.x.shape) == ((270, 26, 12), (370, 29, 12))
+    assert (int(train.lengths.min()), int(labels.max())) == (7, 8)
+    assert train.mask.sum() == 12 * train.lengths.sum()
+    series, labels, names = labelled_series.read_archive("GunPoint")
+    assert (len(series), names, labels.bincount().tolist()) == (200, ["1", "2"], [100, 100])
+    monkeypatch.setitem(sys.modules, "aeon.datasets", None)
+    with pytest.raises(FileNotFoundError, match=r"GunPoint is a set of the package aeon: .* Fix: pip install aeon"):
+        labelled_series.read_archive("GunPoint")
+
+
 def test_the_split_of_the_archive_is_read_from_numpy_s_format(tmp_path, monkeypatch):
     monkeypatch.setenv("HBNODE_DATA", str(tmp_path))
     (tmp_path / "uea").mkdir()
@@ -248,6 +270,38 @@ def test_summaries_against_numpy(batch):
             slope = np.polyfit(times, values, 1)[0] if len(values) > 1 else math.nan
             np.testing.assert_allclose(row[7], slope, rtol=1e-5, atol=1e-8)
     np.testing.assert_allclose(found[:, 8 * count :], static.numpy())
+
+
+def test_models_that_are_no_networks_on_the_clinic():
+    pytest.importorskip("aeon")
+    series, labels, _ = labelled_series.clinic(150)
+    parts = [
+        classification.as_samples(series.select(index), labels[index], series.x.shape[1])
+        for index in classification.split(labels, 0).values()
+    ]
+    train, validation, test = parts
+    found = {name: fit_shallow(name, train, validation, 0)(test) for name in SHALLOW}
+    for predicted in found.values():
+        assert predicted.shape == (len(test[-1]), 2)
+        np.testing.assert_allclose(predicted.sum(1), 1)
+    shares = train[-1].bincount() / len(train[-1])
+    np.testing.assert_allclose(found["constant"], shares.expand(len(test[-1]), -1), rtol=1e-6)
+    again = fit_shallow("minirocket", train, validation, 0)(test)
+    np.testing.assert_allclose(again, found["minirocket"])
+    count = series.x.shape[2]
+    last = last_values(*test[:-1])
+    assert last.shape == (len(test[-1]), count + 2)
+    x, _, mask, *_ = test
+    for b, k in itertools.product(range(5), range(count)):
+        values = x[b, mask[b, :, k], k]
+        assert last[b, k] == values[-1] if len(values) else np.isnan(last[b, k])
+
+
+def test_minirocket_needs_aeon(monkeypatch, capsys):
+    monkeypatch.setattr(classification.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        classification.main(["--model", "minirocket"])
+    assert "--model minirocket needs aeon. Fix: pip install aeon." in capsys.readouterr().err
 
 
 def test_runs_and_the_table_of_their_differences(folder, tmp_path, capsys):
