@@ -10,7 +10,7 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, ClassVar, NamedTuple, ParamSpec, TypeVar
 
@@ -37,14 +37,14 @@ def may_look() -> bool:
     return not is_tracing() and torch._C._functorch.get_dynamic_layer_stack_depth() == 0
 
 
-@contextmanager
-def outside_inference_mode() -> Iterator[None]:
+def outside_inference_mode() -> AbstractContextManager[Any]:
     """Leave inference mode, in which torch.func returns zeros at least until torch 2.8; no graph is recorded still."""
-    if torch.is_inference_mode_enabled():
-        with torch.inference_mode(False), torch.no_grad():
-            yield
-    else:
-        yield
+    if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
+        return nullcontext()
+    stack = ExitStack()
+    stack.enter_context(torch.inference_mode(False))
+    stack.enter_context(torch.no_grad())
+    return stack
 
 
 def is_exporting() -> bool:

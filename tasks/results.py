@@ -270,7 +270,7 @@ def merged(old: Sequence[Row], new: Sequence[Row]) -> list[Row]:
 
     ended = {key(row) for row in new if row.get("statistic") != "unfinished"}
     found: list[Row] = []
-    placed = set()
+    placed: set[tuple[str, ...]] = set()
     for row in old:
         if key(row) not in ended and row["statistic"] != "unfinished":
             found.append(row)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import math
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor, nn
@@ -351,6 +352,7 @@ class Oscillators(_OscillatorModule):
 
     log_spread: nn.Parameter | None
     log_observation_noise: nn.Parameter | None
+    __signature__: ClassVar[inspect.Signature]
 
     def __new__(cls, *_: object, selective: bool = False, **__: object) -> Oscillators:
         """Make the object, of the subclass :class:`hbnode.nn.selective.SelectiveOscillators` if ``selective``."""
@@ -728,6 +730,10 @@ class Oscillators(_OscillatorModule):
             + (", bidirectional=True" if self.bidirectional else "")
             + (", noise=True" if self.noise else "")
         )
+
+
+_signature = inspect.signature(Oscillators.__init__)  # tools would show that of __new__
+Oscillators.__signature__ = _signature.replace(parameters=list(_signature.parameters.values())[1:])
 
 
 def _check_selective(layer: Oscillators, **options: object) -> None:
