@@ -37,6 +37,16 @@ def may_look() -> bool:
     return not is_tracing() and torch._C._functorch.get_dynamic_layer_stack_depth() == 0
 
 
+@contextmanager
+def outside_inference_mode() -> Iterator[None]:
+    """Leave inference mode, in which torch.func returns zeros at least until torch 2.8; no graph is recorded still."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False), torch.no_grad():
+            yield
+    else:
+        yield
+
+
 def is_exporting() -> bool:
     """Return whether torch.export is recording a graph; before torch 2.7, always return False."""
     return hasattr(torch.compiler, "is_exporting") and torch.compiler.is_exporting()
@@ -158,6 +168,8 @@ def plain(x: Tensor) -> Tensor:
 
 def to_numpy(x: Tensor) -> np.ndarray:
     """Return the values of a tensor as a float64 array on the CPU, without the wrappers of torch.func."""
+    if x.is_meta and type(x) is Tensor:
+        raise ValueError("numbers are needed here, and the device meta stores none. Fix: device='cpu'.")
     x = plain(x)
     with torch._C._DisableFuncTorch():
         return x.double().cpu().numpy()
