@@ -24,6 +24,11 @@ WALKER = "Walker2D, one frame in ten missing"
 ATTACKS = {("noise", 0.0), ("noise", 0.3), ("noise", 0.5), ("fgsm", 0.1), ("pgd", 0.05), ("pgd", 0.1)}
 PROBLEMS = {"addition": "addition", "temporal_order": "temporal-order", "memorization_5": "5-bit-memorization"}
 HF = {"hf": "Hessian-free", "adam": "Adam, 1e-2"}
+ESTIMATORS = {
+    "default": "SeriesClassifier()",
+    **{kind: f'SeriesClassifier("{kind}")' for kind in ("features", "rocket", "oscillators", "odernn", "gru")},
+    "aeon": "aeon's MiniRocketClassifier",
+}
 SELECTIVE = ("real", "swinging")
 DENSITIES = {"funnel": "funnel", "many_well": "many-well", "cancer": "logistic-regression"}
 STAGES = {"False": "untrained", "True": "trained"}
@@ -428,8 +433,10 @@ EXPERIMENTS: dict[str, Experiment] = {
                 (f"tasks.studies.archive {options}",),
                 hours,
                 both(
-                    study("accuracy.csv", "test_accuracy", table="accuracy"),
-                    study("accuracy.csv", "seconds", table="seconds"),
+                    *(
+                        study("accuracy.csv", metric, model=lambda row: ESTIMATORS[row["model"]], table=name)
+                        for metric, name in (("test_accuracy", "accuracy"), ("seconds", "seconds"))
+                    )
                 ),
                 "UEA and UCR archive, its own splits",
             )

@@ -127,7 +127,7 @@ def runs(
                 yield about | {"metric": "epochs", "statistic": "unfinished", "value": done, "epochs_done": done}
                 continue
             end = read_json(summary) | {"seconds": sum(float(row["seconds"]) for row in rows)}
-            about |= {"parameters": str(end["parameters"]), "epochs_done": f"{end['epoch']:g}"}
+            about |= {"parameters": str(end["parameters"] or ""), "epochs_done": f"{end['epoch']:g}"}
             about |= environment(end, summary)
             chosen = {"": end} if at is None else {at[int(k)]: row for row in rows if (k := float(row["epoch"])) in at}
             for name in metrics:
@@ -270,7 +270,7 @@ def merged(old: Sequence[Row], new: Sequence[Row]) -> list[Row]:
 
     ended = {key(row) for row in new if row.get("statistic") != "unfinished"}
     found: list[Row] = []
-    placed: set[tuple[str, ...]] = set()
+    placed: set[tuple[str, str]] = set()
     for row in old:
         if key(row) not in ended and row["statistic"] != "unfinished":
             found.append(row)

@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows: list[dict[str, object]] = []
     if path.exists():
         with path.open(newline="", encoding="utf-8") as lines:
-            rows = list(csv.DictReader(lines))  # type: ignore[arg-type]
+            rows = list(csv.DictReader(lines))
     done = {(row["case"], row["model"], str(row["seed"])) for row in rows}
     with exit_on(FileNotFoundError):
         splits = {name: read_split(name) for name in sets}

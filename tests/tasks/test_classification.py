@@ -31,7 +31,7 @@ from tasks.models.classifiers import (
     make_classifier,
     summaries,
 )
-from tasks.studies import classification_table
+from tasks.studies import archive, classification_table
 
 
 @pytest.fixture(scope="module")
@@ -346,3 +346,23 @@ def test_scores_and_differences():
     mean, low, high = classification_table.difference({0: (labels, pair)}, {0: (labels, noise)}, 200)
     assert 0 < low < mean < high
     assert classification_table.difference({0: (labels, pair)}, {0: (labels, pair)}, 10) == (0, 0, 0)
+
+
+def test_the_splits_of_the_archive(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("aeon")
+    monkeypatch.setattr(archive, "compile_kernels", lambda: None)
+    options = ["--sets", "GunPoint", "--models", "features", "--seeds", "1", "--out", str(tmp_path)]
+    archive.main(options)
+    (row,) = pd.read_csv(tmp_path / "accuracy.csv").to_dict("records")
+    assert (row["case"], row["model"], row["size"]) == ("GunPoint", "features", "50 training and 150 test series")
+    assert row["test_accuracy"] > 0.9
+    assert row["seconds"] > 0
+    capsys.readouterr()
+    monkeypatch.setattr(archive, "measure", lambda *arguments: {"test_accuracy": 0.5, "seconds": 1.0})
+    archive.main([*options, "--seeds", "2"])  # goes on where it was
+    assert pd.read_csv(tmp_path / "accuracy.csv")["test_accuracy"].tolist() == [row["test_accuracy"], 0.5]
+    archive.main(["--sets", "JapaneseVowels", "--models", "aeon", "--out", str(tmp_path / "other")])
+    assert not (tmp_path / "other").exists()  # aeon's takes equal lengths only
+    with pytest.raises(SystemExit):
+        archive.main(["--sets", "Gunpoint"])
+    assert "'Gunpoint' is not one of ACSF1" in capsys.readouterr().err
