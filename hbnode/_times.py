@@ -7,6 +7,7 @@ import math
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from hbnode._checks import as_tensor
@@ -23,6 +24,10 @@ SECOND = np.timedelta64(1, "s")
 def as_times(value: object, name: str) -> Tensor:
     """Convert numbers to a tensor of times; raise TypeError for dates, durations and text, whose unit is unknown."""
     if isinstance(value, Tensor):
+        if value.is_meta and type(value) is Tensor:
+            raise ValueError(f"{name} is on the device meta, which stores no numbers. Fix: {name} on another device.")
+        if value.is_complex() or value.layout is not torch.strided:
+            raise TypeError(f"{name} must hold real numbers, got {value!r}. Fix: a dense tensor of times.")
         return value
     refuse_dates(value, name)
     return as_tensor(value, name)

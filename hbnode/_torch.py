@@ -10,7 +10,7 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, ClassVar, NamedTuple, ParamSpec, TypeVar
 
@@ -35,6 +35,16 @@ def is_tracing() -> bool:
 def may_look() -> bool:
     """Return whether Python code may read values of tensors: no graph is recorded and no torch.func transform runs."""
     return not is_tracing() and torch._C._functorch.get_dynamic_layer_stack_depth() == 0
+
+
+def outside_inference_mode() -> AbstractContextManager[Any]:
+    """Leave inference mode, in which torch.func returns zeros at least until torch 2.8; no graph is recorded still."""
+    if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
+        return nullcontext()
+    stack = ExitStack()
+    stack.enter_context(torch.inference_mode(False))
+    stack.enter_context(torch.no_grad())
+    return stack
 
 
 def is_exporting() -> bool:
@@ -158,6 +168,8 @@ def plain(x: Tensor) -> Tensor:
 
 def to_numpy(x: Tensor) -> np.ndarray:
     """Return the values of a tensor as a float64 array on the CPU, without the wrappers of torch.func."""
+    if x.is_meta and type(x) is Tensor:
+        raise ValueError("numbers are needed here, and the device meta stores none. Fix: device='cpu'.")
     x = plain(x)
     with torch._C._DisableFuncTorch():
         return x.double().cpu().numpy()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast, get_args
 
 import numpy as np
@@ -15,7 +15,7 @@ from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import Sampler
 from typing_extensions import override
 
-from hbnode._checks import as_count, as_tensor, nearest
+from hbnode._checks import as_count, as_integers, as_tensor, check_bool, is_one_of, nearest, to_tensor
 from hbnode._times import EPOCH, as_times, kind_of, seconds_since
 from hbnode._tree import Record, record
 
@@ -121,7 +121,8 @@ class Series(Record):
         Arguments:
             index: integer indices (n,), a slice, or a bool mask (batch,).
         """
-        rows = torch.as_tensor(range(len(self))[index] if isinstance(index, slice) else index)
+        whole = range(len(self))[index] if isinstance(index, slice) else index
+        rows = as_integers(whole, "index", "series.select([3]) for one series")
         if rows.dtype == torch.bool and rows.shape == (len(self),):
             rows = rows.nonzero()[:, 0]
         if rows.dim() != 1 or rows.dtype == torch.bool or (rows.is_floating_point() and len(rows)):
@@ -262,11 +263,13 @@ def from_long(
                 [1.0000, 1.0000]], dtype=torch.float64), tensor([[70., 85.],
                 [60., nan]]))
     """
-    if duplicates not in get_args(Duplicates):
+    if not is_one_of(duplicates, get_args(Duplicates)):
         near = nearest(duplicates, get_args(Duplicates)) or "mean"
         raise ValueError(f"duplicates must be one of {get_args(Duplicates)}, got {duplicates!r}. Fix: {near!r}.")
-    columns = [values] if isinstance(values, str) else list(values)
-    statics = [] if static is None else [static] if isinstance(static, str) else list(static)
+    columns = _names(values, "values")
+    if not columns:
+        raise ValueError("values names no column, got []. Fix: values=['value'].")
+    statics = [] if static is None else _names(static, "static")
     if variable is not None and len(columns) != 1:
         raise ValueError(f"with variable=, values must be one column, got {columns}. Fix: values='value'.")
     if features is not None and variable is None:
@@ -303,9 +306,15 @@ def from_long(
     t[counts == 0] = 0.0
     t = np.maximum.accumulate(t, axis=1)
     constant = torch.from_numpy(np.stack(fixed, 1)).to(dtype) if fixed else None
-    padded, mask = torch.from_numpy(x).to(dtype), torch.from_numpy(~np.isnan(x))
+    padded, mask = torch.from_numpy(x).to(_checked_dtype(dtype)), torch.from_numpy(~np.isnan(x))
     lengths = torch.from_numpy(counts).long()
     return Series(padded, torch.from_numpy(t), mask, lengths, constant, ids, names, statics, length, zero)
+
+
+def _checked_dtype(dtype: torch.dtype) -> torch.dtype:
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise TypeError(f"dtype must be a floating-point dtype of torch, got {dtype!r}. Fix: dtype=torch.float32.")
+    return dtype
 
 
 def _column(table: Any, name: str) -> Any:
@@ -315,6 +324,8 @@ def _column(table: Any, name: str) -> Any:
             "hbnode.data.as_series(table) for a list of (t, x) or an array (series, channels, T)."
         )
     known = list(table.columns) if hasattr(table, "columns") else list(table)
+    if isinstance(name, Tensor) or not isinstance(name, Hashable):
+        raise TypeError(f"a column must be given by its name, got {name!r}. Fix: one of {known}.")
     if name not in known:
         is_index = name in getattr(getattr(table, "index", None), "names", ())
         fix = "table.reset_index()" if is_index else nearest(name, tuple(map(str, known))) or repr(known[:1])
@@ -394,6 +405,15 @@ def _seconds_per(unit: Unit | None) -> float:
     return length
 
 
+def _names(names: Any, argument: str) -> list[Any]:
+    """Return one or several names of columns as a list."""
+    if isinstance(names, str):
+        return [names]
+    if not isinstance(names, Iterable) or isinstance(names, Tensor):
+        raise TypeError(f"{argument} must be names of columns, got {names!r}. Fix: {argument}=['value'].")
+    return list(names)
+
+
 def _durations(durations: Any) -> NDArray[np.float64]:
     """Convert durations, or text that pandas reads, to seconds."""
     if kind_of(durations) != "text":
@@ -417,13 +437,13 @@ def _durations(durations: Any) -> NDArray[np.float64]:
 
 def _dates(dates: Any, name: str = "dates") -> Any:
     """Convert dates, or ISO text, to datetime64 in microseconds, or leave them as they are if they are no text."""
-    kind, text = kind_of(dates), np.asarray(dates)
     try:
+        kind, text = kind_of(dates), np.asarray(dates)
         if kind == "dates":
             return dates
         if kind == "text" and all("-" in each for each in text.reshape(-1).tolist()):  # else a number is a year
             return text.astype("datetime64[us]")[()]
-    except ValueError:
+    except (TypeError, ValueError):
         pass
     raise ValueError(
         f"{name} must be dates or ISO text such as '2020-01-31 12:00', got {dates!r}. Fix: pandas.to_datetime({name})."
@@ -520,6 +540,10 @@ class Dataset(TorchDataset[Any]):
     """
 
     def __init__(self, series: Series, targets: Tensor | None = None) -> None:
+        if not isinstance(series, Series):
+            raise TypeError(f"series must be Series, got {type(series).__name__}. Fix: hbnode.data.as_series(data).")
+        if targets is not None and not hasattr(targets, "__len__"):
+            raise TypeError(f"targets must be an array, got {type(targets).__name__}. Fix: torch.tensor(targets).")
         if targets is not None and len(targets) != len(series):
             raise ValueError(
                 f"targets must be one for each of {len(series)} series, got {len(targets)}. "
@@ -565,7 +589,11 @@ def collate(items: Sequence[Series] | Sequence[tuple[Series, Any]]) -> Series | 
             "unit= and origin= in each from_long."
         )
     batch = Series(torch.cat(x), torch.cat(t), torch.cat(mask), lengths, static, ids, *names, *axes.pop())
-    return (batch, torch.stack([torch.as_tensor(target) for target in targets])) if targets else batch
+    return (
+        (batch, torch.stack([to_tensor(x, "a target", "one number per series", None, None) for x in targets]))
+        if targets
+        else batch
+    )
 
 
 class BucketedBatches(Sampler[list[int]]):
@@ -621,11 +649,13 @@ def bucketed_batches(
     Returns:
         An iterable over batches, each a list of indices of series.
     """
-    counts = torch.as_tensor(lengths)
+    counts = as_integers(lengths, "lengths", "series.lengths")
     if counts.dim() != 1 or counts.is_floating_point():
         raise ValueError(
             f"lengths must be integers (batch,), got {counts.dtype} {tuple(counts.shape)}. Fix: series.lengths."
         )
+    check_bool(shuffle, "shuffle")
+    check_bool(drop_last, "drop_last")
     return BucketedBatches(counts.tolist(), as_count(batch_size, "batch_size"), shuffle, drop_last, generator)
 
 
@@ -690,7 +720,7 @@ def as_series(
                 "columns with these names; table.to_numpy() for one series in each row."
             )
         if values is None:
-            named = {id, time, variable, *([static] if isinstance(static, str) else static or ())}
+            named = {id, time, variable, *([] if static is None else _names(static, "static"))}
             values = [name for name in (data.columns if hasattr(data, "columns") else data) if name not in named]
         options: Any = {"static": static, "variable": variable, "unit": unit, "origin": origin, "dtype": dtype}
         return from_long(data, id=id, time=time, values=values, **options)
@@ -788,7 +818,7 @@ def _padded(pairs: list[tuple[NDArray[Any], NDArray[Any]]], dtype: torch.dtype) 
     values, times = np.full((len(pairs), lengths.max(), widths[0]), np.nan), np.empty((len(pairs), lengths.max()))
     for i, (t, x) in enumerate(pairs):
         values[i, : len(x)], times[i, : len(x)], times[i, len(x) :] = x, t[: len(x)], t[len(x) - 1]
-    padded, mask = torch.from_numpy(values).to(dtype), torch.from_numpy(~np.isnan(values))
+    padded, mask = torch.from_numpy(values).to(_checked_dtype(dtype)), torch.from_numpy(~np.isnan(values))
     features = [f"x{i}" for i in range(widths[0])]
     ids = list(range(len(pairs)))
     return Series(padded, torch.from_numpy(times), mask, torch.from_numpy(lengths), None, ids, features)

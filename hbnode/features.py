@@ -5,6 +5,7 @@ Both transformers take whatever :func:`hbnode.data.as_series` takes, and return 
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from typing_extensions import Self, override
 
-from hbnode._checks import as_count
+from hbnode._checks import as_count, as_numbers
 from hbnode.data import Series, as_series, is_list_of_series
 
 try:
@@ -100,7 +101,14 @@ class _Transformer(TransformerMixin, BaseEstimator):
                 "Fix: hbnode.data.from_long(table, id=..., time=..., values=...)."
             )
         if not (isinstance(data, (Series, torch.Tensor)) or is_list_of_series(data)):
-            data = check_array(data, dtype=np.float64, allow_nd=True, ensure_all_finite="allow-nan")
+            try:
+                data = check_array(data, dtype=np.float64, allow_nd=True, ensure_all_finite="allow-nan")
+            except (TypeError, ValueError) as error:
+                kind = TypeError if isinstance(error, TypeError) else ValueError
+                raise kind(
+                    f"X must be series: {error} Fix: an array (batch, T) or (batch, T, channels), or a list of arrays "
+                    "(t, x), one for each series."
+                ) from None
         series = as_series(data)
         channels = series.x.shape[2]
         if not len(series):
@@ -140,6 +148,8 @@ class _Transformer(TransformerMixin, BaseEstimator):
 
         joblib runs ``compute`` in its jobs. ``cost`` are the numbers that a series takes in memory, (batch,).
         """
+        if self.n_jobs is not None and not isinstance(self.n_jobs, numbers.Integral):
+            raise TypeError(f"n_jobs must be a whole number or None, got {self.n_jobs!r}. Fix: n_jobs=1.")
         order, chunks = np.argsort(cost, kind="stable"), []
         most = -(-len(order) // effective_n_jobs(self.n_jobs))
         while len(order):
@@ -639,7 +649,7 @@ def _grid(grid: Any, series: Series) -> Array:
     times = np.unique(t[np.arange(t.shape[1]) < lengths[:, None]])
     times = times if len(times) else np.zeros(1)
     if np.ndim(grid) == 1:
-        points = np.asarray(grid, dtype=np.float64)
+        points: Array = as_numbers(np.asarray(grid), "grid", f"grid={_SHORTEST}").numpy()
         if len(points) < _SHORTEST or not (np.diff(points) > 0).all():
             raise ValueError(
                 f"grid must be at least {_SHORTEST} increasing times, got {grid!r}. Fix: grid={_SHORTEST}."

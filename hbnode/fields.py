@@ -15,8 +15,19 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from hbnode._checks import as_count, as_numbers, check_input, check_order, conversion, takes_time
-from hbnode._torch import ModuleWithConstants
+from hbnode._checks import (
+    as_count,
+    as_numbers,
+    as_real,
+    check_bool,
+    check_callable,
+    check_input,
+    check_order,
+    check_time_dependent,
+    conversion,
+    takes_time,
+)
+from hbnode._torch import ModuleWithConstants, is_autocast, outside_inference_mode
 from hbnode._tree import State, append_zeros, describe
 
 
@@ -24,6 +35,12 @@ def with_momentum(x: Tensor, net: Callable[[Tensor], Tensor] | None, name: str) 
     """Return ``(x, net(x))``, or ``(x, 0)`` if ``net`` is None; ``name`` is that of the net in error messages."""
     if not isinstance(x, Tensor):
         raise TypeError(f"the input must be a tensor, got {type(x).__name__}. Fix: {conversion(x)}.")
+    kinds = {p.dtype for p in net.parameters()} if isinstance(net, nn.Module) else set()
+    if kinds and x.dtype not in kinds and not is_autocast(x):
+        kind = " or ".join(sorted(map(str, kinds)))
+        raise TypeError(
+            f"the input is {x.dtype}, {name} is {kind}; expected one dtype. Fix: x.to({min(kinds, key=str)})."
+        )
     m = torch.zeros_like(x) if net is None else net(x)
     if not isinstance(m, Tensor) or m.shape != x.shape:
         raise ValueError(
@@ -31,6 +48,13 @@ def with_momentum(x: Tensor, net: Callable[[Tensor], Tensor] | None, name: str) 
             "Fix: match its output size, or give the block an initial_state= that returns both tensors."
         )
     return x, m.to(x.dtype)  # autocast may have made m smaller
+
+
+def _checked_start(net: Callable[[Tensor], Tensor] | None, name: str) -> Callable[[Tensor], Tensor] | None:
+    """Return the function of x for an initial momentum or velocity, which may be None."""
+    if net is not None:
+        check_callable(net, name, f"{name}=torch.nn.Linear(2, 2), or None for zeros")
+    return net
 
 
 class Field(nn.Module, ABC):
@@ -48,10 +72,13 @@ class Field(nn.Module, ABC):
 
     def __init__(self, func: Callable[..., Tensor], *, parts: int, time_dependent: bool | None) -> None:
         super().__init__()
+        check_callable(func, "func", "pass a module or a function")
         check_order(func)
         self.func = func
         self.compiled: dict[Any, Any] = {}  # programs of compile=True
-        self.time_dependent = takes_time(func, parts) if time_dependent is None else bool(time_dependent)
+        self.time_dependent = (
+            takes_time(func, parts) if time_dependent is None else check_time_dependent(time_dependent, func, parts)
+        )
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "nfe" and type(self).__module__ == __name__:  # a subclass may count in its forward
@@ -190,7 +217,7 @@ class SONODE(Field):
         time_dependent: bool | None = None,
     ) -> None:
         super().__init__(func, parts=2, time_dependent=time_dependent)
-        self.initial_velocity = initial_velocity
+        self.initial_velocity = _checked_start(initial_velocity, "initial_velocity")
 
     def initial_state(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``(x, v0)`` with v0 = ``initial_velocity(x)``, or zeros if it is None."""
@@ -218,9 +245,10 @@ class _Damped(ModuleWithConstants, Field):
         time_dependent: bool | None,
     ) -> None:
         super().__init__(func, parts=1, time_dependent=time_dependent)
-        if not 0 < max_damping < math.inf:
+        self.max_damping = as_real(max_damping, "max_damping", "use the paper's 1.0")
+        if not 0 < self.max_damping < math.inf:
             raise ValueError(f"max_damping must be a positive number, got {max_damping}. Fix: use the paper's 1.0.")
-        self.max_damping = float(max_damping)
+        check_bool(learn_damping, "learn_damping")
         gamma = self.max_damping * (1.0 / (1.0 + math.exp(3.0))) if damping is None else damping
         gamma = as_numbers(gamma, "damping", "damping=0.1, or None for the default")
         self.omega: nn.Parameter | None = None
@@ -237,7 +265,7 @@ class _Damped(ModuleWithConstants, Field):
         else:
             _check_not_negative(gamma, "damping", "pass damping=0.0 for no damping")
             self.set_constant("_damping", gamma if gamma.dim() else gamma.item())
-        self.initial_momentum = initial_momentum
+        self.initial_momentum = _checked_start(initial_momentum, "initial_momentum")
 
     @property
     def damping(self) -> Tensor | float:
@@ -370,10 +398,10 @@ class NesterovNODE(Field):
         time_dependent: bool | None = None,
     ) -> None:
         super().__init__(func, parts=1, time_dependent=time_dependent)
-        if not 0 <= start < math.inf:
+        self.start = as_real(start, "start", "use the paper's 1.0")
+        if not 0 <= self.start < math.inf:
             raise ValueError(f"start must be a number >= 0, got {start}. Fix: use the paper's 1.0.")
-        self.start = float(start)
-        self.initial_momentum = initial_momentum
+        self.initial_momentum = _checked_start(initial_momentum, "initial_momentum")
 
     def initial_state(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``(x, m0)`` with m0 = ``initial_momentum(x)``, or zeros if it is None."""
@@ -448,7 +476,7 @@ class AdamNODE(Field):
             raise ValueError(f"eps must be a number >= 0, got {eps}. Fix: use the paper's 1e-8.")
         self.alpha = nn.Parameter(torch.logit(ab).to(torch.empty(0)), requires_grad=learn_rates)
         self.eps = float(eps)
-        self.initial_momentum = initial_momentum
+        self.initial_momentum = _checked_start(initial_momentum, "initial_momentum")
 
     @property
     def rates(self) -> Tensor:
@@ -545,7 +573,8 @@ class PortHamiltonian(HBNODE):
 
     def force(self, t: Tensor, h: Tensor) -> Tensor:
         """Return -∇V(h, t)."""
-        return -torch.func.grad(lambda h: self.potential(t, h).sum())(h)
+        with outside_inference_mode():
+            return -torch.func.grad(lambda h: self.potential(t, h).sum())(h)
 
 
 class GHBNODE(_Damped):
@@ -587,8 +616,9 @@ class GHBNODE(_Damped):
         time_dependent: bool | None = None,
     ) -> None:
         super().__init__(func, damping, learn_damping, max_damping, initial_momentum, time_dependent)
+        check_callable(activation, "activation", "activation=torch.tanh")
         self.activation = activation
-        self._xi = math.log(2.0) if xi is None else float(xi)
+        self._xi = math.log(2.0) if xi is None else as_real(xi, "xi", "leave xi out")
         self.chi: nn.Parameter | None = None
         if learn_xi:
             if not 0 < self._xi < math.inf:

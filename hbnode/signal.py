@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self, override
 
-from hbnode._checks import check_input
+from hbnode._checks import as_numbers, check_input, is_one_of
 from hbnode._torch import is_tracing
 
 
@@ -80,9 +80,9 @@ class Signal(nn.Module):
     def __init__(self, t: Tensor, u: Tensor, kind: str = "linear", *, outside: str = "raise") -> None:
         super().__init__()
         needed = {"linear": 2, "cubic": 3}
-        if kind not in needed:
+        if not is_one_of(kind, tuple(needed)):
             raise ValueError(f"unknown kind {kind!r}; expected 'linear' or 'cubic'. Fix: kind='linear'.")
-        if outside not in ("raise", "hold"):
+        if not is_one_of(outside, ("raise", "hold")):
             raise ValueError(f"unknown outside={outside!r}; expected 'raise' or 'hold'. Fix: outside='raise'.")
         check_input(t, "t")
         check_input(u, "u")
@@ -118,7 +118,11 @@ class Signal(nn.Module):
         return self
 
     def forward(self, t: Tensor) -> Tensor:
-        """Return the signal at the times ``t``."""
+        """Return the signal at the times ``t``, a tensor or numbers."""
+        if not isinstance(t, Tensor):
+            t = as_numbers(t, "t", "force(torch.tensor([0.5]))", self.t.dtype, device=None).to(self.t.device)
+        elif t.is_complex() or t.dtype is torch.bool:
+            raise TypeError(f"t must be real numbers, got {t.dtype}. Fix: t.real, or t.float().")
         traced = is_tracing()
         if not traced and queries.signals is not None:
             queries.signals.append(self)

@@ -14,13 +14,14 @@ from __future__ import annotations
 import functools
 import math
 import numbers
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hbnode._checks import check_callable, is_one_of
 from hbnode._tree import State
 from hbnode.nfe import NFE, Tally, open_counters, open_records
 from hbnode.solve.methods import ROSENBROCK, SPLITTING
@@ -79,7 +80,7 @@ def odeint(
         >>> [round(torchdiffeq.odeint(lambda t, y: -y, one, t, method=m)[-1].item(), 6) for m in ("dopri5", "tsit5")]
         [0.367879, 0.367879]
     """
-    if solver_of(method or "dopri5") is None:
+    if solver_of("dopri5" if method is None else method) is None:
         return solve_native(func, y0, t, rtol, atol, method, options, "direct", event_fn)
     counted = count(func, t, method or "dopri5", keeps_graph=torch.is_grad_enabled())
     given = {"rtol": rtol, "atol": atol, "method": method, "options": options, "event_fn": event_fn}
@@ -132,12 +133,12 @@ def odeint_adjoint(
         (4, 4)
     """
     own = {"adjoint_rtol": adjoint_rtol, "adjoint_atol": adjoint_atol, "adjoint_method": adjoint_method}
-    if method in ROSENBROCK:
+    if is_one_of(method, tuple(ROSENBROCK)):
         raise ValueError(
             f"method={method!r} has no adjoint, because what decays fast forwards grows as fast backwards. "
             f"Fix: odeint(func, y0, t, method={method!r}), whose gradients are exact."
         )
-    if solver_of(method or "dopri5") is None:
+    if solver_of("dopri5" if method is None else method) is None:
         given = [name for name, value in {**own, "adjoint_options": adjoint_options}.items() if value is not None]
         if given:
             raise ValueError(
@@ -146,7 +147,7 @@ def odeint_adjoint(
             )
         return solve_native(func, y0, t, rtol, atol, method, options, "adjoint", event_fn)
     if adjoint_params is not None or isinstance(func, nn.Module):  # torchdiffeq raises an error for other functions
-        func = count(func, t, method or "dopri5", adjoint_method or method or "dopri5")
+        func = count(func, t, method or "dopri5", (method or "dopri5") if adjoint_method is None else adjoint_method)
     return original().odeint_adjoint(
         func, y0, t, rtol=rtol, atol=atol, method=method, options=options, event_fn=event_fn, **own,
         adjoint_options=adjoint_options, adjoint_params=adjoint_params,
@@ -244,6 +245,8 @@ def solver_of(method: str | None) -> Any:
     original()
     from torchdiffeq._impl.odeint import SOLVERS
 
+    if method is not None and not isinstance(method, str):
+        raise TypeError(f"method must be a name, got {method!r}. Fix: method='dopri5'.")
     return SOLVERS.get(method)
 
 
@@ -257,6 +260,8 @@ def solve_native(
             f"event_fn is for torchdiffeq's methods, got method={method!r}. Fix: method='dopri5', or "
             "hbnode.odeint(..., events=hbnode.Event(fn))."
         )
+    if not isinstance(options, (Mapping, type(None))):
+        raise TypeError(f"options must be a dictionary, got {options!r}. Fix: options=None.")
     arguments: dict[str, Any] = {"gradient": gradient, "rtol": rtol, "atol": atol}
     for name in ("rtol", "atol"):
         if isinstance(value := arguments[name], Tensor) and value.numel() == 1:
@@ -298,6 +303,7 @@ class CountedFunction(nn.Module):
         keeps_graph: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
+        check_callable(func, "func", "a module or a function, called as func(t, y)")
         nfe = NFE()
         nfe.keeps_graph = keeps_graph
         self.func, self.counter = func, Tally(func, nfe)

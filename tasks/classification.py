@@ -1,16 +1,17 @@
-"""Classification of irregular series: five ODE-RNNs beside GRU, GRU-D, CfC, a neural CDE, MomentumLSTM and boosting.
+"""Classification of irregular series: five ODE-RNNs beside recurrent networks, a neural CDE, boosting and MiniRocket.
 
 --dataset clinic is made up: patients with six features of which most values are missing, static features, and one in
 five who gets worse, told by growing swings, a rise, how often was measured, and the age. The others are sets of the UEA
-and UCR archive that packages ship (tasks/data/labelled_series.py says how to get the files). --table and --labels take
-any set in long form: a CSV file with columns id, time, variable, value, or id, time and the features; and one with id,
-label and static features.
+and UCR archive that packages ship, see tasks/data/labelled_series.py. --table and --labels take any set in long form: a
+CSV file with columns id, time, variable, value, or id, time and the features; and one with id, label and static
+features.
 
 One protocol for all: a split by the seed, 60/20/20, stratified, of all series of a set, so that figures are not those
 of the archive's own split; --drop of the values dropped at random; at most --samples stamps of each series, drawn at
-random; about --parameters parameters in each network; the weights of the best validation epoch. Boosting and logistic
-regression choose from four settings by validation. Seconds are those of training steps, of them all. The unit of time
-is fitted, unless --time-unit gives one.
+random; about --parameters parameters in each network; the weights of the best validation epoch. Boosting and the
+logistic regressions (on summaries, on MiniRocket's features, on the last values) choose from four settings by
+validation; "constant" is the classes' shares of the training series. Seconds are those of training steps, of them all.
+The unit of time is fitted, unless --time-unit gives one.
 
 predictions.csv has the test probabilities; tasks.studies.classification_table makes a table of finished runs, with
 bootstrap intervals of the differences.
@@ -19,6 +20,7 @@ bootstrap intervals of the differences.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import time
 from pathlib import Path
 from typing import Any
@@ -35,7 +37,7 @@ from tasks.common.run import Run, command
 from tasks.common.train import Samples, accuracy, fit
 from tasks.data.labelled_series import DATASETS, read_labelled_series, thinned
 from tasks.models.baselines import BASELINES, IrregularSeriesConfig
-from tasks.models.classifiers import CLASSIFIERS, SHALLOW, TITLES, fit_shallow, make_classifier, summaries
+from tasks.models.classifiers import CLASSIFIERS, SHALLOW, TITLES, fit_shallow, make_classifier
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,9 +68,11 @@ class ClassificationConfig(IrregularSeriesConfig):
             raise ValueError("--table and --labels go together")
 
     def try_out(self, model: str) -> None:
-        """Solve a small ODE-RNN with these options, or see that what a baseline needs is installed."""
+        """Solve a small ODE-RNN with these options, or see that what another model needs is installed."""
         if model in MODELS or model in BASELINES:
             super().try_out(model)
+        if model == "minirocket" and importlib.util.find_spec("aeon") is None:
+            raise ValueError("--model minirocket needs aeon. Fix: pip install aeon.")
 
 
 def load(config: ClassificationConfig) -> tuple[dict[str, Samples], list[str]]:
@@ -141,23 +145,20 @@ def scores(predicted: np.ndarray, labels: np.ndarray) -> dict[str, float]:
 
 
 def train_shallow(run: Run, config: ClassificationConfig, data: dict[str, Samples]) -> np.ndarray:
-    """Fit boosting or logistic regression; its test probabilities. One row of metrics, after which all is done."""
+    """Fit a model that is no network; its test probabilities. One row of metrics, after which all is done."""
     run.begin(config.epochs if run.load_checkpoint() else 0)
-    parts = {name: (summaries(*part[:-1]), part[-1].numpy()) for name, part in data.items()}
     begun = time.perf_counter()
-    model = fit_shallow(config.model, parts["train"], parts["validation"], config.seed)
+    predict = fit_shallow(config.model, data["train"], data["validation"], config.seed)
     seconds = time.perf_counter() - begun
-    predicted = {name: model.predict_proba(x) for name, (x, _) in parts.items()}
     means: dict[str, float] = {}
     for name in ("train", "validation"):
-        found = scores(predicted[name], parts[name][1])
+        found = scores(predict(data[name]), data[name][-1].numpy())
         means |= {key.replace("test", name): value for key, value in found.items()}
     run.rows = [{"epoch": config.epochs, **means, "nfe_forward": 0.0, "nfe_backward": 0.0, "seconds": seconds}]
     if not run.is_finished:
         run.save_checkpoint(rows=run.rows)
         run.write_metrics()
-    result: np.ndarray = predicted["test"]
-    return result
+    return predict(data["test"])
 
 
 def train(config: ClassificationConfig) -> None:

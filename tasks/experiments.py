@@ -6,10 +6,12 @@ command has the papers' length, its table is named for it ("full").
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
-from tasks.results import Command, Experiment, both, runs, study
+from tasks.common.files import read_json
+from tasks.results import Command, Experiment, Reader, Row, both, environment, number, renamed, runs, study
 
 ADJOINT = "--solver torchdiffeq --adjoint-norm full --tol 1e-5"
 FIVE = "node,anode,sonode,hbnode,ghbnode"
@@ -22,7 +24,14 @@ WALKER = "Walker2D, one frame in ten missing"
 ATTACKS = {("noise", 0.0), ("noise", 0.3), ("noise", 0.5), ("fgsm", 0.1), ("pgd", 0.05), ("pgd", 0.1)}
 PROBLEMS = {"addition": "addition", "temporal_order": "temporal-order", "memorization_5": "5-bit-memorization"}
 HF = {"hf": "Hessian-free", "adam": "Adam, 1e-2"}
+ESTIMATORS = {
+    "default": "SeriesClassifier()",
+    **{kind: f'SeriesClassifier("{kind}")' for kind in ("features", "rocket", "oscillators", "odernn", "gru")},
+    "aeon": "aeon's MiniRocketClassifier",
+}
 SELECTIVE = ("real", "swinging")
+DENSITIES = {"funnel": "funnel", "many_well": "many-well", "cancer": "logistic-regression"}
+STAGES = {"False": "untrained", "True": "trained"}
 SCORES = {"jsb": "JSB Chorales", "nottingham": "Nottingham", "piano": "Piano-midi.de"}
 images = runs("test_accuracy", "test_loss", "train_loss", "nfe_forward_mean", "nfe_backward_mean", "seconds_per_epoch")
 penalised = runs(
@@ -41,7 +50,7 @@ VOLTAGES = (
     "seconds_per_epoch",
 )
 voltages = runs(*VOLTAGES)
-classes = runs("test_accuracy", "test_loss", "training_seconds")
+CLASSES = ("test_accuracy", "test_loss", "training_seconds")
 
 
 def pair_of(config: Mapping[str, Any]) -> str:
@@ -52,15 +61,81 @@ def pair_of(config: Mapping[str, Any]) -> str:
     )
 
 
+def positions_of(config: Mapping[str, Any]) -> str:
+    """Return a model's name; that of softmax attention with its positions."""
+    kind = "rotary" if config["positions"] == "auto" else config["positions"]
+    return f"softmax, {kind}" if config["model"] == "softmax" else str(config["model"])
+
+
+def images_per_second(folder: Path) -> Iterator[Row]:
+    """Yield images per second of softmax attention, and the multiples of it that other models make."""
+    path = folder / "throughput.json"
+    if path.exists():
+        found = read_json(path)
+        for row in found["rows"]:
+            metric = "images_per_second" if row["model"] == "softmax" else "over_softmax"
+            told = {"model": row["model"], "case": f"{row['length']:,} pixels"}
+            yield environment(found, path) | told | {"metric": metric, "value": number(row[metric])}
+
+
+def recalled(share: str, metric: str) -> Reader:
+    """Return a reader of the answers of one kind in the table of recall."""
+    return renamed(
+        study(
+            "recall.csv",
+            "mean",
+            model=lambda row: row["model"] + (", equal heads" if row["equal"] == "heads" else ""),
+            case=recall_case,
+            where=lambda row: row["share"] == share and is_shown(row),
+            table=lambda row: row["kind"],
+        ),
+        mean={"metric": metric},
+    )
+
+
+def recall_case(row: Mapping[str, str]) -> str:
+    """Return what tells the tests of recall apart: noise, or the number of pairs."""
+    return f"noise {float(row['noise']):g}" if row["kind"] == "noisy" else f"{row['pairs']} pairs"
+
+
+def is_shown(row: Mapping[str, str]) -> bool:
+    """Whether a page shows a test of recall: with noise those of the most pairs only."""
+    return row["kind"] != "noisy" or row["pairs"] == "8"
+
+
+def forecasts(*metrics: str) -> Reader:
+    """Return a reader of latent models: figures of rows held out and of forecasts, and other entries of a summary."""
+    figures = {"log_likelihood": "log_likelihood", "mse": "squared_error", "coverage": "coverage"}
+    columns = {
+        f"final_{part}_{name}": {"metric": metric, "case": case}
+        for part, case in (("held", "held out"), ("forecast", "forecast"))
+        for name, metric in figures.items()
+    }
+    other = {"final_elbo": "bound", "final_kl_path": "paths_divergence", "train_nfe": "nfe_forward_mean"}
+    return renamed(
+        runs(
+            *columns,
+            *metrics,
+            label=lambda c: {"hbsde": "heavy_ball", "sde": "first order"}.get(c["model"], c["model"]),
+            table=lambda c: c["dataset"],
+        ),
+        **columns,
+        **{name: {"metric": metric} for name, metric in other.items()},
+    )
+
+
+latent = forecasts("final_elbo", "final_kl_path", "train_nfe", "seconds_per_epoch")
+
+
 def one(question: str, *commands: Command) -> Experiment:
     """Return an experiment."""
     return Experiment(question, commands)
 
 
-def classified(dataset: str, options: str, hours: float, size: str) -> Command:
+def classified(dataset: str, options: str, hours: float, size: str, *metrics: str) -> Command:
     """Return the command of one set of classification, of all models."""
     line = f"tasks.classification --dataset {dataset} --model all --seeds 3 --jobs 1 {options}"
-    return Command(dataset, (line,), hours, classes, dataset, size)
+    return Command(dataset, (line,), hours, runs(*CLASSES, *metrics), dataset, size)
 
 
 EXPERIMENTS: dict[str, Experiment] = {
@@ -244,6 +319,17 @@ EXPERIMENTS: dict[str, Experiment] = {
             SEGMENTS,
         ),
         Command(
+            "200-epochs",
+            (
+                "tasks.plane_vibration --model node,sonode,hbnode,ghbnode,lstm,gru,gru-d,cfc --seeds 3 --epochs 200 "
+                "--tol 1e-3 --jobs 1",
+            ),
+            1.2,
+            vibration,
+            F16,
+            SEGMENTS,
+        ),
+        Command(
             "full",
             ("tasks.plane_vibration --model all --seeds 3 --epochs 500 --tol 1e-3 --jobs 1",),
             4,
@@ -306,6 +392,17 @@ EXPERIMENTS: dict[str, Experiment] = {
             "all 9,814 windows",
         ),
         Command(
+            "adjoint",
+            (
+                f"tasks.walker2d --model {FIVE} --solver torchdiffeq --adjoint-norm full --tol 1e-7 --windows 512 "
+                "--epochs 2 --jobs 1",
+            ),
+            0.1,
+            runs("nfe_forward_mean", "nfe_backward_mean"),
+            WALKER,
+            "512 of 9,814 windows",
+        ),
+        Command(
             "gradients",
             ("tasks.studies.walker2d_gradients",),
             0.5,
@@ -321,12 +418,37 @@ EXPERIMENTS: dict[str, Experiment] = {
     ),
     "classification": one(
         "Which models classify irregular time series?",
-        classified("clinic", "--epochs 30", 0.2, "1,200 patients"),
-        classified("ItalyPowerDemand", "--epochs 30 --drop 0.5", 0.2, "1,096 days"),
+        classified("clinic", "--epochs 30", 0.2, "1,200 patients", "test_auroc"),
+        classified("ItalyPowerDemand", "--epochs 30 --drop 0.5", 0.2, "1,096 days", "test_auroc"),
         classified("BasicMotions", "--epochs 100 --batch-size 16 --drop 0.5 --samples 50", 0.2, "80 series"),
         classified("ACSF1", "--epochs 100 --batch-size 16", 0.6, "200 series"),
         classified("PLAID", "--epochs 60", 0.6, "1,074 series"),
         classified("PigCVP", "--epochs 100 --batch-size 16", 0.8, "312 series"),
+    ),
+    "ucr": one(
+        "How does SeriesClassifier compare with published accuracies on the archive's own splits?",
+        *(
+            Command(
+                table,
+                (f"tasks.studies.archive {options}",),
+                hours,
+                both(
+                    *(
+                        study("accuracy.csv", metric, model=lambda row: ESTIMATORS[row["model"]], table=name)
+                        for metric, name in (("test_accuracy", "accuracy"), ("seconds", "seconds"))
+                    )
+                ),
+                "UEA and UCR archive, its own splits",
+            )
+            for table, options, hours in (
+                ("shallow", "--models default,features,rocket,aeon", 0.3),
+                (
+                    "networks",
+                    "--models oscillators,odernn,gru --sets ItalyPowerDemand,BasicMotions,GunPoint,JapaneseVowels",
+                    1,
+                ),
+            )
+        ),
     ),
     "selective": one(
         "Do oscillators that choose learn long memory?",
@@ -366,7 +488,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             "errors",
             ("tasks.studies.trivial_rows",),
             0.05,
-            study("errors.csv", "test_forecast_mse", "test_acceleration_mse", "test_mse", "test_accuracy", "test_loss"),
+            study("errors.csv", "test_forecast_mse", "test_acceleration_mse", "test_mse"),
         ),
     ),
     "adding": one(
@@ -499,7 +621,21 @@ EXPERIMENTS: dict[str, Experiment] = {
             "table",
             ("tasks.recall --preset table --jobs 1",),
             0.6,
-            study("recall.csv", "mean", case=("kind", "pairs", "noise", "share")),
+            both(
+                recalled("accuracy", "accuracy"),
+                recalled("stale", "old_value_accuracy"),
+                renamed(
+                    study(
+                        "recall.csv",
+                        "counting",
+                        model=lambda row: "counting",
+                        case=recall_case,
+                        where=lambda row: row["kind"] == "noisy" and row["model"] == "linear" and is_shown(row),
+                        table=lambda row: row["kind"],
+                    ),
+                    counting={"metric": "accuracy"},
+                ),
+            ),
             "multi-query associative recall",
             "500 batches of 32",
         ),
@@ -522,18 +658,35 @@ EXPERIMENTS: dict[str, Experiment] = {
         "Do attention layers with momentum model images better?",
         Command(
             "digits",
-            ("tasks.image_generation --model all --jobs 1",),
-            1.5,
-            runs("test_bits_per_dim", "seconds_per_epoch"),
+            (
+                "tasks.image_generation --model all --jobs 1 --out {out}/auto",
+                "tasks.image_generation --model softmax --positions sinusoidal --jobs 1 --out {out}/sinusoidal",
+            ),
+            1.7,
+            runs("test_bits_per_dim", label=positions_of),
             DIGITS,
+            "900 steps",
         ),
         Command(
             "mnist",
-            ("tasks.image_generation --preset mnist-small --model softmax,linear,momentum --jobs 1",),
-            3,
-            runs("test_bits_per_dim", "seconds_per_epoch"),
+            (
+                "tasks.image_generation --preset mnist-small --model softmax,linear,momentum,gated_delta,heavy_ball "
+                "--jobs 1",
+            ),
+            6,
+            runs("test_bits_per_dim", label=positions_of, at={1: "625 steps", 2: "1,250 steps"}),
             "MNIST 14 × 14",
             "10,000 of 60,000 images",
+        ),
+        Command(
+            "throughput",
+            (
+                "tasks.studies.image_throughput --logistics 10 "
+                "--model softmax,linear,momentum,adaptive,gated_delta,heavy_ball",
+            ),
+            1,
+            images_per_second,
+            size="batches of 16",
         ),
     ),
     "listops": one(
@@ -641,7 +794,16 @@ EXPERIMENTS: dict[str, Experiment] = {
             "bounds",
             ("tasks.annealing",),
             1,
-            study("annealing.csv", "gap", model=lambda row: row["sampler"], case=("target", "evaluations", "trained")),
+            renamed(
+                study(
+                    "annealing.csv",
+                    *("gap", "bound_error"),
+                    model=lambda row: row["sampler"],
+                    case=lambda row: f"{row['evaluations']} evaluations, {STAGES[row['trained']]}",
+                    table=lambda row: DENSITIES[row["target"]],
+                ),
+                bound_error={"metric": "gap", "statistic": "stderr"},
+            ),
             size="2,000 paths",
         ),
     ),
@@ -649,29 +811,37 @@ EXPERIMENTS: dict[str, Experiment] = {
         "Do latent SDEs with a heavy ball forecast better?",
         Command(
             "lorenz",
-            ("tasks.latent_sde --model all --jobs 1",),
+            ("tasks.latent_sde --model hbsde,sde --seeds 2 --jobs 1",),
             0.3,
-            runs("test_loss"),
+            latent,
+            "stochastic Lorenz",
+            "4,096 windows",
+        ),
+        Command(
+            "lorenz-kalman",
+            ("tasks.latent_sde --model kalman --lr 0.1 --epochs 13 --seeds 3 --jobs 1",),
+            0.1,
+            forecasts(),
             "stochastic Lorenz",
             "4,096 windows",
         ),
         Command(
             "vibration",
-            ("tasks.latent_sde --model all --dataset vibration --epochs 120 --batch-size 64 --jobs 1",),
+            ("tasks.latent_sde --model hbsde,sde --dataset vibration --epochs 120 --batch-size 64 --jobs 1",),
             0.2,
-            runs("test_loss"),
-            F16,
+            latent,
+            "F-16 vibration",
             SEGMENTS,
         ),
         Command(
-            "kalman",
+            "vibration-kalman",
             (
                 "tasks.latent_sde --model kalman --dataset vibration --lr 0.1 --epochs 13 --batch-size 64 --seeds 3 "
                 "--jobs 1",
             ),
             0.1,
-            runs("test_loss"),
-            F16,
+            forecasts(),
+            "F-16 vibration",
             SEGMENTS,
         ),
     ),

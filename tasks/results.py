@@ -127,7 +127,7 @@ def runs(
                 yield about | {"metric": "epochs", "statistic": "unfinished", "value": done, "epochs_done": done}
                 continue
             end = read_json(summary) | {"seconds": sum(float(row["seconds"]) for row in rows)}
-            about |= {"parameters": str(end["parameters"]), "epochs_done": f"{end['epoch']:g}"}
+            about |= {"parameters": str(end["parameters"] or ""), "epochs_done": f"{end['epoch']:g}"}
             about |= environment(end, summary)
             chosen = {"": end} if at is None else {at[int(k)]: row for row in rows if (k := float(row["epoch"])) in at}
             for name in metrics:
@@ -143,9 +143,9 @@ def study(
     file: str,
     *metrics: str,
     model: Callable[[Mapping[str, str]], str] = lambda row: row["model"],
-    case: Sequence[str] = (),
+    case: Sequence[str] | Callable[[Mapping[str, str]], str] = (),
     where: Callable[[Mapping[str, str]], bool] = lambda row: True,
-    table: str = "",
+    table: str | Callable[[Mapping[str, str]], str] = "",
     log10: bool = False,
 ) -> Reader:
     """Return a reader of the table that a study writes.
@@ -154,11 +154,16 @@ def study(
         file: the table, CSV, in the command's folder; what it was measured on is in the JSON file of the same name.
         metrics: its columns, one row each.
         model: what the model of a row of the table is called.
-        case: columns that tell a model's rows apart; none: the column "case", if there is one.
+        case: columns that tell a model's rows apart, or what gives the case of a row; none: the column "case", if any.
         where: which rows of the table to take.
-        table: which table of the page the rows belong to; empty is the command's.
+        table: which table of the page the rows belong to, or what gives it for a row; empty is the command's.
         log10: whether to take the logarithms of the values; metrics are then called "log10_...".
     """
+
+    def case_of(line: Mapping[str, str]) -> str:
+        if callable(case):
+            return case(line)
+        return ", ".join(f"{name.replace('_', ' ')} {line[name]}" for name in case) or line.get("case", "")
 
     def read(folder: Path) -> Iterator[Row]:
         path = folder / file
@@ -171,10 +176,9 @@ def study(
                 if not where(line):
                     continue
                 told = {
-                    "table": table,
+                    "table": table(line) if callable(table) else table,
                     "model": model(line),
-                    "case": ", ".join(f"{name.replace('_', ' ')} {line[name]}" for name in case)
-                    or line.get("case", ""),
+                    "case": case_of(line),
                     "seed": line.get("seed", ""),
                     "data": line.get("data", ""),
                     "size": line.get("size", ""),
@@ -188,6 +192,16 @@ def study(
                     yield about | told | {"metric": f"log10_{name}" if log10 else name, "value": number(value)}
 
     return read
+
+
+def renamed(reader: Reader, **columns: Row) -> Reader:
+    """Return a reader whose rows of some metrics have other columns.
+
+    Arguments:
+        reader: whose rows to take.
+        columns: by metric the columns to replace, such as ``bound_error={"metric": "gap", "statistic": "stderr"}``.
+    """
+    return lambda folder: (row | columns.get(row["metric"], {}) for row in reader(folder))
 
 
 def both(*readers: Reader) -> Reader:
@@ -256,7 +270,7 @@ def merged(old: Sequence[Row], new: Sequence[Row]) -> list[Row]:
 
     ended = {key(row) for row in new if row.get("statistic") != "unfinished"}
     found: list[Row] = []
-    placed = set()
+    placed: set[tuple[str, str]] = set()
     for row in old:
         if key(row) not in ended and row["statistic"] != "unfinished":
             found.append(row)

@@ -45,6 +45,7 @@ TITLES = {
     **{name: name.upper() for name in ("node", "anode", "sonode", "hbnode", "ghbnode", "lstm", "gru", "gru-d", "cnf")},
     **{"nesterovnode": "NesterovNODE", "adamnode": "AdamNODE", "cfc": "CfC", "port_hamiltonian": "PortHamiltonian"},
     **{"ncde": "neural CDE", "logistic": "logistic regression", "momentum_lstm": "MomentumLSTM"},
+    **{"minirocket": "MiniRocket", "last": "logistic regression on last values"},
     **{"linear_gain": "linear × 1/(1 − β)", "gated_delta": "Gated DeltaNet", "heavy_ball": "heavy ball"},
     **{"still": "the cell alone, h", "still pair": "the cell alone, h and m", "kalman": "noisy oscillators"},
 }

@@ -1,5 +1,12 @@
-"""DistributedDataParallel over two gloo processes gives the gradient of one process."""
+"""DistributedDataParallel and FSDP2 over two gloo processes give the gradient of one process."""
 
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
 import torch
 import torch.multiprocessing
 from torch import distributed, nn
@@ -105,3 +112,88 @@ def test_two_processes_compute_the_gradient_of_one(tmp_path):
         for rank in range(2):
             got = torch.load(tmp_path / f"{name}{rank}.pt", weights_only=True)
             torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+# FSDP2, and the scripts of docs/scaling.md, by torchrun
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = re.findall(r"^```py\n(.*?)^```", (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8"), re.M | re.S)
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+
+
+def sharded():
+    """Models, each with the shapes of its inputs for eight samples."""
+    damping = torch.tensor([0.05])  # fully_shard refuses scalar parameters
+    for gradient in ("direct", "checkpoint", "reversible"):
+        method = "leapfrog" if gradient == "reversible" else "nystrom8"
+        func, solver = hbnode.nn.MLP(3, [6], 3), {"method": method, "steps": 3, "gradient": gradient}
+        yield hbnode.HeavyBallODEBlock(func, damping=damping, **solver), (8, 3)
+    yield hbnode.ODERNN(2, 3, field="node", time_unit=10.0), (8, 4, 2)
+    yield hbnode.nn.MomentumLSTM(2, 3, batch_first=True), (8, 4, 2)
+    yield hbnode.nn.MomentumDTRIV(2, 3, batch_first=True, rule="adam"), (8, 4, 2)
+    yield hbnode.nn.OscillatorStack(2, 3), (8, 4, 2)
+    options = {"attention": "heavy_ball", "dropout": 0.0}
+    yield hbnode.nn.MomentumTransformer(None, 8, 2, 1, 8, output_size=3, **options), (8, 4, 8)
+
+
+def loss_of(model, x):
+    times = (torch.tensor([0.0, 1.0, 3.0, 4.0]),) if isinstance(model, hbnode.ODERNN) else ()
+    y = model(x, *times)
+    return (y[0] if isinstance(y, tuple) else y).square().mean()
+
+
+def compare_shards():
+    """Compare the gradients of FSDP2 with those of one process, in each process that torchrun starts."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo")
+    torch.manual_seed(0)
+    for model, shape in sharded():
+        x = torch.randn(shape)
+        loss_of(model, x).backward()
+        right = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        loss_of(fully_shard(model), x[distributed.get_rank() :: 2]).backward()
+        for p, grad in zip(model.parameters(), right, strict=True):
+            if grad is not None:
+                torch.testing.assert_close(p.grad.full_tensor(), grad, rtol=1e-4, atol=1e-5)
+    distributed.destroy_process_group()
+
+
+def run(*arguments, folder):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_fsdp_computes_the_gradient_of_one_process(tmp_path):
+    pytest.importorskip("torch.distributed.tensor", reason="FSDP2 is of torch 2.6")
+    (tmp_path / "shards.py").write_text("from tests.test_distributed import compare_shards\n\ncompare_shards()\n")
+    run(*TORCHRUN, "shards.py", folder=tmp_path)
+
+
+@pytest.mark.slow
+def test_the_script_of_the_docs_trains_by_ddp_and_fsdp(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPTS[0])
+    out = run(*TORCHRUN, "train.py", folder=tmp_path)
+    assert re.search(r"DistributedDataParallel: loss 0\.\d+\s+fully_shard: loss 0\.\d+", out), out
+
+
+@pytest.mark.slow
+def test_the_script_of_the_docs_computes_features_on_a_cluster(tmp_path):
+    pytest.importorskip("distributed")
+    pytest.importorskip("sklearn")
+    (tmp_path / "features.py").write_text(SCRIPTS[1])
+    assert float(run("features.py", folder=tmp_path)) > 0.5
+
+
+@pytest.mark.slow
+def test_a_task_by_torchrun(tmp_path):
+    pytest.importorskip("sklearn")
+    task = ("-m", "tasks.image_classification", "--preset", "demo", "--model", "hbnode", "--epochs", "1")
+    run(*TORCHRUN, *task, "--out", tmp_path, folder=ROOT)
+    assert [*tmp_path.rglob("summary.json")]

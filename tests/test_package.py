@@ -46,6 +46,13 @@ def test_the_source_distribution_names_what_exists():
     assert missing == []
 
 
+def test_the_oldest_releases_are_the_lower_bounds():
+    lines = (ROOT / "constraints-oldest.txt").read_text().splitlines()
+    oldest = {line.replace("==", ">=").removesuffix(".*").removesuffix(".0") for line in lines if "==" in line}
+    assert oldest == {requirement.removesuffix(".0") for requirement in PROJECT["dependencies"]}
+    assert PROJECT["requires-python"] == ">=3.10"  # OLDEST of the Makefile
+
+
 def test_one_licence():
     assert PROJECT["license"] == CITATION["license"] == "MIT"
     assert (ROOT / "LICENSE").read_text().startswith("MIT License\n\nCopyright (c) 2026 The hbnode developers\n")

@@ -94,18 +94,6 @@ def readme_an_ode_rnn_on_a_table() -> None:
     ahead, _ = rnn.forecast(state, [1.0, 6.0])  # one and six hours later, (batch, 2, 16)
 
 
-def readme_a_measured_input() -> None:
-    import torch
-
-    import hbnode
-
-    force = hbnode.Signal(torch.linspace(0, 3, 31), torch.linspace(0, 3, 31).sin())
-    spring = hbnode.HBNODE(lambda t, h: force(t) - 4 * h, damping=0.2)
-    path = hbnode.ODEBlock(spring)(torch.zeros(1, 1), [0.0, 0.1, 0.9, 2.0])  # (4, 1, 1), time first
-    own = torch.tensor([[0.0, 0.3, 1.0], [0.1, 0.2, 2.0]])
-    print(path[:, 0, 0], hbnode.ODEBlock(spring, per_sample=True)(torch.zeros(2, 1), own)[:, :, 0])
-
-
 # Habits
 
 

@@ -121,7 +121,7 @@ def axes(ax: Axes | None) -> Axes:
     try:
         import matplotlib.pyplot as plt
     except ImportError as error:
-        raise ImportError("plotting needs matplotlib. Fix: pip install 'hbnode[plot]'.") from error
+        raise ImportError("plotting needs matplotlib. Fix: pip install matplotlib.") from error
     if ax is None:
         return plt.subplots(layout="constrained")[1]
     if not hasattr(ax, "get_xlim"):

@@ -1,4 +1,4 @@
-"""Plots of fields, solves and diagnostics with matplotlib, which ``pip install 'hbnode[plot]'`` installs.
+"""Plots of fields, solves and diagnostics with matplotlib, which ``pip install matplotlib`` installs.
 
 Each function takes data or a block first, draws into ``ax`` or a new figure, and returns the axes. Other keyword
 arguments are passed to matplotlib. No function shows or closes a figure. Data are tensors on any device, arrays or

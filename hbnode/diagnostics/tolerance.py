@@ -88,7 +88,7 @@ def nfe_vs_tolerance(
         >>> curve.forward[0] <= curve.forward[1] and curve.error[0] >= curve.error[1]
         True
     """
-    if not any(isinstance(module, ODEBlock) for module in block.modules()):
+    if not isinstance(block, nn.Module) or not any(isinstance(module, ODEBlock) for module in block.modules()):
         raise ValueError(f"{type(block).__name__} contains no ODEBlock. Fix: pass a block, or a model with a block.")
     tolerances = list(map(float, tolerances))
     if not tolerances:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 from typing_extensions import override
 
 from hbnode import _torch
-from hbnode._checks import as_count, as_numbers, as_seed, takes_time
+from hbnode._checks import as_count, as_numbers, as_seed, check_bool, takes_time
 from hbnode.errors import NonFiniteError
 
 _NORMAL = "torch.distributions.Independent(torch.distributions.Normal(torch.zeros(d), torch.ones(d)), 1)"
@@ -147,6 +147,9 @@ class HeavyBallAnnealing(nn.Module):
             raise TypeError(f"force must be a module or a function, got {type(force).__name__}. Fix: hbnode.nn.MLP.")
         self.dim = _event_size(prior)
         self.steps = as_count(steps, "steps")
+        flags = {"learn_step_size": learn_step_size, "learn_damping": learn_damping, "learn_schedule": learn_schedule}
+        for name, flag in (flags | {"checkpoint": checkpoint}).items():
+            check_bool(flag, name)
         self.checkpoint = checkpoint
         # nn.Module would register a module assigned as an attribute, and train it
         self.__dict__.update(log_prob=log_prob, prior=prior)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributions import Independent, Normal
 from typing_extensions import override
 
-from hbnode._checks import as_count, check_input, takes_time
+from hbnode._checks import as_count, check_input, is_one_of, takes_time
 from hbnode._tree import describe
 from hbnode.fields import GHBNODE, HBNODE, Field
 from hbnode.nn.nets import MLP
@@ -175,7 +175,7 @@ class HeavyBallFlow(nn.Module):
         self.t_span = checked_span(t_span)
         self.steps = as_count(steps, "steps")
         for name, value, choices in (("method", method, tuple(SPLITTING)), ("gradient", gradient, GRADIENTS)):
-            if value not in choices:
+            if not is_one_of(value, choices):
                 raise ValueError(
                     f"{name} must be one of {choices}, got {value!r}: a flow needs reversible steps. "
                     f"Fix: {name}={choices[0]!r}."

@@ -231,8 +231,15 @@ def _checked(data: Any) -> Any:
     """Return data with arrays checked by scikit-learn; NaN is allowed."""
     if isinstance(data, Series) or _is_dict(data) or is_list_of_series(data):
         return data
-    array = data.detach().cpu().numpy() if isinstance(data, torch.Tensor) else data
-    return check_array(array, dtype=np.float64, allow_nd=True, ensure_all_finite="allow-nan", input_name="X")
+    try:
+        array = data.detach().cpu().numpy() if isinstance(data, torch.Tensor) else data
+        return check_array(array, dtype=np.float64, allow_nd=True, ensure_all_finite="allow-nan", input_name="X")
+    except (TypeError, ValueError, NotImplementedError) as error:
+        kind = ValueError if isinstance(error, ValueError) else TypeError
+        raise kind(
+            f"X must be series: {error} Fix: an array (batch, T) or (batch, T, channels), or a list of arrays (t, x), "
+            "one for each series."
+        ) from None
 
 
 def _is_dict(data: Any) -> bool:

@@ -16,7 +16,7 @@ from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 from typing_extensions import Self
 
-from hbnode._checks import as_count
+from hbnode._checks import as_count, check_bool, is_one_of
 from hbnode.data import Series, as_series
 from hbnode.nn.kalman import Gaussian, KalmanFilter
 from hbnode.nn.oscillators import Oscillators
@@ -140,7 +140,10 @@ class OscillatorSmoother(BaseEstimator):
                 (batch, channels, T); NaN is missing. See :func:`hbnode.data.as_series`.
             y: ignored; for pipelines. Default: ``None``
         """
-        if self.mean not in ("shared", "constant"):
+        as_count(self.max_iter, "max_iter")
+        check_bool(self.student, "student")
+        check_bool(self.keep_observed, "keep_observed")
+        if not is_one_of(self.mean, ("shared", "constant")):
             raise ValueError(f"mean must be 'shared' or 'constant', got {self.mean!r}. Fix: mean='shared'.")
         size, rng = as_count(self.num_oscillators, "num_oscillators"), check_random_state(self.random_state)
         data = as_series(series)

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hbnode import _torch
+from hbnode._checks import to_tensor
 
 Number = float | Tensor
 Pair = tuple[Tensor, Tensor]
@@ -149,6 +150,14 @@ def exact_response(gamma: Tensor, kappa: Tensor, dt: Tensor) -> Pair:
 def _checked(damping: Number, stiffness: Number, dt: Number) -> tuple[Tensor, ...]:
     """Return the arguments as tensors; raise ValueError if a time is negative, NaN or infinite."""
     gamma, kappa, dt = _as_tensors(damping, stiffness, dt)
+    shapes = [tuple(x.shape) for x in (gamma, kappa, dt)]
+    try:
+        torch.broadcast_shapes(*shapes)
+    except RuntimeError:
+        raise ValueError(
+            f"damping, stiffness and dt must broadcast, got {shapes}. Fix: dt.unsqueeze(-1) for one time per "
+            "sample and rates of several oscillators."
+        ) from None
     if _torch.may_look() and not dt.is_meta:
         wrong = dt[~(dt.isfinite() & (dt >= 0))]
         if len(wrong):
@@ -168,9 +177,10 @@ def _as_tensors(*values: Number) -> tuple[Tensor, ...]:
         for each in tensors[1:]:
             dtype = torch.promote_types(dtype, each.dtype)
         dtype = dtype if dtype.is_floating_point else torch.get_default_dtype()
+    fix = "a number or a tensor of real numbers"
     return tuple(
-        value.to(dtype) if isinstance(value, Tensor) else torch.tensor(value, dtype=dtype, device=device)
-        for value in values
+        to_tensor(value, name, fix, dtype, value.device if isinstance(value, Tensor) else device)
+        for name, value in zip(("damping", "stiffness", "dt"), values, strict=True)
     )
 
 

@@ -107,7 +107,10 @@ fast_scan = _torch.fast_form(scan_reference, _vjp)(_forward)
 # For torch.compile the forward and the backward pass are custom operators, which it does not trace.
 
 
-@torch.library.custom_op("hbnode::selective_scan", mutates_args=())
+_TENSORS = "Tensor rho, Tensor? phi, Tensor b, Tensor z0"  # torch 2.4 cannot read string annotations
+
+
+@torch.library.custom_op("hbnode::selective_scan", mutates_args=(), schema=f"({_TENSORS}) -> Tensor")
 def _forward_op(rho: Tensor, phi: Tensor | None, b: Tensor, z0: Tensor) -> Tensor:
     z: Tensor = _forward(None, False, rho, phi, b, z0)[0][0]
     return z.clone()
@@ -118,7 +121,9 @@ def _(rho: Tensor, phi: Tensor | None, b: Tensor, z0: Tensor) -> Tensor:
     return b.new_empty(b.shape)
 
 
-@torch.library.custom_op("hbnode::selective_scan_backward", mutates_args=())
+@torch.library.custom_op(
+    "hbnode::selective_scan_backward", mutates_args=(), schema=f"({_TENSORS}, Tensor dz) -> Tensor[]"
+)
 def _backward_op(rho: Tensor, phi: Tensor | None, b: Tensor, z0: Tensor, dz: Tensor) -> list[Tensor]:
     _, residuals = _forward(None, True, rho, phi, b, z0)
     found = _vjp(None, (rho, phi, b, z0), residuals, (dz,), (True,) * 4)

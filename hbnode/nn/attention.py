@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from hbnode._checks import as_count, check_bool, check_input
+from hbnode._checks import as_count, as_real, check_bool, check_input, is_one_of
 from hbnode._torch import ModuleWithConstants, may_look, no_autocast
 from hbnode.nn.heavy_ball_memory import HeavyBallMemoryState, count_packed, heavy_ball_memory
 from hbnode.nn.momentum_attention import MomentumAttentionState, momentum_attention
@@ -65,7 +65,7 @@ class MultiheadBase(ModuleWithConstants, Generic[State]):
                 f"embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}. "
                 f"Fix: embed_dim={num_heads * (embed_dim // num_heads + 1)}."
             )
-        if not 0 <= dropout <= 1:
+        if not 0 <= as_real(dropout, "dropout", "dropout=0.1") <= 1:
             raise ValueError(f"dropout must be a probability, got {dropout!r}. Fix: a number from 0 to 1.")
         for name, switch in (("bias", bias), ("batch_first", batch_first), ("causal", causal)):
             check_bool(switch, name, "pass options by name")
@@ -136,7 +136,7 @@ class MultiheadBase(ModuleWithConstants, Generic[State]):
         """
         key = query if key is None else key
         value = key if value is None else value
-        if need_weights:
+        if need_weights is not False:
             raise ValueError("need_weights must be False: attention weights are not available. Fix: leave it out.")
         if attn_mask is not None:
             raise ValueError(f"attn_mask must be None: {type(self).__name__} does not support it. {MASK_FIX}.")
@@ -378,7 +378,7 @@ class MomentumAttention(MultiheadBase[MomentumAttentionState]):
     ) -> None:
         _refuse_dropout(dropout)
         super().__init__(embed_dim, num_heads, dropout, bias, kdim, vdim, batch_first, causal, device, dtype)
-        if not 0 <= eps < math.inf:
+        if not 0 <= as_real(eps, "eps", "eps=1e-6") < math.inf:
             raise ValueError(f"eps must be >= 0 and finite, got {eps!r}. Fix: 1e-6.")
         check_bool(learn_momentum, "learn_momentum", "momentum=0.9, learn_momentum=True, for instance")
         check_bool(learn_step_size, "learn_step_size", "step_size=1.0, learn_step_size=True, for instance")
@@ -515,7 +515,7 @@ class HeavyBallMemory(MultiheadBase[HeavyBallMemoryState]):
         super().__init__(embed_dim, num_heads, dropout, bias, None, None, batch_first, True, device, dtype)
         check_bool(momentum, "momentum", "momentum=True; the gate comes from the input")
         check_bool(decay, "decay", "decay=True; the gate comes from the input")
-        if delta is not False and delta not in ("decayed", "plain"):
+        if delta is not False and not is_one_of(delta, ("decayed", "plain")):
             raise ValueError(f"delta must be 'decayed', 'plain' or False, got {delta!r}. Fix: 'decayed'.")
         self.has_momentum, self.has_decay, self.delta = momentum, decay, delta
         self.chunk_size = as_count(chunk_size, "chunk_size")
@@ -853,7 +853,7 @@ def check_linear_dtype(x: Tensor, dtype: torch.dtype, name: str = "x") -> None:
 
 
 def _refuse_dropout(dropout: float) -> None:
-    if dropout:
+    if as_real(dropout, "dropout", "leave it out"):
         raise ValueError(
             f"dropout must be 0, got {dropout!r}: linear-time attention has no attention weights to drop. "
             "Fix: leave it out, and apply torch.nn.Dropout to the output."

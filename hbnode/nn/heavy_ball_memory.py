@@ -186,7 +186,7 @@ def heavy_ball_memory(
     if key_padding_mask is not None:
         check_mask(key_padding_mask, k)
     options = (delta, as_count(chunk_size, "chunk_size"))
-    if delta not in ("decayed", "plain", False) or (delta == 0 and delta is not False):
+    if delta is not False and not (isinstance(delta, str) and delta in ("decayed", "plain")):
         raise ValueError(f"delta must be 'decayed', 'plain' or False, got {delta!r}. Fix: 'decayed'.")
     ignored = None if key_padding_mask is None else key_padding_mask.unsqueeze(1)
     batch = q.shape[0] if cu_seqlens is None else count_packed(cu_seqlens, q.shape[0], PACK_HEADS)

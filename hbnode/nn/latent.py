@@ -13,7 +13,7 @@ from torch.distributions import Normal, StudentT, kl_divergence
 from torch.nn.functional import pad
 from typing_extensions import Self, override
 
-from hbnode._checks import ArrayLike, as_count, nearest
+from hbnode._checks import ArrayLike, as_count, check_input, nearest
 from hbnode._times import as_times, as_unit
 from hbnode._torch import ModuleWithConstants, untraced
 from hbnode._tree import Record, State, record
@@ -576,7 +576,8 @@ class ControlledSDE(HeavyBallSDE):
     """
 
     def __init__(self, prior: HeavyBallSDE, control: nn.Module, guide: Guide, scale: Tensor) -> None:
-        super().__init__(prior.func, damping=0.0, learn_damping=False, time_dependent=True)
+        super().__init__(prior.func, damping=0.0, learn_damping=False, time_dependent=prior.time_dependent)
+        self.time_dependent = True  # with the control
         self.prior, self.control, self.guide = prior, control, guide
         self.scale = scale
         self.counted_as = prior
@@ -612,6 +613,8 @@ class GRUEncoder(nn.Module):
         self, x: Tensor, t: Tensor, *, mask: Tensor, lengths: Tensor, static: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         size = self.inputs.static_size
+        if static is not None:
+            check_input(static, "static")
         if (size if static is None else tuple(static.shape)) != (0 if static is None else (len(x), size)):
             got = None if static is None else tuple(static.shape)
             raise ValueError(

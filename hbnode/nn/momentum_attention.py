@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hbnode._checks import as_count
+from hbnode._checks import as_count, check_bool
 from hbnode._torch import fast_form, is_exporting, is_tracing, keep_freed_memory, no_autocast, reference_vjp
 from hbnode._tree import register_state
 from hbnode.nn.heavy_ball_memory import check_heads, check_mask, check_state
@@ -154,6 +154,7 @@ def momentum_attention(
         >>> torch.allclose(torch.cat([first, rest], 2), whole, atol=1e-5)
         True
     """
+    check_bool(causal, "causal"), check_bool(return_state, "return_state")
     dtype = check_heads(q, k, v, causal)
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}. Fix: q.to(v.dtype).")

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from hbnode._checks import as_count
+from hbnode._checks import as_count, as_real, check_callable, is_one_of
 from hbnode._torch import (
     fast_form,
     is_autocast,
@@ -85,6 +85,9 @@ class MomentumResNet(nn.Module):
     ) -> None:
         super().__init__()
         is_shared = isinstance(layers, nn.Module) and not isinstance(layers, nn.ModuleList)
+        if not is_shared and not isinstance(layers, (Sequence, nn.ModuleList)):
+            kind = type(layers).__name__
+            raise TypeError(f"layers must be modules, got {kind}. Fix: MomentumResNet([torch.nn.Linear(8, 8)]).")
         if is_shared != (depth is not None):
             raise ValueError(
                 f"expected a list of modules, or one module and depth=, got {type(layers).__name__} and depth={depth}. "
@@ -94,9 +97,10 @@ class MomentumResNet(nn.Module):
         if not modules or not all(isinstance(module, nn.Module) for module in modules):
             kinds = ", ".join(type(module).__name__ for module in modules) or "nothing"
             raise TypeError(f"layers must be modules, got {kinds}. Fix: MomentumResNet([torch.nn.Linear(8, 8)]).")
+        momentum = as_real(momentum, "momentum", "use the paper's 0.9")
         if not 0 <= momentum <= 1:
             raise ValueError(f"momentum must be in [0, 1], got {momentum}. Fix: use the paper's 0.9.")
-        if gradient not in ("reversible", "direct"):
+        if not is_one_of(gradient, ("reversible", "direct")):
             raise ValueError(f"gradient must be 'reversible' or 'direct', got {gradient!r}. Fix: leave it out.")
         self.numerator = round(momentum * 2**SHIFT)
         if not self.numerator and gradient == "reversible":
@@ -105,6 +109,8 @@ class MomentumResNet(nn.Module):
             )
         self.layers = nn.ModuleList(modules)
         self.depth = len(modules) if depth is None else as_count(depth, "depth")
+        if initial_velocity is not None:
+            check_callable(initial_velocity, "initial_velocity", "initial_velocity=torch.nn.Linear(8, 8), or None")
         self.initial_velocity = initial_velocity
         self.gradient = gradient
 

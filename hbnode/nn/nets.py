@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from hbnode._checks import as_count, check_input
+from hbnode._checks import as_count, as_integers, check_bool, check_input
 from hbnode.nn.kalman import Gaussian
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -48,10 +48,12 @@ class MLP(nn.Module):
         time_dependent: bool = False,
     ) -> None:
         super().__init__()
-        self.time_dependent = time_dependent
-        if isinstance(hidden, int):
-            raise TypeError(f"hidden must be the sizes of the hidden layers, got {hidden}. Fix: [{hidden}].")
-        sizes = [in_features + time_dependent, *hidden, out_features]
+        self.time_dependent = check_bool(time_dependent, "time_dependent")
+        if not isinstance(hidden, Sequence) or isinstance(hidden, (str, bytes)):
+            fix = f"[{hidden}]" if isinstance(hidden, int) else "[32, 32]"
+            raise TypeError(f"hidden must be the sizes of the hidden layers, got {hidden!r}. Fix: {fix}.")
+        sizes = [as_count(in_features, "in_features", least=0) + time_dependent]
+        sizes += [as_count(size, "a size of hidden") for size in hidden] + [as_count(out_features, "out_features")]
         layers: list[nn.Module] = []
         for size, following in itertools.pairwise(sizes):
             layers += [nn.Linear(size, following), _make_activation(activation)]
@@ -97,8 +99,10 @@ class ConvNet(nn.Module):
         time_dependent: bool = True,
     ) -> None:
         super().__init__()
-        self.time_dependent = time_dependent
+        self.time_dependent = check_bool(time_dependent, "time_dependent")
         extra = int(time_dependent)
+        in_channels, hidden = as_count(in_channels, "in_channels"), as_count(hidden, "hidden")
+        out_channels = as_count(out_channels, "out_channels")
         self.conv1 = nn.Conv2d(in_channels + extra, hidden, 1)
         self.conv2 = nn.Conv2d(hidden + extra, hidden, 3, padding=1)
         self.conv3 = nn.Conv2d(hidden + extra, out_channels, 1)
@@ -189,7 +193,9 @@ class Standardize(nn.Module):
         if lengths is not None:
             if x.dim() != 3:
                 raise ValueError(f"lengths need x of shape (batch, T, features), got x {tuple(x.shape)}. Fix: mask=.")
-            ends = torch.as_tensor(lengths, device=x.device)
+            ends = as_integers(lengths, "lengths", "one length per series").to(x.device)
+            if ends.shape != x.shape[:1]:
+                raise ValueError(f"lengths must be ({len(x)},), got {tuple(ends.shape)}. Fix: one length per series.")
             counts = counts & (torch.arange(x.shape[1], device=x.device) < ends.unsqueeze(1)).unsqueeze(-1)
         counts = counts.flatten(0, -2)
         values = torch.where(counts, x.double().flatten(0, -2), 0.0)
@@ -203,7 +209,7 @@ class Standardize(nn.Module):
         return self
 
     def _as_mask(self, mask: Tensor, x: Tensor) -> Tensor:
-        mask = torch.as_tensor(mask, device=x.device).bool()
+        mask = as_integers(mask, "mask", "mask=torch.isfinite(x)").to(x.device).bool()
         if mask.shape not in (x.shape, x.shape[:-1]):
             raise ValueError(
                 f"mask must be {tuple(x.shape[:-1])} or {tuple(x.shape)}, the shape of x, got {tuple(mask.shape)}. "
@@ -289,9 +295,15 @@ def match_parameters(make: Callable[[int], Module], parameters: int) -> Module:
 
     def count(size: int) -> int:
         with torch.device("meta"):  # allocates no memory and draws no random numbers
-            return sum(p.numel() for p in make(size).parameters() if p.requires_grad)
+            model = make(size)
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"make must return a module, got {model!r}. Fix: make=lambda n: hbnode.ODERNN(8, n).")
+        return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
     parameters = as_count(parameters, "parameters")
+    if not callable(make) or isinstance(make, nn.Module):
+        fix = "make=lambda n: hbnode.ODERNN(8, n)"
+        raise TypeError(f"make must be a function of a size, got {type(make).__name__}. Fix: {fix}.")
     if count(1) > parameters:
         raise ValueError(
             f"the model of size 1 has {count(1)} parameters, more than parameters={parameters}. Fix: a larger target."

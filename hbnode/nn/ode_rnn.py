@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 from typing_extensions import Self, override
 
 from hbnode import _torch
-from hbnode._checks import ArrayLike, as_count, nearest
+from hbnode._checks import ArrayLike, as_count, check_bool, nearest
 from hbnode._times import as_unit
 from hbnode._torch import ModuleWithConstants
 from hbnode._tree import State, apply, parts
@@ -193,7 +193,9 @@ class ODERNN(ModuleWithConstants):
         hidden_size, num_layers = as_count(hidden_size, "hidden_size"), as_count(num_layers, "num_layers")
         self.inputs = Inputs(input_size, missing, mask_features, elapsed_features, static_size)
         self.input_size, self.static_size = self.inputs.input_size, self.inputs.static_size
-        self.hidden_size, self.num_layers, self.bidirectional = hidden_size, num_layers, bool(bidirectional)
+        self.hidden_size, self.num_layers = hidden_size, num_layers
+        self.bidirectional = check_bool(bidirectional, "bidirectional")
+        check_bool(residual, "residual")
         self.dropout = seq.checked_dropout(dropout, num_layers)
         _check_layers(num_layers, self.bidirectional, field, cell, initial_state)
         output_size = hidden_size * (1 + self.bidirectional)
@@ -644,6 +646,9 @@ class TimeRescaledField(nn.Module):
 
 def _checked_solver(settings: Settings, field: Field) -> Solver:
     """Return the checked solver settings; raise ValueError if they do not support different times per sample."""
+    if settings.options is not None and not isinstance(settings.options, dict):
+        fix = "options={'step_size': 0.1}"
+        raise TypeError(f"options must be a dict, got {type(settings.options).__name__}. Fix: {fix}.")
     options, step_size = dict(settings.options or {}), None
     if "step_size" in options and settings.is_native:
         step_size = options.pop("step_size")

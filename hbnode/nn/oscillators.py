@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import math
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import PackedSequence
 from typing_extensions import override
 
-from hbnode._checks import ArrayLike, as_count, check_input
+from hbnode._checks import ArrayLike, as_count, as_real, check_bool, check_input, is_one_of, to_tensor
 from hbnode._times import as_times, refuse_dates
 from hbnode._torch import may_look, no_autocast
 from hbnode._tree import Record, record
@@ -351,12 +352,13 @@ class Oscillators(_OscillatorModule):
 
     log_spread: nn.Parameter | None
     log_observation_noise: nn.Parameter | None
+    __signature__: ClassVar[inspect.Signature]
 
     def __new__(cls, *_: object, selective: bool = False, **__: object) -> Oscillators:
         """Make the object, of the subclass :class:`hbnode.nn.selective.SelectiveOscillators` if ``selective``."""
         from hbnode.nn.selective import SelectiveOscillators  # which imports this module
 
-        return super().__new__(SelectiveOscillators if selective and cls is Oscillators else cls)
+        return super().__new__(SelectiveOscillators if selective is True and cls is Oscillators else cls)
 
     def __init__(
         self,
@@ -378,16 +380,20 @@ class Oscillators(_OscillatorModule):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_bool(bidirectional, "bidirectional"), check_bool(noise, "noise"), check_bool(selective, "selective")
+        _check_choice(discretization, "discretization", ("exact", "imex"))
+        _check_choice(input, "input", ("impulse", "hold"))
         if selective:
             _check_selective(self, discretization=discretization, input=input, noise=noise)
         options: Any = {"discretization": discretization, "input": input, "frequency": frequency, "decay": decay}
         natural: Missing = "hold" if input == "hold" else "zero"
-        inputs = TimedInputs(input_size, missing or natural, mask_features, elapsed_features, static_size)
+        missing = natural if missing is None else missing
+        inputs = TimedInputs(input_size, missing, mask_features, elapsed_features, static_size)
         super().__init__(inputs.size, hidden_size, num_oscillators, **options, device=device, dtype=dtype)
         self.input_size, self.static_size = inputs.input_size, inputs.static_size
         inputs.time_unit = 1 / self.decay_range[1]
         self.takes_samples = inputs.size == self.input_size and inputs.missing == natural  # as they are
-        self.noise = bool(noise)
+        self.noise = noise
         if self.noise and self.hidden_size != self.input_size:
             raise ValueError(
                 f"noise=True needs hidden_size = input_size, got {self.hidden_size} and {self.input_size}. "
@@ -726,6 +732,10 @@ class Oscillators(_OscillatorModule):
         )
 
 
+_signature = inspect.signature(Oscillators.__init__)  # tools would show that of __new__
+Oscillators.__signature__ = _signature.replace(parameters=list(_signature.parameters.values())[1:])
+
+
 def _check_selective(layer: Oscillators, **options: object) -> None:
     """Raise an error unless ``options`` are those of a selective layer, and ``layer`` is one."""
     for name, only in {"discretization": "exact", "input": "impulse", "noise": False}.items():
@@ -845,7 +855,7 @@ class OscillatorCell(_OscillatorModule):
             seq.check_dtype(x, [self.weight_in.dtype])
         batch, dtype = len(x), self._dtype
         refuse_dates(dt, "dt")
-        gap = torch.as_tensor(dt, dtype=torch.float64, device=x.device)
+        gap = to_tensor(dt, "dt", "dt=0.5", torch.float64, x.device)
         if gap.dim() and gap.shape != (batch,):
             raise ValueError(
                 f"dt must be a number or ({batch},), got {tuple(gap.shape)}. Fix: one time per sample, or one number."
@@ -1002,7 +1012,10 @@ class OscillatorStack(nn.Module):
         super().__init__()
         self.inputs = TimedInputs(input_size, missing, mask_features, elapsed_features, static_size)
         self.input_size, self.static_size = self.inputs.input_size, self.inputs.static_size
-        self.num_layers, self.bidirectional = as_count(num_layers, "num_layers"), bool(bidirectional)
+        self.num_layers = as_count(num_layers, "num_layers")
+        self.bidirectional = check_bool(bidirectional, "bidirectional")
+        check_bool(norm, "norm"), check_bool(selective, "selective")
+        dropout = as_real(dropout, "dropout", "dropout=0.1")
         _check_choice(head, "head", ("regression", "classification", "next"))
         if head == "next" and bidirectional:
             raise ValueError("head='next' needs a causal model, got bidirectional=True. Fix: bidirectional=False.")
@@ -1166,6 +1179,7 @@ def oscillator_ranges(
         >>> hbnode.nn.oscillator_ranges([0.0, 0.5, 1.0, 1.5, 2.0])
         {'frequency': (0.0166..., 0.5), 'decay': (0.0166..., 0.2)}
     """
+    check_bool(selective, "selective")
     times, seen, gaps = seq.observed_gaps(t, mask, lengths)
     gaps = gaps[gaps > 0]
     if not len(gaps):
@@ -1178,7 +1192,7 @@ def oscillator_ranges(
 
 
 def _check_choice(value: object, name: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
+    if not is_one_of(value, choices):
         raise ValueError(
             f"{name} must be {' or '.join(map(repr, choices))}, got {value!r}. Fix: {name}={choices[0]!r}."
         )

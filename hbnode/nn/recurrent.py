@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
-from hbnode._checks import as_count, check_bool, check_input, tensor_fix
+from hbnode._checks import as_count, as_real, check_bool, check_input, is_one_of, tensor_fix
 from hbnode._torch import (
     cpu_has_layer,
     fused_layer,
@@ -33,7 +33,7 @@ from hbnode._torch import (
 )
 from hbnode._tree import Record, record
 from hbnode.nn._scan import BLOCK, Cell, run_cell
-from hbnode.nn.orthogonal import OrthogonalWeights, parameter_groups, rebase_every
+from hbnode.nn.orthogonal import OrthogonalWeights, checked_init, parameter_groups, rebase_every
 from hbnode.nn.rules import LinearRule, Memory, Momentum, Rule, RuleName, make_rule, memory_dtype
 from hbnode.nn.sequences import Series, checked_dropout
 
@@ -331,7 +331,7 @@ NO_MOMENTUM = Momentum(momentum=0.0, step_size=1.0)  # d_t = g_t
 
 
 def _elman(nonlinearity: str) -> Cell:
-    if nonlinearity not in ELMAN:
+    if not is_one_of(nonlinearity, tuple(ELMAN)):
         raise ValueError(f"nonlinearity must be one of {tuple(ELMAN)}, got {nonlinearity!r}. Fix: 'tanh'.")
     return ELMAN[nonlinearity]
 
@@ -968,7 +968,7 @@ class MomentumLSTM(RecurrentLayer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.forget_bias = forget_bias
+        self.forget_bias = as_real(forget_bias, "forget_bias", "forget_bias=1.0")
         options: Any = {"bias": bias, "batch_first": batch_first, "dropout": dropout, "bidirectional": bidirectional}
         options |= {"rule": rule, "momentum": momentum, "step_size": step_size, "compile": compile}
         super().__init__(input_size, hidden_size, num_layers, **options, device=device, dtype=dtype)
@@ -1025,7 +1025,7 @@ class MomentumLSTMCell(RecurrentCell):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.forget_bias = forget_bias
+        self.forget_bias = as_real(forget_bias, "forget_bias", "forget_bias=1.0")
         options: Any = {"rule": rule, "device": device, "dtype": dtype}
         super().__init__(input_size, hidden_size, momentum, step_size, bias, **options)
 
@@ -1170,7 +1170,7 @@ class MomentumDTRIV(OrthogonalWeights, RecurrentLayer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.init = init
+        self.init = checked_init(init)
         options: Any = {"batch_first": batch_first, "dropout": dropout, "bidirectional": bidirectional}
         options |= {"rule": rule, "momentum": momentum, "step_size": step_size, "compile": compile}
         super().__init__(input_size, hidden_size, num_layers, **options, device=device, dtype=dtype)
@@ -1217,7 +1217,7 @@ class MomentumDTRIVCell(OrthogonalWeights, RecurrentCell):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.init = init
+        self.init = checked_init(init)
         options: Any = {"rule": rule, "device": device, "dtype": dtype}
         super().__init__(input_size, hidden_size, momentum, step_size, **options)
         self._make_orthogonal()

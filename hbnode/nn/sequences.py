@@ -16,7 +16,18 @@ from torch.nn.functional import pad, softplus
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 from typing_extensions import override
 
-from hbnode._checks import ArrayLike, as_count, as_tensor, check_input, nearest, tensor_fix
+from hbnode._checks import (
+    ArrayLike,
+    as_count,
+    as_integers,
+    as_real,
+    as_tensor,
+    check_bool,
+    check_input,
+    is_one_of,
+    nearest,
+    tensor_fix,
+)
 from hbnode._times import as_times
 from hbnode._torch import ModuleWithConstants, may_look
 from hbnode._tree import Record, record
@@ -289,7 +300,7 @@ def check_dtype(x: Tensor, dtypes: Iterable[torch.dtype], name: str = "x") -> No
 
 
 def checked_dropout(dropout: float, num_layers: int) -> float:
-    if not 0 <= dropout < 1:
+    if not 0 <= as_real(dropout, "dropout", "dropout=0.1") < 1:
         raise ValueError(f"dropout must be in [0, 1), got {dropout!r}. Fix: dropout=0.1.")
     if dropout and num_layers == 1:
         raise ValueError("dropout needs num_layers >= 2, got 1. Fix: num_layers=2, or nn.Dropout.")
@@ -369,7 +380,7 @@ def _checked_mask(mask: Tensor, x: Tensor) -> Tensor:
 
 def _checked_lengths(lengths: Lengths, x: Tensor) -> tuple[Tensor, int]:
     """Return which samples are not padding, (batch, T), and the greatest length, or T while a graph is traced."""
-    lengths = torch.as_tensor(lengths)
+    lengths = as_integers(lengths, "lengths", "one length per sequence of the batch")
     batch, total = x.shape[:2]
     if lengths.shape != (batch,) or lengths.is_floating_point() or lengths.dtype == torch.bool:
         raise ValueError(
@@ -437,11 +448,12 @@ class Inputs(ModuleWithConstants):
         super().__init__()
         input_size = as_count(input_size, "input_size")
         static_size = as_count(static_size, "static_size", least=0)
-        if missing not in KINDS:
+        if not is_one_of(missing, KINDS):
             near = nearest(missing, KINDS) or "zero"
             raise ValueError(f"missing must be one of {KINDS}, got {missing!r}. Fix: {near!r}.")
         self.input_size, self.missing, self.static_size = input_size, missing, static_size
-        self.mask_features, self.elapsed_features = bool(mask_features), bool(elapsed_features)
+        self.mask_features = check_bool(mask_features, "mask_features")
+        self.elapsed_features = check_bool(elapsed_features, "elapsed_features")
         self.size = input_size * (1 + self.mask_features + self.elapsed_features) + static_size  # of the cell's input
         self.looks_back = missing != "zero" or self.elapsed_features
         self.rate = nn.Parameter(torch.zeros(input_size)) if missing == "decay" else None
@@ -504,13 +516,14 @@ def observed_gaps(t: ArrayLike, mask: Tensor | None, lengths: Lengths | None) ->
     Raise ValueError if times of observed samples are not finite or decrease.
     """
     t = as_times(t, "t").detach().to("cpu", torch.float64)
+    mask = None if mask is None else as_tensor(mask, "mask").detach().cpu().bool()
+    lengths = None if lengths is None else as_integers(lengths, "lengths", "one per row of t").cpu()
     if t.dim() == 1:
-        t = t.expand(next((len(z) for z in (mask, lengths) if z is not None), 1), -1)
+        t = t.expand(next((len(z) for z in (mask, lengths) if z is not None and z.dim()), 1), -1)
     if t.dim() != 2:
         raise ValueError(f"t must be (batch, T) or (T,), got {tuple(t.shape)}. Fix: t.squeeze(-1), or t.flatten(0, 1).")
     counts = torch.ones(t.shape, dtype=torch.bool)
     if mask is not None:
-        mask = as_tensor(mask, "mask").detach().cpu().bool()
         if mask.shape[:2] != t.shape or mask.dim() > 3:
             raise ValueError(
                 f"mask must be {tuple(t.shape)} or {(*t.shape, 'features')}, got {tuple(mask.shape)}. "
@@ -518,7 +531,6 @@ def observed_gaps(t: ArrayLike, mask: Tensor | None, lengths: Lengths | None) ->
             )
         counts = mask if mask.dim() == 2 else mask.any(-1)
     if lengths is not None:
-        lengths = torch.as_tensor(lengths).cpu()
         if lengths.shape != t.shape[:1]:
             raise ValueError(f"lengths must be {len(t)} numbers, got {tuple(lengths.shape)}. Fix: one per row of t.")
         counts = counts & (torch.arange(t.shape[1]) < lengths.unsqueeze(1))

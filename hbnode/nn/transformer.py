@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from hbnode._checks import as_count, check_input, nearest
+from hbnode._checks import as_count, as_real, check_bool, check_callable, check_input, is_one_of, nearest
 from hbnode._tree import register_state
 from hbnode.nn.attention import (
     HeavyBallMemory,
@@ -261,13 +261,13 @@ class NesterovConnection(HeavyBallConnection):
 
 
 def _check_momentum(value: float) -> float:
-    if not 0 <= value < 1:
+    if not 0 <= as_real(value, "momentum", "momentum=0.9") < 1:
         raise ValueError(f"momentum must be in [0, 1), got {value!r}. Fix: 0.9, for instance.")
     return float(value)
 
 
 def _check_positive(value: float, name: str) -> float:
-    if not 0 < value < math.inf:
+    if not 0 < as_real(value, name, f"{name}=1.0") < math.inf:
         raise ValueError(f"{name} must be positive, got {value!r}. Fix: 1.0.")
     return float(value)
 
@@ -311,6 +311,8 @@ def make_attention(
     Options of the module win over ``layout``. A module with another ``causal`` or ``batch_first`` is refused.
     """
     make, own = _unwrap(kind)
+    if not isinstance(options, Mapping):
+        raise TypeError(f"attention_options must be a dictionary, got {options!r}. Fix: attention_options=None.")
     fixed = own.keys() & options.keys()
     if fixed:
         fix = f"attention={'momentum' if make is MomentumAttention else 'heavy_ball'!r}"
@@ -342,7 +344,7 @@ def _unwrap(kind: AttentionName | MakeAttention) -> tuple[MakeAttention, dict[st
     """Return the function that makes an attention module, and the options that its name or a partial sets."""
     if isinstance(kind, nn.Module):
         raise TypeError(_one_for_each("attention", kind))
-    if not callable(kind) and kind not in ATTENTIONS:
+    if not callable(kind) and not is_one_of(kind, tuple(ATTENTIONS)):
         raise ValueError(_unknown("attention", kind, tuple(ATTENTIONS)))
     make = kind if callable(kind) else ATTENTIONS[kind]
     return (make.func, make.keywords) if isinstance(make, functools.partial) and not make.args else (make, {})
@@ -374,7 +376,7 @@ def make_connection(kind: ConnectionName | MakeConnection, momentum: float | Non
                 "and set the momentum in the function."
             )
         return kind()
-    if kind not in CONNECTIONS:
+    if not is_one_of(kind, tuple(CONNECTIONS)):
         raise ValueError(_unknown("connection", kind, tuple(CONNECTIONS)))
     if momentum is None:
         return CONNECTIONS[kind]()
@@ -426,6 +428,10 @@ class TransformerLayerBase(nn.Module):
     ) -> None:
         super().__init__()
         as_count(d_model, "d_model"), as_count(nhead, "nhead"), as_count(dim_feedforward, "dim_feedforward")
+        for name, flag in (("batch_first", batch_first), ("norm_first", norm_first), ("causal", causal)):
+            check_bool(flag, name)
+        dropout = as_real(dropout, "dropout", "dropout=0.1")
+        layer_norm_eps = as_real(layer_norm_eps, "layer_norm_eps", "layer_norm_eps=1e-5")
         self.batch_first, self.norm_first, self.causal = batch_first, norm_first, causal
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         layout = {"dropout": dropout, "batch_first": batch_first, "causal": causal, **options}
@@ -435,11 +441,9 @@ class TransformerLayerBase(nn.Module):
         self.norm1 = nn.LayerNorm(d_model, eps=layer_norm_eps, **options)
         self.norm2 = nn.LayerNorm(d_model, eps=layer_norm_eps, **options)
         self.dropout = nn.Dropout(dropout)
-        if isinstance(activation, str) and activation not in ACTIVATIONS:
-            raise ValueError(
-                f"activation must be 'relu', 'gelu' or a function, got {activation!r}. "
-                f"Fix: torch.nn.functional.{activation}."
-            )
+        if not (callable(activation) or is_one_of(activation, tuple(ACTIVATIONS))):
+            fix = f"torch.nn.functional.{activation}" if isinstance(activation, str) else "activation='gelu'"
+            raise ValueError(f"activation must be 'relu', 'gelu' or a function, got {activation!r}. Fix: {fix}.")
         self.activation = ACTIVATIONS[activation] if isinstance(activation, str) else activation
         self.connection = make_connection(connection, connection_momentum).to(self.linear1.weight)
 
@@ -454,6 +458,11 @@ class TransformerLayerBase(nn.Module):
             raise TypeError(
                 f"depth_state must be the DepthState returned by the previous layer, got {type(depth_state).__name__}. "
                 "Fix: pass a mask by name, key_padding_mask=mask."
+            )
+        if x.dim() not in (2, 3) or x.shape[-1] != self.linear1.in_features:
+            raise ValueError(
+                f"x must be three-dimensional with d_model={self.linear1.in_features} features, got {tuple(x.shape)}. "
+                "Fix: x.flatten(0, -3) for several batch dimensions of a layer with batch_first=True."
             )
         check_linear_dtype(x, next(self.parameters()).dtype)
         for part in depth_state or ():
@@ -768,7 +777,7 @@ class MomentumTransformer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if positions not in ("sinusoidal", "rotary", None):
+        if positions is not None and not is_one_of(positions, ("sinusoidal", "rotary")):
             raise ValueError(f"positions must be 'sinusoidal', 'rotary' or None, got {positions!r}. Fix: one of these.")
         rotary = positions == "rotary"
         of_attention = _with_rotary(attention, attention_options or {}, rotary)
@@ -776,7 +785,7 @@ class MomentumTransformer(nn.Module):
         self.d_model, self.positions, self.causal = as_count(d_model, "d_model"), positions, causal
         self.num_embeddings = None if num_embeddings is None else as_count(num_embeddings, "num_embeddings")
         self.embedding = None if num_embeddings is None else nn.Embedding(num_embeddings, d_model, **options)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = nn.Dropout(as_real(dropout, "dropout", "dropout=0.1"))
         self.layers: Any = nn.ModuleList(
             MomentumTransformerLayer(
                 d_model,
@@ -916,7 +925,7 @@ class MomentumTransformer(nn.Module):
             (batch, length + steps, d_model).
         """
         self._check(prompt)
-        if not 0 <= temperature < math.inf:
+        if not 0 <= as_real(temperature, "temperature", "leave it out") < math.inf:
             raise ValueError(f"temperature must be a number >= 0, got {temperature!r}. Fix: leave it out.")
         top_k = None if top_k is None else as_count(top_k, "top_k")
         if prompt.shape[1] == 0:
@@ -930,6 +939,8 @@ class MomentumTransformer(nn.Module):
 
             def sample(output: Tensor) -> Tensor:
                 return draw(output, temperature, top_k, generator).to(prompt.dtype)
+
+        check_callable(sample, "sample", "sample=lambda output: output.argmax(-1)")
 
         parts, modes = [prompt], {module: module.training for module in self.modules()}
         self.eval()

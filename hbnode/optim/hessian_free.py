@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -162,6 +162,8 @@ class HessianFree(Optimizer):
         if not isinstance(case_dim, int) or isinstance(case_dim, bool):
             raise TypeError(f"case_dim must be a whole number, got {case_dim!r}. Fix: case_dim=0.")
         check_loss(loss)
+        if not isinstance(params, Iterable) or isinstance(params, (str, bytes)):
+            raise TypeError(f"params must be parameters, got {type(params).__name__}. Fix: model.parameters().")
         numbers = {"damping": damping, "structural_damping": structural_damping, "min_damping": min_damping}
         for name, number in numbers.items():
             if not isinstance(number, (int, float)) or isinstance(number, bool) or not 0 <= number < math.inf:

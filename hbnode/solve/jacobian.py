@@ -66,5 +66,6 @@ def by_jvps(field: Field, t: Tensor, x: Tensor) -> Derivatives:
     def derivative(direction: Tensor, rate: Tensor) -> Tensor:
         return torch.func.jvp(field, (t, x), (rate.expand(t.shape), direction))[1]
 
-    found = torch.func.vmap(derivative)(directions, rates)
+    with _torch.outside_inference_mode():
+        found = torch.func.vmap(derivative)(directions, rates)
     return found[:n].permute(1, 2, 0), found[n]

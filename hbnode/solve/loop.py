@@ -542,4 +542,6 @@ def to_host(x: Tensor) -> Array:
     """Return norms as a NumPy array, as root mean squares over the batch dimensions of torch.func transforms."""
     if _torch.is_transformed():
         return np.sqrt((_torch.to_numpy(x) ** 2).reshape(-1, *x.shape).mean(0))
+    if x.is_meta and type(x) is Tensor:
+        raise ValueError("adaptive steps need numbers, and the device meta stores none. Fix: steps=8, or a device.")
     return x.double().cpu().numpy()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hbnode import _torch
-from hbnode._checks import check_call, conversion
+from hbnode._checks import as_real, check_call, conversion
 from hbnode._torch import is_exporting, is_tracing, untraced
 from hbnode._tree import State, Times, apply, describe, is_finite, last_of, parts
 from hbnode.errors import ONLY_FIXED_GRIDS, MaxStepsError, NonFiniteError
@@ -467,7 +467,7 @@ def checked_span(t_span: Sequence[float]) -> tuple[float, float]:
         raise TypeError(
             f"t_span must be two numbers (t0, T), got {t_span!r}. Fix: (0.0, 1.0); learned times go to block(x, t)."
         )
-    span = tuple(float(t) for t in t_span)
+    span = tuple(as_real(t, "a time of t_span", "(0.0, 1.0)") for t in t_span)
     if len(span) != 2 or span[0] == span[1] or not all(map(math.isfinite, span)):
         raise ValueError(f"t_span must be two different times (t0, T), got {span}. Fix: (0.0, 1.0).")
     return span
@@ -514,7 +514,8 @@ def checked_state(field: Callable, y0: State, snapshot: Snapshot) -> State:
             f"the state must be floating point and of one dtype, got {', '.join(map(str, dtypes))}. "
             f"Fix: {'torch.view_as_real(x)' if dtype.is_complex else 'x.float() or x.double(), of each part'}."
         )
-    if torch.is_autocast_enabled(tensors[0].device.type):  # only networks run in half precision
+    kind = tensors[0].device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind):  # only networks run in half precision
         return apply(lambda part: part.float() if part.element_size() < 4 else part, y0)
     if snapshot.dtypes and dtype not in snapshot.dtypes:
         kinds = ", ".join(map(str, snapshot.dtypes))

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
+from torch import Tensor
 
-from hbnode._checks import as_count, nearest, nearest_method
+from hbnode._checks import as_count, check_bool, is_one_of, nearest, nearest_method
 from hbnode.solve.methods import METHODS, ROSENBROCK, SPLITTING
 
 NativeMethod = Literal[
@@ -69,15 +70,15 @@ class Settings:
 
     def checked(self) -> Settings:
         """Return the settings with normalized types; raise if a value is out of range or two values conflict."""
-        method, of_torchdiffeq = self.method, self.method in TORCHDIFFEQ
-        if method is not None and method not in METHODS and not of_torchdiffeq:
+        method, of_torchdiffeq = self.method, is_one_of(self.method, TORCHDIFFEQ)
+        if method is not None and not is_one_of(method, (*METHODS, *TORCHDIFFEQ)):
             methods = (*METHODS, *TORCHDIFFEQ)
             raise ValueError(
                 f"unknown method {method!r}; expected one of {methods}. Fix: {nearest_method(method, methods)}."
             )
         gradients = ("direct", "adjoint") if of_torchdiffeq else GRADIENTS
-        is_object = not of_torchdiffeq and hasattr(self.gradient, "solve")
-        if self.gradient is not None and self.gradient not in gradients and not is_object:
+        is_object = not of_torchdiffeq and hasattr(self.gradient, "solve") and not isinstance(self.gradient, Tensor)
+        if self.gradient is not None and not is_one_of(self.gradient, gradients) and not is_object:
             raise ValueError(
                 f"unknown gradient {self.gradient!r} for method={method!r}; expected one of {gradients}. "
                 f"Fix: gradient={nearest(self.gradient, gradients) or gradients[0]!r}."
@@ -88,8 +89,11 @@ class Settings:
                 raise ValueError(f"{name} must be a positive number, got {value!r}. Fix: {name}=1e-5 is the default.")
         jumps = checked_jumps(self.jump_times)
         if self.steps is not None:
-            is_whole = hasattr(self.steps, "__index__") and not isinstance(self.steps, bool)
-            if not (is_whole and self.steps >= 1):
+            try:
+                is_count = not isinstance(self.steps, bool) and operator.index(self.steps) >= 1
+            except TypeError:
+                is_count = False
+            if not is_count:
                 raise ValueError(f"steps must be a positive integer, got {self.steps!r}. Fix: steps=8.")
         if not isinstance(self.per_sample, bool):
             raise ValueError(f"per_sample must be True or False, got {self.per_sample!r}. Fix: per_sample=True.")
@@ -98,7 +102,7 @@ class Settings:
                 f"per_sample=True is not possible with method={self.method!r}, which has one step size for the whole "
                 "batch. Fix: per_sample=False, or a native method."
             )
-        if self.save not in SAVES:
+        if not is_one_of(self.save, SAVES):
             fix = f"save={near!r}" if (near := nearest(self.save, SAVES)) else "leave it out"
             raise ValueError(f"save must be one of {SAVES}, got {self.save!r}. Fix: {fix}.")
         if self.steps is not None and jumps:
@@ -107,16 +111,18 @@ class Settings:
                 "among the output times."
             )
 
-        if of_torchdiffeq and self.compile:
+        if of_torchdiffeq and self.compile is True:
             raise ValueError(
                 f"compile=True is for native methods, got method={method!r}. "
                 "Fix: leave method out, or compile the network, torch.compile(func)."
             )
         max_steps = as_count(self.max_steps, "max_steps")
+        check_bool(self.compile, "compile")
         if not of_torchdiffeq:
             self._check_native()
         steps = None if self.steps is None else operator.index(self.steps)
-        return dataclasses.replace(self, steps=steps, max_steps=max_steps, jump_times=jumps)
+        rtol, atol = float(self.rtol), float(self.atol)
+        return dataclasses.replace(self, rtol=rtol, atol=atol, steps=steps, max_steps=max_steps, jump_times=jumps)
 
     def _check_native(self) -> None:
         """Raise TypeError or ValueError for options, steps or a gradient that the native method does not support."""

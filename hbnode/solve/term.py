@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hbnode._checks import as_real
 from hbnode._torch import is_tracing
 from hbnode._tree import State, cast, like
 from hbnode.fields import GHBNODE, HBNODE
@@ -38,9 +39,9 @@ class SolveDropout(nn.Module):
 
     def __init__(self, p: float = 0.5) -> None:
         super().__init__()
-        if not 0 <= p < 1:
+        self.p = as_real(p, "p", "SolveDropout(0.1)")
+        if not 0 <= self.p < 1:
             raise ValueError(f"p must be a probability in [0, 1), got {p}. Fix: SolveDropout(0.1).")
-        self.p = float(p)
         self.solve: dict[str, Tensor] | None = None  # set by the running solve
 
     def forward(self, x: Tensor) -> Tensor:
@@ -107,7 +108,7 @@ class ODETerm:
             self.damping = self.aligned(self.damping, "damping", "γ")
         self.per_channel = isinstance(self.damping, Tensor) and self.damping.dim() > 0
         device = self.template.device.type
-        autocast = torch.is_autocast_enabled(device)
+        autocast = device != "meta" and torch.is_autocast_enabled(device)
         self.autocast = (device, torch.get_autocast_dtype(device)) if autocast else None
         self.in_autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
         if autocast:
@@ -281,7 +282,8 @@ def solving(snapshot: Snapshot, device_type: str) -> Iterator[None]:
     for module, masks in snapshot.masks:
         before.append((module, module.solve))
         module.solve = masks
-    autocast = torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
+    in_autocast = device_type != "meta" and torch.is_autocast_enabled(device_type)
+    autocast = torch.autocast(device_type, enabled=False) if in_autocast else nullcontext()
     queries.solves += 1
     try:
         with autocast:

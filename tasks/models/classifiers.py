@@ -9,14 +9,21 @@ features: they differ in what carries their state from sample to sample.
 - "gru-d": missing values held and decaying, and so does the hidden state (Che et al., arXiv:1606.01865).
 - "ncde": a neural controlled differential equation, dz = f(z) dX (Kidger et al., arXiv:2005.08926), with X linear
   between the samples: time, values held, and how often each has been observed. It takes one step of rk4 a gap.
+
+Five are no networks:
+
 - "boosting", "logistic": gradient boosting and logistic regression on each feature's count, first, last, mean, least
   and greatest value, deviation and slope, and the static features.
+- "minirocket": logistic regression on MiniRocket's features (Dempster et al., arXiv:2012.08791) of the series on linear
+  interpolation, and the static features.
+- "last": logistic regression on the last observed value of each feature, and the static features.
+- "constant": the classes' shares of the training series.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -24,12 +31,13 @@ import torch
 from torch import Tensor, nn
 
 import hbnode
+from hbnode.data import Series
 from hbnode.nn.sequences import Inputs, Sequences
 from tasks.common.config import MODELS
 from tasks.common.train import Samples
 from tasks.models.baselines import BASELINES, KINDS
 
-SHALLOW = ("boosting", "logistic")
+SHALLOW = ("boosting", "logistic", "minirocket", "last", "constant")
 TITLES = {
     **{name: name.upper() for name in (*MODELS, *BASELINES)},
     "cfc": "CfC",
@@ -39,6 +47,9 @@ TITLES = {
     "ncde": "neural CDE",
     "boosting": "boosting",
     "logistic": "logistic regression",
+    "minirocket": "MiniRocket",
+    "last": "last value",
+    "constant": "constant",
 }
 CLASSIFIERS = tuple(name for name in TITLES if name != "lstm")
 
@@ -242,10 +253,37 @@ def summaries(x: Tensor, t: Tensor, mask: Tensor, lengths: Tensor, static: Tenso
     return torch.cat([*columns, static.double()], 1).numpy()
 
 
-def fit_shallow(
-    name: str, train: tuple[np.ndarray, np.ndarray], validation: tuple[np.ndarray, np.ndarray], seed: int
-) -> Any:
-    """Boosting or logistic regression, of a few settings the one with the least validation loss."""
+def last_values(x: Tensor, t: Tensor, mask: Tensor, lengths: Tensor, static: Tensor) -> np.ndarray:
+    """Return the last observed value of each feature, NaN if there is none, and the static features."""
+    features = x.shape[2]
+    found = summaries(x, t, mask, lengths, static)
+    return np.concatenate([found[:, 2 * features : 3 * features], found[:, 8 * features :]], 1)
+
+
+def rocket(train: Samples, seed: int) -> Callable[..., np.ndarray]:
+    """Return the function that gives MiniRocket's features of series on linear interpolation, and the static ones."""
+    from hbnode.features import RocketFeatures
+
+    def series(x: Tensor, t: Tensor, mask: Tensor, lengths: Tensor) -> Series:
+        return Series(x, t, mask, lengths, None, list(range(len(x))), [f"x{i}" for i in range(x.shape[2])])
+
+    kernels = RocketFeatures(random_state=seed).fit(series(*train[:4]))
+    return lambda *inputs: np.concatenate([kernels.transform(series(*inputs[:4])), inputs[4].double().numpy()], 1)
+
+
+def fit_shallow(name: str, train: Samples, validation: Samples, seed: int) -> Callable[[Samples], np.ndarray]:
+    """Fit a model that is no network, of a few settings the one with the least validation loss.
+
+    Arguments:
+        name: one of :data:`SHALLOW`.
+        train: x, t, mask, lengths, static features and class of the training series.
+        validation: the same of the validation series.
+        seed: of boosting and of MiniRocket.
+
+    Returns:
+        The function that gives the probability of each class, (series, classes), for such samples.
+    """
+    from sklearn.dummy import DummyClassifier
     from sklearn.ensemble import HistGradientBoostingClassifier
     from sklearn.impute import SimpleImputer
     from sklearn.linear_model import LogisticRegression
@@ -253,19 +291,25 @@ def fit_shallow(
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
 
-    def boosting(leaves: int, rate: float) -> Any:
-        return HistGradientBoostingClassifier(
-            max_leaf_nodes=leaves, learning_rate=rate, max_iter=100, random_state=seed
-        )
+    def logistic(*penalties: float) -> list[Any]:
+        regressions = [LogisticRegression(C=c, max_iter=2000) for c in penalties]
+        return [make_pipeline(SimpleImputer(keep_empty_features=True), StandardScaler(), one) for one in regressions]
 
-    def logistic(c: float) -> Any:
-        regression = LogisticRegression(C=c, max_iter=2000)
-        return make_pipeline(SimpleImputer(keep_empty_features=True), StandardScaler(), regression)
-
+    features = rocket(train, seed) if name == "minirocket" else last_values if name == "last" else summaries
     if name == "boosting":
-        models = [boosting(leaves, rate) for leaves in (4, 15) for rate in (0.03, 0.1)]
+        models = [
+            HistGradientBoostingClassifier(max_leaf_nodes=leaves, learning_rate=rate, max_iter=100, random_state=seed)
+            for leaves in (4, 15)
+            for rate in (0.03, 0.1)
+        ]
+    elif name == "constant":
+        models = [DummyClassifier(strategy="prior")]
+    elif name == "minirocket":
+        models = logistic(1e-5, 1e-4, 1e-3, 1e-2)  # thousands of features
     else:
-        models = [logistic(c) for c in (0.003, 0.03, 0.3, 3.0)]
+        models = logistic(0.003, 0.03, 0.3, 3.0)
+    (x, y), (held, labels) = ((features(*part[:-1]), part[-1].numpy()) for part in (train, validation))
     for model in models:
-        model.fit(*train)
-    return min(models, key=lambda one: log_loss(validation[1], one.predict_proba(validation[0]), labels=one.classes_))
+        model.fit(x, y)
+    best = min(models, key=lambda one: log_loss(labels, one.predict_proba(held), labels=one.classes_))
+    return lambda samples: best.predict_proba(features(*samples[:-1]))

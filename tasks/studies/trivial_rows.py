@@ -6,10 +6,8 @@
   error of the eight rows ahead, standardised.
 - Walker2D: the mean training frame and the last frame, squared error of the next frame in the data's units.
 - speech: the mean training frame and the last frame, squared error of the next frame.
-- classification, three seeds as in tasks.classification: the share of each class in the training series, as
-  probabilities ("constant"); accuracy and cross-entropy of the test series.
 
-Data that is not there is left out, and named.
+Data that is not there is left out, and named. tasks.classification has a constant and the last value as models.
 """
 
 from __future__ import annotations
@@ -17,24 +15,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-import torch
-from torch import Tensor
-
-from tasks import classification, plane_vibration, speech, walker2d
+from tasks import plane_vibration, speech, walker2d
 from tasks.common.config import Options, option, parse
 from tasks.common.run import write_study
 from tasks.data.f16 import read_plane_vibration
 
-SETS: dict[str, dict[str, Any]] = {  # of classification, the options of the page Results
-    "clinic": {},
-    "ItalyPowerDemand": {"drop": 0.5},
-    "BasicMotions": {"drop": 0.5, "samples": 50},
-    "ACSF1": {},
-    "PLAID": {},
-    "PigCVP": {},
-}
 Row = dict[str, object]
 
 
@@ -42,7 +28,6 @@ Row = dict[str, object]
 class TrivialOptions(Options):
     """Options of the study."""
 
-    seeds: int = option(3, "splits of the sets of classification, counting up from 0")
     out: str = option("runs/trivial_rows", "folder for the table")
 
 
@@ -78,19 +63,6 @@ def of_speech() -> Iterator[Row]:
         yield about | {"test_mse": errors[name]}
 
 
-def of_classes(dataset: str, seeds: int) -> Iterator[Row]:
-    """Yield the rows of a set of classification: a constant has the classes' shares of the training series."""
-    for seed in range(seeds):
-        config = classification.ClassificationConfig(model="gru", dataset=dataset, seed=seed, **SETS[dataset])
-        data, names = classification.load(config)
-        labels: dict[str, Tensor] = {part: samples[-1] for part, samples in data.items()}
-        counts = torch.bincount(labels["train"], minlength=len(names)).double()
-        shares, test = (counts + 1) / (counts + 1).sum(), labels["test"]  # one more of each: no class is impossible
-        about: Row = {"case": dataset, "size": len(test), "model": "constant", "seed": seed}
-        right = (test == shares.argmax()).double().mean()
-        yield about | {"test_accuracy": right.item(), "test_loss": -shares[test].log().mean().item()}
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure all that has its data, and write the table."""
     options = parse(TrivialOptions, {}, __doc__, argv)
@@ -98,7 +70,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         "plane vibration": of_vibration,
         "Walker2D": of_walking,
         "speech": of_speech,
-        **{name: lambda name=name: of_classes(name, options.seeds) for name in SETS},  # type: ignore[misc]
     }
     rows: list[Row] = []
     for name, source in sources.items():

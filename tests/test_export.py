@@ -1,0 +1,178 @@
+"""state_dicts in safetensors, and models as ONNX files and AOTInductor packages, as docs/deploy.md describes."""
+
+import copy
+import inspect
+import shutil
+
+import pytest
+import torch
+from torch import nn
+
+import hbnode
+from tests.models import LATER, MODELS, make_field
+
+
+def net():
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+
+MODULES = {  # every public module that has a state
+    **{name: lambda name=name: make_field(name) for name in (*MODELS, *LATER)},
+    "PortHamiltonian": lambda: hbnode.PortHamiltonian(nn.Sequential(nn.Linear(4, 1))),
+    "HeavyBallSDE": lambda: hbnode.HeavyBallSDE(net(), damping=0.5, learn_damping=False),
+    "Signal": lambda: hbnode.Signal(torch.arange(3.0), torch.randn(3, 2)),
+    "ODEBlock": lambda: hbnode.ODEBlock(hbnode.NODE(net())),
+    "HeavyBallODEBlock": lambda: hbnode.HeavyBallODEBlock(net(), generalized=True, initial_momentum=nn.Linear(4, 4)),
+    "ODERNN": lambda: hbnode.ODERNN(2, 4, num_layers=2, missing="decay", static_size=1, time_unit=3.0),
+    "LatentODE": lambda: hbnode.nn.LatentODE(2, 3, 4),
+    "LatentSDE": lambda: hbnode.nn.LatentSDE(2, 3, 4),
+    **{
+        name: lambda name=name: getattr(hbnode.nn, name)(2, 4)
+        for name in (
+            *("MomentumRNN", "MomentumLSTM", "MomentumGRU", "MomentumDTRIV", "DTRIV", "TanhRNN"),
+            *("MomentumRNNCell", "MomentumLSTMCell", "MomentumGRUCell", "MomentumDTRIVCell", "DTRIVCell"),
+            *("Oscillators", "OscillatorStack", "OscillatorCell"),
+        )
+    },
+    "Oscillators with noise": lambda: hbnode.nn.Oscillators(2, 2, 3, noise=True),
+    "Oscillators, selective": lambda: hbnode.nn.Oscillators(2, 4, selective=True),
+    **{
+        name: lambda name=name: getattr(hbnode.nn, name)(8, 2)
+        for name in ("MomentumAttention", "HeavyBallMemory", "SoftmaxAttention")
+    },
+    "MomentumTransformer": lambda: hbnode.nn.MomentumTransformer(11, 8, 2, 2, 8, attention="heavy_ball"),
+    "MomentumTransformerLayer": lambda: hbnode.nn.MomentumTransformerLayer(8, 2, 8),
+    "MomentumTransformerDecoderLayer": lambda: hbnode.nn.MomentumTransformerDecoderLayer(8, 2, 8),
+    "MomentumResNet": lambda: hbnode.nn.MomentumResNet(net(), depth=3),
+    "MLP": lambda: hbnode.nn.MLP(2, [3], 2),
+    "ConvNet": lambda: hbnode.nn.ConvNet(2, 3, 2),
+    "Standardize": lambda: hbnode.nn.Standardize(2).fit(torch.randn(5, 2)),
+    "SolveDropout": lambda: hbnode.nn.SolveDropout(),
+    "HeavyBallFlow": lambda: hbnode.distributions.HeavyBallFlow(net(), 4),
+    "HeavyBallAnnealing": lambda: hbnode.distributions.HeavyBallAnnealing(
+        lambda h: -h.square().sum(-1),
+        torch.distributions.Independent(torch.distributions.Normal(torch.zeros(2), 1), 1),
+        3,
+    ),
+}
+
+
+def test_every_public_module_is_listed():
+    public = {
+        name.lower()
+        for module in (hbnode, hbnode.nn, hbnode.distributions)
+        for name in module.__all__
+        if isinstance(kind := getattr(module, name), type)
+        and issubclass(kind, nn.Module)
+        and not inspect.isabstract(kind)
+    }
+    assert public <= {name.lower() for name in MODULES}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_state_dict_survives_safetensors(name, tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    module = MODULES[name]()
+    state = {key: value.contiguous() for key, value in module.state_dict().items()}
+    assert all(isinstance(value, torch.Tensor) for value in state.values())
+    safetensors.save_file(state, tmp_path / "model.safetensors")
+    other = copy.deepcopy(module)
+    with torch.no_grad():
+        for value in other.state_dict().values():
+            value.zero_()
+    other.load_state_dict(safetensors.load_file(tmp_path / "model.safetensors"))
+    found = other.state_dict()
+    assert found.keys() == state.keys()
+    for key in state:
+        assert torch.equal(found[key], state[key]), key
+        assert found[key].dtype == state[key].dtype
+
+
+# Graphs
+
+
+class Output(nn.Module):
+    """The output of a layer, without its state."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *inputs):
+        return self.layer(*inputs)[0]
+
+
+def block():
+    return hbnode.HeavyBallODEBlock(net(), method="leapfrog", steps=2).eval()
+
+
+def stack():
+    return Output(hbnode.nn.OscillatorStack(2, 4, 1)).eval()
+
+
+BATCH = torch.export.Dim("batch", min=2, max=64)
+QUIET = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+
+
+def onnx_session(model, inputs, file, **options):
+    runtime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    torch.onnx.export(model, inputs, dynamo=True, verbose=False, **options).save(file)
+    session = runtime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    names = [entry.name for entry in session.get_inputs()]
+    return lambda *given: torch.tensor(session.run(None, {k: x.numpy() for k, x in zip(names, given, strict=True)})[0])
+
+
+@pytest.mark.slow
+@QUIET
+def test_a_block_with_fixed_steps_as_onnx(tmp_path):
+    model = block()
+    run = onnx_session(model, (torch.randn(3, 4),), tmp_path / "block.onnx", dynamic_shapes=({0: BATCH},))
+    x = torch.randn(7, 4)
+    torch.testing.assert_close(run(x), model(x).detach())
+
+
+@pytest.mark.slow
+@QUIET
+def test_a_cell_of_oscillators_as_onnx(tmp_path):
+    model = Output(hbnode.nn.OscillatorCell(2, 4)).eval()
+    run = onnx_session(model, (torch.randn(3, 2),), tmp_path / "cell.onnx")
+    x = torch.randn(3, 2)
+    torch.testing.assert_close(run(x), model(x).detach())
+
+
+@pytest.mark.slow
+@QUIET
+def test_a_scan_of_oscillators_has_no_operator_in_onnx(tmp_path):
+    with pytest.raises(torch.onnx.errors.OnnxExporterError, match="Failed to convert the exported program") as error:
+        onnx_session(stack(), (torch.randn(3, 8, 2),), tmp_path / "stack.onnx")
+    assert "hbnode.oscillators" in str(error.value)
+
+
+def packaged(model, inputs, file, shapes=None):
+    if shutil.which("g++") is None:
+        pytest.skip("AOTInductor needs a C++ compiler")
+    with torch.no_grad():
+        program = torch.export.export(model, inputs, dynamic_shapes=shapes)
+        return torch._inductor.aoti_load_package(
+            torch._inductor.aoti_compile_and_package(program, package_path=str(file))
+        )
+
+
+@pytest.mark.slow
+@QUIET
+@pytest.mark.timeout(1200)
+def test_a_block_with_fixed_steps_as_an_aotinductor_package(tmp_path):
+    model = block()
+    run, x = packaged(model, (torch.randn(3, 4),), tmp_path / "block.pt2", ({0: BATCH},)), torch.randn(7, 4)
+    torch.testing.assert_close(run(x), model(x).detach())
+
+
+@pytest.mark.slow
+@QUIET
+@pytest.mark.timeout(1200)
+def test_a_stack_of_oscillators_as_an_aotinductor_package(tmp_path):
+    model = stack()
+    x, t = torch.randn(7, 8, 2), torch.rand(7, 8).cumsum(1)
+    run = packaged(model, (x[:3], t[:3]), tmp_path / "stack.pt2", (({0: BATCH}, {0: BATCH}),))
+    torch.testing.assert_close(run(x, t), model(x, t).detach())
