@@ -10,7 +10,8 @@ demo: .venv/.complete
 	@$(BIN)/python -m tasks.plot $(DEMO) --out $(DEMO)/demo.png
 
 # A worker for each core. Tests by themselves: .venv/bin/python -m pytest tests/test_nfe.py
-test: lint docs
+test: lint
+	$(BIN)/sphinx-build -W -q -b html -D nb_execution_mode=off docs docs/_build/pages
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
 slow: .venv/.complete
@@ -27,7 +28,7 @@ lint: .venv/.complete
 docs: .venv/.complete
 	$(BIN)/sphinx-build -W -q -b html docs docs/_build/html
 
-# Runs all notebooks. `make docs` runs those whose code has changed, but does not see changes of hbnode.
+# Runs all notebooks. `make test` runs none; `make docs` runs those whose code has changed, but does not see changes of hbnode.
 notebooks: .venv/.complete
 	rm -rf docs/_build/jupyter_cache
 	$(BIN)/sphinx-build -E -W -q -b html docs docs/_build/html
