@@ -46,6 +46,7 @@ TITLES = {
     **{"nesterovnode": "NesterovNODE", "adamnode": "AdamNODE", "cfc": "CfC", "port_hamiltonian": "PortHamiltonian"},
     **{"ncde": "neural CDE", "logistic": "logistic regression", "momentum_lstm": "MomentumLSTM"},
     **{"minirocket": "MiniRocket", "last": "logistic regression on last values"},
+    **{"mingru": "minGRU", "selective, swinging": "selective, half with a frequency"},
     **{"linear_gain": "linear × 1/(1 − β)", "gated_delta": "Gated DeltaNet", "heavy_ball": "heavy ball"},
     **{"still": "the cell alone, h", "still pair": "the cell alone, h and m", "kalman": "noisy oscillators"},
 }
@@ -153,7 +154,7 @@ def cell(rows: Sequence[Row]) -> str:
     errors = [shown(row["value"], row["metric"]) for row in rows if row["statistic"] == "stderr"]
     if errors:
         return f"{centre} ± {errors[0]}"
-    if low and high:
+    if low and high and (low != high or not centre):
         return f"{centre} [{low}, {high}]" if centre else f"{low} to {high}"
     return centre
 
@@ -214,9 +215,11 @@ def _table(name: str, rows: Sequence[Row]) -> str:
     sizes = {row["model"]: row["parameters"] for row in facts if row["parameters"]}
     titles = TITLES | (RECURRENT if name in ("adding", "copying", "pixels", "speech", "language-model") else {})
     heads = [", ".join(part for part in (title(metric), case) if part) or metric for metric, case in columns]
+    seeds = {model: len({row["seed"] for row in facts if row["model"] == model} - {""}) for model in models}
     grid = [["", *(["parameters"] if len(set(sizes.values())) > 1 else []), *heads]]
     for model in models:
-        line = [titles.get(model, model)]
+        few = f", {seeds[model]} of {max(seeds.values())} seeds" if 0 < seeds[model] < max(seeds.values()) else ""
+        line = [titles.get(model, model) + few]
         line += [shown(sizes.get(model, ""), "")] if len(set(sizes.values())) > 1 else []
         mine = [row for row in facts if row["model"] == model]
         line += [cell([row for row in mine if (row["metric"], row["case"]) == column]) for column in columns]
