@@ -22,7 +22,9 @@ try:
     from sklearn.utils import check_array, check_random_state
     from sklearn.utils.validation import check_is_fitted
 except ImportError as error:
-    raise ImportError(f"hbnode.features needs scikit-learn: {error}. Fix: pip install joblib pandas scikit-learn skops tqdm.") from error
+    raise ImportError(
+        f"hbnode.features needs further packages: {error}. Fix: pip install joblib pandas scikit-learn skops tqdm."
+    ) from error
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -5,6 +5,8 @@ try:
     from hbnode.estimators.models import SeriesClassifier, SeriesRegressor
     from hbnode.estimators.smoother import OscillatorSmoother, Posterior
 except ModuleNotFoundError as error:
-    raise ImportError(f"hbnode.estimators needs scikit-learn: {error}. Fix: pip install joblib pandas scikit-learn skops tqdm.") from error
+    raise ImportError(
+        f"hbnode.estimators needs further packages: {error}. Fix: pip install joblib pandas scikit-learn skops tqdm."
+    ) from error
 
 __all__ = ["OscillatorSmoother", "Posterior", "SeriesClassifier", "SeriesForecaster", "SeriesRegressor"]
