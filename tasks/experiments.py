@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.common.files import read_json
-from tasks.results import Command, Experiment, Reader, Row, both, environment, number, renamed, runs, study
+from tasks.result_rows import Command, Experiment, Reader, Row, both, environment, number, renamed, runs, study
 
 ADJOINT = "--solver torchdiffeq --adjoint-norm full --tol 1e-5"
 FIVE = "node,anode,sonode,hbnode,ghbnode"

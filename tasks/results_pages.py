@@ -25,7 +25,7 @@ from matplotlib.figure import Figure
 
 from hbnode.diagnostics._shared import ticks_of_short_axis
 from tasks.common.files import write_figure, write_whole
-from tasks.results import Row, read_rows
+from tasks.result_rows import Row, read_rows
 
 REFERENCE = re.compile(r"\{([a-z0-9-]+)(?:\.([\w.-]+))?: ([^{}]+)\}")
 CENTRES, LOW, HIGH = ("", "median", "mean", "sum"), ("min", "q10", "low"), ("max", "q90", "high")

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 
 # From the top down. A module imports from its own layer and those below it; a folder stands for its modules.
 LAYERS = [
-    ["tasks", "tasks.__main__", "tasks.studies"],
+    ["tasks", "tasks.__main__", "tasks.results", "tasks.studies"],
     ["tasks.plot", "tasks.pathological_table"],
     [
         "tasks.adding",
@@ -33,7 +33,8 @@ LAYERS = [
         "tasks.silverbox",
         "tasks.walker2d",
     ],
-    ["tasks.annealing", "tasks.recall_table", "tasks.run_groups"],
+    ["tasks.annealing", "tasks.experiments", "tasks.recall_table", "tasks.results_pages", "tasks.run_groups"],
+    ["tasks.result_rows"],
     ["tasks.data", "tasks.models"],
     ["tasks.common"],
     ["hbnode"],

@@ -33,6 +33,7 @@ from hbnode.nn.recurrent import (
     RecurrentState,
     TanhRNN,
 )
+from hbnode.nn.selective import SelectiveOscillators as _SelectiveOscillators  # noqa: F401  # Oscillators makes it
 from hbnode.nn.transformer import MomentumTransformer, MomentumTransformerDecoderLayer, MomentumTransformerLayer
 from hbnode.solve.term import SolveDropout
 

@@ -353,6 +353,7 @@ class Oscillators(_OscillatorModule):
     log_spread: nn.Parameter | None
     log_observation_noise: nn.Parameter | None
     __signature__: ClassVar[inspect.Signature]
+    _selective_class: ClassVar[type[Oscillators]]  # of hbnode.nn.selective, which imports this module
 
     def __new__(cls, *_: object, selective: bool = False, **__: object) -> Oscillators:
         """Make the object, of the subclass :class:`hbnode.nn.selective.SelectiveOscillators` if ``selective``."""

@@ -193,3 +193,6 @@ def _log_uniform(like: Tensor, low: float, high: float) -> Tensor:
     size = len(like)
     places = (torch.arange(size) + torch.rand(size)) / size
     return torch.lerp(torch.tensor(math.log(low)), torch.tensor(math.log(high)), places).exp().to(like.device)
+
+
+Oscillators._selective_class = SelectiveOscillators

@@ -18,7 +18,8 @@ import importlib
 from tasks import results, results_pages
 from tasks.common import run as task_run
 from tasks.experiments import EXPERIMENTS
-from tasks.results import COLUMNS, Command, Experiment, collect, read_rows, renamed, runs, study, write_rows
+from tasks.result_rows import COLUMNS, Command, Experiment, read_rows, renamed, runs, study, write_rows
+from tasks.results import collect
 from tasks.results_pages import lookup, read_results, substitute, tables, write_results
 from tasks.studies import exactness, trivial_rows
 
