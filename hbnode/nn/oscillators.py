@@ -357,9 +357,7 @@ class Oscillators(_OscillatorModule):
 
     def __new__(cls, *_: object, selective: bool = False, **__: object) -> Oscillators:
         """Make the object, of the subclass :class:`hbnode.nn.selective.SelectiveOscillators` if ``selective``."""
-        from hbnode.nn.selective import SelectiveOscillators  # which imports this module
-
-        return super().__new__(SelectiveOscillators if selective is True and cls is Oscillators else cls)
+        return super().__new__(cls._selective_class if selective is True and cls is Oscillators else cls)
 
     def __init__(
         self,
