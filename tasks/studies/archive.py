@@ -18,7 +18,6 @@ from __future__ import annotations
 import csv
 import dataclasses
 import itertools
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -98,7 +97,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure what is missing; write the table after each."""
     options = parse(ArchiveOptions, {}, __doc__, argv)
     sets, models = options.chosen()
-    os.environ.setdefault("NUMBA_NUM_THREADS", "1")
     torch.set_num_threads(1)
     path = Path(options.out) / "accuracy.csv"
     rows: list[dict[str, object]] = []
