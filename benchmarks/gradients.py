@@ -11,7 +11,7 @@ figure beside it.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,8 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import hbnode
 from benchmarks.contenders import Maker, Step, TorchStep, native, of, with_diffrax, with_torchdiffeq, with_torchode
@@ -28,6 +26,7 @@ from benchmarks.harness import command, interleaved, milliseconds, ratio, write
 from benchmarks.problems import Problem, network
 from hbnode.solve.adjoints import Checkpoint
 from tasks.common.files import write_figure
+from tasks.studies.exactness import Living
 
 SETTINGS: dict[str, Callable[[], Problem]] = {
     "A": lambda: network(32, 3, 1.0, 0.5),
@@ -156,29 +155,6 @@ def training(setting: str, repeats: int, compiled: bool) -> list[Row]:
                 row["ratio"] = ratio(times[name], times[BASELINE])
         rows.append(row)
     return rows
-
-
-class Living(TorchDispatchMode):
-    """Follows the storages that operations make; ``size()`` counts the bytes of those still alive."""
-
-    def __init__(self, known: Sequence[Tensor]) -> None:
-        super().__init__()
-        self.known = {tensor.untyped_storage()._cdata for tensor in known}
-        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Do the operation and remember the storages of what it returns."""
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self.known:
-                    self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        return result
-
-    def size(self) -> int:
-        """Bytes of the storages that are alive."""
-        return sum(size for reference, size in self.storages.values() if not reference.expired())
 
 
 def kept_bytes(problem: Problem, method: str, gradient: str, steps: int) -> int:

@@ -48,10 +48,11 @@ class ExactnessOptions(Options):
 
 
 class Living(TorchDispatchMode):
-    """Follows the storages that operations make within it; ``size()`` counts the bytes of those still alive."""
+    """Follows the storages that operations make; ``size()`` counts the bytes of those alive, without ``known``."""
 
-    def __init__(self) -> None:
+    def __init__(self, known: Sequence[Tensor] = ()) -> None:
         super().__init__()
+        self.known = {tensor.untyped_storage()._cdata for tensor in known}
         self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -60,7 +61,8 @@ class Living(TorchDispatchMode):
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
-                self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+                if storage._cdata not in self.known:
+                    self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
         return result
 
     def size(self) -> int:
