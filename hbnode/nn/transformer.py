@@ -352,6 +352,8 @@ def _unwrap(kind: AttentionName | MakeAttention) -> tuple[MakeAttention, dict[st
 
 def _with_rotary(kind: AttentionName | MakeAttention, options: Mapping[str, Any], rotary: bool) -> dict[str, Any]:
     """Return the options of an attention, with ``rotary`` if it is softmax attention that does not set it."""
+    if not isinstance(options, Mapping):
+        raise TypeError(f"attention_options must be a dict, got {options!r}. Fix: attention_options={{}}.")
     make, own = _unwrap(kind)
     is_free = make is SoftmaxAttention and "rotary" not in own
     return ({"rotary": rotary} if is_free else {}) | dict(options)
