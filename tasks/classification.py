@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import time
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from hbnode.nn.sequences import fitted_unit
 from tasks.common.config import MODELS, SCHEDULES, option
 from tasks.common.files import exit_on, write_table
 from tasks.common.run import Run, command
-from tasks.common.train import Samples, accuracy, fit
+from tasks.common.train import Samples, accuracy, clock, fit
 from tasks.data.labelled_series import DATASETS, read_labelled_series, thinned
 from tasks.models.baselines import BASELINES, IrregularSeriesConfig
 from tasks.models.classifiers import CLASSIFIERS, SHALLOW, TITLES, fit_shallow, make_classifier
@@ -147,9 +146,9 @@ def scores(predicted: np.ndarray, labels: np.ndarray) -> dict[str, float]:
 def train_shallow(run: Run, config: ClassificationConfig, data: dict[str, Samples]) -> np.ndarray:
     """Fit a model that is no network; its test probabilities. One row of metrics, after which all is done."""
     run.begin(config.epochs if run.load_checkpoint() else 0)
-    begun = time.perf_counter()
+    begun = clock(run.workers.device)
     predict = fit_shallow(config.model, data["train"], data["validation"], config.seed)
-    seconds = time.perf_counter() - begun
+    seconds = clock(run.workers.device) - begun
     means: dict[str, float] = {}
     for name in ("train", "validation"):
         found = scores(predict(data[name]), data[name][-1].numpy())

@@ -731,10 +731,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         *(
             Command(
                 f"{cell}-{optimizer}",
-                (
-                    f"tasks.bouncing_balls --cell {cell} --model plain --optimizer {optimizer} --seconds 120 "
-                    "--clock cpu --jobs 1",
-                ),
+                (f"tasks.bouncing_balls --cell {cell} --model plain --optimizer {optimizer} --seconds 120 --jobs 1",),
                 0.05,
                 runs(
                     *("test_kl", "test_squared_error"),
@@ -756,7 +753,7 @@ EXPERIMENTS: dict[str, Experiment] = {
                 f"{data}-{cell}-{optimizer}",
                 (
                     f"tasks.polyphonic_music --data {data} --cell {cell} --model plain --hidden {hidden} "
-                    f"--optimizer {optimizer} --seconds {seconds} --clock cpu --jobs 1",
+                    f"--optimizer {optimizer} --seconds {seconds} --jobs 1",
                 ),
                 seconds / 3600,
                 runs(

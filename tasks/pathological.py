@@ -7,8 +7,8 @@ same for all runs; the first 1,000 are tested first, and the others where fewer 
 bits there are 32 sequences, which are every batch and the test.
 
 --seconds are those of training: of gradients, products and steps, without the test and without drawing the data. They
-are kept in the checkpoint, and the last batches before a test may go beyond them. With --clock cpu they are the seconds
-of all cores that this process had, which other processes on the machine take nothing away from.
+are kept in the checkpoint, and the last batches before a test may go beyond them. On a CPU they are processor seconds,
+which other processes on the machine take nothing away from.
 
 All models have 100 units, as the supplement's; their numbers of parameters differ and are printed. The loss is summed
 over the steps and averaged over the sequences. Batch size, learning rate and steps between two tests are those of
@@ -200,8 +200,8 @@ def train(config: PathologicalConfig) -> None:
     generator = torch.Generator().manual_seed(TEST_SEED)
     drawn = problem.every() or problem.draw(config.test_size, generator)
     held_out = tuple(x.to(run.workers.device) for x in drawn)
-    data, clock = make_data(run, config, problem), training.CLOCKS[config.clock]
-    trainer = Trainer(run, model, data, objective, lambda model: make_optimizer(config, model, problem), clock=clock)
+    data = make_data(run, config, problem)
+    trainer = Trainer(run, model, data, objective, lambda model: make_optimizer(config, model, problem))
 
     def is_over(rows: Sequence[Mapping[str, float]]) -> bool:
         return is_solved(rows[-1], len(drawn[0])) or sum(row["seconds"] for row in rows) >= config.seconds

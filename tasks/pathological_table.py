@@ -59,7 +59,7 @@ def runs_of(options: argparse.Namespace) -> Iterator[Run]:
     seeds = range(options.seed, options.seed + options.seeds)
     shared = {name: getattr(options, name) for name in ("seconds", "hidden", "test_size", "jobs")}
     for seed, length, problem, pair in itertools.product(seeds, options.lengths, options.problems, options.pairs):
-        names = {"problem": problem, "length": length, "seed": seed, "clock": "cpu", "device": "cpu"}
+        names = {"problem": problem, "length": length, "seed": seed, "device": "cpu"}
         config = PathologicalConfig(**names, **shared, **PAIRS[pair])
         yield pair, dataclasses.replace(config, out=str(options.out / folder_name(config)))
 

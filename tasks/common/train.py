@@ -45,11 +45,15 @@ TEST_SEED = 2**62  # which no training data has
 EVAL_BATCH_SIZE = 512  # of the test data; the evaluations that a batch takes depend on it
 OPTIMIZER_TITLES = {"adam": "Adam", "sgd": "SGD with momentum", "soap": "SOAP", "hf": "HF"}
 OPTIMIZERS = tuple(OPTIMIZER_TITLES)
-CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 SGD_MOMENTUM = 0.9
 Outputs = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Any]  # outputs, targets, and perhaps hidden states
 LossName = Literal["mse", "bce", "cross_entropy"]
 PROGRESS = ("damping", "ratio", "cg_iterations", "step_length", "reduction")
+
+
+def clock(device: torch.device) -> float:
+    """Return what seconds of training are counted by: processor time on a CPU, which no other process takes from."""
+    return time.process_time() if device.type == "cpu" else time.perf_counter()
 
 
 # Data
@@ -193,7 +197,6 @@ class OptimizerConfig(TaskConfig):
     damping: float = option(0.1, "hf: lambda at first")
     min_damping: float = option(2e-4, "hf: the least lambda, which keeps structural damping on a plateau")
     structural_damping: float = option(1 / 30, "hf: mu, the factor of lambda on hidden states; 0: none")
-    clock: str = option("wall", "what seconds are: of the wall's clock, or of the processor's", tuple(CLOCKS))
     max_cg: int = option(300, "hf: steps of conjugate gradients in an iteration")
 
     def make_optimizer(
@@ -399,7 +402,6 @@ class Trainer:
             the place of the one that is differentiated.
         optimizer: makes the optimizer of the model; Adam if not given.
         parts: what else a checkpoint holds, by name: each has a ``state_dict`` and loads it.
-        clock: what the seconds of steps are measured with.
     """
 
     def __init__(
@@ -410,9 +412,7 @@ class Trainer:
         loss: Loss,
         optimizer: MakeOptimizer | None = None,
         parts: Mapping[str, Any] | None = None,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.clock = clock
         self.run, self.config, self.workers, self.data, self.loss = run, run.config, run.workers, data, loss
         self.loss_scale = self.config.loss_scale if isinstance(self.config, ODEConfig) else 1.0
         self.model = model.to(self.workers.device)
@@ -489,12 +489,12 @@ class Trainer:
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             if rate is not None:
                 group["lr"] = rate * factor
-        begun = self.clock()
+        begun = clock(self.workers.device)
         with hbnode.count_nfe(self.wrapped) as nfe, failures_named(where, self.run):
             value, means = self.update(piece)
         if value.is_cuda:
             torch.cuda.synchronize(value.device)
-        seconds = self.clock() - begun
+        seconds = clock(self.workers.device) - begun
         means = {"loss": value.item(), **means}
         require_finite({name: value for name, value in means.items() if name not in PROGRESS}, where, self.run)
         counts = {"batches": 1, "nfe_forward": nfe.forward, "nfe_backward": nfe.backward, "seconds": seconds}

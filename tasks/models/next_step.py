@@ -58,7 +58,7 @@ class NextStepConfig(RecurrentConfig, OptimizerConfig):
             optimizer: makes the optimizer of the model; :meth:`make_optimizer` if not given.
         """
         make = optimizer or (lambda model: self.make_optimizer(model.parameters(), objective.loss))
-        return Trainer(run, model, Batches(run, train), objective, make, clock=training.CLOCKS[self.clock])
+        return Trainer(run, model, Batches(run, train), objective, make)
 
     def is_over(self, rows: Sequence[Mapping[str, float]]) -> bool:
         """Whether the seconds of training in these rows of the metrics are spent."""
