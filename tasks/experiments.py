@@ -20,6 +20,7 @@ DIGITS = "scikit-learn digits, 8 × 8"
 F16 = "F-16 vibration, phase-disjoint split"
 F16_PAPER = "F-16 vibration, the paper's split"
 SEGMENTS = "491 training segments"
+FSDD, RECORDINGS = "Free Spoken Digit Dataset", "2,400 recordings"
 WALKER = "Walker2D, one frame in ten missing"
 ATTACKS = {("noise", 0.0), ("noise", 0.3), ("noise", 0.5), ("fgsm", 0.1), ("pgd", 0.05), ("pgd", 0.1)}
 PROBLEMS = {"addition": "addition", "temporal_order": "temporal-order", "memorization_5": "5-bit-memorization"}
@@ -29,6 +30,7 @@ ESTIMATORS = {
     **{kind: f'SeriesClassifier("{kind}")' for kind in ("features", "rocket", "oscillators", "odernn", "gru")},
     "aeon": "aeon's MiniRocketClassifier",
 }
+RATES = ("1e-3", "3e-3", "1e-2")  # of which each model has the best by validation, where a table says so
 SELECTIVE = ("real", "swinging")
 DENSITIES = {"funnel": "funnel", "many_well": "many-well", "cancer": "logistic-regression"}
 STAGES = {"False": "untrained", "True": "trained"}
@@ -136,6 +138,20 @@ def classified(dataset: str, options: str, hours: float, size: str, *metrics: st
     """Return the command of one set of classification, of all models."""
     line = f"tasks.classification --dataset {dataset} --model all --seeds 3 --jobs 1 {options}"
     return Command(dataset, (line,), hours, runs(*CLASSES, *metrics), dataset, size)
+
+
+def tuning(line: str, hours: float, metric: str, data: str, size: str) -> Command:
+    """Return the command that trains each model with each of :data:`RATES` on a seed of its own, for validation."""
+    lines = tuple(f"{line} --lr {rate} --seed 10 --jobs 1 --out {{out}}/{rate}" for rate in RATES)
+    return Command("rates", lines, hours, runs(metric, case=lambda c: f"rate {c['lr']:g}"), data, size)
+
+
+def tuned(table: str, line: str, best: Mapping[str, str], hours: float, read: Reader, data: str, size: str) -> Command:
+    """Return the command that trains each model at its best rate; ``best`` has the models of a rate, from "rates"."""
+    lines = tuple(
+        f"{line} --model {models} --lr {r} --seeds 3 --jobs 1 --out {{out}}/{r}" for r, models in best.items()
+    )
+    return Command(table, lines, hours, read, data, size)
 
 
 EXPERIMENTS: dict[str, Experiment] = {
@@ -336,6 +352,9 @@ EXPERIMENTS: dict[str, Experiment] = {
             vibration,
             F16,
             SEGMENTS,
+        ),
+        tuning(
+            "tasks.plane_vibration --model all --epochs 48 --tol 1e-3", 0.4, "validation_forecast_mse", F16, SEGMENTS
         ),
         Command(
             "gru-rate-3e-3",
@@ -554,21 +573,22 @@ EXPERIMENTS: dict[str, Experiment] = {
     ),
     "speech": one(
         "Which recurrent layers predict the next frame of speech?",
+        tuning("tasks.speech --model all --epochs 15", 0.4, "best_validation_mse", FSDD, RECORDINGS),
         Command(
             "15-epochs",
             ("tasks.speech --model all --epochs 15 --seeds 3 --jobs 1",),
             0.4,
             runs("test_mse", "best_validation_mse", "seconds_per_epoch"),
-            "Free Spoken Digit Dataset",
-            "2,400 recordings",
+            FSDD,
+            RECORDINGS,
         ),
         Command(
             "full",
             ("tasks.speech --model all --epochs 50 --seeds 3 --jobs 1",),
             1.2,
             runs("test_mse", "best_validation_mse", "seconds_per_epoch"),
-            "Free Spoken Digit Dataset",
-            "2,400 recordings",
+            FSDD,
+            RECORDINGS,
         ),
     ),
     "language-model": one(
