@@ -45,7 +45,7 @@ TITLES = {
     **{name: name.upper() for name in ("node", "anode", "sonode", "hbnode", "ghbnode", "lstm", "gru", "gru-d", "cnf")},
     **{"nesterovnode": "NesterovNODE", "adamnode": "AdamNODE", "cfc": "CfC", "port_hamiltonian": "PortHamiltonian"},
     **{"ncde": "neural CDE", "logistic": "logistic regression", "momentum_lstm": "MomentumLSTM"},
-    **{"minirocket": "MiniRocket", "last": "logistic regression on last values"},
+    **{"minirocket": "MiniRocket", "rnn": "RNN", "last": "logistic regression on last values"},
     **{"mingru": "minGRU", "selective, swinging": "selective, half with a frequency"},
     **{"linear_gain": "linear × 1/(1 − β)", "gated_delta": "Gated DeltaNet", "heavy_ball": "heavy ball"},
     **{"still": "the cell alone, h", "still pair": "the cell alone, h and m", "kalman": "noisy oscillators"},
@@ -66,6 +66,8 @@ METRICS = {
     "separates": "separates %",
     "value": "",
 }
+ABBREVIATIONS = {"mse": "MSE", "rmse": "RMSE", "nll": "NLL", "kl": "KL", "nfe": "NFE", "auroc": "AUROC", "bleu": "BLEU"}
+ABBREVIATIONS |= {"mV": "in mV", "percent": "in %"}
 CONDITIONS = {
     "data": "data",
     "size": "size",
@@ -120,7 +122,16 @@ def is_share(metric: str) -> bool:
 
 def title(metric: str) -> str:
     """Return what a metric is called at the head of a column."""
-    return METRICS.get(metric, metric.replace("_", " ") + (" %" if is_share(metric) else ""))
+    words = (ABBREVIATIONS.get(word, word) for word in metric.split("_"))
+    return METRICS.get(metric, " ".join(words) + (" %" if is_share(metric) else ""))
+
+
+def name_of(model: str, titles: Mapping[str, str] = TITLES) -> str:
+    """Return what a model is called, such as "NODE, λ = 0.1" for "node, λ = 0.1"."""
+    if model in titles:
+        return titles[model]
+    kind, comma, rest = model.partition(", ")
+    return titles.get(kind, kind) + comma + rest
 
 
 def spread(rows: Sequence[Row]) -> tuple[str, str, str]:
@@ -219,7 +230,7 @@ def _table(name: str, rows: Sequence[Row]) -> str:
     grid = [["", *(["parameters"] if len(set(sizes.values())) > 1 else []), *heads]]
     for model in models:
         few = f", {seeds[model]} of {max(seeds.values())} seeds" if 0 < seeds[model] < max(seeds.values()) else ""
-        line = [titles.get(model, model) + few]
+        line = [name_of(model, titles) + few]
         line += [shown(sizes.get(model, ""), "")] if len(set(sizes.values())) > 1 else []
         mine = [row for row in facts if row["model"] == model]
         line += [cell([row for row in mine if (row["metric"], row["case"]) == column]) for column in columns]
