@@ -296,7 +296,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             0.3,
             study("growth.csv", "median", "q10", "q90", "mean", log10=True, where=lambda row: float(row["t"]) == 63),
             "Silverbox, V1",
-            "63 samples",
+            "63 samples, 100 initialisations, tolerance 1e-7",
         ),
         Command(
             "simulation",
@@ -797,7 +797,7 @@ EXPERIMENTS: dict[str, Experiment] = {
                 f"{dataset}-{model}",
                 (f"tasks.density --model {model} --dataset {dataset} --iterations 100 --lr {rate} --jobs 1",),
                 hours,
-                runs("test_nll", case=lambda c: c["dataset"], table=lambda c: "densities"),
+                runs("test_nll", "seconds", case=lambda c: c["dataset"], table=lambda c: "densities"),
                 dataset,
                 "1,000 batches of 256",
             )
