@@ -64,14 +64,15 @@ def readme_an_ode_rnn_on_a_table() -> None:
 
 def readme_a_classifier_of_series() -> None:
     import numpy as np
+    from sklearn.model_selection import cross_val_score
 
     import hbnode.estimators
 
     random, labels, t = np.random.default_rng(0), np.arange(60) % 2, np.linspace(0, 10, 50)
     x = np.sin((2 + labels[:, None]) * t + random.uniform(0, 6, (60, 1)))  # (series, T), two frequencies
     x[random.random(x.shape) < 0.3] = np.nan  # missing values
-    model = hbnode.estimators.SeriesClassifier("features", random_state=0).fit(x[:40], labels[:40])
-    print(model.score(x[40:], labels[40:]))
+    model = hbnode.estimators.SeriesClassifier("features", random_state=0)
+    print(cross_val_score(model, x, labels).mean())
 
 
 def readme_a_measured_input_and_an_lstm() -> None:
