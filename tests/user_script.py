@@ -34,41 +34,15 @@ def readme_the_first_screen() -> None:
     h, m = hbnode.odeint(block.field, (torch.ones(1, 2), torch.zeros(1, 2)), torch.linspace(0, 5, 50))
 
 
-def readme_a_heavy_ball_block_in_a_classifier() -> None:
-    import torch
-    from sklearn.datasets import load_digits
-    from torch import nn
-
-    import hbnode
-
-    pixels, labels = load_digits(return_X_y=True)
-    x, y = torch.tensor(pixels / 16, dtype=torch.float32), torch.tensor(labels)
-
-    func = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
-    block = hbnode.HeavyBallODEBlock(func, rtol=1e-3, atol=1e-3)
-    model = nn.Sequential(block, nn.Linear(64, 10))
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for _ in range(50):
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-    accuracy = (model(x).argmax(1) == y).float().mean()
-    print(f"training accuracy {accuracy:.3f}, damping {block.field.damping:.3f}, {block.nfe}")
-
-
-def readme_nfe_against_tolerance() -> None:
-    import matplotlib.pyplot as plt
+def readme_the_drop_in_for_torchdiffeq() -> None:
     import torch
 
     import hbnode
+    from hbnode import torchdiffeq  # was: import torchdiffeq
 
-    field = hbnode.HBNODE(hbnode.nn.MLP(2, [32, 32], 2, time_dependent=True))
-    block = hbnode.ODEBlock(field, t_span=(0.0, 5.0))  # or method="dopri5", gradient="adjoint", as the papers
-    curve = hbnode.diagnostics.nfe_vs_tolerance(block, torch.randn(64, 2), [1e-1, 1e-2, 1e-3, 1e-4, 1e-5])
-    print(curve.forward, curve.backward, curve.gradient_error)
-    curve.plot()
-    plt.savefig("curve.png")
+    f, y0, t = lambda t, y: -y, torch.ones(4, 2), torch.linspace(0, 5, 50)
+    y = torchdiffeq.odeint(f, y0, t)  # torchdiffeq's method and tolerances: dopri5, rtol 1e-7, atol 1e-9
+    y = hbnode.odeint(f, y0, t)  # tsit5, rtol = atol = 1e-5
 
 
 def readme_an_ode_rnn_on_a_table() -> None:
@@ -77,14 +51,8 @@ def readme_an_ode_rnn_on_a_table() -> None:
 
     import hbnode
 
-    table = pd.DataFrame(
-        {
-            "patient": [1, 1, 1, 2, 2],
-            "hours": [0.0, 2.5, 30.0, 0.0, 4.0],
-            "what": ["pulse", "lactate", "pulse", "pulse", "lactate"],
-            "value": [88.0, 1.9, 104.0, 71.0, 0.8],
-        }
-    )
+    rows = [(1, 0.0, "pulse", 88.0), (1, 2.5, "lactate", 1.9), (2, 0.0, "pulse", 71.0), (2, 4.0, "lactate", 0.8)]
+    table = pd.DataFrame(rows, columns=["patient", "hours", "what", "value"])
     series = hbnode.data.from_long(table, id="patient", time="hours", variable="what", values="value")
     scale = hbnode.nn.Standardize(len(series.features)).fit(series.x)
     rnn = hbnode.ODERNN(len(series.features), 16, missing="decay", rtol=1e-3, atol=1e-3)
@@ -92,6 +60,33 @@ def readme_an_ode_rnn_on_a_table() -> None:
     output, state = rnn(scale(series.x), series.t, mask=series.mask, lengths=series.lengths)  # output (batch, T, 16)
     risk = torch.nn.Linear(16, 1)(state.h).sigmoid()  # after the last observation of each patient
     ahead, _ = rnn.forecast(state, [1.0, 6.0])  # one and six hours later, (batch, 2, 16)
+
+
+def readme_a_classifier_of_series() -> None:
+    import numpy as np
+    from sklearn.model_selection import cross_val_score
+
+    import hbnode.estimators
+
+    random, labels, t = np.random.default_rng(0), np.arange(60) % 2, np.linspace(0, 10, 50)
+    x = np.sin((2 + labels[:, None]) * t + random.uniform(0, 6, (60, 1)))  # (series, T), two frequencies
+    x[random.random(x.shape) < 0.3] = np.nan  # missing values
+    model = hbnode.estimators.SeriesClassifier("features", random_state=0)
+    print(cross_val_score(model, x, labels).mean())
+
+
+def readme_a_measured_input_and_an_lstm() -> None:
+    import torch
+
+    import hbnode
+
+    times = torch.linspace(0, 3, 31)
+    force = hbnode.Signal(times, torch.sin(2 * times).unsqueeze(1))
+    block = hbnode.ODEBlock(hbnode.HBNODE(lambda t, h: force(t) - 4 * h, damping=0.2))
+    h = block(torch.zeros(1, 1), [0.0, 1.0, 3.0])  # (3, 1, 1), time first
+
+    lstm = hbnode.nn.MomentumLSTM(8, 32, batch_first=True)
+    out, state = lstm(torch.randn(4, 100, 8))  # pass on the state, which includes the momentum
 
 
 # Habits
