@@ -34,15 +34,28 @@ def readme_the_first_screen() -> None:
     h, m = hbnode.odeint(block.field, (torch.ones(1, 2), torch.zeros(1, 2)), torch.linspace(0, 5, 50))
 
 
-def readme_the_drop_in_for_torchdiffeq() -> None:
+def readme_a_block_in_a_classifier() -> None:
+    import matplotlib.pyplot as plt
     import torch
+    from sklearn.datasets import load_digits
+    from torch import nn
 
     import hbnode
-    from hbnode import torchdiffeq  # was: import torchdiffeq
 
-    f, y0, t = lambda t, y: -y, torch.ones(4, 2), torch.linspace(0, 5, 50)
-    y = torchdiffeq.odeint(f, y0, t)  # torchdiffeq's method and tolerances: dopri5, rtol 1e-7, atol 1e-9
-    y = hbnode.odeint(f, y0, t)  # tsit5, rtol = atol = 1e-5
+    pixels, labels = load_digits(return_X_y=True)
+    x, y = torch.tensor(pixels / 16, dtype=torch.float32), torch.tensor(labels)
+    net = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    block = hbnode.HeavyBallODEBlock(net, rtol=1e-3, atol=1e-3)
+    model = nn.Sequential(block, nn.Linear(64, 10))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(50):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    print(f"accuracy {(model(x).argmax(1) == y).float().mean():.3f}, damping {block.field.damping:.3f}, {block.nfe}")
+
+    hbnode.diagnostics.nfe_vs_tolerance(block, x[:64], [1e-1, 1e-2, 1e-3, 1e-4, 1e-5]).plot()
+    plt.savefig("nfe.png")
 
 
 def readme_an_ode_rnn_on_a_table() -> None:
@@ -73,20 +86,6 @@ def readme_a_classifier_of_series() -> None:
     x[random.random(x.shape) < 0.3] = np.nan  # missing values
     model = hbnode.estimators.SeriesClassifier("features", random_state=0)
     print(cross_val_score(model, x, labels).mean())
-
-
-def readme_a_measured_input_and_an_lstm() -> None:
-    import torch
-
-    import hbnode
-
-    times = torch.linspace(0, 3, 31)
-    force = hbnode.Signal(times, torch.sin(2 * times).unsqueeze(1))
-    block = hbnode.ODEBlock(hbnode.HBNODE(lambda t, h: force(t) - 4 * h, damping=0.2))
-    h = block(torch.zeros(1, 1), [0.0, 1.0, 3.0])  # (3, 1, 1), time first
-
-    lstm = hbnode.nn.MomentumLSTM(8, 32, batch_first=True)
-    out, state = lstm(torch.randn(4, 100, 8))  # pass on the state, which includes the momentum
 
 
 # Habits
