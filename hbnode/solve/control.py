@@ -303,6 +303,11 @@ class AdaptiveSteps:
         if attempt.theta is not None and self.problem.method.dense_error_factor != 1.0:
             margin = self._margin(attempt)
         ratio = self.problem.ratio(before, after, error) * margin
+        if self.problem.settings.jump_times and self.problem.jumps is not None:
+            over_jump = (self.taken < 1.1 * self.problem.jump_width) & (self.problem.jumps == self.then[..., None]).any(
+                -1
+            )
+            ratio = np.where(over_jump, np.minimum(ratio, 1.0), ratio)  # a shorter step is below the rounding of times
         return self._in_common(ratio) if self.problem.common else ratio
 
     def _margin(self, attempt: Attempt) -> Array:
