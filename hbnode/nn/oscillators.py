@@ -17,7 +17,7 @@ from typing_extensions import override
 from hbnode._checks import ArrayLike, as_count, as_real, check_bool, check_input, is_one_of, to_tensor
 from hbnode._times import as_times, refuse_dates
 from hbnode._torch import may_look, no_autocast
-from hbnode._tree import Record, record
+from hbnode._tree import Kind, Record, record
 from hbnode.nn import sequences as seq
 from hbnode.nn._oscillator_scan import (
     OscillatorStep,
@@ -226,8 +226,8 @@ class _OscillatorModule(nn.Module):
                     "Fix: load parameters of an earlier step, and clip gradients or lower the learning rate."
                 )
 
-    def _check_state(self, state: object, batch: int, kind: type[Record]) -> None:
-        """Raise an error unless ``state`` is of the class ``kind`` and fits the module and the batch size."""
+    def _check_state(self, state: object, batch: int, kind: type[Kind]) -> Kind:
+        """Return a checked state; raise an error unless it is a ``kind`` that fits the module and the batch size."""
         size, is_belief = self.num_oscillators, kind is OscillatorBelief
         shapes: dict[str, tuple[int, ...] | None] = {"v": (batch, size), "x": (batch, size), "t": (batch,)}
         if is_belief:
@@ -235,7 +235,7 @@ class _OscillatorModule(nn.Module):
         elif self._is_held:
             shapes["held"] = (batch, self.weight_in.shape[1])
         fix = "the state that filter returned" if is_belief else "OscillatorState(v, x, t), or the state of a call"
-        seq.check_state(state, kind, shapes, fix)
+        return seq.check_state(state, kind, shapes, fix)
 
     @override
     def extra_repr(self) -> str:
@@ -465,7 +465,8 @@ class Oscillators(_OscillatorModule):
             _refuse_static(static)
         if state is not None:
             seq.refuse_both_directions(self, "takes no state")
-            self._check_state(state, series.shape[0] if isinstance(series, Tensor) else 0, OscillatorState)
+            batch = series.shape[0] if isinstance(series, Tensor) else 0
+            state = self._check_state(state, batch, OscillatorState)
         sequences = Sequences(self.input_size, series, _times(series, times, state), observed, lengths)
         if series.dtype.itemsize != 2:  # half-precision samples may go into a float32 layer
             seq.check_dtype(series, [self.weight_in.dtype])
@@ -551,7 +552,10 @@ class Oscillators(_OscillatorModule):
         """
         seq.refuse_both_directions(self, "makes no forecast")
         batch = len(state.t) if isinstance(state, (OscillatorState, OscillatorBelief)) else 0
-        self._check_state(state, batch, OscillatorBelief if isinstance(state, OscillatorBelief) else OscillatorState)
+        if isinstance(state, OscillatorBelief):
+            state = self._check_state(state, batch, OscillatorBelief)
+        else:
+            state = self._check_state(state, batch, OscillatorState)
         dt = seq.checked_dt(dt, state.t.shape).to(state.t.device)
         with no_autocast(state.v):
             if isinstance(state, OscillatorBelief):
@@ -615,7 +619,7 @@ class Oscillators(_OscillatorModule):
         kalman = self._kalman_filter(static)
         sequences = Sequences(self.input_size, x, _times(x, t, state), mask, lengths)
         if state is not None:
-            self._check_state(state, len(x), OscillatorBelief)
+            state = self._check_state(state, len(x), OscillatorBelief)
             seq.check_start(state.t, sequences.t)
         return kalman.filter(sequences, state)
 
@@ -864,7 +868,7 @@ class OscillatorCell(_OscillatorModule):
                 v = q = torch.zeros(batch, self.num_oscillators, dtype=dtype, device=x.device)
                 time = torch.zeros(batch, dtype=torch.float64, device=x.device)
             else:
-                self._check_state(state, batch, OscillatorState)
+                state = self._check_state(state, batch, OscillatorState)
                 if may_look() and not bool(((gap >= 0) & gap.isfinite()).all()):
                     raise ValueError("dt, the time since state.t, must be finite and not negative. Fix: t - state.t.")
                 v, q = self._advance(state, gap.expand(batch).unsqueeze(1))
@@ -1058,7 +1062,7 @@ class OscillatorStack(nn.Module):
                 last gap; after a single sample it is one unit of time. Default: ``None``
         """
         if state is not None:
-            self._check_state(state)
+            state = self._check_state(state)
         sequences = Sequences(self.input_size, x, _times(x, t, state), mask, lengths)
         seq.check_dtype(sequences.x, [self.encoder.weight.dtype])
         static = seq.checked_static(static, self.static_size, sequences.x, "OscillatorStack")
@@ -1107,7 +1111,7 @@ class OscillatorStack(nn.Module):
         if self.head != "regression":
             fix = "stack(x, t, t_next=t[:, -1] + dt)" if self.head == "next" else "head='regression'"
             raise ValueError(f"forecast is for head='regression', got head={self.head!r}. Fix: {fix}.")
-        self._check_state(state)
+        state = self._check_state(state)
         dt = seq.checked_dt(dt, state.t.shape).to(state.t.device)
         dtype = accumulation_dtype(torch.float32, state.t.device)  # float32 would lose a short dt at a late t
         t = state.t.to(dtype).unsqueeze(1) + dt.to(dtype)
@@ -1116,13 +1120,14 @@ class OscillatorStack(nn.Module):
         nothing = torch.zeros(t.shape, dtype=torch.bool, device=weight.device)
         return self(x, t, state, nothing, static=state.static)
 
-    def _check_state(self, state: object) -> None:
+    def _check_state(self, state: object) -> OscillatorStackState:
         if not (isinstance(state, OscillatorStackState) and len(state.v) == len(self.blocks)):
             got = f"{len(state.v)} layers" if isinstance(state, OscillatorStackState) else type(state).__name__
             raise ValueError(
                 f"state must be an OscillatorStackState of {len(self.blocks)} layers, got {got}. "
                 "Fix: the state that this stack returned, y, state = stack(x)."
             )
+        return state.outside_inference_mode()
 
 
 def _gaps_to_next(sequences: Sequences, t_next: Tensor | float | None) -> Tensor:

@@ -23,9 +23,9 @@ from hbnode.nn.attention import (
     MomentumAttention,
     MultiheadBase,
     SoftmaxAttention,
-    check_linear_dtype,
     read_mask,
 )
+from hbnode.nn.sequences import check_dtype
 
 
 @register_state
@@ -466,7 +466,7 @@ class TransformerLayerBase(nn.Module):
                 f"x must be three-dimensional with d_model={self.linear1.in_features} features, got {tuple(x.shape)}. "
                 "Fix: x.flatten(0, -3) for several batch dimensions of a layer with batch_first=True."
             )
-        check_linear_dtype(x, next(self.parameters()).dtype)
+        check_dtype(x, [next(self.parameters()).dtype])
         for part in depth_state or ():
             if part is not None and part.shape != x.shape:
                 raise ValueError(
@@ -999,7 +999,7 @@ class MomentumTransformer(nn.Module):
                     f"inputs must be (batch, length, d_model = {self.d_model}), got {tuple(tokens.shape)}. Fix: that "
                     "shape, or num_embeddings= for tokens."
                 )
-            check_linear_dtype(tokens, next(self.parameters()).dtype, "tokens")
+            check_dtype(tokens, [next(self.parameters()).dtype], "tokens")
         elif tokens.dtype not in (torch.int64, torch.int32):
             raise TypeError(
                 f"tokens must be int64 or int32, got {tokens.dtype}. Fix: tokens.long(), or num_embeddings=None for "
