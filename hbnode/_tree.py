@@ -43,7 +43,7 @@ def is_finite(state: State) -> bool:
 
 
 def all_finite(state: State) -> Tensor:
-    """Return a boolean tensor, which says without a synchronisation whether all elements of a state are finite."""
+    """Return, without a synchronisation, a boolean tensor: whether all elements of a state are finite."""
     return torch.stack([torch.isfinite(part).all() for part in parts(state)]).all()
 
 

@@ -54,8 +54,8 @@ class Series(Record):
     :class:`hbnode.nn.OscillatorStack`, :meth:`to` to change the device or dtype, and
     ``dataclasses.replace(series, x=scale(series.x))`` to replace an attribute.
 
-    Models take numbers in the unit of t. Only a series knows this unit and the date of t = 0: use :meth:`durations`
-    and :meth:`times` to convert durations and dates to such numbers, and :meth:`dates` to convert times to dates.
+    Models take numbers in the unit of t. A series stores this unit and the date of t = 0. :meth:`durations` and
+    :meth:`times` convert durations and dates to such numbers. :meth:`dates` converts times to dates.
 
     Attributes:
         x: values (batch, T, features); NaN if missing, and on padding.
@@ -143,8 +143,8 @@ class Series(Record):
         """Convert durations to numbers in the unit of t, in float64 and in the shape of ``durations``.
 
         Arguments:
-            durations: durations of numpy, pandas, polars or the standard library, text such as ``"1h"`` or ``"30min"``,
-                which pandas reads, or numbers, which are in the unit of t already. One duration, or nested lists.
+            durations: durations of numpy, pandas, polars or the standard library, or text that pandas reads, such as
+                ``"1h"``. Numbers are in the unit of t already. One duration, or nested lists.
 
         Raises:
             TypeError: if the times of the series are numbers of an unknown unit, or ``durations`` are dates.
@@ -251,8 +251,8 @@ def from_long(
 
     Raises:
         KeyError: if the table has no such column.
-        ValueError, TypeError: if an id, a time or a variable is missing, or a column has entries of a wrong type; the
-            message names the column.
+        ValueError, TypeError: if an id, a time or a variable is missing, or entries have a wrong type. The message
+            names the column.
 
     Example:
         >>> import hbnode

@@ -311,8 +311,8 @@ class HBNODE(_Damped):
 
     Arguments:
         func: f, taking ``(h)`` or ``(t, h)``, returning the shape of h. f does not take m.
-        damping: initial γ, in units of 1/time: a number, or a tensor that broadcasts with h, (d,) for one γ per feature
-            and (d, 1, 1) for one per channel. None is ``max_damping * sigmoid(-3)``, about 0.047. Default: None.
+        damping: initial γ, in units of 1/time. A number, or a tensor that broadcasts with h: (d,) for one γ per
+            feature, (d, 1, 1) for one per channel. None is ``max_damping * sigmoid(-3)``, about 0.047. Default: None.
         learn_damping: whether γ is learned. A constant γ is a Python float or a float64 tensor for any dtype of the
             module, and is part of the ``state_dict``. Default: True.
         max_damping: upper bound of a learned γ. Default: 1.0.
@@ -671,8 +671,8 @@ class HeavyBallSDE(HBNODE):
 
     Arguments:
         func: f, taking ``(h)`` or ``(t, h)``, returning the shape of h. f does not take m.
-        damping: initial γ, in units of 1/time: a number, or a tensor that broadcasts with h, (d,) for one γ per feature
-            and (d, 1, 1) for one per channel. None is ``max_damping * sigmoid(-3)``, about 0.047. Default: None.
+        damping: initial γ, in units of 1/time. A number, or a tensor that broadcasts with h: (d,) for one γ per
+            feature, (d, 1, 1) for one per channel. None is ``max_damping * sigmoid(-3)``, about 0.047. Default: None.
         temperature: initial η, in units of (h/time)²: a number >= 0, or a tensor that broadcasts with h.
             Default: ``1.0``.
         learn_damping: whether γ is learned. A constant γ is part of the ``state_dict``. Default: True.

@@ -59,8 +59,8 @@ def trajectories(
     Each feature has a colour if there are several. For a single feature, each sample has a colour.
 
     Arguments:
-        data: a block; or a trajectory h of shape (T, batch, ...), (T, batch) or (T,), such as ``block(x, t)``; or a
-            pair (h, m), of which h is drawn.
+        data: a block, or a trajectory h of shape (T, batch, ...), (T, batch) or (T,), such as ``block(x, t)``. Of a
+            pair (h, m), h is drawn.
         x: for a block, its input (batch, ...). For a trajectory, its times (T,), as an alternative to ``t``. Default:
             None.
         t: times (T,). For a block, None is 200 equally spaced times of ``t_span``, or the ends of fixed steps. For a

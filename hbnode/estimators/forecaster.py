@@ -232,8 +232,8 @@ class SeriesForecaster(SeriesEstimator):
 
     The forecast of a value is its mean and a band for each level. Bands are calibrated by split conformal prediction.
     Let e be the errors on held-out series, divided by the model's standard deviation. The half width of a band is the
-    standard deviation times a quantile of e at similar horizons of the same column, so that the band covers its level.
-    Series of fewer than ten are not held out; the last 30 % of each series are instead.
+    standard deviation times a quantile of e at similar horizons of the same column. With fewer than ten series, the
+    last 30 % of each series are held out instead of whole series.
 
     References:
         Lei et al., Distribution-Free Predictive Inference for Regression, JASA 113 (2018).
@@ -358,9 +358,9 @@ class SeriesForecaster(SeriesEstimator):
 
         Arguments:
             X: the series up to now, which need not be those of :meth:`fit`.
-            ahead: times after the last sample of each series: durations such as ``"1h"``, or dates, which must not lie
-                before the last sample; for times that are numbers, or a Series, numbers in their unit. One, or a list.
-                Dates have a time zone if those of the table have one.
+            ahead: times after the last sample of each series. They are durations such as ``"1h"``, or dates, which must
+                not lie before the last sample. For times that are numbers, or a Series, they are numbers in their unit.
+                One, or a list. Dates have a time zone if those of the table have one.
         """
         import pandas
 

@@ -3,8 +3,8 @@
 ``python -m benchmarks.irregular`` measures it, in the rows "hbnode". The reference is the loop of
 :class:`hbnode.nn.ode_rnn.ODERNNLayer`. Supported are torch.nn's cells, and fields around a network of known layers.
 Four things make it faster. It records no autograd graph. The gradient of a weight is one matrix product for many uses.
-Coefficients of many steps are computed at once. A gap, which is the interval between two observations, skips the step
-size controller if it is one step for all samples, as most gaps are.
+Coefficients of many steps are computed at once. A gap is the interval between two observations. If it is one step for
+all samples, as most gaps are, it skips the step size controller.
 
 It takes the same steps as :mod:`hbnode.solve` in a loop of its own. The general loop also supports output times,
 jumps and time-dependent fields, and records a graph per gap with a common step. With the general loop a training step

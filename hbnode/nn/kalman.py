@@ -129,8 +129,8 @@ class KalmanFilter:
     K, M, G and Φ of all blocks are computed side by side, so that only the update is sequential. With blocks of √T
     samples a series of T samples takes √T steps to compute them, and √T updates. Large batches have shorter blocks.
 
-    The smoother goes backwards over the blocks. Its r and N are the gradient and the negative Hessian of the log
-    density of all later values with respect to the mean of the state. With B = Φ - Aᵀ S⁻¹ M,
+    The smoother goes backwards over the blocks. Consider the log density of all later values as a function of the mean
+    of the state. Then r is its gradient and N its negative Hessian. With B = Φ - Aᵀ S⁻¹ M,
 
     .. math:: r \leftarrow M^T S^{-1}(y - M\mu) + B^T r, \qquad N \leftarrow M^T S^{-1}M + B^T N B.
 

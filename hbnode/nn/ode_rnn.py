@@ -83,10 +83,10 @@ class ODERNN(ModuleWithConstants):
         field: ``"node"``, ``"anode"`` (the last half of h starts from zero), ``"sonode"``, ``"hbnode"`` or
             ``"ghbnode"``. Each has a tanh network with one hidden layer of n units. Alternatively a field, or a
             function n -> field. Default: ``"hbnode"``.
-        cell: ``"gru"`` or ``"rnn"`` for torch.nn's cell; a module ``cell(x, s)`` that maps (batch, inputs) and
-            (batch, state_size) to (batch, state_size); or a function (inputs, state_size) -> such a module. s is h, or
-            h and m concatenated; inputs is ``rnn.inputs.size``. The gradient at the cell's output is the adjoint state
-            just after the observation, with or without ``residual``; a forward hook can read it. Default: ``"gru"``.
+        cell: ``"gru"`` or ``"rnn"`` for torch.nn's cell, a module, or a function (inputs, state_size) -> module. A
+            module ``cell(x, s)`` maps (batch, inputs) and (batch, state_size) to (batch, state_size). s is h, or h and
+            m concatenated; inputs is ``rnn.inputs.size``. The gradient at the cell's output is the adjoint state just
+            after the observation, with or without ``residual``; a forward hook can read it. Default: ``"gru"``.
         residual: whether the cell's output is added to the state instead of replacing it. Default: ``False``.
         initial_state: the state at the first time, before the first observation: ``"learned"``, ``"zeros"``, or an
             encoder module (batch, T, input_size) -> (batch, state_size). The encoder gets all samples of the first

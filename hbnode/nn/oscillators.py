@@ -452,9 +452,9 @@ class Oscillators(_OscillatorModule):
                 unit of time between samples. Default: ``None``
             state: the state of an earlier call, to continue its series. Its time must not be later than the first
                 time in ``t``. None is a zero state at the first time. Default: ``None``
-            mask: which values are observed, bool, (batch, T) or (batch, T, input_size). The others may be NaN. Unless
-                ``missing`` says otherwise, a missing value gives no impulse; with ``input="hold"`` the last observed
-                value is held. Default: ``None``
+            mask: which values are observed, bool, (batch, T) or (batch, T, input_size). The others may be NaN. Without
+                ``missing``, a missing value gives no impulse; with ``input="hold"`` the last observed value is held.
+                Default: ``None``
             lengths: length of each sequence, (batch,); later samples are padding. Default: ``None``
             static: time-independent features, (batch, static_size). Default: ``None``
         """
@@ -587,7 +587,8 @@ class Oscillators(_OscillatorModule):
             mask: which values are observed, bool, (batch, T) or (batch, T, input_size); the others may be NaN.
                 Default: ``None``
             lengths: length of each sequence, (batch,); later samples are padding. Default: ``None``
-            static: must be None, because the model has no static features; so that ``**series.inputs()`` goes in.
+            static: must be None, because the model has no static features. The argument exists for
+                ``**series.inputs()``.
                 Default: ``None``
         """
         kalman = self._kalman_filter(static)
@@ -613,7 +614,8 @@ class Oscillators(_OscillatorModule):
             mask: which values are observed, bool, (batch, T) or (batch, T, input_size); the others may be NaN.
                 Default: ``None``
             lengths: length of each sequence, (batch,); later samples are padding. Default: ``None``
-            static: must be None, because the model has no static features; so that ``**series.inputs()`` goes in.
+            static: must be None, because the model has no static features. The argument exists for
+                ``**series.inputs()``.
                 Default: ``None``
         """
         kalman = self._kalman_filter(static)
@@ -648,7 +650,8 @@ class Oscillators(_OscillatorModule):
                 None is the times of the samples. Default: ``None``
             noise: whether the distributions are those of observations, which add the observation noise.
                 Default: ``False``
-            static: must be None, because the model has no static features; so that ``**series.inputs()`` goes in.
+            static: must be None, because the model has no static features. The argument exists for
+                ``**series.inputs()``.
                 Default: ``None``
 
         Returns:
@@ -691,7 +694,8 @@ class Oscillators(_OscillatorModule):
             at: times (K,) or (batch, K), as in :meth:`smooth`; None is the times of the samples. Default: ``None``
             paths: number of paths. Default: ``1``
             generator: source of the random numbers. Default: ``None``
-            static: must be None, because the model has no static features; so that ``**series.inputs()`` goes in.
+            static: must be None, because the model has no static features. The argument exists for
+                ``**series.inputs()``.
                 Default: ``None``
         """
         kalman, sequences, times = self._with_queries(x, t, mask, lengths, at, static)
@@ -939,9 +943,9 @@ class OscillatorStack(nn.Module):
     """A deep sequence model of gated residual blocks of :class:`Oscillators`, with a linear encoder and a linear head.
 
     The encoder maps inputs to features h. An input is a sample, joined with its mask, the ages of values and static
-    features if they are asked for. With a linear map W, each block is
-    h ← h + dropout(GLU(W gelu(oscillators(norm(h))))). Times, masks and lengths are as in :class:`Oscillators`.
-    A sample without observed values is masked in every layer.
+    features according to the arguments. With a linear map W, each block is h ← h + dropout(GLU(W
+    gelu(oscillators(norm(h))))). Times, masks and lengths are as in :class:`Oscillators`. A sample without observed
+    values is masked in every layer.
 
     References:
         Rusch and Rus, Oscillatory State-Space Models, arXiv:2410.03943 (source of the block).
@@ -1096,8 +1100,8 @@ class OscillatorStack(nn.Module):
     def forecast(self, state: OscillatorStackState, dt: ArrayLike) -> tuple[Tensor, OscillatorStackState]:
         """Return the outputs at times after that of a state, without further samples; for ``head="regression"``.
 
-        They are the outputs of a call with samples at these times of which nothing is observed. The oscillators of
-        every layer go on without input, and the encoder sees missing values, their ages and static features.
+        They are the outputs of a call with samples at these times without observed values. The oscillators of every
+        layer continue without input. The inputs of the encoder are missing values, their ages and static features.
 
         Arguments:
             state: the state of a call of this stack.
@@ -1160,8 +1164,8 @@ def oscillator_ranges(
 ) -> Ranges:
     """Return ranges of initial frequencies and decay rates for a set of times: ``Oscillators(..., **ranges)``.
 
-    The lowest frequency and the lowest decay rate are 1 / (30 span), where span is the duration of the longest series:
-    the slowest oscillators average over the series and remember its beginning. For the median gap, the highest
+    The lowest frequency and the lowest decay rate are 1 / (30 span), where span is the duration of the longest series.
+    The slowest oscillators thus average over the series and store its beginning. For the median gap, the highest
     frequency is 1 / (4 gap), half of the Nyquist frequency. The highest decay rate is 1 / (10 gap).
 
     Arguments:
@@ -1170,7 +1174,7 @@ def oscillator_ranges(
             between samples with an observed value. Default: ``None``
         lengths: lengths of the series, (batch,); later samples are padding. Default: ``None``
         selective: whether the ranges are for layers with ``selective=True``. Their lowest frequency is 2 / span,
-            because half of their states have no frequency and remember the beginning of a series. Default: ``False``
+            because half of their states have no frequency and store the beginning of a series. Default: ``False``
 
     Returns:
         A dict with ``frequency`` and ``decay``, each (low, high), in 1 / unit of ``t``.

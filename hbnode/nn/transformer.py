@@ -514,7 +514,7 @@ class MomentumTransformerLayer(TransformerLayerBase):
         attention_options: further arguments of the attention module. Its dropout, if given, applies to attention
             weights instead of ``dropout``. Default: ``None``, no further arguments.
         connection: "residual", the paper's "momentum" (equation 75) and "adaptive" (77), "momentum_state" (75 as in the
-            published code), "heavy_ball" or "nesterov" with learned coefficients, or a function that returns a
+            published code), or "heavy_ball" or "nesterov" with learned coefficients. A function must return a
             :class:`hbnode.nn.transformer.Connection`. Default: ``"residual"``.
         connection_momentum: β of the connection, its initial value if learned. Default: ``None``, the connection's β.
         causal: whether a token attends only to itself and to previous tokens. Default: ``True``.

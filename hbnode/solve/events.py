@@ -60,9 +60,9 @@ class Event:
     ``options={"max_step": ...}`` limits the steps. The field and ``fn`` must be defined a little beyond the event,
     because the step that finds it passes it.
 
-    Event times and states have exact first derivatives with respect to the initial state, and to the parameters of the
-    field, ``fn`` and ``jump`` (implicit function theorem). With ``gradient="adjoint"`` these derivatives are accurate
-    to the tolerance, and the solve stores only the states at outputs and events.
+    Event times and states have exact first derivatives by the implicit function theorem. They are with respect to the
+    initial state and the parameters of the field, ``fn`` and ``jump``. With ``gradient="adjoint"`` these derivatives
+    are accurate to the tolerance, and the solve stores only the states at outputs and events.
 
     Arguments:
         fn: a function or module, ``fn(t, state) -> (batch,)``, with t of shape (batch,). Its value for a sample must
@@ -423,8 +423,8 @@ class EventSteps(AdaptiveSteps):
     def _set_sign(self, k: int, t: Tensor, rows: Rows, slopes: Rows, lanes: Array, *, fired: bool = True) -> None:
         """Set the sign of an event function in ``lanes``.
 
-        If it is 0 up to the errors of a step, the sign is that of dc/dt after its own event, and does not change after
-        another one.
+        If c is 0 up to the errors of a step, the sign is that of dc/dt after c's own event. After another event it does
+        not change.
         """
         c = self._values(self.events[k], t, rows)
         rate = self._rate(self.events[k], t, rows, slopes).double().cpu().numpy() * self.problem.sign
