@@ -385,7 +385,7 @@ class OscillatorFeatures(_Transformer):
 
         Arguments:
             X: a :class:`hbnode.data.Series`, or what :func:`hbnode.data.as_series` converts.
-            y: ignored.
+            y: ignored. Default: ``None``
         """
         series = self._series(X, is_new=True)
         random = check_random_state(self.random_state)
@@ -437,6 +437,9 @@ class OscillatorFeatures(_Transformer):
 
         Arguments:
             X: a :class:`hbnode.data.Series`, or what :func:`hbnode.data.as_series` converts.
+
+        Raises:
+            ValueError: if the number of static features is not that of :meth:`fit`.
         """
         check_is_fitted(self)
         series = self._series(X)
@@ -511,7 +514,7 @@ class RocketFeatures(_Transformer):
     fixed kernels, at several dilations, exceed a threshold. It needs the package aeon, which compiles the kernels in
     the first call (20 seconds, then cached).
 
-    All series share one grid, hence one clock: let t = 0 mean the same in every series.
+    All series share one grid, so t = 0 must have the same meaning in every series.
 
     References:
         Dempster, Schmidt and Webb, MiniRocket, KDD 2021, arXiv:2012.08791.
@@ -564,7 +567,7 @@ class RocketFeatures(_Transformer):
 
         Arguments:
             X: a :class:`hbnode.data.Series`, or what :func:`hbnode.data.as_series` converts.
-            y: ignored.
+            y: ignored. Default: ``None``
         """
         self._fit(X)
         return self
@@ -574,7 +577,7 @@ class RocketFeatures(_Transformer):
 
         Arguments:
             X: a :class:`hbnode.data.Series`, or what :func:`hbnode.data.as_series` converts.
-            y: ignored.
+            y: ignored. Default: ``None``
         """
         values = self._fit(X)
         return np.asarray(self.kernels_.transform(values), dtype=np.float64)
@@ -638,7 +641,7 @@ class RocketFeatures(_Transformer):
         """Return the names of the features, ``"minirocket0"``, ``"minirocket1"``, ....
 
         Arguments:
-            input_features: ignored.
+            input_features: ignored. Default: ``None``
         """
         check_is_fitted(self)
         count = max(84, self.num_features // 84 * 84)

@@ -273,7 +273,7 @@ class _Damped(ModuleWithConstants, Field):
         return self.get_constant("_damping") if self.omega is None else self.max_damping * torch.sigmoid(self.omega)
 
     def solver_damping(self) -> Tensor | float:
-        """Return the damping γ for a solver, where a constant γ is on the CPU, because reading a GPU waits."""
+        """Return the damping γ for a solver; a constant γ is on the CPU, to avoid synchronisation."""
         return self.damping if self.omega is not None else self.host_constant("_damping", self.damping)
 
     def constants(self) -> dict[str, str]:
@@ -488,7 +488,11 @@ class AdamNODE(Field):
         return *with_momentum(x, self.initial_momentum, "initial_momentum"), torch.ones_like(x)
 
     def forward(self, t: Tensor, state: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the derivatives h', m' and v' of the state (h, m, v)."""
+        """Return the derivatives h', m' and v' of the state (h, m, v).
+
+        Raises:
+            TypeError: if the state does not have three tensors.
+        """
         if isinstance(state, Tensor) or len(state) != 3:
             raise TypeError(
                 f"AdamNODE is solved on three tensors (h, m, v), got {describe(state)}. "
@@ -557,7 +561,11 @@ class PortHamiltonian(HBNODE):
         )  # fmt: skip
 
     def potential(self, t: Tensor, h: Tensor) -> Tensor:
-        """Return the potential energy V(h, t) of each sample, (batch,)."""
+        """Return the potential energy V(h, t) of each sample, (batch,).
+
+        Raises:
+            ValueError: if ``func`` does not return one number per sample.
+        """
         value = self.func(t, h) if self.time_dependent else self.func(h)
         if not isinstance(value, Tensor) or value.shape not in (h.shape[:1], (*h.shape[:1], 1)):
             raise ValueError(
@@ -738,7 +746,7 @@ class HeavyBallSDE(HBNODE):
         return self.get_constant("_temperature") if self.log_temperature is None else self.log_temperature.exp()
 
     def solver_temperature(self) -> Tensor | float:
-        """Return the temperature η for a solver, where a constant η is on the CPU, because reading a GPU waits."""
+        """Return the temperature η for a solver; a constant η is on the CPU, to avoid synchronisation."""
         return self.host_constant("_temperature", self.temperature)
 
     def constants(self) -> dict[str, str]:

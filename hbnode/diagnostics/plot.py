@@ -74,6 +74,9 @@ def trajectories(
     Returns:
         The axes.
 
+    Raises:
+        ValueError: if the shapes of h and of the times do not fit.
+
     Example:
         >>> import torch, hbnode
         >>> block = hbnode.HeavyBallODEBlock(torch.nn.Linear(2, 2), t_span=(0.0, 10.0))
@@ -198,6 +201,9 @@ def vector_field(
     Returns:
         The axes.
 
+    Raises:
+        ValueError: if ``features`` are not two features of h, or the field does not take the state at ``at``.
+
     Example:
         >>> import torch, hbnode
         >>> spring = hbnode.HeavyBallODEBlock(lambda h: -h, damping=0.2, t_span=(0.0, 20.0))
@@ -310,6 +316,9 @@ def tolerance_curve(
 
     Returns:
         The axes on the left.
+
+    Raises:
+        TypeError: if ``data`` holds anything else than curves of :func:`hbnode.diagnostics.nfe_vs_tolerance`.
 
     Example:
         >>> import torch, hbnode

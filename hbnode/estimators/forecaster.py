@@ -1,4 +1,4 @@
-"""Forecasts of irregular series with calibrated bands, from a table to a table."""
+"""Forecasts of irregular series with calibrated bands; input and output are tables."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ NEAR = 200  # held-out errors from which a band is calibrated
 
 @dataclasses.dataclass
 class Questions:
-    """Series up to a sample each, and what is observed later.
+    """Series cut at one sample each, and the values observed later.
 
     Attributes:
         past: the series, in units of the training data's deviations.
@@ -306,7 +306,10 @@ class SeriesForecaster(SeriesEstimator):
 
         Arguments:
             X: the series.
-            y: ignored.
+            y: ignored. Default: ``None``
+
+        Raises:
+            ValueError: if ``model`` is unknown.
         """
         if self.model not in get_args(Model):
             near = nearest(str(self.model), get_args(Model)) or "auto"
@@ -361,6 +364,9 @@ class SeriesForecaster(SeriesEstimator):
             ahead: times after the last sample of each series. They are durations such as ``"1h"``, or dates, which must
                 not lie before the last sample. For times that are numbers, or a Series, they are numbers in their unit.
                 One, or a list. Dates have a time zone if those of the table have one.
+
+        Raises:
+            ValueError: if dates have a time zone and those of :meth:`fit` have none, or the reverse.
         """
         import pandas
 

@@ -139,6 +139,9 @@ class OscillatorSmoother(BaseEstimator):
             series: a :class:`hbnode.data.Series`, a list of (t, x) with t (n,) and x (n,) or (n, channels), or an array
                 (batch, channels, T); NaN is missing. See :func:`hbnode.data.as_series`.
             y: ignored; for pipelines. Default: ``None``
+
+        Raises:
+            ValueError: if ``mean`` is unknown, or the series have fewer than two observed values.
         """
         as_count(self.max_iter, "max_iter")
         check_bool(self.student, "student")

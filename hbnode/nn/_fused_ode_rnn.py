@@ -468,7 +468,7 @@ class FusedODERNN:
         h, f = rms(parts[0]), rms(parts[-1])
         if not math.isfinite(self.number):
             raise NonFiniteError(
-                f"the damping of the field is {self.number}. Fix: look at the gradients of its parameter",
+                f"the damping of the field must be finite, got {self.number}. Fix: a smaller learning rate",
                 t=float(self.times[0, gap]), step_size=math.nan, nfe=0,
             )  # fmt: skip
         if not np.isfinite(h + f).all():

@@ -460,8 +460,8 @@ class HeavyBallMemory(MultiheadBase[HeavyBallMemoryState]):
 
     The gates r_t, α_t and μ_t are in (0, 1) and are computed from the input by a linear layer and a sigmoid. Keys and
     queries are divided by their norm, or by 0.001 if their norm is smaller. If every two keys are equal or orthogonal,
-    S stays bounded for all gates and all repetitions of keys. With (1 - μ_t)^2 in the update of S, and no such factor
-    in that of P, S can grow without bound if μ_t depends on the key. ``momentum=False`` is Gated DeltaNet;
+    S stays bounded for all gates and all repetitions of keys. If the factor were (1 - μ_t)^2 in the update of S and 1
+    in that of P, S could grow without bound for a key-dependent μ_t. ``momentum=False`` is Gated DeltaNet;
     ``momentum=False`` with ``delta=False`` is gated linear attention.
 
     References:

@@ -119,10 +119,10 @@ class Updates(NamedTuple):
 class KalmanFilter:
     r"""The Kalman filter and smoother of P oscillators with states h = (v, √κ x)/σ of stationary covariance I.
 
-    The filter takes a block of samples at a time, which is a Gaussian process given the state before it. With the
-    notation of :class:`Blocks`, let that state have the mean μ and the covariance I + D. The observed values y of the
-    block then have the covariance S = K + M D Mᵀ + noise, and A = G + M D Φᵀ is their covariance with the state after
-    the block. The update is
+    The filter takes a block of samples at a time, which is a Gaussian process given the state before it. The notation
+    is that of :class:`Blocks`; the state before a block has the mean μ and the covariance I + D. The observed values y
+    of the block then have the covariance S = K + M D Mᵀ + noise. Their covariance with the state after the block is A =
+    G + M D Φᵀ. The update is
 
     .. math:: \mu \leftarrow \Phi\mu + A^T S^{-1}(y - M\mu), \qquad D \leftarrow \Phi D\Phi^T - A^T S^{-1}A.
 
@@ -164,7 +164,7 @@ class KalmanFilter:
             least = math.log(float(signal.detach().amax().sqrt()) / most) + 1
             raise FloatingPointError(
                 f"the standard deviation of the observed signal is {ratio:.3g} times that of the observation noise; "
-                f"expected at most {most:.3g}, because {self.dtype} loses a smaller noise variance in the sum. Fix: "
+                f"expected at most {most:.3g}. {self.dtype} rounds off a smaller noise variance. Fix: "
                 f"layer.log_observation_noise.data.clamp_(min={least:.1f}) after each step of training."
             )
 

@@ -159,6 +159,10 @@ class LatentModel(ModuleWithConstants):
         likelihood: as for :class:`LatentODE`. Default: ``"normal"``.
         static_size: as for :class:`LatentODE`. Default: ``0``.
         time_unit: as for :class:`LatentODE`. Default: ``1.0``.
+
+    Raises:
+        TypeError: if ``encoder`` has no attribute ``hidden_size``.
+        ValueError: if ``likelihood`` is unknown.
     """
 
     defaults: ClassVar[dict[str, float]] = {"_time_unit": 1.0}

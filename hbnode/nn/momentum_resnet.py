@@ -104,9 +104,7 @@ class MomentumResNet(nn.Module):
             raise ValueError(f"gradient must be 'reversible' or 'direct', got {gradient!r}. Fix: leave it out.")
         self.numerator = round(momentum * 2**SHIFT)
         if not self.numerator and gradient == "reversible":
-            raise ValueError(
-                f"momentum={momentum} keeps nothing of v, so its layers cannot be undone. Fix: gradient='direct'."
-            )
+            raise ValueError(f"gradient='reversible' needs momentum > 0, got {momentum}. Fix: gradient='direct'.")
         self.layers = nn.ModuleList(modules)
         self.depth = len(modules) if depth is None else as_count(depth, "depth")
         if initial_velocity is not None:
@@ -186,8 +184,7 @@ class _Record:
 
 def _refuse_higher(record: _Record, *tensors: Tensor) -> tuple[Tensor, ...]:
     raise RuntimeError(
-        "gradient='reversible' gives first derivatives only, and create_graph=True asks for more. "
-        "Fix: gradient='direct'."
+        "gradient='reversible' gives first derivatives only, got create_graph=True. Fix: gradient='direct'."
     )
 
 
@@ -240,8 +237,8 @@ def _reversible(record: _Record, needs_grad: bool, x: Tensor, v: Tensor, *leaves
         fits.append(((start.detach().abs() < limit) & (f.abs() < limit)).all())
     if needs_grad and versions != _versions(net):
         raise ValueError(
-            "a layer changes its buffers (BatchNorm or spectral_norm in training mode?), and gradient='reversible' "
-            "would evaluate it again in the backward pass. Fix: put that layer in eval mode, use GroupNorm, or "
+            "gradient='reversible' needs layers with constant buffers, but a layer changes its buffers (BatchNorm or "
+            "spectral_norm in training mode?). Fix: put that layer in eval mode, use GroupNorm, or "
             "gradient='direct'."
         )
     fits.append((record.to_numbers(x).abs() < limit).all())

@@ -404,7 +404,7 @@ class Oscillators(_OscillatorModule):
             raise ValueError("noise=True needs a causal layer, got bidirectional=True. Fix: bidirectional=False.")
         if self.noise and not self.takes_samples:
             raise ValueError(
-                "noise=True is a model of the samples alone, got missing=, mask_features=, elapsed_features= or "
+                "noise=True has no inputs besides the samples, got missing=, mask_features=, elapsed_features= or "
                 "static_size=. Fix: leave them out."
             )
         spread = torch.zeros(self.num_oscillators, device=device, dtype=dtype)
@@ -457,6 +457,10 @@ class Oscillators(_OscillatorModule):
                 Default: ``None``
             lengths: length of each sequence, (batch,); later samples are padding. Default: ``None``
             static: time-independent features, (batch, static_size). Default: ``None``
+
+        Raises:
+            TypeError: if ``t`` is a state, or the dtype of x is not that of the parameters.
+            ValueError: if a shape does not fit, times decrease, or an observed value is not finite.
         """
         lengths, series, times, observed = seq.unpack(x, lengths, t, mask)
         if isinstance(times, OscillatorState):
@@ -759,7 +763,7 @@ def _refuse_static(static: object) -> None:
     """Raise ValueError if there are static features, which a layer with noise=True does not have."""
     if static is not None:
         raise ValueError(
-            "static must be None, because noise=True is a model of the samples alone. Fix: dataclasses.replace("
+            "static must be None, because noise=True has no inputs besides the samples. Fix: dataclasses.replace("
             "series, static=None).inputs()."
         )
 
@@ -846,6 +850,9 @@ class OscillatorCell(_OscillatorModule):
             state: the state of the last call, or of a layer. None is a zero state at time 0. Default: ``None``
             dt: time since that of the state, a number or (batch,), >= 0; without a state it has no effect.
                 Default: ``1.0``
+
+        Raises:
+            ValueError: if a shape does not fit, x is not finite, or dt is negative or not finite.
         """
         check_input(x, "x")
         if x.dim() != 2 or x.shape[1] != self.input_size:
@@ -1064,6 +1071,11 @@ class OscillatorStack(nn.Module):
             static: time-independent features, (batch, static_size). Default: ``None``
             t_next: for ``head="next"``, the time of the sample after the last, (batch,) or a number. None repeats the
                 last gap; after a single sample it is one unit of time. Default: ``None``
+
+        Raises:
+            TypeError: if the dtype of x is not that of the parameters.
+            ValueError: if a shape does not fit, times decrease, an observed value is not finite, or ``head`` takes no
+                ``t_next``.
         """
         if state is not None:
             state = self._check_state(state)
@@ -1110,6 +1122,9 @@ class OscillatorStack(nn.Module):
 
         Returns:
             The outputs (batch, K, output_size), and the state at the last time.
+
+        Raises:
+            ValueError: if ``head`` is not ``"regression"``, or ``dt`` is negative or decreases.
         """
         seq.refuse_both_directions(self, "makes no forecast")
         if self.head != "regression":

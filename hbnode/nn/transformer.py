@@ -115,6 +115,9 @@ class AdaptiveConnection(Connection):
 
     Arguments:
         threshold: in (0, 1]; β_l is at most 1 - threshold. Default: ``1e-3``.
+
+    Raises:
+        ValueError: if ``threshold`` is not in (0, 1].
     """
 
     def __init__(self, threshold: float = 1e-3) -> None:
@@ -308,7 +311,7 @@ def make_attention(
 ) -> MultiheadBase[Any]:
     """Return a new attention module, given its name or a function that takes the modules' arguments.
 
-    Options of the module win over ``layout``. A module with another ``causal`` or ``batch_first`` is refused.
+    Options of the module override ``layout``. A module with another ``causal`` or ``batch_first`` raises an error.
     """
     make, own = _unwrap(kind)
     if not isinstance(options, Mapping):
@@ -856,6 +859,9 @@ class MomentumTransformer(nn.Module):
             tokens: (batch, length), or vectors (batch, length, d_model).
             state: state after the previous tokens. Default: ``None``, no previous tokens.
             key_padding_mask: (batch, length), True = ignore: the token does not change the state. Default: ``None``.
+
+        Raises:
+            ValueError: if the state is one of another batch size or of another number of layers.
         """
         self._check(tokens)
         key_padding_mask = read_mask(key_padding_mask, tokens.shape[:2])
@@ -886,6 +892,9 @@ class MomentumTransformer(nn.Module):
         Arguments:
             token: (batch,), or a vector (batch, d_model).
             state: state after the previous tokens. Default: ``None``, no previous tokens.
+
+        Raises:
+            ValueError: if ``token`` has the shape of several tokens.
         """
         check_input(token, "token")
         if token.dim() != (1 if self.embedding is not None else 2):
@@ -925,6 +934,10 @@ class MomentumTransformer(nn.Module):
         Returns:
             The prompt followed by the new tokens, in its dtype, (batch, length + steps), or vectors
             (batch, length + steps, d_model).
+
+        Raises:
+            ValueError: if the prompt is empty, ``temperature`` is negative, or ``num_embeddings=None`` and there is no
+                ``sample``.
         """
         self._check(prompt)
         if not 0 <= as_real(temperature, "temperature", "leave it out") < math.inf:

@@ -248,11 +248,11 @@ class HessianFree(Optimizer):
         """Update the parameters by one step.
 
         Each closure returns ``(outputs, targets)``, ``(outputs, targets, hidden)`` or
-        ``(outputs, targets, hidden, weight)``. ``hidden`` are the states under structural damping: a tensor z, which
-        penalises the squared change of z; a pair ``(z, w)``, which weights this change by w >= 0, a tensor that
-        broadcasts to z; or a list of tensors and pairs. :func:`hbnode.optim.tanh_hidden` returns the pair for a tanh
-        RNN. ``weight`` multiplies the losses. It broadcasts to the outputs, for cross-entropy to the targets; 0 masks
-        a position.
+        ``(outputs, targets, hidden, weight)``. ``hidden`` are the states under structural damping: a tensor z, a pair
+        ``(z, w)``, or a list of tensors and pairs. A tensor z penalises the squared change of z. A pair weights this
+        change by w >= 0, a tensor that broadcasts to z. :func:`hbnode.optim.tanh_hidden` returns the pair for a tanh
+        RNN. ``weight`` multiplies the losses. It broadcasts to the outputs, for cross-entropy to the targets; 0 masks a
+        position.
 
         Arguments:
             forward: the closure that evaluates the model on the gradient batch, also in the line search. Default:

@@ -117,9 +117,9 @@ class AdaptiveSteps:
     those nodes. Therefore, if f depends on time:
 
     - If f is negligible at the start, it is evaluated at four further times, with the initial state.
-    - If the initial state is zero, or these evaluations find a force, neighbouring nodes of a step have a distance of
-      at most a sixth of the span. Errors must then be below the tolerance by the factor ``dense_error_factor`` of the
-      method. A force that was found also shortens the first step, so that it moves the state by about the tolerance.
+    - If the initial state is zero, or these evaluations find a force, the nodes of a step are at most a sixth of the
+      span apart. Errors must then be below the tolerance by the factor ``dense_error_factor`` of the method. A force
+      that was found also shortens the first step, so that it moves the state by about the tolerance.
     - The first of several equal steps is an irrational fraction of the rest, so that its nodes miss no harmonic.
     """
 
@@ -377,8 +377,8 @@ class AdaptiveSteps:
             raise p.failure(
                 MaxStepsError,
                 f"after {self.attempts} steps of steady size about {needed:.1g} more are needed, and "
-                f"max_steps={p.settings.max_steps}. Fix: {p.advice()}divide t by a typical gap or period, so that f "
-                "acts over about one unit of time, or loosen rtol and atol, or raise max_steps",
+                f"max_steps={p.settings.max_steps}. Fix: {p.advice()}divide t by a typical gap or period, loosen "
+                "rtol and atol, or raise max_steps",
                 p.time(self.now),
                 self.taken,
             )

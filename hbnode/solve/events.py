@@ -417,7 +417,10 @@ class EventSteps(AdaptiveSteps):
             )
         jumped = p.term.flatten(jumped)
         if not all(bool(torch.isfinite(x[mask.flatten()]).all()) for x in jumped):
-            raise p.failure(NonFiniteError, "a jump returned a state that is not finite", t[mask.flatten()], self.taken)
+            message = (
+                "jump returned a state that is not finite. Fix: check it for log, sqrt or a division at this state"
+            )
+            raise p.failure(NonFiniteError, message, t[mask.flatten()], self.taken)
         return tuple([torch.where(mask, new, old) for new, old in zip(jumped, rows, strict=True)])
 
     def _set_sign(self, k: int, t: Tensor, rows: Rows, slopes: Rows, lanes: Array, *, fired: bool = True) -> None:
@@ -554,7 +557,7 @@ def _horner(polynomial: Array, theta: Array) -> Array:
 def _refuse_higher(gradient: Tensor) -> None:
     if torch.is_grad_enabled():
         raise RuntimeError(
-            "events give first derivatives only, and create_graph=True asks for more. "
+            "events give first derivatives only, got create_graph=True. "
             "Fix: leave create_graph out, or differentiate a solve without events twice."
         )
 

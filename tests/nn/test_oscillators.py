@@ -493,7 +493,7 @@ def test_ranges_of_gaps():
         ({"frequency": (0.0, 1.0)}, r"frequency must be \(low, high\)"),
         ({"decay": 3}, r"decay must be \(low, high\)"),
         ({"noise": True, "bidirectional": True}, "needs a causal layer"),
-        ({"noise": True, "mask_features": True}, "model of the samples alone"),
+        ({"noise": True, "mask_features": True}, "no inputs besides the samples"),
         ({"missing": "mean"}, "missing must be one of"),
     ],
 )
