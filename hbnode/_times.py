@@ -56,7 +56,7 @@ def refuse_dates(value: object, name: str) -> None:
     }
     fix = fixes.get(name, f"series.times({name})")
     raise TypeError(
-        f"{name} must hold numbers in the unit of t, got {kind}; only an hbnode.data.Series stores their unit. "
+        f"{name} must hold numbers in the unit of t, got {kind}, which an hbnode.data.Series converts. "
         f"Fix: {fix}, where series = hbnode.data.from_long(..., unit='h')."
     )
 

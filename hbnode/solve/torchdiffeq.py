@@ -90,7 +90,7 @@ def solve(field: Any, y0: State, t: Tensor, settings: Settings, counter: Tally, 
             *_, (frame, _) = traceback.walk_tb(error.__traceback__)
             if not frame.f_globals.get("__name__", "").startswith("torchdiffeq."):
                 raise
-            message = f"torchdiffeq's {method} gave up: {error}. Fix: a native method, such as 'tsit5'"
+            message = f"torchdiffeq's {method} gave up: {error}. Fix: method='tsit5', without options"
             raise counted.failure(SolverError, message) from error
         counted.check_solution(rows, t)
     # the caller may change the outputs in place, and the backward pass of the adjoint needs them
