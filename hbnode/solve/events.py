@@ -418,7 +418,7 @@ class EventSteps(AdaptiveSteps):
         jumped = p.term.flatten(jumped)
         if not all(bool(torch.isfinite(x[mask.flatten()]).all()) for x in jumped):
             message = (
-                "jump returned a state that is not finite. Fix: check it for log, sqrt or a division at this state"
+                "a jump returned a state that is not finite. Fix: check it for log, sqrt or a division at this state"
             )
             raise p.failure(NonFiniteError, message, t[mask.flatten()], self.taken)
         return tuple([torch.where(mask, new, old) for new, old in zip(jumped, rows, strict=True)])
