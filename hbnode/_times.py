@@ -56,7 +56,7 @@ def refuse_dates(value: object, name: str) -> None:
     }
     fix = fixes.get(name, f"series.times({name})")
     raise TypeError(
-        f"{name} must hold numbers in the unit of t, got {kind}, whose unit is known to an hbnode.data.Series alone. "
+        f"{name} must hold numbers in the unit of t, got {kind}, which an hbnode.data.Series converts. "
         f"Fix: {fix}, where series = hbnode.data.from_long(..., unit='h')."
     )
 

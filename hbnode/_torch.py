@@ -452,7 +452,7 @@ class ModuleWithConstants(nn.Module):
                 warnings.warn(
                     f"the state_dict does not hold the constant {key!r}: it was saved by an earlier version, or by "
                     "another module. "
-                    f"{type(self).__name__} keeps its own, {_tensor(getattr(self, attribute)).tolist()}. "
+                    f"{type(self).__name__} keeps its value, {_tensor(getattr(self, attribute)).tolist()}. "
                     "Fix: check that this is the value used in training, then save the state_dict again.",
                     stacklevel=2,
                 )

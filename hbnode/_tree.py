@@ -13,7 +13,7 @@ from torch.utils import _pytree
 from typing_extensions import dataclass_transform
 
 from hbnode._checks import check_input
-from hbnode._torch import plain
+from hbnode._torch import may_look, plain
 
 State = Tensor | tuple[Tensor, ...]
 Times = Tensor | Iterable[float | Tensor]  # includes NumPy arrays
@@ -43,7 +43,7 @@ def is_finite(state: State) -> bool:
 
 
 def all_finite(state: State) -> Tensor:
-    """Return a boolean tensor, which says without a synchronisation whether all elements of a state are finite."""
+    """Return, without a synchronisation, a boolean tensor: whether all elements of a state are finite."""
     return torch.stack([torch.isfinite(part).all() for part in parts(state)]).all()
 
 
@@ -125,6 +125,12 @@ class Record:
     def detach(self: Kind) -> Kind:
         """Return the state without its autograd graph, for truncated backpropagation."""
         return self.map(torch.Tensor.detach)
+
+    def outside_inference_mode(self: Kind) -> Kind:
+        """Return the state with copies of tensors made in inference mode, which autograd cannot save."""
+        if not may_look() or torch.is_inference_mode_enabled():
+            return self
+        return self.map(lambda z: z.clone() if z.is_inference() else z)
 
     def to(self: Kind, *args: Any, **kwargs: Any) -> Kind:
         """Return the state on another device or in another dtype, with the arguments of :meth:`torch.Tensor.to`.

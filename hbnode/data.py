@@ -50,12 +50,12 @@ class SeriesInputs(TypedDict):
 class Series(Record):
     """A batch of irregular series, padded to the length of the longest.
 
-    Use ``layer(**series.inputs())`` with an :class:`hbnode.ODERNN`, :class:`hbnode.nn.Oscillators` or
-    :class:`hbnode.nn.OscillatorStack`, :meth:`to` to change the device or dtype, and
-    ``dataclasses.replace(series, x=scale(series.x))`` to replace an attribute.
+    Call an :class:`hbnode.ODERNN`, :class:`hbnode.nn.Oscillators` or :class:`hbnode.nn.OscillatorStack` as
+    ``layer(**series.inputs())``. :meth:`to` changes the device or dtype.
+    ``dataclasses.replace(series, x=scale(series.x))`` replaces an attribute.
 
-    Models take numbers in the unit of t. Only a series knows this unit and the date of t = 0: use :meth:`durations`
-    and :meth:`times` to convert durations and dates to such numbers, and :meth:`dates` to convert times to dates.
+    Models take numbers in the unit of t. A series stores this unit and the date of t = 0. :meth:`durations` and
+    :meth:`times` convert durations and dates to such numbers. :meth:`dates` converts times to dates.
 
     Attributes:
         x: values (batch, T, features); NaN if missing, and on padding.
@@ -143,8 +143,8 @@ class Series(Record):
         """Convert durations to numbers in the unit of t, in float64 and in the shape of ``durations``.
 
         Arguments:
-            durations: durations of numpy, pandas, polars or the standard library, text such as ``"1h"`` or ``"30min"``,
-                which pandas reads, or numbers, which are in the unit of t already. One duration, or nested lists.
+            durations: durations of numpy, pandas, polars or the standard library, or text that pandas reads, such as
+                ``"1h"``. Numbers are in the unit of t already. One duration, or nested lists.
 
         Raises:
             TypeError: if the times of the series are numbers of an unknown unit, or ``durations`` are dates.
@@ -193,7 +193,7 @@ class Series(Record):
         if value is None:
             raise TypeError(
                 f"the series has unit={self.unit!r} and origin={self.origin!r}, which cannot convert {got}. Fix: "
-                "numbers in the unit of t; or say what t is, as dataclasses.replace(series, unit=3600.0, "
+                "numbers in the unit of t; or set the unit of t, dataclasses.replace(series, unit=3600.0, "
                 "origin=numpy.datetime64('2020-01-01')) for hours since 2020."
             )
         return value
@@ -251,8 +251,8 @@ def from_long(
 
     Raises:
         KeyError: if the table has no such column.
-        ValueError, TypeError: if an id, a time or a variable is missing, or a column has entries of a wrong type; the
-            message names the column.
+        ValueError, TypeError: if an id, a time or a variable is missing, or entries have a wrong type. The message
+            names the column.
 
     Example:
         >>> import hbnode
@@ -566,6 +566,9 @@ def collate(items: Sequence[Series] | Sequence[tuple[Series, Any]]) -> Series | 
 
     Arguments:
         items: series, or pairs of a series and a target.
+
+    Raises:
+        ValueError: if there are no items, or their units or origins of time differ.
     """
     if not items:
         raise ValueError("there are no items. Fix: a batch of at least one item.")
@@ -648,6 +651,9 @@ def bucketed_batches(
 
     Returns:
         An iterable over batches, each a list of indices of series.
+
+    Raises:
+        ValueError: if ``lengths`` are not integers (batch,).
     """
     counts = as_integers(lengths, "lengths", "series.lengths")
     if counts.dim() != 1 or counts.is_floating_point():

@@ -231,10 +231,10 @@ class _Bank(NamedTuple):
 def oscillator_states(t: Array, force: Array, frequency: Array, damping_ratio: Array) -> tuple[Array, Array, Array]:
     r"""Return the states of oscillators that are driven by a force that is linear in time between the samples.
 
-    Each oscillator follows x'' + 2ζω x' + ω² x = ω² u(t), at rest at first: every other one at x = 0, the others at
-    x = u, the equilibrium under the first force. The state is one complex number z with z' = λ z + ω u and
-    λ = ω(-ζ + i√(1 - ζ²)). Then x is Im z / √(1 - ζ²), and x'/ω is Re z - ζx. Over a gap Δ, with y = λΔ,
-    φ₁(y) = (e^y - 1)/y and φ₂(y) = (φ₁(y) - 1)/y,
+    Each oscillator follows x'' + 2ζω x' + ω² x = ω² u(t) and starts with velocity 0. Every other one starts at x = 0,
+    the others at x = u, the equilibrium under the first force. The state is one complex number z with z' = λ z + ω u
+    and λ = ω(-ζ + i√(1 - ζ²)). Then x is Im z / √(1 - ζ²), and x'/ω is Re z - ζx. Over a gap Δ, with y = λΔ, φ₁(y) =
+    (e^y - 1)/y and φ₂(y) = (φ₁(y) - 1)/y,
 
     .. math:: z_i = e^y z_{i-1} + \omega\Delta\,((\varphi_1(y) - \varphi_2(y))\,u_{i-1} + \varphi_2(y)\,u_i).
 
@@ -308,14 +308,14 @@ def _interpolated(block: _Block, at: Array, kind: str) -> Array:
 
 
 class OscillatorFeatures(_Transformer):
-    r"""A transformer of series to statistics of damped oscillators that are driven by them; nothing is trained.
+    r"""A transformer of series to statistics of damped oscillators that they drive; it has no trained parameters.
 
-    Each channel is standardised. Each of P oscillators x'' + 2ζω x' + ω² x = ω² u(t) is driven by a random combination
-    u of the channels, which is linear in time between observed values. It is solved exactly over any gaps. Half of the
+    Each channel is standardised. A random combination u of the channels drives each of P oscillators x'' + 2ζω x' + ω²
+    x = ω² u(t); u is linear in time between observed values. The solution is exact over any gaps. Half of the
     oscillators start at x = 0, half at the equilibrium under the first force. The frequencies ω/2π are log-spaced; the
     damping ratios ζ are drawn log-uniformly. Displacement x, velocity x'/ω and acceleration x''/ω² are a low-pass, a
-    band-pass and a high-pass filter of u. The features of each of these states y are pooled over the samples and over
-    equally spaced points in the gaps between them, weighted by the time that is nearest to each:
+    band-pass and a high-pass filter of u. The features pool each of these states y over the samples and over equally
+    spaced points in the gaps. Each point has the weight of the time that is nearest to it:
 
     - ``share0``, ..., ``share8``: the share of the time with y above a quantile of the training series;
     - ``log_maximum``: the logarithm of the maximum of \|y\|;
@@ -337,15 +337,15 @@ class OscillatorFeatures(_Transformer):
         random_state: seed of damping ratios, combinations and training samples, an int or a RandomState. None draws
             others in each fit. Default: ``None``.
         n_jobs: number of parallel jobs of joblib, which take chunks of series. None is one job, or what
-            ``joblib.parallel_config`` says, such as a Dask cluster. Default: ``None``.
+            ``joblib.parallel_config`` specifies, such as a Dask cluster. Default: ``None``.
 
     Attributes:
         frequency_: ω/2π, (P,).
         damping_ratio_: ζ, (P,).
         weights_: combinations of the standardised channels, (channels, P).
         mean_, scale_: mean and standard deviation of each channel, (channels,).
-        step_: time between points at which states are pooled: that of the lattice on which the training samples lie,
-            such as 1 for integer times of which some are missing, but at least a quarter of the median gap.
+        step_: time between points at which states are pooled. It is the spacing of the lattice of the training times,
+            such as 1 for integer times of which some are missing. It is at least a quarter of the median gap.
 
     Raises:
         ValueError: if the series do not have the channels or the static features of those in fit.
@@ -385,7 +385,7 @@ class OscillatorFeatures(_Transformer):
 
         Arguments:
             X: a :class:`hbnode.data.Series`, or what :func:`hbnode.data.as_series` converts.
-            y: ignored.
+            y: ignored. Default: ``None``
         """
         series = self._series(X, is_new=True)
         random = check_random_state(self.random_state)
@@ -437,6 +437,9 @@ class OscillatorFeatures(_Transformer):
 
         Arguments:
             X: a :class:`hbnode.data.Series`, or what :func:`hbnode.data.as_series` converts.
+
+        Raises:
+            ValueError: if the number of static features is not that of :meth:`fit`.
         """
         check_is_fitted(self)
         series = self._series(X)
@@ -511,7 +514,7 @@ class RocketFeatures(_Transformer):
     fixed kernels, at several dilations, exceed a threshold. It needs the package aeon, which compiles the kernels in
     the first call (20 seconds, then cached).
 
-    All series share one grid, hence one clock: let t = 0 mean the same in every series.
+    All series share one grid, so t = 0 must have the same meaning in every series.
 
     References:
         Dempster, Schmidt and Webb, MiniRocket, KDD 2021, arXiv:2012.08791.
@@ -529,7 +532,7 @@ class RocketFeatures(_Transformer):
         random_state: seed of thresholds and combinations of channels, an int or a RandomState. None draws others in
             each fit. Default: ``None``.
         n_jobs: number of parallel jobs of joblib, which take chunks of series. None is one job, or what
-            ``joblib.parallel_config`` says. Default: ``None``.
+            ``joblib.parallel_config`` specifies. Default: ``None``.
 
     Attributes:
         grid_: the times of the grid, (points,).
@@ -564,7 +567,7 @@ class RocketFeatures(_Transformer):
 
         Arguments:
             X: a :class:`hbnode.data.Series`, or what :func:`hbnode.data.as_series` converts.
-            y: ignored.
+            y: ignored. Default: ``None``
         """
         self._fit(X)
         return self
@@ -574,7 +577,7 @@ class RocketFeatures(_Transformer):
 
         Arguments:
             X: a :class:`hbnode.data.Series`, or what :func:`hbnode.data.as_series` converts.
-            y: ignored.
+            y: ignored. Default: ``None``
         """
         values = self._fit(X)
         return np.asarray(self.kernels_.transform(values), dtype=np.float64)
@@ -638,7 +641,7 @@ class RocketFeatures(_Transformer):
         """Return the names of the features, ``"minirocket0"``, ``"minirocket1"``, ....
 
         Arguments:
-            input_features: ignored.
+            input_features: ignored. Default: ``None``
         """
         check_is_fitted(self)
         count = max(84, self.num_features // 84 * 84)

@@ -273,7 +273,7 @@ class _Damped(ModuleWithConstants, Field):
         return self.get_constant("_damping") if self.omega is None else self.max_damping * torch.sigmoid(self.omega)
 
     def solver_damping(self) -> Tensor | float:
-        """Return the damping γ for a solver, where a constant γ is on the CPU, because reading a GPU waits."""
+        """Return the damping γ for a solver; a constant γ is on the CPU, to avoid synchronisation."""
         return self.damping if self.omega is not None else self.host_constant("_damping", self.damping)
 
     def constants(self) -> dict[str, str]:
@@ -311,8 +311,8 @@ class HBNODE(_Damped):
 
     Arguments:
         func: f, taking ``(h)`` or ``(t, h)``, returning the shape of h. f does not take m.
-        damping: initial γ, in units of 1/time: a number, or a tensor that broadcasts with h, (d,) for one γ per feature
-            and (d, 1, 1) for one per channel. None is ``max_damping * sigmoid(-3)``, about 0.047. Default: None.
+        damping: initial γ, in units of 1/time. A number, or a tensor that broadcasts with h: (d,) for one γ per
+            feature, (d, 1, 1) for one per channel. None is ``max_damping * sigmoid(-3)``, about 0.047. Default: None.
         learn_damping: whether γ is learned. A constant γ is a Python float or a float64 tensor for any dtype of the
             module, and is part of the ``state_dict``. Default: True.
         max_damping: upper bound of a learned γ. Default: 1.0.
@@ -488,7 +488,11 @@ class AdamNODE(Field):
         return *with_momentum(x, self.initial_momentum, "initial_momentum"), torch.ones_like(x)
 
     def forward(self, t: Tensor, state: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the derivatives h', m' and v' of the state (h, m, v)."""
+        """Return the derivatives h', m' and v' of the state (h, m, v).
+
+        Raises:
+            TypeError: if the state does not have three tensors.
+        """
         if isinstance(state, Tensor) or len(state) != 3:
             raise TypeError(
                 f"AdamNODE is solved on three tensors (h, m, v), got {describe(state)}. "
@@ -557,7 +561,11 @@ class PortHamiltonian(HBNODE):
         )  # fmt: skip
 
     def potential(self, t: Tensor, h: Tensor) -> Tensor:
-        """Return the potential energy V(h, t) of each sample, (batch,)."""
+        """Return the potential energy V(h, t) of each sample, (batch,).
+
+        Raises:
+            ValueError: if ``func`` does not return one number per sample.
+        """
         value = self.func(t, h) if self.time_dependent else self.func(h)
         if not isinstance(value, Tensor) or value.shape not in (h.shape[:1], (*h.shape[:1], 1)):
             raise ValueError(
@@ -671,8 +679,8 @@ class HeavyBallSDE(HBNODE):
 
     Arguments:
         func: f, taking ``(h)`` or ``(t, h)``, returning the shape of h. f does not take m.
-        damping: initial γ, in units of 1/time: a number, or a tensor that broadcasts with h, (d,) for one γ per feature
-            and (d, 1, 1) for one per channel. None is ``max_damping * sigmoid(-3)``, about 0.047. Default: None.
+        damping: initial γ, in units of 1/time. A number, or a tensor that broadcasts with h: (d,) for one γ per
+            feature, (d, 1, 1) for one per channel. None is ``max_damping * sigmoid(-3)``, about 0.047. Default: None.
         temperature: initial η, in units of (h/time)²: a number >= 0, or a tensor that broadcasts with h.
             Default: ``1.0``.
         learn_damping: whether γ is learned. A constant γ is part of the ``state_dict``. Default: True.
@@ -738,7 +746,7 @@ class HeavyBallSDE(HBNODE):
         return self.get_constant("_temperature") if self.log_temperature is None else self.log_temperature.exp()
 
     def solver_temperature(self) -> Tensor | float:
-        """Return the temperature η for a solver, where a constant η is on the CPU, because reading a GPU waits."""
+        """Return the temperature η for a solver; a constant η is on the CPU, to avoid synchronisation."""
         return self.host_constant("_temperature", self.temperature)
 
     def constants(self) -> dict[str, str]:

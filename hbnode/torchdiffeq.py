@@ -57,10 +57,10 @@ def odeint(
         atol: absolute tolerance in the units of the state, given like ``rtol``. Default: 1e-9.
         method: a name of torchdiffeq, or a native name of :func:`hbnode.methods`. If both have the name, the method is
             torchdiffeq's. Default: None, which is ``"dopri5"``.
-        options: torchdiffeq's options of the method. For a native method they are the options of
-            :func:`hbnode.odeint`, its arguments ``steps``, ``per_sample``, ``save``, ``jump_times``, ``max_steps``,
-            ``compile`` and ``gradient``, and torchdiffeq's ``jump_t``, ``max_num_steps`` and ``step_size``. With
-            ``step_size``, each output interval has equal steps, which are not longer. Default: None.
+        options: torchdiffeq's options of the method. A native method takes the options of :func:`hbnode.odeint` and its
+            arguments ``steps``, ``per_sample``, ``save``, ``jump_times``, ``max_steps``, ``compile`` and ``gradient``.
+            It also takes torchdiffeq's ``jump_t``, ``max_num_steps`` and ``step_size``. With ``step_size``, each output
+            interval has equal steps, which are not longer. Default: None.
         event_fn: event function: the solve ends when ``event_fn(t, y)`` changes its sign. It is for torchdiffeq's
             methods. Default: None.
 
@@ -324,7 +324,7 @@ class CountedFunction(nn.Module):
 
 
 def step_events(method: str | None) -> dict[str, str]:
-    """Return the callbacks that tell the accepted and the rejected steps of a method; fixed steps are all accepted."""
+    """Return the callbacks for accepted and rejected steps of a method; fixed steps are all accepted."""
     solver = solver_of(method)
     names = solver.valid_callbacks() if solver is not None else ()
     if "callback_accept_step" in names:

@@ -222,7 +222,7 @@ def test_numbers_have_no_unit_until_the_user_says_so():
         with pytest.raises(TypeError, match=r"unit=None and origin=None.*Fix: numbers in the unit of t; or") as error:
             call()
     names = {"dataclasses": dataclasses, "numpy": numpy, "series": plain}
-    fixed = eval(str(error.value).split("t is, as ")[1].removesuffix(" for hours since 2020."), names)
+    fixed = eval(str(error.value).split("unit of t, ")[1].removesuffix(" for hours since 2020."), names)
     assert fixed.durations("90min") == 1.5
     assert fixed.times("2020-01-02") == 24.0
 

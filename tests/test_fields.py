@@ -215,7 +215,9 @@ def test_a_checkpoint_without_constants():
     """Those of the first version had none (for channels: rounded ones, by another name)."""
     old = {name: p.detach() for name, p in constant_field(0.5).named_parameters()}
     field = constant_field(0.9)
-    with pytest.warns(UserWarning, match=r"does not hold the constant '(damping|xi)'.*keeps its own, 0\.[97]\. Fix: "):
+    with pytest.warns(
+        UserWarning, match=r"does not hold the constant '(damping|xi)'.*keeps its value, 0\.[97]\. Fix: "
+    ):
         field.load_state_dict(old)
     assert field.damping == 0.9
     field, own = constant_field([0.9, 0.1]), [0.5, 0.1]

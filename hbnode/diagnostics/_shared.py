@@ -91,8 +91,7 @@ def dtype_and_device(field: object) -> tuple[torch.dtype, torch.device | None]:
 def schedule(block: ODEBlock, t: Tensor | Sequence[float] | None, points: int = 200) -> tuple[Tensor, Settings]:
     """Return the output times of a diagnostic, and the settings of the solve.
 
-    If ``t`` is None, the times are the ends of the steps of a block with fixed steps, or else ``points`` equally spaced
-    times of ``t_span``.
+    If ``t`` is None, the times are the ends of fixed steps, or else ``points`` equally spaced times of ``t_span``.
     """
     settings = block.settings()
     if t is not None:

@@ -59,8 +59,8 @@ def trajectories(
     Each feature has a colour if there are several. For a single feature, each sample has a colour.
 
     Arguments:
-        data: a block; or a trajectory h of shape (T, batch, ...), (T, batch) or (T,), such as ``block(x, t)``; or a
-            pair (h, m), of which h is drawn.
+        data: a block, or a trajectory h of shape (T, batch, ...), (T, batch) or (T,), such as ``block(x, t)``. Of a
+            pair (h, m), h is drawn.
         x: for a block, its input (batch, ...). For a trajectory, its times (T,), as an alternative to ``t``. Default:
             None.
         t: times (T,). For a block, None is 200 equally spaced times of ``t_span``, or the ends of fixed steps. For a
@@ -73,6 +73,9 @@ def trajectories(
 
     Returns:
         The axes.
+
+    Raises:
+        ValueError: if the shapes of h and of the times do not fit.
 
     Example:
         >>> import torch, hbnode
@@ -198,6 +201,9 @@ def vector_field(
     Returns:
         The axes.
 
+    Raises:
+        ValueError: if ``features`` are not two features of h, or the field does not take the state at ``at``.
+
     Example:
         >>> import torch, hbnode
         >>> spring = hbnode.HeavyBallODEBlock(lambda h: -h, damping=0.2, t_span=(0.0, 20.0))
@@ -310,6 +316,9 @@ def tolerance_curve(
 
     Returns:
         The axes on the left.
+
+    Raises:
+        TypeError: if ``data`` holds anything else than curves of :func:`hbnode.diagnostics.nfe_vs_tolerance`.
 
     Example:
         >>> import torch, hbnode

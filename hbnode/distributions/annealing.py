@@ -22,7 +22,12 @@ _NORMAL = "torch.distributions.Independent(torch.distributions.Normal(torch.zero
 
 
 class LogZ(NamedTuple):
-    """An estimate of log Z, where Z is the integral of an unnormalised density, and its standard error; scalars."""
+    """An estimate of log Z, where Z is the integral of an unnormalised density.
+
+    Attributes:
+        estimate: the estimate, a scalar.
+        standard_error: its standard error, a scalar.
+    """
 
     estimate: Tensor
     standard_error: Tensor
@@ -204,6 +209,9 @@ class HeavyBallAnnealing(nn.Module):
 
         Returns:
             The final points x (n, d) and their log weights (n,).
+
+        Raises:
+            ValueError: in transforms of torch.func, or if the prior draws on another device.
         """
         n = as_count(n, "n", least=0)
         if _torch.is_transformed():
@@ -234,6 +242,9 @@ class HeavyBallAnnealing(nn.Module):
 
         Returns:
             The mean, a scalar.
+
+        Raises:
+            ValueError: if a log weight is minus infinity.
         """
         _, log_weight = self.rsample(as_count(n, "n"), seed=seed)
         mean = log_weight.mean()
@@ -258,6 +269,9 @@ class HeavyBallAnnealing(nn.Module):
 
         Returns:
             ``LogZ(estimate, standard_error)``, two scalars.
+
+        Raises:
+            ValueError: if all weights are 0.
         """
         _, log_weight = self.sample(as_count(n, "n", least=2), seed=seed)
         largest = log_weight.max()
@@ -272,6 +286,7 @@ class HeavyBallAnnealing(nn.Module):
 
     @override
     def forward(self, n: int, *, seed: int | None = None) -> Tensor:
+        """Return :meth:`bound` of the same arguments; wrappers such as DistributedDataParallel call ``forward``."""
         return self.bound(n, seed=seed)
 
     def _run(self, x: Tensor) -> tuple[Tensor, Tensor]:

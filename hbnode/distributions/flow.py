@@ -262,6 +262,9 @@ class HeavyBallFlow(nn.Module):
         Arguments:
             h: position (..., dim).
             condition: (..., condition_dim). Default: None, for a flow without a condition.
+
+        Raises:
+            ValueError: if the module ``posterior`` does not return means and log standard deviations of m.
         """
         condition = self._check_inputs(h, condition)
         value = self.posterior_net(h) if condition is None else self.posterior_net(h, condition)

@@ -1,4 +1,4 @@
-"""What the estimators of series share: conversion of data, labels of series, and files without pickle."""
+"""The base of the estimators of series: conversion of data, labels of series, and files without pickle."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ class SeriesEstimator(BaseEstimator):
     def load(cls, path: str | os.PathLike[str]) -> Self:
         """Return the estimator that :meth:`save` wrote to a file.
 
-        Only classes of hbnode, scikit-learn and aeon are made, so a file of others cannot execute code.
+        It creates only objects of hbnode, scikit-learn and aeon, so an untrusted file cannot execute code.
 
         Arguments:
             path: the file.

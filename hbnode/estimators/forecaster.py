@@ -1,4 +1,4 @@
-"""Forecasts of irregular series with calibrated bands, from a table to a table."""
+"""Forecasts of irregular series with calibrated bands; input and output are tables."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ NEAR = 200  # held-out errors from which a band is calibrated
 
 @dataclasses.dataclass
 class Questions:
-    """Series up to a sample each, and what is observed later.
+    """Series cut at one sample each, and the values observed later.
 
     Attributes:
         past: the series, in units of the training data's deviations.
@@ -232,8 +232,8 @@ class SeriesForecaster(SeriesEstimator):
 
     The forecast of a value is its mean and a band for each level. Bands are calibrated by split conformal prediction.
     Let e be the errors on held-out series, divided by the model's standard deviation. The half width of a band is the
-    standard deviation times a quantile of e at similar horizons of the same column, so that the band covers its level.
-    Series of fewer than ten are not held out; the last 30 % of each series are instead.
+    standard deviation times a quantile of e at similar horizons of the same column. With fewer than ten series, the
+    last 30 % of each series are held out instead of whole series.
 
     References:
         Lei et al., Distribution-Free Predictive Inference for Regression, JASA 113 (2018).
@@ -306,7 +306,10 @@ class SeriesForecaster(SeriesEstimator):
 
         Arguments:
             X: the series.
-            y: ignored.
+            y: ignored. Default: ``None``
+
+        Raises:
+            ValueError: if ``model`` is unknown.
         """
         if self.model not in get_args(Model):
             near = nearest(str(self.model), get_args(Model)) or "auto"
@@ -358,9 +361,12 @@ class SeriesForecaster(SeriesEstimator):
 
         Arguments:
             X: the series up to now, which need not be those of :meth:`fit`.
-            ahead: times after the last sample of each series: durations such as ``"1h"``, or dates, which must not lie
-                before the last sample; for times that are numbers, or a Series, numbers in their unit. One, or a list.
-                Dates have a time zone if those of the table have one.
+            ahead: times after the last sample of each series. They are durations such as ``"1h"``, or dates, which must
+                not lie before the last sample. For times that are numbers, or a Series, they are numbers in their unit.
+                One, or a list. Dates have a time zone if those of the table have one.
+
+        Raises:
+            ValueError: if dates have a time zone and those of :meth:`fit` have none, or the reverse.
         """
         import pandas
 

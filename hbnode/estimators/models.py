@@ -237,7 +237,7 @@ class SeriesClassifier(ClassifierMixin, _SeriesModel):
     """A classifier of irregular series with missing values.
 
     Series are given as a :class:`hbnode.data.Series`, a list of pairs (t, x), an array (batch, channels, T), or a table
-    in long form, whose columns are named once in the constructor (:func:`hbnode.data.as_series`). NaN is missing.
+    in long form. The constructor takes the names of a table's columns (:func:`hbnode.data.as_series`). NaN is missing.
 
     Arguments:
         model: ``"features"``, :class:`hbnode.features.OscillatorFeatures` into a ridge, or into boosted trees if there
@@ -361,7 +361,7 @@ class SeriesRegressor(RegressorMixin, _SeriesModel):
     """A regressor of one or several numbers for each irregular series, which may have missing values.
 
     Series are given as a :class:`hbnode.data.Series`, a list of pairs (t, x), an array (batch, channels, T), or a table
-    in long form, whose columns are named once in the constructor (:func:`hbnode.data.as_series`). NaN is missing.
+    in long form. The constructor takes the names of a table's columns (:func:`hbnode.data.as_series`). NaN is missing.
 
     Arguments:
         model: ``"features"``, :class:`hbnode.features.OscillatorFeatures` into a ridge, or into boosted trees if there

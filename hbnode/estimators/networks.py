@@ -28,9 +28,9 @@ Net = TypeVar("Net", bound=nn.Module)
 class SeriesNetwork(nn.Module):
     """A network with one output for each series: inputs, a recurrent core, the last and the mean state, a linear map.
 
-    The inputs of the core are the values, decayed to the mean of the training data where they are missing, the mask,
-    the ages of the last values, the time as a share of the longest span, and static features. Time begins at
-    ``start``, or at the first sample of each series if ``start`` is None.
+    The inputs of the core are the values, the mask, the ages of the last values, the time and static features. Time is
+    divided by the longest span. A missing value is the last value, decayed to the mean of the training data. Time
+    begins at ``start``, or at the first sample of each series if ``start`` is None.
 
     Arguments:
         kind: the core: ``"gru"`` (torch.nn.GRU), ``"odernn"`` (:class:`hbnode.ODERNN`) or ``"oscillators"``

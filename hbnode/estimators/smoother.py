@@ -43,7 +43,7 @@ class Posterior(NamedTuple):
     Attributes:
         mean: means of the signal (batch, channels, K) at K times.
         std: standard deviations of the signal, without observation noise, (batch, channels, K).
-        paths: joint draws of the signal at all times, (paths, batch, channels, K); None if none were asked for.
+        paths: joint draws of the signal at all times, (paths, batch, channels, K); None for ``paths=0``.
     """
 
     mean: NDArray[Any]
@@ -82,9 +82,9 @@ class OscillatorSmoother(BaseEstimator):
     The likelihood is then a multivariate t distribution, and the bands of a series widen with its own errors.
 
     The oscillators are limited to one cycle in four median gaps and to ζ < 2 in the fit. A faster oscillator could not
-    be told from noise. The mean is smooth, and for rough series that loses what a classifier needs, although its errors
-    are small. ``keep_observed=True`` therefore puts the observed values back. Choose between reconstructions by the
-    accuracy of the classifier, never by their errors.
+    be distinguished from noise. The mean is smooth: for rough series it lacks details that a classifier uses, although
+    its errors are small. ``keep_observed=True`` therefore restores the observed values. Choose between reconstructions
+    by the accuracy of the classifier, never by their errors.
 
     References:
         Shah, Wilson and Ghahramani, Student-t Processes as Alternatives to Gaussian Processes, AISTATS 2014;
@@ -92,8 +92,8 @@ class OscillatorSmoother(BaseEstimator):
 
     Arguments:
         num_oscillators: P. Default: ``3``
-        mean: ``"shared"`` for a mean μ(t) over all series, for series with one clock such as days or spectra, or
-            ``"constant"``, the mean of all values of a channel. Default: ``"shared"``
+        mean: ``"shared"`` for a mean μ(t) over all series, if they have one clock, such as days or spectra.
+            ``"constant"`` for the mean of all values of a channel. Default: ``"shared"``
         keep_observed: whether means at times with an observed value are that value. Default: ``True``
         student: whether each series has a variance of its own. Default: ``True``
         max_iter: iterations of L-BFGS. Default: ``50``
@@ -139,6 +139,9 @@ class OscillatorSmoother(BaseEstimator):
             series: a :class:`hbnode.data.Series`, a list of (t, x) with t (n,) and x (n,) or (n, channels), or an array
                 (batch, channels, T); NaN is missing. See :func:`hbnode.data.as_series`.
             y: ignored; for pipelines. Default: ``None``
+
+        Raises:
+            ValueError: if ``mean`` is unknown, or the series have fewer than two observed values.
         """
         as_count(self.max_iter, "max_iter")
         check_bool(self.student, "student")
@@ -265,7 +268,7 @@ class OscillatorSmoother(BaseEstimator):
     def reconstruct(self, series: Any, grid: Any) -> NDArray[Any]:
         """Return the means of :meth:`posterior`, (batch, channels, K).
 
-        This is what ``reconstruction`` of :class:`hbnode.features.RocketFeatures` asks for.
+        ``hbnode.features.RocketFeatures(reconstruction=smoother)`` computes features of them.
 
         Arguments:
             series: as in :meth:`fit`, with the channels of the training data.

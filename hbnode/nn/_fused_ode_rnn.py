@@ -3,8 +3,8 @@
 ``python -m benchmarks.irregular`` measures it, in the rows "hbnode". The reference is the loop of
 :class:`hbnode.nn.ode_rnn.ODERNNLayer`. Supported are torch.nn's cells, and fields around a network of known layers.
 Four things make it faster. It records no autograd graph. The gradient of a weight is one matrix product for many uses.
-Coefficients of many steps are computed at once. A gap, which is the interval between two observations, skips the step
-size controller if it is one step for all samples, as most gaps are.
+Coefficients of many steps are computed at once. A gap is the interval between two observations. If it is one step for
+all samples, as most gaps are, it skips the step size controller.
 
 It takes the same steps as :mod:`hbnode.solve` in a loop of its own. The general loop also supports output times,
 jumps and time-dependent fields, and records a graph per gap with a common step. With the general loop a training step
@@ -468,7 +468,7 @@ class FusedODERNN:
         h, f = rms(parts[0]), rms(parts[-1])
         if not math.isfinite(self.number):
             raise NonFiniteError(
-                f"the damping of the field is {self.number}. Fix: look at the gradients of its parameter",
+                f"the damping of the field must be finite, got {self.number}. Fix: a smaller learning rate",
                 t=float(self.times[0, gap]), step_size=math.nan, nfe=0,
             )  # fmt: skip
         if not np.isfinite(h + f).all():

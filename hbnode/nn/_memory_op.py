@@ -4,8 +4,8 @@ Packed sequences lie one after another in one row. They are divided into groups 
 padded to a batch: no sequence is shorter than half of the longest of its group, so padding at most doubles the steps.
 A padded step has zeros in all tensors (log α = log μ = 0, s = η = 0), and changes nothing.
 
-For graphs, the forward and the backward pass are custom operators, which are not traced: traced, the loop over chunks
-would be unrolled, and the graph would hold for one number of chunks.
+For graphs, the forward and the backward pass are custom operators, which are not traced. Tracing would unroll the loop
+over chunks, and the graph would hold for one number of chunks.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Group(NamedTuple):
 
 
 class _Packing:
-    """The groups of packed sequences, with the way back from groups to the row."""
+    """The groups of packed sequences, with the indices that map groups back to the row."""
 
     def __init__(self, cu_seqlens: Tensor, length: int, device: torch.device) -> None:
         ends = plain(cu_seqlens).tolist()

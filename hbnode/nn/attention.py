@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree
 from typing_extensions import override
 
 from hbnode._checks import as_count, as_real, check_bool, check_input, is_one_of
-from hbnode._torch import ModuleWithConstants, may_look, no_autocast
+from hbnode._torch import ModuleWithConstants, may_look
 from hbnode.nn.heavy_ball_memory import HeavyBallMemoryState, count_packed, heavy_ball_memory
 from hbnode.nn.momentum_attention import MomentumAttentionState, momentum_attention
 from hbnode.nn.sequences import check_dtype
@@ -22,6 +22,7 @@ State = TypeVar("State")
 Heads = tuple[Tensor, Tensor, Tensor]  # queries, keys, values: (batch, heads, length, head_dim)
 Numbers = float | Sequence[float] | Tensor
 
+CACHE = ("keys", "values", "ignored")
 LEAST_NORM = 1e-3  # lower bound of the norms that queries and keys are divided by, which bounds the gradient
 MASK_FIX = (
     "Fix: is_causal=True for causal attention, key_padding_mask (batch, length), True = ignore, for padding, "
@@ -295,7 +296,7 @@ class MultiheadBase(ModuleWithConstants, Generic[State]):
                     f"{name} must be {order}, {features}), or (length, {features}), got shape {tuple(x.shape)}. "
                     "Fix: that shape; embed_dim, kdim and vdim set the features of query, key and value."
                 )
-            check_linear_dtype(x, dtype, name)
+            check_dtype(x, [dtype], name)
         batch = 0 if self.batch_first else 1
         if key.shape[:-1] != value.shape[:-1] or (query.dim() == 3 and query.shape[batch] != key.shape[batch]):
             shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
@@ -459,8 +460,8 @@ class HeavyBallMemory(MultiheadBase[HeavyBallMemoryState]):
 
     The gates r_t, α_t and μ_t are in (0, 1) and are computed from the input by a linear layer and a sigmoid. Keys and
     queries are divided by their norm, or by 0.001 if their norm is smaller. If every two keys are equal or orthogonal,
-    S stays bounded for all gates and all repetitions of keys. With (1 - μ_t)^2 in the update of S, and no such factor
-    in that of P, S can grow without bound if μ_t depends on the key. ``momentum=False`` is Gated DeltaNet;
+    S stays bounded for all gates and all repetitions of keys. If the factor were (1 - μ_t)^2 in the update of S and 1
+    in that of P, S could grow without bound for a key-dependent μ_t. ``momentum=False`` is Gated DeltaNet;
     ``momentum=False`` with ``delta=False`` is gated linear attention.
 
     References:
@@ -688,6 +689,16 @@ class KeyValueCache:
 
 
 torch.serialization.add_safe_globals([KeyValueCache])
+_pytree.register_pytree_node(
+    KeyValueCache,
+    lambda cache: ([x for name in CACHE if (x := getattr(cache, name)) is not None], None),
+    lambda tensors, _: KeyValueCache(*tensors),
+    serialized_type_name="hbnode.KeyValueCache",
+    flatten_with_keys_fn=lambda cache: (
+        [(_pytree.GetAttrKey(name), x) for name in CACHE if (x := getattr(cache, name)) is not None],
+        None,
+    ),
+)
 
 
 def rotate(x: Tensor, positions: Tensor, base: float = 10_000.0) -> Tensor:
@@ -841,15 +852,6 @@ def read_mask(mask: Tensor | None, shape: torch.Size) -> Tensor | None:
             "attended to."
         )
     return mask
-
-
-def check_linear_dtype(x: Tensor, dtype: torch.dtype, name: str = "x") -> None:
-    """Raise TypeError if a linear layer with parameters of ``dtype`` does not take x; autocast keeps float64."""
-    if x.dtype == dtype:
-        return
-    narrow = (torch.float16, torch.bfloat16, torch.float32)
-    with nullcontext() if x.dtype in narrow and dtype in narrow else no_autocast(x):
-        check_dtype(x, [dtype], name)
 
 
 def _refuse_dropout(dropout: float) -> None:

@@ -135,7 +135,7 @@ def heavy_ball_memory(
     The sequence is processed in chunks, without approximation. The state before each chunk is saved for backward; the
     backward pass recomputes the rest. Derivatives of any order are available. Inputs in half precision are accumulated
     in float32, also under autocast. In graphs of ``torch.compile``, and of ``torch.export`` with a dynamic length, the
-    memory is one operator, which ``import hbnode`` defines; import it before loading such a program.
+    memory is one operator. ``import hbnode`` defines it: import it before loading such a program.
 
     References:
         Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture Design? A Few Case Studies,

@@ -119,18 +119,18 @@ class Updates(NamedTuple):
 class KalmanFilter:
     r"""The Kalman filter and smoother of P oscillators with states h = (v, √κ x)/σ of stationary covariance I.
 
-    The filter takes a block of samples at a time, which is a Gaussian process given the state before it. With the
-    notation of :class:`Blocks`, let that state have the mean μ and the covariance I + D. The observed values y of the
-    block then have the covariance S = K + M D Mᵀ + noise, and A = G + M D Φᵀ is their covariance with the state after
-    the block. The update is
+    The filter takes a block of samples at a time, which is a Gaussian process given the state before it. The notation
+    is that of :class:`Blocks`; the state before a block has the mean μ and the covariance I + D. The observed values y
+    of the block then have the covariance S = K + M D Mᵀ + noise. Their covariance with the state after the block is A =
+    G + M D Φᵀ. The update is
 
     .. math:: \mu \leftarrow \Phi\mu + A^T S^{-1}(y - M\mu), \qquad D \leftarrow \Phi D\Phi^T - A^T S^{-1}A.
 
     K, M, G and Φ of all blocks are computed side by side, so that only the update is sequential. With blocks of √T
     samples a series of T samples takes √T steps to compute them, and √T updates. Large batches have shorter blocks.
 
-    The smoother goes backwards over the blocks. Its r and N are the gradient and the negative Hessian of the log
-    density of all later values with respect to the mean of the state. With B = Φ - Aᵀ S⁻¹ M,
+    The smoother goes backwards over the blocks. Consider the log density of all later values as a function of the mean
+    of the state. Then r is its gradient and N its negative Hessian. With B = Φ - Aᵀ S⁻¹ M,
 
     .. math:: r \leftarrow M^T S^{-1}(y - M\mu) + B^T r, \qquad N \leftarrow M^T S^{-1}M + B^T N B.
 
@@ -164,7 +164,7 @@ class KalmanFilter:
             least = math.log(float(signal.detach().amax().sqrt()) / most) + 1
             raise FloatingPointError(
                 f"the standard deviation of the observed signal is {ratio:.3g} times that of the observation noise; "
-                f"expected at most {most:.3g}, because {self.dtype} loses a smaller noise variance in the sum. Fix: "
+                f"expected at most {most:.3g}. {self.dtype} rounds off a smaller noise variance. Fix: "
                 f"layer.log_observation_noise.data.clamp_(min={least:.1f}) after each step of training."
             )
 

@@ -102,7 +102,7 @@ class LatentPrediction(Record):
 
 
 class Guide:
-    """What an encoder knows about the samples that follow a time, for the control of posterior paths.
+    """An encoder's summary of the samples after each time, for the control of posterior paths.
 
     Arguments:
         summary: outputs of the encoder (batch, N, features). It reads the samples from the last to the first, so that
@@ -159,6 +159,10 @@ class LatentModel(ModuleWithConstants):
         likelihood: as for :class:`LatentODE`. Default: ``"normal"``.
         static_size: as for :class:`LatentODE`. Default: ``0``.
         time_unit: as for :class:`LatentODE`. Default: ``1.0``.
+
+    Raises:
+        TypeError: if ``encoder`` has no attribute ``hidden_size``.
+        ValueError: if ``likelihood`` is unknown.
     """
 
     defaults: ClassVar[dict[str, float]] = {"_time_unit": 1.0}
@@ -384,8 +388,8 @@ class LatentODE(LatentModel):
 
     .. math:: \mathbb E_q \sum_i \log p(x_i \mid z(t_i)) - \mathrm{KL}(q(z(t_0)) \,\|\, p(z(t_0))).
 
-    Each series has its own times. Values that are not observed, samples without observed values and padding have no
-    effect, except that a path starts at the first time of its series.
+    Each series has its own times. Missing values, samples without observed values and padding have no effect. The only
+    exception: a path starts at the first time of its series.
 
     References:
         Rubanova, Chen and Duvenaud, Latent ODEs for Irregularly-Sampled Time Series, arXiv:1907.03907.
@@ -480,9 +484,9 @@ class LatentSDE(LatentModel):
     .. math:: dh = m\,dt, \qquad dm = (-\gamma m + f(h, t))\,dt + s\,dW, \qquad s = \sqrt{2\gamma\eta}
 
     γ is the damping, η the temperature and W a Brownian motion. The posterior paths have the force f + s u with a
-    learned control u, which is a function of h, of a summary of the samples that follow, and of the time until the
-    first of them. By Girsanov's theorem the paths of the posterior q and the prior p have the divergence
-    :math:`\mathbb E_q \int |u|^2/2\,dt`, so the evidence lower bound (ELBO) of log p(x) is
+    learned control u. It is a function of h, of a summary of the later samples, and of the time until the next sample.
+    By Girsanov's theorem the paths of the posterior q and the prior p have the divergence
+    :math:`\mathbb E_q \int |u|^2/2\,dt`. The evidence lower bound (ELBO) of log p(x) is therefore
 
     .. math:: \mathbb E_q \Big[\sum_i \log p(x_i \mid h(t_i)) - \tfrac12 \int |u|^2 dt\Big]
         - \mathrm{KL}(q(h, m)(t_0) \,\|\, p(h, m)(t_0)).

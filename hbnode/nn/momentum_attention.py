@@ -109,8 +109,8 @@ def momentum_attention(
     may hold NaN or infinity. Unmasked NaN or infinity spreads to all later outputs of its head, and to some before it.
     All tensor arguments have gradients of any order.
 
-    Long sequences are cut into segments of some chunks. To save memory, the backward pass computes the first half of
-    the segments again.
+    Long sequences are cut into segments of some chunks. To save memory, the backward pass recomputes the first half of
+    the segments.
 
     References:
         Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture Design? (2022), arXiv:2110.07034:

@@ -1,4 +1,4 @@
-"""MomentumResNet: a residual network with momentum whose layers are undone exactly in the backward pass."""
+"""MomentumResNet: a residual network with momentum whose backward pass reverses the layers exactly."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ class MomentumResNet(nn.Module):
 
     With ``gradient="reversible"`` the backward pass reconstructs :math:`x_n` and :math:`v_n` from the output, and
     evaluates each layer once more. x and v are integer multiples of :math:`2^{-40}` (of :math:`2^{-48}` for float64
-    inputs). Sums of integers can be undone exactly. The product :math:`\gamma v` is rounded down, and the few bits that
-    this loses are stored: one per layer and element for :math:`\gamma \ge 1/2`, and :math:`\log_2(1/\gamma)` rounded
-    up otherwise. Storing :math:`x_n` in float32 takes 32. The reconstruction is therefore exact, or the backward pass
-    raises an error. The integers cost time: on a CPU, a training step with layers of 64 units takes four to six times
-    as long as with ``"direct"``, and with 512 units less than twice as long.
+    inputs). Sums of integers can be reversed exactly. The product :math:`\gamma v` is rounded down, and the few bits
+    that this loses are stored: one per layer and element for :math:`\gamma \ge 1/2`, and :math:`\log_2(1/\gamma)`
+    rounded up otherwise. Storing :math:`x_n` in float32 takes 32. The reconstruction is therefore exact, or the
+    backward pass raises an error. The integers cost time. On a CPU, a training step with layers of 64 units takes four
+    to six times as long as with ``"direct"``. With 512 units it takes less than twice as long.
 
     References:
         Sander, Ablin, Blondel and Peyré, Momentum Residual Neural Networks, arXiv:2102.07870. Storing the lost bits is
-        the idea of Maclaurin, Duvenaud and Adams, arXiv:1502.03492. The authors' code keeps x in float32, so that its
-        layers are not undone exactly.
+        the idea of Maclaurin, Duvenaud and Adams, arXiv:1502.03492. The authors' code stores x in float32, so that it
+        reverses its layers only approximately.
 
     Arguments:
         layers: a list of modules :math:`f_n`, one per layer, or one module for all layers together with ``depth``. Each
@@ -60,8 +60,8 @@ class MomentumResNet(nn.Module):
         - x: (batch, ...) -> (batch, ...).
 
     Raises:
-        ValueError: if an argument is out of its range, a layer changes the shape, or a layer changes its buffers, as
-            BatchNorm does in training mode.
+        ValueError: if an argument is out of its range, or a layer changes the shape or its buffers, as BatchNorm does
+            in training mode.
         NonFiniteError: with ``gradient="reversible"``, if x or a layer's output is not finite, or exceeds 2,097,152
             (8,192 for float64 inputs); ``t`` is the number of the layer.
         ReversalError: if the backward pass does not recover the input bit by bit, because a layer's output differed in
@@ -104,9 +104,7 @@ class MomentumResNet(nn.Module):
             raise ValueError(f"gradient must be 'reversible' or 'direct', got {gradient!r}. Fix: leave it out.")
         self.numerator = round(momentum * 2**SHIFT)
         if not self.numerator and gradient == "reversible":
-            raise ValueError(
-                f"momentum={momentum} keeps nothing of v, so its layers cannot be undone. Fix: gradient='direct'."
-            )
+            raise ValueError(f"gradient='reversible' needs momentum > 0, got {momentum}. Fix: gradient='direct'.")
         self.layers = nn.ModuleList(modules)
         self.depth = len(modules) if depth is None else as_count(depth, "depth")
         if initial_velocity is not None:
@@ -157,7 +155,7 @@ class MomentumResNet(nn.Module):
 
 
 class _Record:
-    """What the backward pass needs of a forward pass: autocast, random states, and how numbers become integers."""
+    """Settings of a forward pass for the backward pass: autocast, random states, and how numbers become integers."""
 
     def __init__(self, net: MomentumResNet, x: Tensor, leaves: list[Tensor]) -> None:
         self.net, self.leaves, self.dtype, self.device = net, leaves, x.dtype, x.device
@@ -186,13 +184,12 @@ class _Record:
 
 def _refuse_higher(record: _Record, *tensors: Tensor) -> tuple[Tensor, ...]:
     raise RuntimeError(
-        "gradient='reversible' gives first derivatives only, and create_graph=True asks for more. "
-        "Fix: gradient='direct'."
+        "gradient='reversible' gives first derivatives only, got create_graph=True. Fix: gradient='direct'."
     )
 
 
 def _undo(record: _Record, tensors: Any, residuals: Any, grads: Any, needed: Any) -> tuple[Any, ...]:
-    """Undo the layers from the last to the first, and return the gradients of x, v and the leaves."""
+    """Reverse the layers from the last to the first, and return the gradients of x, v and the leaves."""
     net, (x, v, *words) = record.net, residuals
     gamma, lost = net.momentum, _Digits(net.numerator, [*words], net.depth)
     of_x, of_v = grads[0], torch.zeros_like(grads[0])
@@ -224,7 +221,7 @@ def _undo(record: _Record, tensors: Any, residuals: Any, grads: Any, needed: Any
 
 @fast_form(reference=_refuse_higher, vjp=_undo)
 def _reversible(record: _Record, needs_grad: bool, x: Tensor, v: Tensor, *leaves: Tensor) -> tuple[Any, Any]:
-    """Return x after all layers, and the integers from which the layers can be undone."""
+    """Return x after all layers, and the integers from which the layers can be reversed."""
     keep_freed_memory(record.device)
     net, x, v = record.net, record.to_integers(x), record.to_integers(v)
     gamma, limit, lost, fits = net.momentum, LIMIT / record.scale, _Digits(net.numerator, []), []
@@ -240,8 +237,8 @@ def _reversible(record: _Record, needs_grad: bool, x: Tensor, v: Tensor, *leaves
         fits.append(((start.detach().abs() < limit) & (f.abs() < limit)).all())
     if needs_grad and versions != _versions(net):
         raise ValueError(
-            "a layer changes its buffers (BatchNorm or spectral_norm in training mode?), and gradient='reversible' "
-            "would evaluate it again in the backward pass. Fix: put that layer in eval mode, use GroupNorm, or "
+            "gradient='reversible' needs layers with constant buffers, but a layer changes its buffers (BatchNorm or "
+            "spectral_norm in training mode?). Fix: put that layer in eval mode, use GroupNorm, or "
             "gradient='direct'."
         )
     fits.append((record.to_numbers(x).abs() < limit).all())

@@ -83,10 +83,10 @@ class ODERNN(ModuleWithConstants):
         field: ``"node"``, ``"anode"`` (the last half of h starts from zero), ``"sonode"``, ``"hbnode"`` or
             ``"ghbnode"``. Each has a tanh network with one hidden layer of n units. Alternatively a field, or a
             function n -> field. Default: ``"hbnode"``.
-        cell: ``"gru"`` or ``"rnn"`` for torch.nn's cell; a module ``cell(x, s)`` that maps (batch, inputs) and
-            (batch, state_size) to (batch, state_size); or a function (inputs, state_size) -> such a module. s is h, or
-            h and m concatenated; inputs is ``rnn.inputs.size``. The gradient at the cell's output is the adjoint state
-            just after the observation, with or without ``residual``; a forward hook can read it. Default: ``"gru"``.
+        cell: ``"gru"`` or ``"rnn"`` for torch.nn's cell, a module, or a function (inputs, state_size) -> module. A
+            module ``cell(x, s)`` maps (batch, inputs) and (batch, state_size) to (batch, state_size). s is h, or h and
+            m concatenated; inputs is ``rnn.inputs.size``. The gradient at the cell's output is the adjoint state just
+            after the observation, with or without ``residual``; a forward hook can read it. Default: ``"gru"``.
         residual: whether the cell's output is added to the state instead of replacing it. Default: ``False``.
         initial_state: the state at the first time, before the first observation: ``"learned"``, ``"zeros"``, or an
             encoder module (batch, T, input_size) -> (batch, state_size). The encoder gets all samples of the first
@@ -319,7 +319,7 @@ class ODERNN(ModuleWithConstants):
         start, times, solver = None, self._in_units(series.t), Solver(self.settings, self.step_size)
         if state is not None:
             seq.refuse_both_directions(self, "takes no state")
-            self._check_state(state, series.x.shape[:1])
+            state = self._check_state(state, series.x.shape[:1])
             seq.check_start(state.t, series.t)
             states, start = state.layers, self._in_units(state.t.to(series.t.dtype))
             if len(states) != self.num_layers:
@@ -368,7 +368,7 @@ class ODERNN(ModuleWithConstants):
         """
         seq.refuse_both_directions(self, "makes no forecast")
         shape = state.h.shape[:-1] if isinstance(state, ODERNNState) else torch.Size()
-        self._check_state(state, shape)
+        state = self._check_state(state, shape)
         dt = seq.checked_dt(dt, shape).to(state.h.device)
         t = state.t.unsqueeze(-1).double()  # float32 would lose a short dt at a late t
         times = torch.cat([t, t + dt], -1).flatten(0, -2)
@@ -401,11 +401,11 @@ class ODERNN(ModuleWithConstants):
         ends = concat(output.end, back.end)
         return LayerOutput(concat(output.before, before), concat(output.after, after), ends, output.nfe)
 
-    def _check_state(self, state: object, batch: torch.Size) -> None:
+    def _check_state(self, state: object, batch: torch.Size) -> ODERNNState:
         h = (*batch, self.hidden_size)
         shapes = {"h": h, "m": h if self.second_order else None, "t": tuple(batch)}
         fix = "hbnode.nn.ODERNNState(h, m, t), or the state that an earlier call returned"
-        seq.check_state(state, ODERNNState, shapes, fix)
+        return seq.check_state(state, ODERNNState, shapes, fix)
 
     def _in_units(self, t: Tensor) -> Tensor:
         return t if self._time_unit == 1 else t.to(torch.float64) / self._time_unit

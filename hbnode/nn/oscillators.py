@@ -17,7 +17,7 @@ from typing_extensions import override
 from hbnode._checks import ArrayLike, as_count, as_real, check_bool, check_input, is_one_of, to_tensor
 from hbnode._times import as_times, refuse_dates
 from hbnode._torch import may_look, no_autocast
-from hbnode._tree import Record, record
+from hbnode._tree import Kind, Record, record
 from hbnode.nn import sequences as seq
 from hbnode.nn._oscillator_scan import (
     OscillatorStep,
@@ -226,8 +226,8 @@ class _OscillatorModule(nn.Module):
                     "Fix: load parameters of an earlier step, and clip gradients or lower the learning rate."
                 )
 
-    def _check_state(self, state: object, batch: int, kind: type[Record]) -> None:
-        """Raise an error unless ``state`` is of the class ``kind`` and fits the module and the batch size."""
+    def _check_state(self, state: object, batch: int, kind: type[Kind]) -> Kind:
+        """Return a checked state; raise an error unless it is a ``kind`` that fits the module and the batch size."""
         size, is_belief = self.num_oscillators, kind is OscillatorBelief
         shapes: dict[str, tuple[int, ...] | None] = {"v": (batch, size), "x": (batch, size), "t": (batch,)}
         if is_belief:
@@ -235,7 +235,7 @@ class _OscillatorModule(nn.Module):
         elif self._is_held:
             shapes["held"] = (batch, self.weight_in.shape[1])
         fix = "the state that filter returned" if is_belief else "OscillatorState(v, x, t), or the state of a call"
-        seq.check_state(state, kind, shapes, fix)
+        return seq.check_state(state, kind, shapes, fix)
 
     @override
     def extra_repr(self) -> str:
@@ -404,7 +404,7 @@ class Oscillators(_OscillatorModule):
             raise ValueError("noise=True needs a causal layer, got bidirectional=True. Fix: bidirectional=False.")
         if self.noise and not self.takes_samples:
             raise ValueError(
-                "noise=True is a model of the samples alone, got missing=, mask_features=, elapsed_features= or "
+                "noise=True has no inputs besides the samples, got missing=, mask_features=, elapsed_features= or "
                 "static_size=. Fix: leave them out."
             )
         spread = torch.zeros(self.num_oscillators, device=device, dtype=dtype)
@@ -452,11 +452,15 @@ class Oscillators(_OscillatorModule):
                 unit of time between samples. Default: ``None``
             state: the state of an earlier call, to continue its series. Its time must not be later than the first
                 time in ``t``. None is a zero state at the first time. Default: ``None``
-            mask: which values are observed, bool, (batch, T) or (batch, T, input_size). The others may be NaN. Unless
-                ``missing`` says otherwise, a missing value gives no impulse; with ``input="hold"`` the last observed
-                value is held. Default: ``None``
+            mask: which values are observed, bool, (batch, T) or (batch, T, input_size). The others may be NaN. Without
+                ``missing``, a missing value gives no impulse; with ``input="hold"`` the last observed value is held.
+                Default: ``None``
             lengths: length of each sequence, (batch,); later samples are padding. Default: ``None``
             static: time-independent features, (batch, static_size). Default: ``None``
+
+        Raises:
+            TypeError: if ``t`` is a state, or the dtype of x is not that of the parameters.
+            ValueError: if a shape does not fit, times decrease, or an observed value is not finite.
         """
         lengths, series, times, observed = seq.unpack(x, lengths, t, mask)
         if isinstance(times, OscillatorState):
@@ -465,7 +469,8 @@ class Oscillators(_OscillatorModule):
             _refuse_static(static)
         if state is not None:
             seq.refuse_both_directions(self, "takes no state")
-            self._check_state(state, series.shape[0] if isinstance(series, Tensor) else 0, OscillatorState)
+            batch = series.shape[0] if isinstance(series, Tensor) else 0
+            state = self._check_state(state, batch, OscillatorState)
         sequences = Sequences(self.input_size, series, _times(series, times, state), observed, lengths)
         if series.dtype.itemsize != 2:  # half-precision samples may go into a float32 layer
             seq.check_dtype(series, [self.weight_in.dtype])
@@ -551,7 +556,10 @@ class Oscillators(_OscillatorModule):
         """
         seq.refuse_both_directions(self, "makes no forecast")
         batch = len(state.t) if isinstance(state, (OscillatorState, OscillatorBelief)) else 0
-        self._check_state(state, batch, OscillatorBelief if isinstance(state, OscillatorBelief) else OscillatorState)
+        if isinstance(state, OscillatorBelief):
+            state = self._check_state(state, batch, OscillatorBelief)
+        else:
+            state = self._check_state(state, batch, OscillatorState)
         dt = seq.checked_dt(dt, state.t.shape).to(state.t.device)
         with no_autocast(state.v):
             if isinstance(state, OscillatorBelief):
@@ -583,7 +591,8 @@ class Oscillators(_OscillatorModule):
             mask: which values are observed, bool, (batch, T) or (batch, T, input_size); the others may be NaN.
                 Default: ``None``
             lengths: length of each sequence, (batch,); later samples are padding. Default: ``None``
-            static: must be None, because the model has no static features; so that ``**series.inputs()`` goes in.
+            static: must be None, because the model has no static features. The argument exists for
+                ``**series.inputs()``.
                 Default: ``None``
         """
         kalman = self._kalman_filter(static)
@@ -609,13 +618,14 @@ class Oscillators(_OscillatorModule):
             mask: which values are observed, bool, (batch, T) or (batch, T, input_size); the others may be NaN.
                 Default: ``None``
             lengths: length of each sequence, (batch,); later samples are padding. Default: ``None``
-            static: must be None, because the model has no static features; so that ``**series.inputs()`` goes in.
+            static: must be None, because the model has no static features. The argument exists for
+                ``**series.inputs()``.
                 Default: ``None``
         """
         kalman = self._kalman_filter(static)
         sequences = Sequences(self.input_size, x, _times(x, t, state), mask, lengths)
         if state is not None:
-            self._check_state(state, len(x), OscillatorBelief)
+            state = self._check_state(state, len(x), OscillatorBelief)
             seq.check_start(state.t, sequences.t)
         return kalman.filter(sequences, state)
 
@@ -644,7 +654,8 @@ class Oscillators(_OscillatorModule):
                 None is the times of the samples. Default: ``None``
             noise: whether the distributions are those of observations, which add the observation noise.
                 Default: ``False``
-            static: must be None, because the model has no static features; so that ``**series.inputs()`` goes in.
+            static: must be None, because the model has no static features. The argument exists for
+                ``**series.inputs()``.
                 Default: ``None``
 
         Returns:
@@ -687,7 +698,8 @@ class Oscillators(_OscillatorModule):
             at: times (K,) or (batch, K), as in :meth:`smooth`; None is the times of the samples. Default: ``None``
             paths: number of paths. Default: ``1``
             generator: source of the random numbers. Default: ``None``
-            static: must be None, because the model has no static features; so that ``**series.inputs()`` goes in.
+            static: must be None, because the model has no static features. The argument exists for
+                ``**series.inputs()``.
                 Default: ``None``
         """
         kalman, sequences, times = self._with_queries(x, t, mask, lengths, at, static)
@@ -751,7 +763,7 @@ def _refuse_static(static: object) -> None:
     """Raise ValueError if there are static features, which a layer with noise=True does not have."""
     if static is not None:
         raise ValueError(
-            "static must be None, because noise=True is a model of the samples alone. Fix: dataclasses.replace("
+            "static must be None, because noise=True has no inputs besides the samples. Fix: dataclasses.replace("
             "series, static=None).inputs()."
         )
 
@@ -838,6 +850,9 @@ class OscillatorCell(_OscillatorModule):
             state: the state of the last call, or of a layer. None is a zero state at time 0. Default: ``None``
             dt: time since that of the state, a number or (batch,), >= 0; without a state it has no effect.
                 Default: ``1.0``
+
+        Raises:
+            ValueError: if a shape does not fit, x is not finite, or dt is negative or not finite.
         """
         check_input(x, "x")
         if x.dim() != 2 or x.shape[1] != self.input_size:
@@ -864,7 +879,7 @@ class OscillatorCell(_OscillatorModule):
                 v = q = torch.zeros(batch, self.num_oscillators, dtype=dtype, device=x.device)
                 time = torch.zeros(batch, dtype=torch.float64, device=x.device)
             else:
-                self._check_state(state, batch, OscillatorState)
+                state = self._check_state(state, batch, OscillatorState)
                 if may_look() and not bool(((gap >= 0) & gap.isfinite()).all()):
                     raise ValueError("dt, the time since state.t, must be finite and not negative. Fix: t - state.t.")
                 v, q = self._advance(state, gap.expand(batch).unsqueeze(1))
@@ -935,9 +950,9 @@ class OscillatorStack(nn.Module):
     """A deep sequence model of gated residual blocks of :class:`Oscillators`, with a linear encoder and a linear head.
 
     The encoder maps inputs to features h. An input is a sample, joined with its mask, the ages of values and static
-    features if they are asked for. With a linear map W, each block is
-    h ← h + dropout(GLU(W gelu(oscillators(norm(h))))). Times, masks and lengths are as in :class:`Oscillators`.
-    A sample without observed values is masked in every layer.
+    features according to the arguments. With a linear map W, each block is h ← h + dropout(GLU(W
+    gelu(oscillators(norm(h))))). Times, masks and lengths are as in :class:`Oscillators`. A sample without observed
+    values is masked in every layer.
 
     References:
         Rusch and Rus, Oscillatory State-Space Models, arXiv:2410.03943 (source of the block).
@@ -1056,9 +1071,14 @@ class OscillatorStack(nn.Module):
             static: time-independent features, (batch, static_size). Default: ``None``
             t_next: for ``head="next"``, the time of the sample after the last, (batch,) or a number. None repeats the
                 last gap; after a single sample it is one unit of time. Default: ``None``
+
+        Raises:
+            TypeError: if the dtype of x is not that of the parameters.
+            ValueError: if a shape does not fit, times decrease, an observed value is not finite, or ``head`` takes no
+                ``t_next``.
         """
         if state is not None:
-            self._check_state(state)
+            state = self._check_state(state)
         sequences = Sequences(self.input_size, x, _times(x, t, state), mask, lengths)
         seq.check_dtype(sequences.x, [self.encoder.weight.dtype])
         static = seq.checked_static(static, self.static_size, sequences.x, "OscillatorStack")
@@ -1092,8 +1112,8 @@ class OscillatorStack(nn.Module):
     def forecast(self, state: OscillatorStackState, dt: ArrayLike) -> tuple[Tensor, OscillatorStackState]:
         """Return the outputs at times after that of a state, without further samples; for ``head="regression"``.
 
-        They are the outputs of a call with samples at these times of which nothing is observed. The oscillators of
-        every layer go on without input, and the encoder sees missing values, their ages and static features.
+        They are the outputs of a call with samples at these times without observed values. The oscillators of every
+        layer continue without input. The inputs of the encoder are missing values, their ages and static features.
 
         Arguments:
             state: the state of a call of this stack.
@@ -1102,12 +1122,15 @@ class OscillatorStack(nn.Module):
 
         Returns:
             The outputs (batch, K, output_size), and the state at the last time.
+
+        Raises:
+            ValueError: if ``head`` is not ``"regression"``, or ``dt`` is negative or decreases.
         """
         seq.refuse_both_directions(self, "makes no forecast")
         if self.head != "regression":
             fix = "stack(x, t, t_next=t[:, -1] + dt)" if self.head == "next" else "head='regression'"
             raise ValueError(f"forecast is for head='regression', got head={self.head!r}. Fix: {fix}.")
-        self._check_state(state)
+        state = self._check_state(state)
         dt = seq.checked_dt(dt, state.t.shape).to(state.t.device)
         dtype = accumulation_dtype(torch.float32, state.t.device)  # float32 would lose a short dt at a late t
         t = state.t.to(dtype).unsqueeze(1) + dt.to(dtype)
@@ -1116,13 +1139,14 @@ class OscillatorStack(nn.Module):
         nothing = torch.zeros(t.shape, dtype=torch.bool, device=weight.device)
         return self(x, t, state, nothing, static=state.static)
 
-    def _check_state(self, state: object) -> None:
+    def _check_state(self, state: object) -> OscillatorStackState:
         if not (isinstance(state, OscillatorStackState) and len(state.v) == len(self.blocks)):
             got = f"{len(state.v)} layers" if isinstance(state, OscillatorStackState) else type(state).__name__
             raise ValueError(
                 f"state must be an OscillatorStackState of {len(self.blocks)} layers, got {got}. "
                 "Fix: the state that this stack returned, y, state = stack(x)."
             )
+        return state.outside_inference_mode()
 
 
 def _gaps_to_next(sequences: Sequences, t_next: Tensor | float | None) -> Tensor:
@@ -1155,8 +1179,8 @@ def oscillator_ranges(
 ) -> Ranges:
     """Return ranges of initial frequencies and decay rates for a set of times: ``Oscillators(..., **ranges)``.
 
-    The lowest frequency and the lowest decay rate are 1 / (30 span), where span is the duration of the longest series:
-    the slowest oscillators average over the series and remember its beginning. For the median gap, the highest
+    The lowest frequency and the lowest decay rate are 1 / (30 span), where span is the duration of the longest series.
+    The slowest oscillators thus average over the series and store its beginning. For the median gap, the highest
     frequency is 1 / (4 gap), half of the Nyquist frequency. The highest decay rate is 1 / (10 gap).
 
     Arguments:
@@ -1165,7 +1189,7 @@ def oscillator_ranges(
             between samples with an observed value. Default: ``None``
         lengths: lengths of the series, (batch,); later samples are padding. Default: ``None``
         selective: whether the ranges are for layers with ``selective=True``. Their lowest frequency is 2 / span,
-            because half of their states have no frequency and remember the beginning of a series. Default: ``False``
+            because half of their states have no frequency and store the beginning of a series. Default: ``False``
 
     Returns:
         A dict with ``frequency`` and ``decay``, each (low, high), in 1 / unit of ``t``.

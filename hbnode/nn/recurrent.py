@@ -440,6 +440,7 @@ class RecurrentBase(nn.Module):
             state = RecurrentState(like.new_zeros(shape))
         elif not isinstance(state, RecurrentState):
             state = _from_tensors(state, self.cell.has_cell_state)
+        state = state.outside_inference_mode()
         if self.cell.has_cell_state and state.c is None:
             state = dataclasses.replace(state, c=like.new_zeros(shape))
         expected = dict.fromkeys("hc" if self.cell.has_cell_state else "h", shape)
@@ -920,9 +921,9 @@ class MomentumLSTM(RecurrentLayer):
         bidirectional: whether each layer has a second cell, which runs backwards in time. Default: ``False``.
         forget_bias: initial bias of the forget gate in b_ih and in b_hh. Default: ``1.0``.
         rule: the filter: "momentum", "nag" (Nesterov's accelerated gradient), "restart" (NAG with scheduled restart),
-            "adam", "rmsprop" or "adaptive" (input-dependent momentum) with default coefficients; or an object of
-            :mod:`hbnode.nn.rules` with its own coefficients: ``rule=Adam(beta=0.99)``. ``Momentum(0.0, 1.0)`` gives a
-            torch.nn.LSTM with an interchangeable state_dict. Default: ``"momentum"``.
+            "adam", "rmsprop" or "adaptive" (input-dependent momentum). A name has default coefficients. An object of
+            :mod:`hbnode.nn.rules` has its own: ``rule=Adam(beta=0.99)``. ``Momentum(0.0, 1.0)`` gives a torch.nn.LSTM
+            with an interchangeable state_dict. Default: ``"momentum"``.
         momentum: the coefficient μ of "momentum" or "adam" given by name, in [0, 1]. Default: ``None`` (0.6).
         step_size: the coefficient s of a rule given by name, positive, for all rules. Default: ``None`` (0.6).
         compile: whether to compile the time loop with torch.compile; the first call then takes half a minute.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
 
-from hbnode._tree import Record
+from hbnode._tree import Kind
 from hbnode.nn import sequences as seq
 from hbnode.nn._selective_scan import scan
 from hbnode.nn.oscillators import Oscillators, OscillatorState, _fill_forward
@@ -171,7 +172,7 @@ class SelectiveOscillators(Oscillators):
         return y, OscillatorState(v, q, sequences.t[:, -1], held[:, -1])
 
     @override
-    def _check_state(self, state: object, batch: int, kind: type[Record]) -> None:
+    def _check_state(self, state: object, batch: int, kind: type[Kind]) -> Kind:
         size = self.num_oscillators
         shapes: dict[str, tuple[int, ...] | None] = {
             "v": (batch, size),
@@ -179,7 +180,7 @@ class SelectiveOscillators(Oscillators):
             "t": (batch,),
             "held": (batch, self.weight_in.shape[1]),
         }
-        seq.check_state(state, OscillatorState, shapes, "the state of a call")
+        return seq.check_state(state, cast("type[Kind]", OscillatorState), shapes, "the state of a call")
 
     @override
     def extra_repr(self) -> str:

@@ -29,8 +29,8 @@ from hbnode._checks import (
     tensor_fix,
 )
 from hbnode._times import as_times
-from hbnode._torch import ModuleWithConstants, may_look
-from hbnode._tree import Record, record
+from hbnode._torch import ModuleWithConstants, is_autocast, may_look
+from hbnode._tree import Kind, Record, record
 from hbnode.errors import MaxStepsError, SolverError
 from hbnode.nfe import NFE
 
@@ -123,8 +123,11 @@ def state_of(
     return ODERNNState(h.contiguous(), m[0].contiguous() if m else None, t, last, last_t, below)
 
 
-def check_state(state: object, kind: type[Record], shapes: dict[str, tuple[int, ...] | None], fix: str) -> None:
-    """Raise an error unless ``state`` is a ``kind`` with attributes of these shapes; a shape None requires None."""
+def check_state(state: object, kind: type[Kind], shapes: dict[str, tuple[int, ...] | None], fix: str) -> Kind:
+    """Return a state that autograd can use; raise an error unless it is a ``kind`` with attributes of these shapes.
+
+    The shape None requires None.
+    """
     if not isinstance(state, kind):
         raise TypeError(f"state must be an {kind.__name__}, got {type(state).__name__}. Fix: {fix}.")
     for name, shape in shapes.items():
@@ -135,6 +138,7 @@ def check_state(state: object, kind: type[Record], shapes: dict[str, tuple[int, 
                 f"the state's {name} must have shape {shape}, got {got}. "
                 "Fix: a state that this module returned for such a batch."
             )
+    return state.outside_inference_mode()
 
 
 def check_start(start: Tensor, t: Tensor) -> None:
@@ -290,9 +294,10 @@ def pack_as(x: PackedSequence, y: Tensor, lengths: Any) -> PackedSequence:
 
 
 def check_dtype(x: Tensor, dtypes: Iterable[torch.dtype], name: str = "x") -> None:
-    """Raise TypeError if x has the dtype of no parameter and autocast is off."""
+    """Raise TypeError if x has the dtype of no parameter; autocast converts dtypes of at most 32 bits only."""
     kinds = list(dict.fromkeys(dtypes))
-    if kinds and x.dtype not in kinds and not torch.is_autocast_enabled(x.device.type):
+    is_converted = is_autocast(x) and {torch.float16, torch.bfloat16, torch.float32} >= {x.dtype, *kinds}
+    if kinds and x.dtype not in kinds and not is_converted:
         raise TypeError(
             f"{name} is {x.dtype}, the parameters are {', '.join(map(str, kinds))}; expected one dtype. "
             f"Fix: {name}.to({kinds[0]}){f', or .to({x.dtype}) of the module' if x.is_floating_point() else ''}."

@@ -23,9 +23,9 @@ from hbnode.nn.attention import (
     MomentumAttention,
     MultiheadBase,
     SoftmaxAttention,
-    check_linear_dtype,
     read_mask,
 )
+from hbnode.nn.sequences import check_dtype
 
 
 @register_state
@@ -115,6 +115,9 @@ class AdaptiveConnection(Connection):
 
     Arguments:
         threshold: in (0, 1]; β_l is at most 1 - threshold. Default: ``1e-3``.
+
+    Raises:
+        ValueError: if ``threshold`` is not in (0, 1].
     """
 
     def __init__(self, threshold: float = 1e-3) -> None:
@@ -308,7 +311,7 @@ def make_attention(
 ) -> MultiheadBase[Any]:
     """Return a new attention module, given its name or a function that takes the modules' arguments.
 
-    Options of the module win over ``layout``. A module with another ``causal`` or ``batch_first`` is refused.
+    Options of the module override ``layout``. A module with another ``causal`` or ``batch_first`` raises an error.
     """
     make, own = _unwrap(kind)
     if not isinstance(options, Mapping):
@@ -466,7 +469,7 @@ class TransformerLayerBase(nn.Module):
                 f"x must be three-dimensional with d_model={self.linear1.in_features} features, got {tuple(x.shape)}. "
                 "Fix: x.flatten(0, -3) for several batch dimensions of a layer with batch_first=True."
             )
-        check_linear_dtype(x, next(self.parameters()).dtype)
+        check_dtype(x, [next(self.parameters()).dtype])
         for part in depth_state or ():
             if part is not None and part.shape != x.shape:
                 raise ValueError(
@@ -514,7 +517,7 @@ class MomentumTransformerLayer(TransformerLayerBase):
         attention_options: further arguments of the attention module. Its dropout, if given, applies to attention
             weights instead of ``dropout``. Default: ``None``, no further arguments.
         connection: "residual", the paper's "momentum" (equation 75) and "adaptive" (77), "momentum_state" (75 as in the
-            published code), "heavy_ball" or "nesterov" with learned coefficients, or a function that returns a
+            published code), or "heavy_ball" or "nesterov" with learned coefficients. A function must return a
             :class:`hbnode.nn.transformer.Connection`. Default: ``"residual"``.
         connection_momentum: β of the connection, its initial value if learned. Default: ``None``, the connection's β.
         causal: whether a token attends only to itself and to previous tokens. Default: ``True``.
@@ -856,6 +859,9 @@ class MomentumTransformer(nn.Module):
             tokens: (batch, length), or vectors (batch, length, d_model).
             state: state after the previous tokens. Default: ``None``, no previous tokens.
             key_padding_mask: (batch, length), True = ignore: the token does not change the state. Default: ``None``.
+
+        Raises:
+            ValueError: if the state is one of another batch size or of another number of layers.
         """
         self._check(tokens)
         key_padding_mask = read_mask(key_padding_mask, tokens.shape[:2])
@@ -886,6 +892,9 @@ class MomentumTransformer(nn.Module):
         Arguments:
             token: (batch,), or a vector (batch, d_model).
             state: state after the previous tokens. Default: ``None``, no previous tokens.
+
+        Raises:
+            ValueError: if ``token`` has the shape of several tokens.
         """
         check_input(token, "token")
         if token.dim() != (1 if self.embedding is not None else 2):
@@ -925,6 +934,10 @@ class MomentumTransformer(nn.Module):
         Returns:
             The prompt followed by the new tokens, in its dtype, (batch, length + steps), or vectors
             (batch, length + steps, d_model).
+
+        Raises:
+            ValueError: if the prompt is empty, ``temperature`` is negative, or ``num_embeddings=None`` and there is no
+                ``sample``.
         """
         self._check(prompt)
         if not 0 <= as_real(temperature, "temperature", "leave it out") < math.inf:
@@ -999,7 +1012,7 @@ class MomentumTransformer(nn.Module):
                     f"inputs must be (batch, length, d_model = {self.d_model}), got {tuple(tokens.shape)}. Fix: that "
                     "shape, or num_embeddings= for tokens."
                 )
-            check_linear_dtype(tokens, next(self.parameters()).dtype, "tokens")
+            check_dtype(tokens, [next(self.parameters()).dtype], "tokens")
         elif tokens.dtype not in (torch.int64, torch.int32):
             raise TypeError(
                 f"tokens must be int64 or int32, got {tokens.dtype}. Fix: tokens.long(), or num_embeddings=None for "

@@ -21,9 +21,9 @@ class Solution:
     Attributes:
         iterates: pairs of an iterate d and phi(d) = d^T A d / 2 - b^T d, ending with the final iterate.
         iterations: the number of iterations.
-        stop: the reason for stopping: "progress" (Martens' rule), "limit" (the maximum number of iterations),
-            "solved" (the residual is zero within rounding), or "negative curvature" (p^T A p <= 0 for a search
-            direction p, which only rounding can cause if A is positive definite).
+        stop: the reason for stopping. "progress" is Martens' rule, "limit" the maximum number of iterations. "solved":
+            the residual is zero within rounding. "negative curvature": p^T A p <= 0 for a search direction p. If A is
+            positive definite, only rounding can cause negative curvature.
     """
 
     iterates: list[tuple[Tensor, float]]

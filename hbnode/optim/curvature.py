@@ -1,7 +1,8 @@
 """The quadratic model of a loss: products with the damped Gauss-Newton matrix by double backpropagation.
 
 J is the Jacobian of the model's outputs with respect to its parameters. The vector-Jacobian product J^T u is linear in
-u, so one graph of it serves all Jacobian-vector products J v: they are gradients of (J^T u)^T v with respect to u.
+u. A Jacobian-vector product J v is the gradient of (J^T u)^T v with respect to u. One graph of J^T u therefore serves
+all of them.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def twice_differentiable(device: torch.device) -> Iterator[None]:
 def translate_errors() -> Iterator[None]:
     """Within the context, replace autograd's errors, except out-of-memory errors, by one that suggests a fix.
 
-    Its message says that the model cannot be differentiated twice.
+    Its message is that the model cannot be differentiated twice.
     """
     try:
         yield

@@ -40,12 +40,12 @@ class Progress:
         new_loss: the loss after the step, on the gradient batch.
         damping: the damping lambda of the step.
         ratio: rho, the change of the loss by the full step d divided by the change that the quadratic model predicts.
-            It is negative if the loss grew, minus infinity if the loss at the full step is not finite, and NaN if both
-            changes are below the precision of the loss.
+            It is negative if the loss grew, and minus infinity if the loss at the full step is not finite. It is NaN if
+            both changes are below the precision of the loss.
         cg_iterations: the number of conjugate gradient iterations, including those before a restart.
         cg_stop: the reason why the last conjugate gradient solve stopped: "progress" (Martens' rule), "limit"
             (``max_cg`` iterations), "solved" (the residual is zero within rounding) or "negative curvature" (p^T A p <=
-            0 for a search direction p, which for lambda > 0 only rounding can cause).
+            0 for a search direction p). For lambda > 0 only rounding can cause negative curvature.
         step_length: alpha of the line search. It is 0 if the parameters did not change.
         outcome: "accepted"; "restarted", accepted after a restart of conjugate gradients from zero; "rejected", no
             step reduced the loss; or "stationary", rejected with predicted and true changes of the loss below its
@@ -114,10 +114,10 @@ class HessianFree(Optimizer):
 
     Arguments:
         params: parameters or named parameters of a model, in float32 or float64, on one device.
-        loss: "mse", half the squared error, with H_L = I; "bce", the binary cross-entropy of logits with targets in
-            [0, 1] and H_L = diag(p (1 - p)), p = sigmoid(logits); or "cross_entropy", the cross-entropy of logits in
-            the last dimension of the outputs, with class indices as targets and H_L = diag(p) - p p^T,
-            p = softmax(logits). "cross_entropy" ignores the target -100.
+        loss: "mse", "bce" or "cross_entropy". "mse" is half the squared error, with H_L = I. "bce" is the binary
+            cross-entropy of logits with targets in [0, 1]; H_L = diag(p (1 - p)), p = sigmoid(logits). "cross_entropy"
+            is that of logits in the last dimension of the outputs, with class indices as targets; H_L = diag(p) - p
+            p^T, p = softmax(logits). It ignores the target -100.
         damping: the initial lambda. Default: ``0.1``.
         structural_damping: the strength mu of structural damping. If it is positive, the curvature closure must return
             hidden states. Default: ``0.0``.
@@ -248,11 +248,11 @@ class HessianFree(Optimizer):
         """Update the parameters by one step.
 
         Each closure returns ``(outputs, targets)``, ``(outputs, targets, hidden)`` or
-        ``(outputs, targets, hidden, weight)``. ``hidden`` are the states under structural damping: a tensor z, which
-        penalises the squared change of z; a pair ``(z, w)``, which weights this change by w >= 0, a tensor that
-        broadcasts to z; or a list of tensors and pairs. :func:`hbnode.optim.tanh_hidden` returns the pair for a tanh
-        RNN. ``weight`` multiplies the losses. It broadcasts to the outputs, for cross-entropy to the targets; 0 masks
-        a position.
+        ``(outputs, targets, hidden, weight)``. ``hidden`` are the states under structural damping: a tensor z, a pair
+        ``(z, w)``, or a list of tensors and pairs. A tensor z penalises the squared change of z. A pair weights this
+        change by w >= 0, a tensor that broadcasts to z. :func:`hbnode.optim.tanh_hidden` returns the pair for a tanh
+        RNN. ``weight`` multiplies the losses. It broadcasts to the outputs, for cross-entropy to the targets; 0 masks a
+        position.
 
         Arguments:
             forward: the closure that evaluates the model on the gradient batch, also in the line search. Default:

@@ -28,8 +28,8 @@ OptTensor: TypeAlias = Tensor | None
 class LinearizedLayer(ABC):
     """A recurrent layer in one direction, evaluated on a batch of sequences, with its JVP and VJP.
 
-    Each time step maps pre-activations e and the previous state ``before`` to a new state h. Names with the prefix r
-    are tangents, and names with the prefix d are gradients, of e, h, the cell state c and the inputs x.
+    Each time step maps pre-activations e and the previous state ``before`` to a new state h. The prefix r marks
+    tangents and the prefix d gradients, of e, h, the cell state c and the inputs x.
 
     Arguments:
         x: inputs (T, batch, n).

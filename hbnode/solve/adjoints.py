@@ -133,7 +133,7 @@ class _Recomputation:
         if self.snapshot.changed() or not is_same(result[0], self.end):
             raise self.problem.failure(
                 RecomputationError,
-                "a step that the backward pass recomputed ends in another state: a parameter, a hook, a module or an "
+                "a step that the backward pass recomputed ends in another state. A parameter, a hook, a module or an "
                 "activation of the field was changed after the forward pass. Fix: call backward() before the "
                 "change, or use gradient='direct'",
                 self.problem.time(self.attempt.begin) if self.attempt.error else self.attempt.begin,
@@ -207,8 +207,7 @@ def _with_gradient(solve: _Solve, rows: Rows) -> Rows:
 
 def _refuse_higher(solve: _Solve, *tensors: Tensor) -> Rows:
     raise RuntimeError(
-        f"gradient={solve.gradient.name!r} gives first derivatives only, and create_graph=True asks for more. "
-        "Fix: gradient='direct'."
+        f"gradient={solve.gradient.name!r} gives first derivatives only, got create_graph=True. Fix: gradient='direct'."
     )
 
 
@@ -412,8 +411,8 @@ class Adjoint:
     backward solve restarts from each output. Over an interval of length T, it amplifies errors by e^{γT}, where γ is
     the damping.
 
-    A solve with events stores the states at outputs and events. It is then divided into rounds: the n-th round of a
-    sample is its solve from its last event to its next one, and the jump there, which is repeated with a graph.
+    A solve with events stores the states at outputs and events. It is then divided into rounds. A round of a sample is
+    its solve from one event to the next, and the jump there, which is repeated with a graph.
 
     If samples have their own times, steps or events, a backward step is the same fraction of each sample's interval.
     """

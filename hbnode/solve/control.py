@@ -117,9 +117,9 @@ class AdaptiveSteps:
     those nodes. Therefore, if f depends on time:
 
     - If f is negligible at the start, it is evaluated at four further times, with the initial state.
-    - If the initial state is zero, or these evaluations find a force, neighbouring nodes of a step are at most a sixth
-      of the span apart. Errors must then be below the tolerance by the factor ``dense_error_factor`` of the method. A
-      force that was found also shortens the first step, so that it moves the state by about the tolerance.
+    - If the initial state is zero, or these evaluations find a force, the nodes of a step are at most a sixth of the
+      span apart. Errors must then be below the tolerance by the factor ``dense_error_factor`` of the method. A force
+      that was found also shortens the first step, so that it moves the state by about the tolerance.
     - The first of several equal steps is an irrational fraction of the rest, so that its nodes miss no harmonic.
     """
 
@@ -303,6 +303,11 @@ class AdaptiveSteps:
         if attempt.theta is not None and self.problem.method.dense_error_factor != 1.0:
             margin = self._margin(attempt)
         ratio = self.problem.ratio(before, after, error) * margin
+        if self.problem.settings.jump_times and self.problem.jumps is not None:
+            over_jump = (self.taken < 1.1 * self.problem.jump_width) & (self.problem.jumps == self.then[..., None]).any(
+                -1
+            )
+            ratio = np.where(over_jump, np.minimum(ratio, 1.0), ratio)  # a shorter step is below the rounding of times
         return self._in_common(ratio) if self.problem.common else ratio
 
     def _margin(self, attempt: Attempt) -> Array:
@@ -372,8 +377,8 @@ class AdaptiveSteps:
             raise p.failure(
                 MaxStepsError,
                 f"after {self.attempts} steps of steady size about {needed:.1g} more are needed, and "
-                f"max_steps={p.settings.max_steps}. Fix: {p.advice()}divide t by a typical gap or period, so that f "
-                "acts over about one unit of time, or loosen rtol and atol, or raise max_steps",
+                f"max_steps={p.settings.max_steps}. Fix: {p.advice()}divide t by a typical gap or period, loosen "
+                "rtol and atol, or raise max_steps",
                 p.time(self.now),
                 self.taken,
             )

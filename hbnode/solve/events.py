@@ -60,9 +60,9 @@ class Event:
     ``options={"max_step": ...}`` limits the steps. The field and ``fn`` must be defined a little beyond the event,
     because the step that finds it passes it.
 
-    Event times and states have exact first derivatives with respect to the initial state, and to the parameters of the
-    field, ``fn`` and ``jump`` (implicit function theorem). With ``gradient="adjoint"`` these derivatives are accurate
-    to the tolerance, and the solve stores only the states at outputs and events.
+    Event times and states have exact first derivatives by the implicit function theorem. They are with respect to the
+    initial state and the parameters of the field, ``fn`` and ``jump``. With ``gradient="adjoint"`` these derivatives
+    are accurate to the tolerance, and the solve stores only the states at outputs and events.
 
     Arguments:
         fn: a function or module, ``fn(t, state) -> (batch,)``, with t of shape (batch,). Its value for a sample must
@@ -417,14 +417,17 @@ class EventSteps(AdaptiveSteps):
             )
         jumped = p.term.flatten(jumped)
         if not all(bool(torch.isfinite(x[mask.flatten()]).all()) for x in jumped):
-            raise p.failure(NonFiniteError, "a jump returned a state that is not finite", t[mask.flatten()], self.taken)
+            message = (
+                "a jump returned a state that is not finite. Fix: check it for log, sqrt or a division at this state"
+            )
+            raise p.failure(NonFiniteError, message, t[mask.flatten()], self.taken)
         return tuple([torch.where(mask, new, old) for new, old in zip(jumped, rows, strict=True)])
 
     def _set_sign(self, k: int, t: Tensor, rows: Rows, slopes: Rows, lanes: Array, *, fired: bool = True) -> None:
         """Set the sign of an event function in ``lanes``.
 
-        If it is 0 up to the errors of a step, the sign is that of dc/dt after its own event, and does not change after
-        another one.
+        If c is 0 up to the errors of a step, the sign is that of dc/dt after c's own event. After another event it does
+        not change.
         """
         c = self._values(self.events[k], t, rows)
         rate = self._rate(self.events[k], t, rows, slopes).double().cpu().numpy() * self.problem.sign
@@ -554,7 +557,7 @@ def _horner(polynomial: Array, theta: Array) -> Array:
 def _refuse_higher(gradient: Tensor) -> None:
     if torch.is_grad_enabled():
         raise RuntimeError(
-            "events give first derivatives only, and create_graph=True asks for more. "
+            "events give first derivatives only, got create_graph=True. "
             "Fix: leave create_graph out, or differentiate a solve without events twice."
         )
 

@@ -195,6 +195,7 @@ class Problem:
     def _jumps_inside(self, jump_times: Sequence[float], signals: Sequence[Any]) -> Array | None:
         near = BESIDE_JUMP * torch.finfo(self.template.dtype).eps * max(self.furthest, 1e-300)
         times = {jump + side for jump in jump_times for side in (-near, near)}  # left and right limits of f differ
+        self.jump_width = 2 * near
         times.update(*(signal.knots for signal in signals))
         elapsed = self.sign[..., None] * (np.array(sorted(times)) - self.begin[..., None])
         inside = (elapsed > 0) & (elapsed <= self.end[..., None])

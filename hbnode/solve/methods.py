@@ -101,9 +101,9 @@ class Method:
 class Explicit(Method):
     r"""A method whose stages are linear in the rows of the state and in the values of the field.
 
-    Let the columns K be the rows of the state (its last one is the field's value), followed by the values
-    :math:`F_i = f(t_i, x_i)` of the s stages. Stage i is :math:`x_i = \sum_k C_{ik} K_k`, and the last stage is the new
-    position or state. Further rows of C give the new m and the error estimate.
+    The columns K are the rows of the state and the values :math:`F_i = f(t_i, x_i)` of the s stages. The last row of
+    the state is the field's value. Stage i is :math:`x_i = \sum_k C_{ik} K_k`, and the last stage is the new position
+    or state. Further rows of C give the new m and the error estimate.
     """
 
     is_fsal = True
@@ -563,9 +563,9 @@ class Splitting(Method):
 class Rosenbrock(Method):
     r"""An L-stable Rosenbrock pair for stiff equations y' = f(t, y) or :math:`h'' + \gamma h' = f(h, t)`.
 
-    A step solves one linear system for each stage, with the matrix I - cJ, where c = Hg, g is the ``diagonal`` of the
-    tableau and J the Jacobian of f at the start of the step. The matrix is factorized once. For h'' + γh' = f, the rows
-    of a stage obey u_h - c u_m = r_h and (1 + cγ) u_m - c J u_h = r_m with J = ∂f/∂h, so that
+    A step solves one linear system for each stage, with the matrix I - cJ. J is the Jacobian of f at the start of the
+    step, c = Hg, and g the ``diagonal`` of the tableau. The matrix is factorized once. For h'' + γh' = f, the rows of a
+    stage obey u_h - c u_m = r_h and (1 + cγ) u_m - c J u_h = r_m with J = ∂f/∂h. Therefore
 
         ((1 + cγ) I - c² J) u_h = (1 + cγ) r_h + c r_m,    u_m = (u_h - r_h) / c.
 
@@ -576,10 +576,10 @@ class Rosenbrock(Method):
     steps per sample, the whole state is one system, as a vector y of shape (n,). ∂f/∂y and ∂f/∂t come from VJPs or
     ``torch.func`` (:func:`~hbnode.solve.jacobian.derivatives`).
 
-    A step counts one function evaluation for the Jacobian, for all unknowns together, and one for each stage. In very
-    stiff problems the last stage, which estimates the error at the end of a step, does not see that of dense output.
-    A step with outputs inside therefore takes one further evaluation, for the defect d = Hp' - Hf(p) of the dense
-    output p in the middle. The solution of (I - cJ) e = gd is its error in stiff components, and is small in others.
+    A step counts one function evaluation for the Jacobian, for all unknowns together, and one for each stage. The last
+    stage estimates the error at the end of a step. In very stiff problems it misses the error of dense output. A step
+    with outputs inside therefore takes one further evaluation, for the defect d = Hp' - Hf(p) of the dense output p in
+    the middle. The solution of (I - cJ) e = gd is its error in stiff components, and is small in others.
     """
 
     rows = 1

@@ -444,7 +444,9 @@ def check_finite(problem: Problem, y0: State, rows: Rows) -> None:
         if not np.isfinite(norm).all():
             raise problem.start_not_finite(norm)
         integrate(problem, start, take, every=1)
-    raise problem.failure(NonFiniteError, "the solution is not finite", problem.begin, math.nan)
+    raise problem.failure(
+        NonFiniteError, "the solution is not finite. Fix: bound func, or use more steps", problem.begin, math.nan
+    )
 
 
 def traced_times(t: Times, device: torch.device) -> Tensor:

@@ -147,7 +147,7 @@ class SDEMethod(Method):
 class UBU(SDEMethod):
     r"""A splitting of strong order 2 that evaluates f once per step.
 
-    A step is half a step of the linear part with noise, an update of m by f, and another half step of the linear part.
+    A step is a half step of the linear part with noise, an update of m by f, and another half step.
 
     References:
         Sanz-Serna and Zygalakis, Wasserstein distance estimates for the distributions of numerical approximations to
@@ -531,16 +531,16 @@ def sdeint(
       evaluations per step. It needs γ dt <= 2.
 
     Their steps end on the output times. Each interval between output times has as few equal steps as possible, none
-    longer than ``dt``. If samples have their own times, the k-th intervals of all samples have the same number of
-    steps, so that one call of f serves the batch. torchsde's methods take steps of ``dt`` from the first time and
-    interpolate the outputs linearly.
+    longer than ``dt``. If samples have their own times, their k-th intervals have the same number of steps. One call of
+    f then serves the batch. torchsde's methods take steps of ``dt`` from the first time and interpolate the outputs
+    linearly.
 
-    The native methods compute the exact gradient of the discrete solution, for fixed normal variables, with respect to
-    the initial state, the parameters of f, γ and η. ``"direct"`` backpropagates through the steps. ``"checkpoint"``
-    stores the graph up to 64 MiB and recomputes later steps. ``"reversible"`` stores the outputs only and reconstructs
-    the states by reversing the steps. Both regenerate the noise from its seed. Reversing multiplies rounding errors by
-    e^{γT} over an interval T between output times. ``"reversible"`` raises if they would exceed 1e-4, so γT may be at
-    most 6.7 in float32 and 26 in float64.
+    The native methods compute the exact gradient of the discrete solution for fixed normal variables. It is with
+    respect to the initial state, the parameters of f, γ and η. ``"direct"`` backpropagates through the steps.
+    ``"checkpoint"`` stores the graph up to 64 MiB and recomputes later steps. ``"reversible"`` stores the outputs only
+    and reconstructs the states by reversing the steps. Both regenerate the noise from its seed. Reversing multiplies
+    rounding errors by e^{γT} over an interval T between output times. ``"reversible"`` raises if they would exceed
+    1e-4, so γT may be at most 6.7 in float32 and 26 in float64.
 
     The noise of a step depends on the seed, the step index, the shape and the dtype. It is the same on all devices of
     one type.

@@ -196,7 +196,7 @@ class Snapshot:
     """The parameters, buffers, training modes and dropout masks of a field's modules in a solve.
 
     As a context manager it restores them while a backward pass evaluates the field. By then, the model may be in
-    another mode, or have its own parameters again after a solve in ``torch.func.functional_call`` with others. Without
+    another mode, or have its own parameters after a solve in ``torch.func.functional_call`` with others. Without
     ``for_backward``, the snapshot has no parameters and buffers.
     """
 
@@ -275,8 +275,8 @@ def _restore(modes: Sequence[Any], slots: Sequence[Any], masks: Sequence[Any], n
 def solving(snapshot: Snapshot, device_type: str) -> Iterator[None]:
     """A context for a solve, with the dropout masks of the snapshot, and autocast only inside the field.
 
-    In it a :class:`hbnode.Signal` on a GPU returns NaN at a time outside its samples; the solve then fails with an
-    error that names this time.
+    Inside it, a :class:`hbnode.Signal` on a GPU returns NaN at a time outside its samples. The error of the solve then
+    names this time.
     """
     before: list[Any] = []
     for module, masks in snapshot.masks:

@@ -90,7 +90,8 @@ def solve(field: Any, y0: State, t: Tensor, settings: Settings, counter: Tally, 
             *_, (frame, _) = traceback.walk_tb(error.__traceback__)
             if not frame.f_globals.get("__name__", "").startswith("torchdiffeq."):
                 raise
-            raise counted.failure(SolverError, f"torchdiffeq's {method} gave up: {error}") from error
+            message = f"torchdiffeq's {method} gave up: {error}. Fix: method='tsit5', without options"
+            raise counted.failure(SolverError, message) from error
         counted.check_solution(rows, t)
     # the caller may change the outputs in place, and the backward pass of the adjoint needs them
     rows = rows.clone() if is_adjoint else rows
@@ -220,7 +221,8 @@ class CountedField:
     def check_solution(self, rows: Tensor, t: Tensor) -> None:
         """Raise an error if the last step is not finite or scipy stopped early, which no callback reports."""
         if len(rows) != len(t):
-            raise self.failure(SolverError, f"scipy stopped after {len(rows)} of {len(t)} output times", t[-1])
+            message = f"scipy stopped after {len(rows)} of {len(t)} output times. Fix: method='dopri5'"
+            raise self.failure(SolverError, message, t[-1])
         if not is_finite(rows):
             raise self.failure(NonFiniteError, "the solution is not finite. Fix: use more steps or bound func", t[-1])
         self.recent.clear()

@@ -92,9 +92,8 @@ def _check_growth(damping: Tensor, t: Tensor, dt: float) -> None:
     strongest, longest = (float(x.max()) if x.numel() else 0.0 for x in (damping, t.diff()))
     if strongest * dt > 0 and math.log(strongest * dt) + strongest * longest > math.log(MOST_GROWTH):
         raise ReversalError(
-            f"torchsde's adjoint solves the state backward, where the damping of {strongest:g} makes the errors of "
-            f"steps of {dt:g} grow by e^{strongest * longest:.3g} between two output times, and the gradient is "
-            "wrong. Fix: method='ubu' with gradient='checkpoint', which is exact, gradient='direct', or output times "
-            "closer together",
+            f"the gradient of torchsde's adjoint would be wrong. In its backward solve, the damping of {strongest:g} "
+            f"makes errors of steps of {dt:g} grow by e^{strongest * longest:.3g} between two output times. Fix: "
+            "method='ubu' with gradient='checkpoint', which is exact, gradient='direct', or closer output times",
             t=float(t[0]), step_size=dt, nfe=0,
         )  # fmt: skip

@@ -416,6 +416,30 @@ def test_a_cache_of_inference_mode_goes_on_outside():
     close(y, module(x, x, x)[0][:, 10])
 
 
+def test_a_cache_is_a_pytree_and_exports():
+    module, x = make("rotary").eval(), inputs()
+    ignored = torch.zeros(x.shape[:2], dtype=torch.bool)
+    for mask in (None, ignored[:, :10]):
+        _, state = module.prefill(x[:, :10], key_padding_mask=mask)
+        cache = torch.utils._pytree.tree_map(torch.Tensor.float, state)
+        assert len(cache) == 10
+        assert cache.keys.dtype == torch.float32
+        assert (cache.ignored is None) == (mask is None)
+
+    class Step(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = module
+
+        def forward(self, x, state):
+            return self.attention.step(x, state)
+
+    state = module.prefill(x[:, :10])[1].detach()
+    y, after = torch.export.export(Step(), (x[:, 10], state)).module()(x[:, 10], state)
+    assert len(after) == 11
+    close(y, module(x, x, x)[0][:, 10])
+
+
 # What is our own
 
 

@@ -167,7 +167,11 @@ def test_numbers_that_the_integers_cannot_hold_are_an_error(value, layer):
         (lambda: MomentumResNet([torch.tanh]), TypeError, "layers must be modules, got builtin_function"),
         (lambda: MomentumResNet(nn.Identity(), depth=0), ValueError, "depth must be"),
         (lambda: MomentumResNet([nn.Identity()], momentum=1.1), ValueError, r"momentum must be in \[0, 1\], got 1.1"),
-        (lambda: MomentumResNet([nn.Identity()], momentum=0.0), ValueError, "cannot be undone. Fix: gradient='direct'"),
+        (
+            lambda: MomentumResNet([nn.Identity()], momentum=0.0),
+            ValueError,
+            "needs momentum > 0, got 0.0. Fix: gradient='direct'",
+        ),
         (lambda: MomentumResNet([nn.Identity()], gradient="adjoint"), ValueError, "'reversible' or 'direct'"),
         (lambda: MomentumResNet([nn.Linear(2, 3)])(torch.ones(1, 2)), ValueError, r"returned shape \(1, 3\)"),
         (lambda: MomentumResNet([nn.Identity()])(torch.ones(1, 2).long()), TypeError, "got torch.int64. Fix: x.float"),

@@ -617,3 +617,17 @@ def test_wrong_states_and_modules():
     ):
         with pytest.raises(kind, match=message):
             use()
+
+
+def test_float64_under_autocast_is_refused():
+    """Autocast converts only smaller dtypes."""
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match=r"x is .*float64.*Fix: x.to\(torch.fl"):
+        hbnode.ODERNN(3, 2)(torch.zeros(1, 2, 3, dtype=torch.float64), torch.arange(2.0))
+
+
+@pytest.mark.parametrize("field", ["hbnode", "node"])
+def test_a_state_made_in_inference_mode_can_be_used_in_training(field):
+    rnn, x, t = hbnode.ODERNN(3, 4, field=field), torch.randn(2, 5, 3), torch.linspace(0, 1, 5)
+    with torch.inference_mode():
+        _, state = rnn(x, t)
+    (rnn(x, t + 1, state)[0].sum() + rnn.forecast(state, [0.5])[0].sum()).backward()

@@ -493,7 +493,7 @@ def test_ranges_of_gaps():
         ({"frequency": (0.0, 1.0)}, r"frequency must be \(low, high\)"),
         ({"decay": 3}, r"decay must be \(low, high\)"),
         ({"noise": True, "bidirectional": True}, "needs a causal layer"),
-        ({"noise": True, "mask_features": True}, "model of the samples alone"),
+        ({"noise": True, "mask_features": True}, "no inputs besides the samples"),
         ({"missing": "mean"}, "missing must be one of"),
     ],
 )
@@ -708,3 +708,20 @@ def test_dates_and_durations_belong_to_series(kind, call, fix):
         TypeError, match=f"must hold numbers in the unit of t, got (dates|durations|text).*Fix: .*{fix}"
     ):
         call(model, state)
+
+
+@pytest.mark.parametrize("module", [hbnode.nn.Oscillators(3, 2), hbnode.nn.OscillatorStack(3, 2)], ids=repr)
+def test_float64_under_autocast_is_refused(module):
+    """Autocast converts only smaller dtypes."""
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match=r"x is .*float64.*Fix: x.to\(torch.fl"):
+        module(torch.zeros(1, 2, 3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("make", [hbnode.nn.Oscillators, hbnode.nn.OscillatorStack])
+@pytest.mark.parametrize("options", [{}, {"input": "hold"}, {"selective": True}, {"missing": "decay"}], ids=str)
+def test_a_state_made_in_inference_mode_can_be_used_in_training(make, options):
+    module, x = make(3, 4, **options), torch.randn(2, 5, 3)
+    with torch.inference_mode():
+        _, state = module(x)
+    (module(x, None, state)[0].sum() + module.forecast(state, [0.5])[0].sum()).backward()
+    assert all(p.grad is not None for p in module.parameters())

@@ -842,3 +842,10 @@ def test_precision_of_a_tanh_rnn():
         again, _ = rnn(x, last.bfloat16())
     assert found.dtype == again.dtype == torch.float32
     torch.testing.assert_close(found, rnn(x)[0])
+
+
+def test_a_state_made_in_inference_mode_can_be_used_in_training():
+    lstm, x = hbnode.nn.MomentumLSTM(3, 4), torch.randn(5, 2, 3)
+    with torch.inference_mode():
+        _, state = lstm(x)
+    lstm(x, state)[0].sum().backward()

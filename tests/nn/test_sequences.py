@@ -186,7 +186,7 @@ def test_dates_and_durations_are_refused_with_a_fix_that_works():
     ]
     for call, name, value, right in calls:
         with pytest.raises(
-            TypeError, match=rf"^{name} must hold numbers in the unit of t, got \w+, whose.*Fix"
+            TypeError, match=rf"^{name} must hold numbers in the unit of t, got \w+, which.*Fix"
         ) as error:
             eval(call.format(name), names | {name: value})
         fix = str(error.value).split("Fix: ")[1].split(", where")[0].removeprefix("time_unit=")

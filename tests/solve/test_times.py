@@ -34,6 +34,20 @@ def test_both_sides_of_every_jump_are_seen(width, dtype):
 
 
 @pytest.mark.parametrize("per_sample", [False, True])
+@pytest.mark.parametrize("method", ["nystrom4", "nystrom8", "exponential", "tsit5", "rodas5p"])
+def test_a_jump_in_float32_needs_no_step_below_the_rounding_of_times(method, per_sample):
+    field = hbnode.HBNODE(lambda t, h: torch.where(t > 1, -40 * h, h), damping=0.5)
+    start = torch.ones(2, 1), torch.zeros(2, 1)
+    h, _ = hbnode.odeint(
+        field, start, [0.0, 2.0], method=method, rtol=1e-6, atol=1e-6, jump_times=[1.0], per_sample=per_sample
+    )
+    exact = field.double()
+    start = tuple(part.double() for part in start)
+    h_exact, _ = hbnode.odeint(exact, start, [0.0, 2.0], method="nystrom8", jump_times=[1.0], **TIGHT)
+    assert h[-1].flatten().tolist() == pytest.approx(h_exact[-1].flatten().tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("per_sample", [False, True])
 @pytest.mark.parametrize("t", [[0.0, 1.0, 2.0, 2.5], [0.0, 1.0]])
 def test_the_gradient_of_a_time_on_a_knot_is_the_slope_there(t, per_sample):
     signal = hbnode.Signal(float64(0, 1, 2, 3), float64(0, 1, -1, 2))
