@@ -22,6 +22,10 @@ COLUMNS = (
     *("data", "size", "parameters", "solver", "gradient", "tolerance", "epochs_done", "epochs_asked"),
     *("cpu", "threads", "torch", "date", "command", "origin"),  # origin: the commit, or the page it was copied from
 )
+ORDER = (  # of models in a table; others follow, by name
+    *("node", "anode", "sonode", "hbnode", "ghbnode", "nesterovnode", "adamnode", "lstm", "gru", "gru-d", "cfc"),
+    *("plain", "gain", "forget", "momentum", "nag", "sr", "adaptive", "adam", "rmsprop", "softmax", "linear"),
+)
 Row = dict[str, str]
 Reader = Callable[[Path], Iterator[Row]]
 
@@ -91,8 +95,9 @@ def runs(
     """
 
     def read(folder: Path) -> Iterator[Row]:
-        for path in sorted(folder.rglob("config.json")):
-            config = read_json(path)
+        configs = {path: read_json(path) for path in sorted(folder.rglob("config.json"))}
+        rank = {name: place for place, name in enumerate(ORDER)}
+        for path, config in sorted(configs.items(), key=lambda entry: rank.get(entry[1]["model"], len(rank))):
             about = {
                 "table": table(config),
                 "model": label(config),
