@@ -15,7 +15,8 @@ TESTS = """tests/test_fields.py tests/test_nfe.py tests/test_torchdiffeq.py test
 tests/solve/test_adjoints.py tests/solve/test_loop.py tests/solve/test_events.py tests/nn/test_momentum_resnet.py
 tests/nn/test_rules.py tests/nn/test_scan.py tests/nn/test_recurrent.py tests/nn/test_attention.py""".split()
 VERSIONS = """import importlib.metadata, platform
-print(" | ".join([platform.python_version(), *map(importlib.metadata.version, "torch numpy torchdiffeq torchsde".split())]))
+names = "torch numpy torchdiffeq torchsde".split()
+print(" | ".join([platform.python_version(), *map(importlib.metadata.version, names)]))
 """
 
 
