@@ -214,7 +214,7 @@ c = hbnode.estimators.{SeriesClassifier,SeriesRegressor,SeriesForecaster}; c.fit
 """
 FORCED = {"max_epochs", "n_members", "max_iter", "num_features", "y", "forward", "static"}  # given in each call
 VARIADIC = {"args", "kwargs"}
-SHAPES = r"shape|size|dim|dtype|device|[mM]eta|[sS]parse|Long|Bool|Half|BFloat16|Complex|broadcast|convert|nan|inf"
+SHAPES = r"dictionary|shape|size|dim|dtype|device|[mM]eta|[sS]parse|Long|Bool|Half|Complex|broadcast|convert|nan|inf"
 QUIET = {"compile", "progress", "n_jobs"}  # never odd: they start compilers and processes
 
 
