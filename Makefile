@@ -65,17 +65,9 @@ wheel: .venv/.complete
 	.venv-wheel/bin/python -m pip check
 	.venv-wheel/bin/python -I tests/installed.py
 
-# The oldest Python and the oldest releases that pyproject.toml allows, on tests that need no extra.
-OLDEST ?= python3.10
+# The oldest and the newest releases that pyproject.toml allows, on tests that need no extra. Pythons are found on the PATH.
 compat:
-	$(OLDEST) -m venv .venv-compat
-	.venv-compat/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-oldest.txt -e . \
-		pytest pytest-timeout hypothesis
-	.venv-compat/bin/python -m pip check
-	.venv-compat/bin/python -m pytest -q -k "not export and not compile and not in_a_graph" tests/test_fields.py tests/test_nfe.py \
-		tests/test_torchdiffeq.py tests/test_properties.py tests/solve/test_adjoints.py tests/solve/test_loop.py \
-		tests/solve/test_events.py tests/nn/test_momentum_resnet.py tests/nn/test_rules.py tests/nn/test_scan.py \
-		tests/nn/test_recurrent.py tests/nn/test_attention.py
+	$(PYTHON) tests/compat.py
 
 # Needs CUDA: the tests marked gpu, and one table of seconds on the CPU and on the GPU.
 gpu: .venv/.complete

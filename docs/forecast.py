@@ -74,24 +74,16 @@ for ax, patient in zip(axes.flat, [101, 104, 107, 110], strict=True):
     one = forecast[forecast["id"] == patient]
     start = seen["time"].iloc[-1]
     hours = (one["time"] - start) / pd.Timedelta("1h")
-    ax.fill_between(
-        hours,
-        one["lower_90"],
-        one["upper_90"],
-        color="tab:blue",
-        alpha=0.15,
-        lw=0,
-        label="90 %",
-    )
-    ax.fill_between(
-        hours,
-        one["lower_50"],
-        one["upper_50"],
-        color="tab:blue",
-        alpha=0.3,
-        lw=0,
-        label="50 %",
-    )
+    for level, alpha in ((90, 0.15), (50, 0.3)):
+        ax.fill_between(
+            hours,
+            one[f"lower_{level}"],
+            one[f"upper_{level}"],
+            color="tab:blue",
+            alpha=alpha,
+            lw=0,
+            label=f"{level} %",
+        )
     ax.plot(hours, one["mean"], color="tab:blue", label="mean")
     later = whole[
         (whole["time"] > start) & (whole["time"] < start + pd.Timedelta("12h"))

@@ -10,6 +10,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, SupportsIndex, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -137,7 +138,9 @@ def as_tensor(value: object, name: str) -> Tensor:
         return value
     array: Any = value.to_numpy() if hasattr(value, "to_numpy") else value
     try:
-        return torch.tensor(array) if hasattr(array, "__array__") else torch.tensor(list(array), dtype=torch.float64)
+        if hasattr(array, "__array__"):
+            return torch.as_tensor(np.array(array, order="C"))  # torch takes no negative strides, as of df[::-1]
+        return torch.tensor(list(array), dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError) as error:
         kind = getattr(array, "dtype", None)
         got = type(value).__name__ if kind is None else f"{type(value).__name__} of {kind}"
@@ -190,7 +193,7 @@ def check_time_dependent(value: bool, func: Callable[..., Any], parts: int) -> b
         return value
     try:
         signature.bind(*range(parts + value))
-        fits = value or getattr(inner, "time_dependent", None) is not True
+        fits = getattr(inner, "time_dependent", value) is value
     except TypeError:
         fits = False
     if not fits:

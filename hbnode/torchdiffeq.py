@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 import numbers
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -260,8 +260,6 @@ def solve_native(
             f"event_fn is for torchdiffeq's methods, got method={method!r}. Fix: method='dopri5', or "
             "hbnode.odeint(..., events=hbnode.Event(fn))."
         )
-    if not isinstance(options, (Mapping, type(None))):
-        raise TypeError(f"options must be a dictionary, got {options!r}. Fix: options=None.")
     arguments: dict[str, Any] = {"gradient": gradient, "rtol": rtol, "atol": atol}
     for name in ("rtol", "atol"):
         if isinstance(value := arguments[name], Tensor) and value.numel() == 1:

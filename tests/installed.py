@@ -1,10 +1,11 @@
-"""An installed hbnode in an environment of its own: its files, and the README's code that needs no extra.
+"""An installed hbnode in an environment of its own: its files, its modules, and the README's code that needs no extra.
 
 ``make wheel`` runs it with ``python -I``, which cannot see the checkout.
 """
 
 import importlib.metadata
 import importlib.util
+import pkgutil
 import re
 from pathlib import Path
 
@@ -29,10 +30,19 @@ def main() -> None:
     assert hbnode.__version__ == distribution.version
     assert "hbnode/py.typed" in files
     assert not [file for file in files if file.startswith(("tests", "tasks", "benchmarks", "docs"))]
-    assert len(runs) >= 2
+    modules = [module.name for module in pkgutil.walk_packages(hbnode.__path__, "hbnode.", onerror=lambda name: None)]
+    failed = {}
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            failed[name] = str(error)
+    assert all("Fix: pip install" in text for text in failed.values()), failed
+    assert codes[0] in runs
     for code in runs:
         exec(compile(code, "README", "exec"), {"__name__": "readme"})
     print(f"hbnode {hbnode.__version__}: {len(files)} files, {len(runs)} of the README's {len(codes)} snippets")
+    print(f"{len(modules) - len(failed)} of {len(modules)} modules import; the others need an extra: {sorted(failed)}")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from sklearn.utils import check_array
 from sklearn.utils.validation import check_is_fitted
 from typing_extensions import Self
 
+from hbnode._checks import as_count
 from hbnode.data import Series, as_series, is_list_of_series
 from hbnode.estimators.networks import SeriesNetwork
 from hbnode.nn import Standardize
@@ -35,6 +36,7 @@ class SeriesEstimator(BaseEstimator):
     time: str | None
     values: str | Sequence[str] | None
     static: str | Sequence[str] | None
+    n_members: int
     features_: list[str]
     static_features_: list[str]
     clock_: tuple[float | None, np.datetime64 | None]
@@ -54,6 +56,7 @@ class SeriesEstimator(BaseEstimator):
         """Return the data as series; with ``reset`` store their features, else compare them with the stored ones."""
         names: dict[str, Any] = {"id": self.id, "time": self.time, "values": self.values, "static": self.static}
         is_table = hasattr(data, "columns") or _is_dict(data)
+        as_count(self.n_members, "n_members")
         if is_table:
             data, names["static"] = self._encoded(data, reset)
             if not reset:

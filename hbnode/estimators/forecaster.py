@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributions import Normal
 from typing_extensions import Self
 
-from hbnode._checks import as_count, nearest
+from hbnode._checks import nearest
 from hbnode._times import kind_of
 from hbnode.data import Series
 from hbnode.estimators.base import SeriesEstimator, moments
@@ -458,7 +458,7 @@ class SeriesForecaster(SeriesEstimator):
             return kinds[name]().fit(train, asked, seed)
         device, networks = self.device or "cpu", []
         config = config_of(train, name, 1, self.hidden_size, self.dropout)  # type: ignore[arg-type]
-        for member in range(as_count(self.n_members, "n_members")):
+        for member in range(self.n_members):
             torch.manual_seed(seed + member)
             network = trained(
                 ForecastNetwork(**config).to(device),

@@ -646,9 +646,6 @@ class TimeRescaledField(nn.Module):
 
 def _checked_solver(settings: Settings, field: Field) -> Solver:
     """Return the checked solver settings; raise ValueError if they do not support different times per sample."""
-    if settings.options is not None and not isinstance(settings.options, dict):
-        fix = "options={'step_size': 0.1}"
-        raise TypeError(f"options must be a dict, got {type(settings.options).__name__}. Fix: {fix}.")
     options, step_size = dict(settings.options or {}), None
     if "step_size" in options and settings.is_native:
         step_size = options.pop("step_size")

@@ -314,8 +314,6 @@ def make_attention(
     Options of the module override ``layout``. A module with another ``causal`` or ``batch_first`` raises an error.
     """
     make, own = _unwrap(kind)
-    if not isinstance(options, Mapping):
-        raise TypeError(f"attention_options must be a dictionary, got {options!r}. Fix: attention_options=None.")
     fixed = own.keys() & options.keys()
     if fixed:
         fix = f"attention={'momentum' if make is MomentumAttention else 'heavy_ball'!r}"
@@ -355,8 +353,6 @@ def _unwrap(kind: AttentionName | MakeAttention) -> tuple[MakeAttention, dict[st
 
 def _with_rotary(kind: AttentionName | MakeAttention, options: Mapping[str, Any], rotary: bool) -> dict[str, Any]:
     """Return the options of an attention, with ``rotary`` if it is softmax attention that does not set it."""
-    if not isinstance(options, Mapping):
-        raise TypeError(f"attention_options must be a dict, got {options!r}. Fix: attention_options={{}}.")
     make, own = _unwrap(kind)
     is_free = make is SoftmaxAttention and "rotary" not in own
     return ({"rotary": rotary} if is_free else {}) | dict(options)

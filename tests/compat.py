@@ -1,0 +1,61 @@
+"""The oldest and the newest releases that pyproject.toml allows, each in an environment of its own.
+
+``make compat`` installs each row, runs the tests that need no extra, and prints one table. A row whose Python is not on
+the PATH is reported and left out.
+"""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROWS = [("python3.10", ["-c", "constraints-oldest.txt"]), ("python3.13", []), ("python3.14", [])]
+FOLDER = Path(".venv-compat")
+TESTS = """tests/test_fields.py tests/test_nfe.py tests/test_torchdiffeq.py tests/test_properties.py
+tests/solve/test_adjoints.py tests/solve/test_loop.py tests/solve/test_events.py tests/nn/test_momentum_resnet.py
+tests/nn/test_rules.py tests/nn/test_scan.py tests/nn/test_recurrent.py tests/nn/test_attention.py""".split()
+VERSIONS = """import importlib.metadata, platform
+names = "torch numpy torchdiffeq torchsde".split()
+print(" | ".join([platform.python_version(), *map(importlib.metadata.version, names)]))
+"""
+
+
+def run(*command: str, **kwargs) -> "subprocess.CompletedProcess[str]":
+    """Run a command and echo it to the log."""
+    print("$", " ".join(part.split("\n")[0] for part in command), flush=True)
+    return subprocess.run(command, text=True, **kwargs)
+
+
+def is_there(python: str) -> bool:
+    """Return whether a Python starts; pyenv has shims for versions that are not active."""
+    return shutil.which(python) is not None and run(python, "-c", "", stderr=subprocess.DEVNULL).returncode == 0
+
+
+def row(python: str, constraints: list[str]) -> tuple[str, bool]:
+    """Install and test a row; return its line of the table and whether all is well."""
+    if not is_there(python):
+        return f"| {python.removeprefix('python')} | not on the PATH: not tested |", True
+    bin = FOLDER / python / "bin"
+    run(python, "-m", "venv", "--clear", str(FOLDER / python), check=True)
+    pip = [str(bin / "python"), "-m", "pip", "--disable-pip-version-check"]
+    wanted = ["-e", ".", "pytest", "pytest-timeout", "hypothesis"]
+    run(*pip, "install", "--quiet", *constraints, *wanted, check=True)
+    fits = run(*pip, "check").returncode == 0
+    left_out = "not export and not compile and not in_a_graph"  # torch's own compiler differs between releases
+    tests = run(str(bin / "python"), "-m", "pytest", "-q", "-k", left_out, *TESTS, stdout=subprocess.PIPE)
+    print(tests.stdout)
+    versions = run(str(bin / "python"), "-c", VERSIONS, check=True, stdout=subprocess.PIPE).stdout.strip()
+    found = tests.stdout.strip().rpartition("\n")[2].strip("= ")
+    return f"| {versions} | {'ok' if fits else 'broken'} | {found} |", fits and tests.returncode == 0
+
+
+def main() -> None:
+    """Print the table; exit with 1 if a row fails."""
+    lines, well = zip(*(row(*entry) for entry in ROWS), strict=True)
+    print("\n| Python | torch | numpy | torchdiffeq | torchsde | pip check | tests |\n|---|---|---|---|---|---|---|")
+    print("\n".join(lines))
+    sys.exit(0 if all(well) else 1)
+
+
+if __name__ == "__main__":
+    main()
