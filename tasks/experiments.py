@@ -105,6 +105,11 @@ def is_shown(row: Mapping[str, str]) -> bool:
     return row["kind"] != "noisy" or row["pairs"] == "8"
 
 
+def samples_of(row: Mapping[str, str]) -> str:
+    """Return the number of samples of a row."""
+    return f"{int(row['samples']):,} samples"
+
+
 def forecasts(*metrics: str) -> Reader:
     """Return a reader of latent models: figures of rows held out and of forecasts, and other entries of a summary."""
     figures = {"log_likelihood": "log_likelihood", "mse": "squared_error", "coverage": "coverage"}
@@ -501,13 +506,17 @@ EXPERIMENTS: dict[str, Experiment] = {
             for table, options in (("clinic", ""), ("clinic-mean", "--pool 'last and mean' --dropout 0.1"))
         ),
     ),
-    "trivial-rows": one(
-        "What do a constant and the last value reach on the irregular series?",
+    "shallow-rows": one(
+        "What do models that are no networks reach on the irregular series?",
         Command(
             "errors",
-            ("tasks.studies.trivial_rows",),
-            0.05,
-            study("errors.csv", "test_forecast_mse", "test_acceleration_mse", "test_mse"),
+            ("tasks.studies.shallow_rows",),
+            0.3,
+            study(
+                "errors.csv",
+                *("test_forecast_mse", "test_acceleration_mse", "test_mse"),
+                table=lambda row: row["table"],
+            ),
         ),
     ),
     "adding": one(
@@ -863,7 +872,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         ),
     ),
     "exactness": one(
-        "What do reversible gradients store, and is the delta-rule memory exact in float32?",
+        "What do reversible gradients store, and are the delta-rule memory and the Kalman filter exact?",
         Command(
             "study",
             ("tasks.studies.exactness",),
@@ -871,6 +880,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             both(
                 study("reversible.csv", "gradient_error", "stored_mib", case=("steps",), table="reversible"),
                 study("memory.csv", "relative_error", case=("decay",), table="memory"),
+                study("likelihood.csv", "log_likelihood", "relative_error", case=samples_of, table="likelihood"),
             ),
         ),
     ),
