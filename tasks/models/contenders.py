@@ -117,7 +117,7 @@ class ContenderConfig(TaskConfig):
             raise ValueError(f"--equal state halves the heads of some, so --heads must be even, got {self.heads}")
         if self.positions == "rotary" and self.chosen() != ("softmax",):
             raise ValueError(
-                f"--positions rotary needs --model softmax, got {self.model}: linear attention has no rotary positions. "
+                f"--positions rotary needs --model softmax, got {self.model}: linear attention has none. "
                 "Fix: --model softmax, or --positions auto."
             )
 
