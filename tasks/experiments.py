@@ -80,13 +80,13 @@ def images_per_second(folder: Path) -> Iterator[Row]:
             yield environment(found, path) | told | {"metric": metric, "value": number(row[metric])}
 
 
-def recalled(share: str, metric: str) -> Reader:
-    """Return a reader of the answers of one kind in the table of recall."""
+def recalled(share: str, metric: str, positions: str = "") -> Reader:
+    """Return a reader of the answers of one kind in the table of recall; a model's name ends in its positions."""
     return renamed(
         study(
             "recall.csv",
             "mean",
-            model=lambda row: row["model"] + (", equal heads" if row["equal"] == "heads" else ""),
+            model=lambda row: row["model"] + (", equal heads" if row["equal"] == "heads" else "") + positions,
             case=recall_case,
             where=lambda row: row["share"] == share and is_shown(row),
             table=lambda row: row["kind"],
@@ -103,6 +103,11 @@ def recall_case(row: Mapping[str, str]) -> str:
 def is_shown(row: Mapping[str, str]) -> bool:
     """Whether a page shows a test of recall: with noise those of the most pairs only."""
     return row["kind"] != "noisy" or row["pairs"] == "8"
+
+
+def samples_of(row: Mapping[str, str]) -> str:
+    """Return the number of samples of a row."""
+    return f"{int(row['samples']):,} samples"
 
 
 def forecasts(*metrics: str) -> Reader:
@@ -501,13 +506,17 @@ EXPERIMENTS: dict[str, Experiment] = {
             for table, options in (("clinic", ""), ("clinic-mean", "--pool 'last and mean' --dropout 0.1"))
         ),
     ),
-    "trivial-rows": one(
-        "What do a constant and the last value reach on the irregular series?",
+    "shallow-rows": one(
+        "What do models that are no networks reach on the irregular series?",
         Command(
             "errors",
-            ("tasks.studies.trivial_rows",),
-            0.05,
-            study("errors.csv", "test_forecast_mse", "test_acceleration_mse", "test_mse"),
+            ("tasks.studies.shallow_rows",),
+            0.3,
+            study(
+                "errors.csv",
+                *("test_forecast_mse", "test_acceleration_mse", "test_mse"),
+                table=lambda row: row["table"],
+            ),
         ),
     ),
     "adding": one(
@@ -551,8 +560,8 @@ EXPERIMENTS: dict[str, Experiment] = {
         Command(
             "lstm",
             (
-                "tasks.pixel_mnist --permuted --model plain,forget,momentum,nag,sr,adam,rmsprop,oscillators --epochs 6 "
-                "--jobs 1",
+                "tasks.pixel_mnist --permuted --model plain,gain,forget,momentum,nag,sr,adam,rmsprop,oscillators "
+                "--epochs 6 --jobs 1",
             ),
             0.5,
             runs("test_accuracy", "best_validation_accuracy", "seconds_per_epoch"),
@@ -630,8 +639,13 @@ EXPERIMENTS: dict[str, Experiment] = {
             "sinusoidal",
             ("tasks.transformer_copy --model softmax --positions sinusoidal --seeds 3 --jobs 1",),
             0.6,
-            runs("test_accuracy", "state", "seconds_per_epoch"),
-            "copying, 48 symbols, sinusoidal positions",
+            runs(
+                "test_accuracy",
+                label=positions_of,
+                table=lambda c: "48-symbols",
+                at={5: "750 batches", 10: "1,500 batches", 20: "3,000 batches"},
+            ),
+            "copying, 48 symbols",
             "3,000 batches of 32",
         ),
     ),
@@ -655,6 +669,17 @@ EXPERIMENTS: dict[str, Experiment] = {
                     ),
                     counting={"metric": "accuracy"},
                 ),
+            ),
+            "multi-query associative recall",
+            "500 batches of 32",
+        ),
+        Command(
+            "sinusoidal",
+            ("tasks.recall --preset table --model softmax --positions sinusoidal --jobs 1",),
+            0.1,
+            both(
+                recalled("accuracy", "accuracy", ", sinusoidal"),
+                recalled("stale", "old_value_accuracy", ", sinusoidal"),
             ),
             "multi-query associative recall",
             "500 batches of 32",
@@ -691,9 +716,11 @@ EXPERIMENTS: dict[str, Experiment] = {
             "mnist",
             (
                 "tasks.image_generation --preset mnist-small --model softmax,linear,momentum,gated_delta,heavy_ball "
-                "--jobs 1",
+                "--jobs 1 --out {out}/auto",
+                "tasks.image_generation --preset mnist-small --model softmax --positions sinusoidal --jobs 1 "
+                "--out {out}/sinusoidal",
             ),
-            6,
+            7,
             runs("test_bits_per_dim", label=positions_of, at={1: "625 steps", 2: "1,250 steps"}),
             "MNIST 14 × 14",
             "10,000 of 60,000 images",
@@ -863,7 +890,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         ),
     ),
     "exactness": one(
-        "What do reversible gradients store, and is the delta-rule memory exact in float32?",
+        "What do reversible gradients store, and are the delta-rule memory and the Kalman filter exact?",
         Command(
             "study",
             ("tasks.studies.exactness",),
@@ -871,6 +898,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             both(
                 study("reversible.csv", "gradient_error", "stored_mib", case=("steps",), table="reversible"),
                 study("memory.csv", "relative_error", case=("decay",), table="memory"),
+                study("likelihood.csv", "log_likelihood", "relative_error", case=samples_of, table="likelihood"),
             ),
         ),
     ),

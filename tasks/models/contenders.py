@@ -10,7 +10,7 @@ one matrix for each head then have half the heads, of twice the size.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 from hbnode.nn import MomentumTransformer
 from hbnode.nn.transformer import AttentionName, ConnectionName
@@ -80,12 +80,14 @@ def make_transformer(
         num_embeddings: of :class:`hbnode.nn.MomentumTransformer`.
         momentum: see :func:`attention_of`.
         step_size: likewise.
-        positions: ``"sinusoidal"``, or ``"auto"``: rotary in causal softmax attention, else sinusoidal. Default: "auto"
+        positions: ``"sinusoidal"``, ``"rotary"`` (softmax attention only), or ``"auto"``: rotary in causal softmax
+            attention, else sinusoidal. Default: "auto"
         **options: further arguments of :class:`hbnode.nn.MomentumTransformer`.
     """
-    is_rotary = positions == "auto" and name == "softmax" and options.get("causal", True)
+    if positions == "auto":
+        positions = "rotary" if name == "softmax" and options.get("causal", True) else "sinusoidal"
     layer = attention_of(name, momentum, step_size)
-    return MomentumTransformer(num_embeddings, positions="rotary" if is_rotary else "sinusoidal", **layer, **options)
+    return MomentumTransformer(num_embeddings, positions=cast(Any, positions), **layer, **options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +106,7 @@ class ContenderConfig(TaskConfig):
     equal: str = option("heads", "what contenders share: heads, or the size of the state", ("heads", "state"))
     momentum: float = option(0.6, "beta of momentum attention, and of the scale of linear_gain", below=1)
     step_size: float = option(1.0, "gamma of momentum attention")
-    positions: str = option("auto", "auto: rotary in causal softmax, else sinusoidal", ("auto", "sinusoidal"))
+    positions: str = option("auto", "auto: rotary in causal softmax, else sinusoidal", ("auto", "sinusoidal", "rotary"))
 
     def check(self) -> None:
         """Refuse what no run can have."""
@@ -113,6 +115,11 @@ class ContenderConfig(TaskConfig):
             raise ValueError(f"--d-model must be a multiple of --heads, got {self.d_model} and {self.heads}")
         if self.equal == "state" and self.heads % 2:
             raise ValueError(f"--equal state halves the heads of some, so --heads must be even, got {self.heads}")
+        if self.positions == "rotary" and self.chosen() != ("softmax",):
+            raise ValueError(
+                f"--positions rotary needs --model softmax, got {self.model}: linear attention has none. "
+                "Fix: --model softmax, or --positions auto."
+            )
 
     def heads_used(self) -> int:
         """How many heads the contender has."""

@@ -1,4 +1,4 @@
-"""Exactness: what reversible gradients store and miss, and the delta-rule memory in float32 at strong decay.
+"""Exactness: reversible gradients, the delta-rule memory in float32 at strong decay, and a likelihood by celerite2.
 
 ``reversible.csv``: a heavy ball whose f is a tanh network of 64 features, batch 64, T = 10, with equal steps, float64.
 For each gradient the relative error against "direct" by the same method, in the norm over input and parameters, and the
@@ -7,12 +7,17 @@ MiB of the tensors that a forward pass makes and that are alive after it.
 ``memory.csv``: :func:`hbnode.nn.functional.heavy_ball_memory` in float32 against its recurrence in float64, by decay of
 the memory in a step. "divided keys" is the chunk form of gated linear attention as its paper first states it, in which
 queries are multiplied by the cumulative decay and keys are divided by it (arXiv:2312.06635, section 4): without delta
-rule, in chunks of the same 64 steps. Both are deterministic and take seconds.
+rule, in chunks of the same 64 steps.
+
+``likelihood.csv``: the log-likelihood of one channel at random times under three noisy oscillators, float64, by
+``hbnode.nn.Oscillators(noise=True)`` and by celerite2 with the same kernel, a sum of three SHOTerms; the relative error
+is against celerite2. Without that package there is no such file. All are deterministic and take seconds.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,6 +41,9 @@ GRADIENTS = {
 }
 DECAYS = (1.0, 0.9, 0.5, 0.3, 0.1, 0.01, 0.0)
 LENGTH, HEADS, FEATURES, CHUNK = 256, 4, 16, 64
+# of three oscillators: frequency in rad per unit of time, damping ratio, deviation; and the deviation of observations
+OMEGA, ZETA, SIGMA, NOISE = (0.3, 1.1, 4.0), (0.05, 0.7, 3.0), (1.0, 0.5, 0.8), 0.05
+SAMPLES = (100, 1000, 10_000)
 Row = dict[str, object]
 
 
@@ -151,11 +159,49 @@ def memory(seed: int) -> list[Row]:
     return rows
 
 
+def likelihood(seed: int) -> list[Row]:
+    """Return rows of ``likelihood.csv``; none without celerite2."""
+    if importlib.util.find_spec("celerite2") is None:
+        return []
+    celerite2 = importlib.import_module("celerite2")
+    omega, zeta, sigma = torch.tensor([OMEGA, ZETA, SIGMA], dtype=torch.float64)
+    layer = hbnode.nn.Oscillators(1, 1, len(OMEGA), noise=True).double()
+    layer.load_state_dict(
+        layer.state_dict()
+        | {
+            "log_stiffness": 2 * omega.log(),
+            "log_damping": (2 * zeta * omega).log(),
+            "log_spread": sigma.log(),
+            "log_observation_noise": torch.tensor([NOISE], dtype=torch.float64).log(),
+            "weight_out": torch.tensor([[0.0] * len(OMEGA) + [1.0] * len(OMEGA)]),  # the sum of the displacements
+        }
+    )
+    terms = [celerite2.terms.SHOTerm(sigma=s, w0=w, Q=0.5 / z) for s, w, z in zip(SIGMA, OMEGA, ZETA, strict=True)]
+    peer = celerite2.GaussianProcess(celerite2.terms.TermSum(*terms), mean=0.0)
+    generator = torch.Generator().manual_seed(seed)
+    rows: list[Row] = []
+    for samples in SAMPLES:
+        t = (torch.rand(samples, generator=generator, dtype=torch.float64) + 0.01).cumsum(0)
+        x = torch.randn(samples, generator=generator, dtype=torch.float64)
+        peer.compute(t.numpy(), diag=torch.full_like(t, NOISE**2).numpy())
+        exact = float(peer.log_likelihood(x.numpy()))
+        with torch.no_grad():
+            ours = layer.log_likelihood(x.view(1, -1, 1), t).item()
+        for model, found in (("Oscillators(noise=True)", ours), ("celerite2", exact)):
+            error = abs(found - exact) / abs(exact)
+            rows.append({"model": model, "samples": samples, "log_likelihood": found, "relative_error": error})
+    return rows
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure both and write the tables."""
+    """Measure all and write the tables."""
     options = parse(ExactnessOptions, {}, __doc__, argv)
     out, about = Path(options.out), {"task": "exactness", **dataclasses.asdict(options)}
-    for name, rows in (("reversible", reversible()), ("memory", memory(options.seed))):
+    seed = options.seed
+    for name, rows in (("reversible", reversible()), ("memory", memory(seed)), ("likelihood", likelihood(seed))):
+        if not rows:
+            print("no likelihood: celerite2 is not installed. Fix: pip install celerite2.")
+            continue
         write_study(out, name, rows, **about)
         print(*rows, sep="\n")
 

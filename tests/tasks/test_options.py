@@ -38,6 +38,7 @@ image_classification --model gru | argument --model: invalid choice: 'gru' (choo
 image_generation --side 5 | --side must divide 8, the edge of digits, got 5
 image_generation --d-model 10 --heads 4 | --d-model must be a multiple of --heads, got 10 and 4
 image_generation --equal state --heads 1 | --heads must be even, got 1
+transformer_copy --positions rotary --model linear | --positions rotary needs --model softmax, got linear
 language_model --weight-drop 1 | --weight-drop must be below 1, got 1.0
 language_model --vocabulary 1 | --vocabulary must be 0, for all words, or at least 2, got 1
 language_model --cell dtriv | invalid choice: 'dtriv'

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("sklearn")
 pytest.importorskip("tqdm")
@@ -15,13 +16,13 @@ pytest.importorskip("pandas")
 
 import importlib
 
-from tasks import results, results_pages
+from tasks import results, results_pages, walker2d
 from tasks.common import run as task_run
 from tasks.experiments import EXPERIMENTS
 from tasks.result_rows import COLUMNS, Command, Experiment, read_rows, renamed, runs, study, write_rows
 from tasks.results import collect
 from tasks.results_pages import lookup, read_results, substitute, tables, write_results
-from tasks.studies import exactness, trivial_rows
+from tasks.studies import exactness, shallow_rows
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = sorted((DOCS / "results").glob("*.md"))
@@ -287,6 +288,43 @@ def test_memory_and_reversible_gradients_are_exact():
     assert stored < kept / 3
 
 
-def test_the_trivial_rows_of_vibration():
-    names = [(line["model"], line["size"]) for line in trivial_rows.of_vibration()]
-    assert names == [("constant", 243), ("last value", 243), ("constant", 254), ("last value", 254)]
+def test_the_likelihood_of_noisy_oscillators_is_celerite2s():
+    pytest.importorskip("celerite2")
+    errors = {line["model"]: line["relative_error"] for line in exactness.likelihood(0) if line["samples"] == 1000}
+    assert errors["celerite2"] == 0.0
+    assert errors["Oscillators(noise=True)"] < 1e-9
+
+
+def test_the_shallow_rows_of_vibration(monkeypatch):
+    monkeypatch.setattr(shallow_rows, "FITTED", ("ridge",))
+    errors = {(line["table"], line["model"]): line["test_forecast_mse"] for line in shallow_rows.of_vibration(0)}
+    for table in ("vibration", "vibration-paper"):
+        ridge, last, constant = (errors[table, model] for model in ("ridge", "last value", "constant"))
+        assert ridge < last < constant
+
+
+def test_windows_are_interpolated_and_see_no_later_frame():
+    t = torch.tensor([[0.0, 1, 3, 4, 6]]) * walker2d.FRAME
+    x = torch.stack([t / walker2d.FRAME, torch.zeros_like(t)], 2)
+    windows = shallow_rows.windows_of_walking((x, t, x + 1))
+    assert windows.x.shape == (5, shallow_rows.PAST, 2)
+    assert windows.last[:, 0, 0].tolist() == [0, 1, 3, 4, 6]
+    assert windows.y[:, 0, 0].tolist() == [1, 2, 4, 5, 7]
+    assert windows.grid()[2, -4:, 0].tolist() == [0, 1, 2, 3]  # frame 2 is missing
+    assert not windows.grid()[0].any()
+    few = shallow_rows.windows_of_walking((x, t, x + 1), 2)
+    assert len(few.x) == len(few.age) == len(few.y) == 2
+
+
+@pytest.mark.parametrize("name", ["ridge", "minirocket", "boosting"])
+def test_fitted_rows_beat_the_last_value(name):
+    if name == "minirocket":
+        pytest.importorskip("aeon")
+    phase, age = 6 * torch.rand(160, 1), torch.arange(16.0, 0, -1).expand(160, -1)
+    x, y = (torch.sin(phase - 0.5 * steps)[..., None] for steps in (age, torch.zeros(160, 1)))
+    parts = [
+        shallow_rows.Windows(x[some], age[some], y[some]) for some in (slice(100), slice(100, 130), slice(130, 160))
+    ]
+    test = parts[2]
+    forecast = shallow_rows.fit(name, *parts[:2], 0)(test)
+    assert (forecast - test.y).square().mean() < 0.2 * (test.last - test.y).square().mean()
