@@ -508,15 +508,14 @@ EXPERIMENTS: dict[str, Experiment] = {
     ),
     "shallow-rows": one(
         "What do models that are no networks reach on the irregular series?",
-        Command(
-            "errors",
-            ("tasks.studies.shallow_rows",),
-            0.3,
-            study(
-                "errors.csv",
-                *("test_forecast_mse", "test_acceleration_mse", "test_mse"),
-                table=lambda row: row["table"],
-            ),
+        *(
+            Command(data, (f"tasks.studies.shallow_rows --data {data}",), hours, study("errors.csv", *errors))
+            for data, hours, errors in (
+                ("vibration", 0.1, ("test_forecast_mse", "test_acceleration_mse")),
+                ("vibration-paper", 0.1, ("test_forecast_mse", "test_acceleration_mse")),
+                ("walker2d", 0.6, ("test_mse",)),
+                ("speech", 0.01, ("test_mse",)),
+            )
         ),
     ),
     "adding": one(
