@@ -361,6 +361,15 @@ EXPERIMENTS: dict[str, Experiment] = {
         tuning(
             "tasks.plane_vibration --model all --epochs 48 --tol 1e-3", 0.4, "validation_forecast_mse", F16, SEGMENTS
         ),
+        tuned(
+            "tuned",
+            "tasks.plane_vibration --epochs 100 --tol 1e-3",
+            {"1e-2": "hbnode,sonode,node,gru,lstm,gru-d,oscillators,kalman", "3e-3": "ghbnode,anode,cfc"},
+            0.8,
+            runs("lr", *VIBRATION),
+            F16,
+            SEGMENTS,
+        ),
         Command(
             "gru-rate-3e-3",
             ("tasks.plane_vibration --model gru --lr 3e-3 --seeds 3 --epochs 200 --jobs 1",),

@@ -87,7 +87,7 @@ def runs(
     """Return a reader of run folders.
 
     Arguments:
-        metrics: entries of ``summary.json``, or columns of ``metrics.csv``, one row each; "seconds" is their sum.
+        metrics: options, entries of ``summary.json``, or columns of ``metrics.csv``, one row each; "seconds" is their sum.
         label: what the model is called, from the run's options.
         case: what tells runs of a model apart, such as the length of a problem.
         table: which table of the page the rows belong to; empty is the command's.
@@ -113,7 +113,7 @@ def runs(
                 done = f"{float(rows[-1]['epoch']):g}" if rows else "0"
                 yield about | {"metric": "epochs", "statistic": "unfinished", "value": done, "epochs_done": done}
                 continue
-            end = read_json(summary) | {"seconds": sum(float(row["seconds"]) for row in rows)}
+            end = config | read_json(summary) | {"seconds": sum(float(row["seconds"]) for row in rows)}
             about |= {"parameters": str(end["parameters"] or ""), "epochs_done": f"{end['epoch']:g}"}
             about |= environment(end, summary)
             chosen = {"": end} if at is None else {at[int(k)]: row for row in rows if (k := float(row["epoch"])) in at}
