@@ -113,7 +113,8 @@ def runs(
                 done = f"{float(rows[-1]['epoch']):g}" if rows else "0"
                 yield about | {"metric": "epochs", "statistic": "unfinished", "value": done, "epochs_done": done}
                 continue
-            end = config | read_json(summary) | {"seconds": sum(float(row["seconds"]) for row in rows)}
+            end = config | read_json(summary)
+            end["seconds"] = sum(float(row["seconds"]) for row in rows)
             about |= {"parameters": str(end["parameters"] or ""), "epochs_done": f"{end['epoch']:g}"}
             about |= environment(end, summary)
             chosen = {"": end} if at is None else {at[int(k)]: row for row in rows if (k := float(row["epoch"])) in at}
