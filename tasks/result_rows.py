@@ -87,7 +87,7 @@ def runs(
     """Return a reader of run folders.
 
     Arguments:
-        metrics: options, entries of ``summary.json``, or columns of ``metrics.csv``, one row each; "seconds" is the sum.
+        metrics: options, entries of ``summary.json``, or columns of ``metrics.csv``; "seconds" is the sum of that column.
         label: what the model is called, from the run's options.
         case: what tells runs of a model apart, such as the length of a problem.
         table: which table of the page the rows belong to; empty is the command's.
