@@ -87,7 +87,7 @@ def runs(
     """Return a reader of run folders.
 
     Arguments:
-        metrics: options, entries of ``summary.json``, or columns of ``metrics.csv``; "seconds" is the sum of that column.
+        metrics: options, entries of ``summary.json``, or columns of ``metrics.csv``; "seconds" is the sum of theirs.
         label: what the model is called, from the run's options.
         case: what tells runs of a model apart, such as the length of a problem.
         table: which table of the page the rows belong to; empty is the command's.
