@@ -101,8 +101,8 @@ def recall_case(row: Mapping[str, str]) -> str:
 
 
 def is_shown(row: Mapping[str, str]) -> bool:
-    """Whether a page shows a test of recall: with noise those of the most pairs only."""
-    return row["kind"] != "noisy" or row["pairs"] == "8"
+    """Whether a page shows a test of recall: those of most pairs."""
+    return row["pairs"] in {"once": ("8", "16", "32"), "again": ("4", "8", "16"), "noisy": ("8",)}[row["kind"]]
 
 
 def samples_of(row: Mapping[str, str]) -> str:

@@ -11,7 +11,8 @@ import pandas as pd
 import torch
 
 from tasks.common.figures import line_style, panels
-from tasks.common.files import read_json, write_whole
+from tasks.common.files import read_json
+from tasks.common.run import write_study
 from tasks.data.recall import IGNORED, Bindings
 from tasks.models.contenders import TITLES
 
@@ -127,6 +128,7 @@ def report(root: Path) -> None:
         logger.warning("no finished run of recall under %s", root)
         return
     print(printed(table))
-    write_whole(root / "recall.csv", table.to_csv(index=False).encode())
+    rows = table.astype(object).where(table.notna(), "").to_dict("records")
+    write_study(root, "recall", rows, task="recall")
     draw(table, root / "recall.png")
     print(f"table and figure: {root / 'recall.csv'}, {root / 'recall.png'}")
