@@ -371,14 +371,6 @@ EXPERIMENTS: dict[str, Experiment] = {
             SEGMENTS,
         ),
         Command(
-            "gru-rate-3e-3",
-            ("tasks.plane_vibration --model gru --lr 3e-3 --seeds 3 --epochs 200 --jobs 1",),
-            0.1,
-            runs(*VIBRATION, label=lambda c: "gru, rate 3e-3", table=lambda c: "oscillators"),
-            F16,
-            SEGMENTS,
-        ),
-        Command(
             "oscillators",
             ("tasks.plane_vibration --model oscillators --lr 0.03 --epochs 100 --seeds 5 --jobs 1",),
             0.1,
