@@ -241,7 +241,7 @@ def _checked(data: Any) -> Any:
     except (TypeError, ValueError, NotImplementedError) as error:
         kind = ValueError if isinstance(error, ValueError) else TypeError
         raise kind(
-            f"X must be series: {error} Fix: an array (batch, T) or (batch, T, channels), or a list of arrays (t, x), "
+            f"X must be series: {error} Fix: an array (batch, T) or (batch, channels, T), or a list of pairs (t, x), "
             "one for each series."
         ) from None
 
