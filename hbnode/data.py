@@ -401,7 +401,8 @@ def _seconds_per(unit: Unit | None) -> float:
         return UNITS[unit]
     length = 1.0 if unit is None else float(seconds_since(unit)) if kind_of(unit) == "durations" else -1.0
     if not 0 < length < np.inf:
-        raise ValueError(f"unit must be one of {tuple(UNITS)} or a positive duration, got {unit!r}. Fix: 'h'.")
+        near = next((name for name in UNITS if str(unit).lower().startswith(name.lower())), "h")
+        raise ValueError(f"unit must be one of {tuple(UNITS)} or a positive duration, got {unit!r}. Fix: {near!r}.")
     return length
 
 

@@ -108,7 +108,7 @@ class _Transformer(TransformerMixin, BaseEstimator):
             except (TypeError, ValueError) as error:
                 kind = TypeError if isinstance(error, TypeError) else ValueError
                 raise kind(
-                    f"X must be series: {error} Fix: an array (batch, T) or (batch, T, channels), or a list of arrays "
+                    f"X must be series: {error} Fix: an array (batch, T) or (batch, channels, T), or a list of pairs "
                     "(t, x), one for each series."
                 ) from None
         series = as_series(data)

@@ -65,7 +65,7 @@ class Signal(nn.Module):
         - ``signal(t)``: t of any shape -> the shape of t, followed by the trailing shape of u.
 
     Raises:
-        ValueError: if times do not increase, there are too few samples, or a query is outside [t[0], t[-1]].
+        ValueError: if times do not increase, samples are not finite or too few, or a query is outside [t[0], t[-1]].
 
     Example:
         >>> import torch, hbnode
@@ -87,7 +87,7 @@ class Signal(nn.Module):
         check_input(t, "t")
         check_input(u, "u")
         if not (t.is_floating_point() and u.is_floating_point()):
-            raise TypeError(f"t and u must be floating point, got {t.dtype} and {u.dtype}. Fix: t.float(), u.float().")
+            raise TypeError(f"t and u must be floating point, got {t.dtype} and {u.dtype}. Fix: t.double(), u.float().")
         if t.dim() != 1 or len(t) < needed[kind] or u.dim() == 0 or len(u) != len(t):
             raise ValueError(
                 f"a {kind} signal needs t of shape (T,) and u of shape (T, ...) with T >= {needed[kind]}; got "
@@ -102,6 +102,11 @@ class Signal(nn.Module):
                 f"followed by {float(on_host[i + 1]):.9g}. Fix: to sort the samples and average those of equal time, "
                 "t, index = t.unique(return_inverse=True); "
                 "u = torch.stack([u[index == i].mean(0) for i in range(len(t))])."
+            )
+        if not bool(u.detach().isfinite().all()):
+            raise ValueError(
+                "u must be finite, got NaN or infinite samples. Fix: leave them out, "
+                "keep = u.isfinite().reshape(len(u), -1).all(1); Signal(t[keep], u[keep])."
             )
         self.kind = kind
         self.outside = outside

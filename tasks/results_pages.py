@@ -266,14 +266,14 @@ def _unfinished(rows: Sequence[Row]) -> str:
 
 
 def claims(path: Path, files: Files) -> str:
-    """Return the table of claims: claim, what was measured, conditions, verdict and page."""
+    """Return the table of claims: claim, verdict, what was measured, conditions and page."""
     with path.open(newline="", encoding="utf-8") as lines:
         rows = list(csv.DictReader(lines))
-    head = "| claim | measured | conditions | verdict | page |"
+    head = "| claim | verdict | measured | conditions | page |"
     text = [head, "|---|---|---|---|---|"]
     for row in rows:
         link = f"[{row['page'].rpartition('/')[2]}]({row['page']}.md)" if row["page"] else ""
-        entries = (row["claim"], row["measured"], row["conditions"], row["verdict"])
+        entries = (row["claim"], row["verdict"], row["measured"], row["conditions"])
         text.append("| " + " | ".join(substitute(entry, files) for entry in entries) + f" | {link} |")
     return "\n".join(text) + "\n"
 

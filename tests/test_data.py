@@ -122,8 +122,9 @@ def test_dates_in_a_unit():
     assert seconds.diff().item() == 6 * 3600
     for unit, length in (("h", 3600), ("D", 86400), (pandas.Timedelta("30min"), 1800)):
         assert data.from_long(frame, **options, unit=unit).t.equal(seconds / length)
-    with pytest.raises(ValueError, match="unit must be one of"):
-        data.from_long(frame, **options, unit="hour")
+    for wrong, right in (("hour", "h"), ("days", "D"), ("minutes", "min"), ("month", "h")):
+        with pytest.raises(ValueError, match=f"unit must be one of .* Fix: '{right}'"):
+            data.from_long(frame, **options, unit=wrong)
     for wrong in ({"unit": "h"}, {"origin": "2020-01-01"}):
         with pytest.raises(ValueError, match=r"(unit|origin)='.*' is for dates, and column 'time' holds numbers"):
             data.from_long(make_table(), **options, **wrong)

@@ -86,7 +86,8 @@ TIMES, ZEROS = torch.tensor([0.0, 1.0]), torch.zeros(2)
         ((TIMES, ZEROS, "cubic"), {}, ValueError, "with T >= 3"),
         ((ZEROS, ZEROS), {}, ValueError, r"strictly increasing, but t\[0\]=0 is followed by 0"),
         ((TIMES, ZEROS), {"outside": "wrap"}, ValueError, "unknown outside='wrap'"),
-        ((TIMES, torch.tensor([0, 10])), {}, TypeError, r"and torch.int64. Fix: t.float\(\), u.float\(\)"),
+        ((TIMES, torch.tensor([0, 10])), {}, TypeError, r"and torch.int64. Fix: t.double\(\), u.float\(\)"),
+        ((TIMES, torch.tensor([0.0, torch.nan])), {}, ValueError, r"u must be finite.*Signal\(t\[keep\], u\[keep\]\)"),
         (([0.0, 1.0], ZEROS), {}, TypeError, r"t must be a tensor, got list. Fix: torch.tensor\(x"),
     ],
 )

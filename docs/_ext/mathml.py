@@ -17,7 +17,7 @@ def mathml(node, **options):
 
 
 def inline(self, node):
-    self.body.append(mathml(node))
+    self.body.append(f'<span class="math">{mathml(node)}</span>')
     raise nodes.SkipNode
 
 

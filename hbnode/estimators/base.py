@@ -209,10 +209,11 @@ def targets_of(y: Any, series: Series, has_ids: bool) -> NDArray[Any]:
         if set(index) == ids:
             y = y.loc[list(series.ids)]
         elif not all(isinstance(label, int) for label in index) or (index != list(range(len(ids))) and ids & {*index}):
-            other = next(label for label in index if label not in ids)
+            strangers = [label for label in index if label not in ids]
+            fault = f"{strangers[0]!r}, which is no id" if strangers else "an id more than once"
             raise ValueError(
-                f"the index of y must be the ids of the series, got {other!r}, which is no id. Fix: y.to_numpy(), if "
-                "it is in the order of the series."
+                f"the index of y must be the ids of the series, got {fault}. Fix: y.to_numpy(), if it is in the order "
+                "of the series."
             )
     targets: NDArray[Any] = np.asarray(y.detach().cpu() if isinstance(y, torch.Tensor) else y)
     if targets.ndim == 0 or len(targets) != len(series):
@@ -240,7 +241,7 @@ def _checked(data: Any) -> Any:
     except (TypeError, ValueError, NotImplementedError) as error:
         kind = ValueError if isinstance(error, ValueError) else TypeError
         raise kind(
-            f"X must be series: {error} Fix: an array (batch, T) or (batch, T, channels), or a list of arrays (t, x), "
+            f"X must be series: {error} Fix: an array (batch, T) or (batch, channels, T), or a list of pairs (t, x), "
             "one for each series."
         ) from None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -99,7 +100,7 @@ class LastValue:
     def forecast(self, past: Series, dt: Tensor) -> tuple[Tensor, Tensor]:
         last, _ = last_values(past)
         mean = last.unsqueeze(1).expand(-1, dt.shape[1], -1)
-        return mean, torch.as_tensor(self.spread(dt.numpy()))
+        return mean, _widened(torch.as_tensor(self.spread(dt.numpy())), past)
 
 
 class Boosting:
@@ -135,7 +136,7 @@ class Boosting:
                 inputs = self._inputs(past, history, dt, channel)
                 change = tree.predict(inputs.reshape(-1, inputs.shape[-1])).reshape(dt.shape)
                 mean[..., channel] += torch.as_tensor(change)
-        return mean, torch.as_tensor(self.spread(dt.numpy()))
+        return mean, _widened(torch.as_tensor(self.spread(dt.numpy())), past)
 
     def _history(self, past: Series) -> Tensor:
         """Return moving averages of each channel at the last sample, (n, channels, scales); NaN without a value."""
@@ -213,6 +214,11 @@ class Spread:
         log_dt = np.log(np.nan_to_num(dt) + 1e-12)
         pairs = zip(self.knots, self.values, strict=True)
         return np.stack([np.interp(log_dt, knots, values) for knots, values in pairs], -1)
+
+
+def _widened(std: Tensor, past: Series) -> Tensor:
+    """Return deviations (n, K, channels) that are at least the training data's, 1, without an observed value."""
+    return torch.where(past.mask.any(1).unsqueeze(1), std, std.clamp(min=1.0))
 
 
 def last_values(past: Series) -> tuple[Tensor, Tensor]:
@@ -367,6 +373,9 @@ class SeriesForecaster(SeriesEstimator):
 
         Raises:
             ValueError: if dates have a time zone and those of :meth:`fit` have none, or the reverse.
+
+        Warns:
+            UserWarning: if a forecast is further ahead than the held-out values by which the bands were calibrated.
         """
         import pandas
 
@@ -378,6 +387,14 @@ class SeriesForecaster(SeriesEstimator):
                 f"{'tz_localize' if self.has_zone_ else 'tz_localize(None)'} for the column of times."
             )
         dt = self._horizons(series, ahead, zone, isinstance(X, Series))
+        tested = max((float(np.exp(log_dt.max())) for log_dt, _ in self.errors_ if len(log_dt)), default=math.inf)
+        if float(dt.max()) > 1.001 * tested:
+            unit, name = (series.unit, " s") if series.unit else (1.0, "")
+            warnings.warn(
+                f"a forecast lies {float(dt.max()) * unit:.4g}{name} after the last sample, and bands were calibrated "
+                f"up to {tested * unit:.4g}{name}: they may be too narrow. Fix: a smaller ahead, or longer series.",
+                stacklevel=2,
+            )
         mean, std = self._forecast(self._model, series, dt)
         times = series.t.amax(1, keepdim=True) + dt
         of_time = series.dates(times) if series.origin is not None else times.numpy()

@@ -375,9 +375,10 @@ def _checked_mask(mask: Tensor, x: Tensor) -> Tensor:
     """Check a boolean mask (True = observed) and return it on the device of x, with (batch, T) made (batch, T, 1)."""
     mask = _tensor(mask, "mask", as_tensor)
     if mask.dtype != torch.bool or mask.shape not in (x.shape, x.shape[:2]):
+        fix = "mask.squeeze(-1)" if mask.shape == (*x.shape[:2], 1) else "mask.bool() of 0 and 1"
         raise ValueError(
             f"mask must be bool of shape {tuple(x.shape[:2])} or {tuple(x.shape)}, True where observed, got "
-            f"{mask.dtype} of shape {tuple(mask.shape)}. Fix: mask=torch.isfinite(x), or mask.bool() of 0 and 1."
+            f"{mask.dtype} of shape {tuple(mask.shape)}. Fix: mask=torch.isfinite(x), or {fix}."
         )
     mask = mask.to(x.device)
     return mask if mask.dim() == 3 else mask.unsqueeze(-1)

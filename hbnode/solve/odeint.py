@@ -597,9 +597,14 @@ def checked_times(t: Times, device: torch.device, *, rows: bool) -> Tensor:
             )
     elif not ((steps > 0).all() or (steps < 0).all()):
         i = int(np.nonzero(np.sign(steps) != (-1.0 if steps[0] < 0 else 1.0))[0][0])
+        fix = (
+            "sort the times; for repeated ones, t, index = torch.as_tensor(t).unique_consecutive(return_inverse=True), "
+            "and [index] of the solution."
+        )
+        if steps[i] == 0 and abs(values[i]) * torch.finfo(t.dtype).eps > 1e-3:
+            fix = f"large times in float64, because {t.dtype} may round different times to one. Otherwise {fix}"
         raise ValueError(
-            f"t must be strictly increasing or strictly decreasing, but t[{i}]={values[i]:g} is followed by "
-            f"t[{i + 1}]={values[i + 1]:g}. Fix: sort the times; for repeated "
-            "ones, t, index = torch.as_tensor(t).unique_consecutive(return_inverse=True), and [index] of the solution."
+            f"t must be strictly increasing or strictly decreasing, but t[{i}]={values[i]:.9g} is followed by "
+            f"t[{i + 1}]={values[i + 1]:.9g}. Fix: {fix}"
         )
     return t.cpu() if rows else t.to(device)

@@ -161,6 +161,24 @@ def test_few_long_series_hold_out_their_ends():
     assert abs(found["mean"].to_numpy() - numpy.sin(numpy.array([300, 301]) / 5)).max() < 0.3
 
 
+@pytest.mark.parametrize("model", ["last", "features"])
+def test_a_band_without_observations_has_the_width_of_the_data(model):
+    table = drifting(30, 0)
+    fitted = forecaster(model, values=["hr", "sbp"]).fit(table)
+    table.loc[table["id"] == "s3", "hr"] = numpy.nan
+    found = fitted.predict(table, "30min").query("column == 'hr'").set_index("id")
+    width = (found["upper"] - found["lower"]) / 2
+    assert width["s3"] > 1.2 * table["hr"].std()
+    assert width["s4"] < 0.8 * width["s3"]
+
+
+def test_a_forecast_beyond_the_tested_horizons_warns():
+    table = drifting(30, 0)
+    model = forecaster("last", values="hr").fit(table)
+    with pytest.warns(UserWarning, match=r"lies 8.64e\+06 s after .* calibrated up to .* too narrow"):
+        model.predict(table, "100D")
+
+
 def test_what_is_wrong_is_named():
     table = drifting(10, 0)
     with pytest.raises(ValueError, match="'features'"):

@@ -147,6 +147,8 @@ def test_labels_follow_the_ids_of_a_table_and_the_order_of_a_list():
     assert model.fit(table, by_id.iloc[::-1]).score(table, labels) == 1.0
     with pytest.raises(ValueError, match="'p19b'"):
         model.fit(table, by_id.rename({"p19": "p19b"}))
+    with pytest.raises(ValueError, match="an id more than once"):
+        model.fit(table, by_id.rename({"p19": "p18"}))
     with pytest.raises(ValueError, match=r"pandas\.Series\(y\)"):
         model.fit(table, by_id.to_dict())
 

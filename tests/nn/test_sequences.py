@@ -239,6 +239,7 @@ def test_times_and_masks_as_arrays_and_lists():
         ({"t": None}, TypeError, r"got NoneType\. Fix: pass one number per sample"),
         ({"mask": torch.ones(3, 6)}, ValueError, "mask must be bool"),
         ({"mask": torch.ones(3, 4, dtype=torch.bool)}, ValueError, "mask must be bool"),
+        ({"mask": torch.ones(3, 6, 1, dtype=torch.bool)}, ValueError, r"Fix: .*mask.squeeze\(-1\)"),
         ({"lengths": torch.tensor([1, 2, 3, 4])}, ValueError, "3 whole numbers"),
         ({"lengths": torch.tensor([1.0, 2.0, 3.0])}, ValueError, "3 whole numbers"),
         ({"lengths": torch.tensor([1, 0, 3])}, ValueError, r"Fix: series = series.select\(series.lengths > 0\)"),

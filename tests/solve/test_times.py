@@ -57,6 +57,13 @@ def test_the_gradient_of_a_time_on_a_knot_is_the_slope_there(t, per_sample):
     assert t.grad[1:].tolist() == pytest.approx((signal(t) - h.flatten())[1:].tolist(), rel=1e-6)
 
 
+def test_times_that_float32_rounds_to_one_are_named():
+    times = [1e9, 1e9 + 3]
+    with pytest.raises(ValueError, match=r"large times in float64, because torch\.float32"):
+        hbnode.odeint(lambda t, y: -y, X, torch.tensor(times))
+    assert hbnode.odeint(lambda t, y: -y, X, times)[-1].item() == pytest.approx(math.exp(-3), abs=1e-4)
+
+
 @pytest.mark.parametrize("row", [[0, 1, 1], [0, 0, 1], [1, 1, 1], [0, 0.5, 1]])
 @pytest.mark.parametrize("method", ["tsit5", "nystrom8", "exponential"])
 def test_gradients_of_times_that_repeat(row, method):
