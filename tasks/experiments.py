@@ -364,9 +364,17 @@ EXPERIMENTS: dict[str, Experiment] = {
         tuned(
             "tuned",
             "tasks.plane_vibration --epochs 100 --tol 1e-3",
-            {"1e-2": "hbnode,sonode,node,gru,lstm,gru-d,oscillators,kalman", "3e-3": "ghbnode,anode,cfc"},
+            {"1e-2": "node,gru,lstm,gru-d,oscillators,kalman", "3e-3": "hbnode,sonode,ghbnode,anode,cfc"},
             0.8,
             runs("lr", *VIBRATION),
+            F16,
+            SEGMENTS,
+        ),
+        Command(
+            "rate-1e-2",  # the best of two models by "rates", at which other seeds diverge
+            ("tasks.plane_vibration --epochs 100 --tol 1e-3 --model hbnode,sonode --lr 1e-2 --seeds 3 --jobs 1",),
+            0.4,
+            runs("train_forecast_mse", "test_forecast_mse"),
             F16,
             SEGMENTS,
         ),

@@ -117,6 +117,8 @@ def runs(
             end["seconds"] = sum(float(row["seconds"]) for row in rows)
             about |= {"parameters": str(end["parameters"] or ""), "epochs_done": f"{end['epoch']:g}"}
             about |= environment(end, summary)
+            if end.get("source") == "generated":  # in place of the data that were not there
+                about["data"] = "generated data"
             chosen = {"": end} if at is None else {at[int(k)]: row for row in rows if (k := float(row["epoch"])) in at}
             for name in metrics:
                 for moment, found in chosen.items():

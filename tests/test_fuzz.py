@@ -31,7 +31,7 @@ import hbnode
 import hbnode.estimators
 import hbnode.features
 
-LIMIT = 30  # seconds of processor time for a call
+LIMIT = 60  # seconds of processor time for a call
 MINUTES = float(os.environ.get("FUZZ_MINUTES", "1"))
 
 
@@ -208,13 +208,16 @@ f = hbnode.features.{OscillatorFeatures,RocketFeatures}; f.fit; out = f.transfor
     damping_ratio: (0.1, 0.5) // num_features: 84
 s = hbnode.estimators.OscillatorSmoother; s.fit; out = s.reconstruct; out = s.impute; out = s.forecast
     num_oscillators: 1 | 2
-c = hbnode.estimators.{SeriesClassifier,SeriesRegressor,SeriesForecaster}; c.fit; out = c.predict
-    X: series(12) | series(12, 20) // y: np.arange(12) % 2 | ['a', 'b'] * 6 | np.arange(12.0) | np.zeros(12)
+c = hbnode.estimators.{SeriesRegressor,SeriesForecaster}; c.fit; out = c.predict
+    X: series(12) | series(12, 20) // y: np.arange(12) % 2 | np.arange(12.0) | np.zeros(12)
+    hidden_size: 2 // ahead: [1.0, 2.0] | [0.5]
+c = hbnode.estimators.SeriesClassifier; c.fit; out = c.predict
+    X: series(12) | series(12, 20) // y: np.arange(12) % 2 | ['a', 'b'] * 6 | np.arange(12.0)
     hidden_size: 2 // ahead: [1.0, 2.0] | [0.5]
 """
 FORCED = {"max_epochs", "n_members", "max_iter", "num_features", "y", "forward", "static"}  # given in each call
 VARIADIC = {"args", "kwargs"}
-SHAPES = r"dictionary|shape|size|dim|dtype|device|[mM]eta|[sS]parse|Long|Bool|Half|Complex|broadcast|convert|nan|inf"
+SHAPES = r"dictionary|truth value|seed|unpack|at least 1D|shape|size|dim|dtype|device|[mM]eta|[sS]parse|Long|Bool|Half|Complex|broadcast|convert|nan|inf"
 QUIET = {"compile", "progress", "n_jobs"}  # never odd: they start compilers and processes
 
 
