@@ -111,6 +111,8 @@ def shown(value: str, metric: str) -> str:
     digits = len(number.as_tuple().digits)
     if digits > 4:
         number = Decimal(f"{number:.3g}")
+    if abs(number) >= 10**9:
+        return f"{float(number):.2g}"
     if abs(number) >= 1000:
         return f"{number:,.0f}"
     return f"{number:f}" if Decimal("1e-4") <= abs(number) or not number else f"{float(number):.2g}"
