@@ -385,10 +385,14 @@ def draw_oscillators(files: Files) -> Figure:
         x, bounds = seconds[model][0], [[middle - low], [high - middle]]
         color = "C3" if model in ("oscillators", "kalman") else "C0"
         ax.errorbar(x, middle, bounds, fmt="o", color=color, ms=5, capsize=2)
-        ax.annotate(name_of(model), (x, middle), xytext=(6, 3), textcoords="offset points", fontsize=9)
+        place, side = {"gru": ((6, -9), "left"), "sonode": ((-6, -3), "right")}.get(model, ((6, 3), "left"))
+        ax.annotate(name_of(model), (x, middle), xytext=place, textcoords="offset points", fontsize=9, ha=side)
     _lines(ax, files, {"last value": ":", "ridge": "--"})
     ax.set(xscale="log", yscale="log", xlabel="processor seconds of training", ylabel="test MSE, eight rows ahead")
-    ax.legend(frameon=False, fontsize="small")
+    ax.set(xlim=(9, 400))
+    ax.set_xticks([10, 30, 100, 300], ["10", "30", "100", "300"])
+    ax.minorticks_off()
+    ax.legend(frameon=False, fontsize="small", loc="upper right", bbox_to_anchor=(1.0, 0.9))
     return figure
 
 
