@@ -438,9 +438,10 @@ class RecurrentBase(nn.Module):
         shape = (*layers, *batch, self.hidden_size)
         if state is None:
             state = RecurrentState(like.new_zeros(shape))
-        elif not isinstance(state, RecurrentState):
-            state = _from_tensors(state, self.cell.has_cell_state)
-        state = state.outside_inference_mode()
+        else:
+            if not isinstance(state, RecurrentState):
+                state = _from_tensors(state, self.cell.has_cell_state)
+            state = state.outside_inference_mode()
         if self.cell.has_cell_state and state.c is None:
             state = dataclasses.replace(state, c=like.new_zeros(shape))
         expected = dict.fromkeys("hc" if self.cell.has_cell_state else "h", shape)

@@ -296,8 +296,9 @@ def pack_as(x: PackedSequence, y: Tensor, lengths: Any) -> PackedSequence:
 def check_dtype(x: Tensor, dtypes: Iterable[torch.dtype], name: str = "x") -> None:
     """Raise TypeError if x has the dtype of no parameter; autocast converts dtypes of at most 32 bits only."""
     kinds = list(dict.fromkeys(dtypes))
-    is_converted = is_autocast(x) and {torch.float16, torch.bfloat16, torch.float32} >= {x.dtype, *kinds}
-    if kinds and x.dtype not in kinds and not is_converted:
+    if not kinds or x.dtype in kinds:
+        return
+    if not (is_autocast(x) and {torch.float16, torch.bfloat16, torch.float32} >= {x.dtype, *kinds}):
         raise TypeError(
             f"{name} is {x.dtype}, the parameters are {', '.join(map(str, kinds))}; expected one dtype. "
             f"Fix: {name}.to({kinds[0]}){f', or .to({x.dtype}) of the module' if x.is_floating_point() else ''}."

@@ -303,6 +303,8 @@ def adjoint_options(own: dict[str, Any], settings: Settings, counted: CountedFie
 def known_options(given: Any, method: str, name: str) -> dict[str, Any]:
     """Return a copy of the options ``given`` for ``method``; raise ValueError for unknown names and invalid values."""
     known = OPTIONS[method]
+    if given is not None and not isinstance(given, dict):
+        raise TypeError(f"{name} must be a dict, got {type(given).__name__}. Fix: {name}={{{known[0]!r}: 0.1}}.")
     options = dict(given or {})
     for option, value in options.items():
         if option not in known:
