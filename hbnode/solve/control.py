@@ -304,9 +304,8 @@ class AdaptiveSteps:
             margin = self._margin(attempt)
         ratio = self.problem.ratio(before, after, error) * margin
         if self.problem.settings.jump_times and self.problem.jumps is not None:
-            over_jump = (self.taken < 1.1 * self.problem.jump_width) & (self.problem.jumps == self.then[..., None]).any(
-                -1
-            )
+            ends = (self.problem.jumps == self.then[..., None]).any(-1)
+            over_jump = ends & (self.taken < 1.1 * self.problem.jump_width) & np.isfinite(ratio)
             ratio = np.where(over_jump, np.minimum(ratio, 1.0), ratio)  # a shorter step is below the rounding of times
         return self._in_common(ratio) if self.problem.common else ratio
 
