@@ -630,4 +630,7 @@ def test_a_state_made_in_inference_mode_can_be_used_in_training(field):
     rnn, x, t = hbnode.ODERNN(3, 4, field=field), torch.randn(2, 5, 3), torch.linspace(0, 1, 5)
     with torch.inference_mode():
         _, state = rnn(x, t)
-    (rnn(x, t + 1, state)[0].sum() + rnn.forecast(state, [0.5])[0].sum()).backward()
+    output, forecast = rnn(x, t + 1, state)[0], rnn.forecast(state, [0.5])[0]
+    (output.sum() + forecast.sum()).backward()
+    same = rnn(x, t)[1]
+    torch.testing.assert_close((output, forecast), (rnn(x, t + 1, same)[0], rnn.forecast(same, [0.5])[0]))

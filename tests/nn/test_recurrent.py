@@ -848,4 +848,7 @@ def test_a_state_made_in_inference_mode_can_be_used_in_training():
     lstm, x = hbnode.nn.MomentumLSTM(3, 4), torch.randn(5, 2, 3)
     with torch.inference_mode():
         _, state = lstm(x)
-    lstm(x, state)[0].sum().backward()
+    output = lstm(x, state)[0]
+    output.sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in lstm.parameters())
+    torch.testing.assert_close(output, lstm(x, lstm(x)[1])[0])
