@@ -52,6 +52,15 @@ def is_exporting() -> bool:
     return hasattr(torch.compiler, "is_exporting") and torch.compiler.is_exporting()
 
 
+def exports_any(length: int) -> bool:
+    """Return whether torch.export records a graph for any value of a length."""
+    if not is_exporting():
+        return False
+    from torch.fx.experimental.symbolic_shapes import has_static_value  # here, because it imports sympy
+
+    return not has_static_value(length)
+
+
 def in_eager_mode() -> AbstractContextManager[Any]:
     """Run functions of torch.compile eagerly: the gradient of a compiled function has no graph, or a partial one."""
     if "torch._dynamo" not in sys.modules or not hasattr(torch.compiler, "set_stance"):  # torch 2.6

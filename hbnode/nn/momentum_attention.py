@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hbnode._checks import as_count, check_bool
-from hbnode._torch import fast_form, is_exporting, is_tracing, keep_freed_memory, no_autocast, reference_vjp
+from hbnode._torch import exports_any, fast_form, is_tracing, keep_freed_memory, no_autocast, reference_vjp
 from hbnode._tree import register_state
 from hbnode.nn.heavy_ball_memory import check_heads, check_mask, check_state
 
@@ -175,11 +175,10 @@ def momentum_attention(
             out, state = _recurrence(_features(q, k, v, ignored, causal, dtype), (beta, gamma), ignored, state, eps)
             return (out.to(q.dtype), state) if return_state else out.to(q.dtype)
         has_p, after = isinstance(beta, Tensor) or beta != 0, list(state)
-        is_symbolic = is_exporting() and not isinstance(length, int)  # a symbolic number of chunks cannot be exported
         # comparisons, not min and %, whose symbolic expressions take torch.compile long to simplify
-        size = length if is_symbolic or not causal or length <= size else size
-        spans = [length]
-        if size is not length:
+        is_one = not causal or exports_any(length) or length <= size  # an open number of chunks cannot be exported
+        size, spans = length if is_one else size, [length]
+        if not is_one:
             span = 64 * size
             if q.device.type == "cpu" and not is_tracing():
                 keep_freed_memory(q.device)
