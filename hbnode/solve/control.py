@@ -337,11 +337,11 @@ class AdaptiveSteps:
             raise p.not_finite(attempt, before, first_index(stuck))
         if small.any():
             lane = first_index(small)
+            jumps = "" if p.settings.jump_times else "jump_times=[...] for a known jump, "
             raise p.failure(
                 StepSizeUnderflowError,
                 "step size underflow: no step meets the tolerance; func may be discontinuous, or the tolerance below "
-                f"rounding errors. Fix: {p.advice()}jump_times=[...] for a known jump, loosen rtol and atol, or use "
-                "float64",
+                f"rounding errors. Fix: {p.advice()}{jumps}loosen rtol and atol, or use float64",
                 now[lane],
                 self.size[lane],
             )
