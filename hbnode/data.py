@@ -328,7 +328,9 @@ def _column(table: Any, name: str) -> Any:
         raise TypeError(f"a column must be given by its name, got {name!r}. Fix: one of {known}.")
     if name not in known:
         is_index = name in getattr(getattr(table, "index", None), "names", ())
-        fix = "table.reset_index()" if is_index else nearest(name, tuple(map(str, known))) or repr(known[:1])
+        near = nearest(name, tuple(map(str, known)))
+        fix = next((repr(each) for each in known if str(each) == near), f"{[*known, 'id'][0]!r}, or another of them")
+        fix = "table.reset_index()" if is_index else fix
         raise KeyError(f"the table has no column {name!r}; its columns are {known}. Fix: {fix}.")
     return table[name]
 

@@ -235,7 +235,8 @@ def good():
 @pytest.mark.parametrize(
     ("change", "options", "kind", "message"),
     [
-        ({}, {"values": "b"}, KeyError, "no column 'b'"),
+        ({}, {"values": "b"}, KeyError, r"no column 'b'.* Fix: 'id', or another of them\."),
+        ({4: [1.0, 2.0, 3.0]}, {"values": "4"}, KeyError, r"no column '4'.* Fix: 4\."),
         ({"id": [1, None, 2]}, {}, ValueError, "'id' has missing entries"),
         ({"id": pandas.array(["x", None, "y"], dtype="string")}, {}, ValueError, "'id' has missing entries"),
         ({"t": [0.0, math.nan, 1.0]}, {}, ValueError, "'t' is missing or infinite in row 1"),
