@@ -21,7 +21,7 @@ from typing_extensions import Self
 from hbnode._checks import nearest
 from hbnode._times import kind_of
 from hbnode.data import Series
-from hbnode.estimators.base import SeriesEstimator, moments
+from hbnode.estimators.base import SeriesEstimator, moments, warn_if_swapped
 from hbnode.estimators.networks import ForecastNetwork, config_of, kept_random_state, trained
 from hbnode.estimators.smoother import OscillatorSmoother
 
@@ -321,6 +321,7 @@ class SeriesForecaster(SeriesEstimator):
             near = nearest(str(self.model), get_args(Model)) or "auto"
             raise ValueError(f"model must be one of {get_args(Model)}, got {self.model!r}. Fix: {near!r}.")
         self._levels()
+        warn_if_swapped(X)
         random = check_random_state(self.random_state)
         series = self._to_series(X, reset=True)
         self.has_zone_ = self._zone(X) is not None

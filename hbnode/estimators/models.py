@@ -27,7 +27,7 @@ from typing_extensions import Self
 
 from hbnode._checks import nearest
 from hbnode.data import Series
-from hbnode.estimators.base import SeriesEstimator, moments, targets_of
+from hbnode.estimators.base import SeriesEstimator, moments, targets_of, warn_if_swapped
 from hbnode.estimators.networks import SeriesNetwork, batched, common_start, config_of, kept_random_state, trained
 from hbnode.estimators.smoother import OscillatorSmoother
 from hbnode.features import OscillatorFeatures, RocketFeatures
@@ -292,6 +292,7 @@ class SeriesClassifier(ClassifierMixin, _SeriesModel):
             X: the series.
             y: one label for each series, (batch,); a pandas Series that is indexed by the ids is put in their order.
         """
+        warn_if_swapped(X)
         self._fit(X, y)
         return self
 
@@ -413,6 +414,7 @@ class SeriesRegressor(RegressorMixin, _SeriesModel):
             X: the series.
             y: numbers, (batch,) or (batch, targets); a pandas Series that is indexed by the ids is put in their order.
         """
+        warn_if_swapped(X)
         self._fit(X, y)
         return self
 

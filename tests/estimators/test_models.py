@@ -1,5 +1,7 @@
 """SeriesClassifier and SeriesRegressor: forms of data, scikit-learn's conventions, files."""
 
+import re
+
 import numpy
 import pandas
 import pytest
@@ -205,6 +207,18 @@ def test_what_is_wrong_is_named():
         fitted.fit(series, numpy.ones(10, dtype=int))
     with pytest.raises(ValueError, match="2 series"):
         SeriesRegressor().fit(series[:1], [1.0])
+
+
+@pytest.mark.parametrize("as_array", [numpy.asarray, torch.as_tensor])
+def test_swapped_axes_of_an_array_are_named(as_array):
+    random = numpy.random.default_rng(0)
+    X, labels = as_array(random.normal(size=(8, 20, 2))), numpy.arange(8) % 2  # the layout of torch
+    with pytest.warns(UserWarning, match="20 channels of 2 samples. Fix") as caught:
+        small("features").fit(X, labels)
+    assert caught[0].filename == __file__
+    fix = str(caught[0].message).split("Fix: ")[1]
+    for pasted, channels in zip(re.findall(r"\w[\w.]*\([^)]*[12X]\)", fix), (2, 20), strict=True):
+        assert small("features").fit(eval(pasted), labels).n_features_in_ == channels
 
 
 def test_a_file_of_other_classes_is_refused(tmp_path):
