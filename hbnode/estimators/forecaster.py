@@ -104,7 +104,13 @@ class LastValue:
 
 
 class Boosting:
-    """Boosted trees for the change since the last value, from summaries of the past, the horizon and the calendar."""
+    """Boosted trees for the change since the last value, from summaries of the past, the horizon and the calendar.
+
+    The calendar has the phases of day and week in a time zone, whose None is UTC.
+    """
+
+    def __init__(self, zone: str | None = None) -> None:
+        self.zone = zone
 
     def fit(self, series: Series, asked: Questions, seed: int) -> Self:
         gaps = series.t.diff()[torch.arange(1, series.t.shape[1]) < series.lengths.unsqueeze(1)]
@@ -158,8 +164,13 @@ class Boosting:
         fixed = torch.cat(columns, 1).unsqueeze(1).expand(-1, dt.shape[1], -1)
         moving = [dt, dt + age[:, channel : channel + 1]]
         if past.unit is not None and past.origin is not None:  # the calendar
-            start = (past.origin - np.datetime64("1970-01-05", "us")) / np.timedelta64(1, "s")  # a Monday
-            seconds = start + (past.t.amax(1, keepdim=True) + dt) * past.unit
+            dates = past.dates(past.t.amax(1, keepdim=True) + dt)
+            if self.zone is not None:
+                import pandas
+
+                local = pandas.DatetimeIndex(dates.reshape(-1), tz="UTC").tz_convert(self.zone).tz_localize(None)
+                dates = local.to_numpy().reshape(dates.shape)
+            seconds = torch.from_numpy((dates - np.datetime64("1970-01-05")) / np.timedelta64(1, "s"))  # since a Monday
             for period in (86400.0, 7 * 86400.0):
                 phase = 2 * math.pi * seconds / period
                 moving += [phase.sin(), phase.cos()]
@@ -246,9 +257,10 @@ class SeriesForecaster(SeriesEstimator):
 
     Arguments:
         model: ``"last"``, the last value; ``"features"``, boosted trees on summaries of the past, the horizon and the
-            calendar; ``"oscillators"``, a :class:`OscillatorSmoother` for each column; ``"odernn"`` or ``"gru"``, a
-            network that is trained by gradients; ``"auto"``, the one of the first three with the least continuous
-            ranked probability score on held-out series. Default: ``"auto"``
+            calendar, which has the hour of the day and of the week in the time zone of the training table, or in UTC;
+            ``"oscillators"``, a :class:`OscillatorSmoother` for each column; ``"odernn"`` or ``"gru"``, a network that
+            is trained by gradients; ``"auto"``, the one of the first three with the least continuous ranked probability
+            score on held-out series. Default: ``"auto"``
         id: for a table in long form, the column that identifies the series. Default: ``None``
         time: for a table, the column of times: numbers, or dates. Default: ``None``
         values: for a table, the columns to forecast. None takes all that are not named by another argument.
@@ -324,7 +336,8 @@ class SeriesForecaster(SeriesEstimator):
         warn_if_swapped(X)
         random = check_random_state(self.random_state)
         series = self._to_series(X, reset=True)
-        self.has_zone_ = self._zone(X) is not None
+        zone = self._zone(X)
+        self.has_zone_, self.zone_ = zone is not None, _zone_name(zone)
         self.mean_, self.std_ = moments(series.x)
         if series.static is not None:
             self.static_mean_, self.static_std_ = moments(series.static)
@@ -472,8 +485,9 @@ class SeriesForecaster(SeriesEstimator):
     ) -> Any:
         seed = int(random.randint(2**31 - 1))
         if name not in NETWORKS:
-            kinds: dict[str, Any] = {"last": LastValue, "features": Boosting, "oscillators": Smoothing}
-            return kinds[name]().fit(train, asked, seed)
+            kinds = {"last": LastValue(), "features": Boosting(self.zone_), "oscillators": Smoothing()}
+            model: Any = kinds[name]
+            return model.fit(train, asked, seed)
         device, networks = self.device or "cpu", []
         config = config_of(train, name, 1, self.hidden_size, self.dropout)  # type: ignore[arg-type]
         for member in range(self.n_members):
@@ -532,6 +546,18 @@ def _kind(values: Any) -> str | None:
     except ValueError:
         return "dates"
     return "durations"
+
+
+def _zone_name(zone: Any) -> str | None:
+    """Return the name of a time zone; None if there is none, or pandas does not know it by a name."""
+    if zone is None:
+        return None
+    import pandas
+
+    try:
+        return str(pandas.Timestamp(0, tz=str(zone)).tz)
+    except (LookupError, OSError, ValueError):  # of pytz, zoneinfo or dateutil
+        return None
 
 
 def _has_zone(dates: Any) -> bool:

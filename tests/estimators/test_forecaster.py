@@ -91,6 +91,18 @@ def test_dates_keep_the_time_zone_of_the_table():
         model.predict(table.assign(time=table["time"].dt.tz_localize(None)), ahead="1h")
 
 
+def test_the_hour_of_the_day_is_that_of_the_time_zone(tmp_path):
+    """A value that is 1 from 9 to 17 o'clock, learned in winter and forecast in summer."""
+
+    def office(start):
+        times = pandas.date_range(start, periods=30 * 24, freq="h", tz="Europe/Berlin")
+        return pandas.DataFrame({"id": 0, "time": times, "y": times.hour.isin(range(9, 17)).astype(float)})
+
+    forecaster("features").fit(office("2024-01-01")).save(tmp_path / "model")
+    found = SeriesForecaster.load(tmp_path / "model").predict(office("2024-06-01"), [f"{i}h" for i in range(1, 25)])
+    numpy.testing.assert_allclose(found["mean"], found["time"].dt.hour.isin(range(9, 17)), rtol=0, atol=0.1)
+
+
 @pytest.mark.parametrize("model", ["last", "features", "oscillators", "gru", "odernn"])
 def test_a_forecast_depends_on_its_series_alone_and_on_no_unit_of_a_static_feature(model):
     table = drifting(12, 0, dates=False).groupby("id").head(8)
