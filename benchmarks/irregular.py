@@ -182,7 +182,7 @@ def profile(function: Callable[[], None]) -> dict[str, int]:
         function()
     calls = cProfile.Profile()
     calls.runcall(function)
-    return {"operations": operations.count, "python_calls": pstats.Stats(calls).total_calls}  # type: ignore[attr-defined]
+    return {"operations": operations.count, "python_calls": pstats.Stats(calls).total_calls}
 
 
 def compare(names: list[str], epochs: int, repeats: int) -> list[dict[str, Any]]:
