@@ -94,6 +94,7 @@ class MomentumConnection(Connection):
 
     @override
     def attention(self, x: Tensor, update: Tensor, depth: DepthState) -> tuple[Tensor, DepthState]:
+        """Return x + g + β (x - x_{l-1}) with g the output ``update``, and a depth state that holds x."""
         after = x + update
         if depth.previous is not None:
             after = after + self.momentum * (x - depth.previous)
@@ -132,6 +133,7 @@ class AdaptiveConnection(Connection):
 
     @override
     def attention(self, x: Tensor, update: Tensor, depth: DepthState) -> tuple[Tensor, DepthState]:
+        """Return x + g + β_l (x - x_{l-1}) with g the output ``update``, and a depth state that holds x and g."""
         after = x + update
         if depth.previous is not None and depth.update is not None:
             after = after + self.momentum(update, depth.update) * (x - depth.previous)
@@ -181,6 +183,7 @@ class MomentumStateConnection(Connection):
 
     @override
     def attention(self, x: Tensor, update: Tensor, depth: DepthState) -> tuple[Tensor, DepthState]:
+        """Return x + s v with v = β v + g and g the output ``update``, and a depth state that holds v."""
         velocity = update if depth.velocity is None else self.momentum * depth.velocity + update
         return x + self.step_size * velocity, depth._replace(velocity=velocity)
 
@@ -224,10 +227,12 @@ class HeavyBallConnection(Connection):
 
     @override
     def attention(self, x: Tensor, update: Tensor, depth: DepthState) -> tuple[Tensor, DepthState]:
+        """Return x + v with v = β v + γ g and g the output ``update``, and a depth state that holds v."""
         return self._move(x, update, depth, 0)
 
     @override
     def feedforward(self, x: Tensor, update: Tensor, depth: DepthState) -> tuple[Tensor, DepthState]:
+        """Return the same as :meth:`attention`, with the β and γ of the other sublayers."""
         return self._move(x, update, depth, 1)
 
     def _move(self, x: Tensor, update: Tensor, depth: DepthState, sublayer: int) -> tuple[Tensor, DepthState]:
@@ -260,6 +265,7 @@ class NesterovConnection(HeavyBallConnection):
 
     @override
     def look_ahead(self, x: Tensor, depth: DepthState) -> Tensor:
+        """Return x + μ v, the point at which a sublayer is evaluated; x before the first sublayer."""
         return x if depth.velocity is None else x + self.look_ahead_size * depth.velocity
 
 
@@ -496,6 +502,10 @@ class MomentumTransformerLayer(TransformerLayerBase):
         for layer in layers:
             x, depth_state = layer(x, depth_state)
 
+    Two things differ from torch: the layer is causal by default, and ``torch.nn.TransformerEncoder`` cannot call it.
+    As in torch, x in the wrong order of axes raises no error, unless a ``key_padding_mask`` has another shape. The layer
+    then attends to the other samples of the batch.
+
     References:
         Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture Design? (2022), section 4.3.
 
@@ -506,7 +516,7 @@ class MomentumTransformerLayer(TransformerLayerBase):
         dropout: dropout probability of block outputs, hidden features and softmax attention weights. Default: ``0.1``.
         activation: activation of the feedforward block, "relu", "gelu" or a function. Default: ``"relu"``.
         layer_norm_eps: ε of the layer norms. Default: ``1e-5``.
-        batch_first: whether x is (batch, length, d_model). Default: ``False``.
+        batch_first: whether x is (batch, length, d_model), not (length, batch, d_model). Default: ``False``.
         norm_first: whether norms come before the blocks (pre-norm) or after the connections. Default: ``False``.
         attention: "momentum", "linear", "softmax", "heavy_ball" (:class:`hbnode.nn.HeavyBallMemory`), "gated_delta",
             "gated_linear", or a function with the arguments of their constructors. Default: ``"momentum"``.

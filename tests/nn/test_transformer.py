@@ -105,6 +105,13 @@ def test_connections_are_their_equations(connection, norm_first):
     close(*both, 1e-9)
 
 
+def test_every_method_of_a_connection_has_a_reference_entry():
+    """The reference leaves out methods without a docstring of their own."""
+    for kind in transformer.CONNECTIONS.values():
+        for name in {"look_ahead", "attention", "feedforward"} & {*vars(kind)}:
+            assert vars(kind)[name].__doc__, (kind, name)
+
+
 @pytest.mark.parametrize("kind", [transformer.HeavyBallConnection, transformer.NesterovConnection])
 def test_a_stream_without_momentum_is_the_residual(kind):
     stack, residual = layers(connection=lambda: kind(momentum=0.0, step_size=1.0)), layers()
