@@ -86,6 +86,9 @@ class OscillatorSmoother(BaseEstimator):
     its errors are small. ``keep_observed=True`` therefore restores the observed values. Choose between reconstructions
     by the accuracy of the classifier, never by their errors.
 
+    All bands take μ(t) and the fitted numbers as known. So bands that are fitted to a few series are too narrow, above
+    all at times before the first value of every series or after the last. For one series use ``mean="constant"``.
+
     References:
         Shah, Wilson and Ghahramani, Student-t Processes as Alternatives to Gaussian Processes, AISTATS 2014;
         Foreman-Mackey et al., Fast and Scalable Gaussian Process Modeling, AJ 154 (2017) (the oscillator as a kernel).
