@@ -142,8 +142,9 @@ def odeint(
         save: ``"interpolate"``: adaptive steps do not stop at output times, and outputs are interpolated within the
             tolerance. ``"exact"``: a step ends at each output time. torchdiffeq's methods interpolate to order 4, which
             for dopri8 can be far less accurate than the tolerance. Default: ``"interpolate"``.
-        jump_times: times (K,) at which f or its derivative jumps; adaptive steps end on them. Native methods also use
-            the sample times of a :class:`hbnode.Signal` in f. Default: None.
+        jump_times: times (K,) at which f or its derivative jumps, or at which a narrow pulse of f begins or ends;
+            adaptive steps end on them. Native methods also use the sample times of a :class:`hbnode.Signal` in f.
+            Default: None.
         events: an :class:`hbnode.Event`, or a list of them, for native methods. Each sample then has its own steps,
             which end on its events. All values of ``gradient`` except ``"reversible"`` support events. Default: None.
         max_steps: largest number of accepted and rejected steps of an adaptive method in one forward or backward pass.
@@ -153,7 +154,8 @@ def odeint(
             evaluations. Otherwise, fixed steps are not limited. Default: 10000.
         options: further options of the method. Native methods have the lengths of time ``first_step``, ``max_step`` and
             ``min_step``, and ``max_nfe``, the largest number of function evaluations of a solve. Set ``max_step`` if f
-            has pulses narrower than a tenth of the time span. torchdiffeq's methods have their own options.
+            has pulses narrower than a tenth of the time span: a pulse between two evaluations of f is missed without an
+            error. torchdiffeq's methods have their own options.
             Default: None.
         adjoint_options: torchdiffeq's options of the backward solve, added to those of the forward solve.
             Default: None, which is ``{"norm": "seminorm"}``; ``{}`` is torchdiffeq's own default, used in the papers.
