@@ -503,8 +503,8 @@ class MomentumTransformerLayer(TransformerLayerBase):
             x, depth_state = layer(x, depth_state)
 
     Two things differ from torch: the layer is causal by default, and ``torch.nn.TransformerEncoder`` cannot call it.
-    As in torch, x in the wrong order of axes raises no error, unless a ``key_padding_mask`` has another shape. The layer
-    then attends to the other samples of the batch.
+    As in torch, x in the wrong order of axes raises no error, unless a ``key_padding_mask`` has another shape. The
+    layer then attends to the other samples of the batch.
 
     References:
         Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture Design? (2022), section 4.3.
