@@ -571,10 +571,15 @@ def collate(items: Sequence[Series] | Sequence[tuple[Series, Any]]) -> Series | 
         items: series, or pairs of a series and a target.
 
     Raises:
+        TypeError: if an item is neither.
         ValueError: if there are no items, or their units or origins of time differ.
     """
     if not items:
         raise ValueError("there are no items. Fix: a batch of at least one item.")
+    for item in items:
+        if not isinstance(item, Series) and not (isinstance(item, tuple) and isinstance(item[0], Series)):
+            name = type(item).__name__
+            raise TypeError(f"an item must be Series, or (series, target), got {name}. Fix: collate([dataset[0]]).")
     series = [item if isinstance(item, Series) else item[0] for item in items]
     targets = [item[1] for item in items if not isinstance(item, Series)]
     total = max(one.x.shape[1] for one in series)

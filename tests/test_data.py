@@ -342,6 +342,8 @@ def test_batches_for_a_data_loader():
         data.Dataset(series)[9]
     with pytest.raises(ValueError, match="no items"):
         data.collate([])
+    with pytest.raises(TypeError, match="series, target"):
+        data.collate("ab")
 
 
 def test_batches_of_like_length():
