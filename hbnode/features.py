@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -507,6 +508,15 @@ def _range(value: tuple[float, float], name: str, most: float) -> tuple[float, f
 # MiniRocket
 
 
+def _with_numba(function: Callable[[Array], Any], values: Array) -> Any:
+    """Return ``function(values)``, and restore torch's number of threads: numba sets its own for all of OpenMP."""
+    threads = torch.get_num_threads()
+    try:
+        return function(values)
+    finally:
+        torch.set_num_threads(threads)
+
+
 class RocketFeatures(_Transformer):
     """A transformer of series to the features of MiniRocket, after reconstruction on a regular grid.
 
@@ -580,7 +590,7 @@ class RocketFeatures(_Transformer):
             y: ignored. Default: ``None``
         """
         values = self._fit(X)
-        return np.asarray(self.kernels_.transform(values), dtype=np.float64)
+        return np.asarray(_with_numba(self.kernels_.transform, values), dtype=np.float64)
 
     def _fit(self, X: Any) -> Array:
         """Fit, and return the values on the grid, (batch, channels, points)."""
@@ -607,7 +617,7 @@ class RocketFeatures(_Transformer):
         values = self._values(series, np.arange(len(series)))
         before = np.random.get_state()  # noqa: NPY002, which aeon seeds
         try:
-            self.kernels_ = kernels.fit(values)
+            self.kernels_ = _with_numba(kernels.fit, values)
         finally:
             np.random.set_state(before)  # noqa: NPY002
         return values
@@ -621,7 +631,8 @@ class RocketFeatures(_Transformer):
         check_is_fitted(self)
         series = self._series(X)
         cost = np.full(len(series), 9 * len(self.grid_) * self.n_features_in_)
-        return self._rows(self.kernels_.transform, lambda rows: self._values(series, rows), series, cost)
+        transform = partial(_with_numba, self.kernels_.transform)
+        return self._rows(transform, lambda rows: self._values(series, rows), series, cost)
 
     def _values(self, series: Series, rows: Array) -> Array:
         """Return the standardised values of some series on the grid, (n, channels, points)."""

@@ -213,6 +213,19 @@ def test_rocket_sees_the_values_between_samples():
     assert len(RocketFeatures(84, random_state=0).fit([(grid[1:], line[0, 1:]), (grid[:5], line[0, :5])]).grid_) == 20
 
 
+def test_rocket_restores_the_number_of_threads():
+    """The first kernels that numba runs in a process set the number of OpenMP's threads, which is torch's."""
+    rocket = RocketFeatures(84, random_state=0).fit([(np.arange(9.0), np.arange(9.0))] * 2)
+
+    def transform(values):
+        torch.set_num_threads(3)
+        return np.zeros((len(values), 84))
+
+    rocket.kernels_ = SimpleNamespace(transform=transform)
+    rocket.transform([(np.arange(9.0), np.arange(9.0))] * 2)
+    assert torch.get_num_threads() == 1
+
+
 def test_dask_takes_the_chunks():
     from distributed import Client, LocalCluster
 
