@@ -431,6 +431,7 @@ def test_bleu_and_repeated_words():
     assert translation.without_repeats("a a b b. b. a") == "a b b. a"
 
 
+@pytest.mark.slow
 def test_the_synthetic_language_is_learned(tmp_path):
     options = "--device cpu --data generated --layers 1 --d-model 32 --heads 2 --feedforward 64 --vocabulary 200"
     options += " --max-words 0 --train-size 2000 --test-size 60 --batch-size 32 --lr 5e-3 --epochs 3 --refinements 2"
