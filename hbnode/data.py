@@ -572,16 +572,23 @@ def collate(items: Sequence[Series] | Sequence[tuple[Series, Any]]) -> Series | 
 
     Raises:
         TypeError: if an item is neither.
-        ValueError: if there are no items, or their units or origins of time differ.
+        ValueError: if there are no items, if some have a target and others none, or if their units or origins of time
+            differ.
     """
     if not items:
         raise ValueError("there are no items. Fix: a batch of at least one item.")
     for item in items:
-        if not isinstance(item, Series) and not (isinstance(item, tuple) and isinstance(item[0], Series)):
+        is_pair = isinstance(item, (tuple, list)) and len(item) == 2 and isinstance(item[0], Series)
+        if not isinstance(item, Series) and not is_pair:
             name = type(item).__name__
             raise TypeError(f"an item must be Series, or (series, target), got {name}. Fix: collate([dataset[0]]).")
     series = [item if isinstance(item, Series) else item[0] for item in items]
     targets = [item[1] for item in items if not isinstance(item, Series)]
+    if len(targets) not in (0, len(series)):
+        raise ValueError(
+            f"all items must have a target, or none, got {len(targets)} targets of {len(series)} series. "
+            "Fix: items of one Dataset."
+        )
     total = max(one.x.shape[1] for one in series)
     x, mask, t = [], [], []
     for one in series:

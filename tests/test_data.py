@@ -344,6 +344,12 @@ def test_batches_for_a_data_loader():
         data.collate([])
     with pytest.raises(TypeError, match="series, target"):
         data.collate("ab")
+    for item in [(), (series.select([0]),), (series.select([0]), 1.0, 2.0)]:
+        with pytest.raises(TypeError, match="series, target"):
+            data.collate([item])
+    with pytest.raises(ValueError, match="got 1 targets of 2 series"):
+        data.collate([series.select([0]), (series.select([1]), 1.0)])
+    assert data.collate([[series.select([0]), 1.0]])[1].tolist() == [1.0]
 
 
 def test_batches_of_like_length():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import math
 import numbers
 import warnings
@@ -108,6 +109,8 @@ class Boosting:
 
     The calendar has the phases of day and week in a time zone, whose None is UTC.
     """
+
+    zone: str | None = None  # of files of before it was stored
 
     def __init__(self, zone: str | None = None) -> None:
         self.zone = zone
@@ -257,10 +260,10 @@ class SeriesForecaster(SeriesEstimator):
 
     Arguments:
         model: ``"last"``, the last value; ``"features"``, boosted trees on summaries of the past, the horizon and the
-            calendar, which has the hour of the day and of the week in the time zone of the training table, or in UTC;
-            ``"oscillators"``, a :class:`OscillatorSmoother` for each column; ``"odernn"`` or ``"gru"``, a network that
-            is trained by gradients; ``"auto"``, the one of the first three with the least continuous ranked probability
-            score on held-out series. Default: ``"auto"``
+            calendar, which has the hour of the day and of the week in the time zone of the training table, or in UTC
+            if it has none that pandas knows by name; ``"oscillators"``, a :class:`OscillatorSmoother` for each column;
+            ``"odernn"`` or ``"gru"``, a network that is trained by gradients; ``"auto"``, the one of the first three
+            with the least continuous ranked probability score on held-out series. Default: ``"auto"``
         id: for a table in long form, the column that identifies the series. Default: ``None``
         time: for a table, the column of times: numbers, or dates. Default: ``None``
         values: for a table, the columns to forecast. None takes all that are not named by another argument.
@@ -554,8 +557,9 @@ def _zone_name(zone: Any) -> str | None:
         return None
     import pandas
 
+    offset = zone.utcoffset(None)  # of a fixed offset, whose name may be anything; None for other zones
     try:
-        return str(pandas.Timestamp(0, tz=str(zone)).tz)
+        return str(pandas.Timestamp(0, tz=str(zone if offset is None else datetime.timezone(offset))).tz)
     except (LookupError, OSError, ValueError):  # of pytz, zoneinfo or dateutil
         return None
 

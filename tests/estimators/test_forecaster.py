@@ -1,5 +1,8 @@
 """SeriesForecaster: tables in and out, units, dates, calibrated bands."""
 
+import datetime
+import zoneinfo
+
 import numpy
 import pandas
 import pytest
@@ -7,6 +10,7 @@ import torch
 
 from hbnode.data import as_series
 from hbnode.estimators import SeriesForecaster
+from hbnode.estimators.forecaster import _zone_name as zone_name
 
 
 def drifting(count, seed, dates=True):
@@ -101,6 +105,23 @@ def test_the_hour_of_the_day_is_that_of_the_time_zone(tmp_path):
     forecaster("features").fit(office("2024-01-01")).save(tmp_path / "model")
     found = SeriesForecaster.load(tmp_path / "model").predict(office("2024-06-01"), [f"{i}h" for i in range(1, 25)])
     numpy.testing.assert_allclose(found["mean"], found["time"].dt.hour.isin(range(9, 17)), rtol=0, atol=0.1)
+    old = SeriesForecaster.load(tmp_path / "model")
+    del old.fitted_.zone  # as in a file of before the zone was stored
+    assert len(old.predict(office("2024-06-01"), "1h")) == 1
+
+
+@pytest.mark.parametrize(
+    ("zone", "name"),
+    [
+        (None, None),
+        (datetime.timezone.utc, "UTC"),
+        (datetime.timezone(datetime.timedelta(hours=2)), "UTC+02:00"),
+        (datetime.timezone(datetime.timedelta(hours=-8), "CET"), "UTC-08:00"),  # a name that is another zone's
+        (zoneinfo.ZoneInfo("Europe/Berlin"), "Europe/Berlin"),
+    ],
+)
+def test_the_name_of_a_time_zone(zone, name):
+    assert zone_name(zone) == name
 
 
 @pytest.mark.parametrize("model", ["last", "features", "oscillators", "gru", "odernn"])
