@@ -110,8 +110,6 @@ class Boosting:
     The calendar has the phases of day and week in a time zone, whose None is UTC.
     """
 
-    zone: str | None = None  # of files of before it was stored
-
     def __init__(self, zone: str | None = None) -> None:
         self.zone = zone
 

@@ -105,9 +105,6 @@ def test_the_hour_of_the_day_is_that_of_the_time_zone(tmp_path):
     forecaster("features").fit(office("2024-01-01")).save(tmp_path / "model")
     found = SeriesForecaster.load(tmp_path / "model").predict(office("2024-06-01"), [f"{i}h" for i in range(1, 25)])
     numpy.testing.assert_allclose(found["mean"], found["time"].dt.hour.isin(range(9, 17)), rtol=0, atol=0.1)
-    old = SeriesForecaster.load(tmp_path / "model")
-    del old.fitted_.zone  # as in a file of before the zone was stored
-    assert len(old.predict(office("2024-06-01"), "1h")) == 1
 
 
 @pytest.mark.parametrize(
