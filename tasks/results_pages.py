@@ -48,6 +48,7 @@ TITLES = {
     **{"minirocket": "MiniRocket", "rnn": "RNN", "last": "logistic regression on last values"},
     **{"ridge": "ridge regression", "boosting": "gradient boosting"},
     **{"mingru": "minGRU", "selective, swinging": "selective, half with a frequency"},
+    **{"oscillator_stack": "oscillator stack"},
     **{"linear_gain": "linear × 1/(1 − β)", "gated_delta": "Gated DeltaNet", "heavy_ball": "heavy ball"},
     **{"still": "the cell alone, h", "still pair": "the cell alone, h and m", "kalman": "noisy oscillators"},
 }
