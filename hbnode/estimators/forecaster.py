@@ -473,9 +473,9 @@ class SeriesForecaster(SeriesEstimator):
             dt = series.times(given).view(1, -1) - last
         else:
             dt = series.durations(given).double().view(1, -1).expand(len(series), -1)
-        if not bool(((dt >= 0) & dt.isfinite()).all()):
+        if not bool(((dt >= 0) & dt.square().isfinite()).all()):
             raise ValueError(
-                "ahead must not lie before the last sample of a series, got a negative or infinite time, or NaN. "
+                "ahead must not lie before the last sample of a series, got a negative, infinite or huge time, or NaN. "
                 f"Fix: ahead={'1h' if series.unit else 1.0!r}."
             )
         return dt

@@ -426,6 +426,7 @@ def test_vectors_of_nan_under_the_mask(norm_first):
         (ValueError, "must have batch_first=False", {"attention_options": {"batch_first": True}}),
         (ValueError, "connection must be one of.*Fix: connection='nesterov'", {"connection": "nestrov"}),
         (TypeError, "Fix: connection=MomentumConnection", {"connection": transformer.MomentumConnection()}),
+        (TypeError, "must return a Connection, got NoneType", {"connection": lambda: None}),
         (ValueError, "takes no connection_momentum", {"connection": "adaptive", "connection_momentum": 0.5}),
         (ValueError, r"momentum must be in \[0, 1\)", {"connection": "momentum", "connection_momentum": 1.0}),
         (ValueError, "Fix: leave it out", {"connection": transformer.MomentumConnection, "connection_momentum": 0.5}),
