@@ -144,6 +144,8 @@ def spread(rows: Sequence[Row]) -> tuple[str, str, str]:
     centre = [row["value"] for row in rows if row["statistic"] in CENTRES]
     low = [row["value"] for row in rows if row["statistic"] in LOW]
     high = [row["value"] for row in rows if row["statistic"] in HIGH]
+    if len(centre) > 1 and metric == "separates":  # 0 or 1 for each seed
+        return shown(f"{statistics.fmean(map(float, centre)):.4g}", metric), "", ""
     if len(centre) > 1:
         numbers = sorted(centre, key=_number)
         middle = statistics.median(map(_number, numbers))

@@ -107,6 +107,8 @@ def test_references():
     files = {"one": facts, "two": [*facts, row(table="b", model="gru", metric="loss", value="1")]}
     assert substitute("x {one: gru; loss}, {one.a: gru; loss; range}", files) == "x 0.5, 0.25–54,062"
     assert lookup(files, "two", "b", "gru; loss") == "1"
+    runs_of = [row(table="a", model="gru", metric="separates", seed=str(i), value=v) for i, v in enumerate("1011")]
+    assert lookup({"cloud": runs_of}, "cloud", "a", "gru; separates") == "75"
     for wrong, said in (
         ("{three: gru; loss}", "no file three"),
         ("{one: gru; error}", "nothing found"),
