@@ -33,7 +33,9 @@ def small(model, kind=SeriesClassifier, **options):
     return kind(model, n_members=1, max_epochs=15, hidden_size=8, random_state=0, **options)
 
 
-@pytest.mark.parametrize("model", ["features", "gru", "oscillators", pytest.param("odernn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "model", ["features", "gru", *(pytest.param(each, marks=pytest.mark.slow) for each in ("oscillators", "odernn"))]
+)
 def test_frequencies_are_told_apart_and_files_keep_the_answer(model, tmp_path):
     series, labels = swings(60)
     classifier = SeriesClassifier(model, n_members=1, max_epochs=40, learning_rate=0.02, hidden_size=16, random_state=0)

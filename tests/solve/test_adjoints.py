@@ -513,7 +513,7 @@ def kept(gradient, steps, method="blanes_moan4"):
     """Bytes of the tensors that the forward pass made and that are alive after it."""
     torch.manual_seed(0)
     solver = {"method": method, "gradient": gradient, "steps": steps, "t_span": (0.0, 10.0)}
-    block = hbnode.HeavyBallODEBlock(hbnode.nn.MLP(8, [64, 64], 8), **solver)
+    block = hbnode.HeavyBallODEBlock(hbnode.nn.MLP(8, [64, 64], 8), rtol=1e-4, atol=1e-4, **solver)
     x = torch.randn(64, 8, requires_grad=True)
     with Living([x, *block.parameters()]) as living:
         h = block(x)
@@ -523,9 +523,8 @@ def kept(gradient, steps, method="blanes_moan4"):
 
 def test_memory():
     """Of all that a solve needs the graph is kept up to a number of bytes; where steps are adaptive, of the first."""
-    for method in ("nystrom4", "blanes_moan4"):
-        assert kept(AGAIN, 32, method) < 5 * kept(AGAIN, 8, method)
-        assert kept(AGAIN, 32, method) < kept("direct", 32, method) / 10
+    assert kept(AGAIN, 32) < 5 * kept(AGAIN, 8)
+    assert kept(AGAIN, 32) < kept("direct", 32) / 10
     assert kept("reversible", 32) == kept("reversible", 8) < kept(AGAIN, 8)
     for steps in (32, None):
         direct = kept("direct", steps, "nystrom4")
