@@ -217,7 +217,7 @@ c = hbnode.estimators.SeriesClassifier; c.fit; out = c.predict
 """
 FORCED = {"max_epochs", "n_members", "max_iter", "num_features", "y", "forward", "static"}  # given in each call
 VARIADIC = {"args", "kwargs"}
-SHAPES = r"dictionary|truth value|seed|unpack|at least 1D|shape|"
+SHAPES = r"dictionary|truth value|[sS]eed|unpack|at least 1D|shape|"
 SHAPES += r"size|dim|dtype|[dD]evice|[mM]eta|[sS]parse|Long|Bool|Half|Complex|broadcast|convert|nan|inf"
 QUIET = {"compile", "progress", "n_jobs"}  # never odd: they start compilers and processes
 

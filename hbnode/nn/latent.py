@@ -182,7 +182,7 @@ class LatentModel(ModuleWithConstants):
     ) -> None:
         super().__init__()
         self.input_size, self.latent_size = as_count(input_size, "input_size"), as_count(latent_size, "latent_size")
-        self.time_unit = time_unit
+        self._time_unit = as_unit(time_unit, "time_unit")
         if likelihood not in get_args(Likelihood):
             near = nearest(likelihood, get_args(Likelihood)) or "normal"
             raise ValueError(f"likelihood must be one of {get_args(Likelihood)}, got {likelihood!r}. Fix: {near!r}.")

@@ -776,7 +776,9 @@ def _times(
         return t
     length, device = (x.shape[1], x.device) if isinstance(x, Tensor) and x.dim() == 3 else (0, None)
     t = torch.arange(length, dtype=torch.float64, device=device)
-    return t if state is None else state.t.detach().double().unsqueeze(1) + 1 + t
+    if not isinstance(state, (OscillatorState, OscillatorBelief, OscillatorStackState)):  # None, or refused later
+        return t
+    return state.t.detach().double().unsqueeze(1) + 1 + t
 
 
 def _gaps(sequences: Sequences, state: OscillatorState | None, is_shared: bool) -> float | Tensor:

@@ -725,3 +725,10 @@ def test_a_state_made_in_inference_mode_can_be_used_in_training(make, options):
         _, state = module(x)
     (module(x, None, state)[0].sum() + module.forecast(state, [0.5])[0].sum()).backward()
     assert all(p.grad is not None for p in module.parameters())
+
+
+@pytest.mark.parametrize("noise", [False, True])
+def test_a_state_of_another_type_is_refused(noise):
+    with pytest.raises(TypeError, match="got Tensor. Fix:"):
+        layer = hbnode.nn.Oscillators(2, 2, 3, noise=noise)
+        (layer.filter if noise else layer)(torch.randn(2, 3, 2), state=torch.ones(2, 3))
