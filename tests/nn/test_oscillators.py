@@ -729,6 +729,6 @@ def test_a_state_made_in_inference_mode_can_be_used_in_training(make, options):
 
 @pytest.mark.parametrize("noise", [False, True])
 def test_a_state_of_another_type_is_refused(noise):
-    with pytest.raises(TypeError, match="got Tensor. Fix:"):
-        layer = hbnode.nn.Oscillators(2, 2, 3, noise=noise)
+    layer = hbnode.nn.Oscillators(2, 2, 3, noise=noise)
+    with pytest.raises(TypeError, match=r"got Tensor\. Fix:"):
         (layer.filter if noise else layer)(torch.randn(2, 3, 2), state=torch.ones(2, 3))
