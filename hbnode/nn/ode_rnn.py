@@ -208,7 +208,8 @@ class ODERNN(ModuleWithConstants):
         self.layers = nn.ModuleList(make(layer) for layer in range(num_layers))
         self.reverse = nn.ModuleList(make(layer) for layer in range(num_layers) if self.bidirectional)
         self.sizes = [output_size] * (1 + self.second_order)  # of h, and of m, in an output
-        self.time_unit, self.has_unit = 1.0 if time_unit is None else time_unit, time_unit is not None
+        self._time_unit = 1.0 if time_unit is None else as_unit(time_unit, "time_unit")
+        self.has_unit = time_unit is not None
         gradient = gradient or ("adjoint" if adjoint_options is not None else "direct")
         settings = Settings(
             method=method, rtol=rtol, atol=atol, gradient=gradient, steps=steps, per_sample=per_sample,

@@ -634,3 +634,12 @@ def test_a_state_made_in_inference_mode_can_be_used_in_training(field):
     (output.sum() + forecast.sum()).backward()
     same = rnn(x, t)[1]
     torch.testing.assert_close((output, forecast), (rnn(x, t + 1, same)[0], rnn.forecast(same, [0.5])[0]))
+
+
+@pytest.mark.parametrize(
+    "make", [lambda **unit: hbnode.ODERNN(2, 3, **unit), lambda **unit: hbnode.nn.LatentODE(2, 2, **unit)]
+)
+def test_a_module_is_no_unit_of_time(make):
+    """torch registers a module that is set as an attribute, and calls no setter."""
+    with pytest.raises(ValueError, match="time_unit must be a positive number, got Linear"):
+        make(time_unit=torch.nn.Linear(2, 2))
