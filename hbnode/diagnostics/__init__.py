@@ -6,12 +6,13 @@
 from hbnode.diagnostics import plot
 from hbnode.diagnostics.gradients import AdjointNorms, adjoint_norms
 from hbnode.diagnostics.spectra import Spectrum, spectrum
-from hbnode.diagnostics.tolerance import NFEToleranceCurve, nfe_vs_tolerance
+from hbnode.diagnostics.tolerance import NFEToleranceCurve, Reference, nfe_vs_tolerance
 from hbnode.nfe import StepRecord, record_steps
 
 __all__ = [
     "AdjointNorms",
     "NFEToleranceCurve",
+    "Reference",
     "Spectrum",
     "StepRecord",
     "adjoint_norms",

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 NODES = 8  # quadrature nodes of the mean over the time span
+MOST_ENTRIES = 2**25  # of the Jacobians of all samples, 256 MiB
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +121,8 @@ def spectrum(block: nn.Module, x: Any, t: float | None = None) -> Spectrum:
 
     Raises:
         TypeError: if ``block`` is not an ODEBlock.
-        ValueError: if the state has no batch dimension or no features.
+        ValueError: if the state has no batch dimension or no features, or the Jacobians of all samples have more than
+            2^25 entries.
 
     Example:
         >>> import torch, hbnode
@@ -145,11 +147,17 @@ def spectrum(block: nn.Module, x: Any, t: float | None = None) -> Spectrum:
             f"spectrum needs a state of shape (batch, d, ...), got {describe(path[0][0])}. "
             "Fix: x.unsqueeze(0) for one sample, x.unsqueeze(1) for one feature."
         )
-    with evaluation_mode(block):
-        matrix = sum(
-            weight * jacobian(block.field, times[i], tuple(part[i] for part in path))
-            for i, weight in zip(chosen, weights.tolist(), strict=True)
+    batch, n = path[0].shape[1], sum(part.shape[2:].numel() for part in path)
+    largest = max(MOST_ENTRIES // n**2, 1)
+    if batch > largest:
+        raise ValueError(
+            f"spectrum of {batch} samples with states of {n} elements needs {batch} Jacobians of {n}² entries; expected "
+            f"at most {MOST_ENTRIES} entries in all. Fix: x[:{largest}]."
         )
+    matrix = torch.zeros(batch, n, n, dtype=torch.float64)
+    with evaluation_mode(block):
+        for i, weight in zip(chosen, weights.tolist(), strict=True):
+            matrix += weight * jacobian(block.field, times[i], tuple(part[i] for part in path))
     eigenvalues = torch.linalg.eigvals(matrix)
     damping = block.field.damping if isinstance(block.field, (HBNODE, GHBNODE)) else None
     if isinstance(damping, Tensor):

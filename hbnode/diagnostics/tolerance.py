@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from hbnode._progress import progress_bar
+from hbnode._tree import parts
 from hbnode.diagnostics._shared import Result, axes, legend, style, ticks_of_short_axis, twin_axes
+from hbnode.errors import MaxStepsError, SolverError, StepSizeUnderflowError
 from hbnode.nfe import NFE, count_nfe
 from hbnode.nn.blocks import ODEBlock
+from hbnode.solve.methods import ROSENBROCK
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+MOST_BYTES, STATES_PER_STEP = 2**29, 4  # of the states that the reference stores
+LOWEST_SINGLE = 1e-6  # the tightest tolerance of a reference in float32
 
 
 @dataclass(frozen=True)
@@ -29,6 +36,7 @@ class NFEToleranceCurve(Result):
         error: root mean square difference of the output from the reference output.
         gradient_error: norm of the difference of the gradient from the reference gradient, divided by the norm of the
             reference gradient. The gradient is that of all parameters and the input.
+        reference: the tolerance and the errors of the reference.
     """
 
     tolerance: list[float]
@@ -36,10 +44,16 @@ class NFEToleranceCurve(Result):
     backward: list[int]
     error: list[float]
     gradient_error: list[float]
+    reference: Reference
+
+    def columns(self) -> dict[str, Sequence[Any]]:
+        """Return a mapping from names to columns with one entry per tolerance, without the reference."""
+        return {name: column for name, column in super().columns().items() if name != "reference"}
 
     def plot(self, ax: Axes | None = None, **kwargs: Any) -> Axes:
         """Draw function evaluations (left axis) and errors (right axis) against the tolerance.
 
+        If the reference has a remark, a horizontal line shows its gradient error, below which errors mean nothing.
         :func:`hbnode.diagnostics.plot.tolerance_curve` draws several curves into the same axes.
 
         Arguments:
@@ -52,18 +66,42 @@ class NFEToleranceCurve(Result):
         return draw_curves({"": self}, ax, **kwargs)
 
 
+@dataclass(frozen=True)
+class Reference:
+    """The solve with which :func:`nfe_vs_tolerance` compares the others.
+
+    Attributes:
+        tolerance: rtol = atol of the reference.
+        error: root mean square difference of its output from that of a solve at ten times its tolerance, an estimate
+            of its own error; NaN if no such solve was possible.
+        gradient_error: the same for the gradient, divided by the norm of the gradient.
+        remark: what limits the reference, or an empty string.
+    """
+
+    tolerance: float
+    error: float
+    gradient_error: float
+    remark: str = ""
+
+
 def nfe_vs_tolerance(
     block: nn.Module,
     x: Tensor,
     tolerances: Iterable[float],
     *,
     loss: Callable[[Tensor], Tensor] | None = None,
-    reference_tolerance: float = 1e-12,
+    reference_tolerance: float | None = None,
+    max_nfe: int = 4000,
+    progress: bool | None = None,
 ) -> NFEToleranceCurve:
     r"""Measure function evaluations, error and gradient error of a model for several tolerances.
 
-    The reference is a float64 copy of the model, solved by dopri8 at a tight tolerance with ``gradient="direct"``. The
-    model does not change; its copies run in evaluation mode. With ``gradient="adjoint"``, the evaluations of the
+    The reference is a float64 copy of the model, solved at a tight tolerance by the default method, or by ``"rodas5p"``
+    if the block uses it. ``gradient="checkpoint"`` gives its exact gradient in bounded memory. If f has kinks (ReLU), a
+    tight tolerance takes very many steps. A reference that needs more than ``max_nfe`` evaluations, or more than
+    512 MiB for its states, is solved again at ten times the tolerance, and ``curve.reference.remark`` says so.
+
+    The model does not change; its copies run in evaluation mode. With ``gradient="adjoint"``, the evaluations of the
     backward pass depend on the scale of the loss, because atol is absolute.
 
     Arguments:
@@ -71,8 +109,11 @@ def nfe_vs_tolerance(
         x: input batch (batch, ...); integers for a model that starts with an embedding.
         tolerances: iterable of values for rtol = atol.
         loss: function of the output that returns a scalar; None is the mean of squares. Default: None.
-        reference_tolerance: rtol = atol of the reference. If f has kinks (ReLU), the reference solver takes many small
-            steps. A larger value, well below the tolerances, can then save hours. Default: 1e-12.
+        reference_tolerance: rtol = atol of the reference. Default: None, a hundredth of the smallest tolerance, but at
+            least 1e-13.
+        max_nfe: largest number of function evaluations of each block in the forward pass of the reference.
+            Default: 4000.
+        progress: whether a progress bar is shown; None shows it on a terminal. Default: None.
 
     Returns:
         The curve, with ``.plot()`` and ``.to_csv(path)``.
@@ -80,6 +121,8 @@ def nfe_vs_tolerance(
     Raises:
         ValueError: if the model contains no block, ``tolerances`` is empty, or a tolerance is at most
             ``reference_tolerance``.
+        SolverError: if a solve fails, or the reference does not stay below its limits at ten times the largest
+            tolerance.
 
     Example:
         >>> import torch, hbnode
@@ -87,53 +130,116 @@ def nfe_vs_tolerance(
         >>> curve = hbnode.diagnostics.nfe_vs_tolerance(block, torch.randn(4, 3), [1e-2, 1e-5])
         >>> curve.forward[0] <= curve.forward[1] and curve.error[0] >= curve.error[1]
         True
+        >>> curve.reference.error < curve.error[-1]
+        True
     """
     if not isinstance(block, nn.Module) or not any(isinstance(module, ODEBlock) for module in block.modules()):
         raise ValueError(f"{type(block).__name__} contains no ODEBlock. Fix: pass a block, or a model with a block.")
     tolerances = list(map(float, tolerances))
     if not tolerances:
         raise ValueError("tolerances is empty. Fix: tolerances=[1e-2, 1e-3, 1e-4, 1e-5].")
+    if reference_tolerance is None:
+        reference_tolerance = max(min(tolerances) / 100, 1e-13)
     if not reference_tolerance < min(tolerances):
         raise ValueError(
             f"reference_tolerance={reference_tolerance:g} must be below all tolerances, got {min(tolerances):g}. "
             f"Fix: reference_tolerance={min(tolerances) / 10:g}."
         )
     loss = (lambda output: output.pow(2).mean()) if loss is None else loss
-    reference = _with_solver(copy.deepcopy(block).double().eval(), reference_tolerance, **_TIGHT)
-    exact, exact_gradient, _ = _solve(reference, x.double() if x.is_floating_point() else x, loss)
-    rows = []
-    for tolerance in tolerances:
-        output, gradient, nfe = _solve(_with_solver(copy.deepcopy(block).eval(), tolerance), x, loss)
-        error = (output.double() - exact).pow(2).mean().sqrt()
-        gradient_error = (gradient.double() - exact_gradient).norm() / exact_gradient.norm()
-        rows.append((tolerance, nfe.forward, nfe.backward, float(error), float(gradient_error)))
-    return NFEToleranceCurve(*map(list, zip(*rows, strict=True)))
+    reference, exact, rows = None, None, []
+    for tolerance in progress_bar([None, *tolerances], progress, "tolerances"):
+        if tolerance is None:
+            reference, exact = _reference(block, x, loss, reference_tolerance, max(tolerances), max_nfe)
+        else:
+            solved = _solve(_with_tolerance(copy.deepcopy(block).eval(), tolerance), x, loss)
+            rows.append((tolerance, solved.nfe.forward, solved.nfe.backward, *solved.errors(exact)))
+    return NFEToleranceCurve(*map(list, zip(*rows, strict=True)), reference)
+
+
+@dataclass(frozen=True)
+class _Solved:
+    """The output and the gradients of input and parameters, one vector, in float64, and the function evaluations."""
+
+    output: Tensor
+    gradient: Tensor
+    nfe: NFE
+
+    def errors(self, exact: _Solved) -> tuple[float, float]:
+        error = (self.output - exact.output).pow(2).mean().sqrt()
+        return float(error), float((self.gradient - exact.gradient).norm() / exact.gradient.norm())
+
+
+def _reference(
+    block: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor], wanted: float, loosest: float, max_nfe: int
+) -> tuple[Reference, _Solved]:
+    """Return the tightest solve within the limits, from the tolerance ``wanted`` on, and what is known about it."""
+    model = _limited(block, max_nfe)
+    try:
+        return _tightest(model.double(), x.double() if x.is_floating_point() else x, loss, wanted, loosest)
+    except SolverError:
+        raise
+    except RuntimeError as error:  # func closes over tensors, which .double() does not reach
+        reference, exact = _tightest(_limited(block, max_nfe), x, loss, max(wanted, LOWEST_SINGLE), loosest)
+        return replace(reference, remark=f"it is not in float64, because {error}. {reference.remark}".strip()), exact
+
+
+def _tightest(
+    model: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor], wanted: float, loosest: float
+) -> tuple[Reference, _Solved]:
+    found: list[tuple[float, _Solved]] = []
+    tolerance, limit = wanted, None
+    while len(found) < 2 and (tolerance <= loosest or not found):
+        try:
+            found.append((tolerance, _solve(_with_tolerance(model, tolerance), x, loss)))
+        except (MaxStepsError, StepSizeUnderflowError) as error:
+            limit = error
+            if tolerance > loosest:
+                raise
+        tolerance *= 10
+    reached, exact = found[0]
+    errors = found[1][1].errors(exact) if len(found) > 1 else (float("nan"), float("nan"))
+    reason = str(limit).partition(" Fix:")[0]
+    remark = "" if reached == wanted else f"the tolerance is {reached:.0e} instead of {wanted:.0e}, because {reason}"
+    return Reference(reached, *errors, remark), exact
+
+
+def _limited(block: nn.Module, max_nfe: int) -> nn.Module:
+    """Return a copy of a model whose blocks have the solver of the reference and limits of its cost."""
+
+    def limit(block: ODEBlock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        state = parts(block.start(args[0] if args else kwargs["x"]))
+        of_step = STATES_PER_STEP * sum(part.numel() * part.element_size() for part in state)
+        block.options = {"max_nfe": min(max_nfe, 6 * (1 + MOST_BYTES // max(of_step, 1)))}  # 6 or more in a step
+
+    model = copy.deepcopy(block).eval()
+    for module in model.modules():
+        if isinstance(module, ODEBlock):
+            method = module.method if module.method in ROSENBROCK else None
+            for name, value in (_TIGHT | {"method": method}).items():
+                setattr(module, name, value)
+            module.register_forward_pre_hook(limit, with_kwargs=True)
+    return model
 
 
 _TIGHT = {
-    "method": "dopri8",
-    "gradient": "direct",
+    "gradient": "checkpoint",
     "steps": None,
     "per_sample": False,
     "save": "exact",
-    "options": None,
     "adjoint_options": None,
     "compile_steps": False,
     "max_steps": 10**6,
 }
 
 
-def _with_solver(model: nn.Module, tolerance: float, **changes: object) -> nn.Module:
+def _with_tolerance(model: nn.Module, tolerance: float) -> nn.Module:
     for module in model.modules():
         if isinstance(module, ODEBlock):
             module.rtol = module.atol = tolerance
-            for name, value in changes.items():
-                setattr(module, name, value)
     return model
 
 
-def _solve(model: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, NFE]:
-    """Return the output, one vector of the gradients of input and parameters, and the function evaluations."""
+def _solve(model: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor]) -> _Solved:
     x = x.detach().requires_grad_(x.is_floating_point())
     model.zero_grad(set_to_none=True)
     with count_nfe(model) as nfe, torch.enable_grad():
@@ -141,7 +247,7 @@ def _solve(model: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor]) -> tup
         loss(output).backward()
     tensors = [p for p in (x, *model.parameters()) if p.requires_grad]
     gradient = torch.cat([torch.zeros_like(p).reshape(-1) if p.grad is None else p.grad.reshape(-1) for p in tensors])
-    return output.detach(), gradient, nfe
+    return _Solved(output.detach().double(), gradient.double(), nfe)
 
 
 STYLES: dict[str, tuple[str, dict[str, Any]]] = {  # left axis, then right axis
@@ -171,6 +277,12 @@ def draw_curves(curves: Mapping[str, NFEToleranceCurve], ax: Axes | None, **kwar
             (line,) = on.plot(curve.tolerance, values, **properties)
             if not several:
                 handles.append(line)
+        if curve.reference.remark:
+            error = curve.reference.gradient_error
+            line = right.axhline(
+                error, color=f"C{index}" if several else "0.6", label="reference's gradient error", lw=0.8
+            )
+            handles += [] if several else [line]
         if several:
             handles.append(Line2D([], [], color=f"C{index}", linewidth=4, label=name))
     if several:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from hbnode._progress import progress_bar
 from hbnode.data import Series, bucketed_batches
 from hbnode.nn.ode_rnn import ODERNN
 from hbnode.nn.oscillators import OscillatorStack, oscillator_ranges
@@ -225,11 +225,3 @@ def batched(function: Callable[[Series], Tensor], series: Series) -> Tensor:
         found = part.new_empty(len(series), *part.shape[1:]) if not len(found) else found
         found[rows] = part
     return found
-
-
-def progress_bar(steps: Any, progress: bool | None, name: str) -> Any:
-    """Return a progress bar over steps; ``progress=None`` shows it on a terminal only."""
-    from tqdm import tqdm
-
-    is_shown = sys.stderr.isatty() if progress is None else progress
-    return tqdm(steps, desc=name, leave=False, disable=not is_shown)

@@ -35,7 +35,8 @@ def data_of(ax):
     return [np.stack([line.get_xdata(), line.get_ydata()]) for line in ax.get_lines()]
 
 
-CURVE = hbnode.diagnostics.NFEToleranceCurve([1e-2, 1e-4], [8, 20], [10, 30], [1e-3, 1e-5], [1e-2, 1e-4])
+REFERENCE = hbnode.diagnostics.Reference(1e-6, 1e-7, 1e-6)
+CURVE = hbnode.diagnostics.NFEToleranceCurve([1e-2, 1e-4], [8, 20], [10, 30], [1e-3, 1e-5], [1e-2, 1e-4], REFERENCE)
 RECORD = hbnode.diagnostics.StepRecord(
     [0.0, 0.5, 0.5], [0.5, 2.0, 0.25], [True, False, True], [None] * 3, [False, False, True]
 )
@@ -283,7 +284,7 @@ def test_tolerance_curves():
     assert len(ax.figure.axes) == 2
     both = plot.tolerance_curve({"a": CURVE, "b": CURVE})
     assert [text.get_text() for text in both.get_legend().get_texts()][:3] == ["a", "b", "forward NFE"]
-    forward_only = hbnode.diagnostics.NFEToleranceCurve([1e-2], [8], [0], [0.0], [0.0])
+    forward_only = hbnode.diagnostics.NFEToleranceCurve([1e-2], [8], [0], [0.0], [0.0], REFERENCE)
     assert len(forward_only.plot().get_lines()) == 1
 
 

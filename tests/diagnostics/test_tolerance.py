@@ -20,7 +20,7 @@ def test_cost_rises_and_error_falls_with_the_tolerance(tmp_path):
     assert curve.gradient_error[-1] < 1e-3
     curve.to_csv(tmp_path / "curve.csv")
     rows = list(csv.DictReader((tmp_path / "curve.csv").read_text().splitlines()))
-    for name, values in vars(curve).items():
+    for name, values in curve.columns().items():
         assert [float(row[name]) for row in rows] == values
 
 
@@ -37,7 +37,7 @@ def test_errors_are_against_the_exact_solution():
 
     block = hbnode.ODEBlock(hbnode.NODE(Decay()), method="rk4", steps=2)
     x = torch.ones(1, 1, dtype=torch.float64)
-    curve = hbnode.diagnostics.nfe_vs_tolerance(block, x, [1e-3])
+    curve = hbnode.diagnostics.nfe_vs_tolerance(block, x, [1e-3], reference_tolerance=1e-12)
     z = -1.0  # rate times step, negative
     factor = 1 + z + z**2 / 2 + z**3 / 6 + z**4 / 24
     h, exact = factor**2, torch.tensor(-2.0).exp().item()
@@ -61,6 +61,50 @@ def test_a_model_with_blocks_inside_and_a_loss_of_ones_own():
     assert block.training
     assert all(p.grad is None for p in model.parameters())
     assert all(torch.equal(p, q) for p, q in zip(before, model.parameters(), strict=True))
+
+
+class Kinked(nn.Module):
+    """The force h' = 1 + rate relu(h - 1), whose derivative jumps when h passes 1."""
+
+    def __init__(self):
+        super().__init__()
+        self.rate = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, h):
+        return 1 + self.rate * (h - 1).relu()
+
+
+def test_the_reference_knows_its_own_error_at_kinks():
+    """From h(0) = x < 1 the kink is passed at the time 1 - x, and h(1) = 1 + (exp(2 x) - 1) / 2."""
+    block, x = hbnode.ODEBlock(hbnode.NODE(Kinked())), torch.linspace(0.1, 0.9, 40)[:, None]
+    curve = hbnode.diagnostics.nfe_vs_tolerance(block, x, [1e-1, 1e-4])
+    assert curve.reference.tolerance == pytest.approx(1e-6)
+    assert curve.reference.remark == ""
+    exact = 1 + (2 * x).double().expm1() / 2
+    block.rtol = block.atol = 1e-4
+    error = (block(x).double() - exact).pow(2).mean().sqrt().item()
+    assert curve.error[1] == pytest.approx(error, abs=3 * curve.reference.error)
+    assert curve.reference.error < error / 3
+
+
+@pytest.mark.parametrize("limit", ["evaluations", "memory"])
+def test_a_reference_beyond_its_budget_is_looser_and_says_so(limit, monkeypatch):
+    budget = {"max_nfe": 60} if limit == "evaluations" else {}
+    if limit == "memory":  # of 9 steps with 4 states of 40 samples in float64
+        monkeypatch.setattr("hbnode.diagnostics.tolerance.MOST_BYTES", 9 * 4 * 40 * 8)
+    block, x = hbnode.ODEBlock(hbnode.NODE(Kinked())), torch.linspace(0.1, 0.9, 40)[:, None]
+    curve = hbnode.diagnostics.nfe_vs_tolerance(block, x, [1e-1, 1e-6], **budget)
+    assert curve.reference.tolerance > 1e-7
+    assert "because the solve needs more than max_nfe=60 function evaluations" in curve.reference.remark
+    assert curve.reference.gradient_error > 0
+
+
+def test_a_function_that_closes_over_float32_has_a_reference_in_float32():
+    weight = torch.randn(3, 3)
+    block = hbnode.HeavyBallODEBlock(lambda h: torch.tanh(h @ weight))
+    curve = hbnode.diagnostics.nfe_vs_tolerance(block, torch.randn(5, 3), [1e-2, 1e-5])
+    assert "not in float64" in curve.reference.remark
+    assert curve.error[1] < 1e-5
 
 
 def test_bad_input():
