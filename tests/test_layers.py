@@ -61,7 +61,7 @@ LAYERS = [
     ["hbnode._times"],
     ["hbnode._checks"],
     ["hbnode._torch"],
-    ["hbnode._untraced"],
+    ["hbnode._progress", "hbnode._untraced"],
     ["hbnode.errors"],
 ]
 

@@ -151,8 +151,8 @@ def spectrum(block: nn.Module, x: Any, t: float | None = None) -> Spectrum:
     largest = max(MOST_ENTRIES // n**2, 1)
     if batch > largest:
         raise ValueError(
-            f"spectrum of {batch} samples with states of {n} elements needs {batch} Jacobians of {n}² entries; expected "
-            f"at most {MOST_ENTRIES} entries in all. Fix: x[:{largest}]."
+            f"spectrum of {batch} samples needs {batch} Jacobians of {n} × {n} entries; expected at most "
+            f"{MOST_ENTRIES} entries in all. Fix: x[:{largest}]."
         )
     matrix = torch.zeros(batch, n, n, dtype=torch.float64)
     with evaluation_mode(block):

@@ -99,7 +99,8 @@ def nfe_vs_tolerance(
     The reference is a float64 copy of the model, solved at a tight tolerance by the default method, or by ``"rodas5p"``
     if the block uses it. ``gradient="checkpoint"`` gives its exact gradient in bounded memory. If f has kinks (ReLU), a
     tight tolerance takes very many steps. A reference that needs more than ``max_nfe`` evaluations, or more than
-    512 MiB for its states, is solved again at ten times the tolerance, and ``curve.reference.remark`` says so.
+    512 MiB for the states of more than 32 steps, is solved again at ten times the tolerance, and ``curve.reference.remark`` says so. Its own
+    errors are estimated by a second solve at ten times its tolerance.
 
     The model does not change; its copies run in evaluation mode. With ``gradient="adjoint"``, the evaluations of the
     backward pass depend on the scale of the loss, because atol is absolute.
@@ -111,8 +112,8 @@ def nfe_vs_tolerance(
         loss: function of the output that returns a scalar; None is the mean of squares. Default: None.
         reference_tolerance: rtol = atol of the reference. Default: None, a hundredth of the smallest tolerance, but at
             least 1e-13.
-        max_nfe: largest number of function evaluations of each block in the forward pass of the reference.
-            Default: 4000.
+        max_nfe: largest number of function evaluations of each block in the forward pass of the reference. It is raised
+            to four times those at the tolerances. Default: 4000.
         progress: whether a progress bar is shown; None shows it on a terminal. Default: None.
 
     Returns:
@@ -146,13 +147,17 @@ def nfe_vs_tolerance(
             f"Fix: reference_tolerance={min(tolerances) / 10:g}."
         )
     loss = (lambda output: output.pow(2).mean()) if loss is None else loss
-    reference, exact, rows = None, None, []
-    for tolerance in progress_bar([None, *tolerances], progress, "tolerances"):
-        if tolerance is None:
-            reference, exact = _reference(block, x, loss, reference_tolerance, max(tolerances), max_nfe)
+    solved, reference, exact = [], None, None
+    for tolerance in progress_bar([*tolerances, None], progress, "tolerances"):
+        if tolerance is not None:
+            solved.append(_solve(_with_tolerance(copy.deepcopy(block).eval(), tolerance), x, loss))
+            max_nfe = max(max_nfe, 4 * solved[-1].nfe.forward)
         else:
-            solved = _solve(_with_tolerance(copy.deepcopy(block).eval(), tolerance), x, loss)
-            rows.append((tolerance, solved.nfe.forward, solved.nfe.backward, *solved.errors(exact)))
+            reference, exact = _reference(block, x, loss, reference_tolerance, max(tolerances), max_nfe)
+    rows = [
+        (tolerance, s.nfe.forward, s.nfe.backward, *s.errors(exact))
+        for tolerance, s in zip(tolerances, solved, strict=True)
+    ]
     return NFEToleranceCurve(*map(list, zip(*rows, strict=True)), reference)
 
 
@@ -173,24 +178,29 @@ def _reference(
     block: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor], wanted: float, loosest: float, max_nfe: int
 ) -> tuple[Reference, _Solved]:
     """Return the tightest solve within the limits, from the tolerance ``wanted`` on, and what is known about it."""
-    model = _limited(block, max_nfe)
+    model = copy.deepcopy(block).double()
     try:
-        return _tightest(model.double(), x.double() if x.is_floating_point() else x, loss, wanted, loosest)
+        return _tightest(model, x.double() if x.is_floating_point() else x, loss, wanted, loosest, max_nfe)
     except SolverError:
         raise
     except RuntimeError as error:  # func closes over tensors, which .double() does not reach
-        reference, exact = _tightest(_limited(block, max_nfe), x, loss, max(wanted, LOWEST_SINGLE), loosest)
+        reference, exact = _tightest(block, x, loss, max(wanted, LOWEST_SINGLE), loosest, max_nfe)
         return replace(reference, remark=f"it is not in float64, because {error}. {reference.remark}".strip()), exact
 
 
 def _tightest(
-    model: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor], wanted: float, loosest: float
+    block: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor], wanted: float, loosest: float, max_nfe: int
 ) -> tuple[Reference, _Solved]:
     found: list[tuple[float, _Solved]] = []
     tolerance, limit = wanted, None
     while len(found) < 2 and (tolerance <= loosest or not found):
+        model = copy.deepcopy(block).eval()
+        steps = 12 if found else 16  # so that the two solves differ where the tolerance does not limit their steps
+        for module in model.modules():
+            if isinstance(module, ODEBlock):
+                module.register_forward_pre_hook(_Tight(tolerance, max_nfe, steps), with_kwargs=True)
         try:
-            found.append((tolerance, _solve(_with_tolerance(model, tolerance), x, loss)))
+            found.append((tolerance, _solve(model, x, loss)))
         except (MaxStepsError, StepSizeUnderflowError) as error:
             limit = error
             if tolerance > loosest:
@@ -203,33 +213,29 @@ def _tightest(
     return Reference(reached, *errors, remark), exact
 
 
-def _limited(block: nn.Module, max_nfe: int) -> nn.Module:
-    """Return a copy of a model whose blocks have the solver of the reference and limits of its cost."""
+@dataclass(frozen=True)
+class _Tight:
+    """A hook that gives a block the solver of the reference, ``steps`` or more steps, and limits of its cost."""
 
-    def limit(block: ODEBlock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        state = parts(block.start(args[0] if args else kwargs["x"]))
-        of_step = STATES_PER_STEP * sum(part.numel() * part.element_size() for part in state)
-        block.options = {"max_nfe": min(max_nfe, 6 * (1 + MOST_BYTES // max(of_step, 1)))}  # 6 or more in a step
+    tolerance: float
+    max_nfe: int
+    steps: int
 
-    model = copy.deepcopy(block).eval()
-    for module in model.modules():
-        if isinstance(module, ODEBlock):
-            method = module.method if module.method in ROSENBROCK else None
-            for name, value in (_TIGHT | {"method": method}).items():
-                setattr(module, name, value)
-            module.register_forward_pre_hook(limit, with_kwargs=True)
-    return model
+    def __call__(self, block: ODEBlock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.limit(block, *args, **kwargs)
 
-
-_TIGHT = {
-    "gradient": "checkpoint",
-    "steps": None,
-    "per_sample": False,
-    "save": "exact",
-    "adjoint_options": None,
-    "compile_steps": False,
-    "max_steps": 10**6,
-}
+    def limit(self, block: ODEBlock, x: Tensor, t: Any = None) -> None:
+        block.rtol = block.atol = self.tolerance
+        block.method = block.method if block.method in ROSENBROCK else None
+        block.gradient, block.save, block.max_steps = "checkpoint", "exact", 10**6
+        block.steps = block.adjoint_options = None
+        block.per_sample = block.compile_steps = False
+        times = torch.as_tensor(block.t_span if t is None else t)
+        of_step = STATES_PER_STEP * sum(part.numel() * part.element_size() for part in parts(block.start(x)))
+        block.options = {
+            "max_nfe": min(self.max_nfe, 6 * max(MOST_BYTES // max(of_step, 1), 32)),  # a step takes 6 or more
+            "max_step": float(times.max() - times.min()) / self.steps or 1.0,
+        }
 
 
 def _with_tolerance(model: nn.Module, tolerance: float) -> nn.Module:

@@ -153,3 +153,11 @@ def test_files_and_counts(tmp_path):
     values = [complex(float(row["real"]), float(row["imag"])) for row in rows]
     assert values == found.eigenvalues.reshape(-1).tolist()
     assert [row["sample"] for row in rows] == ["0"] * 4 + ["1"] * 4 + ["2"] * 4
+
+
+def test_jacobians_that_do_not_fit_are_refused_with_a_number_of_samples_that_do(monkeypatch):
+    monkeypatch.setattr("hbnode.diagnostics.spectra.MOST_ENTRIES", 100)
+    block = hbnode.HeavyBallODEBlock(nn.Linear(3, 3))
+    with pytest.raises(ValueError, match=r"5 Jacobians of 6 × 6 entries; expected at most 100 .*Fix: x\[:2\]"):
+        hbnode.diagnostics.spectrum(block, torch.randn(5, 3))
+    assert hbnode.diagnostics.spectrum(block, torch.randn(2, 3)).eigenvalues.shape == (2, 6)

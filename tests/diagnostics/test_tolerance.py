@@ -89,13 +89,14 @@ def test_the_reference_knows_its_own_error_at_kinks():
 
 @pytest.mark.parametrize("limit", ["evaluations", "memory"])
 def test_a_reference_beyond_its_budget_is_looser_and_says_so(limit, monkeypatch):
-    budget = {"max_nfe": 60} if limit == "evaluations" else {}
-    if limit == "memory":  # of 9 steps with 4 states of 40 samples in float64
-        monkeypatch.setattr("hbnode.diagnostics.tolerance.MOST_BYTES", 9 * 4 * 40 * 8)
+    if limit == "memory":  # of 40 steps with 4 states of 40 samples in float64
+        monkeypatch.setattr("hbnode.diagnostics.tolerance.MOST_BYTES", 40 * 4 * 40 * 8)
     block, x = hbnode.ODEBlock(hbnode.NODE(Kinked())), torch.linspace(0.1, 0.9, 40)[:, None]
-    curve = hbnode.diagnostics.nfe_vs_tolerance(block, x, [1e-1, 1e-6], **budget)
-    assert curve.reference.tolerance > 1e-7
-    assert "because the solve needs more than max_nfe=60 function evaluations" in curve.reference.remark
+    nfe = 200 if limit == "evaluations" else 4000
+    curve = hbnode.diagnostics.nfe_vs_tolerance(block, x, [1e-1, 1e-4], reference_tolerance=1e-12, max_nfe=nfe)
+    most = 240 if limit == "memory" else max(nfe, 4 * max(curve.forward))
+    assert curve.reference.tolerance > 1e-12
+    assert f"because the solve needs more than max_nfe={most} function evaluations" in curve.reference.remark
     assert curve.reference.gradient_error > 0
 
 
