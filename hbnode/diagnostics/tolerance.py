@@ -98,9 +98,9 @@ def nfe_vs_tolerance(
 
     The reference is a float64 copy of the model, solved at a tight tolerance by the default method, or by ``"rodas5p"``
     if the block uses it. ``gradient="checkpoint"`` gives its exact gradient in bounded memory. If f has kinks (ReLU), a
-    tight tolerance takes very many steps. A reference that needs more than ``max_nfe`` evaluations, or more than
-    512 MiB for the states of more than 32 steps, is solved again at ten times the tolerance, and ``curve.reference.remark`` says so. Its own
-    errors are estimated by a second solve at ten times its tolerance.
+    tight tolerance takes very many steps. A reference beyond ``max_nfe`` evaluations, or of more than 32 steps and
+    512 MiB of states, is solved again at ten times the tolerance, and ``curve.reference.remark`` says so. The errors of
+    the reference are estimated by a second solve at ten times its tolerance.
 
     The model does not change; its copies run in evaluation mode. With ``gradient="adjoint"``, the evaluations of the
     backward pass depend on the scale of the loss, because atol is absolute.
