@@ -29,6 +29,7 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
     "code_links",
+    "dead_links",
     "gallery",
     "mathml",
 ]

@@ -126,7 +126,7 @@ def test_all_of_attention(run, tmp_path):
     """A step at length 4,096 makes at least the outputs and three gradients, of 4 MiB each."""
     sizes = ["--lengths", "1024", "4096", "--repeats", "1", "--tokens", "6", "--batch", "2"]
     report = run(attention, *sizes)
-    assert list(report) == ["machine", "time", "memory", "growth", "generation"]
+    assert list(report) == ["machine", "time", "memory", "growth", "generation", "precision", "forms"]
     assert len(report["memory"]) == 10
     assert all(row["train_MiB"] > 16 for row in report["memory"] if row["length"] == 4096)
     assert (tmp_path / "report.png").exists()

@@ -11,6 +11,18 @@ DOCS = Path(__file__).parents[1] / "docs"
 sys.path.insert(0, str(DOCS / "_ext"))
 
 import code_links  # noqa: E402
+import dead_links  # noqa: E402
+
+
+def test_dead_links_are_found(tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "one.html").write_text(
+        '<a id="top" href="folder/two.html#here">1</a><a href="#top">2</a><a href="https://a.b/c">3</a>'
+        '<a href="folder/two.html#gone">4</a><img src="none.png"><a href="#gone">5</a>'
+    )
+    (tmp_path / "folder" / "two.html").write_text('<p id="here"><a href="../one.html">6</a></p>')
+    expected = ["one.html: folder/two.html#gone", "one.html: none.png", "one.html: #gone"]
+    assert dead_links.dead_links(tmp_path) == expected
 
 
 def test_the_reference_has_a_page_for_each_public_module():
