@@ -3,7 +3,23 @@ PYTHON ?= python3
 BIN := .venv/bin
 DEMO := runs/demo
 
-.PHONY: demo test slow lint docs notebooks results bench wheel compat gpu fuzz clean
+.PHONY: help demo test slow lint docs notebooks results bench wheel compat gpu fuzz clean
+
+# The first target is what `make` alone does.
+help:
+	@echo "make demo       five neural ODEs on 8x8 digits, with a picture; two minutes"
+	@echo "make test       lint, types, pages and the fast tests"
+	@echo "make slow       the slow tests"
+	@echo "make lint       style and types"
+	@echo "make docs       the site, in docs/_build/html"
+	@echo "make notebooks  the site, with all notebooks run again"
+	@echo "make results    the experiments that are missing; days"
+	@echo "make bench      all benchmarks, beside other packages"
+	@echo "make wheel      builds the wheel and tests it by itself"
+	@echo "make compat     the oldest and the newest releases of Python and torch"
+	@echo "make gpu        the tests and a benchmark that need CUDA"
+	@echo "make fuzz       random calls of all public entry points"
+	@echo "make clean      removes what was built"
 
 demo: .venv/.complete
 	@$(BIN)/python -m tasks.image_classification --preset demo --model all --out $(DEMO)

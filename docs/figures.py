@@ -83,19 +83,14 @@ def irregular():
     target = names["targets"][names["test"]]
     figure, ax = plt.subplots(figsize=(4.5, 4))
     ax.plot([0, 1], [0, 1], "k:", lw=1)
-    for label, said in (
-        ("as trained", names["logits"]["test"].sigmoid()),
-        (f"temperature {names['temperature']:.2f}", names["probability"]),
-    ):
-        parts = said.argsort().tensor_split(5)
-        ax.plot(
-            [said[p].mean() for p in parts],
-            [target[p].mean() for p in parts],
-            "o-",
-            label=label,
-        )
+    said = names["probability"]
+    parts = said.argsort().tensor_split(5)
+    ax.plot(
+        [said[p].mean() for p in parts],
+        [target[p].mean() for p in parts],
+        "o-",
+    )
     ax.set(xlabel="predicted risk", ylabel="observed share", aspect="equal")
-    ax.legend()
     save(figure, "calibration.png")
 
 

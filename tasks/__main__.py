@@ -1,15 +1,28 @@
-"""List the tasks, a line each."""
+"""List the tasks, a line each, or run one: ``python -m tasks image_classification --preset demo``."""
 
 import ast
+import difflib
+import importlib
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent
 
 
 def main() -> None:
-    """Print every task's name and the first line of its docstring, then those of the studies."""
-    for path in [*sorted(ROOT.glob("[a-z]*.py")), *sorted((ROOT / "studies").glob("[a-z]*.py"))]:
-        module = ".".join(path.relative_to(ROOT.parent).with_suffix("").parts)
+    """Run the task that the first argument names; without one, print each task with a line of its docstring."""
+    paths = [*sorted(ROOT.glob("[a-z]*.py")), *sorted((ROOT / "studies").glob("[a-z]*.py"))]
+    modules = {".".join(path.relative_to(ROOT.parent).with_suffix("").parts): path for path in paths}
+    if len(sys.argv) > 1 and sys.argv[1] not in ("-h", "--help"):
+        name = "tasks." + sys.argv[1].removeprefix("tasks.")
+        if name not in modules:
+            near = difflib.get_close_matches(name, modules, 1)
+            hint = f"did you mean {near[0]}?" if near else "python -m tasks lists them."
+            sys.exit(f"there is no task {sys.argv[1]!r}; {hint}")
+        del sys.argv[1]
+        importlib.import_module(name).main()
+        return
+    for module, path in modules.items():
         summary = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]
         print(f"python -m {module:<36} {summary}")
 

@@ -300,6 +300,11 @@ def train(config: PlaneVibrationConfig) -> None:
     """Train one model with one seed, and forecast the test set once."""
     with exit_on(FileNotFoundError, ValueError):
         record, source = f16.read_plane_vibration(config.data)
+    if source != config.data and source == "generated":
+        print(
+            "The F-16 record is not in HBNODE_DATA, so this run is on simulated data. "
+            "--data f16 says how to get the record."
+        )
     config = dataclasses.replace(config, data=source)  # a run is of one source, and is not resumed with another
     splits = Splits.from_record(record, config.protocol)
     run = Run("plane_vibration", config, f"{config.preset}-{config.protocol}-{config.model}-seed{config.seed}")

@@ -1,5 +1,7 @@
 """The package's metadata: pins, the source distribution, the licence and the citation agree with each other."""
 
+import importlib.metadata
+import importlib.util
 import re
 from pathlib import Path
 
@@ -67,3 +69,15 @@ def test_the_citation_has_what_the_format_requires_and_a_reference_for_each_pape
         assert all({"family-names", "given-names"} <= author.keys() for author in reference["authors"])
     papers = {reference["url"].removeprefix("https://arxiv.org/abs/") for reference in CITATION["references"]}
     assert papers == {"2110.04840", "2006.06919", "2110.07034", "2006.02493"}
+
+
+def test_python_m_hbnode_says_what_a_bug_report_needs(capsys, monkeypatch):
+    import hbnode.__main__ as command
+
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "aeon" else found(name))
+    command.main()
+    printed = capsys.readouterr().out
+    assert f"torch {importlib.metadata.version('torch')}" in printed
+    assert "devices: CPU (1 threads)" in printed
+    assert "extra rocket: missing. Fix: pip install hbnode[rocket]" in printed

@@ -214,3 +214,18 @@ def test_a_solve_that_fails_says_where_in_the_training(tmp_path):
     options = "--device cpu --model node --lr 1e6 --epochs 50 --batch-size 40".split()
     with pytest.raises(SystemExit, match=r"epoch \d+, batch \d: \w+Error: .*Fix: a smaller --lr"):
         point_cloud.main([*options, "--out", str(tmp_path)])
+
+
+def test_python_m_tasks_lists_runs_and_refuses(monkeypatch, capsys):
+    from tasks.__main__ import main
+
+    monkeypatch.setattr("sys.argv", ["tasks"])
+    main()
+    assert "python -m tasks.point_cloud" in capsys.readouterr().out
+    monkeypatch.setattr("sys.argv", ["tasks", "point_cloud", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        main()
+    assert "--epochs" in capsys.readouterr().out
+    monkeypatch.setattr("sys.argv", ["tasks", "point_clouds"])
+    with pytest.raises(SystemExit, match=r"no task 'point_clouds'; did you mean tasks\.point_cloud\?"):
+        main()

@@ -1,0 +1,38 @@
+"""``python -m hbnode`` prints the versions and devices that a bug report needs."""
+
+import importlib.metadata
+import importlib.util
+import platform
+import sys
+
+import torch
+
+import hbnode
+
+EXTRAS = {  # and a module that each needs
+    "plot": "matplotlib",
+    "series": "sklearn",
+    "rocket": "aeon",
+    "export": "onnxscript",
+}
+
+
+def main() -> None:
+    """Print hbnode's version, those of its dependencies, the devices and the extras that are installed."""
+    packages = ("torch", "torchdiffeq", "torchsde", "numpy")
+    devices = [f"CPU ({torch.get_num_threads()} threads)"]
+    devices += [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    devices += ["MPS"] if torch.backends.mps.is_available() else []
+    lines = [
+        f"hbnode {hbnode.__version__}, Python {platform.python_version()}, {platform.platform()}",
+        ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages),
+        f"devices: {', '.join(devices)}",
+    ]
+    for extra, module in EXTRAS.items():
+        is_there = importlib.util.find_spec(module) is not None
+        lines.append(f"extra {extra}: {'installed' if is_there else f'missing. Fix: pip install hbnode[{extra}]'}")
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
