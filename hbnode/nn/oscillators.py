@@ -787,7 +787,7 @@ def _gaps(sequences: Sequences, state: OscillatorState | None, is_shared: bool) 
     The first gap is the time since that of the state; without a state it is arbitrary.
     """
     is_shared = is_shared and (sequences.valid is None or may_look())  # else t may include arbitrary times of padding
-    t = sequences.raw_t[:1] if is_shared else sequences.t
+    t = sequences.raw_t[:1, : sequences.t.shape[1]] if is_shared else sequences.t
     gaps = t.diff()
     if state is None:
         first = gaps[:, :1].detach() if gaps.shape[1] else torch.ones_like(t)  # a zero state stays zero over any gap

@@ -246,6 +246,41 @@ def test_times_that_are_even_but_for_rounding_have_one_transition(monkeypatch):
     assert is_even == [True] * 5 + [False]
 
 
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"input": "hold"}, {"discretization": "imex"}, {"selective": True}],
+    ids=["exact", "hold", "imex", "selective"],
+)
+def test_shared_times_that_go_on_after_the_longest_series(options, bidirectional):
+    """Values, second derivatives and a Hessian-free step are those of each series alone; later times may be NaN."""
+    layer = make(bidirectional=bidirectional, **options)
+    t = torch.tensor([0.0, 0.3, 1.0, 1.7, 2.0, torch.nan], dtype=torch.float64)
+    x, lengths = torch.randn(3, 6, 3, dtype=torch.float64), [4, 2, 1]
+
+    def alone(layer):
+        rows = [layer(x[i : i + 1, :n], t[:n])[0] for i, n in enumerate(lengths)]
+        return torch.cat([nn.functional.pad(y, (0, 0, 0, 6 - y.shape[1])) for y in rows])
+
+    def curvature(y):
+        leaves = [p for p in layer.parameters() if p.requires_grad]
+        slopes = torch.autograd.grad(y.pow(3).sum(), leaves, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in slopes), leaves)
+
+    def step(outputs):
+        trained = copy.deepcopy(layer)
+        optimizer = hbnode.optim.HessianFree(trained.parameters(), loss="mse", max_cg=3)
+        optimizer.step(lambda: (outputs(trained), torch.zeros_like(y)))
+        return list(trained.parameters())
+
+    y, right = layer(x, t, lengths=lengths)[0], alone(layer)
+    with _torch.double_backward():
+        pairs = [(y, right), *zip(curvature(layer(x, t, lengths=lengths)[0]), curvature(alone(layer)), strict=True)]
+    pairs += zip(step(lambda layer: layer(x, t, lengths=lengths)[0]), step(alone), strict=True)
+    for found, expected in pairs:
+        torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-9)
+
+
 @pytest.mark.parametrize("start", [0.0, 1.7e9])
 def test_times_that_drift_slowly_are_not_taken_as_equally_spaced(start):
     torch.manual_seed(0)
