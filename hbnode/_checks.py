@@ -50,9 +50,11 @@ def as_real(value: object, name: str, fix: str) -> float:
 def as_integers(value: object, name: str, fix: str) -> Tensor:
     """Return whole numbers in any form as a tensor; raise TypeError for what torch cannot convert."""
     try:
-        return torch.as_tensor(value)
+        whole = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         raise TypeError(f"{name} must be whole numbers, got {value!r}. Fix: {fix}.") from None
+    refuse_meta(whole, name)
+    return whole
 
 
 def check_callable(value: object, name: str, fix: str) -> None:
@@ -85,7 +87,8 @@ def to_tensor(
     value: object, name: str, fix: str, dtype: torch.dtype | None, device: torch.device | str | None = "cpu"
 ) -> Tensor:
     """Return numbers as a tensor; raise TypeError for what torch cannot convert, complex and sparse tensors."""
-    if not isinstance(value, Tensor) or (value.layout is torch.strided and not value.is_complex()):
+    is_complex = getattr(getattr(value, "dtype", None), "kind", "") == "c"  # an array of NumPy
+    if not is_complex and (not isinstance(value, Tensor) or (value.layout is torch.strided and not value.is_complex())):
         try:
             return torch.as_tensor(value, dtype=dtype, device=device)
         except (TypeError, ValueError, RuntimeError, OverflowError):
@@ -109,6 +112,14 @@ def check_input(x: object, name: str) -> None:
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}. Fix: {conversion(x)}.")
     if x.layout is not torch.strided and not x.is_nested:
         raise TypeError(f"{name} must be dense, got a tensor of layout {x.layout}. Fix: {name}.to_dense().")
+
+
+def refuse_meta(x: Tensor, name: str) -> None:
+    """Raise ValueError for a tensor on the device meta."""
+    if x.is_meta and type(x) in (Tensor, nn.Parameter):  # a subclass may have numbers
+        raise ValueError(
+            f"{name} is on the device meta, which stores no numbers. Fix: {name} on another device, such as 'cpu'."
+        )
 
 
 def conversion(x: object) -> str:
@@ -135,6 +146,7 @@ def as_tensor(value: object, name: str) -> Tensor:
     """Return a tensor from a tensor, an array of NumPy or pandas, or a list of numbers, which becomes float64."""
     if isinstance(value, Tensor):
         check_input(value, name)
+        refuse_meta(value, name)
         return value
     array: Any = value.to_numpy() if hasattr(value, "to_numpy") else value
     try:

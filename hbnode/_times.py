@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hbnode._checks import as_tensor
+from hbnode._torch import may_look
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -19,26 +20,62 @@ Kind = Literal["dates", "durations", "text"]
 
 EPOCH = np.datetime64(0, "us")
 SECOND = np.timedelta64(1, "s")
+SPACINGS = 100  # of floats in a gap, at least
 
 
 def as_times(value: object, name: str) -> Tensor:
     """Convert numbers to a tensor of times; raise TypeError for dates, durations and text, whose unit is unknown."""
-    if isinstance(value, Tensor):
-        if value.is_meta and type(value) is Tensor:
-            raise ValueError(f"{name} is on the device meta, which stores no numbers. Fix: {name} on another device.")
-        if value.is_complex() or value.layout is not torch.strided:
-            raise TypeError(f"{name} must hold real numbers, got {value!r}. Fix: a dense tensor of times.")
-        return value
-    refuse_dates(value, name)
-    return as_tensor(value, name)
+    if not isinstance(value, Tensor):
+        refuse_dates(value, name)
+    times = as_tensor(value, name)
+    has_bools = isinstance(value, (list, tuple)) and any(isinstance(entry, bool) for entry in value)
+    if times.is_complex() or times.dtype == torch.bool or has_bools:
+        got = "bool" if has_bools else str(times.dtype)
+        raise TypeError(f"{name} must hold real numbers, got {got}. Fix: numbers in one unit of time.")
+    return times
+
+
+def has_lost_digits(t: Tensor, gaps: Tensor, unit: float) -> Tensor:
+    """Return whether rounding of times exceeds a hundredth of the median gap above 0, or of ``unit`` without a gap.
+
+    The unit counts for dtypes below float64 only. Whole numbers with ample digits are exact.
+    """
+    spacing, is_gap = _spacing(t), gaps > 0
+    is_short = is_gap & (gaps < SPACINGS * spacing)
+    is_coarse = SPACINGS * spacing > (math.inf if t.dtype == torch.float64 else unit)
+    is_whole = (t == t.round()).all() & (spacing <= 0.125)  # which chance does not make of rounded times
+    return torch.where(is_gap.any(), 2 * is_short.sum() >= is_gap.sum(), is_coarse) & ~is_whole
+
+
+def lost_digits(t: Tensor, gaps: Tensor, name: str, unit: float) -> ValueError:
+    """Return the error for times of which :func:`has_lost_digits` is true."""
+    gaps = gaps[gaps > 0]
+    scale = f"their median gap {float(gaps.median()):.3g}" if len(gaps) else f"the unit of time {unit:g}"
+    return ValueError(
+        f"{name} has lost digits: {t.dtype} stores times near {float(t.abs().amax()):.3g} as multiples of "
+        f"{float(_spacing(t)):.3g}, more than a hundredth of {scale}. Fix: {name} in float64 from the start, "
+        f"torch.tensor(times, dtype=torch.float64); or counted from a time near the data."
+    )
+
+
+def check_digits(t: Tensor, gaps: Tensor, name: str, unit: float) -> None:
+    """Raise ValueError if times of a dtype below float64 have lost digits."""
+    rounds = t.is_floating_point() and t.dtype != torch.float64 and may_look()
+    if rounds and bool(has_lost_digits(t.detach(), gaps.detach(), unit)):
+        raise lost_digits(t, gaps, name, unit)
+
+
+def _spacing(t: Tensor) -> Tensor:
+    """Return the distance between floats at the largest of the times."""
+    return torch.finfo(t.dtype).eps * t.abs().amax().log2().floor().exp2()
 
 
 def as_unit(value: object, name: str) -> float:
     """Convert a positive number to a float, the length of a unit of time."""
     refuse_dates([value], name)
     try:
-        length = float(value)  # type: ignore[arg-type]  # caught below
-    except (TypeError, ValueError):
+        length = -1.0 if isinstance(value, bool) else float(value)  # type: ignore[arg-type]  # caught below
+    except (TypeError, ValueError, RuntimeError):
         length = -1.0
     if not 0 < length < math.inf:
         raise ValueError(f"{name} must be a positive number, got {value!r}. Fix: {name}=1.0.")

@@ -16,7 +16,7 @@ from torch.utils.data import Sampler
 from typing_extensions import override
 
 from hbnode._checks import as_count, as_integers, as_tensor, check_bool, is_one_of, nearest, to_tensor
-from hbnode._times import EPOCH, as_times, kind_of, seconds_since
+from hbnode._times import EPOCH, as_times, check_digits, kind_of, seconds_since
 from hbnode._tree import Record, record
 
 if TYPE_CHECKING:
@@ -305,6 +305,7 @@ def from_long(
     x[codes, place], t[codes, place] = merged, times
     t[counts == 0] = 0.0
     t = np.maximum.accumulate(t, axis=1)
+    _check_digits(table[time], t, f"column {time!r}")
     constant = torch.from_numpy(np.stack(fixed, 1)).to(dtype) if fixed else None
     padded, mask = torch.from_numpy(x).to(_checked_dtype(dtype)), torch.from_numpy(~np.isnan(x))
     lengths = torch.from_numpy(counts).long()
@@ -395,6 +396,13 @@ def _times(
         row = int((~np.isfinite(times)).nonzero()[0][0])
         raise ValueError(f"column {name!r} is missing or infinite in row {row}. Fix: drop rows without a time.")
     return times, length, zero
+
+
+def _check_digits(column: Any, t: NDArray[np.float64], name: str) -> None:
+    """Raise ValueError if the dtype of a column of times has rounded its times t (..., T), sorted in each series."""
+    dtype = {"float32": torch.float32, "float16": torch.float16}.get(str(_array(column, name).dtype))
+    if dtype is not None and t.size:
+        check_digits(torch.from_numpy(t).to(dtype), torch.from_numpy(t).diff(), name, 1.0)
 
 
 def _seconds_per(unit: Unit | None) -> float:
@@ -732,6 +740,7 @@ def as_series(
         Series(5 series, up to 100 samples, 2 features ['x0', 'x1'])
     """
     if isinstance(data, Series):
+        check_digits(data.t, data.t.diff(), "t", 1.0)
         return data
     if hasattr(data, "columns") or isinstance(data, dict):
         if id is None or time is None:
@@ -753,6 +762,7 @@ def as_series(
             none: tuple[Any, ...] = (np.zeros(0), None, None)
             times, length, zero = _times(t, f"t of series {i}", unit, origin) if len(t) else none
             pairs.append(_sorted_pair(times, x, i))
+            _check_digits(t, pairs[-1][0], f"t of series {i}")
             if len(t):
                 clocks[length, zero] = i
         if len(clocks) > 1:

@@ -421,6 +421,26 @@ def test_arrays_have_channels_before_times_and_nan_padding():
     assert data.as_series(x[:, 0]).x.shape == (2, 3, 1)
 
 
+@pytest.mark.parametrize("gap", [1, 300])
+def test_times_that_float32_has_rounded_are_refused(gap):
+    """At 1.7e9 it stores multiples of 128, which would merge samples to one, or move them."""
+    exact = 1.7e9 + gap * numpy.arange(6.0)
+    t, x = exact.astype(numpy.float32), numpy.ones(6)
+    table = {"id": numpy.array([1, 1, 2, 2, 2, 2]), "t": t, "x": x}
+    series = dataclasses.replace(data.as_series([(exact, x)]), t=torch.tensor(t).unsqueeze(0))
+    names = {"id": "id", "time": "t", "values": "x"}
+    for given, options, name in (
+        ([(t, x)], {}, "t of series 0"),
+        ([(torch.tensor(t), x)], {}, "t of series 0"),
+        (pandas.DataFrame(table), names, "column 't'"),
+        (table, names, "column 't'"),
+        (series, {}, "t"),
+    ):
+        with pytest.raises(ValueError, match=rf"{name} has lost digits: torch\.float32 stores times near 1.7e\+09"):
+            data.as_series(given, **options)
+    assert data.as_series([(exact, x)]).t.diff().unique().tolist() == [gap]
+
+
 def test_series_without_values_keep_one_missing_sample():
     assert data.as_series([([], numpy.zeros((0, 2))), ([0.0], [[1.0, 2.0]])]).lengths.tolist() == [1, 1]
     assert data.as_series(numpy.full((1, 2, 4), numpy.nan)).lengths.tolist() == [1]

@@ -13,8 +13,8 @@ from torch.distributions import Normal, StudentT, kl_divergence
 from torch.nn.functional import pad
 from typing_extensions import Self, override
 
-from hbnode._checks import ArrayLike, as_count, check_input, nearest
-from hbnode._times import as_times, as_unit
+from hbnode._checks import ArrayLike, as_count, nearest, refuse_meta
+from hbnode._times import as_times, as_unit, check_digits
 from hbnode._torch import ModuleWithConstants, untraced
 from hbnode._tree import Record, State, record
 from hbnode.fields import HBNODE, Field, HeavyBallSDE
@@ -258,7 +258,7 @@ class LatentModel(ModuleWithConstants):
             beta: weight of the divergences in ``value``; raise it from 0 to 1 early in training if the posterior
                 collapses to the prior. Default: ``1.0``.
         """
-        series = Sequences(self.input_size, x, t, mask, lengths)
+        series = Sequences(self.input_size, x, t, mask, lengths, self._time_unit)
         prediction, kl_initial, kl_path = self._posterior_paths(series, series.t, static, samples)
         log_prob = prediction.components.log_prob(series.x)
         if series.observed is not None:
@@ -295,11 +295,11 @@ class LatentModel(ModuleWithConstants):
         Raises:
             ValueError: if a time is before the first of its series.
         """
-        series = Sequences(self.input_size, x, t, mask, lengths)
+        series = Sequences(self.input_size, x, t, mask, lengths, self._time_unit)
         if at is None:
             prediction, *_ = self._posterior_paths(series, series.t, static, samples)
             return LatentPrediction(series.padded(prediction.paths), prediction.scale, prediction.freedom)
-        wanted = _checked_at(at, series.t)
+        wanted = _checked_at(at, series.t, self._time_unit)
         # the control changes at the samples, where steps therefore end
         merged, order = torch.cat([series.t.to(wanted), wanted], 1).sort(dim=1, stable=True)
         places = order.argsort(dim=1)[:, series.t.shape[1] :]
@@ -310,7 +310,10 @@ class LatentModel(ModuleWithConstants):
     @torch.no_grad()
     def sample(self, t: ArrayLike, samples: int = 100) -> LatentPrediction:
         """Return paths of the prior from the first of the times t (T,) on, as a prediction with a batch of 1."""
-        times = as_times(t, "t").to(self.prior.device, torch.float64).expand(1, -1) / self._time_unit
+        given = as_times(t, "t")
+        refuse_meta(self.prior, "the module")
+        check_digits(given, given.diff(), "t", self._time_unit)
+        times = given.to(self.prior.device, torch.float64).expand(1, -1) / self._time_unit
         mean, log_scale = self.prior
         z = mean + log_scale.exp() * torch.randn(samples, len(mean), dtype=mean.dtype, device=mean.device)
         return self._decoded(self._solve(z, times.expand(samples, -1), None)[0], samples)
@@ -321,7 +324,7 @@ class LatentModel(ModuleWithConstants):
     ) -> tuple[LatentPrediction, Tensor, Tensor]:
         """Return decoded paths of the posterior at times t (batch, K), and the divergences of start and paths."""
         samples = as_count(samples, "samples")
-        seq.check_dtype(series.x, (p.dtype for p in self.parameters()))
+        seq.check_parameters(series.x, self.parameters())
         t = t.to(torch.float64) / self._time_unit
         initial, guide = self.encode(series, static, t)
         prior_mean, prior_log_scale = self.prior.unsqueeze(1)
@@ -616,16 +619,9 @@ class GRUEncoder(nn.Module):
     def forward(
         self, x: Tensor, t: Tensor, *, mask: Tensor, lengths: Tensor, static: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        size = self.inputs.static_size
-        if static is not None:
-            check_input(static, "static")
-        if (size if static is None else tuple(static.shape)) != (0 if static is None else (len(x), size)):
-            got = None if static is None else tuple(static.shape)
-            raise ValueError(
-                f"static must be (batch, static_size) = ({len(x)}, {size}), got {got}. Fix: static_size= of the model."
-            )
         sequences = Sequences(self.inputs.input_size, x, t, mask, lengths)
-        return self.gru(self.inputs(sequences, None if static is None else static.to(x), None, 1.0)[0])
+        static = seq.checked_static(static, self.inputs.static_size, sequences.x, "LatentODE")
+        return self.gru(self.inputs(sequences, static, None, 1.0)[0])
 
 
 def make_control(latent_size: int, summary_size: int, hidden_size: int) -> MLP:
@@ -647,9 +643,10 @@ def _with_zero(value: Tensor | float, like: Tensor) -> Tensor:
     return pad(torch.as_tensor(value, dtype=torch.float64, device="cpu").expand(like.shape), (0, 1))
 
 
-def _checked_at(at: ArrayLike, t: Tensor) -> Tensor:
+def _checked_at(at: ArrayLike, t: Tensor, time_unit: float) -> Tensor:
     """Return the times ``at`` as (batch, K) in float64; raise ValueError if one is before the start of its series."""
-    times = as_times(at, "at").to(t.device, torch.float64)
+    given = as_times(at, "at")
+    times = given.to(t.device, torch.float64)
     if times.dim() not in (1, 2) or times.shape[-1] == 0 or (times.dim() == 2 and len(times) != len(t)):
         raise ValueError(
             f"at must be (K,) or (batch, K) with batch {len(t)}, got {tuple(times.shape)}. "
@@ -660,4 +657,5 @@ def _checked_at(at: ArrayLike, t: Tensor) -> Tensor:
             "at has a time before the first of t, or one that is not finite; a path starts at t[:, 0]. Fix: an "
             "unobserved sample at an earlier time, with mask=False there."
         )
+    check_digits(given, given.new_zeros(0), "at", time_unit)
     return times.expand(len(t), -1)

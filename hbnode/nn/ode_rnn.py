@@ -6,7 +6,6 @@ import dataclasses
 import math
 import numbers
 from collections.abc import Callable
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, cast
 
 import torch
@@ -138,7 +137,8 @@ class ODERNN(ModuleWithConstants):
     Shape:
         - x: (batch, T, input_size), or a PackedSequence.
         - t: (batch, T) or (T,), numbers in one unit; :class:`hbnode.data.Series` converts dates. Give large times in
-          float64. f(t, h) gets t in the dtype of the state, so choose an origin near the data.
+          float64; float32 that rounds off more than a hundredth of the median gap is refused. f(t, h) gets t in the
+          dtype of the state, so choose an origin near the data.
         - output: (batch, T, hidden_size), h after each sample; 0 on padding.
 
     Raises:
@@ -313,8 +313,8 @@ class ODERNN(ModuleWithConstants):
     def _read(
         self, x: Tensor, t: Any, state: ODERNNState | None, mask: Any, lengths: Lengths | None, static: Tensor | None
     ) -> Filtered:
-        series = Sequences(self.input_size, x, t, mask, lengths)
-        seq.check_dtype(series.x, map(attrgetter("dtype"), self.parameters()))
+        series = Sequences(self.input_size, x, t, mask, lengths, self._time_unit)
+        seq.check_parameters(series.x, self.parameters())
         static = seq.checked_static(static, self.static_size, series.x, "ODERNN")
         states: list[ODERNNState] = []
         start, times, solver = None, self._in_units(series.t), Solver(self.settings, self.step_size)

@@ -14,8 +14,8 @@ from torch.nn import functional
 from torch.nn.utils.rnn import PackedSequence
 from typing_extensions import override
 
-from hbnode._checks import ArrayLike, as_count, as_real, check_bool, check_input, is_one_of, to_tensor
-from hbnode._times import as_times, refuse_dates
+from hbnode._checks import ArrayLike, as_count, as_real, check_bool, check_input, is_one_of, refuse_meta, to_tensor
+from hbnode._times import as_times, check_digits, refuse_dates
 from hbnode._torch import may_look, no_autocast
 from hbnode._tree import Kind, Record, record
 from hbnode.nn import sequences as seq
@@ -219,6 +219,7 @@ class _OscillatorModule(nn.Module):
     def _check_parameters(self) -> None:
         for name, parameter in self.named_parameters(recurse=False):
             limit = math.log(torch.finfo(torch.float32).max) if name.startswith("log_") else math.inf
+            refuse_meta(parameter, "the module")
             values = parameter.detach()
             if not bool((values.isfinite() & (values < limit)).all()):
                 raise FloatingPointError(
@@ -471,7 +472,8 @@ class Oscillators(_OscillatorModule):
             seq.refuse_both_directions(self, "takes no state")
             batch = series.shape[0] if isinstance(series, Tensor) else 0
             state = self._check_state(state, batch, OscillatorState)
-        sequences = Sequences(self.input_size, series, _times(series, times, state), observed, lengths)
+        sequences = _sequences(self, series, times, state, observed, lengths)
+        refuse_meta(self.weight_in, "the module")
         if series.dtype.itemsize != 2:  # half-precision samples may go into a float32 layer
             seq.check_dtype(series, [self.weight_in.dtype])
         is_shared = state is None and (times is None or as_times(times, "t").dim() == 1)
@@ -596,7 +598,7 @@ class Oscillators(_OscillatorModule):
                 Default: ``None``
         """
         kalman = self._kalman_filter(static)
-        return kalman.log_likelihood(Sequences(self.input_size, x, _times(x, t, None), mask, lengths))
+        return kalman.log_likelihood(_sequences(self, x, t, None, mask, lengths))
 
     def filter(
         self,
@@ -623,7 +625,7 @@ class Oscillators(_OscillatorModule):
                 Default: ``None``
         """
         kalman = self._kalman_filter(static)
-        sequences = Sequences(self.input_size, x, _times(x, t, state), mask, lengths)
+        sequences = _sequences(self, x, t, state, mask, lengths)
         if state is not None:
             state = self._check_state(state, len(x), OscillatorBelief)
             seq.check_start(state.t, sequences.t)
@@ -711,7 +713,7 @@ class Oscillators(_OscillatorModule):
         static: None,
     ) -> tuple[KalmanFilter, Sequences, Tensor | None]:  # fmt: skip
         kalman = self._kalman_filter(static)
-        sequences = Sequences(self.input_size, x, _times(x, t, None), mask, lengths)
+        sequences = _sequences(self, x, t, None, mask, lengths)
         if at is None:
             return kalman, sequences, None
         times = as_times(at, "at").to(sequences.x.device)
@@ -723,6 +725,7 @@ class Oscillators(_OscillatorModule):
             )
         if may_look() and not bool(torch.isfinite(times).all()):
             raise ValueError("at must be finite, got NaN or inf. Fix: at[torch.isfinite(at)].")
+        check_digits(times, times.new_zeros(0), "at", 1 / self.decay_range[1])
         return kalman, sequences, times.expand(batch, -1)
 
     def _kalman_filter(self, static: None = None) -> KalmanFilter:
@@ -768,17 +771,21 @@ def _refuse_static(static: object) -> None:
         )
 
 
-def _times(
-    x: object, t: ArrayLike | None, state: OscillatorState | OscillatorBelief | OscillatorStackState | None
-) -> ArrayLike:
-    """Return ``t``, or if it is None the times 0, 1, 2, ...; with a state they begin one unit after its time."""
-    if t is not None:
-        return t
-    length, device = (x.shape[1], x.device) if isinstance(x, Tensor) and x.dim() == 3 else (0, None)
-    t = torch.arange(length, dtype=torch.float64, device=device)
-    if not isinstance(state, (OscillatorState, OscillatorBelief, OscillatorStackState)):  # None, or refused later
-        return t
-    return state.t.detach().double().unsqueeze(1) + 1 + t
+def _sequences(
+    module: Oscillators | OscillatorStack,
+    x: Any,
+    t: ArrayLike | None,
+    state: OscillatorState | OscillatorBelief | OscillatorStackState | None,
+    mask: Tensor | None,
+    lengths: Lengths | None,
+) -> Sequences:
+    """Return checked sequences; without ``t`` the times are 0, 1, 2, ..., or begin one unit after that of the state."""
+    if t is None:
+        length, device = (x.shape[1], x.device) if isinstance(x, Tensor) and x.dim() == 3 else (0, None)
+        t = torch.arange(length, dtype=torch.float64, device=device)
+        if isinstance(state, (OscillatorState, OscillatorBelief, OscillatorStackState)):  # else refused later
+            t = state.t.detach().double().unsqueeze(1) + 1 + t
+    return Sequences(module.input_size, x, t, mask, lengths, 1 / module.decay_range[1])
 
 
 def _gaps(sequences: Sequences, state: OscillatorState | None, is_shared: bool) -> float | Tensor:
@@ -857,6 +864,8 @@ class OscillatorCell(_OscillatorModule):
             ValueError: if a shape does not fit, x is not finite, or dt is negative or not finite.
         """
         check_input(x, "x")
+        refuse_meta(x, "x")
+        refuse_meta(self.weight_in, "the module")
         if x.dim() != 2 or x.shape[1] != self.input_size:
             raise ValueError(
                 f"x must be (batch, input_size) with input_size={self.input_size}, got {tuple(x.shape)}. "
@@ -871,7 +880,7 @@ class OscillatorCell(_OscillatorModule):
             seq.check_dtype(x, [self.weight_in.dtype])
         batch, dtype = len(x), self._dtype
         refuse_dates(dt, "dt")
-        gap = to_tensor(dt, "dt", "dt=0.5", torch.float64, x.device)
+        gap = to_tensor(as_times(dt, "dt") if isinstance(dt, Tensor) else dt, "dt", "dt=0.5", torch.float64, x.device)
         if gap.dim() and gap.shape != (batch,):
             raise ValueError(
                 f"dt must be a number or ({batch},), got {tuple(gap.shape)}. Fix: one time per sample, or one number."
@@ -1044,7 +1053,8 @@ class OscillatorStack(nn.Module):
         for _ in range(self.num_layers):
             layer = Oscillators(hidden_size, hidden_size, num_oscillators, bidirectional=bidirectional, **options)
             self.blocks.append(OscillatorBlock(hidden_size, layer, dropout, norm))
-        self.inputs.time_unit = 1 / layer.decay_range[1]
+        self.decay_range = layer.decay_range
+        self.inputs.time_unit = 1 / self.decay_range[1]
         width = hidden_size + (1 if head == "next" else 0)
         self.decoder = nn.Linear(width, hidden_size if output_size is None else as_count(output_size, "output_size"))
 
@@ -1081,8 +1091,8 @@ class OscillatorStack(nn.Module):
         """
         if state is not None:
             state = self._check_state(state)
-        sequences = Sequences(self.input_size, x, _times(x, t, state), mask, lengths)
-        seq.check_dtype(sequences.x, [self.encoder.weight.dtype])
+        sequences = _sequences(self, x, t, state, mask, lengths)
+        seq.check_parameters(sequences.x, [self.encoder.weight])
         static = seq.checked_static(static, self.static_size, sequences.x, "OscillatorStack")
         if t_next is not None and self.head != "next":
             raise ValueError(f"t_next is for head='next', got it with head={self.head!r}. Fix: leave it out.")
@@ -1148,7 +1158,7 @@ class OscillatorStack(nn.Module):
                 f"state must be an OscillatorStackState of {len(self.blocks)} layers, got {got}. "
                 "Fix: the state that this stack returned, y, state = stack(x)."
             )
-        return state.outside_inference_mode()
+        return state.map(seq.real_number).outside_inference_mode() if may_look() else state
 
 
 def _gaps_to_next(sequences: Sequences, t_next: Tensor | float | None) -> Tensor:
@@ -1156,6 +1166,8 @@ def _gaps_to_next(sequences: Sequences, t_next: Tensor | float | None) -> Tensor
     gaps = t.diff()
     if t_next is not None:
         refuse_dates(t_next, "t_next")
+        if isinstance(t_next, Tensor):
+            check_digits(as_times(t_next, "t_next"), gaps, "t_next", 1.0)
         times = torch.as_tensor(t_next, dtype=t.dtype, device=t.device).expand(len(t))
         last = times.unsqueeze(1) - t[:, -1:]
         if may_look() and not bool((last >= 0).all()):

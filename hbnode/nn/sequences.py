@@ -26,9 +26,10 @@ from hbnode._checks import (
     check_input,
     is_one_of,
     nearest,
+    refuse_meta,
     tensor_fix,
 )
-from hbnode._times import as_times
+from hbnode._times import as_times, check_digits, has_lost_digits, lost_digits
 from hbnode._torch import ModuleWithConstants, is_autocast, may_look
 from hbnode._tree import Kind, Record, record
 from hbnode.errors import MaxStepsError, SolverError
@@ -42,8 +43,6 @@ GAPS_PER_UNIT = 10  # median gaps in a fitted time_unit: any method takes such a
 MANY = 50  # NFE per gap above which warn_if_too_short warns
 SEVERAL = 12  # NFE per gap of more than one step of the default methods
 TIGHT = 1e-6  # rtol at and below which many evaluations are expected
-COARSE = 10  # rounding errors in a median gap, below which equal times are taken for rounded ones
-LOST = 2  # rounding errors in a median gap, below which most gaps are wrong
 TOO_LONG = 2.0  # fitted unit over current unit, above which the current one is too short
 FRESH = 7.5  # the same for a unit that was never set: gaps of one unit take 2 to 4 times as long as gaps of a tenth
 
@@ -123,6 +122,14 @@ def state_of(
     return ODERNNState(h.contiguous(), m[0].contiguous() if m else None, t, last, last_t, below)
 
 
+def real_number(z: Tensor) -> Tensor:
+    """Return a tensor of a state; raise an error if it holds no real numbers."""
+    if z.is_complex() or z.dtype == torch.bool:
+        raise TypeError(f"the state must hold real numbers, got {z.dtype}. Fix: the state that a call returned.")
+    refuse_meta(z, "the state")
+    return z
+
+
 def check_state(state: object, kind: type[Kind], shapes: dict[str, tuple[int, ...] | None], fix: str) -> Kind:
     """Return a state that autograd can use; raise an error unless it is a ``kind`` with attributes of these shapes.
 
@@ -138,7 +145,7 @@ def check_state(state: object, kind: type[Kind], shapes: dict[str, tuple[int, ..
                 f"the state's {name} must have shape {shape}, got {got}. "
                 "Fix: a state that this module returned for such a batch."
             )
-    return state.outside_inference_mode()
+    return state.map(real_number).outside_inference_mode() if may_look() else state
 
 
 def check_start(start: Tensor, t: Tensor) -> None:
@@ -166,7 +173,10 @@ class Sequences:
         total: the number of time steps as given, of which T are used.
     """
 
-    def __init__(self, input_size: int, x: Tensor, t: ArrayLike, mask: Tensor | None, lengths: Lengths | None) -> None:
+    def __init__(
+        self, input_size: int, x: Tensor, t: ArrayLike, mask: Tensor | None, lengths: Lengths | None,
+        time_unit: float = 1.0,
+    ) -> None:  # fmt: skip
         if isinstance(x, PackedSequence):
             raise TypeError(
                 "x is a PackedSequence; expected a padded tensor. Fix: x, lengths = pad_packed_sequence(x, "
@@ -183,6 +193,7 @@ class Sequences:
             )
         if not x.is_floating_point():
             raise TypeError(f"x must be floating point, got {x.dtype}. Fix: x.float().")
+        refuse_meta(x, "x")
         self.total = x.shape[1]
         t = _checked_times(t, x)
         self.raw_t, self.valid = t, None
@@ -197,7 +208,7 @@ class Sequences:
         self.x = x if self.observed is None else torch.where(self.observed, x, 0.0)
         self.any_observed = None if self.observed is None else self.observed.any(-1)
         if may_look():
-            self._check_values()
+            self._check_values(time_unit)
 
     @property
     def window(self) -> Tensor:
@@ -239,13 +250,13 @@ class Sequences:
         states = torch.where(self.valid.unsqueeze(-1), states, 0.0)
         return pad(states, (0, 0, 0, self.total - states.shape[-2]))
 
-    def _check_values(self) -> None:
-        """Raise ValueError for invalid times or samples, with one device synchronisation if no times are equal."""
+    def _check_values(self, time_unit: float) -> None:
+        """Raise ValueError for invalid times or samples, with one device synchronisation."""
         t = self.t.detach()
         gaps = t.diff()
-        repeats = gaps == 0 if self.valid is None else (gaps == 0) & self.valid[:, 1:]
-        finite, falls, ties, observed = torch.stack(
-            [torch.isfinite(t).all(), (gaps < 0).any(), repeats.any(), torch.isfinite(self.x.detach()).all()]
+        is_lost, is_observed = has_lost_digits(t, gaps, time_unit), torch.isfinite(self.x.detach()).all()
+        finite, falls, lost, observed = torch.stack(
+            [torch.isfinite(t).all(), (gaps < 0).any(), is_lost, is_observed]
         ).tolist()
         if not finite:
             raise ValueError("t is not finite before the padding. Fix: a time for every sample, observed or not.")
@@ -257,19 +268,8 @@ class Sequences:
                 "T), order = t.argsort(stable=True); "
                 "t, x = t.take_along_dim(order, 1), x.take_along_dim(order.unsqueeze(-1), 1)."
             )
-        if ties:
-            rounding = torch.finfo(t.dtype).eps * float(t.abs().max())
-            median = float(gaps[gaps > 0].median())  # the median of none is NaN
-            if median < COARSE * rounding:
-                row, i = (int(index) for index in repeats.nonzero()[0])
-                message = (
-                    f"t has lost digits: in sequence {row} t[{i}]={float(t[row, i]):.9g} is repeated, and the median "
-                    f"gap {median:.2g} is little more than the rounding error {rounding:.2g} of {t.dtype}. Fix: large "
-                    "times in float64, or counted from a time near the data."
-                )
-                if median < LOST * rounding:
-                    raise ValueError(message)
-                warnings.warn(f"{message} Equal times are taken in their order.", stacklevel=2)
+        if lost:
+            raise lost_digits(t, gaps, "t", time_unit)
         if not observed:
             raise ValueError("x is not finite where it is observed. Fix: mask=torch.isfinite(x) if values are missing.")
 
@@ -291,6 +291,14 @@ def unpack(x: Any, lengths: Lengths | None, *others: Any) -> list[Any]:
 
 def pack_as(x: PackedSequence, y: Tensor, lengths: Any) -> PackedSequence:
     return pack_padded_sequence(y, lengths, batch_first=True, enforce_sorted=x.sorted_indices is None)
+
+
+def check_parameters(x: Tensor, parameters: Iterable[Tensor]) -> None:
+    """Raise an error if a parameter is on the device meta, or none has the dtype of x."""
+    parameters = list(parameters)
+    for parameter in parameters:
+        refuse_meta(parameter, "the module")
+    check_dtype(x, (parameter.dtype for parameter in parameters))
 
 
 def check_dtype(x: Tensor, dtypes: Iterable[torch.dtype], name: str = "x") -> None:
@@ -340,7 +348,7 @@ def _tensor(value: object, name: str, conversion: Callable[[object, str], Tensor
             f"{name} is a PackedSequence and x is not; expected both packed or both padded. "
             f"Fix: pad_packed_sequence({name}, batch_first=True)[0], with lengths=."
         )
-    return value if isinstance(value, Tensor) else conversion(value, name)
+    return conversion(value, name)
 
 
 def _checked_times(t: ArrayLike, x: Tensor) -> Tensor:
@@ -367,6 +375,9 @@ def checked_static(static: Tensor | None, size: int, x: Tensor, kind: str) -> Te
             f"static must be (batch, static_size) = ({len(x)}, {size}), got {shape}. Fix: "
             + (f"{kind}(..., static_size={shape[-1]})." if shape and size == 0 else "one row of features per series.")
         )
+    refuse_meta(static, "static")
+    if static.is_complex():
+        raise TypeError(f"static must hold real numbers, got {static.dtype}. Fix: static.real.")
     if may_look() and not bool(torch.isfinite(static).all()):
         raise ValueError("static is not finite. Fix: standardise, then static.nan_to_num(), so that NaN is the mean.")
     return static.to(x)
@@ -389,7 +400,8 @@ def _checked_lengths(lengths: Lengths, x: Tensor) -> tuple[Tensor, int]:
     """Return which samples are not padding, (batch, T), and the greatest length, or T while a graph is traced."""
     lengths = as_integers(lengths, "lengths", "one length per sequence of the batch")
     batch, total = x.shape[:2]
-    if lengths.shape != (batch,) or lengths.is_floating_point() or lengths.dtype == torch.bool:
+    is_whole = not (lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool)
+    if lengths.shape != (batch,) or not is_whole:
         raise ValueError(
             f"lengths must be {batch} whole numbers, got {lengths.dtype} of shape {tuple(lengths.shape)}. "
             "Fix: one length per sequence of the batch."
@@ -522,7 +534,8 @@ def observed_gaps(t: ArrayLike, mask: Tensor | None, lengths: Lengths | None) ->
 
     Raise ValueError if times of observed samples are not finite or decrease.
     """
-    t = as_times(t, "t").detach().to("cpu", torch.float64)
+    t = as_times(t, "t").detach()
+    dtype, t = t.dtype, t.to("cpu", torch.float64)
     mask = None if mask is None else as_tensor(mask, "mask").detach().cpu().bool()
     lengths = None if lengths is None else as_integers(lengths, "lengths", "one per row of t").cpu()
     if t.dim() == 1:
@@ -550,6 +563,8 @@ def observed_gaps(t: ArrayLike, mask: Tensor | None, lengths: Lengths | None) ->
             "t must not decrease over the observed samples of each series. Fix: lengths=, if the rest is padding; else "
             "t = t.sort(-1).values."
         )
+    if len(rows):
+        check_digits(t[counts].to(dtype), gaps, "t", 1.0)
     return t, counts, gaps
 
 

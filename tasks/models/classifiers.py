@@ -72,7 +72,7 @@ class Reader(nn.Module):
 
     def fed(self, x: Tensor, t: Tensor, mask: Tensor, lengths: Tensor, static: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return what a network is fed (batch, T, n), and the gap before each sample (batch, T)."""
-        sequences = Sequences(x.shape[2], x, t, mask, lengths)
+        sequences = Sequences(x.shape[2], x, t, mask, lengths, self.unit)
         gaps = sequences.t.diff(dim=1, prepend=sequences.t[:, :1]) / (0.1 * self.unit)
         gaps = gaps if sequences.valid is None else torch.where(sequences.valid, gaps, 1.0)  # time goes on in padding
         return self.dropout(self.inputs(sequences, static, None, self.unit)[0]), gaps.to(x.dtype)

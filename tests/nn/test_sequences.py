@@ -1,6 +1,7 @@
 """Times, units of time, masks and lengths of series, as an ODERNN takes them."""
 
 import copy
+import dataclasses
 import datetime
 import re
 import warnings
@@ -193,21 +194,147 @@ def test_dates_and_durations_are_refused_with_a_fix_that_works():
         close(eval(call.format(fix), names | {name: value}), right)
 
 
-def test_rounded_times_that_repeat_are_taken_in_their_order():
-    """A long float32 axis: its last gaps are few rounding errors long, and some are 0."""
-    rnn, layer = hbnode.ODERNN(1, 4, method="leapfrog", steps=1), hbnode.nn.Oscillators(1, 4)
-    torch.manual_seed(0)
-    t = (1e6 + torch.rand(2, 400, dtype=torch.float64).cumsum(1) * 0.7).float()
-    x = torch.randn(2, 400, 1)
-    assert (t.diff() == 0).any()
-    for model in (rnn, layer):
-        with pytest.warns(UserWarning, match="t has lost digits.*taken in their order"):
-            output, _ = model(x, t)
-        assert output.equal(model(x, t.double())[0])
-    exact = torch.arange(400.0).div(4).floor()  # four samples at each time, without rounding
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        layer(x, exact)
+LAYERS = {
+    "ode_rnn": lambda: hbnode.ODERNN(2, 4, method="leapfrog", steps=1),
+    "oscillators": lambda: hbnode.nn.Oscillators(2, 4),
+    "selective": lambda: hbnode.nn.Oscillators(2, 4, selective=True),
+    "stack": lambda: hbnode.nn.OscillatorStack(2, 4),
+    "likelihood": lambda: hbnode.nn.Oscillators(2, 2, noise=True).log_likelihood,
+    "smooth": lambda: hbnode.nn.Oscillators(2, 2, noise=True).smooth,
+    "latent_ode": lambda: hbnode.nn.LatentODE(2, 2, 4),
+    "latent_sde": lambda: hbnode.nn.LatentSDE(2, 2, 4),
+    "predict": lambda: hbnode.nn.LatentODE(2, 2, 4).predict,
+}
+every_layer = pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
+
+
+@every_layer
+@pytest.mark.parametrize(
+    "times",
+    [
+        1.7e9 + numpy.arange(6),
+        1.7e9 + 130.0 * numpy.arange(6),
+        1.7e9 + 300.0 * numpy.arange(6),
+        3e5 + 0.7 * numpy.arange(6),
+    ],
+    ids=["equal", "130", "300", "near"],
+)
+def test_times_that_float32_rounds_are_refused(layer, times):
+    """Floats are 128 apart at 1.7e9, and 1/32 at 3e5: a gap may be wrong by a hundredth and more."""
+    x, call = torch.randn(1, 6, 2), layer()
+    with pytest.raises(ValueError, match=r"t has lost digits: torch\.float32 stores times near") as error:
+        call(x, torch.tensor(times, dtype=torch.float32))
+    fix = str(error.value).split("from the start, ")[1].split(";")[0]
+    if layer in (LAYERS["ode_rnn"], LAYERS["selective"], LAYERS["likelihood"]):
+        call(x, eval(fix, {"torch": torch, "times": times}))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda t: hbnode.ODERNN(1, 2).fit_time_unit(t),
+        hbnode.nn.oscillator_ranges,
+        lambda t: hbnode.nn.LatentODE(1, 2, 4).sample(t),
+        lambda t: hbnode.nn.LatentODE(1, 2, 4).predict(torch.zeros(1, 6, 1), t.double(), at=t),
+        lambda t: hbnode.nn.Oscillators(1, 1, noise=True).smooth(torch.zeros(1, 6, 1), t.double(), at=t),
+        lambda t: hbnode.nn.OscillatorStack(1, 2, head="next")(torch.zeros(1, 6, 1), t.double(), t_next=t[5:]),
+    ],
+    ids=["fit_time_unit", "ranges", "sample", "predict", "smooth", "next"],
+)
+def test_rounded_times_are_refused_wherever_times_enter(use):
+    with pytest.raises(ValueError, match=r"lost digits: torch\.float32 stores times near"):
+        use(1.7e9 + 300 * torch.arange(6.0))
+
+
+@pytest.mark.parametrize(
+    "t",
+    [
+        torch.full((6,), 5.0),
+        1.7e9 + 86_400 * torch.arange(6.0, dtype=torch.float64).float(),  # half a minute in a day
+        1e6 + torch.arange(6.0),  # whole, hence exact
+        torch.tensor([0.0, 0.0, 3.0, 3.0, 3.0, 4.5]),
+        torch.arange(6.0).half(),
+    ],
+    ids=["equal", "days", "whole", "ties", "half"],
+)
+def test_times_without_lost_digits_are_those_of_float64(t):
+    x = torch.randn(2, 6, 2)
+    for layer in (hbnode.ODERNN(2, 4, time_unit=1e5), hbnode.nn.Oscillators(2, 4)):
+        torch.testing.assert_close(layer(x, t)[0], layer(x, t.double())[0], rtol=1e-4, atol=1e-5)
+
+
+def test_equal_times_are_rounded_in_proportion_to_the_unit():
+    x, t = torch.randn(2, 6, 2), torch.full((6,), 1.7e9)
+    hbnode.ODERNN(2, 4, time_unit=12_801.0)(x, t)
+    with pytest.raises(ValueError, match="multiples of 128, more than a hundredth of the unit of time 12799"):
+        hbnode.ODERNN(2, 4, time_unit=12_799.0)(x, t)
+    hbnode.ODERNN(2, 4)(x, t.double())
+
+
+def test_digits_are_not_looked_at_while_tracing():
+    layer, x, t = hbnode.nn.Oscillators(2, 4), torch.randn(3, 1, 6, 2), torch.full((3, 6), 1.7e9)
+    assert torch.func.vmap(lambda x, t: layer(x, t)[0])(x, t).equal(torch.stack([layer(z, [0] * 6)[0] for z in x]))
+
+
+@every_layer
+@pytest.mark.parametrize(
+    "t",
+    [1j * torch.arange(6), torch.arange(6) > 2, numpy.arange(6) * 1j, numpy.arange(6) > 2, [False] * 3 + [True] * 3],
+    ids=["complex", "bool", "complex array", "bool array", "bool list"],
+)
+def test_times_are_real_numbers(layer, t):
+    with pytest.raises(TypeError, match=r"t must hold real numbers, got .*(complex|bool)"):
+        layer()(torch.randn(1, 6, 2), t)
+
+
+@every_layer
+def test_the_device_meta_is_refused(layer):
+    x, t, call = torch.randn(1, 6, 2), torch.arange(6.0), layer()
+    module, message = getattr(call, "__self__", call), " is on the device meta, which stores no numbers. Fix: "
+    for given in (
+        {"x": x.to("meta")},
+        {"t": t.to("meta")},
+        {"mask": torch.ones(1, 6, dtype=torch.bool, device="meta")},
+    ):
+        with pytest.raises(ValueError, match=f"{next(iter(given))}{message}"):
+            call(**{"x": x, "t": t} | given)
+    module.to("meta")
+    with pytest.raises(ValueError, match=f"the module{message}"):
+        call(x, t)
+
+
+def continued(name):
+    """A state, and the calls that take it."""
+    x, t = torch.randn(1, 6, 2), torch.arange(6.0)
+    if name == "cell":
+        cell = hbnode.nn.OscillatorCell(2, 4, input="hold")
+        return cell(x[:, 0])[1], [lambda s: cell(x[:, 1], s)]
+    if name == "belief":
+        layer = hbnode.nn.Oscillators(2, 2, noise=True)
+        return layer.filter(x, t).state, [lambda s: layer.filter(x, 6 + t, s), lambda s: layer.forecast(s, [1.0])]
+    layer = {
+        "ode_rnn": lambda: hbnode.ODERNN(2, 4, num_layers=2, missing="hold"),
+        "oscillators": lambda: hbnode.nn.Oscillators(2, 4, input="hold", elapsed_features=True),
+        "selective": lambda: hbnode.nn.Oscillators(2, 4, selective=True),
+        "stack": lambda: hbnode.nn.OscillatorStack(2, 4, missing="hold", static_size=1),
+    }[name]()
+    static = torch.ones(1, 1) if name == "stack" else None
+    _, state = layer(x, t, static=static)
+    return state, [lambda s: layer(x, 6 + t, s, static=static), lambda s: layer.forecast(s, [1.0])]
+
+
+@pytest.mark.parametrize("name", ["ode_rnn", "oscillators", "selective", "stack", "belief", "cell"])
+def test_states_are_real_numbers(name):
+    state, calls = continued(name)
+    for entry, value in state.as_dict().items():
+        for kind in (torch.complex64, torch.bool, "meta"):
+            wrong = dataclasses.replace(state, **{entry: value.to(kind)})
+            if isinstance(value, hbnode.nn.ODERNNState):  # of the layer below, whose times keep their dtype
+                wrong = dataclasses.replace(state, below=dataclasses.replace(value, h=value.h.to(kind)))
+            message = "the state is on the device meta" if kind == "meta" else "the state must hold real numbers"
+            for call in calls:
+                with pytest.raises((TypeError, ValueError), match=message):
+                    call(wrong)
 
 
 def test_times_and_masks_as_arrays_and_lists():
@@ -234,7 +361,6 @@ def test_times_and_masks_as_arrays_and_lists():
         ({"x": [torch.ones(6, 2)] * 2}, TypeError, r"Fix: torch.stack\(x\)"),
         ({"t": torch.zeros(3, 4)}, ValueError, r"t must be \(batch, T\)"),
         ({"t": 5 - torch.arange(6.0)}, ValueError, r"sequence 0 t\[0\]=5 is followed by 4. Fix: lengths="),
-        ({"t": 60 * torch.arange(6.0) + 1.7e9}, ValueError, r"t\[0\]=1.7e\+09 is repeated.*large times in float64"),
         ({"t": [0.0, 1.0, torch.nan, 3.0, 4.0, 5.0]}, ValueError, "t is not finite"),
         ({"t": None}, TypeError, r"got NoneType\. Fix: pass one number per sample"),
         ({"mask": torch.ones(3, 6)}, ValueError, "mask must be bool"),
