@@ -30,7 +30,7 @@ def as_times(value: object, name: str) -> Tensor:
     times = as_tensor(value, name)
     has_bools = isinstance(value, (list, tuple)) and any(isinstance(entry, bool) for entry in value)
     if times.is_complex() or times.dtype == torch.bool or has_bools:
-        got = "bool" if has_bools else str(times.dtype)
+        got = "torch.bool" if has_bools else times.dtype
         raise TypeError(f"{name} must hold real numbers, got {got}. Fix: numbers in one unit of time.")
     return times
 

@@ -42,7 +42,7 @@ class Posterior(NamedTuple):
 
     Attributes:
         mean: means of the signal (batch, channels, K) at K times.
-        std: standard deviations of the signal, without observation noise, (batch, channels, K).
+        std: standard deviations of the signal, (batch, channels, K); with ``noise=True`` those of observations.
         paths: joint draws of the signal at all times, (paths, batch, channels, K); None for ``paths=0``.
     """
 
@@ -238,13 +238,17 @@ class OscillatorSmoother(BaseEstimator):
         scales = data.mask.sum(1) * torch.from_numpy(self.scale_).log()
         return np.asarray((found - scales).sum(1))
 
-    def posterior(self, series: Any, grid: Any, paths: int = 0) -> Posterior:
+    def posterior(self, series: Any, grid: Any, paths: int = 0, noise: bool = False) -> Posterior:
         """Return the distribution of the signal of each series at given times.
+
+        The signal has no observation noise. Intervals for observed values need ``noise=True``.
 
         Arguments:
             series: as in :meth:`fit`, with the channels of the training data.
             grid: times (K,) for all series, or (batch, K); dates for series of dates.
             paths: number of joint draws. Default: ``0``
+            noise: whether ``std`` is that of observations, which adds the observation noise. Paths are of the signal
+                in any case. Default: ``False``
 
         Returns:
             A :class:`Posterior` with the mean, the standard deviation and the paths, (batch, channels, K) each. With
@@ -254,7 +258,8 @@ class OscillatorSmoother(BaseEstimator):
         check_is_fitted(self)
         data = self._checked(series)
         at = self._times(data, grid)
-        mean, std, _ = self._smoothed(data, at)
+        mean, std, error = self._smoothed(data, at)
+        std = torch.hypot(std, error.unsqueeze(-1)) if check_bool(noise, "noise") else std
         level, scale = torch.from_numpy(self._mean_at(at.numpy())), torch.from_numpy(self.scale_).unsqueeze(1)
         drawn = None
         if paths:
@@ -291,9 +296,9 @@ class OscillatorSmoother(BaseEstimator):
         check_is_fitted(self)
         data = self._checked(series)
         times = self._times(data, at)
-        mean, std, noise = self._smoothed(data, times)
+        mean, std, error = self._smoothed(data, times)
         level, scale = torch.from_numpy(self._mean_at(times.numpy())), torch.from_numpy(self.scale_).unsqueeze(1)
-        std = (std.square() + noise.square().unsqueeze(-1)).sqrt()
+        std = torch.hypot(std, error.unsqueeze(-1))
         return Gaussian((level + scale * mean).transpose(1, 2), (scale * std).transpose(1, 2))
 
     def impute(self, series: Any) -> Any:

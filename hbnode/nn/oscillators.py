@@ -772,13 +772,10 @@ def _refuse_static(static: object) -> None:
 
 
 def _sequences(
-    module: Oscillators | OscillatorStack,
-    x: Any,
-    t: ArrayLike | None,
-    state: OscillatorState | OscillatorBelief | OscillatorStackState | None,
-    mask: Tensor | None,
+    module: Oscillators | OscillatorStack, x: Any, t: ArrayLike | None,
+    state: OscillatorState | OscillatorBelief | OscillatorStackState | None, mask: Tensor | None,
     lengths: Lengths | None,
-) -> Sequences:
+) -> Sequences:  # fmt: skip
     """Return checked sequences; without ``t`` the times are 0, 1, 2, ..., or begin one unit after that of the state."""
     if t is None:
         length, device = (x.shape[1], x.device) if isinstance(x, Tensor) and x.dim() == 3 else (0, None)

@@ -68,6 +68,7 @@ def test_likelihood_and_posterior_are_those_of_the_dense_distribution(fitted, st
     ahead = smoother.forecast([(t, x)], grid)
     with_noise = np.sqrt(posterior.diagonal() + factor * smoother.noise_std[0] ** 2)
     np.testing.assert_allclose(ahead.std[0, :, 0], with_noise, rtol=0, atol=1e-8)
+    np.testing.assert_allclose(smoother.posterior([(t, x)], grid, noise=True).std[0, 0], with_noise, rtol=0, atol=1e-8)
 
 
 def test_the_fit_finds_the_noise_and_its_bands_hold_what_they_say():
@@ -75,10 +76,11 @@ def test_the_fit_finds_the_noise_and_its_bands_hold_what_they_say():
     smoother = OscillatorSmoother(mean="constant", max_iter=30, random_state=0).fit(train)
     assert 0.15 < smoother.noise_std[0] < 0.25
     held = [(t[::2], x[::2]) for t, x in test]
-    found = smoother.forecast(held, np.stack([t[1::2] for t, _ in test]))
-    errors = torch.tensor(np.stack([x[1::2] for _, x in test])).unsqueeze(-1) - found.mean
-    inside = (errors.abs() < 1.645 * found.std).double().mean()
-    assert 0.85 < inside < 0.95
+    at, x = np.stack([t[1::2] for t, _ in test]), np.stack([x[1::2] for _, x in test])
+    mean, std, _ = smoother.posterior(held, at, noise=True)
+    assert 0.85 < (np.abs(x - mean[:, 0]) < 1.645 * std[:, 0]).mean() < 0.95
+    mean, std, _ = smoother.posterior(held, at)  # of the signal alone, which an observation misses more often
+    assert (np.abs(x - mean[:, 0]) < 1.645 * std[:, 0]).mean() < 0.8
 
 
 def test_a_shared_mean_fills_what_aligned_series_have_in_common():
@@ -180,6 +182,7 @@ def test_the_global_random_numbers_are_not_touched(fitted):
         (lambda s: OscillatorSmoother(mean="bins").fit(pairs(2, 5)), ValueError, "mean must be 'shared' or 'constant'"),
         (lambda s: OscillatorSmoother().fit(np.full((2, 1, 5), np.nan)), ValueError, "fewer than two observed"),
         (lambda s: OscillatorSmoother().posterior(pairs(2, 5), [0.0]), NotFittedError, "not fitted"),
+        (lambda s: s.posterior(pairs(2, 5), [0.0], noise=1), TypeError, "noise must be True or False"),
         (lambda s: s.posterior(np.zeros((2, 3, 5)), [0.0]), ValueError, "must have 1 channels as in fit, got 3"),
         (lambda s: s.posterior(pairs(2, 5), np.zeros((3, 4))), ValueError, r"\(K,\) or \(batch, K\) with batch=2"),
     ],
