@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from hbnode._checks import as_count, as_integers, check_bool, check_input
+from hbnode._checks import as_count, as_integers, check_bool, check_input, refuse_meta
+from hbnode._torch import may_look
 from hbnode.nn.kalman import Gaussian
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -142,13 +143,17 @@ class Standardize(nn.Module):
     r"""A layer that scales features to mean 0 and standard deviation 1 over training data: :math:`(x - \mu) / \sigma`.
 
     :math:`\mu` and :math:`\sigma` are buffers: they are saved with the model and move with it. NaN is a missing value;
-    it is ignored by :meth:`fit` and stays NaN. A feature that is constant or never observed is only shifted.
+    it is ignored by :meth:`fit` and stays NaN. A feature that is constant or never observed is only shifted. Before
+    :meth:`fit`, or ``load_state_dict`` of a fitted layer, both buffers are NaN and a call raises an error.
 
     Arguments:
         num_features: size of the last dimension.
 
     Shape:
         - (..., num_features) -> (..., num_features).
+
+    Raises:
+        ValueError: if it is called before :meth:`fit`, or x has another number of features.
 
     Example:
         >>> import torch, hbnode
@@ -162,12 +167,14 @@ class Standardize(nn.Module):
 
     mean: Tensor
     std: Tensor
+    is_fitted = False  # spares a look at the buffers
 
     def __init__(self, num_features: int) -> None:
         super().__init__()
         self.num_features = as_count(num_features, "num_features")
-        self.register_buffer("mean", torch.zeros(self.num_features))
-        self.register_buffer("std", torch.ones(self.num_features))
+        self.register_buffer("mean", torch.full((self.num_features,), torch.nan))
+        self.register_buffer("std", torch.full((self.num_features,), torch.nan))
+        self.register_load_state_dict_post_hook(_note_loaded)
 
     @torch.no_grad()
     def fit(self, x: Tensor, mask: Tensor | None = None, lengths: Tensor | Sequence[int] | None = None) -> Self:
@@ -187,6 +194,7 @@ class Standardize(nn.Module):
                 dtype of the buffers cannot represent a mean or standard deviation.
         """
         self._check(x)
+        refuse_meta(x, "x")
         counts = ~torch.isnan(x)
         if mask is not None:
             counts = counts & self._as_mask(mask, x)
@@ -230,10 +238,12 @@ class Standardize(nn.Module):
             )
         self.mean.copy_(mean)
         self.std.copy_(std)
+        self.is_fitted = True
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the standardised x."""
         self._check(x)
+        self._check_fitted()
         return (x - self.mean) / self.std
 
     @overload
@@ -252,7 +262,15 @@ class Standardize(nn.Module):
         if isinstance(x, Gaussian):
             return dataclasses.replace(x, mean=self.inverse(x.mean), std=x.std * self.std)
         self._check(x)
+        self._check_fitted()
         return x * self.std + self.mean
+
+    def _check_fitted(self) -> None:
+        if not (self.is_fitted or (may_look() and not bool(self.std.isnan().any()))):  # filled without a load
+            raise ValueError(
+                "Standardize has no mean and standard deviation yet. Fix: scale.fit(x) with training data, or "
+                "load_state_dict of a fitted layer."
+            )
 
     def _check(self, x: Tensor) -> None:
         check_input(x, "x")
@@ -264,6 +282,11 @@ class Standardize(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.num_features}"
+
+
+def _note_loaded(scale: Standardize, _: object) -> None:
+    """Note whether the buffers of a loaded ``state_dict`` are those of a fitted layer."""
+    scale.is_fitted = not scale.std.is_meta and not bool(scale.std.isnan().any())
 
 
 def _varies(values: Tensor, counts: Tensor) -> Tensor:

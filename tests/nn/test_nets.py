@@ -1,4 +1,5 @@
 import copy
+import pickle
 
 import numpy
 import pytest
@@ -115,6 +116,46 @@ def test_standardize_takes_masks_of_numbers():
 def test_what_standardize_refuses(use, kind, message):
     with pytest.raises(kind, match=message):
         use(Standardize(2))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda scale, x: scale(x),
+        lambda scale, x: scale.inverse(x),
+        lambda scale, x: scale.inverse(hbnode.nn.Gaussian(x, x)),
+        lambda scale, x: copy.deepcopy(scale).double()(x),
+        lambda scale, x: (scale.load_state_dict(Standardize(2).state_dict()), scale(x)),
+        lambda scale, x: torch.func.vmap(scale)(x.unsqueeze(0)),
+        lambda scale, x: torch.export.export(scale, (x,), strict=False),
+    ],
+    ids=["call", "inverse", "gaussian", "copy", "load", "vmap", "export"],
+)
+def test_standardize_is_not_the_identity_before_a_fit(use):
+    scale, x = Standardize(2), 80 + 10 * torch.randn(20, 2)
+    with pytest.raises(ValueError, match=r"Standardize has no mean.*Fix: scale.fit\(x\)"):
+        use(scale, x)
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        lambda scale, state: scale.load_state_dict(state),
+        lambda scale, state: scale.load_state_dict(state, assign=True),
+        lambda scale, state: nn.Sequential(scale).load_state_dict({f"0.{name}": z for name, z in state.items()}),
+        lambda scale, state: [z.copy_(state[name]) for name, z in scale.named_buffers()],  # as DDP does
+    ],
+    ids=["load", "assign", "nested", "buffers"],
+)
+def test_a_loaded_standardize_is_fitted(load):
+    x = 80 + 10 * torch.randn(20, 2)
+    fitted, scale = Standardize(2).fit(x), Standardize(2)
+    load(scale, fitted.state_dict())
+    for one in (scale, copy.deepcopy(scale), pickle.loads(pickle.dumps(scale))):
+        assert one(x).equal(fitted(x))
+    if scale.is_fitted:
+        assert torch.export.export(scale, (x,), strict=False).module()(x).equal(fitted(x))
+        assert torch.compile(scale, backend="eager", fullgraph=True)(x).equal(fitted(x))
 
 
 @pytest.mark.parametrize("field", ["node", "ghbnode"])
