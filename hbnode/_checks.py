@@ -122,6 +122,14 @@ def refuse_meta(x: Tensor, name: str) -> None:
         )
 
 
+def check_real(x: Tensor, name: str) -> Tensor:
+    """Return a tensor of real numbers; raise an error for complex and bool tensors, and on the device meta."""
+    refuse_meta(x, name)
+    if x.is_complex() or x.dtype == torch.bool:
+        raise TypeError(f"{name} must hold real numbers, got {x.dtype}. Fix: {name} in float32 or float64.")
+    return x
+
+
 def conversion(x: object) -> str:
     """Return the code that converts ``x`` to a tensor, for error messages."""
     if isinstance(x, nn.utils.rnn.PackedSequence):

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hbnode._checks import as_tensor
+from hbnode._checks import as_tensor, check_real
 from hbnode._torch import may_look
 
 if TYPE_CHECKING:
@@ -29,10 +29,7 @@ def as_times(value: object, name: str) -> Tensor:
         refuse_dates(value, name)
     times = as_tensor(value, name)
     has_bools = isinstance(value, (list, tuple)) and any(isinstance(entry, bool) for entry in value)
-    if times.is_complex() or times.dtype == torch.bool or has_bools:
-        got = "torch.bool" if has_bools else times.dtype
-        raise TypeError(f"{name} must hold real numbers, got {got}. Fix: numbers in one unit of time.")
-    return times
+    return check_real(times.bool() if has_bools else times, name)
 
 
 def has_lost_digits(t: Tensor, gaps: Tensor, unit: float) -> Tensor:
@@ -54,14 +51,14 @@ def lost_digits(t: Tensor, gaps: Tensor, name: str, unit: float) -> ValueError:
     return ValueError(
         f"{name} has lost digits: {t.dtype} stores times near {float(t.abs().amax()):.3g} as multiples of "
         f"{float(_spacing(t)):.3g}, more than a hundredth of {scale}. Fix: {name} in float64 from the start, "
-        f"torch.tensor(times, dtype=torch.float64); or counted from a time near the data."
+        "torch.tensor(times, dtype=torch.float64); or counted from a time near the data."
     )
 
 
 def check_digits(t: Tensor, gaps: Tensor, name: str, unit: float) -> None:
     """Raise ValueError if times of a dtype below float64 have lost digits."""
-    rounds = t.is_floating_point() and t.dtype != torch.float64 and may_look()
-    if rounds and bool(has_lost_digits(t.detach(), gaps.detach(), unit)):
+    rounds = t.is_floating_point() and t.dtype != torch.float64
+    if rounds and t.numel() and may_look() and bool(has_lost_digits(t.detach(), gaps.detach(), unit)):
         raise lost_digits(t, gaps, name, unit)
 
 

@@ -401,7 +401,7 @@ def _times(
 def _check_digits(column: Any, t: NDArray[np.float64], name: str) -> None:
     """Raise ValueError if the dtype of a column of times has rounded its times t (..., T), sorted in each series."""
     dtype = {"float32": torch.float32, "float16": torch.float16}.get(str(_array(column, name).dtype))
-    if dtype is not None and t.size:
+    if dtype is not None:
         check_digits(torch.from_numpy(t).to(dtype), torch.from_numpy(t).diff(), name, 1.0)
 
 

@@ -295,6 +295,7 @@ def test_an_ode_rnn_with_all_its_options(device):
     starts = 2 * 7  # of the gaps of two layers, as above
     # two fits, and static features that are checked
     assert device.synchronisations <= attempts(rnn.nfe) + 4 * A_SOLVE + 3 + starts
+    assert hbnode.diagnostics.saturation(rnn, scale(x), t, static=static)["ODERNN"] < 0.1
     both = device.move(hbnode.ODERNN(3, 8, bidirectional=True, options={"step_size": 0.5}))
     theirs = device.move(hbnode.ODERNN(3, 4, method="rk4", steps=2, per_sample=False))
     packed = [nn.utils.rnn.pack_padded_sequence(z, lengths, batch_first=True) for z in (x, t)]

@@ -5,6 +5,7 @@
 
 from hbnode.diagnostics import plot
 from hbnode.diagnostics.gradients import AdjointNorms, adjoint_norms
+from hbnode.diagnostics.saturation import saturation
 from hbnode.diagnostics.spectra import Spectrum, spectrum
 from hbnode.diagnostics.tolerance import NFEToleranceCurve, Reference, nfe_vs_tolerance
 from hbnode.nfe import StepRecord, record_steps
@@ -19,5 +20,6 @@ __all__ = [
     "nfe_vs_tolerance",
     "plot",
     "record_steps",
+    "saturation",
     "spectrum",
 ]

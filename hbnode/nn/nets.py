@@ -267,10 +267,7 @@ class Standardize(nn.Module):
 
     def _check_fitted(self) -> None:
         if not (self.is_fitted or (may_look() and not bool(self.std.isnan().any()))):  # filled without a load
-            raise ValueError(
-                "Standardize has no mean and standard deviation yet. Fix: scale.fit(x) with training data, or "
-                "load_state_dict of a fitted layer."
-            )
+            raise ValueError("Standardize is not fitted. Fix: scale.fit(x) with training data, or load_state_dict.")
 
     def _check(self, x: Tensor) -> None:
         check_input(x, "x")

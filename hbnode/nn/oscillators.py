@@ -1155,7 +1155,7 @@ class OscillatorStack(nn.Module):
                 f"state must be an OscillatorStackState of {len(self.blocks)} layers, got {got}. "
                 "Fix: the state that this stack returned, y, state = stack(x)."
             )
-        return state.map(seq.real_number).outside_inference_mode() if may_look() else state
+        return seq.real_state(state)
 
 
 def _gaps_to_next(sequences: Sequences, t_next: Tensor | float | None) -> Tensor:

@@ -24,6 +24,7 @@ from hbnode._checks import (
     as_tensor,
     check_bool,
     check_input,
+    check_real,
     is_one_of,
     nearest,
     refuse_meta,
@@ -122,14 +123,6 @@ def state_of(
     return ODERNNState(h.contiguous(), m[0].contiguous() if m else None, t, last, last_t, below)
 
 
-def real_number(z: Tensor) -> Tensor:
-    """Return a tensor of a state; raise an error if it holds no real numbers."""
-    if z.is_complex() or z.dtype == torch.bool:
-        raise TypeError(f"the state must hold real numbers, got {z.dtype}. Fix: the state that a call returned.")
-    refuse_meta(z, "the state")
-    return z
-
-
 def check_state(state: object, kind: type[Kind], shapes: dict[str, tuple[int, ...] | None], fix: str) -> Kind:
     """Return a state that autograd can use; raise an error unless it is a ``kind`` with attributes of these shapes.
 
@@ -145,7 +138,12 @@ def check_state(state: object, kind: type[Kind], shapes: dict[str, tuple[int, ..
                 f"the state's {name} must have shape {shape}, got {got}. "
                 "Fix: a state that this module returned for such a batch."
             )
-    return state.map(real_number).outside_inference_mode() if may_look() else state
+    return real_state(state)
+
+
+def real_state(state: Kind) -> Kind:
+    """Return a state that autograd can use; raise an error if a tensor of it does not hold real numbers."""
+    return state.map(lambda z: check_real(z, "the state")).outside_inference_mode() if may_look() else state
 
 
 def check_start(start: Tensor, t: Tensor) -> None:
@@ -563,8 +561,7 @@ def observed_gaps(t: ArrayLike, mask: Tensor | None, lengths: Lengths | None) ->
             "t must not decrease over the observed samples of each series. Fix: lengths=, if the rest is padding; else "
             "t = t.sort(-1).values."
         )
-    if len(rows):
-        check_digits(t[counts].to(dtype), gaps, "t", 1.0)
+    check_digits(t[counts].to(dtype), gaps, "t", 1.0)
     return t, counts, gaps
 
 

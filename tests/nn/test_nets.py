@@ -133,7 +133,7 @@ def test_what_standardize_refuses(use, kind, message):
 )
 def test_standardize_is_not_the_identity_before_a_fit(use):
     scale, x = Standardize(2), 80 + 10 * torch.randn(20, 2)
-    with pytest.raises(ValueError, match=r"Standardize has no mean.*Fix: scale.fit\(x\)"):
+    with pytest.raises(ValueError, match=r"Standardize is not fitted. Fix: scale.fit\(x\)"):
         use(scale, x)
 
 

@@ -1,0 +1,69 @@
+"""Layers whose outputs are close to the bounds of tanh or sigmoid, where gradients vanish."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hbnode._torch import in_eager_mode
+from hbnode.diagnostics._shared import evaluation_mode
+from hbnode.nn.ode_rnn import ODERNN
+from hbnode.nn.recurrent import RecurrentCell, RecurrentLayer, TanhRNN
+
+LIMIT = 0.99
+SIGMOIDS = (nn.Sigmoid, nn.Hardsigmoid)
+RECURRENT = (nn.RNNBase, nn.RNNCellBase, RecurrentLayer, RecurrentCell, TanhRNN, ODERNN)
+LAYERS = (*SIGMOIDS, nn.Tanh, nn.Hardtanh, nn.Softsign, *RECURRENT)
+
+
+def saturation(module: nn.Module, *args: Any, **kwargs: Any) -> dict[str, float]:
+    """Return the share of saturated values of each bounded layer in a call of a module, the largest share first.
+
+    The layers are modules of torch for tanh, sigmoid, softsign and their piecewise linear forms, and recurrent layers
+    and cells of torch and hbnode. A value y of their outputs, or of the hidden states h of recurrent layers, is
+    saturated if abs(y) > 0.99, and for a sigmoid also if y < 0.01. Functions such as ``torch.tanh`` are not seen.
+
+    The gradient of a saturated value is small. Inputs that are not standardised saturate layers, and so do learning
+    rates that are too large. The module is called once, in evaluation mode and without gradients.
+
+    Arguments:
+        module: a model, or a layer such as :class:`hbnode.ODERNN`.
+        args: the arguments of the call.
+        kwargs: the keyword arguments of the call.
+
+    Returns:
+        A dict from the names of layers to shares from 0 to 1. The name is that in ``module.named_modules()``, or the
+        name of the class for ``module`` itself.
+
+    Raises:
+        TypeError: if ``module`` is no module.
+
+    Example:
+        >>> import torch, hbnode
+        >>> t, x = torch.arange(20.0), 80 + 10 * torch.randn(4, 20, 3)
+        >>> rnn = hbnode.ODERNN(3, 16, time_unit=10.0)
+        >>> scale = hbnode.nn.Standardize(3).fit(x)
+        >>> hbnode.diagnostics.saturation(rnn, x, t)["ODERNN"] > 0.2
+        True
+        >>> hbnode.diagnostics.saturation(rnn, scale(x), t)["ODERNN"] < 0.05
+        True
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module must be a module, got {type(module).__name__}. Fix: saturation(rnn, x, t).")
+    names = {layer: name or type(module).__name__ for name, layer in module.named_modules()}
+    seen: dict[str, list[Tensor]] = {}
+
+    def look(layer: nn.Module, _: object, output: Any) -> None:
+        if layer in names and isinstance(layer, LAYERS) and getattr(layer, "nonlinearity", "tanh") == "tanh":
+            y = output if isinstance(output, Tensor) else output[0]
+            y = getattr(y, "data", y).detach()  # of a PackedSequence
+            is_far = (y.abs() > LIMIT) | (isinstance(layer, SIGMOIDS) and y < 1 - LIMIT)
+            seen.setdefault(names[layer], []).append(is_far.flatten())
+
+    hook = nn.modules.module.register_module_forward_hook(look)
+    with hook, torch.no_grad(), evaluation_mode(module), in_eager_mode():
+        module(*args, **kwargs)
+    shares = {name: float(torch.cat(parts).double().mean()) for name, parts in seen.items()}
+    return dict(sorted(shares.items(), key=lambda item: -item[1]))
