@@ -37,7 +37,7 @@ def has_lost_digits(t: Tensor, gaps: Tensor, unit: float) -> Tensor:
 
     The unit counts for dtypes below float64 only. Whole numbers with ample digits are exact.
     """
-    spacing, is_gap = _spacing(t), gaps > 0
+    spacing, is_gap = torch.finfo(t.dtype).eps * t.abs().amax().log2().floor().exp2(), gaps > 0  # of floats
     is_short = is_gap & (gaps < SPACINGS * spacing)
     is_coarse = SPACINGS * spacing > (math.inf if t.dtype == torch.float64 else unit)
     is_whole = (t == t.round()).all() & (spacing <= 0.125)  # which chance does not make of rounded times
@@ -46,11 +46,12 @@ def has_lost_digits(t: Tensor, gaps: Tensor, unit: float) -> Tensor:
 
 def lost_digits(t: Tensor, gaps: Tensor, name: str, unit: float) -> ValueError:
     """Return the error for times of which :func:`has_lost_digits` is true."""
-    gaps = gaps[gaps > 0]
+    gaps, largest = gaps[gaps > 0], float(t.abs().amax())
+    spacing = torch.finfo(t.dtype).eps * 2.0 ** math.floor(math.log2(largest))
     scale = f"their median gap {float(gaps.median()):.3g}" if len(gaps) else f"the unit of time {unit:g}"
     return ValueError(
-        f"{name} has lost digits: {t.dtype} stores times near {float(t.abs().amax()):.3g} as multiples of "
-        f"{float(_spacing(t)):.3g}, more than a hundredth of {scale}. Fix: {name} in float64 from the start, "
+        f"{name} has lost digits: {t.dtype} stores times near {largest:.3g} as multiples of {spacing:.3g}, "
+        f"more than a hundredth of {scale}. Fix: {name} in float64 from the start, "
         "torch.tensor(times, dtype=torch.float64); or counted from a time near the data."
     )
 
@@ -60,11 +61,6 @@ def check_digits(t: Tensor, gaps: Tensor, name: str, unit: float) -> None:
     rounds = t.is_floating_point() and t.dtype != torch.float64
     if rounds and t.numel() and may_look() and bool(has_lost_digits(t.detach(), gaps.detach(), unit)):
         raise lost_digits(t, gaps, name, unit)
-
-
-def _spacing(t: Tensor) -> Tensor:
-    """Return the distance between floats at the largest of the times."""
-    return torch.finfo(t.dtype).eps * t.abs().amax().log2().floor().exp2()
 
 
 def as_unit(value: object, name: str) -> float:

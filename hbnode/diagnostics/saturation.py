@@ -19,7 +19,7 @@ LAYERS = (*SIGMOIDS, nn.Tanh, nn.Hardtanh, nn.Softsign, *RECURRENT)
 
 
 def saturation(module: nn.Module, *args: Any, **kwargs: Any) -> dict[str, float]:
-    """Return the share of saturated values of each bounded layer in a call of a module, the largest share first.
+    """Return the share of saturated values of each bounded layer in ``module(*args, **kwargs)``, the largest first.
 
     The layers are modules of torch for tanh, sigmoid, softsign and their piecewise linear forms, and recurrent layers
     and cells of torch and hbnode. A value y of their outputs, or of the hidden states h of recurrent layers, is
@@ -27,11 +27,6 @@ def saturation(module: nn.Module, *args: Any, **kwargs: Any) -> dict[str, float]
 
     The gradient of a saturated value is small. Inputs that are not standardised saturate layers, and so do learning
     rates that are too large. The module is called once, in evaluation mode and without gradients.
-
-    Arguments:
-        module: a model, or a layer such as :class:`hbnode.ODERNN`.
-        args: the arguments of the call.
-        kwargs: the keyword arguments of the call.
 
     Returns:
         A dict from the names of layers to shares from 0 to 1. The name is that in ``module.named_modules()``, or the

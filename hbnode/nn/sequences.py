@@ -296,7 +296,7 @@ def check_parameters(x: Tensor, parameters: Iterable[Tensor]) -> None:
     parameters = list(parameters)
     for parameter in parameters:
         refuse_meta(parameter, "the module")
-    check_dtype(x, (parameter.dtype for parameter in parameters))
+    check_dtype(x, map(attrgetter("dtype"), parameters))
 
 
 def check_dtype(x: Tensor, dtypes: Iterable[torch.dtype], name: str = "x") -> None:
