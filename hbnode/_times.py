@@ -102,7 +102,7 @@ def kind_of(value: object) -> Kind | None:
         kind = array.dtype.kind
     if kind in ("O", "T") and array.size:
         array = array.reshape(-1)[0]
-    if kind == "M" or isinstance(array, datetime.date):
+    if kind == "M" or isinstance(array, datetime.date) or hasattr(array, "start_time"):
         return "dates"
     if kind == "m" or isinstance(array, datetime.timedelta):
         return "durations"
@@ -112,28 +112,64 @@ def kind_of(value: object) -> Kind | None:
 def seconds_since(value: object, origin: np.datetime64 = EPOCH) -> NDArray[np.float64]:
     """Convert dates to seconds since ``origin``, and durations to seconds; NaT becomes NaN.
 
-    They may be of numpy, pandas, polars or the standard library. A date without a time zone is in UTC.
+    They may be of numpy, pandas, polars or the standard library. A date without a time zone is in UTC, and a period of
+    pandas is its start.
     """
-    array: Any = value
-    if hasattr(array, "to_numpy"):
-        has_zone = getattr(getattr(array, "dtype", None), "tz", None) is not None
-        array = array.to_numpy(dtype="datetime64[ns]") if has_zone else array.to_numpy()
-    if getattr(getattr(array, "dtype", None), "kind", "") == "O":
-        array = array.tolist()
-    return np.asarray(_seconds(array, origin, kind_of(value)), dtype=np.float64)
+    exact = exact_times(value)
+    if exact.dtype.kind == "m":
+        return np.asarray(exact / SECOND, dtype=np.float64)
+    whole, start = exact.astype("datetime64[s]"), origin.astype("datetime64[s]")  # nanoseconds end 292 years away
+    return np.asarray((whole - start) / SECOND + ((exact - whole) - (origin - start)) / SECOND, dtype=np.float64)
 
 
-def _seconds(value: Any, origin: np.datetime64, kind: Kind | None) -> Any:
-    if isinstance(value, (list, tuple)):
-        return [_seconds(part, origin, kind) for part in value]
+def exact_times(value: object) -> NDArray[Any]:
+    """Convert dates to datetime64 (UTC), and durations to timedelta64, both without rounding.
+
+    Raises:
+        TypeError: if some dates have a time zone and others none, or if there are other entries among them.
+    """
+    array, kind, zones = _entries(value), kind_of(value), zones_of(value)
+    if len(zones) > 1 and None in zones.values():
+        raise TypeError(
+            "dates must have a time zone in all entries or in none, got both. Fix: "
+            "pandas.to_datetime(dates, utc=True), if those without one are in UTC."
+        )
+    exact = np.asarray(_exact(array.tolist(), kind) if array.dtype.kind == "O" else array)
+    is_calendar = kind == "dates" and np.datetime_data(exact.dtype)[0] in ("Y", "M")
+    return exact.astype("datetime64[D]") if is_calendar else exact  # years and months have no length
+
+
+def zones_of(value: object) -> dict[str, Any]:
+    """Return the time zones of dates by their names, with None for dates without one; NumPy's are not looked at."""
+    zone = getattr(getattr(value, "dtype", None), "tz", None)
+    if zone is not None:
+        return {str(zone): zone}
+    entries = _entries(value)
+    dates = [each for each in entries.flat if isinstance(each, datetime.date)] if entries.dtype.kind == "O" else []
+    zones = [getattr(each, "tzinfo", None) for each in dates if each == each]  # pandas.NaT is a date
+    return {str(zone): zone for zone in zones}
+
+
+def _entries(value: Any) -> NDArray[Any]:
+    dtype: Any = getattr(value, "dtype", None)
+    if getattr(dtype, "tz", None) is not None:  # pandas would make objects of it
+        return np.asarray(value.to_numpy(dtype=f"datetime64[{dtype.unit}]"))
+    return np.asarray(value.to_numpy() if hasattr(value, "to_numpy") else value)
+
+
+def _exact(value: Any, kind: Kind | None) -> Any:
+    """Return a scalar of NumPy, or nested lists of them."""
+    if isinstance(value, list):
+        return [_exact(part, kind) for part in value]
     if value is None or (isinstance(value, datetime.date) and value != value):  # pandas.NaT is a date
-        return math.nan
+        return np.datetime64("NaT") if kind == "dates" else np.timedelta64("NaT")
     if kind_of(value) != kind:
         raise TypeError(f"expected {kind}, got {value!r} among them. Fix: only {kind}.")
-    if isinstance(value, datetime.timedelta):
-        return value.total_seconds()
+    value = getattr(value, "start_time", value)  # of a period
     if isinstance(value, datetime.datetime) and value.tzinfo is not None:
         value = value.astimezone(datetime.timezone.utc).replace(tzinfo=None)
-    if isinstance(value, datetime.date):
-        value = np.datetime64(value).astype("datetime64[us]")
-    return (value - origin if kind == "dates" else value) / SECOND
+    if hasattr(value, "to_numpy"):  # of pandas
+        return value.to_numpy()
+    if isinstance(value, datetime.timedelta):
+        return np.timedelta64(value, "us")
+    return np.datetime64(value, "us") if isinstance(value, datetime.date) else value

@@ -16,7 +16,7 @@ from torch.utils.data import Sampler
 from typing_extensions import override
 
 from hbnode._checks import as_count, as_integers, as_tensor, check_bool, is_one_of, nearest, to_tensor
-from hbnode._times import EPOCH, as_times, check_digits, kind_of, seconds_since
+from hbnode._times import EPOCH, SECOND, as_times, check_digits, exact_times, kind_of, seconds_since, zones_of
 from hbnode._tree import Record, record
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ Duplicates = Literal["mean", "first", "last", "error"]
 Unit = str | datetime.timedelta | np.timedelta64
 Date = str | datetime.date | np.datetime64
 UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0, "D": 86400.0, "W": 604800.0}
+ROUNDING = 0.01  # the most by which float64 may change a gap between two samples
 POOL = 50  # batches per pool; the series of a pool are sorted by length
 
 
@@ -179,15 +180,18 @@ class Series(Record):
         return torch.as_tensor(seconds / self._known(self.unit, kind))
 
     def dates(self, t: Any) -> NDArray[np.datetime64]:
-        """Convert times to dates (UTC), rounded to microseconds, as an array in the shape of t; NaN becomes NaT.
+        """Convert times to dates (UTC) as an array in the shape of t; NaN becomes NaT.
+
+        They are rounded to microseconds, or to nanoseconds if the origin has them.
 
         Raises:
             TypeError: if the series does not count from a date.
         """
         origin, unit = self._known(self.origin, "times to convert to dates"), self._known(self.unit, "times")
         seconds = _as_numbers(t, "t").detach().cpu().numpy() * unit
-        since = np.where(np.isfinite(seconds), seconds * 1e6, np.iinfo(np.int64).min).round()  # the least int is NaT
-        return np.asarray(origin + since.astype(np.int64).astype("timedelta64[us]"))
+        name, steps = ("ns", 1e9) if np.datetime_data(origin)[0] == "ns" else ("us", 1e6)
+        since = np.where(np.isfinite(seconds), seconds * steps, np.iinfo(np.int64).min).round()  # the least int is NaT
+        return np.asarray(origin + since.astype(np.int64).astype(f"timedelta64[{name}]"))
 
     def _known(self, value: Known | None, got: str) -> Known:
         if value is None:
@@ -230,7 +234,7 @@ def from_long(
     Arguments:
         table: a DataFrame of pandas or polars, or a dictionary of columns.
         id: column that identifies the series.
-        time: column of times: numbers, dates or durations.
+        time: column of times: numbers, dates or durations. A period of pandas is its start.
         values: columns of the features; with ``variable``, the one column of the measured values. Missing values are
             NaN or null.
         static: columns of features that are constant within each series; values may be missing. Default: ``None``.
@@ -243,7 +247,9 @@ def from_long(
         unit: for dates and durations, the unit of t: ``"s"``, ``"min"``, ``"h"``, ``"D"``, ``"W"``, or a duration.
             None is a second. Default: ``None``.
         origin: for dates, the date of t = 0, a date or text in ISO format; without a time zone it is in UTC. Use the
-            same origin for validation and test data. None is the beginning of 1970 (UTC). Default: ``None``.
+            same origin for validation and test data. None is the beginning of 1970 (UTC). If float64 would then
+            change a gap by 1 %, as it does below some 24 microseconds, it is the second of the first date.
+            Default: ``None``.
         dtype: dtype of the values. Default: ``torch.float32``.
 
     Returns:
@@ -251,8 +257,8 @@ def from_long(
 
     Raises:
         KeyError: if the table has no such column.
-        ValueError, TypeError: if an id, a time or a variable is missing, or entries have a wrong type. The message
-            names the column.
+        ValueError, TypeError: if an id, a time or a variable is missing, entries have a wrong type, or float64
+            would change a gap between two times by 1 %. The message names the column.
 
     Example:
         >>> import hbnode
@@ -275,7 +281,7 @@ def from_long(
     if features is not None and variable is None:
         raise ValueError("features= needs variable=, got None. Fix: features=None; values= sets the order of features.")
     ids, codes = _codes(_column(table, id), id)
-    times, length, zero = _times(_column(table, time), time, unit, origin)
+    exact = _exact_times(_column(table, time), time, unit, origin)
     names, feature = columns, np.arange(len(columns))[None]  # feature indices that broadcast to (rows, columns)
     if variable is not None:
         names, of_rows = _features(_column(table, variable), variable, features)
@@ -283,12 +289,13 @@ def from_long(
     numbers = np.stack([_numbers(_column(table, name), name) for name in columns], 1)
     fixed = [_constant(_numbers(_column(table, name), name), codes, ids, name) for name in statics]
 
-    order = np.lexsort((times, codes))
-    feature = np.broadcast_to(feature, numbers.shape)[order]
-    order, feature = order[feature[:, 0] >= 0], feature[feature[:, 0] >= 0]
-    codes, times, numbers = codes[order], times[order], numbers[order]
+    feature = np.broadcast_to(feature, numbers.shape)
+    order = np.lexsort((exact, codes))
+    order = order[feature[order, 0] >= 0]
+    codes, exact, numbers, feature = codes[order], exact[order], numbers[order], feature[order]
+    times, length, zero = _times(exact, codes, time, unit, origin)
     is_new = np.ones(len(codes), dtype=bool)  # whether a row is the first at its time
-    is_new[1:] = (np.diff(codes) != 0) | (np.diff(times) != 0)
+    is_new[1:] = (np.diff(codes) != 0) | (exact[1:] != exact[:-1])
     merged, count = _merge(numbers, is_new.cumsum() - 1, feature, len(names), duplicates)
     codes, times = codes[is_new], times[is_new]
     if duplicates == "error" and (count > 1).any():
@@ -369,10 +376,8 @@ def _features(column: Any, name: str, wanted: str | Sequence[str] | None) -> tup
     return names, of_rows
 
 
-def _times(
-    column: Any, name: str, unit: Unit | None, origin: Date | None
-) -> tuple[NDArray[np.float64], float | None, np.datetime64 | None]:
-    """Return the times of a column, the seconds per unit if they are dates or durations, and the origin of dates."""
+def _exact_times(column: Any, name: str, unit: Unit | None, origin: Date | None) -> NDArray[Any]:
+    """Return the times of a column without rounding: numbers, datetime64 or timedelta64."""
     kind = kind_of(_array(column, name))
     if kind == "text":
         raise TypeError(
@@ -385,17 +390,40 @@ def _times(
                 f"Fix: {argument}=None."
             )
     if kind is None:
-        times, length, zero = as_times(column, name).double().numpy(), None, None
+        exact = _array(column, name)
+        exact = exact if exact.dtype.kind in "iu" else as_times(column, name).double().numpy()
     else:
-        length, zero = _seconds_per(unit), None
-        if kind == "dates":
-            since = 0.0 if origin is None else float(seconds_since(_dates(origin, "origin")))
-            zero = EPOCH + np.timedelta64(round(since * 1e6), "us")
-        times = seconds_since(column, EPOCH if zero is None else zero) / length
-    if not np.isfinite(times).all():
-        row = int((~np.isfinite(times)).nonzero()[0][0])
+        exact = exact_times(column)
+    is_missing = ~np.isfinite(exact)
+    if is_missing.any():
+        row = int(is_missing.nonzero()[0][0])
         raise ValueError(f"column {name!r} is missing or infinite in row {row}. Fix: drop rows without a time.")
-    return times, length, zero
+    return exact
+
+
+def _times(
+    exact: NDArray[Any], codes: NDArray[Any], name: str, unit: Unit | None, origin: Date | None
+) -> tuple[NDArray[np.float64], float | None, np.datetime64 | None]:
+    """Return the times of sorted rows, the seconds per unit if they are dates or durations, and the origin of dates."""
+    is_gap, gaps = (np.diff(codes) == 0) & (exact[1:] != exact[:-1]), np.diff(exact)
+    gaps = (gaps / SECOND if exact.dtype.kind in "mM" else gaps)[is_gap]
+
+    def is_rounded(times: NDArray[np.float64]) -> bool:
+        return bool((abs(np.diff(times)[is_gap] - gaps) > ROUNDING * gaps).any())
+
+    length = _seconds_per(unit) if exact.dtype.kind in "mM" else None
+    zero: Any = None
+    if exact.dtype.kind == "M":
+        zero = EPOCH if origin is None else exact_times(_dates(origin, "origin")).astype(EPOCH.dtype)[()]
+        if origin is None and is_rounded(seconds_since(exact)):
+            zero = exact.min().astype("datetime64[s]").astype("datetime64[ns]")
+    times = exact.astype(np.float64) if length is None else seconds_since(exact, EPOCH if zero is None else zero)
+    if is_rounded(times):
+        raise ValueError(
+            f"column {name!r} has times that are too close to each other for float64. Fix: origin=None for dates, "
+            f"table[{name!r}] - table[{name!r}].min() for numbers and durations."
+        )
+    return times / (length or 1.0), length, zero
 
 
 def _check_digits(column: Any, t: NDArray[np.float64], name: str) -> None:
@@ -447,13 +475,13 @@ def _durations(durations: Any) -> NDArray[np.float64]:
 
 
 def _dates(dates: Any, name: str = "dates") -> Any:
-    """Convert dates, or ISO text, to datetime64 in microseconds, or leave them as they are if they are no text."""
+    """Convert ISO text to datetime64, or leave dates as they are."""
     try:
         kind, text = kind_of(dates), np.asarray(dates)
         if kind == "dates":
             return dates
         if kind == "text" and all("-" in each for each in text.reshape(-1).tolist()):  # else a number is a year
-            return text.astype("datetime64[us]")[()]
+            return text.astype("datetime64")[()]
     except (TypeError, ValueError):
         pass
     raise ValueError(
@@ -757,20 +785,25 @@ def as_series(
     if isinstance(data, (list, tuple)) and data and all(isinstance(one, Series) for one in data):
         return cast("Series", collate(data))
     if isinstance(data, (list, tuple)) and data and all(isinstance(one, tuple) and len(one) == 2 for one in data):
-        pairs, clocks = [], {}
-        for i, (t, x) in enumerate(data):
-            none: tuple[Any, ...] = (np.zeros(0), None, None)
-            times, length, zero = _times(t, f"t of series {i}", unit, origin) if len(t) else none
-            pairs.append(_sorted_pair(times, x, i))
-            _check_digits(t, pairs[-1][0], f"t of series {i}")
-            if len(t):
-                clocks[length, zero] = i
-        if len(clocks) > 1:
+        exact = [
+            _exact_times(t, f"t of series {i}", unit, origin) if len(t) else np.zeros(0)
+            for i, (t, _) in enumerate(data)
+        ]
+        given = enumerate(zip(exact, data, strict=True))
+        kinds = {("mM".find(t.dtype.kind), any(zones_of(of).values())): i for i, (t, (of, _)) in given if len(t)}
+        if len(kinds) > 1:
             raise TypeError(
-                "times must be numbers in all series, or dates in all, got both in the series "
-                f"{list(clocks.values())}. Fix: pandas.to_datetime for dates."
+                "times must be numbers in all series, or dates in all, with a time zone in all or in none, got both in "
+                f"the series {list(kinds.values())}. Fix: pandas.to_datetime(t), or pandas.to_datetime(t, utc=True)."
             )
-        length, zero = next(iter(clocks), (None, None))
+        pairs = [_sorted_pair(t, x, i) for i, (t, (_, x)) in enumerate(zip(exact, data, strict=True))]
+        codes = np.repeat(np.arange(len(pairs)), list(map(len, exact)))
+        joined = np.concatenate([t for t, _ in pairs if len(t)] or exact)
+        times, length, zero = _times(joined, codes, "t", unit, origin)
+        pairs = [(times[codes == i], x) for i, (_, x) in enumerate(pairs)]
+        for i, (t, _) in enumerate(data):
+            if len(t):
+                _check_digits(t, pairs[i][0], f"t of series {i}")
         return dataclasses.replace(_padded(pairs, dtype), unit=length, origin=zero)
     _refuse_lists_for_pairs(data)
     if isinstance(data, (list, tuple)) and data and all(getattr(one, "ndim", 0) == 2 for one in data):

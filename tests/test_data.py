@@ -133,6 +133,88 @@ def test_dates_in_a_unit():
             data.from_long(frame, **options, origin=wrong)
 
 
+STAMPS = numpy.datetime64("2024-01-01T12:00:00", "ns") + 10 * numpy.arange(6)
+
+
+def of_times(times, **options):
+    rows = numpy.arange(len(times))
+    return data.from_long({"id": 0 * rows, "t": times, "a": rows}, id="id", time="t", values="a", **options)
+
+
+@pytest.mark.parametrize(
+    "times",
+    [
+        STAMPS,
+        STAMPS[::-1],
+        pandas.Series(STAMPS),
+        pandas.Series(STAMPS).dt.tz_localize("Asia/Tokyo"),
+        pandas.Series([pandas.Timestamp(each) for each in STAMPS], dtype=object),
+        [pandas.Timestamp(each, tz="UTC") for each in STAMPS],
+        STAMPS - STAMPS[0],
+        [pandas.Timedelta(each - STAMPS[0]) for each in STAMPS],
+        STAMPS.astype(numpy.int64) - STAMPS[0].astype(numpy.int64),
+    ],
+    ids=["numpy", "reversed", "pandas", "zoned", "objects", "list", "timedelta64", "timedeltas", "integers"],
+)
+def test_samples_that_are_nanoseconds_apart_stay_apart(times):
+    unit = 1e-9 if getattr(times, "dtype", None) == numpy.int64 else 1.0
+    for one in (of_times(times), data.as_series([(times, numpy.arange(6.0)), ([], [])])):
+        assert one.lengths[0] == 6
+        numpy.testing.assert_allclose(one.t[0] * unit, numpy.arange(6) * 1e-8, rtol=1e-9)
+        assert sorted(one.x[0].flatten().tolist()) == [0, 1, 2, 3, 4, 5]
+    twice = of_times(numpy.concatenate([times, times]))
+    assert twice.x.sort(1).values[0, :, 0].tolist() == [3, 4, 5, 6, 7, 8]  # means of 0 and 6, 1 and 7, ...
+
+
+def test_dates_with_nanoseconds_and_back():
+    series = of_times(STAMPS)
+    assert series.dates(series.t).tolist() == [STAMPS.tolist()]
+    assert (
+        series.times(STAMPS).tolist()
+        == series.t[0].tolist()
+        == of_times(STAMPS, origin="2024-01-01 12:00").t[0].tolist()
+    )
+    assert series.times("2024-01-01T12:00:00.000000020") == series.t[0, 2]
+    assert of_times(STAMPS[:1], origin="1600-01-01").t.item() == 13380206400  # beyond what 64 bits of nanoseconds reach
+    months = of_times(numpy.array(["1500-01", "2020-02"], "datetime64[M]"), unit="D")
+    assert months.t[0].tolist() == [-171664.0, 18293.0]
+
+
+@pytest.mark.parametrize("fix", ["origin", "number", "pairs"])
+def test_times_that_float64_cannot_tell_apart_are_refused(fix):
+    numbers = STAMPS.astype(numpy.int64)
+    table = {"t": numbers}
+    calls = {
+        "origin": lambda: of_times(STAMPS, origin="1970-01-01"),
+        "number": lambda: of_times(numbers),
+        "pairs": lambda: data.as_series([(numbers, numpy.arange(6.0))]),
+    }
+    with pytest.raises(
+        ValueError, match=r"too close .* float64. Fix: origin=None .* table\['t'\] - table\['t'\].min\(\)"
+    ):
+        calls[fix]()
+    assert of_times(table["t"] - table["t"].min()).t[0].tolist() == [0, 10, 20, 30, 40, 50]
+
+
+def test_a_period_is_its_start_and_time_zones_are_not_mixed():
+    months = pandas.period_range("2020-01", periods=3, freq="M")
+    for column in (months, pandas.Series(months), list(months), pandas.Series(months, dtype=object)):
+        series = of_times(column, unit="D", origin="2020-01-01")
+        assert series.t[0].tolist() == series.times(column).tolist() == [0.0, 31.0, 60.0]
+    assert series.times(months[1]) == 31.0
+    zoned = [pandas.Timestamp("2020-01-01", tz="Asia/Tokyo"), pandas.Timestamp("2020-01-01")]
+    for column in (zoned, zoned[::-1], pandas.Series(zoned, dtype=object), [zoned[0], datetime.date(2020, 1, 1)]):
+        with pytest.raises(TypeError, match="time zone in all entries or in none, got both") as error:
+            of_times(column)
+        fixed = eval(str(error.value).split("Fix: ")[1].split(", if")[0], {"pandas": pandas, "dates": list(column)})
+        assert sorted(of_times(fixed).t[0].diff().tolist()) == [9 * 3600.0]
+    with pytest.raises(TypeError, match="with a time zone in all or in none, got both in the series"):
+        data.as_series([([one], [1.0]) for one in zoned])
+    assert of_times([None, *zoned[:1]][1:]).lengths.item() == 1
+    with pytest.raises(ValueError, match="is missing or infinite in row 1"):
+        of_times([zoned[0], None])
+
+
 HOURS = [0.0, 30.5, 48.0]
 
 
