@@ -16,6 +16,7 @@ import torch
 from sklearn.base import BaseEstimator
 from sklearn.utils import check_array
 from sklearn.utils.validation import check_is_fitted
+from torch.nn.functional import pad
 from typing_extensions import Self
 
 from hbnode._checks import as_count
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 TRUSTED = ("hbnode.", "sklearn.", "aeon.", "torch.device")  # packages whose classes a file may contain
-FORMAT = 1  # of files
+FORMAT = 2  # of files
 
 
 class SeriesEstimator(BaseEstimator):
@@ -64,7 +65,7 @@ class SeriesEstimator(BaseEstimator):
                 names["values"] = self.features_
         data = _checked(data)
         series = self._on_clock(as_series(data, **names).to("cpu"), reset)
-        series = dataclasses.replace(series, lengths=series.lengths.clamp(min=1))  # an empty one has a missing sample
+        series = _with_samples(series)
         static = list(series.static_features)
         if is_table and series.static is not None:
             levels = {f"{name}={level}" for name in self.levels_ for level in self.levels_[name]}
@@ -255,6 +256,16 @@ def warn_if_swapped(data: Any) -> None:
             "samples. Fix: X.swapaxes(1, 2) for an array (batch, T, channels); list(X), if the order is right.",
             stacklevel=3,
         )
+
+
+def _with_samples(series: Series) -> Series:
+    """Return the series with no value beyond their lengths, and a missing sample in those of length 0."""
+    if not series.x.shape[1]:
+        x, t, mask = pad(series.x, (0, 0, 0, 1)), pad(series.t, (0, 1)), pad(series.mask, (0, 0, 0, 1))
+        series = dataclasses.replace(series, x=x, t=t, mask=mask)
+    is_sample = torch.arange(series.x.shape[1]) < series.lengths.unsqueeze(1)
+    mask = series.mask & is_sample.unsqueeze(-1)
+    return dataclasses.replace(series, mask=mask, lengths=series.lengths.clamp(min=1))
 
 
 def _is_dict(data: Any) -> bool:

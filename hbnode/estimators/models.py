@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -123,6 +124,21 @@ class _SeriesModel(SeriesEstimator):
             if loss < self.cv_loss_[self.model_]:
                 self.model_, self.members_ = name, [member, found[1][2]]
 
+    def _answers(self, data: Any) -> NDArray[Any]:
+        """Return the outputs (batch, outputs), those of the prior for a series without a value, with a warning."""
+        check_is_fitted(self)
+        series = self._to_series(data, reset=False)
+        is_empty = ~series.mask.any(-1).any(-1).numpy()
+        if is_empty.any():
+            first = int(is_empty.argmax())
+            warnings.warn(
+                f"{is_empty.sum()} of {len(series)} series have no observed value, first series {first}: they get the "
+                "class shares or the mean of y of fit. Fix: leave them out, for a Series "
+                "X.select(X.mask.any(-1).any(-1)).",
+                stacklevel=3,
+            )
+        return np.where(is_empty[:, None], self.prior_, self._outputs_of(series))
+
     @kept_random_state()
     def _outputs_of(self, series: Series) -> NDArray[Any]:
         """Return the mean of the members' or the networks' outputs, (batch, outputs)."""
@@ -220,6 +236,7 @@ class _SeriesModel(SeriesEstimator):
         return torch.stack([batched(each, scaled) for each in members]).mean(0).double().numpy()
 
     _outputs: int
+    prior_: NDArray[Any]
 
     def _aims(self, targets: NDArray[Any]) -> NDArray[Any]:
         raise NotImplementedError
@@ -297,22 +314,24 @@ class SeriesClassifier(ClassifierMixin, _SeriesModel):
         return self
 
     def predict_proba(self, X: Any) -> NDArray[Any]:
-        """Return the probability of each class in ``classes_``, (batch, classes)."""
-        check_is_fitted(self)
-        series = self._to_series(X, reset=False)
-        return softmax(self._outputs_of(series), 1)
+        """Return the probability of each class in ``classes_``, (batch, classes).
+
+        A series without an observed value has the share of each class in fit, and there is a warning. Its static
+        features are not used.
+        """
+        return softmax(self._answers(X), 1)
 
     def predict(self, X: Any) -> NDArray[Any]:
-        """Return the most probable label of each series, (batch,)."""
-        check_is_fitted(self)
-        return self.classes_[self.predict_proba(X).argmax(1)]
+        """Return the most probable label of each series, (batch,); without an observed value, the most frequent one."""
+        codes = self._answers(X).argmax(1)
+        return self.classes_[codes]
 
     def _set_targets(self, targets: NDArray[Any]) -> NDArray[Any]:
         targets = column_or_1d(targets, warn=True)
         assert_all_finite(targets, input_name="y")
         check_classification_targets(targets)
         self.classes_, codes = np.unique(targets, return_inverse=True)
-        self._outputs = len(self.classes_)
+        self._outputs, self.prior_ = len(self.classes_), np.log(np.bincount(codes) / len(codes))
         if len(self.classes_) < 2:
             raise ValueError(
                 f"y must have at least 2 classes, got one class, {self.classes_.tolist()[0]!r}. "
@@ -419,10 +438,12 @@ class SeriesRegressor(RegressorMixin, _SeriesModel):
         return self
 
     def predict(self, X: Any) -> NDArray[Any]:
-        """Return the predicted numbers in the shape of y."""
-        check_is_fitted(self)
-        series = self._to_series(X, reset=False)
-        found = self._outputs_of(series) * self.target_std_ + self.target_mean_
+        """Return the predicted numbers in the shape of y.
+
+        A series without an observed value has the mean of y in fit, and there is a warning. Its static features are not
+        used.
+        """
+        found = self._answers(X) * self.target_std_ + self.target_mean_
         return found if self.is_wide_ else found[:, 0]
 
     def __sklearn_tags__(self) -> Any:
@@ -435,7 +456,7 @@ class SeriesRegressor(RegressorMixin, _SeriesModel):
         self.is_wide_ = numbers.ndim == 2
         numbers = numbers.reshape(len(numbers), -1)
         self._outputs, self.target_mean_, spread = numbers.shape[1], numbers.mean(0), numbers.std(0)
-        self.target_std_ = np.where(spread > 0, spread, 1.0)
+        self.target_std_, self.prior_ = np.where(spread > 0, spread, 1.0), np.zeros(self._outputs)
         return (numbers - self.target_mean_) / self.target_std_
 
     def _heads(self, seed: int) -> tuple[Any, Any]:

@@ -1,5 +1,6 @@
 """SeriesClassifier and SeriesRegressor: forms of data, scikit-learn's conventions, files."""
 
+import dataclasses
 import re
 
 import numpy
@@ -190,7 +191,44 @@ def test_series_without_samples_have_finite_answers():
     none = as_series(series)
     none.lengths[3] = 0
     for model in ("features", "gru", "oscillators"):
-        assert numpy.isfinite(small(model).set_params(max_epochs=1).fit(none, labels).predict_proba(none)).all()
+        fitted = small(model).set_params(max_epochs=1).fit(none, labels)
+        with pytest.warns(UserWarning, match="1 of 20 series have no observed value, first series 3"):
+            assert numpy.isfinite(fitted.predict_proba(none)).all()
+
+
+@pytest.mark.parametrize(
+    "model", ["features", "gru", *(pytest.param(each, marks=pytest.mark.slow) for each in ("rocket", "odernn"))]
+)
+def test_a_series_without_a_value_has_the_prior(model):
+    series, labels = swings(24)
+    labels[:16] = "common"
+    numbers = numpy.arange(24.0)
+    classifier, regressor = (
+        small(model, kind, reconstruction="linear").set_params(max_epochs=2)
+        for kind in (SeriesClassifier, SeriesRegressor)
+    )
+    classifier.fit(series, labels)
+    regressor.fit(series, numbers)
+    whole = as_series(series)
+    forms = {
+        "missing": [(t, numpy.full_like(x, numpy.nan)) for t, x in series],
+        "no rows": [([], numpy.zeros((0, 2)))] * 24,
+        "length 0": dataclasses.replace(whole, lengths=0 * whole.lengths),
+        "no samples": dataclasses.replace(whole, lengths=0 * whole.lengths).select(range(24)),
+        "masked": dataclasses.replace(whole, mask=whole.mask & False),
+    }
+    for form, empty in forms.items():
+        with pytest.warns(UserWarning, match=r"24 of 24 series have no observed value.* X\.select") as caught:
+            found = classifier.predict_proba(empty), classifier.predict(empty), regressor.predict(empty)
+        assert {each.filename for each in caught} == {__file__}
+        numpy.testing.assert_allclose(found[0], numpy.tile([16, 4, 4], (24, 1)) / 24, err_msg=form)
+        assert set(found[1]) == {"common"}
+        numpy.testing.assert_allclose(found[2], 11.5)
+    mixed = [*series[:2], forms["missing"][0]]
+    with pytest.warns(UserWarning, match="1 of 3"):
+        numpy.testing.assert_allclose(
+            classifier.predict_proba(mixed)[:2], classifier.predict_proba(series[:2]), rtol=1e-5
+        )
 
 
 def test_what_is_wrong_is_named():
