@@ -20,7 +20,7 @@ from torch.distributions import Normal
 from typing_extensions import Self
 
 from hbnode._checks import nearest
-from hbnode._times import kind_of
+from hbnode._times import kind_of, zones_of
 from hbnode.data import Series
 from hbnode.estimators.base import SeriesEstimator, moments, warn_if_swapped
 from hbnode.estimators.networks import ForecastNetwork, config_of, kept_random_state, trained
@@ -38,22 +38,24 @@ SCALES = (1.0, 4.0, 16.0)  # of moving averages, in median gaps
 FEW = 10  # series below which the end of each series is held out, instead of whole series
 HELD, END = 0.3, 0.3  # share of series, or of the samples of each series, that is held out
 START = 0.3  # share of a held-out series after which forecasts start
-NEAR = 200  # held-out errors from which a band is calibrated
+NEAR, KNOTS = 200, 20  # held-out errors from which a band is calibrated; leads at which it is
 
 
 @dataclasses.dataclass
 class Questions:
-    """Series cut at one sample each, and the values observed later.
+    """Series cut at one sample each, without the last values of some channels, and the values observed later.
 
     Attributes:
         past: the series, in units of the training data's deviations.
         dt: times (n, K) after the last sample of each; NaN on padding.
         values: the values (n, K, channels) at these times; NaN if missing.
+        sample: the index (n, K) of each later sample among those of all series; -1 on padding.
     """
 
     past: Series
     dt: Tensor
     values: Tensor
+    sample: Tensor
 
 
 def questions(series: Series, random: np.random.RandomState, first: float, cuts: int, ahead: int) -> Questions:
@@ -73,7 +75,9 @@ def questions(series: Series, random: np.random.RandomState, first: float, cuts:
     is_real = index >= 0
     dt = series.t[which.unsqueeze(1), index] - series.t[which, last].unsqueeze(1)
     values = torch.where(is_real.unsqueeze(-1), series.x[which.unsqueeze(1), index], torch.nan)
-    return Questions(cut_at(series.select(which), last + 1), torch.where(is_real, dt, torch.nan), values)
+    sample = torch.where(is_real, which.unsqueeze(1) * series.x.shape[1] + index, -1)
+    past = without_ends(cut_at(series.select(which), last + 1), random)
+    return Questions(past, torch.where(is_real, dt, torch.nan), values, sample)
 
 
 def cut_at(series: Series, lengths: Tensor) -> Series:
@@ -86,22 +90,36 @@ def cut_at(series: Series, lengths: Tensor) -> Series:
     return dataclasses.replace(series, x=x, t=t, mask=mask, lengths=lengths)
 
 
+def without_ends(series: Series, random: np.random.RandomState) -> Series:
+    """Return series that lack the last values of some channels, so that their last values have all ages.
+
+    A third of the series lack them in no channel, a third in each channel with probability 1/2, and a third in all. The
+    logarithm of their number is uniform, and the first sample stays.
+    """
+    n, total, channels = series.x.shape
+    is_cut = random.uniform(size=(n, channels)) < random.choice([0.0, 0.5, 1.0], (n, 1))
+    lengths = series.lengths.unsqueeze(1)
+    lost = (lengths.double() ** torch.from_numpy(random.uniform(size=(n, 1)))).long().minimum(lengths - 1)
+    is_kept = torch.arange(total).view(1, -1, 1) < (lengths - lost * torch.from_numpy(is_cut)).unsqueeze(1)
+    return dataclasses.replace(series, x=torch.where(is_kept, series.x, torch.nan), mask=series.mask & is_kept)
+
+
 # Models of the mean and the standard deviation at times after the end of a series, in standardised units
 
 
 class LastValue:
-    """The last observed value; its error grows with the horizon as it does in the training data."""
+    """The last observed value; its error grows with its age at the horizon as it does in the training data."""
 
     def fit(self, series: Series, asked: Questions, seed: int) -> Self:
         last, _ = last_values(asked.past)
         error = (asked.values - last.unsqueeze(1)).abs().numpy()
-        self.spread = Spread().fit(asked.dt.numpy(), error)
+        self.spread = Spread().fit(leads(asked.past, asked.dt), error)
         return self
 
     def forecast(self, past: Series, dt: Tensor) -> tuple[Tensor, Tensor]:
         last, _ = last_values(past)
         mean = last.unsqueeze(1).expand(-1, dt.shape[1], -1)
-        return mean, _widened(torch.as_tensor(self.spread(dt.numpy())), past)
+        return mean, torch.as_tensor(self.spread(leads(past, dt)))
 
 
 class Boosting:
@@ -132,7 +150,7 @@ class Boosting:
                     change - tree.predict(inputs.reshape(-1, inputs.shape[-1])).reshape(change.shape)
                 )
             self.trees.append(tree)
-        self.spread = Spread().fit(asked.dt.numpy(), errors)
+        self.spread = Spread().fit(leads(asked.past, asked.dt), errors)
         return self
 
     def forecast(self, past: Series, dt: Tensor) -> tuple[Tensor, Tensor]:
@@ -143,7 +161,7 @@ class Boosting:
                 inputs = self._inputs(past, history, dt, channel)
                 change = tree.predict(inputs.reshape(-1, inputs.shape[-1])).reshape(dt.shape)
                 mean[..., channel] += torch.as_tensor(change)
-        return mean, _widened(torch.as_tensor(self.spread(dt.numpy())), past)
+        return mean, torch.as_tensor(self.spread(leads(past, dt)))
 
     def _history(self, past: Series) -> Tensor:
         """Return moving averages of each channel at the last sample, (n, channels, scales); NaN without a value."""
@@ -159,7 +177,12 @@ class Boosting:
     def _inputs(self, past: Series, history: Tensor, dt: Tensor, channel: int) -> NDArray[Any]:
         last, age = last_values(past)
         mine, n = last[:, channel : channel + 1], len(last)
-        columns = [history[:, channel] - mine, age[:, channel : channel + 1], last, past.lengths.view(n, 1).double()]
+        columns = [
+            history[:, channel] - mine,
+            age[:, channel : channel + 1],
+            last.nan_to_num(),
+            past.lengths.view(n, 1).double(),
+        ]
         if past.static is not None:
             columns.append(past.static)
         fixed = torch.cat(columns, 1).unsqueeze(1).expand(-1, dt.shape[1], -1)
@@ -187,7 +210,7 @@ class Smoothing:
             one = self._channel(series, channel)
             one = one.select(one.mask.any(-1).any(-1))
             model = OscillatorSmoother(mean="constant", keep_observed=False, random_state=seed)
-            self.models.append(model.fit(one) if len(one) else None)
+            self.models.append(model.fit(one) if int(one.mask.sum()) > 1 else None)
         return self
 
     def forecast(self, past: Series, dt: Tensor) -> tuple[Tensor, Tensor]:
@@ -208,50 +231,95 @@ class Smoothing:
 
 
 class Spread:
-    """The mean absolute error of each channel as a function of the horizon, times √(π/2), interpolated in log dt."""
+    """The mean absolute error of each channel as a function of the lead, times √(π/2), interpolated in log lead."""
 
-    def fit(self, dt: NDArray[Any], errors: NDArray[Any]) -> Self:
+    def fit(self, lead: NDArray[Any], errors: NDArray[Any]) -> Self:
         self.knots, self.values = [], []
         for channel in range(errors.shape[2]):
-            known = np.isfinite(errors[..., channel]) & np.isfinite(dt)
-            log_dt, error = np.log(dt[known] + 1e-12), errors[..., channel][known]
-            order = np.argsort(log_dt)
-            parts = np.array_split(order, max(1, min(10, len(order) // 30)))
-            self.knots.append(np.array([log_dt[part].mean() if len(part) else 0.0 for part in parts]))
+            known = np.isfinite(errors[..., channel]) & np.isfinite(lead[..., channel])
+            log_lead, error = np.log(lead[..., channel][known] + 1e-12), errors[..., channel][known]
+            order = np.argsort(log_lead)
+            parts = np.array_split(order, max(1, min(50, len(order) // 30)))
+            self.knots.append(np.array([log_lead[part].mean() if len(part) else 0.0 for part in parts]))
             found = np.array([error[part].mean() if len(part) else 1.0 for part in parts])
             self.values.append(np.maximum(found * math.sqrt(math.pi / 2), 1e-6))
         return self
 
-    def __call__(self, dt: NDArray[Any]) -> NDArray[Any]:
-        log_dt = np.log(np.nan_to_num(dt) + 1e-12)
-        pairs = zip(self.knots, self.values, strict=True)
-        return np.stack([np.interp(log_dt, knots, values) for knots, values in pairs], -1)
+    def __call__(self, lead: NDArray[Any]) -> NDArray[Any]:
+        log_lead = np.log(np.nan_to_num(lead) + 1e-12)
+        each = zip(self.knots, self.values, strict=True)
+        return np.stack([np.interp(log_lead[..., c], *points) for c, points in enumerate(each)], -1)
 
 
-def _widened(std: Tensor, past: Series) -> Tensor:
-    """Return deviations (n, K, channels) that are at least the training data's, 1, without an observed value."""
-    return torch.where(past.mask.any(1).unsqueeze(1), std, std.clamp(min=1.0))
+class Calibration:
+    """Quantiles of held-out errors near a lead: the half widths of bands of a channel, in standard deviations.
+
+    Without an observed value there is no lead. The half width is then a quantile of the held-out values themselves.
+    """
+
+    def __init__(self, sample: NDArray[Any], lead: NDArray[Any], error: NDArray[Any], value: NDArray[Any]) -> None:
+        is_value, known = np.isfinite(value), np.isfinite(error) & np.isfinite(lead)
+        self.values = abs(value[is_value]), sample[is_value]
+        order = np.random.RandomState(0).permutation(int(known.sum()))  # equal leads of all series are mixed
+        order = order[np.argsort(lead[known][order], kind="stable")]
+        self.lead, self.error, self.sample = (part[known][order] for part in (lead, error, sample))
+        self.longest = float(self.lead[-1]) if len(self.lead) else math.inf
+
+    def __call__(self, lead: NDArray[Any], level: float) -> NDArray[Any]:
+        """Return the half width at each lead, from the nearest errors, or from more if their values are too few."""
+        total, none, log_lead = len(self.error), bound(*self.values, level), np.log(self.lead + 1e-12)
+        size = min(total, max(NEAR, total // 5))
+        while size:
+            starts = np.unique(np.linspace(0, total - size, KNOTS).astype(int))
+            found = [bound(self.error[k : k + size], self.sample[k : k + size], level) for k in starts]
+            if size == total or np.isfinite(found).all():
+                knots = [log_lead[k : k + size].mean() for k in starts]
+                return np.where(np.isnan(lead), none, np.interp(np.log(lead + 1e-12), knots, found))
+            size = min(total, 2 * size)
+        return np.where(np.isnan(lead), none, math.inf)
+
+
+def bound(error: NDArray[Any], sample: NDArray[Any], level: float) -> float:
+    """Return the bound that conformal prediction gives for an error at a level in percent.
+
+    A value that was held out is asked for from several cuts, and its errors count as one. Of n values the largest error
+    is a bound of the level n / (n + 1), and the bound of a higher level is infinite.
+    """
+    count = len(np.unique(sample))
+    rank = math.ceil((count + 1) * level / 100 - 1e-9)
+    return float(np.sort(error)[math.ceil(rank / count * len(error) - 1e-9) - 1]) if rank <= count else math.inf
 
 
 def last_values(past: Series) -> tuple[Tensor, Tensor]:
-    """Return the last observed value of each channel, 0 if there is none, and its age, (n, channels)."""
+    """Return the last observed value of each channel and its age, (n, channels); NaN if there is none."""
     positions = torch.arange(past.x.shape[1]).view(1, -1, 1)
     latest = torch.where(past.mask, positions, -1).amax(1)
-    end = past.t.amax(1, keepdim=True)
     rows = torch.arange(len(past)).unsqueeze(1)
     channels = torch.arange(past.x.shape[2])
     value = past.x[rows, latest.clamp(min=0), channels]
-    age = end - past.t.gather(1, latest.clamp(min=0))
-    return torch.where(latest >= 0, value, 0.0), torch.where(latest >= 0, age, end - past.t[:, :1])
+    age = past.t.amax(1, keepdim=True) - past.t.gather(1, latest.clamp(min=0))
+    return torch.where(latest >= 0, value, torch.nan), torch.where(latest >= 0, age, torch.nan)
+
+
+def leads(past: Series, dt: Tensor) -> NDArray[Any]:
+    """Return times since the last observed value of each channel, (n, K, channels); NaN if there is none."""
+    return (dt.unsqueeze(-1) + last_values(past)[1].unsqueeze(1)).numpy()
 
 
 class SeriesForecaster(SeriesEstimator):
     """Forecasts of irregular series with calibrated bands, in the user's units and dates.
 
     The forecast of a value is its mean and a band for each level. Bands are calibrated by split conformal prediction.
-    Let e be the errors on held-out series, divided by the model's standard deviation. The half width of a band is the
-    standard deviation times a quantile of e at similar horizons of the same column. With fewer than ten series, the
-    last 30 % of each series are held out instead of whole series.
+    Let e be the errors on held-out series, divided by the model's standard deviation. The lead of a forecast is the
+    time since the last observed value of its column: the horizon plus the age of this value. The half width of a band
+    is the standard deviation times a quantile of e at similar leads of the same column. The models learn, and e is
+    measured, with and without the last values of the held-out series. With fewer than ten series, the last 30 % of each
+    series are held out instead of whole series.
+
+    A band of a level L in percent needs at least L / (100 - L) held-out values: 9 for 90 %, 19 for 95 %, 99 for 99 %.
+    With fewer it is infinite, as in the theory of conformal prediction: a finite one would rest on an assumption about
+    the tails, not on the data. A column without any value in a series has the mean of the training data, and a band of
+    the held-out values themselves. A column without any value in the training data has NaN.
 
     References:
         Lei et al., Distribution-Free Predictive Inference for Regression, JASA 113 (2018).
@@ -328,7 +396,7 @@ class SeriesForecaster(SeriesEstimator):
             y: ignored. Default: ``None``
 
         Raises:
-            ValueError: if ``model`` is unknown.
+            ValueError: if ``model`` is unknown, or no value was observed.
         """
         if self.model not in get_args(Model):
             near = nearest(str(self.model), get_args(Model)) or "auto"
@@ -339,6 +407,9 @@ class SeriesForecaster(SeriesEstimator):
         series = self._to_series(X, reset=True)
         zone = self._zone(X)
         self.has_zone_, self.zone_ = zone is not None, _zone_name(zone)
+        self.is_known_ = series.mask.any(0).any(0).numpy()
+        if not self.is_known_.any():
+            raise ValueError("X must have an observed value, got missing ones only. Fix: another column in values=.")
         self.mean_, self.std_ = moments(series.x)
         if series.static is not None:
             self.static_mean_, self.static_std_ = moments(series.static)
@@ -352,26 +423,24 @@ class SeriesForecaster(SeriesEstimator):
         else:
             train = cut_at(series, ((1 - END) * series.lengths.double()).long().clamp(min=1))
             held_out = questions(series, random, 1 - END, 5 * CUTS, AHEAD)
-            train = train if bool((train.lengths > 1).any()) else series
+        is_held = bool((train.lengths > 1).any())
+        train = train if is_held else series
         asked = questions(train, random, 0.0, max(3, PAIRS // 8 // len(train)), 8)
-        names = CHEAP if self.model == "auto" else (self.model,)
-        self.cv_loss_: dict[str, float] = {}
-        for name in names:
-            model = self._fitted(name, train, asked, held_out, random)
-            self.cv_loss_[name] = _score(*self._forecast(model, held_out.past, held_out.dt), held_out.values)
-            if self.cv_loss_[name] == min(self.cv_loss_.values()):
-                self.model_, best = name, model
-        if self.model_ in NETWORKS:
-            self.networks_, self.fitted_ = best, None
-        else:
-            self.fitted_ = best
-        mean, std = self._forecast(best, held_out.past, held_out.dt)
-        error = ((held_out.values - mean) / std).abs().numpy()
-        dt = held_out.dt.unsqueeze(-1).expand(held_out.values.shape).numpy()
-        known = np.isfinite(error)
-        self.errors_ = [
-            (np.log(dt[..., c][known[..., c]] + 1e-12), error[..., c][known[..., c]]) for c in range(error.shape[2])
-        ]
+        names = (CHEAP if is_held else CHEAP[:1]) if self.model == "auto" else (self.model,)
+        models = {name: self._fitted(name, train, asked, held_out, random) for name in names}
+        found = {name: self._forecast(model, held_out.past, held_out.dt) for name, model in models.items()}
+        self.cv_loss_ = {name: _score(*each, held_out.values) for name, each in found.items()}
+        self.model_ = min(self.cv_loss_, key=self.cv_loss_.__getitem__)
+        self.networks_ = models[self.model_] if self.model_ in NETWORKS else []
+        self.fitted_ = None if self.model_ in NETWORKS else models[self.model_]
+        mean, std = found[self.model_]
+        values, lead = held_out.values, leads(held_out.past, held_out.dt)
+        error = ((values - mean) / std).abs().numpy()
+        if not (is_held or self.model_ == "last"):  # the model was fitted to these values
+            error[:] = np.nan
+        sample, parts = held_out.sample.numpy(), (lead, error, values.numpy())
+        channels = range(values.shape[2])
+        self.calibrations_ = [Calibration(sample, *(part[..., c] for part in parts)) for c in channels]
         return self
 
     def predict(self, X: Any, ahead: Any) -> Any:
@@ -390,7 +459,9 @@ class SeriesForecaster(SeriesEstimator):
             ValueError: if dates have a time zone and those of :meth:`fit` have none, or the reverse.
 
         Warns:
-            UserWarning: if a forecast is further ahead than the held-out values by which the bands were calibrated.
+            UserWarning: if a forecast lies further after the last observed value than the held-out values by which the
+                bands were calibrated; if a level needs more held-out values than there are, so that its band is
+                infinite; if a column had no value in the training data, so that its forecast is NaN.
         """
         import pandas
 
@@ -402,15 +473,8 @@ class SeriesForecaster(SeriesEstimator):
                 f"{'tz_localize' if self.has_zone_ else 'tz_localize(None)'} for the column of times."
             )
         dt = self._horizons(series, ahead, zone, isinstance(X, Series))
-        tested = max((float(np.exp(log_dt.max())) for log_dt, _ in self.errors_ if len(log_dt)), default=math.inf)
-        if float(dt.max()) > 1.001 * tested:
-            unit, name = (series.unit, " s") if series.unit else (1.0, "")
-            warnings.warn(
-                f"a forecast lies {float(dt.max()) * unit:.4g}{name} after the last sample, and bands were calibrated "
-                f"up to {tested * unit:.4g}{name}: they may be too narrow. Fix: a smaller ahead, or longer series.",
-                stacklevel=2,
-            )
         mean, std = self._forecast(self._model, series, dt)
+        mean[..., ~self.is_known_] = math.nan
         times = series.t.amax(1, keepdim=True) + dt
         of_time = series.dates(times) if series.origin is not None else times.numpy()
         shape = mean.shape
@@ -421,12 +485,13 @@ class SeriesForecaster(SeriesEstimator):
             "column": np.tile(np.array(self.features_, dtype=object), shape[0] * shape[1]),
             "mean": (mean.numpy() * self.std_ + self.mean_).reshape(-1),
         }
-        levels = self._levels()
+        levels, lead = self._levels(), leads(series, dt)
         for level in levels:
-            width = np.stack([self._quantile(c, dt.numpy(), level) for c in range(shape[2])], -1) * std.numpy()
+            width = np.stack([each(lead[..., c], level) for c, each in enumerate(self.calibrations_)], -1) * std.numpy()
             suffix = f"_{level:g}" if len(levels) > 1 else ""
             for name, sign in (("lower", -1), ("upper", 1)):
                 table[name + suffix] = ((mean.numpy() + sign * width) * self.std_ + self.mean_).reshape(-1)
+        self._warn(lead, width, series.unit)
         result = pandas.DataFrame(table).infer_objects()
         if zone is not None:
             result["time"] = result["time"].dt.tz_localize("UTC").dt.tz_convert(zone)
@@ -453,9 +518,12 @@ class SeriesForecaster(SeriesEstimator):
         return dataclasses.replace(series, x=x, static=static)
 
     def _zone(self, data: Any) -> Any:
-        """Return the time zone of a table's column of times; None if there is none."""
-        column = data[self.time] if hasattr(data, "columns") else None
-        return getattr(getattr(column, "dtype", None), "tz", None)
+        """Return the time zone of the times of a table or of pairs (t, x); UTC if there are several, None if none."""
+        is_table = hasattr(data, "columns") or isinstance(data, dict)
+        is_pairs = isinstance(data, (list, tuple)) and all(isinstance(one, tuple) for one in data)
+        times = [data[self.time]] if is_table else [t for t, _ in data] if is_pairs else []
+        zones = {name: zone for each in times for name, zone in zones_of(each).items()}
+        return zones.popitem()[1] if len(zones) == 1 else datetime.timezone.utc if zones else None
 
     def _horizons(self, series: Series, ahead: Any, zone: Any, is_unit_known: bool) -> Tensor:
         """Return times after the last sample of each series, (batch, K)."""
@@ -511,28 +579,45 @@ class SeriesForecaster(SeriesEstimator):
 
     @kept_random_state()
     def _forecast(self, model: Any, past: Series, dt: Tensor) -> tuple[Tensor, Tensor]:
-        """Return means and standard deviations (batch, K, channels) in standardised units."""
+        """Return means and standard deviations (batch, K, channels) in standardised units; 0 and 1 without a value."""
         if not isinstance(model, list):
-            return model.forecast(past, dt)
-        device = self.device or "cpu"
-        with torch.no_grad():
-            found = [each.to(device)(_networks_input(past, device), torch.nan_to_num(dt).to(device)) for each in model]
-        mean, std = (torch.stack(each).double().cpu() for each in zip(*found, strict=True))
-        return mean.mean(0), (std.square().mean(0) + mean.var(0, correction=0)).sqrt()
+            mean, std = model.forecast(past, dt)
+        else:
+            device, ahead = self.device or "cpu", torch.nan_to_num(dt)
+            with torch.no_grad():
+                found = [each.to(device)(_networks_input(past, device), ahead.to(device)) for each in model]
+            means, stds = (torch.stack(each).double().cpu() for each in zip(*found, strict=True))
+            mean, std = means.mean(0), (stds.square().mean(0) + means.var(0, correction=0)).sqrt()
+        is_seen = past.mask.any(1, keepdim=True)
+        return torch.where(is_seen, mean, 0.0), torch.where(is_seen, std, 1.0)
 
-    def _quantile(self, channel: int, dt: NDArray[Any], level: float) -> NDArray[Any]:
-        """Return the calibrated half width of a band at each horizon, in standard deviations, in the shape of dt."""
-        log_dt, error = self.errors_[channel]
-        if len(error) == 0:
-            return np.full(dt.shape, float(Normal(0.0, 1.0).icdf(torch.tensor(0.5 + level / 200))))
-        count = min(len(error), max(NEAR, len(error) // 5))
-        rank = min(count - 1, math.ceil((count + 1) * level / 100) - 1)
-        unique, inverse = np.unique(dt, return_inverse=True)
-        found = []
-        for each in np.log(unique + 1e-12):
-            near = np.argpartition(abs(log_dt - each), count - 1)[:count]
-            found.append(np.sort(error[near])[rank])
-        return np.array(found)[inverse].reshape(dt.shape)
+    def _warn(self, lead: NDArray[Any], width: NDArray[Any], unit: float | None) -> None:
+        """Warn in the caller of ``predict`` of what the bands cannot say; ``width`` is that of the highest level."""
+        known, level, names = self.is_known_, self._levels()[-1], np.array(self.features_, dtype=object)
+        if not known.all():
+            lost, rest = names[~known].tolist(), names[known].tolist()
+            text = f"columns {lost} had no value in fit, so their forecasts are NaN. Fix: values={rest} for a table."
+            warnings.warn(text, stacklevel=3)
+        is_infinite = np.isinf(width).any((0, 1)) & known
+        if is_infinite.any():
+            first = int(is_infinite.argmax())
+            count, least = len(np.unique(self.calibrations_[first].sample)), math.ceil(level / (100 - level) - 1e-9)
+            fix = f"level={100 * count // (count + 1)}, or " if count else ""
+            warnings.warn(
+                f"a band of {level:g} % needs {least} held-out values, and column {names[first]!r} has {count}: it is "
+                f"infinite. Fix: {fix}more or longer series in fit.",
+                stacklevel=3,
+            )
+        farthest, tested = np.nan_to_num(lead).max((0, 1)), np.array([each.longest for each in self.calibrations_])
+        is_far = farthest > 1.001 * tested
+        if is_far.any():
+            first = int(is_far.argmax())
+            far, longest = (f"{each[first] * (unit or 1):.4g}{' s' if unit else ''}" for each in (farthest, tested))
+            warnings.warn(
+                f"a forecast lies {far} after the last value of column {names[first]!r}, and bands were calibrated up "
+                f"to {longest}: they may be too narrow. Fix: a smaller ahead, or longer series.",
+                stacklevel=3,
+            )
 
 
 def _kind(values: Any) -> str | None:
@@ -569,7 +654,7 @@ def _has_zone(dates: Any) -> bool:
     first = np.asarray(dates, dtype=object).reshape(-1)[0]
     try:
         return pandas.Timestamp(first).tzinfo is not None
-    except ValueError:  # text that is no date
+    except ValueError:  # text that is no date, or a period
         return False
 
 

@@ -11,6 +11,7 @@ import torch
 from hbnode.data import as_series
 from hbnode.estimators import SeriesForecaster
 from hbnode.estimators.forecaster import _zone_name as zone_name
+from hbnode.estimators.forecaster import bound
 
 
 def drifting(count, seed, dates=True):
@@ -94,6 +95,52 @@ def test_dates_keep_the_time_zone_of_the_table():
         model.predict(table, ahead="2025-01-01 12:00")
     with pytest.raises(ValueError, match="tz_localize"):
         model.predict(table.assign(time=table["time"].dt.tz_localize(None)), ahead="1h")
+
+
+TOKYO = datetime.timezone(datetime.timedelta(hours=9))
+
+
+@pytest.mark.parametrize("form", ["objects", "datetimes", "dictionary", "pairs"])
+def test_dates_that_are_objects_keep_their_time_zone(form):
+    table = drifting(12, 0)[["id", "time", "hr"]]
+    table["time"] = table["time"].dt.floor("s")
+    zoned = [each.tz_localize(TOKYO) for each in table["time"]]
+    last = table.groupby("id", sort=False)["time"].max().dt.tz_localize(TOKYO).tolist()
+    data = {
+        "objects": table.assign(time=pandas.Series(zoned, dtype=object)),
+        "datetimes": table.assign(time=pandas.Series([each.to_pydatetime() for each in zoned], dtype=object)),
+        "dictionary": {"id": table["id"].tolist(), "time": zoned, "hr": table["hr"].tolist()},
+        "pairs": [
+            (list(one["time"].dt.tz_localize(TOKYO)), one["hr"].to_numpy())
+            for _, one in table.groupby("id", sort=False)
+        ],
+    }[form]
+    model = SeriesForecaster("last", random_state=0) if form == "pairs" else forecaster("last")
+    found = model.fit(data).predict(data, "1h")["time"]
+    assert (found - pandas.Series(last) - pandas.Timedelta("1h")).abs().max() < pandas.Timedelta("1ms")
+    assert {each.utcoffset() for each in found} == {datetime.timedelta(hours=9)}
+
+
+def test_dates_of_several_time_zones_are_forecast_in_utc():
+    table = drifting(12, 0)
+    zones = [TOKYO, datetime.timezone.utc]
+    table["time"] = pandas.Series(
+        [t.tz_localize("UTC").tz_convert(zones[i % 2]) for i, t in enumerate(table["time"])], dtype=object
+    )
+    found = forecaster("last", values="hr").fit(table).predict(table, "1h")["time"]
+    last = pandas.to_datetime(table["time"], utc=True).groupby(table["id"], sort=False).max()
+    assert str(found.dtype.tz) == "UTC"
+    assert (found - last.reset_index(drop=True) - pandas.Timedelta("1h")).abs().max() < pandas.Timedelta("1ms")
+
+
+def test_periods_are_forecast_from_their_starts():
+    months = pandas.period_range("2020-01", periods=12, freq="M")
+    table = pandas.DataFrame(
+        {"id": numpy.repeat(range(12), 12), "time": numpy.tile(months, 12), "y": numpy.arange(144.0) % 7}
+    )
+    model = forecaster("last").fit(table)
+    for ahead in (pandas.Period("2021-01", "M"), "31D"):
+        assert set(model.predict(table, ahead)["time"]) == {pandas.Timestamp("2021-01-01")}
 
 
 def test_the_hour_of_the_day_is_that_of_the_time_zone(tmp_path):
@@ -199,14 +246,87 @@ def test_a_band_without_observations_has_the_width_of_the_data(model):
     table.loc[table["id"] == "s3", "hr"] = numpy.nan
     found = fitted.predict(table, "30min").query("column == 'hr'").set_index("id")
     width = (found["upper"] - found["lower"]) / 2
-    assert width["s3"] > 1.2 * table["hr"].std()
-    assert width["s4"] < 0.8 * width["s3"]
+    expected = (table["hr"] - table["hr"].mean()).abs().quantile(0.9)
+    assert abs(width["s3"] / expected - 1) < 0.2  # nine held-out series
+    assert width["s4"] < width["s3"]
+    assert abs(found["mean"]["s3"] - table["hr"].mean()) < 2
+
+
+@pytest.mark.parametrize("model", ["last", "features"])
+def test_bands_of_random_walks_hold_whatever_the_age_of_the_last_value(model):
+    random = numpy.random.default_rng(0)
+    train, new = (random.normal(size=(count, 1, length)).cumsum(-1) for count, length in ((120, 40), (700, 31)))
+    fitted = SeriesForecaster(model, random_state=0).fit(train)
+    times = numpy.arange(30.0)
+    for missing in (0, 2, 8):
+        past = numpy.where(times >= 30 - missing, numpy.nan, new[:, 0, :30])
+        found = fitted.predict([(times, x) for x in past], 1.0)
+        held = (found["lower"] <= new[:, 0, 30]) & (new[:, 0, 30] <= found["upper"])
+        assert abs(held.mean() - 0.9) < 0.06, missing  # 36 held-out series; a standard error of .025
+
+
+@pytest.mark.parametrize(("count", "level"), [(9, 90), (19, 95), (99, 99), (30, 50), (1, 50)])
+def test_the_bound_of_conformal_prediction(count, level):
+    """The ⌈(n + 1) L⌉-th of n errors (Lei et al., 2018); it does not change if each value has several errors."""
+    errors, samples = numpy.random.default_rng(0).exponential(size=count), numpy.arange(count)
+    expected = sorted(errors)[-(-(count + 1) * level // 100) - 1]
+    assert bound(errors, samples, level) == expected
+    assert bound(numpy.tile(errors, 7), numpy.tile(samples, 7), level) == expected
+    assert bound(errors, samples, 100 * count / (count + 1) + 0.01) == numpy.inf
+    assert bound(errors[:0], samples[:0], level) == numpy.inf
+
+
+def test_a_level_beyond_the_held_out_values_has_an_infinite_band():
+    t, x = numpy.arange(8.0), numpy.random.default_rng(0).normal(size=8).cumsum()
+    fitted = SeriesForecaster("last", level=(50, 95), random_state=0).fit([(t, x)])
+    with pytest.warns(
+        UserWarning, match="needs 19 held-out values, and column 'x0' has 3: .* Fix: level=75, or more"
+    ) as w:
+        found = fitted.predict([(t, x)], 1.0)
+    assert w[0].filename == __file__
+    assert found[["lower_95", "upper_95"]].to_numpy().tolist() == [[-numpy.inf, numpy.inf]]
+    assert found["upper_50"].item() < numpy.inf
+    assert SeriesForecaster("last", level=75, random_state=0).fit([(t, x)]).predict([(t, x)], 1.0)["upper"].item() < 1e9
+
+
+def test_the_errors_of_a_model_that_saw_the_values_are_no_held_out_errors():
+    """Two series of two rows: only the last value needs no fit, and the larger of two errors is a band of 66 %."""
+    pairs = [(numpy.arange(2.0), numpy.array([1.0, 1.5])), (numpy.arange(2.0), numpy.array([3.0, 1.0]))]
+    fitted = SeriesForecaster(level=66, random_state=0).fit(pairs)
+    found = fitted.predict(pairs, 1.0)
+    assert fitted.model_ == "last"
+    numpy.testing.assert_allclose(found[["lower", "mean", "upper"]], [[-0.5, 1.5, 3.5], [-1.0, 1.0, 3.0]])
+    for model in ("features", "oscillators"):
+        fitted = SeriesForecaster(model, level=50, random_state=0).fit(pairs)
+        with pytest.warns(UserWarning, match="needs 1 held-out values, and column 'x0' has 0.* Fix: more or longer"):
+            assert (fitted.predict(pairs, 1.0)["upper"] == numpy.inf).all()
+
+
+@pytest.mark.parametrize("model", ["last", "features", "oscillators", "gru"])
+def test_a_column_that_was_never_observed_has_no_forecast(model):
+    table = drifting(12, 0).assign(sbp=numpy.nan)
+    fitted = forecaster(model, n_members=1, max_epochs=1).fit(table)
+    with pytest.warns(UserWarning, match=r"columns \['sbp'\] had no value in fit.* Fix: values=\['hr'\]"):
+        found = fitted.predict(table, "1h").set_index("column")[["mean", "lower", "upper"]]
+    assert found.loc["sbp"].isna().all(axis=None)
+    assert found.loc["hr"].notna().all(axis=None)
+    with pytest.raises(ValueError, match="must have an observed value"):
+        forecaster(model).fit(table.assign(hr=numpy.nan))
+
+
+def test_a_column_with_one_value_has_an_infinite_band():
+    table = drifting(12, 0).assign(sbp=lambda z: numpy.where(z.index == 3, 120.0, numpy.nan))
+    fitted = forecaster("oscillators").fit(table)
+    with pytest.warns(UserWarning, match="column 'sbp' has 0"):
+        found = fitted.predict(table, "1h").query("column == 'sbp'")
+    assert (found["mean"] == 120.0).all()
+    assert (found["upper"] == numpy.inf).all()
 
 
 def test_a_forecast_beyond_the_tested_horizons_warns():
     table = drifting(30, 0)
     model = forecaster("last", values="hr").fit(table)
-    with pytest.warns(UserWarning, match=r"lies 8.64e\+06 s after .* calibrated up to .* too narrow"):
+    with pytest.warns(UserWarning, match=r"lies 8.64e\+06 s after the last value of .* up to .* too narrow"):
         model.predict(table, "100D")
 
 
