@@ -142,6 +142,22 @@ def sequence_number(node: Node | None) -> int:
     return node._sequence_nr()
 
 
+def new_sequence_number() -> int:
+    """Return a sequence number between those of earlier and of later nodes of this thread."""
+    return sequence_number(torch.zeros((), requires_grad=True).clone().grad_fn)
+
+
+def saved_tensors(node: Node) -> list[Any]:
+    """Return the ``SavedTensor`` objects of an autograd node, on which hooks can be registered."""
+    values = [getattr(node, name) for name in _saved_names(type(node))]
+    return [one for value in values for one in (value if isinstance(value, (list, tuple)) else (value,))]
+
+
+@functools.lru_cache(maxsize=1024)
+def _saved_names(kind: type) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+
+
 def has_global_hooks() -> bool:
     """Return whether a global forward hook or forward pre-hook of all modules is registered."""
     module = torch.nn.modules.module

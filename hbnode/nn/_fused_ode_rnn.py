@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -160,13 +161,13 @@ class Network:
     """A network of linear layers and activations; the linear layers count from 1, because the cell's is layer 0."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
-        self.linear: list[nn.Linear] = []
+        self.sizes: list[tuple[int, int]] = []  # inputs and outputs of each linear layer
         self.weights: list[Tensor | None] = []
         self.activations: list[Any] = []  # None for a linear layer
         for layer in layers:
             self.activations.append(ACTIVATIONS.get(type(layer)))
             if isinstance(layer, nn.Linear):
-                self.linear.append(layer)
+                self.sizes.append((layer.in_features, layer.out_features))
                 self.weights += layer.weight, layer.bias
 
     def __call__(self, x: Tensor, weights: Weights, residuals: list[Tensor]) -> Tensor:
@@ -183,7 +184,7 @@ class Network:
         return x
 
     def vjp(self, gradient: Tensor, weights: Weights, residuals: list[Tensor], sums: GradAccumulator) -> Tensor:
-        layer = len(self.linear)
+        layer = len(self.sizes)
         for activation, value in zip(reversed(self.activations), reversed(residuals), strict=True):
             if activation is None:
                 sums.add_use(layer, value, gradient)
@@ -255,7 +256,8 @@ class Equation(NamedTuple):
 class FusedCell(NamedTuple):
     """A torch.nn.GRUCell or tanh RNNCell whose input contribution to the gates is computed for all samples at once."""
 
-    module: Any
+    of_input: tuple[Any, Any]  # weight and bias
+    of_hidden: tuple[Any, Any]
     is_gru: bool
 
     def __call__(self, gates: Tensor, s: Tensor, weights: Weights) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -363,7 +365,9 @@ class FusedODERNN:
         self, layer: Any, equation: Equation, cell: FusedCell | None, name: str, damping: Any, s: Tensor, times: Tensor,
         solver: Solver,
     ) -> None:  # fmt: skip
-        self.layer, self.equation, self.cell, self.solver = layer, equation, cell, solver
+        # the graph owns this object, and the layer may own an output with the graph
+        self.layer, self.residual = weakref.proxy(layer), layer.residual
+        self.equation, self.cell, self.solver = equation, cell, solver
         self.settings, self.method, self.times = solver.settings, METHODS[name], times
         self.q, self.is_adaptive = self.method.error_order or 0, self.settings.steps is None
         self.evaluations, self.size, self.row = len(self.method.nodes), s.shape[1], s.shape[1] // self.method.rows
@@ -371,6 +375,7 @@ class FusedODERNN:
         self.lengths: Array = np.ascontiguousarray(np.diff(t).T)
         self.is_zero = (self.lengths == 0).all(1)
         self.nfe = list(map(NFE, [0] * len(self.lengths)))
+        self.counters = list(map(Tally, [layer.field] * len(self.nfe), self.nfe))
         self.sizes, self.fixed_steps = (self.lengths, []) if self.is_adaptive else self.make_fixed_steps()
         self.damping = torch.as_tensor(damping if name in SECOND_ORDER else 0.0, dtype=torch.float64, device=s.device)
         has_friction = equation.is_pair and not equation.takes_both
@@ -413,9 +418,8 @@ class FusedODERNN:
         _torch.keep_freed_memory(s.device)
         cell, masks, gates, of_cell = None, None, None, (None, None)
         if x is not None and self.cell is not None:
-            cell, module = self.cell, self.cell.module
-            gates = linear(x.transpose(0, 1).contiguous(), module.weight_ih, module.bias_ih)
-            of_cell = module.weight_hh, module.bias_hh
+            cell, of_cell = self.cell, self.cell.of_hidden
+            gates = linear(x.transpose(0, 1).contiguous(), *cell.of_input)
         if mask is not None and not (mask.is_cpu and bool(mask.all())):
             masks = mask.T.unsqueeze(-1).unbind(0)
         inputs = [s, gates, self.damping, self.xi, self.friction, *of_cell, *self.equation.network.weights]
@@ -438,7 +442,7 @@ class FusedODERNN:
         """Return the state at the end of a gap and its steps: ``known`` ones, otherwise fixed or adaptive ones."""
         if self.is_zero[gap]:
             return s, Gap()
-        start, y, counter = None, s, Tally(self.layer.field, self.nfe[gap])
+        start, y, counter = None, s, self.counters[gap]
         if self.method.is_fsal:
             start = self.equation(s[:, : self.row], p)
             y = torch.cat((s, start.value), 1)
@@ -731,7 +735,7 @@ class Run:
             before = s
             if self.cell is not None and p.gates is not None:
                 new, residuals = self.cell(p.gates[i], s, p.weights)
-                new = s + new if self.fused.layer.residual else new
+                new = s + new if self.fused.residual else new
                 s = new if self.masks is None else torch.where(self.masks[i], new, s)
             found.append((before, s, (gap, residuals if save else ())))
         return tuple(zip(*found, strict=True))
@@ -749,7 +753,7 @@ class Run:
                     g = g if grads[1] is None else g + grads[1][i]
                     updated = g if self.masks is None else torch.where(self.masks[i], g, 0.0)
                     back = self.cell.vjp(updated, residuals, p.weights, sums, at_gates[i])
-                    if fused.layer.residual:
+                    if fused.residual:
                         back = back + g
                     elif self.masks is not None:
                         back = back + torch.where(self.masks[i], 0.0, g)
@@ -839,14 +843,17 @@ def fuse(layer: Any, s: Tensor, times: Tensor, solver: Solver) -> FusedODERNN | 
     if layers is None or not (is_possible and is_scalar) or getattr(field, "activation", torch.tanh) is not torch.tanh:
         return None
     network, cell = Network(layers), layer.cell
-    ends = (network.linear[0].in_features, network.linear[-1].out_features) if network.linear else None
+    ends = (network.sizes[0][0], network.sizes[-1][1]) if network.sizes else None
     if ends != (n * (1 + (kind is SONODE)), n) or s.dtype not in (torch.float32, torch.float64):
         return None
     for weight in (*network.weights, *cell.parameters()):
         if weight is not None and (weight.dtype != s.dtype or weight.device != s.device):
             return None
     is_known = isinstance(cell, nn.RNNCellBase) and getattr(cell, "nonlinearity", "tanh") == "tanh"
-    known = FusedCell(cell, isinstance(cell, nn.GRUCell)) if is_known and is_unmodified(cell) else None
+    known = None
+    if is_known and is_unmodified(cell):
+        of_input, of_hidden = (cell.weight_ih, cell.bias_ih), (cell.weight_hh, cell.bias_hh)
+        known = FusedCell(of_input, of_hidden, isinstance(cell, nn.GRUCell))
     is_pair = not is_force and kind in (SONODE, HBNODE, GHBNODE)
     equation = Equation(network, is_pair, takes_both=kind is SONODE, is_bounded=kind is GHBNODE)
     return FusedODERNN(layer, equation, known, name, damping, s, times, solver)

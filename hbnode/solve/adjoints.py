@@ -5,6 +5,7 @@ The adjoint of torchdiffeq's methods, such as dopri5, is in ``solve/torchdiffeq.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -17,8 +18,8 @@ from torch.autograd.graph import Node
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from hbnode import _torch
-from hbnode._torch import fast_form, random_state, sequence_number
-from hbnode._tree import State, parts
+from hbnode._torch import fast_form, new_sequence_number, random_state, saved_tensors, sequence_number
+from hbnode._tree import State, apply, parts
 from hbnode.errors import RecomputationError, ReversalError
 from hbnode.solve.control import Array, Attempt
 from hbnode.solve.events import as_column
@@ -26,6 +27,9 @@ from hbnode.solve.loop import Outputs, Problem, Rows, fixed_steps, integrate
 from hbnode.solve.methods import METHODS
 from hbnode.solve.settings import Settings
 from hbnode.solve.term import ODETerm, Snapshot
+
+Kind = TypeVar("Kind")
+Value = TypeVar("Value", bound=State)
 
 SHORT = 16  # function evaluations whose graph is always stored
 REVERSAL_TOLERANCE = 1e-3  # largest distance of a reconstructed state from the stored one, relative to their norm
@@ -92,17 +96,19 @@ class Checkpoint:
                 return problem.step(state, coefficients, attempt)
             try:
                 if bytes_per_step < 0 and self.keep_bytes:
-                    with _SavedBytes(state) as saved:
-                        result = problem.step(state, coefficients, attempt)
-                    bytes_per_step = saved.bytes / steps
-                    return result
+                    first = new_sequence_number()
+                    after, error, outputs = problem.step(state, coefficients, attempt)
+                    own = [tensor for _, _, tensor in snapshot.slots]
+                    bytes_per_step = _saved_bytes((*after, *outputs), state, own, first) / steps
+                    return after, error, outputs
                 if not self.keep_bytes or max(taken, count) * bytes_per_step > self.keep_bytes:
                     problem.counter.nfe.keeps_graph = False
                     recompute = _Recomputation(problem, attempt, snapshot)
+                    problem.owned = [problem, snapshot]
                     with set_checkpoint_early_stop(False):
                         return checkpoint(
                             recompute, state, coefficients, use_reentrant=False, preserve_rng_state=True,
-                            determinism_check="none", context_fn=lambda: (nullcontext(), snapshot),
+                            determinism_check="none",
                         )  # fmt: skip
             except RuntimeError as error:
                 if "saved tensor hooks" not in str(error):
@@ -120,25 +126,27 @@ class _Recomputation:
     """A step that is computed in both passes and must end in the same state each time."""
 
     def __init__(self, problem: Problem, attempt: Attempt, snapshot: Snapshot) -> None:
-        self.problem, self.attempt, self.snapshot = problem, attempt, snapshot
+        self.problem, self.snapshot, self.attempt = weakref.ref(problem), weakref.ref(snapshot), attempt
         self.end: Rows | None = None
 
     def __call__(self, state: Rows, coefficients: Any) -> tuple[Rows, Any, Rows]:
+        problem, snapshot, end = owned(self.problem), owned(self.snapshot), self.end
         times: Any = [[t.clone() for t in of_step] for of_step in self.attempt.times]  # f may change them
-        result = self.problem.step(state, coefficients, replace(self.attempt, times=times))
-        if self.end is None:
-            self.end = tuple([x.detach() for x in result[0]])
-            return result
-        self.problem.counter.add("accepted", len(self.attempt.times))
-        if self.snapshot.changed() or not is_same(result[0], self.end):
-            raise self.problem.failure(
-                RecomputationError,
-                "a step that the backward pass recomputed ends in another state. A parameter, a hook, a module or an "
-                "activation of the field was changed after the forward pass. Fix: call backward() before the "
-                "change, or use gradient='direct'",
-                self.problem.time(self.attempt.begin) if self.attempt.error else self.attempt.begin,
-                self.attempt.size,
-            )
+        with nullcontext() if end is None else snapshot:
+            result = problem.step(state, coefficients, replace(self.attempt, times=times))
+            if end is None:
+                self.end = tuple([x.detach() for x in result[0]])
+                return result
+            problem.counter.add("accepted", len(self.attempt.times))
+            if snapshot.changed() or not is_same(result[0], end):
+                raise problem.failure(
+                    RecomputationError,
+                    "a step that the backward pass recomputed ends in another state. A parameter, a hook, a module or "
+                    "an activation of the field was changed after the forward pass. Fix: call backward() before the "
+                    "change, or use gradient='direct'",
+                    problem.time(self.attempt.begin) if self.attempt.error else self.attempt.begin,
+                    self.attempt.size,
+                )
         return result
 
 
@@ -151,26 +159,80 @@ def is_same(new: Rows, old: Rows) -> bool:
     return bool(torch.allclose(one, two, rtol=slack, atol=slack * float(two.abs().amax()), equal_nan=True))
 
 
-class _SavedBytes(torch.autograd.graph.saved_tensors_hooks):
-    """A counter of the bytes saved for backward, without parameters and the tensors in ``before``."""
+def _saved_bytes(after: Rows, before: Rows, known: Iterable[Tensor], first: int) -> int:
+    """Return the bytes that a step from the rows ``before`` to ``after`` saves for backward, without ``known`` tensors.
 
-    def __init__(self, before: Rows) -> None:
-        self.bytes, self.known = 0, {x.untyped_storage().data_ptr() for x in before}
-        super().__init__(self._pack, lambda x: x)
+    ``first`` is a sequence number below those of the step's nodes. The hooks that find the tensors are set after the
+    step. Hooks around the step would get outputs with the graph that saves them, and torch.func would raise in f. What
+    f saves with other hooks, as torch.utils.checkpoint does, is not counted.
+    """
+    saved: list[Tensor] = []
 
-    def __enter__(self) -> Any:
-        super().__enter__()
-        return self
+    def pack(x: Tensor) -> tuple[Tensor, int]:
+        saved.append(x)
+        return x, x._version
 
-    def _pack(self, x: Tensor) -> Tensor:
-        has_none = (
-            isinstance(x, torch.nn.Parameter) or x.is_sparse or x._is_zerotensor()
-        )  # a tangent may be such a zero
-        storage = None if has_none else x.untyped_storage()
-        if storage is not None and storage.data_ptr() not in self.known:
-            self.known.add(storage.data_ptr())
-            self.bytes += storage.nbytes()  # x may be a view of it
-        return x
+    known, seen, pending = [*before, *known], set(), [x.grad_fn for x in after]
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            known.append(node.variable)
+        elif sequence_number(node) > first:
+            for tensor in saved_tensors(node):
+                try:
+                    tensor.register_hooks(pack, _unpacked)
+                except RuntimeError:
+                    continue  # it is None or has hooks
+            pending.extend(parent for parent, _ in node.next_functions)
+    sizes: dict[int, int] = {}
+    for x in saved:
+        if x.layout == torch.strided and not x._is_zerotensor():  # a tangent may be such a zero
+            sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()  # x may be a view of it
+    for x in known:
+        if x.layout == torch.strided:
+            sizes.pop(x.untyped_storage().data_ptr(), None)
+    return sum(sizes.values())
+
+
+def _unpacked(packed: tuple[Tensor, int]) -> Tensor:
+    x, version = packed
+    if x._version != version:  # autograd does not look at the version of a tensor with hooks
+        raise RuntimeError(
+            f"a tensor of shape {tuple(x.shape)} that the backward pass needs, such as a parameter, was modified by an "
+            f"inplace operation: it is at version {x._version}, expected {version}. Fix: backward() before the change."
+        )
+    return x
+
+
+class _Owner(torch.autograd.Function):
+    """The identity, whose node owns the objects that the backward pass of a solve needs.
+
+    The other nodes of the solve have weak references to these objects. Python's garbage collector sees only what the
+    node owns that made a tensor. So it frees a network that keeps an output of its own solve.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, objects: list[Any]) -> Tensor:
+        ctx.objects = objects
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def owning(state: Any, objects: list[Any]) -> Any:
+    """Return the outputs of a solve, each of which owns the objects that the backward pass needs."""
+    return apply(lambda x: _Owner.apply(x, objects) if x.requires_grad else x, state)
+
+
+def owned(reference: weakref.ref[Kind]) -> Kind:
+    value = reference()
+    assert value is not None  # an output of the solve owns it
+    return value
 
 
 @dataclass(frozen=True)
@@ -200,18 +262,23 @@ def _solve_without_graph(gradient: Any, problem: Problem, y0: Any, snapshot: Sna
 
 def _with_gradient(solve: _Solve, rows: Rows) -> Rows:
     problem = solve.problem
+    problem.owned.append(solve)
     gamma = problem.gamma if isinstance(problem.gamma, Tensor) else torch.tensor(problem.gamma, dtype=torch.float64)
     t = torch.zeros(()) if problem.t is None else problem.t
-    return _rows_without_graph(solve, gamma, t, *rows, *solve.leaves)
+    return _rows_without_graph(weakref.ref(solve), gamma, t, *rows, *solve.leaves)
 
 
-def _refuse_higher(solve: _Solve, *tensors: Tensor) -> Rows:
+def _refuse_higher(of: weakref.ref[_Solve], *tensors: Tensor) -> Rows:
+    name = owned(of).gradient.name
     raise RuntimeError(
-        f"gradient={solve.gradient.name!r} gives first derivatives only, got create_graph=True. Fix: gradient='direct'."
+        f"gradient={name!r} gives first derivatives only, got create_graph=True. Fix: gradient='direct'."
     )
 
 
-def _vjp_of_solve(solve: _Solve, tensors: Rows, residuals: Rows, gradients: Any, needed: Any) -> tuple[Any, ...]:
+def _vjp_of_solve(
+    of: weakref.ref[_Solve], tensors: Rows, residuals: Rows, gradients: Any, needed: Any
+) -> tuple[Any, ...]:
+    solve = owned(of)
     problem, n = solve.problem, solve.problem.term.rows
     (gamma, t, *start), trajectory = tensors[: n + 2], residuals[:n]
     gradients = [torch.zeros_like(x) if g is None else g for x, g in zip(trajectory, gradients, strict=True)]
@@ -231,10 +298,14 @@ def _vjp_of_solve(solve: _Solve, tensors: Rows, residuals: Rows, gradients: Any,
 
 
 @fast_form(reference=_refuse_higher, vjp=_vjp_of_solve)
-def _rows_without_graph(solve: _Solve, _: bool, gamma: Tensor, t: Tensor, *tensors: Tensor) -> tuple[Rows, Rows]:
-    rows = solve.rows
-    if rows is None:
+def _rows_without_graph(
+    of: weakref.ref[_Solve], _: bool, gamma: Tensor, t: Tensor, *tensors: Tensor
+) -> tuple[Rows, Rows]:
+    solve = owned(of)
+    if solve.rows is None:
         rows = integrate(solve.problem, (*tensors[: solve.problem.term.rows], *solve.carried))
+    else:
+        rows = tuple([row.detach() for row in solve.rows])  # autograd gives the outputs a graph, which owns solve
     slots = [x for _, _, x in solve.snapshot.slots if not x.is_inference()]  # autograd reports changes in place
     return rows, (*(row.clone() for row in rows), *slots)  # the user may change the outputs in place
 
@@ -452,6 +523,7 @@ class Adjoint:
                 end = torch.where(as_column(goes, row), y[-1], row.detach()).index_copy(0, landed, after)
                 path.append(torch.stack([row.detach(), *[end] * (times.shape[1] - 1)]))
                 path[-1][place, lane] = y[output + 1, lane]
+            flight.owned = p.owned
             values = _with_gradient(_Solve(self, flight, snapshot, leaves, ids, (), tuple(path)), rows)
             at = Attempt(None, [], None, lanes=lanes, outputs=outputs)
             saved.add(at, tuple([x[place, lane] for x in values]), np.ones_like(moving))
@@ -619,8 +691,6 @@ def gradient_mode(gradient: Any) -> Any:
     return made
 
 
-Value = TypeVar("Value", bound=State)
-
 _REFUSAL = (
     "func depends on {what}, whose gradient this gradient mode would drop; expected func to depend only on its "
     "arguments, the parameters of its module and other leaf tensors, and on the same tensors in both passes. "
@@ -637,7 +707,7 @@ def closed_over_leaves(evaluate: Callable[[], Value], inputs: Iterable[Tensor]) 
     inputs = list(inputs)
     seen = set(_ancestors(tensor.grad_fn for tensor in inputs))
     known = {id(tensor) for tensor in inputs} | {id(node.variable) for node in seen if hasattr(node, "variable")}
-    marker = sequence_number(torch.zeros((), requires_grad=True).clone().grad_fn)
+    marker = new_sequence_number()
     value = evaluate()
     leaves = {id(part): part for part in parts(value) if part.is_leaf and part.requires_grad}
     pending = [part.grad_fn for part in parts(value)]

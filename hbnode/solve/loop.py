@@ -55,6 +55,7 @@ class Problem:
         end_only: whether to return the final state only.
         events: the events of each sample, and the ``stepper`` of their solve, which has their record.
         columns: the columns of the last step for the search for events.
+        owned: the objects that the backward pass needs, and to which the graph has only weak references.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Problem:
         self.program: Callable[..., Any] | None = None
         self.events, self.columns = events, None
         self.stepper: Any = None
+        self.owned: list[Any] = []
         self._last: tuple[Any, ...] = (None, None, None)  # the last step size, error flag and coefficients
         self.t: Any = t
         self.max_nfe: Any = None

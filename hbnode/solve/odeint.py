@@ -22,7 +22,7 @@ from hbnode.errors import ONLY_FIXED_GRIDS, MaxStepsError, NonFiniteError
 from hbnode.fields import GHBNODE, HBNODE
 from hbnode.nfe import NFE, Tally, open_counters, open_records
 from hbnode.solve import compiled, torchdiffeq
-from hbnode.solve.adjoints import Direct, gradient_mode
+from hbnode.solve.adjoints import Direct, gradient_mode, owning
 from hbnode.solve.control import LONGEST_DECAY, Attempt, first_index
 from hbnode.solve.events import Event, EventRecord, checked_events
 from hbnode.solve.loop import STRONG, Problem, Rows, integrate
@@ -254,13 +254,20 @@ def _solve(field: Any, y0: State, t: Times, settings: Settings, nfe: NFE, end: b
         rows = gradient.solve(problem, y0, snapshot)
         if settings.steps is not None:
             check_finite(problem, y0, rows)
-    if problem.end_only:
-        return term.unflatten(rows)
-    trajectory = term.unflatten(rows, (len(rows[0]),))
-    if events:
-        records, problem.stepper = problem.stepper.record(), None  # a circle would keep the graph
-        return trajectory, records[0] if isinstance(given, Event) else records
-    return last_of(trajectory) if end else trajectory
+    trajectory = term.unflatten(rows) if problem.end_only else term.unflatten(rows, (len(rows[0]),))
+    trajectory = last_of(trajectory) if end and not problem.end_only else trajectory
+    objects, problem.owned = problem.owned, []  # else it would own itself
+    if objects:
+        trajectory = owning(trajectory, objects)
+    if not events:
+        return trajectory
+    records, problem.stepper = problem.stepper.record(), None  # a circle would keep the graph
+    if objects:
+        records = tuple(
+            dataclasses.replace(record, t=owning(record.t, objects), state=owning(record.state, objects))
+            for record in records
+        )
+    return trajectory, records[0] if isinstance(given, Event) else records
 
 
 def resolve(settings: Settings, field: Callable[..., Any], t: Tensor | None = None) -> Settings:

@@ -23,7 +23,7 @@ from hbnode.errors import ReversalError, SolverError
 from hbnode.fields import HeavyBallSDE, diffusion
 from hbnode.nfe import NFE, Tally
 from hbnode.solve import torchsde
-from hbnode.solve.adjoints import Checkpoint, Direct, Reversible, gradient_mode
+from hbnode.solve.adjoints import Checkpoint, Direct, Reversible, gradient_mode, owning
 from hbnode.solve.control import Attempt
 from hbnode.solve.loop import Problem
 from hbnode.solve.methods import METHODS, NYSTROM, Field, Method, StepResult
@@ -622,8 +622,9 @@ def sdeint(
     with solving(snapshot, h.device.type):
         rows = gradient_mode(gradient).solve(problem, state, snapshot)
         check_finite(problem, state, rows)
+    objects, problem.owned = problem.owned, []  # else it would own itself
     h, m = term.unflatten(rows, (times.shape[-1],))
-    return h, m
+    return owning((h, m), objects) if objects else (h, m)
 
 
 def method_error(method: str, gradient: str) -> ValueError:

@@ -10,6 +10,7 @@ import functools
 import math
 import traceback
 import warnings
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,7 +32,7 @@ from hbnode.errors import (
 )
 from hbnode.nfe import Tally, open_records
 from hbnode.signal import refuse_queries_outside
-from hbnode.solve.adjoints import closed_over_leaves, own_parameters, refuse_unknown
+from hbnode.solve.adjoints import closed_over_leaves, own_parameters, owning, refuse_unknown
 from hbnode.solve.settings import ADAMS, ADAPTIVE, ARGUMENTS, FIXED, SCIPY, Settings
 from hbnode.solve.term import ODETerm, Snapshot, solving
 
@@ -70,7 +71,7 @@ def solve(field: Any, y0: State, t: Tensor, settings: Settings, counter: Tally, 
     (row,), options = term.flatten(y0), checked_options(settings, t.detach())
     counted = CountedField(term, row, t, settings, snapshot)
     given: dict[str, Any] = {"rtol": settings.rtol, "atol": settings.atol, "method": method}
-    given["options"] = options | {"norm": functools.partial(norm, term, options.get("norm"))}
+    given["options"] = options | {"norm": functools.partial(norm, weakref.proxy(term), options.get("norm"))}
 
     with solving(snapshot, row.device.type):
         leaves: tuple[Tensor, ...] = ()
@@ -85,7 +86,7 @@ def solve(field: Any, y0: State, t: Tensor, settings: Settings, counter: Tally, 
             )
         integrate = torchdiffeq.odeint_adjoint if is_adjoint else torchdiffeq.odeint
         try:
-            rows = integrate(counted, row, t, **given)
+            rows = integrate(weakref.proxy(counted), row, t, **given)
         except AssertionError as error:
             *_, (frame, _) = traceback.walk_tb(error.__traceback__)
             if not frame.f_globals.get("__name__", "").startswith("torchdiffeq."):
@@ -94,11 +95,11 @@ def solve(field: Any, y0: State, t: Tensor, settings: Settings, counter: Tally, 
             raise counted.failure(SolverError, message) from error
         counted.check_solution(rows, t)
     # the caller may change the outputs in place, and the backward pass of the adjoint needs them
-    rows = rows.clone() if is_adjoint else rows
-    return term.unflatten((rows,), (len(rows),))
+    solution = term.unflatten((rows.clone() if is_adjoint else rows,), (len(rows),))
+    return owning(solution, [counted]) if is_adjoint else solution
 
 
-def norm(term: ODETerm, own: Callable[[Any], Tensor] | None, row: Tensor) -> Tensor:
+def norm(term: Any, own: Callable[[Any], Tensor] | None, row: Tensor) -> Tensor:
     """Return the user's norm ``own`` of a row, or the RMS over its elements if ``own`` is None.
 
     If the row ends with an integral, return the larger of the RMS of the integral and that of the other elements.
@@ -178,7 +179,8 @@ class CountedField:
         """Return a callback if the method calls it; for others torchdiffeq would warn."""
         if name not in self.__dict__.get("callbacks", ()):
             raise AttributeError(name)
-        return functools.partial(self._call_back, name)
+        own: Any = weakref.proxy(self)
+        return functools.partial(CountedField._call_back, own, name)
 
     def _call_back(self, name: str, t0: Tensor, y0: State, dt: Tensor) -> None:
         """Handle a callback: a step of size ``dt`` from ``(t0, y0)`` starts, is accepted or is rejected."""
@@ -287,7 +289,7 @@ def equal_steps(func: object, y0: Tensor, t: Tensor, *, steps: int) -> Tensor:
 def adjoint_options(own: dict[str, Any], settings: Settings, counted: CountedField) -> dict[str, Any]:
     """Return the options of the backward solve: the given ones, and those of the forward solve except its norm."""
     given: Any = {"norm": "seminorm"} if settings.adjoint_options is None else settings.adjoint_options
-    given, term = known_options(given, settings.method, "adjoint_options"), counted.term
+    given, term = known_options(given, settings.method, "adjoint_options"), weakref.proxy(counted.term)
     if (norm := given.get("norm", "seminorm")) != "seminorm":
         if not callable(norm):
             fix = "leave the norm out for torchdiffeq's own, over all of the adjoint's state"
