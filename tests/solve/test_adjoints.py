@@ -4,6 +4,7 @@ import copy
 import gc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from typing import ClassVar
 
 import pytest
 import torch
@@ -495,6 +496,8 @@ def test_two_threads_use_one_block(gradient):
 
 @pytest.mark.parametrize("gradient", ["checkpoint", AGAIN], ids=name)
 def test_a_field_is_freed_at_once(gradient):
+    torch.utils.checkpoint.checkpoint(torch.sin, torch.ones(1, requires_grad=True), use_reentrant=False)
+    gc.collect()  # torch's import of torch._dynamo, at the first call, keeps frames
     gc.disable()
     try:
         block = hbnode.HeavyBallODEBlock(net(3), steps=20, gradient=gradient).double()
@@ -507,6 +510,136 @@ def test_a_field_is_freed_at_once(gradient):
 
 
 # Memory
+
+
+class Mark(torch.autograd.Function):
+    """The identity; its node is counted while it lives."""
+
+    alive: ClassVar = weakref.WeakSet()
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark = nn.Identity()
+        Mark.alive.add(ctx.mark)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class Marked(nn.Module):
+    """A network that raises in a late call, if asked."""
+
+    def __init__(self, lasts=10**6):
+        super().__init__()
+        self.layers, self.lasts = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3)), lasts
+
+    def forward(self, h):
+        self.lasts -= 1
+        if self.lasts < 0:
+            raise KeyError("late")
+        return Mark.apply(self.layers(h))
+
+
+CROSSING = hbnode.Event(lambda t, y: t - 0.3 + 0 * y[0][:, 0], jump=lambda t, y: (y[0], -y[1]))
+LOOPS = {
+    "direct": ("direct", {}),
+    "checkpoint": ("checkpoint", {}),
+    "measured": (Checkpoint(keep_bytes=4000), {}),
+    "measured-steps": (Checkpoint(keep_bytes=4000), {"steps": 20}),
+    "again": (AGAIN, {}),
+    "tsit5": ("checkpoint", {"method": "tsit5"}),
+    "rodas5p": ("checkpoint", {"method": "rodas5p"}),
+    "steps": ("checkpoint", {"steps": 20}),
+    "per-sample": ("checkpoint", {"per_sample": True}),
+    "events": ("checkpoint", {"events": CROSSING}),
+    "events-again": (AGAIN, {"events": CROSSING}),
+    "generalized": ("checkpoint", {"generalized": True}),
+    "adjoint": ("adjoint", {}),
+    "adjoint-events": ("adjoint", {"events": CROSSING}),
+    "dopri5-adjoint": ("adjoint", {"method": "dopri5"}),
+    "reversible": ("reversible", {"steps": 20}),
+}
+
+
+@pytest.mark.parametrize("use", ["nothing", "detach", "backward", "retain", "raise"])
+@pytest.mark.parametrize(("gradient", "solver"), LOOPS.values(), ids=LOOPS)
+def test_a_dropped_graph_is_freed(gradient, solver, use):
+    """That of the steps, and that of what comes before the solve."""
+    torch.manual_seed(0)
+    solver = {"gradient": gradient, "rtol": 1e-8, "atol": 1e-8} | solver
+    kind = hbnode.GHBNODE if solver.pop("generalized", False) else hbnode.HBNODE
+    field = kind(Marked(20 if use == "raise" else 10**6)).double()
+    Mark.alive.clear()
+    x = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
+    for _ in range(2):
+        try:
+            result = hbnode.odeint(field, field.initial_state(Mark.apply(x)), [0.0, 2.0], **solver)
+        except KeyError:
+            assert use == "raise"
+            continue
+        assert use != "raise"
+        h = (result[0] if "events" in solver else result)[0][-1]
+        if use in ("backward", "retain"):
+            h.sum().backward(retain_graph=use == "retain")
+        h = h.detach()
+        del result
+    gc.collect()
+    assert len(Mark.alive) == 0
+
+
+@pytest.mark.parametrize(("gradient", "solver"), LOOPS.values(), ids=LOOPS)
+def test_a_network_that_keeps_an_output_is_freed(gradient, solver):
+    solver = dict(solver)
+    kind = hbnode.GHBNODE if solver.pop("generalized", False) else hbnode.HBNODE
+    for use in ("keep", "backward"):
+        net = Marked()
+        field = kind(net).double()
+        state = field.initial_state(torch.randn(2, 3, dtype=torch.float64))
+        net.last = hbnode.odeint(field, state, [0.0, 2.0], gradient=gradient, **solver)
+        if use == "backward":
+            (net.last[0] if "events" in solver else net.last)[0][-1].sum().backward()
+        freed = weakref.ref(net)
+        del net, field
+        gc.collect()
+        assert freed() is None
+
+
+@pytest.mark.parametrize(("gradient", "solver"), LOOPS.values(), ids=LOOPS)
+def test_a_solve_outlives_its_network(gradient, solver):
+    """The gradient of the input is the same if only a tensor that was computed from an output is left."""
+    solver, found = dict(solver), []
+    kind = hbnode.GHBNODE if solver.pop("generalized", False) else hbnode.HBNODE
+    for keeps in (True, False):
+        torch.manual_seed(0)
+        field = kind(Marked()).double()
+        x = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
+        result = hbnode.odeint(field, field.initial_state(x), [0.0, 1.0, 2.0], gradient=gradient, **solver)
+        if "events" in solver:
+            result, record = result
+            result = (*result, record.t[:, :1], *record.state)
+        loss = sum(part.square().sum() for part in result)
+        kept = field if keeps else None
+        result = record = field = None
+        gc.collect()
+        loss.backward()
+        found.append(x.grad)
+        del kept
+    assert torch.equal(*found)
+
+
+def test_a_changed_parameter_is_noticed_in_the_measured_step():
+    """Autograd does not look at the version of a tensor that has hooks, as those of this step have."""
+    weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    state = torch.ones(1, 3, dtype=torch.float64, requires_grad=True)
+    late = lambda t, y: weight * y if t < 0.1 else -y
+    settings = {"steps": 20, "method": "tsit5", "gradient": Checkpoint(every=1)}
+    h = hbnode.odeint(late, state, [0.0, 2.0], **settings)
+    with torch.no_grad():
+        weight.add_(1.0)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*Fix: backward\(\)"):
+        h.sum().backward()
 
 
 def kept(gradient, steps, method="blanes_moan4"):
