@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+import weakref
+from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from hbnode._checks import as_seed
+from hbnode._torch import backward_pass
 from hbnode._tree import is_finite
 from hbnode.errors import NonFiniteError, ReversalError
 from hbnode.signal import refuse_queries_outside
+from hbnode.solve.adjoints import closed_over_leaves, own_parameters, owned, owning, refuse_unknown
 from hbnode.solve.term import ODETerm, Snapshot, solving
 
 TorchsdeMethod = Literal["euler", "milstein", "srk", "midpoint", "heun", "euler_heun", "log_ode", "reversible_heun"]
@@ -21,28 +25,57 @@ LEVY_AREAS = {"srk": "space-time", "log_ode": "foster"}  # Lévy area approximat
 
 
 class _Flat(nn.Module):
-    """The SDE as torchsde calls it: h and m are joined to (batch, 2d), and time counts from the first output time."""
+    """The SDE as torchsde calls it: h and m are joined to (batch, 2d), and time counts from the first output time.
+
+    In the backward pass of the adjoint, f and g raise ValueError if they use leaf tensors that are not ``known``.
+    """
 
     noise_type = "additive"
 
-    def __init__(self, term: ODETerm, start: float, method: str) -> None:
+    def __init__(self, term: ODETerm, snapshot: Snapshot, start: float, method: str) -> None:
         super().__init__()
-        self.sde, self.term, self.start = term.inner, term, start
+        self.term, self.snapshot, self.start = weakref.ref(term), weakref.ref(snapshot), start  # the outputs own them
         self.sde_type = "stratonovich" if method in STRATONOVICH else "ito"
+        self.known: frozenset[int] = frozenset()
+        self.forward_pass = backward_pass()  # >= 0 if the backward pass of an outer adjoint runs this solve
+        self.first: Tensor | None = None
+
+    def leaves(self, t: Tensor, y: Tensor) -> list[Tensor]:
+        """Return the leaf tensors for which the adjoint must compute gradients.
+
+        They are found by an evaluation of f and g. torchsde first evaluates them for the shape of f, which is stored.
+        """
+        y = y.detach().requires_grad_()
+        found, (f, _) = closed_over_leaves(lambda: (self.f(t, y), self.g(t, y)), (y,))
+        self.first = f.detach()
+        leaves = {id(x): x for x in (*own_parameters(owned(self.term).inner), *found) if x.requires_grad}
+        self.known = frozenset(leaves)
+        return list(leaves.values())
 
     def f(self, t: Tensor, y: Tensor) -> Tensor:
-        return self.term((t + self.start).to(y), y)
+        first, self.first = self.first, None
+        return self._evaluate(lambda: owned(self.term)((t + self.start).to(y), y), t, y) if first is None else first
 
     def g(self, t: Tensor, y: Tensor) -> Tensor:
         """Return the diffusion matrix (batch, 2d, d), whose upper half, for h, is 0."""
         scale = torch.diag_embed(self._scale(y))
         return torch.cat([torch.zeros_like(scale), scale], 1)
 
+    def _evaluate(self, function: Callable[[], Tensor], *inputs: Tensor) -> Tensor:
+        if self.forward_pass == backward_pass() or not torch.is_grad_enabled():
+            return function()
+        with owned(self.snapshot):
+            found, value = closed_over_leaves(function, inputs)
+        refuse_unknown(found, self.known)
+        return value
+
     def g_prod(self, t: Tensor, y: Tensor, v: Tensor) -> Tensor:
         return torch.cat([torch.zeros_like(v), self._scale(y) * v], 1)
 
     def _scale(self, y: Tensor) -> Tensor:
-        return self.sde.noise_scale(self.term.unflatten((y,))[1]).reshape(len(y), y.shape[1] // 2)
+        term = owned(self.term)
+        scale = self._evaluate(lambda: term.inner.noise_scale(term.unflatten((y,))[1]), y)
+        return scale.reshape(len(y), y.shape[1] // 2)
 
 
 def solve(
@@ -63,7 +96,8 @@ def solve(
     counter.nfe.keeps_graph = gradient == "direct" and torch.is_grad_enabled()
     state = tuple([x.reshape(x.shape or (1,)) for x in y0])
     term = ODETerm(sde, state, counter, second_order=False, lanes=len(state[0]))
-    flat, (row,) = _Flat(term, float(t[0]), method), term.flatten(state)
+    snapshot, (row,) = Snapshot(sde), term.flatten(state)
+    flat = _Flat(term, snapshot, float(t[0]), method)
     # t + dt must differ from t, which float32 cannot guarantee far from 0
     times = (t - t[0]).to(row.device, torch.promote_types(row.dtype, torch.float32))
     motion = torchsde.BrownianInterval(
@@ -72,16 +106,20 @@ def solve(
         levy_area_approximation=LEVY_AREAS.get(method, "none"),
         dt=dt,  # without dt, a step can take twenty times as long
     )  # fmt: skip
-    integrate: Any = torchsde.sdeint_adjoint if gradient == "adjoint" else torchsde.sdeint
-    with solving(Snapshot(sde), row.device.type):
-        solution = integrate(flat, row, times, bm=motion, method=method, dt=dt)
+    is_adjoint = gradient == "adjoint" and torch.is_grad_enabled()
+    with solving(snapshot, row.device.type):
+        if is_adjoint:
+            leaves = flat.leaves(times[0], row)
+            solution = torchsde.sdeint_adjoint(flat, row, times, bm=motion, method=method, dt=dt, adjoint_params=leaves)
+        else:
+            solution = torchsde.sdeint(flat, row, times, bm=motion, method=method, dt=dt)
     if not is_finite(solution):
         refuse_queries_outside()
         message = f"the solution is not finite (method {method!r}). Fix: a smaller dt, or method='ubu'"
         first = int(torch.isfinite(solution.detach()).flatten(1).all(1).int().argmin())
         raise NonFiniteError(message, t=float(t[first]), step_size=dt, nfe=counter.nfe.total)
     h, m = (x.reshape(len(t), *h.shape) for x in term.unflatten((solution,), (len(t),)))
-    return h, m
+    return owning((h, m), [term, snapshot]) if is_adjoint else (h, m)
 
 
 def _check_growth(damping: Tensor, t: Tensor, dt: float) -> None:

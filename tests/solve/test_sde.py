@@ -2,9 +2,11 @@
 
 import copy
 import dataclasses
+import gc
 import math
 import pickle
 import re
+import weakref
 
 import mpmath
 import pytest
@@ -400,6 +402,61 @@ def test_torchsdes_gradients(method, gradient):
     for x in (*state, *sde.parameters()):
         assert torch.isfinite(x.grad).all()
         assert x.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("method", THEIRS)
+def test_torchsdes_adjoint_finds_tensors_that_f_closes_over(method):
+    """Their gradients are those of the same tensors as parameters of a module."""
+    net = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)).double()
+    kind = "stratonovich" if method in STRATONOVICH else "ito"
+    x, found = torch.randn(3, 2, dtype=torch.float64), []
+    for func in (net, lambda h: net(h)):
+        sde = hbnode.HeavyBallSDE(func, damping=0.5, temperature=0.1, sde_type=kind).double()
+        options = {"dt": 0.1, "seed": 0, "method": method, "gradient": "adjoint"}
+        with hbnode.count_nfe(sde) as nfe:
+            h, m = hbnode.sdeint(sde, sde.initial_state(x), [0.0, 0.5, 1.0], **options)
+        leaves = [*net.parameters(), sde.omega]
+        found.append((nfe.forward, *torch.autograd.grad(h.square().sum() + m[-1].sum(), leaves)))
+    assert found[0][0] == found[1][0]
+    for one, two in zip(found[0][1:], found[1][1:], strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-14)
+        assert one.abs().max() > 0
+
+
+def test_torchsdes_adjoint_refuses_what_it_cannot_differentiate():
+    weight, late = (torch.ones(2, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    doubled = 2 * weight
+    options = {"dt": 0.1, "seed": 0, "method": "heun", "gradient": "adjoint"}
+    for func, message in (
+        (lambda h: doubled * h, "a tensor that was computed outside it"),
+        (lambda t, h: (late if t > 0.5 else weight) * h, "that it did not use at first"),
+    ):
+        sde = hbnode.HeavyBallSDE(func, sde_type="stratonovich").double()
+        with pytest.raises(ValueError, match=message):
+            hbnode.sdeint(sde, sde.initial_state(torch.ones(1, 2).double()), [0.0, 1.0], **options)[0].sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("gradient", "method"),
+    [("direct", "ubu"), ("checkpoint", "ubu"), (Checkpoint(keep_bytes=0), "baoab"), (Checkpoint(keep_bytes=0), "ubu"),
+     ("reversible", "ubu"), ("direct", "heun"), ("adjoint", "heun")],
+)  # fmt: skip
+def test_a_network_that_keeps_an_output_is_freed(gradient, method):
+    for use in ("keep", "drop", "outlive"):
+        net, x = nn.Sequential(nn.Linear(2, 2), nn.Tanh()), torch.randn(3, 2, requires_grad=True)
+        sde, freed = hbnode.HeavyBallSDE(net, sde_type="stratonovich"), weakref.ref(net)
+        h, m = hbnode.sdeint(sde, sde.initial_state(x), [0.0, 1.0], dt=0.05, gradient=gradient, method=method)
+        if use == "outlive":
+            loss = h.square().sum()
+            expected = torch.autograd.grad(loss, x, retain_graph=True)[0]
+            del net, sde, h, m
+            gc.collect()
+            assert torch.equal(torch.autograd.grad(loss, x)[0], expected)
+            continue
+        net.last = (h, m) if use == "keep" else ()
+        del net, sde, h, m
+        gc.collect()
+        assert freed() is None
 
 
 def test_torchsdes_adjoint_under_strong_damping():
