@@ -545,6 +545,8 @@ class PortHamiltonian(HBNODE):
         True
     """
 
+    supports_hooks = False  # torch.func.grad does not work inside torch.utils.checkpoint
+
     def __init__(
         self,
         potential: Callable[..., Tensor],

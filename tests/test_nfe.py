@@ -10,7 +10,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hbnode
-from tests.models import AGAIN, every_model, make_field, make_input
+from hbnode.solve.adjoints import Checkpoint
+from tests.models import AGAIN, LATER, MODELS, every_model, make_field, make_input
 
 
 class Counted(nn.Module):
@@ -65,6 +66,58 @@ def test_every_kind_of_method_is_counted(method, gradient):
     assert block.nfe.total == block.field.func.calls
     assert (block.nfe.backward > 0) == (gradient == "adjoint")
     assert steps is None or (block.nfe.steps, block.nfe.rejected) == (5, 0)
+
+
+def counted_field(model):
+    """A field and the function that counts its own calls, also for forces that are gradients of potentials."""
+    if model in (*MODELS, *LATER):
+        field = make_field(model).double()
+        field.func = Counted(field.func)
+        return field, field.func
+    potential = hbnode.nn.MLP(4, [6], 1)
+    if model == "port":
+        counted = Counted(potential)
+        return hbnode.PortHamiltonian(counted, time_dependent=False).double(), counted
+    counted = Counted(lambda h: -torch.func.grad(lambda z: potential(z).sum())(h))
+    counted.potential = potential
+    return hbnode.HBNODE(counted, time_dependent=False).double(), counted
+
+
+SOLVERS = [
+    ("tsit5", {}), ("tsit5", {"per_sample": True}), ("nystrom8", {}), ("exponential", {"steps": 6}), ("rodas5p", {}),
+    ("leapfrog", {"steps": 20}), ("dopri5", {}), ("rk4", {"steps": 4}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "solver"), SOLVERS, ids=str)
+@pytest.mark.parametrize("model", [*MODELS, *LATER, "port", "torch.func"])
+def test_counts_are_the_calls(model, method, solver):
+    """In the forward pass they are those of the solve without a gradient; the adjoint may reuse its first one."""
+    is_second_order = model in ("hbnode", "port", "torch.func")
+    if method in ("nystrom8", "exponential") and not is_second_order:
+        return
+    if method == "leapfrog" and not is_second_order and model != "ghbnode":
+        return
+    modes = ["direct", "checkpoint", Checkpoint(keep_bytes=3000), AGAIN, "reversible", "adjoint"]
+    if method in ("dopri5", "rk4"):
+        modes = ["direct", "adjoint"]
+    x = make_input()
+    for gradient in modes:
+        if (gradient == "reversible" and method != "leapfrog") or (gradient == "adjoint" and method == "rodas5p"):
+            continue
+        field, func = counted_field(model)
+        block = hbnode.ODEBlock(field, method=method, gradient=gradient, **solver)
+        with torch.no_grad():
+            block(x)
+        expected, func.calls = func.calls, 0
+        h = block(x)
+        assert block.nfe.forward == func.calls
+        once_more = gradient in ("reversible", "adjoint") or (
+            isinstance(gradient, Checkpoint) and model == "torch.func"
+        )
+        assert 0 <= func.calls - expected <= once_more, gradient
+        h.square().sum().backward()
+        assert block.nfe.total == func.calls, gradient
 
 
 def test_counts_are_of_the_last_call_and_not_cumulative():

@@ -39,6 +39,15 @@ _CHANGES_BUFFERS = (
     "func changes its buffers (BatchNorm or spectral_norm in training mode?), and gradient={!r} would evaluate it "
     "again in the backward pass. Fix: put that layer in eval mode, use GroupNorm, or gradient='direct'."
 )
+_FIRST_ORDER = "gradient={!r} gives first derivatives only, got create_graph=True. Fix: gradient='direct'."
+_SPARSE = (
+    "func has a layer with sparse=True, whose sparse gradients this gradient mode does not support. "
+    "Fix: sparse=False, or leave method out."
+)
+_REENTRANT = (
+    "func calls torch.utils.checkpoint with use_reentrant=True, which this gradient mode cannot differentiate. "
+    "Fix: use_reentrant=False."
+)
 _HOOKS = (
     "a parameter or another leaf that func depends on has a hook of register_hook. With gradient={!r} the hook would "
     "run on each partial gradient and once more on their sum. Fix: register_post_accumulate_grad_hook, or "
@@ -85,7 +94,8 @@ class Checkpoint:
         if snapshot.changed():
             raise ValueError(_CHANGES_BUFFERS.format(self.name))
         count = 1 if problem.settings.steps is None else sum(problem.counts())
-        taken, bytes_per_step, stores_all = 0, -1.0, False
+        taken, bytes_per_step = 0, -1.0
+        stores_all = not getattr(problem.term.inner, "supports_hooks", True)
         problem.counter.nfe.keeps_graph = True
 
         def take(state: Rows, attempt: Attempt) -> tuple[Rows, Any, Rows]:
@@ -113,7 +123,7 @@ class Checkpoint:
             except RuntimeError as error:
                 if "saved tensor hooks" not in str(error):
                     raise
-                stores_all = True  # torch does not support torch.func inside a checkpoint
+                stores_all = problem.counter.nfe.keeps_graph = True  # torch.func does not work inside a checkpoint
             return problem.step(state, coefficients, attempt)
 
         rows = integrate(problem, start, take, every=self.every)
@@ -215,18 +225,23 @@ class _Owner(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, objects: list[Any]) -> Tensor:
-        ctx.objects = objects
+    def forward(ctx: Any, x: Tensor, objects: list[Any], is_first_order: bool) -> Tensor:
+        ctx.objects, ctx.is_first_order = objects, is_first_order
         return x.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.is_first_order and torch.is_grad_enabled():
+            raise RuntimeError(_FIRST_ORDER.format("adjoint"))
+        return gradient, None, None
 
 
-def owning(state: Any, objects: list[Any]) -> Any:
-    """Return the outputs of a solve, each of which owns the objects that the backward pass needs."""
-    return apply(lambda x: _Owner.apply(x, objects) if x.requires_grad else x, state)
+def owning(state: Any, objects: list[Any], *, is_first_order: bool = False) -> Any:
+    """Return the outputs of a solve, each of which owns the objects that the backward pass needs.
+
+    If ``is_first_order``, which says that their gradient has no graph, create_graph=True raises RuntimeError.
+    """
+    return apply(lambda x: _Owner.apply(x, objects, is_first_order) if x.requires_grad else x, state)
 
 
 def owned(reference: weakref.ref[Kind]) -> Kind:
@@ -256,8 +271,12 @@ def _solve_without_graph(gradient: Any, problem: Problem, y0: Any, snapshot: Sna
     """Solve without a graph; ``gradient`` then computes the VJP for damping, times, initial rows and the field."""
     if not torch.is_grad_enabled():
         return Direct().solve(problem, y0, snapshot)
-    rows = problem.term.flatten(y0)
+    rows = _initial_rows(problem, y0)
     return _with_gradient(_Solve(gradient, problem, snapshot, *_leaves(gradient, problem, rows, snapshot)), rows)
+
+
+def _initial_rows(problem: Problem, y0: Any) -> Rows:
+    return tuple([row.clone() if row.is_inference() else row for row in problem.term.flatten(y0)])
 
 
 def _with_gradient(solve: _Solve, rows: Rows) -> Rows:
@@ -269,10 +288,7 @@ def _with_gradient(solve: _Solve, rows: Rows) -> Rows:
 
 
 def _refuse_higher(of: weakref.ref[_Solve], *tensors: Tensor) -> Rows:
-    name = owned(of).gradient.name
-    raise RuntimeError(
-        f"gradient={name!r} gives first derivatives only, got create_graph=True. Fix: gradient='direct'."
-    )
+    raise RuntimeError(_FIRST_ORDER.format(owned(of).gradient.name))
 
 
 def _vjp_of_solve(
@@ -492,7 +508,7 @@ class Adjoint:
 
     def solve(self, problem: Problem, y0: Any, snapshot: Snapshot) -> Rows:
         if problem.events and torch.is_grad_enabled():
-            return self._solve_with_events(problem, problem.term.flatten(y0), snapshot)
+            return self._solve_with_events(problem, _initial_rows(problem, y0), snapshot)
         return _solve_without_graph(self, problem, y0, snapshot)
 
     def _solve_with_events(self, problem: Problem, rows: Rows, snapshot: Snapshot) -> Rows:
@@ -593,7 +609,8 @@ class _Augmented:
         if self.pace is not None:
             value = tuple([pace * v for v in value])
         rest = zip((*y, *self.leaves), gradients, strict=True)
-        return (*(v.detach() for v in value), *(torch.zeros_like(x) if g is None else g for x, g in rest))
+        gradients = [torch.zeros_like(x) if g is None else g.to_dense() if g.is_sparse else g for x, g in rest]
+        return (*(v.detach() for v in value), *gradients)
 
     def rate(self, t: Tensor, rows: Rows, adjoint: Any) -> Tensor:
         """Return the time derivative of a function of the state whose gradient is ``adjoint``."""
@@ -698,11 +715,14 @@ _REFUSAL = (
 )
 
 
-def closed_over_leaves(evaluate: Callable[[], Value], inputs: Iterable[Tensor]) -> tuple[list[Tensor], Value]:
+def closed_over_leaves(
+    evaluate: Callable[[], Value], inputs: Iterable[Tensor], *, is_dense: bool = False
+) -> tuple[list[Tensor], Value]:
     """Call ``evaluate``, and return the leaf tensors on which its value depends, and the value.
 
     The leaves are those that require a gradient and are no ``inputs``. Raise ValueError if the value depends on another
-    tensor that was computed before the call, because recomputing the value gives no gradient for that tensor.
+    tensor that was computed before the call, because recomputing the value gives no gradient for that tensor. Raise it
+    also if autograd cannot differentiate the value inside a backward pass, or with ``is_dense`` for sparse gradients.
     """
     inputs = list(inputs)
     seen = set(_ancestors(tensor.grad_fn for tensor in inputs))
@@ -720,6 +740,10 @@ def closed_over_leaves(evaluate: Callable[[], Value], inputs: Iterable[Tensor]) 
             leaves[id(node.variable)] = node.variable
         elif sequence_number(node) < marker:
             raise ValueError(_REFUSAL.format(what=f"a tensor that was computed outside it (by {node.name()})"))
+        elif node.name() == "CheckpointFunctionBackward":
+            raise ValueError(_REENTRANT)
+        elif is_dense and getattr(node, "_saved_sparse", False):
+            raise ValueError(_SPARSE)
         else:
             pending.extend(parent for parent, _ in node.next_functions)
     return [leaf for key, leaf in leaves.items() if key not in known], value

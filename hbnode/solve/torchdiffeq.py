@@ -96,7 +96,7 @@ def solve(field: Any, y0: State, t: Tensor, settings: Settings, counter: Tally, 
         counted.check_solution(rows, t)
     # the caller may change the outputs in place, and the backward pass of the adjoint needs them
     solution = term.unflatten((rows.clone() if is_adjoint else rows,), (len(rows),))
-    return owning(solution, [counted]) if is_adjoint else solution
+    return owning(solution, [counted], is_first_order=True) if is_adjoint else solution
 
 
 def norm(term: Any, own: Callable[[Any], Tensor] | None, row: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ class CountedField:
         """
         t0, end, y0 = t[0].detach().to(self.dtype), t[-1].detach().to(self.dtype), row.detach().requires_grad_()
         t0 = torch.nextafter(t0, end) if perturb else t0  # the option "perturb" avoids the start
-        leaves, value = closed_over_leaves(lambda: self._evaluate(t0, y0), (y0,))
+        leaves, value = closed_over_leaves(lambda: self._evaluate(t0, y0), (y0,), is_dense=True)
         self.first = (t0, y0.detach(), value.detach())
         self.recent.append((t0, value.detach()))
         found = {id(p): p for p in (*own_parameters(self.term.field), *leaves) if p.requires_grad}

@@ -46,7 +46,7 @@ class _Flat(nn.Module):
         They are found by an evaluation of f and g. torchsde first evaluates them for the shape of f, which is stored.
         """
         y = y.detach().requires_grad_()
-        found, (f, _) = closed_over_leaves(lambda: (self.f(t, y), self.g(t, y)), (y,))
+        found, (f, _) = closed_over_leaves(lambda: (self.f(t, y), self.g(t, y)), (y,), is_dense=True)
         self.first = f.detach()
         leaves = {id(x): x for x in (*own_parameters(owned(self.term).inner), *found) if x.requires_grad}
         self.known = frozenset(leaves)
