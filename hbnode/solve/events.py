@@ -27,7 +27,7 @@ from hbnode._checks import as_count
 from hbnode._torch import is_transformed
 from hbnode._tree import State, apply, describe, parts
 from hbnode.errors import NonFiniteError, SolverError, ZenoError
-from hbnode.solve.control import AdaptiveSteps, Attempt
+from hbnode.solve.control import GOLDEN, AdaptiveSteps, Attempt
 from hbnode.solve.methods import combined
 
 Array = Any
@@ -38,7 +38,7 @@ TO_POLYNOMIAL = np.linalg.inv(NODES[:, None] ** np.arange(len(NODES)))  # from v
 BISECTIONS, CORRECTIONS, ROOT_TOLERANCE = 45, 60, 1e-12  # of the search for a zero, in fractions of the step
 DIFFERENCE = 1e-5  # for a central difference, as a fraction of the step
 AT_ZERO = 1e-6  # after an event, c is 0 if |c| is below this times |dc/dt| and the size of the step
-ROUNDINGS = 64  # the same factor of a dtype is at least this many rounding errors
+ROUNDINGS = 32  # c is 0 if that many rounding errors of the state change its sign
 CLOSE = 1 / 64  # an event so soon after the last one, as a fraction of the step, is found in a shorter step
 
 
@@ -160,20 +160,22 @@ class EventSteps(AdaptiveSteps):
             times = np.concatenate([none[:, None], p.outputs], -1)
             parts_of = [times[:, :-1] + np.diff(times) * (i / s.steps) for i in range(1, s.steps)]
             self.fixed = np.sort(np.concatenate([*parts_of, p.outputs], -1), -1)
-        self.goal, self.goal_of = none + np.nan, none.astype(int)  # the next event of each sample, and which it is
-        self.counts, self.last = [none for _ in self.events], np.full((len(self.events), p.lanes), -np.inf)
+        self.goal = none + np.nan  # the time of the next events of each sample
+        self.due = np.zeros((len(self.events), p.lanes), bool)  # the events that happen there
+        self.counts = [none for _ in self.events]
         self.found: list[list[tuple[Array, Tensor, Rows]]] = [[] for _ in self.events]
         self.ended: tuple[Array, Rows] | None = None
         self.first = tuple([row.detach() for row in state[: p.term.rows]])
-        self.at_zero = max(AT_ZERO, ROUNDINGS * torch.finfo(p.template.dtype).eps)
+        eps = torch.finfo(p.template.dtype).eps
+        self.at_zero, self.tolerance = max(AT_ZERO, 64 * eps), max(ROOT_TOLERANCE, 4 * eps)
         self.width = none  # size of the step in which the last event of a sample was found
         self.short = none + np.inf  # limit of the next step, if an event follows another closely
         self.signs = [none for _ in self.events]
+        self.quiet = [none - 1 for _ in self.events]  # until then, the sign of c is that of errors
         t, rows = self._time(self.now), state[: p.term.rows]
         nobody, masks = none[:0], np.zeros((0, len(self.events)), bool)
         self.landings = [Landing(nobody.astype(int), nobody, nobody, masks, tuple([row[:0].detach() for row in rows]))]
-        for k in range(len(self.events)):
-            self._set_sign(k, t, rows, self._slopes(t, rows), none == 0)
+        self._set_signs(t, rows, self._slopes(t, rows), [none + np.inf for _ in self.events], none, self.due, none == 0)
 
     # Steps
 
@@ -197,42 +199,27 @@ class EventSteps(AdaptiveSteps):
     def _refuse(self, before: Rows, after: Rows, accepted: Array) -> Array:
         """Return the samples that must repeat the step because it has an event, and set their goals."""
         p, size = self.problem, self.taken
-        wanted, first = accepted & (size > 0) & np.isnan(self.goal), np.full_like(size, np.inf)
+        wanted = accepted & (size > 0) & np.isnan(self.goal)
         self.short = np.where(accepted, np.inf, self.short)
-        signs = list(self.signs)
         if not wanted.any():
             return wanted
         with torch.no_grad():
             dense = self._interpolant(before, after)
-            tolerance = max(ROOT_TOLERANCE, 4 * torch.finfo(p.template.dtype).eps)
-            rows_inside = dense(NODES[1:-1, None] + 0 * size)
-            for k, event in enumerate(self.events):
-
-                def value(theta: Array, rows: Rows, event: Event = event) -> Array:
-                    c = self._values(event, self._time(self.now + theta * size), rows)
-                    if np.isnan(c[wanted]).any():
-                        at = p.time(self.now)[wanted & np.isnan(c)]
-                        raise p.failure(NonFiniteError, NAN_FUNCTION, at, size)
-                    return c
-
-                rows_at_nodes = [before[: p.term.rows], *rows_inside, after[: p.term.rows]]
-                values = np.stack([value(theta, rows) for theta, rows in zip(NODES, rows_at_nodes, strict=True)])
-                is_past = (
-                    self.then - self.last[k] > self.at_zero * self.width
-                )  # else the sign of c is that of rounding errors
-                low, high, side = self._first_change(k, event, values, wanted & is_past)
-                is_hit = ~np.isnan(high)
-                if is_hit.any():
-                    high = np.where(is_hit, high, 1.0)
-                    zero = root(lambda x: side * value(x, dense(x[None])[0]), low, high, side * values, tolerance)  # noqa: B023
-                    self.goal_of = np.where(is_hit & (zero < first), k, self.goal_of)
-                    first = np.where(is_hit, np.minimum(first, zero), first)
-        is_hit = np.isfinite(first)
-        if not is_hit.any():
-            return is_hit
-        self.signs = [np.where(is_hit, old, new) for old, new in zip(signs, self.signs, strict=True)]
-        first = np.where(is_hit, first, 1.0)
-        is_close = is_hit & (first < CLOSE) & (self.last[self.goal_of, np.arange(p.lanes)] == self.now)
+            at_nodes = [before[: p.term.rows], *dense(NODES[1:-1, None] + 0 * size), after[: p.term.rows]]
+            found = [self._first_zero(k, dense, at_nodes, wanted) for k in range(len(self.events))]
+            zeros, values, sides = (np.stack(x) for x in zip(*found, strict=True))
+            first = zeros.min(0)
+            is_hit = np.isfinite(first)
+            if not is_hit.any():
+                self.signs = list(sides[:, -1])
+                return is_hit
+            first = np.where(is_hit, first, 1.0)
+            due = zeros <= first + 2 * self.tolerance
+            if len(self.events) > 1:
+                scale = tuple([torch.maximum(a.abs(), b.abs()) for a, b in zip(at_nodes[0], at_nodes[-1], strict=True)])
+                due |= wanted & self._is_zero_at(first, dense, scale, zeros, values, sides)
+            self.due = np.where(is_hit, due, self.due)
+        is_close = is_hit & (first < CLOSE) & (self.due & (np.stack(self.quiet) >= self.now)).any(0)
         is_zeno = is_close & (first * size <= 4 * p.resolution * np.maximum(abs(p.time(self.now)), p.end))
         if is_zeno.any():
             lane = int(is_zeno.argmax())
@@ -243,11 +230,13 @@ class EventSteps(AdaptiveSteps):
                 p.time(self.now)[lane],
                 size[lane],
             )
-        goal = np.minimum(np.maximum(self.now + first * size, np.nextafter(self.now, np.inf)), self.then)
-        self.goal = np.where(is_hit & ~is_close, goal, self.goal)
+        self.goal = np.where(is_hit & ~is_close, np.clip(self.now + first * size, self.now, self.then), self.goal)
         self.width = np.where(is_hit, size, self.width)
         self.short = np.where(is_close, size * np.maximum(4 * first, CLOSE), self.short)
         self.size = np.minimum(self.size, self.short)
+        passed = np.where(is_hit, np.maximum(first * (len(NODES) - 1), 0.0), len(NODES) - 1).astype(int)
+        passed = np.where(is_close, 0, passed)  # the nodes before the first event
+        self.signs = [np.take_along_axis(side, passed[None], 0)[0] for side in sides]
         return is_hit
 
     def _interpolant(self, before: Rows, after: Rows) -> Callable[[Array], list[Rows]]:
@@ -278,16 +267,58 @@ class EventSteps(AdaptiveSteps):
 
         return cubic
 
-    def _first_change(self, k: int, event: Event, values: Array, wanted: Array) -> tuple[Array, Array, Array]:
-        """Return the nodes around the first event of each sample, and the sign before it; the nodes are NaN without."""
-        sign, none = self.signs[k], np.zeros_like(self.now)
-        low, high, side = none, none + np.nan, none
-        for theta, before, c in zip(NODES[1:], NODES, np.sign(values[1:]), strict=False):
-            is_new = wanted & np.isnan(high) & self._crosses(event, sign, c)
-            low, high = np.where(is_new, before, low), np.where(is_new, theta, high)
-            side, sign = np.where(is_new, sign, side), np.where(c != 0, c, sign)
-        self.signs[k] = np.where(wanted & np.isnan(high), sign, self.signs[k])
-        return low, high, side
+    def _first_zero(
+        self, k: int, dense: Callable[[Array], list[Rows]], at_nodes: list[Rows], wanted: Array
+    ) -> tuple[Array, Array, Array]:
+        """Return the first event of each sample as a fraction of the step, or inf, and c and its side at the nodes.
+
+        The side is the last known sign of c. An event whose time has passed, by errors, lies before the step.
+        """
+        p, size, event = self.problem, self.taken, self.events[k]
+
+        def value(theta: Array, rows: Rows) -> Array:
+            c = self._values(event, self._time(self.now + theta * size), rows)
+            if np.isnan(c[wanted]).any():
+                raise p.failure(NonFiniteError, NAN_FUNCTION, p.time(self.now)[wanted & np.isnan(c)], size)
+            return c
+
+        values = np.stack([value(theta, rows) for theta, rows in zip(NODES, at_nodes, strict=True)])
+        sides, crosses = [self.signs[k]], []
+        for theta, c in zip(NODES[1:], np.sign(values[1:]), strict=True):
+            c = np.where(wanted & (self.now + theta * size > self.quiet[k]), c, sides[-1])
+            crosses.append(self._crosses(event, sides[-1], c))
+            sides.append(np.where(c != 0, c, sides[-1]))
+        is_hit, i = np.any(crosses, 0), np.argmax(crosses, 0)
+        zero = np.full_like(self.now, np.inf)
+        if is_hit.any():
+            side = np.take_along_axis(np.stack(sides), i[None], 0)[0]
+            has_passed = (i == 0) & (side * values[0] < 0) & (self.now > self.quiet[k])
+            low = np.where(has_passed, -NODES[1], NODES[i])
+            high = np.where(is_hit, NODES[i + 1], 1.0)
+            found = root(lambda x: side * value(x, dense(x[None])[0]), low, high, side * values, self.tolerance)
+            zero = np.where(is_hit, found, zero)
+        return zero, values, np.stack(sides)
+
+    def _is_zero_at(
+        self, theta: Array, dense: Callable[[Array], list[Rows]], scale: Rows, zeros: Array, values: Array, sides: Array
+    ) -> Array:
+        """Return which event functions have the zero θ of another one up to rounding errors, (events, lanes)."""
+        elapsed, found = self.now + theta * self.taken, []
+        t, rows = self._time(elapsed), dense(theta[None])[0]
+        for k, event in enumerate(self.events):
+            c, side, end = self._values(event, t, rows), sides[k, -1], values[k, -1]
+            rounding = self._rounding(event, t, rows, c, scale)
+            is_next = (abs(end) <= rounding) & (side * (end - values[k, -2]) < 0) & self._crosses(event, side, -side)
+            found.append((abs(c) <= rounding) & (elapsed > self.quiet[k]) & (np.isfinite(zeros[k]) | is_next))
+        return np.stack(found)
+
+    def _rounding(self, event: Event, t: Tensor, rows: Rows, c: Array, scale: Rows) -> Array:
+        """Return the change of c by rounding errors of t and of a state of size ``scale``."""
+        error, moved = ROUNDINGS * torch.finfo(self.problem.template.dtype).eps, []
+        for row, size in zip(rows, scale, strict=True):
+            uneven = (1 + GOLDEN * torch.arange(row[:1].numel(), device=row.device) % 1) / 2  # else y_1 - y_2 stays
+            moved.append(row + error * size * uneven.view(row[:1].shape).to(row))
+        return np.nan_to_num(abs(self._values(event, t * (1 + error), tuple(moved)) - c))
 
     @staticmethod
     def _crosses(event: Event, before: Array, after: Array) -> Array:
@@ -304,12 +335,8 @@ class EventSteps(AdaptiveSteps):
         lanes, masks, ends = landed.nonzero()[0], [], np.zeros_like(landed)
         t, rows = self._time(self.now), state[: p.term.rows]
         slopes = self._slopes(t, rows)
-        signs = [np.sign(self._values(event, t, rows)) for event in self.events]
-        for k, event in enumerate(self.events):  # another event at the same time has changed its sign, too
-            is_new = self._crosses(event, self.signs[k], signs[k]) & (
-                self.now - self.last[k] > self.at_zero * self.width
-            )
-            masks.append(landed & ~ends & ((self.goal_of == k) | is_new))
+        for k, event in enumerate(self.events):
+            masks.append(landed & ~ends & self.due[k])
             ends = ends | (masks[k] & (self.counts[k] + 1 >= event.limit))
         if not torch.is_grad_enabled():  # as in the solve of an adjoint, which repeats the landings with a graph
             of_lanes = tuple([row.detach()[p._on_device(lanes)] for row in rows])
@@ -323,29 +350,43 @@ class EventSteps(AdaptiveSteps):
         return rows
 
     def _pass(self, t: Tensor, rows: Rows, slopes: Rows, masks: Sequence[Array]) -> Rows:
-        """Return the rows after the events, each of which happens in the samples of its mask, and set ``ended``."""
-        p, ends, final = self.problem, np.zeros_like(masks[0]), rows
-        for k, (event, happens) in enumerate(zip(self.events, masks, strict=True)):
+        """Return the rows after the events, each of which happens in the samples of its mask, and set ``ended``.
+
+        The times of all events are those of the state before the first jump.
+        """
+        p, before, none = self.problem, (rows, slopes), torch.zeros_like(t)
+        landed, ends = np.any(masks, 0), np.zeros_like(masks[0])
+        delays = [
+            self._delay(event, t, rows, slopes, happens) if happens.any() else none
+            for event, happens in zip(self.events, masks, strict=True)
+        ]
+        lag, final, jumps = none, rows, np.zeros_like(landed)
+        for k, (event, happens, delay) in enumerate(zip(self.events, masks, delays, strict=True)):
             if not happens.any():
                 continue
-            delay = self._delay(event, t, rows, slopes, happens)
-            shift, mask = as_column(delay, rows[0]), as_column(p._on_device(happens), rows[0])
+            which, mask = p._on_device(happens.nonzero()[0]), as_column(p._on_device(happens), rows[0])
+            shift = as_column(torch.where(mask.flatten(), delay - lag, 0.0), rows[0])
+            lag = torch.where(mask.flatten(), delay, lag)
             rows = tuple([row + shift * slope for row, slope in zip(rows, slopes, strict=True)])
-            which = p._on_device(happens.nonzero()[0])
-            self.found[k].append((happens.nonzero()[0], (t + delay)[which], tuple([row[which] for row in rows])))
+            self.found[k].append((happens.nonzero()[0], (t + lag)[which], tuple([row[which] for row in rows])))
             if event.jump is not None:
-                rows = self._jumped(event.jump, t + delay, rows, mask)
-            slopes = self._slopes(t + delay, rows)
+                rows, jumps = self._jumped(event.jump, t + lag, rows, mask), jumps | happens
+                new = self._slopes(t + lag, rows)
+                slopes = tuple([torch.where(mask, x, y) for x, y in zip(new, slopes, strict=True)])
             self.counts[k] = self.counts[k] + happens
-            self.last[k] = np.where(happens, self.now, self.last[k])
-            for j in range(len(self.events)):
-                self._set_sign(j, t + delay, rows, slopes, happens, fired=j == k)
             ending = happens & (self.counts[k] >= event.limit)
             if ending.any():
                 of_end = as_column(p._on_device(ending), rows[0])
                 ends = ends | ending
                 final = tuple([torch.where(of_end, x, y) for x, y in zip(rows, final, strict=True)])
-            rows = tuple([row - shift * slope for row, slope in zip(rows, slopes, strict=True)])
+        if landed.any():
+            shift, mask = (as_column(x, rows[0]) for x in (lag, p._on_device(jumps)))
+            at_events = tuple([(row + shift * slope).detach() for row, slope in zip(*before, strict=True)])
+            c = [self._values(event, t + lag, at_events) for event in self.events]
+            lags = p.sign * lag.detach().cpu().numpy()
+            self._set_signs(t + lag, rows, slopes, c, lags, masks, landed)
+            back = [row - shift * slope for row, slope in zip(rows, slopes, strict=True)]
+            rows = tuple([torch.where(mask, x, row) for x, row in zip(back, before[0], strict=True)])
         self.ended = None
         if ends.any():
             which, of_end = p._on_device(ends.nonzero()[0]), as_column(p._on_device(ends), rows[0])
@@ -423,17 +464,25 @@ class EventSteps(AdaptiveSteps):
             raise p.failure(NonFiniteError, message, t[mask.flatten()], self.taken)
         return tuple([torch.where(mask, new, old) for new, old in zip(jumped, rows, strict=True)])
 
-    def _set_sign(self, k: int, t: Tensor, rows: Rows, slopes: Rows, lanes: Array, *, fired: bool = True) -> None:
-        """Set the sign of an event function in ``lanes``.
+    def _set_signs(
+        self, t: Tensor, rows: Rows, slopes: Rows, before: Sequence[Array], lag: Array, fired: Sequence[Array],
+        lanes: Array,
+    ) -> None:  # fmt: skip
+        """Set the sides of the event functions in ``lanes``, after events that changed their values ``before``.
 
-        If c is 0 up to the errors of a step, the sign is that of dc/dt after c's own event. After another event it does
-        not change.
+        A function that had its event, or was moved by a jump, and is 0 up to errors, has the side of dc/dt. Others
+        that no jump moved keep their sides, because they may just have crossed zero.
         """
-        c = self._values(self.events[k], t, rows)
-        rate = self._rate(self.events[k], t, rows, slopes).double().cpu().numpy() * self.problem.sign
-        is_zero = abs(c) <= self.at_zero * self.width * abs(rate)
-        sign = np.sign(np.where(is_zero, rate if fired else self.signs[k], c))
-        self.signs[k] = np.where(lanes, sign, self.signs[k])
+        for k, event in enumerate(self.events):
+            c = self._values(event, t, rows)
+            rate = self._rate(event, t, rows, slopes).double().cpu().numpy() * self.problem.sign
+            rounding = self._rounding(event, t, rows, c, tuple([row.abs() for row in rows]))
+            band = self.at_zero * self.width * abs(rate) + rounding
+            is_moved = abs(c - before[k]) > band
+            is_far, is_set = is_moved & (abs(c) > band), lanes & (fired[k] | is_moved)
+            self.signs[k] = np.where(is_set, np.sign(np.where(is_far, c, rate)), self.signs[k])
+            wait = np.maximum(lag, 0.0) + np.minimum(band / np.where(rate != 0, abs(rate), np.inf), self.width)
+            self.quiet[k] = np.where(is_set & (fired[k] | ~is_far), self.now + wait, self.quiet[k])
 
     def record(self) -> Any:
         """Return the events as an :class:`EventRecord`, or a tuple of one per event function."""
