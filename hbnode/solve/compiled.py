@@ -19,41 +19,50 @@ from hbnode.nfe import NFE, Tally
 from hbnode.solve.methods import Method
 from hbnode.solve.term import ODETerm
 
+GRAPHS = 64  # of one program; dynamo's own limit of 8 is met by states of other dimensions and frozen parameters
+
 
 class CompilationWarning(UserWarning):
     """A warning that torch.compile failed and that the solve runs without compilation."""
 
 
 class Program:
-    """A function compiled to one graph; if compilation fails, it warns once and then always returns None."""
+    """A function compiled to one graph for each kind of arguments; it returns None for those that were not compiled.
+
+    It warns once if compilation fails, and then always returns None, or if there are ``GRAPHS`` graphs.
+    """
 
     def __init__(self, function: Callable[..., Any], device_type: str) -> None:
         code = function.__code__.replace()  # a copy, because dynamo limits the graphs per code object
         own = types.FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)
         # steps on the CPU are short, so the calls of kernels are compiled, too
         self.run = torch.compile(own, fullgraph=True, options={"cpp_wrapper": True} if device_type == "cpu" else None)
-        self.failed = False
+        self.failed = self.is_full = False
 
     def __call__(self, *args: Any) -> Any:
         if self.failed:
             return None
         try:
-            with warnings.catch_warnings():  # dynamo reads .grad of every input
+            with torch._dynamo.config.patch(recompile_limit=GRAPHS), warnings.catch_warnings():
+                # dynamo reads .grad of every input
                 warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
                 return self.run(*args)
+        except torch._dynamo.exc.FailOnRecompileLimitHit:
+            if not self.is_full:
+                self.is_full = True
+                warn(
+                    f"{GRAPHS} graphs of this field exist, and other arguments run without compilation",
+                    "as few numbers of dimensions, frozen parameters and Python values in func as possible",
+                )
+            return None
         except Exception as error:  # the solve runs without compilation
             self.failed = True
             warn(f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}")
             return None
 
 
-def warn(reason: str) -> None:
-    warnings.warn(
-        f"compile=True has no effect: {reason}. Fix: compile=False, or replace in func what torch.compile "
-        "cannot trace.",
-        CompilationWarning,
-        stacklevel=2,
-    )
+def warn(reason: str, fix: str = "compile=False, or replace in func what torch.compile cannot trace") -> None:
+    warnings.warn(f"compile=True has no effect: {reason}. Fix: {fix}.", CompilationWarning, stacklevel=2)
 
 
 def program(term: ODETerm, key: tuple[Any, ...], make: Callable[[], Callable[..., Any]]) -> Program:

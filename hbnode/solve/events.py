@@ -97,6 +97,14 @@ class Event:
     direction: int = 0
     max_count: int | None = None
 
+    def __new__(cls, *_: Any, **given: Any) -> Event:
+        if others := given.keys() - cls.__dataclass_fields__.keys():
+            raise TypeError(
+                f"Event has the arguments {', '.join(cls.__dataclass_fields__)}, got {min(others)!r}. Fix: "
+                "Event(fn, max_count=n) ends the solve of a sample at its n-th event; without jump, n is 1 by default."
+            )
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         for name in ("fn", "jump"):
             value = getattr(self, name)
@@ -302,14 +310,17 @@ class EventSteps(AdaptiveSteps):
     def _is_zero_at(
         self, theta: Array, dense: Callable[[Array], list[Rows]], scale: Rows, zeros: Array, values: Array, sides: Array
     ) -> Array:
-        """Return which event functions have the zero θ of another one up to rounding errors, (events, lanes)."""
-        elapsed, found = self.now + theta * self.taken, []
-        t, rows = self._time(elapsed), dense(theta[None])[0]
+        """Return which event functions have the zero θ of another one up to rounding errors, (events, lanes).
+
+        Such a zero may lie just after the step.
+        """
+        found, t, rows = [], self._time(self.now + theta * self.taken), dense(theta[None])[0]
         for k, event in enumerate(self.events):
-            c, side, end = self._values(event, t, rows), sides[k, -1], values[k, -1]
-            rounding = self._rounding(event, t, rows, c, scale)
-            is_next = (abs(end) <= rounding) & (side * (end - values[k, -2]) < 0) & self._crosses(event, side, -side)
-            found.append((abs(c) <= rounding) & (elapsed > self.quiet[k]) & (np.isfinite(zeros[k]) | is_next))
+            rounding, side = self._rounding(event, t, rows, self._values(event, t, rows), scale), sides[k, -1]
+            slope = _horner(slope_of(TO_POLYNOMIAL @ values[k]), np.minimum(zeros[k], 1.0))
+            is_next = (abs(values[k, -1]) <= rounding) & (side * slope < 0) & self._crosses(event, side, -side)
+            zero = np.where(is_next & (self.then > self.quiet[k]), 1.0, zeros[k])
+            found.append((zero - theta) * abs(slope) <= rounding)
         return np.stack(found)
 
     def _rounding(self, event: Event, t: Tensor, rows: Rows, c: Array, scale: Rows) -> Array:
@@ -529,7 +540,15 @@ class EventSteps(AdaptiveSteps):
 
     def _condition(self, event: Event, t: Tensor, rows: Rows) -> Tensor:
         p = self.problem
-        c = event.fn(t.to(p.template), p.term.unflatten(rows))
+        try:
+            c = event.fn(t.to(p.template), p.term.unflatten(rows))
+        except RuntimeError as error:
+            if "does not require grad" not in str(error):
+                raise
+            raise ValueError(
+                "an event function is also evaluated without a graph, so it must not call torch.autograd.grad. "
+                "Fix: torch.func.grad(lambda y: V(y).sum())(y), for a function V."
+            ) from error
         if not isinstance(c, Tensor) or c.shape != (p.lanes,):
             got = f"shape {tuple(c.shape)}" if isinstance(c, Tensor) else type(c).__name__
             raise ValueError(
@@ -540,7 +559,7 @@ class EventSteps(AdaptiveSteps):
 
     def _values(self, event: Event, t: Tensor, rows: Rows) -> Array:
         with torch.no_grad():
-            return self._condition(event, t, rows).double().cpu().numpy()
+            return self._condition(event, t.detach(), tuple([row.detach() for row in rows])).double().cpu().numpy()
 
     def _rate(self, event: Event, t: Tensor, rows: Rows, slopes: Rows) -> Tensor:
         """Return dc/dt along the solution, (lanes,), as a constant."""
@@ -553,15 +572,15 @@ class EventSteps(AdaptiveSteps):
         with torch.enable_grad():
             inputs = [x.detach().clone().requires_grad_() for x in (t, *rows)]
             c = self._condition(event, inputs[0], tuple(inputs[1:]))
-            if not c.requires_grad:
+            found = torch.autograd.grad(c.sum(), inputs, allow_unused=True) if c.requires_grad else [None]
+            if all(g is None for g in found):
                 raise ValueError(
                     "an event function must be differentiable, got a value without a graph. "
-                    "Fix: compute it from t and the state by torch operations, without comparisons."
+                    "Fix: compute it from t and the state by torch operations, without comparisons and detach()."
                 )
-            found = torch.autograd.grad(c.sum(), inputs, allow_unused=True)
         rate = torch.zeros_like(t) if found[0] is None else found[0]
         for g, slope in zip(found[1:], slopes, strict=True):
-            rate = rate if g is None else rate + (g * slope).flatten(1).sum(1)
+            rate = rate if g is None else rate + (g * slope).unsqueeze(-1).flatten(1).sum(1)
         return rate
 
 
@@ -578,7 +597,7 @@ def root(value: Callable[[Array], Array], low: Array, high: Array, at_nodes: Arr
     of the polynomial, up to ``tolerance``. A step out of the interval is replaced by a bisection.
     """
     polynomial = TO_POLYNOMIAL @ at_nodes
-    slope = polynomial[1:] * np.arange(1, len(polynomial))[:, None]
+    slope = slope_of(polynomial)
     left, right = low, high
     for _ in range(BISECTIONS):
         theta = (left + right) / 2
@@ -594,6 +613,11 @@ def root(value: Callable[[Array], Array], low: Array, high: Array, at_nodes: Arr
         if is_done.all():
             break
     return theta
+
+
+def slope_of(polynomial: Array) -> Array:
+    """Return the coefficients of the derivatives of polynomials (coefficients, lanes)."""
+    return polynomial[1:] * np.arange(1, len(polynomial))[:, None]
 
 
 def _horner(polynomial: Array, theta: Array) -> Array:

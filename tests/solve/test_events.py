@@ -3,8 +3,11 @@
 import itertools
 import math
 
+import hypothesis
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import hbnode
@@ -177,6 +180,148 @@ def test_one_long_step_finds_all_events_in_their_order(method):
     assert bounces.t.tolist() == [[pytest.approx(0.9 + math.sqrt((5 - 5 * 0.81) / 5), abs=1e-9)]]
     _, landing = hbnode.odeint(FALL, (0 * h + 0.1, h), [0.0, 2.0], events=Event(height), **settings)
     assert landing.t.item() == pytest.approx((5 + math.sqrt(27)) / 10)
+
+
+def exact_count(h, e, end):
+    """Return how often a ball from h reaches the floor before ``end``; it keeps the fraction e of its speed."""
+    k = torch.arange(60)
+    return ((h / 5).sqrt() * (1 + 2 * (e ** (k + 1)).cumsum(0).roll(1) * (k > 0)) < end).sum(-1)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("is_last", [False, True])
+def test_a_bounce_and_what_counts_on_the_same_floor_happen_equally_often(method, is_last):
+    torch.manual_seed(0)
+    h = torch.rand(20, 1, dtype=torch.float64) + 0.5
+    events = [Event(height, lambda t, y: (y[0], -0.9 * y[1])), Event(lambda t, y: 3 * y[0][:, 0], max_count=99)]
+    events = events[::-1] if is_last else events
+    settings = {"events": events, "method": method, **METHODS[method]}
+    _, records = hbnode.odeint(FALL, (h, 0 * h), [0.0, 2.0], **settings)
+    for record in records:
+        assert record.count.tolist() == exact_count(h, 0.9, 2.0).tolist()
+
+
+@pytest.mark.parametrize("gradient", ["direct", "checkpoint", "adjoint"])
+def test_simultaneous_jumps_are_applied_in_the_order_of_the_list(gradient):
+    """y' = c from y0 to the level L at t = (L - y0) / c, where y becomes L + a, then b (L + a)."""
+    level, c, a, b = (float64(*x).requires_grad_() for x in ([0.5, 0.7], [1.0, 2.0], [1.0, 1.5], [2.0, 3.0]))
+    y0 = float64([0.0], [0.1]).requires_grad_()
+    events = [
+        Event(lambda t, y: y[:, 0] - level, lambda t, y: y + a[:, None]),
+        Event(lambda t, y: y[:, 0] ** 3 - level**3, lambda t, y: b[:, None] * y),
+        Event(lambda t, y: y[:, 0] - level, max_count=9),
+    ]
+    field = lambda t, y: c[:, None] + 0 * y
+    y, records = hbnode.odeint(field, y0, [0.0, 2.0], events=events, gradient=gradient, rtol=1e-8, atol=1e-8)
+    t = (level - y0[:, 0]) / c
+    states = [level, level + a, b * (level + a)]
+    exact = [states[2] + c * (2 - t), t, t, t, *states]
+    found = [y[1, :, 0], *(r.t[:, 0] for r in records), *(r.state[:, 0, 0] for r in records)]
+    assert [r.count.tolist() for r in records] == [[1, 1]] * 3
+    torch.testing.assert_close(found, exact, rtol=0, atol=1e-10)
+    leaves, unused = (y0, level, c, a, b), {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
+    for value, wanted in zip(found, exact, strict=True):
+        pair = [torch.autograd.grad(x.sum(), leaves, **unused) for x in (value, wanted)]
+        torch.testing.assert_close(*pair, rtol=0, atol=1e-8)
+
+
+# An exact order of events, and what is near it
+
+
+def position(kind, s):
+    """Return a + bs, or a cos(bs + c), and its derivative; both have known times at which they take a value."""
+    name, a, b, c = kind
+    return (a + b * s, b) if name == "line" else (a * math.cos(b * s + c), -a * b * math.sin(b * s + c))
+
+
+def crossings(kind, s, end):
+    """Return the times in (0, end) at which the position is that of the time s."""
+    _, _, b, c = kind
+    angles = (2 * math.pi * n + sign * (b * s + c) for n in range(-3, 9) for sign in (1, -1) if (n, sign) != (0, 1))
+    times = [s, *((angle - c) / b for angle in angles)] if kind[0] == "wave" else [s]
+    return [x for x in times if 0 < x < end]
+
+
+ZEROS = (lambda x, level: x - level, lambda x, level: 3 * (level - x), lambda x, level: x**3 - level**3)  # signs + - +
+JUMPS = (None, lambda x: x + 1, lambda x: 2 * x, lambda x: -x)
+
+
+def outcomes(left, must_precede, events, value=1.0, done=()):
+    """Yield the final value, and the times of the events, for all orders that are allowed."""
+    if not left:
+        yield value, done
+    for i, (s, k) in enumerate(left):
+        rest = left[:i] + left[i + 1 :]
+        if any(must_precede(other, (s, k)) for other in rest):
+            continue
+        jump, limit, now = JUMPS[events[k]["jump"]], events[k]["limit"], (*done, (s, k))
+        new = value if jump is None else jump(value)
+        if limit is not None and sum(j == k for _, j in now) == limit:
+            yield new, now
+        else:
+            yield from outcomes(rest, must_precede, events, new, now)
+
+
+@st.composite
+def motions(draw):
+    """Draw up to three motions, and two to four events on them at times that are equal or nearly so."""
+    kinds = [("line", 0.0, 1.0, 0.0), ("line", 0.5, -0.7, 0.0), ("wave", 1.0, 3.0, 0.4), ("wave", 2.5, 1.0, -1.0)]
+    chosen = draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=3))
+    event = st.fixed_dictionaries({
+        "of": st.integers(0, len(chosen) - 1), "zero": st.integers(0, 2), "jump": st.integers(0, 3),
+        "limit": st.sampled_from([50, 50, 2, 1]), "direction": st.sampled_from([0, 0, 1, -1]),
+        "later": st.sampled_from([0, 0, 1e-16, 1e-13, 1e-10, -1e-7, 1e-5, 1e-3]),
+    })  # fmt: skip
+    return chosen, draw(st.sampled_from([0.5, 0.74])), draw(st.lists(event, min_size=2, max_size=4))
+
+
+@given(
+    motions(), st.sampled_from([*METHODS, "nystrom6", "rodas5p"]), st.sampled_from([1, -1]),
+    st.sampled_from([torch.float64, torch.float64, torch.float32]), st.sampled_from([1e-3, 1e-5]), st.booleans(),
+)  # fmt: skip
+@hypothesis.settings(max_examples=30)
+def test_events_have_the_order_of_their_times(motion, method, sign, dtype, tolerance, is_output):
+    """Times apart by more than errors have their order, equal ones that of the list; others may have either."""
+    chosen, at, events = motion
+    end, steps = 2.0, METHODS.get(method, {})
+    chosen = [("line", *kind[1:]) if steps else kind for kind in chosen]
+    apart = 2e-11 if dtype == torch.float64 else 2e-5
+    square = torch.tensor([0.0 if name == "line" else b**2 for name, _, b, _ in chosen] + [0.0], dtype=dtype)
+    field = hbnode.HBNODE(lambda h: -square * h, damping=0.0, learn_damping=False)
+    given, passed = [], []
+    for k, event in enumerate(events):
+        of, zero, jump, s = event["of"], ZEROS[event["zero"]], JUMPS[event["jump"]], at + event["later"]
+        level = position(chosen[of], s)[0]
+        fn = lambda t, y, of=of, zero=zero, level=level: zero(y[0][:, of], level)
+        after = lambda t, y, jump=jump: (torch.cat([y[0][:, :-1], jump(y[0][:, -1:])], 1), y[1])
+        given.append(Event(fn, after if jump else None, event["direction"], event["limit"]))
+        for x in crossings(chosen[of], s, end):
+            side = math.copysign(1, position(chosen[of], x)[1]) * (-1 if event["zero"] == 1 else 1)
+            if event["direction"] in (0, side):
+                passed.append((x, k))
+
+    def must_precede(first, second):
+        (s, k), (x, j) = first, second
+        one, other = chosen[events[k]["of"]], chosen[events[j]["of"]]
+        errors = apart if one == other or one[0] == other[0] == "line" else max(apart, 300 * tolerance)
+        if k == j or abs(s - x) > errors:
+            return s < x
+        return k < j and abs(s - x) < 2e-16 and errors == apart
+
+    start = [position(kind, 0.0) for kind in chosen]
+    h = torch.tensor([[*(x for x, _ in start), 1.0]] * 2, dtype=dtype)
+    m = torch.tensor([[*(sign * x for _, x in start), 0.0]] * 2, dtype=dtype)
+    t = [0.0, sign * at, sign * end] if is_output else [0.0, sign * end]
+    settings = {"events": given, "method": method, "rtol": tolerance, "atol": tolerance, **steps}
+    (x, _), records = hbnode.odeint(field, (h, m), t, **settings)
+    counts = [r.count.tolist() for r in records]
+    for value, done in itertools.islice(outcomes(sorted(passed), must_precede, events), 3000):
+        exact = [sorted(s for s, j in done if j == k) for k in range(len(events))]
+        if counts == [[len(times)] * 2 for times in exact] and x[-1, :, -1].tolist() == [value] * 2:
+            found = [s * sign for r, times in zip(records, exact, strict=True) for s in r.t[0, : len(times)].tolist()]
+            assert found == pytest.approx([*itertools.chain(*exact)], abs=100 * tolerance)
+            return
+    pytest.fail(f"{counts} and {x[-1, 0, -1]} fit no order of {sorted(passed)}")
 
 
 def test_event_times_keep_their_digits_beside_float32_states():
