@@ -23,7 +23,7 @@ DIVERGES = (
 ONLY_FIXED_GRIDS = (
     "this solve cannot be traced or exported: its number of steps depends on the data, or it needs Python in its loop. "
     "A solve with fixed steps can: steps=n with a native method, 'euler', 'midpoint', 'heun2', 'heun3' or 'rk4', with "
-    "the direct gradient, without events and count_nfe. Fix: steps=n, and gradient=None or 'direct'."
+    "the direct gradient, without jump_times, events and count_nfe. Fix: steps=n, and gradient=None or 'direct'."
 )
 
 

@@ -43,7 +43,7 @@ class ODEBlock(nn.Module):
             the whole batch.
         save: ``"interpolate"``: adaptive steps ignore output times, and outputs are interpolated within the tolerance.
             ``"exact"``: a step ends at each output time. Default: ``"interpolate"``.
-        jump_times: times (K,) at which f or its derivative jumps; adaptive steps end on them. Default: None.
+        jump_times: times (K,) at which f or its derivative jumps; steps end on them. Default: None.
         max_steps: number of steps after which a solve raises an error. Default: 10000.
         options: further options of the method, such as ``{"max_step": 0.1}``. Default: None.
         adjoint_options: options of the backward solve of ``gradient="adjoint"`` with one of torchdiffeq's methods.
@@ -289,7 +289,7 @@ class HeavyBallODEBlock(ODEBlock):
         steps: number of equal steps between two output times. Default: None, adaptive steps.
         per_sample: whether each sample has its own step sizes. Default: False.
         save: ``"interpolate"``, or ``"exact"``: a step ends at each output time. Default: ``"interpolate"``.
-        jump_times: times (K,) at which f or its derivative jumps; adaptive steps end on them. Default: None.
+        jump_times: times (K,) at which f or its derivative jumps; steps end on them. Default: None.
         max_steps: number of steps after which a solve raises an error. Default: 10000.
         options: further options of the method. Default: None.
         adjoint_options: options of the backward solve of ``gradient="adjoint"``, torchdiffeq's methods. Default: None.

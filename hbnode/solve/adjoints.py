@@ -93,7 +93,7 @@ class Checkpoint:
         start = problem.start(y0)
         if snapshot.changed():
             raise ValueError(_CHANGES_BUFFERS.format(self.name))
-        count = 1 if problem.settings.steps is None else sum(problem.counts())
+        count = 1 if problem.settings.steps is None else sum(count for *_, count in problem.pieces())
         taken, bytes_per_step = 0, -1.0
         stores_all = not getattr(problem.term.inner, "supports_hooks", True)
         problem.counter.nfe.keeps_graph = True
@@ -142,8 +142,9 @@ class _Recomputation:
     def __call__(self, state: Rows, coefficients: Any) -> tuple[Rows, Any, Rows]:
         problem, snapshot, end = owned(self.problem), owned(self.snapshot), self.end
         times: Any = [[t.clone() for t in of_step] for of_step in self.attempt.times]  # f may change them
+        restart = None if self.attempt.restart is None else self.attempt.restart.clone()
         with nullcontext() if end is None else snapshot:
-            result = problem.step(state, coefficients, replace(self.attempt, times=times))
+            result = problem.step(state, coefficients, replace(self.attempt, times=times, restart=restart))
             if end is None:
                 self.end = tuple([x.detach() for x in result[0]])
                 return result
@@ -637,20 +638,23 @@ class _Augmented:
             options=options,
         )  # fmt: skip
         problem = Problem(term, METHODS["tsit5"], t, settings, end_only=True)
-        start = problem.start(state)
-        if self.pace is not None:
-            problem.jumps = self._jumps(problem.end)
+        if self.pace is None:
+            start = problem.start(state)
+        else:
+            problem.near = self.problem.near / self.pace[self.pace > 0].min().item()
+            problem.jumps = jumps = self._jumps(problem.end, problem.near if s.steps is not None else 0.0)
+            start, problem.jumps = problem.start(state), jumps
         rows = integrate(problem, start)
         return tuple([x[0] for x in parts(term.unflatten(rows, (1,)))])
 
-    def _jumps(self, length: Array) -> Any:
+    def _jumps(self, length: Array, slack: float) -> Any:
         """Return the jumps of f that a sample passes, as times in the longest interval, or None without jumps."""
         p, (begin, pace) = self.problem, (x.cpu().numpy() for x in (self.begin, self.pace))
         if p.jumps is None:
             return None
         with np.errstate(all="ignore"):
             jumps = (abs(begin - p.begin)[:, None] - p.jumps) / pace[:, None]
-        inside = np.unique(jumps[(jumps > 0) & (jumps <= length)])
+        inside = np.unique(jumps[(jumps > -slack) & (jumps <= length + slack)])
         return inside if inside.size else None
 
 

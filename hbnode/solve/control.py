@@ -56,6 +56,8 @@ class Attempt:
         outputs: indices of the output times inside the step; None if there are none.
         theta: positions of the outputs, as fractions of the step; None if all are at its end.
         number: index of the first of these steps, counted from the start of a solve with fixed steps.
+        restart: the time just after a jump of f, at which the first stage is evaluated again; None without a jump.
+        lag: the time of a jump on an output time minus its value, which is 0 with a gradient; else None.
     """
 
     size: Any
@@ -66,6 +68,8 @@ class Attempt:
     outputs: Any = None
     theta: Any = None
     number: int = 0
+    restart: Tensor | None = None
+    lag: Tensor | None = None
 
 
 class PIController:
@@ -305,7 +309,7 @@ class AdaptiveSteps:
         ratio = self.problem.ratio(before, after, error) * margin
         if self.problem.settings.jump_times and self.problem.jumps is not None:
             ends = (self.problem.jumps == self.then[..., None]).any(-1)
-            over_jump = ends & (self.taken < 1.1 * self.problem.jump_width) & np.isfinite(ratio)
+            over_jump = ends & (self.taken < 2.2 * self.problem.near) & np.isfinite(ratio)
             ratio = np.where(over_jump, np.minimum(ratio, 1.0), ratio)  # a shorter step is below the rounding of times
         return self._in_common(ratio) if self.problem.common else ratio
 
@@ -350,7 +354,7 @@ class AdaptiveSteps:
         """Raise if the next step exceeds ``max_nfe`` or ``max_steps``, or far too many steps are left."""
         p, most = self.problem, self.problem.settings.max_steps
         if p.max_nfe is not None:
-            p.check_nfe(p.time(self.now), self.size, 1)
+            p.check_nfe(p.time(self.now), self.size, p.method.evaluations)
         self.attempts += 1
         if p.settings.steps is not None:
             return

@@ -165,9 +165,13 @@ class EventSteps(AdaptiveSteps):
         super().__init__(problem, state)
         none = np.zeros(p.lanes)
         if s.steps is not None:
-            times = np.concatenate([none[:, None], p.outputs], -1)
-            parts_of = [times[:, :-1] + np.diff(times) * (i / s.steps) for i in range(1, s.steps)]
-            self.fixed = np.sort(np.concatenate([*parts_of, p.outputs], -1), -1)
+            ends = [p.outputs] if p.jumps is None else [p.outputs, np.minimum(p.jumps, p.end[:, None])]
+            times = np.sort(np.concatenate([none[:, None], *ends], -1), -1)
+            gaps = np.diff(times)
+            gaps = np.where((gaps < 2.2 * p.near) & (p.jumps is not None), 0.0, gaps)  # one step over a jump
+            self.fixed = np.sort(
+                np.concatenate([times[:, :-1] + gaps * (i / s.steps) for i in range(s.steps)] + ends, -1), -1
+            )
         self.goal = none + np.nan  # the time of the next events of each sample
         self.due = np.zeros((len(self.events), p.lanes), bool)  # the events that happen there
         self.counts = [none for _ in self.events]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -50,6 +51,8 @@ class Problem:
         outputs, end: output times measured from the start, (T - 1,) or (lanes, T - 1), and the last of them.
         common: whether lanes with different times take the same fraction of their spans in each step.
         jumps: sorted times of the jumps of f from the start, padded by inf, (K,) or (lanes, K); None without jumps.
+            Adaptive steps and those of events end just before and just after a jump, which are two times of the array.
+        near: distance of these times from the jump; output times are on a jump if they are not farther from it.
         noise: maps the index of a step to its standard normal variables; None for an ODE.
         program: the compiled step; None if steps are not compiled.
         end_only: whether to return the final state only.
@@ -112,6 +115,9 @@ class Problem:
             elapsed = np.broadcast_to(elapsed, (self.lanes, len(values)))
         self.outputs, self.end = elapsed[..., 1:], elapsed[..., -1]
         self.furthest = abs(values).max() if values.size else 0.0
+        self.near = BESIDE_JUMP * torch.finfo(self.template.dtype).eps * max(self.furthest, 1e-300)
+        if settings.jump_times and settings.steps is not None:
+            self.jumps = self._jumps_inside(settings.jump_times, [])
 
     def replace(self, gamma: Any, t: Tensor | None) -> None:
         """Set γ and the times to tensors of the same values, with respect to which gradients are computed."""
@@ -130,6 +136,51 @@ class Problem:
     def counts(self) -> Sequence[int]:
         """Return the number of fixed steps in each output interval."""
         return [self.settings.steps or 1] * (self.grid().shape[0] - 1)
+
+    def pieces(self) -> Iterator[tuple[int, tuple[Array, Array] | None, int]]:
+        """Yield the parts of the output intervals between jumps of f, each with its own fixed steps.
+
+        They are the index of the interval, the start and end of the part, and its number of steps. Without jumps the
+        part is None, the whole interval. If a lane has fewer jumps than others, its last parts have length 0.
+        """
+        for interval, count in enumerate(self.counts()):
+            if self.jumps is None:
+                yield interval, None, count
+                continue
+            begin, end = self.outputs[..., interval - 1] if interval else 0 * self.end, self.outputs[..., interval]
+            inside = (self.jumps > (begin + self.near)[..., None]) & (self.jumps < (end - self.near)[..., None])
+            cuts = np.sort(np.where(inside, self.jumps, end[..., None]), -1)[..., : inside.sum(-1).max()]
+            for part in itertools.pairwise([begin, *np.moveaxis(cuts, -1, 0), end]):
+                yield interval, part, count
+
+    def bound(self, elapsed: Array, interval: int) -> Any:
+        """Return the time for a bound of a part of an interval; jumps have no gradient."""
+        time, grid = self.time(elapsed), self.grid()
+        if self.t is None:
+            return time
+        time = self._on_device(time).to(self.t)
+        for k in (interval, interval + 1):
+            is_output = elapsed == (self.outputs[..., k - 1] if k else 0.0)
+            time = torch.where(self._on_device(is_output), grid[k], time)
+        return time
+
+    def lag(self, begin: Tensor, elapsed: Array, interval: int) -> Tensor | None:
+        """Return 0 with the gradient of ``begin``, in the lanes in which it is an output time on a jump; or None."""
+        if self.t is None or interval == 0 or not (elapsed == self.outputs[..., interval - 1]).all():
+            return None
+        is_jump = self.beside_jump(elapsed) != 0
+        if not self.method.is_fsal and is_jump.any():
+            raise ValueError(
+                f"the gradient of an output time on a jump is not known with method={self.settings.method!r}. "
+                "Fix: t.detach(), or method='nystrom4'."
+            )
+        return torch.where(is_jump, begin - begin.detach(), 0.0)
+
+    def beside_jump(self, elapsed: Array) -> Any:
+        """Return a short time, signed as a step, if ``elapsed`` is the time of a jump, else 0."""
+        is_jump = (abs(self.jumps - elapsed[..., None]) <= self.near).any(-1)
+        short = np.where(is_jump, self.sign * 2.0 * self.near, 0.0)
+        return short if self.t is None else self._on_device(short).to(self.t)
 
     def time(self, elapsed: Array) -> Any:
         """Return the time t, () or (lanes,), for a time ``elapsed`` since the start."""
@@ -177,10 +228,14 @@ class Problem:
     def start(self, y0: Any) -> Rows:
         """Return the method's initial state, and set ``jumps`` from the signals that the field evaluates."""
         rows, jumps = self.term.flatten(y0), self.settings.jump_times
+        is_fixed = self.settings.steps is not None
         if self.method.is_fsal:
             t = self.no_times[0]
             if self.wants_time:
-                (t,) = self.stages([self.grid()[0] if self.t is not None else self.begin])
+                begin = self.grid()[0] if self.t is not None else self.begin
+                if is_fixed and self.jumps is not None:
+                    begin = begin + self.beside_jump(0.0 * self.end)
+                (t,) = self.stages([begin])
             if self.traced:
                 return (*rows, self.term(t, rows[0]))
             before, queries.signals = queries.signals, []
@@ -190,17 +245,18 @@ class Problem:
                 signals, queries.signals = queries.signals, before
         else:
             signals = []
-        if (jumps or signals) and self.method.error_order is not None and self.settings.steps is None:
+        if (jumps or signals) and not is_fixed:
             self.jumps = self._jumps_inside(jumps, signals)
         return rows
 
     def _jumps_inside(self, jump_times: Sequence[float], signals: Sequence[Any]) -> Array | None:
-        near = BESIDE_JUMP * torch.finfo(self.template.dtype).eps * max(self.furthest, 1e-300)
-        times = {jump + side for jump in jump_times for side in (-near, near)}  # left and right limits of f differ
-        self.jump_width = 2 * near
+        sides, slack = (-self.near, self.near), 0.0  # left and right limits of f differ
+        if self.settings.steps is not None and not self.events:
+            sides, slack = (0.0,), self.near
+        times = {jump + side for jump in jump_times for side in sides}
         times.update(*(signal.knots for signal in signals))
         elapsed = self.sign[..., None] * (np.array(sorted(times)) - self.begin[..., None])
-        inside = (elapsed > 0) & (elapsed <= self.end[..., None])
+        inside = (elapsed > -slack) & (elapsed <= self.end[..., None] + slack)
         return np.sort(np.where(inside, elapsed, np.inf), -1) if inside.any() else None
 
     def coefficients(self, attempt: Attempt) -> tuple[Any, Tensor | None]:
@@ -267,6 +323,8 @@ class Problem:
         program = self.program if blend is None and field is None and not self.events else None
         field, error, columns = self.term if field is None else field, None, None
         dense = blend is not None or bool(self.events)
+        if attempt.restart is not None:
+            state = self._restarted(state, attempt, field)
         for number, times in enumerate(attempt.times, attempt.number):
             if program is not None and (result := program(state, packed, list(times), self.term.like)) is not None:
                 self.counter.add("evaluation", self.method.evaluations)
@@ -286,6 +344,17 @@ class Problem:
         if blend is not None and columns is not None:
             outputs = self._interpolated(outputs, columns, blend, attempt)
         return state, error, tuple(outputs)
+
+    def _restarted(self, state: Rows, attempt: Attempt, field: Field) -> Rows:
+        """Return the state with the value of the field just after a jump.
+
+        If the jump is on an output time, its ``lag`` takes the gradient of this time from the later states.
+        """
+        *rows, _ = state
+        if attempt.lag is not None:
+            lag = attempt.lag.to(rows[0]).reshape(-1, *[1] * (rows[0].dim() - 1))
+            rows = [row - lag * slope for row, slope in zip(rows, self.slopes(state), strict=True)]
+        return (*rows, field(attempt.restart, rows[0]))
 
     def _with_slopes(self, outputs: list[Tensor], state: Rows, attempt: Attempt) -> list[Tensor]:
         """Return the outputs y at the end of a step with gradients with respect to their times.
@@ -358,11 +427,11 @@ class Problem:
         """Relative rounding error of times, in the dtype of the state if f depends on time."""
         return torch.finfo(self.template.dtype if self.term.time_dependent else torch.float64).eps
 
-    def check_nfe(self, t: Any, size: Any, steps: int) -> None:
-        """Raise MaxNFEError if that many further steps would exceed ``max_nfe``."""
+    def check_nfe(self, t: Any, size: Any, evaluations: int) -> None:
+        """Raise MaxNFEError if that many further evaluations would exceed ``max_nfe``."""
         nfe = self.counter.nfe
         spent = nfe.forward if _torch.backward_pass() == -1 else nfe.backward
-        if spent + steps * self.method.evaluations > self.max_nfe:
+        if spent + evaluations > self.max_nfe:
             message = (
                 f"the solve needs more than max_nfe={self.max_nfe} function evaluations. "
                 "Fix: loosen rtol and atol, shorten the time span, or raise max_nfe"
@@ -393,7 +462,7 @@ class Problem:
         size = attempt.size.detach().numpy() if isinstance(attempt.size, Tensor) else np.asarray(attempt.size)
         begin = self.time(attempt.begin) if attempt.error else attempt.begin
         begin, size = float(np.asarray(begin)[lane]), float(size[lane])  # type: ignore[assignment]
-        nodes = iter(self.method.nodes * len(attempt.times))
+        nodes = iter((*[0.0] * (attempt.restart is not None), *self.method.nodes * len(attempt.times)))
 
         def checked(t: Tensor, x: Tensor) -> Tensor:
             f, node = self.term(t, x), next(nodes, 0.5)  # dense output of rodas5p has one more, in the middle
@@ -464,19 +533,28 @@ def fixed_steps(problem: Problem, every: int) -> Iterator[Attempt]:
     """Yield the fixed steps of a solve as attempts, each at most ``every`` equal steps of one output interval."""
     p, nodes, number, times = problem, problem.method.nodes, 0, problem.grid()  # (T,) or (T, lanes)
     every = 1 if open_records else every
-    for interval, count in enumerate(p.counts()):
+    for interval, part, count in p.pieces():
         for done in range(0, count, every):
             steps = min(every, count - done)
             begin, end = times[interval], times[interval + 1]  # here, so that each attempt has its own graph
+            if part is not None:
+                begin, end = p.bound(part[0], interval), p.bound(part[1], interval)
+                lag = p.lag(begin, part[0], interval)
+                begin = begin if lag is None else begin - lag
             size = (end - begin) / count
-            if p.max_nfe is not None:
-                p.check_nfe(begin + done * size, size, steps)
             attempt = Attempt(size, [p.no_times] * steps, begin + done * size, error=False, number=number)
             if p.wants_time:
+                if part is not None:
+                    short = p.beside_jump(part[0])
+                    begin, end = begin + short, end - p.beside_jump(part[1])
+                    if number and not done and p.method.is_fsal and short.any():
+                        (attempt.restart,), attempt.lag = p.stages([begin]), lag
                 fractions = [min((i + node) / count, 1.0) for i in range(done, done + steps) for node in nodes]
                 stages, k = p.stages([begin * (1.0 - c) + end * c for c in fractions]), len(nodes)
                 attempt.times = [stages[i : i + k] for i in range(0, len(stages), k)]
-            if done + steps == count:
+            if p.max_nfe is not None:
+                p.check_nfe(attempt.begin, size, steps * p.method.evaluations + (attempt.restart is not None))
+            if done + steps == count and (part is None or (part[1] == p.outputs[..., interval]).all()):
                 attempt.outputs = np.array([interval])
             yield attempt
             number += steps

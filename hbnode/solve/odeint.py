@@ -134,7 +134,8 @@ def odeint(
               raise ``ReversalError`` if the backward solve misses y0 or an output. The backward solve has common steps
               for the whole batch, also with ``per_sample=True`` or t of shape (batch, T).
         steps: number of equal steps in each output interval, for native methods and for torchdiffeq's methods with
-            fixed steps. Tolerances are then ignored. The splitting methods need it; torchdiffeq's methods with fixed
+            fixed steps. An interval with ``jump_times`` inside has that many in each of its parts. The sample times of
+            a :class:`hbnode.Signal` do not divide an interval. Tolerances are then ignored. The splitting methods need it; torchdiffeq's methods with fixed
             steps take one step per interval without it. Default: None, which means adaptive steps.
         per_sample: whether each sample has its own step sizes (native methods). Its solution is then independent of
             the other samples of the batch, up to rounding errors of f. In both cases one call of f evaluates all
@@ -142,9 +143,9 @@ def odeint(
         save: ``"interpolate"``: adaptive steps do not stop at output times, and outputs are interpolated within the
             tolerance. ``"exact"``: a step ends at each output time. torchdiffeq's methods interpolate to order 4, which
             for dopri8 can be far less accurate than the tolerance. Default: ``"interpolate"``.
-        jump_times: times (K,) at which f or its derivative jumps, or at which a narrow pulse of f begins or ends;
-            adaptive steps end on them. Native methods also use the sample times of a :class:`hbnode.Signal` in f.
-            Default: None.
+        jump_times: times (K,) at which f or its derivative jumps, or at which a narrow pulse of f begins or ends; steps
+            end on them. The last evaluation before a jump is just before it, and the first one after it just after it.
+            Adaptive native methods also use the sample times of a :class:`hbnode.Signal` in f. Default: None.
         events: an :class:`hbnode.Event`, or a list of them, for native methods. Each sample then has its own steps,
             which end on its events. All values of ``gradient`` except ``"reversible"`` support events. Default: None.
         max_steps: largest number of accepted and rejected steps of an adaptive method in one forward or backward pass.
@@ -340,7 +341,7 @@ def compile_steps(problem: Problem, field: Any, y0: State, t: Tensor, snapshot: 
         return None
     steps = (settings.steps or 0) * (t.shape[-1] - 1)
     evaluations = steps * method.evaluations + method.is_fsal
-    if settings.steps is None or evaluations > LONGEST_GRID or t.requires_grad or open_records:
+    if settings.steps is None or settings.jump_times or evaluations > LONGEST_GRID or t.requires_grad or open_records:
         activation, error = getattr(term.inner, "activation", None), settings.steps is None
         make = functools.partial(compiled.attempt, term, method, settings.rtol, settings.atol, error=error)
         step_key = (settings.method, settings.rtol, settings.atol, error, activation, term.lanes is None)
@@ -384,7 +385,7 @@ def is_traceable(settings: Settings, is_dynamo: bool) -> bool:
     Only fixed steps can. Exported graphs ignore the gradient modes that save memory, that is, all except ``"direct"``.
     torch.compile runs these modes, and solves inside ``count_nfe``, outside its graphs.
     """
-    if settings.steps is None or settings.method not in (None, *METHODS, *TORCHDIFFEQ_GRIDS):
+    if settings.steps is None or settings.jump_times or settings.method not in (None, *METHODS, *TORCHDIFFEQ_GRIDS):
         return False
     if not is_dynamo or is_exporting():
         return True

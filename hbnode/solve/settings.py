@@ -105,12 +105,6 @@ class Settings:
         if not is_one_of(self.save, SAVES):
             fix = f"save={near!r}" if (near := nearest(self.save, SAVES)) else "leave it out"
             raise ValueError(f"save must be one of {SAVES}, got {self.save!r}. Fix: {fix}.")
-        if self.steps is not None and jumps:
-            raise ValueError(
-                f"jump_times are for adaptive steps, got steps={self.steps}. Fix: leave steps out, or put the jumps "
-                "among the output times."
-            )
-
         if of_torchdiffeq and self.compile is True:
             raise ValueError(
                 f"compile=True is for native methods, got method={method!r}. "

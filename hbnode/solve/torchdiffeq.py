@@ -264,24 +264,36 @@ def checked_options(settings: Settings, t: Tensor) -> dict[str, Any]:
         raise ValueError(f"steps={steps} needs fixed steps, which method={method!r} does not have. Fix: method='rk4'.")
     if steps is not None and on_grid:
         raise ValueError(f"steps was given, and options has {on_grid!r}. Fix: give one of them.")
-    if jumps and method not in ADAPTIVE:
-        raise ValueError(f"jump_times are for adaptive steps, got method={method!r}. Fix: method='dopri5'.")
-    if jumps and "jump_t" in options:
-        raise ValueError("jump_times was given, and options has 'jump_t'. Fix: give only jump_times.")
+    if jumps and method in (*ADAMS, *SCIPY):
+        what = f"method={method!r}, which uses values of f from before a jump after it"
+        raise ValueError(f"jump_times are not possible with {what}. Fix: method='dopri5'.")
+    if jumps and (also := next((name for name in ("jump_t", *GRID) if name in options), None)):
+        fix = "give only jump_times" if also == "jump_t" else "steps=n instead, n steps between two outputs or jumps"
+        raise ValueError(f"jump_times was given, and options has {also!r}. Fix: {fix}.")
     if exact and (method in SCIPY or on_grid):
         what = f"options={{{on_grid!r}: ...}}" if on_grid else f"method={method!r}"
         raise ValueError(f"save='exact' is not possible with {what}. Fix: leave save out.")
-    if steps is not None:
-        options["grid_constructor"] = functools.partial(equal_steps, steps=steps)
-    if jumps:
+    if steps is not None or (jumps and method in FIXED):
+        options["grid_constructor"] = functools.partial(equal_steps, steps=steps or 1, jumps=jumps)
+    if jumps and method in FIXED:
+        options["perturb"] = True  # stages at the ends of a step are just inside it
+    elif jumps:
         options["jump_t"] = torch.tensor(jumps, dtype=t.dtype, device=t.device)
     if exact and method in ADAPTIVE:  # torchdiffeq rejects step times that are jumps
         options["step_t"] = t[~torch.isin(t, options["jump_t"].to(t))] if "jump_t" in options else t
     return options
 
 
-def equal_steps(func: object, y0: Tensor, t: Tensor, *, steps: int) -> Tensor:
-    """Return the times of ``steps`` equal steps per interval of ``t``, differentiable in t and exact at t."""
+def equal_steps(func: object, y0: Tensor, t: Tensor, *, steps: int, jumps: Sequence[float] = ()) -> Tensor:
+    """Return the times of ``steps`` equal steps between neighbours among ``t`` and the ``jumps`` inside it.
+
+    They are differentiable in t and exact at t.
+    """
+    if jumps:
+        inside = torch.tensor(jumps, dtype=t.dtype, device=t.device)
+        inside = inside[(inside > t.min()) & (inside < t.max()) & ~torch.isin(inside, t)]
+        t, is_down = torch.cat([t, inside]), bool(t[-1] < t[0])
+        t = t[t.detach().argsort(descending=is_down)]
     fractions = torch.arange(steps, dtype=t.dtype, device=t.device) / steps
     return torch.cat([(t[:-1, None] + t.diff()[:, None] * fractions).reshape(-1), t[-1:]])
 
