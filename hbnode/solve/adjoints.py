@@ -5,6 +5,7 @@ The adjoint of torchdiffeq's methods, such as dopri5, is in ``solve/torchdiffeq.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -687,8 +688,8 @@ def _check_missed(problem: Problem, reached: Any, start: Any, end: Any, most: fl
     The distance is relative to the larger norm of ``start`` and ``end``, because one of them may be 0.
     """
     reached, start, end = (torch.stack(list(rows)).detach() for rows in (reached, start, end))
-    size = torch.maximum(torch.linalg.vector_norm(start), torch.linalg.vector_norm(end)) + problem.settings.atol
-    missed = float(torch.linalg.vector_norm(reached - start) / size)
+    norm = functools.partial(torch.linalg.vector_norm, dtype=torch.float64)  # squares may overflow in float32
+    missed = float(norm(reached - start) / (torch.maximum(norm(start), norm(end)) + problem.settings.atol))
     if not missed <= most:
         raise problem.failure(ReversalError, message.format(missed), problem.begin, float("nan"))
 

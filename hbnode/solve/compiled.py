@@ -99,7 +99,7 @@ def attempt(term: ODETerm, method: Method, rtol: float, atol: float, *, error: b
         ratio = result.error.detach() / (scale * rtol + atol)
         if own_steps:
             return result.state, ratio.movedim(1, 0).flatten(1).double().square().mean(1).sqrt()
-        return result.state, ratio.square().mean().sqrt()
+        return result.state, ratio.double().square().mean().sqrt()
 
     return step
 

@@ -319,9 +319,7 @@ class AdaptiveSteps:
         It is ``dense_error_factor`` in lanes with an output strictly inside the step, whose dense output is less
         accurate, and ``error_factor`` in the others.
         """
-        inside = np.full_like(self.now, self.now.ndim == 0, bool)
-        if inside.ndim:
-            inside[attempt.lanes[attempt.theta != 1.0]] = True
+        inside = inside_of(attempt, len(self.now)) if self.now.ndim else True
         return np.where(inside, self.problem.method.dense_error_factor, self.error_factor)
 
     def _check_progress(self, attempt: Attempt, before: tuple[Tensor, ...], fine: Array) -> None:
@@ -385,6 +383,13 @@ class AdaptiveSteps:
                 p.time(self.now),
                 self.taken,
             )
+
+
+def inside_of(attempt: Attempt, lanes: int) -> Array:
+    """Return which lanes have an output strictly inside an attempted step, whose dense output they use."""
+    inside = np.zeros(lanes, bool)
+    inside[attempt.lanes[attempt.theta != 1.0]] = True
+    return inside
 
 
 def first_index(mask: Array) -> tuple[int, ...]:

@@ -24,6 +24,7 @@ from hbnode.solve.control import (
     Array,
     Attempt,
     first_index,
+    inside_of,
 )
 from hbnode.solve.events import EventSteps
 from hbnode.solve.methods import NYSTROM, Field, HostFormula, Method, Rosenbrock, Splitting, combined, on_host
@@ -322,7 +323,9 @@ class Problem:
         packed, blend = coefficients
         program = self.program if blend is None and field is None and not self.events else None
         field, error, columns = self.term if field is None else field, None, None
-        dense = blend is not None or bool(self.events)
+        dense: Any = blend is not None or bool(self.events)
+        if dense and self.lanes is not None and not self.events and isinstance(self.method, Rosenbrock):
+            dense = self._on_device(inside_of(attempt, self.lanes))
         if attempt.restart is not None:
             state = self._restarted(state, attempt, field)
         for number, times in enumerate(attempt.times, attempt.number):
@@ -394,8 +397,11 @@ class Problem:
         """Return the root mean square of each row, (rows,) or (rows, lanes)."""
         x = torch.stack(rows).detach()
         x = x.unsqueeze(-1).flatten(1 if self.lanes is None else 2)
-        wide = torch.float64 if self.lanes is not None else None
-        return to_host(torch.linalg.vector_norm(x, dim=-1, dtype=wide) / math.sqrt(max(x.shape[-1], 1)))
+        for dtype in (None if self.lanes is None else torch.float64, torch.float64):  # squares may overflow in float32
+            norms = to_host(torch.linalg.vector_norm(x, dim=-1, dtype=dtype) / math.sqrt(max(x.shape[-1], 1)))
+            if np.isfinite(norms).all():
+                break
+        return norms
 
     def ratio(self, before: Rows, after: Rows, error: Tensor) -> Array:
         """Return the root mean square of error / tolerance, () or (lanes,), the largest of all ``error_groups``.
@@ -409,15 +415,18 @@ class Problem:
         with torch.no_grad():
             scale = torch.maximum(torch.stack(before[:n]).abs(), torch.stack(after[:n]).abs())
             x = error / scale.mul_(self.settings.rtol).add_(self.settings.atol)
-            norms: list[Tensor] = []
-            for group in term.error_groups:
-                piece = x[..., group]
-                if self.lanes is None:
-                    norms.append(torch.linalg.vector_norm(piece) / math.sqrt(max(piece.numel(), 1)))
-                    continue
-                dims, elements = [0, *range(2, piece.dim())], max(piece[:, :1].numel(), 1)
-                norms.append(torch.linalg.vector_norm(piece, dim=dims, dtype=torch.float64) / math.sqrt(elements))
-            ratio = to_host(norms[0] if len(norms) == 1 else torch.stack(norms).amax(0))
+            for dtype in (None, torch.float64):  # squares may overflow in float32
+                norms: list[Tensor] = []
+                for group in term.error_groups:
+                    piece = x[..., group]
+                    if self.lanes is None:
+                        norms.append(torch.linalg.vector_norm(piece, dtype=dtype) / math.sqrt(max(piece.numel(), 1)))
+                        continue
+                    dims, elements = [0, *range(2, piece.dim())], max(piece[:, :1].numel(), 1)
+                    norms.append(torch.linalg.vector_norm(piece, dim=dims, dtype=torch.float64) / math.sqrt(elements))
+                ratio = to_host(norms[0] if len(norms) == 1 else torch.stack(norms).amax(0))
+                if np.isfinite(ratio).all():
+                    break
         return np.where(np.isfinite(ratio), ratio, np.inf)
 
     # Limits and failures
@@ -622,7 +631,7 @@ class Outputs:
 def to_host(x: Tensor) -> Array:
     """Return norms as a NumPy array, as root mean squares over the batch dimensions of torch.func transforms."""
     if _torch.is_transformed():
-        return np.sqrt((_torch.to_numpy(x) ** 2).reshape(-1, *x.shape).mean(0))
+        return np.sqrt((_torch.to_numpy(x).astype(float) ** 2).reshape(-1, *x.shape).mean(0))
     if x.is_meta and type(x) is Tensor:
         raise ValueError("adaptive steps need numbers, and the device meta stores none. Fix: steps=8, or a device.")
     return x.double().cpu().numpy()

@@ -579,7 +579,8 @@ class Rosenbrock(Method):
     A step counts one function evaluation for the Jacobian, for all unknowns together, and one for each stage. The last
     stage estimates the error at the end of a step. In very stiff problems it misses the error of dense output. A step
     with outputs inside therefore takes one further evaluation, for the defect d = Hp' - Hf(p) of the dense output p in
-    the middle. The solution of (I - cJ) e = gd is its error in stiff components, and is small in others.
+    the middle. The solution of (I - cJ) e = gd is its error in stiff components, and is small in others. For
+    samples with their own steps, ``dense`` of :meth:`step` is a mask (samples,) of those with outputs inside.
     """
 
     rows = 1
@@ -639,7 +640,7 @@ class Rosenbrock(Method):
 
     def step(
         self, state: tuple[Tensor, ...], coefficients: tuple[Tensor, ...], times: Sequence[Tensor], field: Field,
-        *, error: bool = False, dense: bool = False,
+        *, error: bool = False, dense: bool | Tensor = False,
     ) -> StepResult:  # fmt: skip
         *rows, value = state
         n, shape = self.rows, value.shape
@@ -670,18 +671,20 @@ class Rosenbrock(Method):
             x = sums[0, k]
             value = field(t, self.row(x[0], shape))
         after = (*(self.row(part, shape) for part in x), value)
-        columns = [self.row(column[r], shape) for r in range(n) for column in (y, *stages)] if dense else []
+        is_dense = dense is not False
+        columns = [self.row(column[r], shape) for r in range(n) for column in (y, *stages)] if is_dense else []
         errors: Any = None
         if error:
             with torch.no_grad():
                 errors = CAUTION * stages[-1].abs()
-                if dense:
+                if is_dense:
                     x, moved = ((weights * torch.stack(stages)).sum(0) for weights in self.middle)
                     f = field((times[0] + times[-1]) / 2, self.row(y[0] + x[0], shape))
                     defect = moved - size * slope(y + x, self.matrix(f))
-                    errors = torch.maximum(errors, solve(self.diagonal * defect).abs())
+                    of_dense = torch.maximum(errors, solve(self.diagonal * defect).abs())
+                    errors = torch.where(torch.as_tensor(dense, device=errors.device).view(-1, 1), of_dense, errors)
                 errors = torch.stack([self.row(part, shape) for part in errors])
-        return StepResult(after, errors, torch.stack(columns) if dense else None)
+        return StepResult(after, errors, torch.stack(columns) if is_dense else None)
 
 
 class FixedStepRungeKutta(Method):

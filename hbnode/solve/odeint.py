@@ -108,7 +108,8 @@ def odeint(
             samples have their own times or steps.
         y0: state at ``t[0]``: a floating-point tensor (batch, ...), or a tuple of such tensors.
         t: times (T,), strictly increasing or strictly decreasing. Native methods also take (batch, T), one row of times
-            per sample, in which times may repeat. The gradient with respect to t assumes that each step ends at a
+            per sample, in which times may repeat. The field gets them in the dtype of the state; late times that it
+            rounds too coarsely for the length of the solve are refused. The gradient with respect to t assumes that each step ends at a
             constant fraction of its output interval. (torchdiffeq's adaptive methods with ``"direct"`` differentiate
             their interpolation instead, which is much less accurate than their values.)
         method: name of the solver; :func:`hbnode.methods` lists all names and orders. Default: None, which selects a
@@ -135,8 +136,9 @@ def odeint(
               for the whole batch, also with ``per_sample=True`` or t of shape (batch, T).
         steps: number of equal steps in each output interval, for native methods and for torchdiffeq's methods with
             fixed steps. An interval with ``jump_times`` inside has that many in each of its parts. The sample times of
-            a :class:`hbnode.Signal` do not divide an interval. Tolerances are then ignored. The splitting methods need it; torchdiffeq's methods with fixed
-            steps take one step per interval without it. Default: None, which means adaptive steps.
+            a :class:`hbnode.Signal` do not divide an interval. Tolerances are then ignored. The splitting methods need
+            it; torchdiffeq's methods with fixed steps take one step per interval without it. Default: None, which means
+            adaptive steps.
         per_sample: whether each sample has its own step sizes (native methods). Its solution is then independent of
             the other samples of the batch, up to rounding errors of f. In both cases one call of f evaluates all
             samples. Default: False, which means one step size for the whole batch.
@@ -218,7 +220,8 @@ def _solve(field: Any, y0: State, t: Times, settings: Settings, nfe: NFE, end: b
     events = () if given is None else checked_events(given, settings)
     template = y0 if isinstance(y0, Tensor) else y0[0]
     is_native = settings.method not in TORCHDIFFEQ
-    times = checked_times(t, template.device, rows=is_native)
+    has_times = events or getattr(unwrap_compiled(field), "time_dependent", True)
+    times = checked_times(t, template.device, rows=is_native, dtype=template.dtype if has_times else None)
     settings = resolve(settings, field, times)
     if settings.steps is None and settings.method not in FIXED and settings.rtol < torch.finfo(template.dtype).eps:
         check_precision(settings.rtol, template.dtype)
@@ -551,10 +554,11 @@ def _not_a_state(y0: object, field: Callable) -> str:
     return f"the state must be a tensor or a tuple of tensors, got {got}. Fix: {fix}."
 
 
-def checked_times(t: Times, device: torch.device, *, rows: bool) -> Tensor:
+def checked_times(t: Times, device: torch.device, *, rows: bool, dtype: torch.dtype | None = None) -> Tensor:
     """Return ``t`` as a tensor (T,), checked to be finite and ordered; with ``rows``, it may also be (batch, T).
 
     With ``rows``, for native methods, the tensor is on the CPU, which plans the steps. Otherwise it is on ``device``.
+    ``dtype`` is that of the state if the field or an event gets the times in it.
     """
     if not isinstance(t, Tensor):
         kind = type(t).__name__
@@ -617,4 +621,27 @@ def checked_times(t: Times, device: torch.device, *, rows: bool) -> Tensor:
             f"t must be strictly increasing or strictly decreasing, but t[{i}]={values[i]:.9g} is followed by "
             f"t[{i + 1}]={values[i + 1]:.9g}. Fix: {fix}"
         )
+    if dtype is not None:
+        check_resolution(values, dtype)
     return t.cpu() if rows else t.to(device)
+
+
+def check_resolution(times: np.ndarray, dtype: torch.dtype) -> None:
+    """Raise ValueError if the dtype of the state rounds late times too coarsely for the span of the solve.
+
+    A span has at least four roundings. If a rounding exceeds a hundredth of the unit of time, it has a thousand, or for
+    half precision a sixteenth of those that the dtype can have.
+    """
+    eps = torch.finfo(dtype).eps
+    if dtype == torch.float64:
+        return
+    span, rounding = abs(times[..., -1] - times[..., 0]), eps * abs(times).max(-1)
+    needed = np.where(rounding > 0.01, min(1000.0, 1 / (16 * eps)), 4.0)
+    is_coarse = (span > 0) & (span < needed * rounding)
+    if is_coarse.any():
+        lane = first_index(is_coarse)
+        raise ValueError(
+            f"t spans {span[lane]:.4g} up to {times[lane][-1]:.9g}, but the field gets the times in {dtype}, the dtype "
+            f"of the state, which rounds them by {rounding[lane]:.2g}. Fix: count the times of f, events, signals and "
+            "jump_times from the start, t = t - t[0] in float64, or solve in float64, y0.double()."
+        )

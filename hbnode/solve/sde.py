@@ -27,7 +27,7 @@ from hbnode.solve.adjoints import Checkpoint, Direct, Reversible, gradient_mode,
 from hbnode.solve.control import Attempt
 from hbnode.solve.loop import Problem
 from hbnode.solve.methods import METHODS, NYSTROM, Field, Method, StepResult
-from hbnode.solve.odeint import check_finite, checked_state, checked_times, count_samples
+from hbnode.solve.odeint import check_finite, check_resolution, checked_state, checked_times, count_samples
 from hbnode.solve.settings import TORCHDIFFEQ, Gradient, Settings
 from hbnode.solve.term import ODETerm, Snapshot, change_of_call, solving, unwrap_compiled
 from hbnode.solve.torchsde import TorchsdeMethod
@@ -596,6 +596,8 @@ def sdeint(
     if term.traced:
         raise ValueError("sdeint cannot be a part of a traced or exported graph. Fix: call it outside of the graph.")
     h = term.template
+    if term.time_dependent:
+        check_resolution(to_numpy(times), h.dtype)
     if noise is not None:
         check_noise(noise, method, name, seed, step_sizes(times, counts), h)
     if method not in NATIVE:

@@ -118,6 +118,7 @@ class ODETerm:
         is_compiled = field is not self.inner or getattr(field, "_compiled_call_impl", None) is not None
         self.calls_field = second_order and is_compiled
         self.time_dependent: bool = getattr(self.inner, "time_dependent", True)
+        self.address: int | None = None  # of the last value of the field
 
     def aligned(self, value: Tensor | float, name: str, symbol: str) -> Tensor | float:
         """Return a constant of the equation, such as γ; reshape a tensor to as many dimensions as the state h."""
@@ -183,6 +184,13 @@ class ODETerm:
                 "func changes its input in place, which is the solver's state. Fix: leave inplace=True out of its "
                 "first layer, or let func work on h.clone()."
             )
+        if not self.traced:  # f may write all its values into one tensor, and solvers keep some of them
+            before = self.address
+            try:
+                self.address = f.data_ptr()
+            except RuntimeError:  # a tensor of torch.func has no address
+                self.address = 0
+            f = f.clone() if self.address and before in (None, self.address) else f
         return f if f.shape == row.shape else f.reshape(row.shape)
 
     def derivative(self, t: Tensor, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -25,6 +25,47 @@ def float64(*values):
     return torch.tensor(values, dtype=torch.float64)
 
 
+OTHERS = ("dopri5", "rk4", "fixed_adams")
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("method", [*METHODS, *OTHERS])
+def test_a_field_that_returns_one_buffer(method, grad):
+    """It writes every value into the same tensor; the values that a method keeps are those of their own stages."""
+    force = lambda t, y: torch.cos(5 * t) - 4 * y
+    buffer = torch.empty(2, 1, dtype=torch.float64)
+    buffered = lambda t, y: buffer.copy_(force(t, y))
+    results = []
+    for f in (force, buffered):
+        y0 = float64([1.0], [0.5]).requires_grad_(grad)
+        is_second = method in (*NYSTROM, *EXPONENTIAL, *SPLITTING)
+        field = hbnode.HBNODE(f, damping=0.4, learn_damping=False) if is_second else f
+        settings = {"steps": 6} if method in (*SPLITTING, *OTHERS[1:]) else {"options": {"first_step": 1.0}}
+        start, t = ((y0, 0 * y0) if is_second else y0), torch.linspace(0, 2, 9)
+        y = hbnode.odeint(field, start, t, method=method, **settings)
+        y = y[0] if is_second else y
+        gradient = torch.autograd.grad((y * y.detach()).sum(), y0)[0] if grad else y0
+        results.append((y.detach(), gradient))
+        buffer = buffer.detach().clone()
+    torch.testing.assert_close(*results, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("per_sample", [False, True])
+@pytest.mark.parametrize(("method", "gradient"), [*((name, None) for name in ADAPTIVE), ("tsit5", "adjoint")])
+def test_values_whose_squares_overflow_are_finite(method, gradient, per_sample):
+    """Linear fields in float32: y = e^-t y_0 or cos(t) y_0, with y_0 = 1e25 and its gradient."""
+    y0 = torch.full((2, 3), 1e25, requires_grad=True)
+    field, start, exact = lambda t, y: -y, y0, math.exp(-1)
+    if method != "tsit5":
+        field = hbnode.HBNODE(lambda h: -h, damping=0.0, learn_damping=False)
+        start, exact = (y0, 0 * y0), math.cos(1)
+    y = hbnode.odeint(field, start, [0.0, 1.0], method=method, gradient=gradient, per_sample=per_sample)
+    y = (y if method == "tsit5" else y[0])[-1]
+    y.sum().backward()
+    assert (y / 1e25).flatten().tolist() == pytest.approx([exact] * 6, abs=1e-4)
+    assert y0.grad.flatten().tolist() == pytest.approx([exact] * 6, abs=1e-4)
+
+
 # Times
 
 

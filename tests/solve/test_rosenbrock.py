@@ -321,3 +321,19 @@ def test_float32_and_a_heavy_ball_with_a_hook():
     torch.testing.assert_close(torch.stack(solve(field, pair, times)), exact, rtol=1e-4, atol=1e-4)
     field.register_forward_hook(lambda *_: None)
     torch.testing.assert_close(torch.stack(solve(field, pair, times)), exact, rtol=1e-4, atol=1e-4)
+
+
+def test_a_sample_does_not_depend_on_the_output_times_of_others():
+    stiffness = torch.tensor([[5.0], [50.0], [500.0]], **DOUBLE)
+    start = torch.tensor([[2.0, 0.0]] * 3, **DOUBLE)
+    t = torch.zeros(3, 21, **DOUBLE)
+    t[0], t[2, :-1], t[:, -1] = torch.linspace(0, 10, 21), torch.linspace(0, 3, 20), 10.0
+
+    def van_der_pol(mu):
+        return lambda t, y: torch.stack([y[:, 1], mu[:, 0] * (1 - y[:, 0] ** 2) * y[:, 1] - y[:, 0]], 1)
+
+    together = solve(van_der_pol(stiffness), start, t, rtol=1e-3, atol=1e-3)
+    for i in range(3):
+        one = slice(i, i + 1)
+        alone = solve(van_der_pol(stiffness[one]), start[one], t[one], rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(together[:, one], alone, rtol=0, atol=1e-12)

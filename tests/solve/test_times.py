@@ -284,6 +284,41 @@ def test_the_gradient_of_an_output_time_on_a_jump_does_not_move_the_jump(method)
     assert torch.autograd.grad(y[2, 0, 0], t)[0].tolist() == pytest.approx([-1, 0, -1], abs=1e-12)
 
 
+EPOCH = 1.7e9
+LATE = {"t": [EPOCH, EPOCH + 10], "events": None}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"method": "dopri5"},
+        {"steps": 8},
+        {"t": [EPOCH + 10, EPOCH]},
+        {"t": torch.tensor([[EPOCH, EPOCH + 10], [0.0, 9.0]], dtype=torch.float64)},
+        {"jump_times": [EPOCH + 5]},
+        {"field": hbnode.NODE(lambda y: -y), "events": hbnode.Event(lambda t, y: t - EPOCH - 5)},
+    ],
+    ids=lambda value: ",".join(value),
+)
+def test_late_times_that_float32_rounds_too_much(settings):
+    given = {"field": lambda t, y: torch.cos(t - EPOCH) + 0 * y, "y0": torch.zeros(2, 1), **LATE, **settings}
+    with pytest.raises(ValueError, match=r"gets the times in torch.float32, .* rounds them by 2e\+02\. Fix: count"):
+        hbnode.odeint(**given)
+    given.pop("field"), given.pop("events")
+    autonomous = hbnode.odeint(hbnode.NODE(lambda y: 1 + 0 * y), **given)  # it does not get the times
+    assert autonomous[-1].abs().max().item() == pytest.approx(10, rel=1e-5)
+
+
+def test_late_times_in_float64_or_from_the_start():
+    y0, t = torch.zeros(1, 1), float64(EPOCH, EPOCH + 10)
+    late = hbnode.odeint(lambda t, y: torch.cos(t - EPOCH) + 0 * y, y0.double(), t)
+    from_start = hbnode.odeint(lambda t, y: torch.cos(t) + 0 * y, y0, t - t[0])
+    for y in (late, from_start):
+        assert y[-1].item() == pytest.approx(math.sin(10), abs=1e-4)
+    assert hbnode.odeint(lambda t, y: -y, y0 + 1, [100.0, 100.001])[-1].item() == pytest.approx(math.exp(-1e-3))
+
+
 METHODS = [name for name, method in methods.METHODS.items() if method.error_order is not None]
 CONTROLS = [False, True]
 
