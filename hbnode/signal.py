@@ -22,13 +22,13 @@ class _Queries(threading.local):
 
     Attributes:
         solves: number of running solves, which may be nested.
-        signals: signals that were evaluated since a solver set this to a list; None if no solver records them.
+        asked: signals and their query times since a solver set this to a list; None if no solver records them.
         unchecked: signals and query times that have not been checked.
     """
 
     def __init__(self) -> None:
         self.solves = 0
-        self.signals: list[Signal] | None = None
+        self.asked: list[tuple[Signal, Tensor]] | None = None
         self.unchecked: deque[tuple[Signal, Tensor]] = deque(maxlen=256)
 
 
@@ -43,7 +43,8 @@ class Signal(nn.Module):
 
     The signal is differentiable with respect to the query times and the samples u, but not the sample times t.
 
-    Adaptive native methods end their steps on the sample times, or step over a few of them at most.
+    Adaptive native methods end their steps on the sample times, or step over a few of them at most; on every one if u
+    requires a gradient. The query time may be any linear function of the time of the solve.
 
     ``signal.to(dtype)`` converts the samples. It does not convert the sample times to a narrower dtype, in which
     neighbouring times could become equal.
@@ -129,8 +130,8 @@ class Signal(nn.Module):
         elif t.is_complex() or t.dtype is torch.bool:
             raise TypeError(f"t must be real numbers, got {t.dtype}. Fix: t.real, or t.float().")
         traced = is_tracing()
-        if not traced and queries.signals is not None:
-            queries.signals.append(self)
+        if not traced and queries.asked is not None:
+            queries.asked.append((self, t))
         if self.outside == "hold":
             first, last = self.t[0], self.t[-1]
             t = torch.where(t < first, first, torch.where(t > last, last, t))  # with derivative 1 at the ends

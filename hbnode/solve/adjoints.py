@@ -628,33 +628,31 @@ class _Augmented:
         term = ODETerm(self, state, self.problem.counter, second_order=False)
         term.error_groups = [slice(sum(x.numel() for x in state[: 2 * n]))]  # the integrals do not feed back
         options = {name: value for name, value in (s.options or {}).items() if name != "first_step"}
-        share = 1.0  # the error norm is that of the samples that move
+        begin, pace, share = t[0], torch.ones(()), 1.0  # the error norm is that of the samples that move
         if t.dim() > 1:
             length = (t[1] - t[0]).to(state[0].device)
             self.longest = length.abs().argmax()
-            self.begin, self.pace = t[0].to(length), length / length[self.longest]
+            self.begin, self.pace = begin.to(length), length / length[self.longest]
+            pace = self.pace.cpu()
             share, t = float((self.pace > 0).double().mean().sqrt()), t[:, self.longest.cpu()]
         settings = Settings(
             "tsit5", s.rtol * share, s.atol * share, steps=s.steps, jump_times=s.jump_times, max_steps=s.max_steps,
             options=options,
         )  # fmt: skip
         problem = Problem(term, METHODS["tsit5"], t, settings, end_only=True)
-        if self.pace is None:
-            start = problem.start(state)
-        else:
-            problem.near = self.problem.near / self.pace[self.pace > 0].min().item()
-            problem.jumps = jumps = self._jumps(problem.end, problem.near if s.steps is not None else 0.0)
-            start, problem.jumps = problem.start(state), jumps
-        rows = integrate(problem, start)
+        problem.near, problem.knows_jumps = self.problem.near / pace[pace > 0].min().item(), True
+        slack = problem.near if s.steps is not None else 0.0
+        problem.jumps = self._jumps(begin.numpy(), pace.numpy(), problem.end, slack)
+        rows = integrate(problem, problem.start(state))
         return tuple([x[0] for x in parts(term.unflatten(rows, (1,)))])
 
-    def _jumps(self, length: Array, slack: float) -> Any:
+    def _jumps(self, begin: Array, pace: Array, length: Array, slack: float) -> Any:
         """Return the jumps of f that a sample passes, as times in the longest interval, or None without jumps."""
-        p, (begin, pace) = self.problem, (x.cpu().numpy() for x in (self.begin, self.pace))
+        p = self.problem
         if p.jumps is None:
             return None
         with np.errstate(all="ignore"):
-            jumps = (abs(begin - p.begin)[:, None] - p.jumps) / pace[:, None]
+            jumps = (abs(begin - p.begin)[..., None] - p.jumps) / pace[..., None]
         inside = np.unique(jumps[(jumps > -slack) & (jumps <= length + slack)])
         return inside if inside.size else None
 

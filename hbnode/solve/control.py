@@ -142,7 +142,7 @@ class AdaptiveSteps:
         self.now = self.taken = self.left = self.target = self.last_taken = self.last_now = np.zeros_like(h)
         self.uneven, self.attempts = np.full_like(h, p.term.time_dependent, bool), 0
         self.last_look = 0
-        most = 0 if s.jump_times else max(int(0.999 / p.method.widest_gap) - 1, 0)
+        most = 0 if s.jump_times or problem.ends_on_knots else max(int(0.999 / p.method.widest_gap) - 1, 0)
         self.most_jumps = np.full_like(h, most, int)
         self.jumps_passed = np.zeros_like(self.most_jumps)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,11 +16,12 @@ from torch import Tensor
 from hbnode import _torch
 from hbnode.errors import MaxNFEError, NonFiniteError, SolverError
 from hbnode.nfe import open_records
-from hbnode.signal import queries, refuse_queries_outside
+from hbnode.signal import Signal, queries, refuse_queries_outside
 from hbnode.solve.control import (
     BESIDE_JUMP,
     FIELD_NOT_FINITE,
     LONGEST_DECAY,
+    TRIALS,
     AdaptiveSteps,
     Array,
     Attempt,
@@ -31,6 +33,11 @@ from hbnode.solve.methods import NYSTROM, Field, HostFormula, Method, Rosenbrock
 from hbnode.solve.settings import Settings
 from hbnode.solve.term import ODETerm
 
+UNKNOWN_QUERIES = (
+    "func asks a Signal at times that are not one linear function of t for all samples, or one for each sample with "
+    "per_sample=True. Steps do not end on its sample times, and may miss its pulses. Fix: "
+    "options={'max_step': w} with the width w of the narrowest pulse, or jump_times=[...]."
+)
 Rows = tuple[Tensor, ...]
 Take = Callable[[Rows, Attempt], tuple[Rows, Any, Rows]]  # returns the new state, its error and the outputs
 STRONG = 50.0  # smallest γT for which the damping limits the steps of Nystrom methods
@@ -53,6 +60,8 @@ class Problem:
         common: whether lanes with different times take the same fraction of their spans in each step.
         jumps: sorted times of the jumps of f from the start, padded by inf, (K,) or (lanes, K); None without jumps.
             Adaptive steps and those of events end just before and just after a jump, which are two times of the array.
+        knows_jumps: whether ``jumps`` was set before the solve, so that the signals of f are not asked for theirs.
+        ends_on_knots: whether steps end on every sample time of a signal, whose values need gradients.
         near: distance of these times from the jump; output times are on a jump if they are not farther from it.
         noise: maps the index of a step to its standard normal variables; None for an ODE.
         program: the compiled step; None if steps are not compiled.
@@ -85,6 +94,7 @@ class Problem:
         self.events, self.columns = events, None
         self.stepper: Any = None
         self.owned: list[Any] = []
+        self.knows_jumps = self.ends_on_knots = False
         self._last: tuple[Any, ...] = (None, None, None)  # the last step size, error flag and coefficients
         self.t: Any = t
         self.max_nfe: Any = None
@@ -228,8 +238,8 @@ class Problem:
 
     def start(self, y0: Any) -> Rows:
         """Return the method's initial state, and set ``jumps`` from the signals that the field evaluates."""
-        rows, jumps = self.term.flatten(y0), self.settings.jump_times
-        is_fixed = self.settings.steps is not None
+        rows, is_fixed = self.term.flatten(y0), self.settings.steps is not None
+        asked: list[tuple[Signal, Tensor]] = []
         if self.method.is_fsal:
             t = self.no_times[0]
             if self.wants_time:
@@ -239,24 +249,58 @@ class Problem:
                 (t,) = self.stages([begin])
             if self.traced:
                 return (*rows, self.term(t, rows[0]))
-            before, queries.signals = queries.signals, []
+            before, queries.asked = queries.asked, asked
             try:
                 rows = (*rows, self.term(t, rows[0].clone()))  # a copy, because f may change its input in place
             finally:
-                signals, queries.signals = queries.signals, before
-        else:
-            signals = []
-        if (jumps or signals) and not is_fixed:
-            self.jumps = self._jumps_inside(jumps, signals)
+                queries.asked = before
+        if (self.settings.jump_times or asked) and not is_fixed and not self.knows_jumps:
+            self.jumps = self._jumps_inside(self.settings.jump_times, self._knots(asked, t, rows[0]))
+            self.ends_on_knots = torch.is_grad_enabled() and any(signal.u.requires_grad for signal, _ in asked)
         return rows
 
-    def _jumps_inside(self, jump_times: Sequence[float], signals: Sequence[Any]) -> Array | None:
+    def _knots(self, asked: Sequence[tuple[Signal, Tensor]], t: Tensor, x: Tensor) -> list[Array]:
+        """Return the times since the start at which signals are asked for their samples, (K,) or (lanes, K).
+
+        A signal asked at t itself, or a view of it, has them at its sample times. For others, two further evaluations
+        of the field find the query time as a linear function of t.
+        """
+        if not asked or not self.wants_time:
+            return []
+        if _torch.is_transformed() or all(q.untyped_storage()._cdata == t.untyped_storage()._cdata for _, q in asked):
+            return [self.sign[..., None] * (np.array(signal.knots) - self.begin[..., None]) for signal, _ in asked]
+        queries_at, before, places = [[q for _, q in asked]], queries.asked, (0.0, TRIALS[0], TRIALS[-1])
+        try:
+            for place in places[1:]:
+                queries.asked = []
+                with torch.no_grad():
+                    self.term(self.stages([self.time(place * self.end)])[0], x.clone())
+                queries_at.append([q for _, q in queries.asked])
+        finally:
+            queries.asked = before
+        found: list[Array] = []
+        for k, (signal, _) in enumerate(asked):
+            q = [_torch.to_numpy(of_time[k]).astype(float).reshape(-1) for of_time in queries_at if k < len(of_time)]
+            slack = 64 * torch.finfo(self.template.dtype).eps * max(abs(x).max() for x in q)
+            if all(x.shape == q[0].shape and (abs(x - q[0]) <= slack).all() for x in q):  # it does not depend on t
+                continue
+            is_known = len(q) == 3 and q[0].size in (1, self.lanes)
+            q0, q1, q2 = (x.reshape(self.end.shape) if is_known and x.size == self.end.size else x for x in q)
+            if not is_known or (abs((q2 - q0) * places[1] - (q1 - q0) * places[2]) > slack).any():
+                if "max_step" not in (self.settings.options or {}) and not self.settings.jump_times:
+                    warnings.warn(UNKNOWN_QUERIES, stacklevel=2)
+                continue
+            with np.errstate(all="ignore"):
+                found.append((np.array(signal.knots) - q0[..., None]) / ((q1 - q0) / (places[1] * self.end))[..., None])
+        return found
+
+    def _jumps_inside(self, jump_times: Sequence[float], knots: Sequence[Array]) -> Array | None:
         sides, slack = (-self.near, self.near), 0.0  # left and right limits of f differ
         if self.settings.steps is not None and not self.events:
             sides, slack = (0.0,), self.near
         times = {jump + side for jump in jump_times for side in sides}
-        times.update(*(signal.knots for signal in signals))
         elapsed = self.sign[..., None] * (np.array(sorted(times)) - self.begin[..., None])
+        elapsed = np.concatenate([elapsed, *knots], -1)
         inside = (elapsed > -slack) & (elapsed <= self.end[..., None] + slack)
         return np.sort(np.where(inside, elapsed, np.inf), -1) if inside.any() else None
 

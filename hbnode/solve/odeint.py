@@ -109,9 +109,10 @@ def odeint(
         y0: state at ``t[0]``: a floating-point tensor (batch, ...), or a tuple of such tensors.
         t: times (T,), strictly increasing or strictly decreasing. Native methods also take (batch, T), one row of times
             per sample, in which times may repeat. The field gets them in the dtype of the state; late times that it
-            rounds too coarsely for the length of the solve are refused. The gradient with respect to t assumes that each step ends at a
-            constant fraction of its output interval. (torchdiffeq's adaptive methods with ``"direct"`` differentiate
-            their interpolation instead, which is much less accurate than their values.)
+            rounds too coarsely for the length of the solve are refused. The gradient with respect to t assumes that
+            each step ends at a constant fraction of its output interval; jumps of f stay fixed. (torchdiffeq's adaptive
+            methods with ``"direct"`` differentiate their interpolation instead, which is much less accurate than their
+            values.)
         method: name of the solver; :func:`hbnode.methods` lists all names and orders. Default: None, which selects a
             native method. For an HBNODE it is ``"nystrom4"`` if rtol >= 1e-3, else ``"nystrom8"``. It is
             ``"exponential"`` if the HBNODE's damping is constant and exceeds 50 / (length of the solve). With ``steps``

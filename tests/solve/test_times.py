@@ -319,6 +319,59 @@ def test_late_times_in_float64_or_from_the_start():
     assert hbnode.odeint(lambda t, y: -y, y0 + 1, [100.0, 100.001])[-1].item() == pytest.approx(math.exp(-1e-3))
 
 
+KNOTS = torch.arange(101, dtype=torch.float64)
+PULSE = hbnode.Signal(KNOTS, (KNOTS == 37).double(), outside="hold")  # of integral 1
+DELAYS = torch.tensor([[5.0], [20.0]], dtype=torch.float64)
+QUERIES = {  # times at which the pulse is asked, the end of the solve, the integral, and the further evaluations
+    "itself": (lambda t: t, 100.0, 1.0, 0),
+    "view": (lambda t: t.expand(2, 1), 100.0, 1.0, 0),
+    "shifted": (lambda t: t - 5, 100.0, 1.0, 2),
+    "hours": (lambda t: t / 3600, 360_000.0, 3600.0, 2),
+    "backwards": (lambda t: 100 - t, 100.0, 1.0, 2),
+    "number": (lambda t: 2 * float(t) - 5, 50.0, 0.5, 2),
+    "delays": (lambda t: t - DELAYS, 100.0, 1.0, 2),
+}
+
+
+@pytest.mark.parametrize("query", QUERIES)
+@pytest.mark.parametrize("gradient", ["direct", "adjoint"])
+def test_a_signal_asked_at_another_time(query, gradient):
+    at, end, integral, further = QUERIES[query]
+    weight = torch.ones((), dtype=torch.float64, requires_grad=True)
+    field = lambda t, y: weight * PULSE(at(t)) + 0 * y
+    settings = {"per_sample": query == "delays", "gradient": gradient}
+    with hbnode.count_nfe(field) as nfe:
+        y = hbnode.odeint(field, torch.zeros(2, 1, dtype=torch.float64), [0.0, end], **settings)
+    (slope,) = torch.autograd.grad(y[-1, 0, 0], weight)
+    assert [*y[-1].flatten().tolist(), slope.item()] == pytest.approx([integral] * 3, rel=1e-9)
+    trials = 4  # because the force is 0 at the start
+    assert nfe.forward == 6 * (nfe.steps + nfe.rejected) + 1 + trials + further
+
+
+@pytest.mark.parametrize(("query", "end"), [(lambda t: t % 101, 202.0), (lambda t: t - DELAYS, 101.0)])
+def test_a_signal_asked_at_times_that_no_step_can_end_on(query, end):
+    field = lambda t, y: PULSE(query(t)) + 0 * y
+    with pytest.warns(UserWarning, match=r"Fix: options=\{'max_step': w\}"):
+        hbnode.odeint(field, torch.zeros(2, 1, dtype=torch.float64), [0.0, end])
+    y = hbnode.odeint(field, torch.zeros(2, 1, dtype=torch.float64), [0.0, end], options={"max_step": 1.0})
+    assert y[-1].flatten().tolist() == pytest.approx([end // 101] * 2, rel=1e-2)
+
+
+@pytest.mark.parametrize("method", ["nystrom4", "nystrom6", "nystrom8"])
+def test_the_gradient_of_a_signals_values(method):
+    """Their effects on h(2) of h'' = u(t) are the integrals of (2 - t) times the hat functions of the knots."""
+    knots = torch.linspace(0, 2, 51, dtype=torch.float64)
+    u = (3 * knots).sin().requires_grad_()
+    drive = hbnode.Signal(knots, u)
+    field = hbnode.HBNODE(lambda t, h: drive(t) + 0 * h, damping=0.0, learn_damping=False)
+    start = torch.zeros(1, 1, dtype=torch.float64)
+    h, _ = hbnode.odeint(field, (start, start), [0.0, 2.0], method=method)
+    (slopes,) = torch.autograd.grad(h[-1].sum(), u)
+    exact = 0.04 * (2 - knots)
+    exact[0], exact[-1] = 0.04 * (1 - 0.04 / 6), 0.04**2 / 6
+    torch.testing.assert_close(slopes, exact, rtol=0, atol=1e-12)
+
+
 METHODS = [name for name, method in methods.METHODS.items() if method.error_order is not None]
 CONTROLS = [False, True]
 
