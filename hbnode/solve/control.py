@@ -68,8 +68,8 @@ class Attempt:
     outputs: Any = None
     theta: Any = None
     number: int = 0
-    restart: Tensor | None = None
-    lag: Tensor | None = None
+    restart: Any = None
+    lag: Any = None
 
 
 class PIController:

@@ -280,7 +280,7 @@ class Problem:
             queries.asked = before
         found: list[Array] = []
         for k, (signal, _) in enumerate(asked):
-            q = [_torch.to_numpy(of_time[k]).astype(float).reshape(-1) for of_time in queries_at if k < len(of_time)]
+            q = [_torch.to_numpy(of_time[k]).reshape(-1) for of_time in queries_at if k < len(of_time)]
             slack = 64 * torch.finfo(self.template.dtype).eps * max(abs(x).max() for x in q)
             if all(x.shape == q[0].shape and (abs(x - q[0]) <= slack).all() for x in q):  # it does not depend on t
                 continue
@@ -295,7 +295,8 @@ class Problem:
         return found
 
     def _jumps_inside(self, jump_times: Sequence[float], knots: Sequence[Array]) -> Array | None:
-        sides, slack = (-self.near, self.near), 0.0  # left and right limits of f differ
+        sides: tuple[float, ...] = (-self.near, self.near)  # left and right limits of f differ
+        slack = 0.0
         if self.settings.steps is not None and not self.events:
             sides, slack = (0.0,), self.near
         times = {jump + side for jump in jump_times for side in sides}
@@ -675,7 +676,7 @@ class Outputs:
 def to_host(x: Tensor) -> Array:
     """Return norms as a NumPy array, as root mean squares over the batch dimensions of torch.func transforms."""
     if _torch.is_transformed():
-        return np.sqrt((_torch.to_numpy(x).astype(float) ** 2).reshape(-1, *x.shape).mean(0))
+        return np.sqrt((_torch.to_numpy(x) ** 2).reshape(-1, *x.shape).mean(0))
     if x.is_meta and type(x) is Tensor:
         raise ValueError("adaptive steps need numbers, and the device meta stores none. Fix: steps=8, or a device.")
     return x.double().cpu().numpy()
