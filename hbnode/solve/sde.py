@@ -120,6 +120,9 @@ class SDEMethod(Method):
     normals: ClassVar[int]
     reach = math.inf
 
+    def __init__(self) -> None:
+        super().__init__(self.nodes)
+
     def coefficients(self, gamma: Tensor, scale: Tensor, size: Tensor) -> Tensor:
         """Return the coefficients of a step in each interval between outputs, (coefficients, intervals, ...).
 
