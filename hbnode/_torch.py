@@ -52,6 +52,12 @@ def is_exporting() -> bool:
     return hasattr(torch.compiler, "is_exporting") and torch.compiler.is_exporting()
 
 
+def refuse_export(what: str, fix: str) -> None:
+    """Raise ValueError in torch.export and torch.jit.trace, which cannot record derivatives."""
+    if torch.jit.is_tracing() or is_exporting():
+        raise ValueError(f"torch.export and torch.jit.trace cannot record {what}. Fix: {fix}.")
+
+
 def exports_any(length: int) -> bool:
     """Return whether torch.export records a graph for any value of a length."""
     if not is_exporting():
@@ -106,8 +112,11 @@ def double_backward() -> Iterator[None]:
 
 
 def is_transformed() -> bool:
-    """Return whether a torch.func transform or forward-mode differentiation is running."""
-    return torch._C._functorch.get_dynamic_layer_stack_depth() > 0 or torch.autograd.forward_ad._current_level >= 0
+    """Return whether a torch.func transform runs in this thread, or forward-mode differentiation without torch.func."""
+    if torch._C._functorch.get_dynamic_layer_stack_depth() > 0:
+        return True
+    is_forward = torch.autograd.forward_ad._current_level >= 0  # in any thread
+    return is_forward and not torch._functorch.eager_transforms.JVP_NESTING
 
 
 def has_tangent(x: Tensor) -> bool:

@@ -27,7 +27,7 @@ from hbnode._checks import (
     conversion,
     takes_time,
 )
-from hbnode._torch import ModuleWithConstants, is_autocast, outside_inference_mode
+from hbnode._torch import ModuleWithConstants, is_autocast, outside_inference_mode, refuse_export
 from hbnode._tree import State, append_zeros, describe
 
 
@@ -583,8 +583,12 @@ class PortHamiltonian(HBNODE):
 
     def force(self, t: Tensor, h: Tensor) -> Tensor:
         """Return -∇V(h, t)."""
+        refuse_export("the gradient of a potential", "torch.compile, or HBNODE(f) with f = -∇V as a module")
         with outside_inference_mode():
-            return -torch.func.grad(lambda h: self.potential(t, h).sum())(h)
+            slope, energy = torch.func.grad_and_value(lambda h: self.potential(t, h).sum())(h)
+        if not energy.requires_grad:
+            return -slope
+        return 0.0 * energy.nan_to_num(0.0, 0.0, 0.0) - slope  # parameters that only add to V get the gradient 0
 
 
 class GHBNODE(_Damped):

@@ -412,6 +412,19 @@ def test_the_energy_of_a_damped_porthamiltonian_falls_by_what_friction_takes():
     assert hbnode.ODEBlock(field)(torch.empty(0, 2, dtype=torch.float64)).shape == (0, 2)
 
 
+@pytest.mark.parametrize("gradient", ["checkpoint", "direct", "adjoint", "reversible"])
+def test_a_constant_of_the_potential_gets_the_gradient_0(gradient):
+    """DistributedDataParallel stops if a parameter gets none."""
+    net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    block = hbnode.ODEBlock(hbnode.PortHamiltonian(net), method="leapfrog", steps=3, gradient=gradient)
+    block(torch.ones(3, 2, dtype=torch.float64)).sum().backward()
+    assert all(p.grad is not None for p in block.parameters())
+    assert net[2].bias.grad.tolist() == [0.0]
+    steep = hbnode.PortHamiltonian(lambda h: 1e30 * h.square().sum(1))  # V is infinite, its gradient is not
+    h = torch.full((1, 1), 1e5).requires_grad_()
+    assert steep.force(torch.tensor(0.0), h).item() == pytest.approx(-2e35)
+
+
 @pytest.mark.parametrize(
     ("make", "kind", "message"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -11,19 +12,21 @@ from torch import Tensor
 from hbnode import _torch
 
 Field = Callable[[Tensor, Tensor], Tensor]  # (t, x) -> f, with x and f of shape (samples, unknowns)
+_FORWARD_MODE = threading.RLock()  # torch has one level of forward mode for all threads
 Derivatives = tuple[Tensor, Tensor]  # ∂f/∂x, (samples, unknowns, unknowns), and ∂f/∂t, (samples, unknowns)
 
 
 def derivatives(field: Field, t: Tensor, x: Tensor, *, create_graph: bool) -> Derivatives:
     """Return ∂f/∂x and ∂f/∂t at a time t that is a scalar or has one value per sample.
 
-    They come from VJPs, which any differentiable field has and which are the faster way in eager mode. JVPs of
-    torch.func take their place under its transforms, in traced graphs, in steps that gradient="checkpoint" recomputes,
-    and for fields with inference tensors.
+    They come from VJPs, which any differentiable field has: those of torch.func under its transforms, in forward mode
+    and in traced graphs, else those of autograd. JVPs of torch.func take their place in steps that
+    gradient="checkpoint" recomputes, and for fields with inference tensors.
     """
-    if _torch.is_transformed() or _torch.is_tracing():
-        return by_jvps(field, t, x)
+    _torch.refuse_export("the Jacobians of method='rodas5p'", "torch.compile, or another method with steps=n")
     try:
+        if _torch.is_transformed() or _torch.is_tracing():
+            return by_vjps_of_func(field, t, x)
         return by_vjps(field, t, x, create_graph=create_graph)
     except RuntimeError as failure:
         try:
@@ -57,6 +60,19 @@ def by_vjps(field: Field, t: Tensor, x: Tensor, *, create_graph: bool) -> Deriva
     return torch.stack(rows, 1), of_t
 
 
+def by_vjps_of_func(field: Field, t: Tensor, x: Tensor) -> Derivatives:
+    """Return ∂f/∂x and ∂f/∂t as :func:`by_vjps` does, by ``torch.func``, in three calls of the field."""
+    basis = torch.eye(x.shape[1], dtype=x.dtype, device=x.device)[:, None].expand(-1, *x.shape)
+
+    def of_time(cotangent: Tensor) -> Tensor:
+        return torch.func.vjp(lambda t: field(t, x), t)[1](cotangent)[0]
+
+    with _torch.outside_inference_mode():
+        rows = torch.func.vmap(torch.func.vjp(lambda x: field(t, x), x)[1])(basis)[0]
+        of_t = torch.func.vjp(of_time, torch.zeros_like(x))[1](torch.ones_like(t))[0]
+    return rows.movedim(0, 1), of_t
+
+
 def by_jvps(field: Field, t: Tensor, x: Tensor) -> Derivatives:
     """Return ∂f/∂x and ∂f/∂t by JVPs, in one call of the field under ``torch.func.vmap``."""
     n = x.shape[1]
@@ -66,6 +82,6 @@ def by_jvps(field: Field, t: Tensor, x: Tensor) -> Derivatives:
     def derivative(direction: Tensor, rate: Tensor) -> Tensor:
         return torch.func.jvp(field, (t, x), (rate.expand(t.shape), direction))[1]
 
-    with _torch.outside_inference_mode():
+    with _FORWARD_MODE, _torch.outside_inference_mode():
         found = torch.func.vmap(derivative)(directions, rates)
     return found[:n].permute(1, 2, 0), found[n]

@@ -12,7 +12,6 @@ their derivative with respect to γ is a complex-step derivative. torch serves g
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hbnode._torch import may_look
+from hbnode._torch import is_transformed, may_look
 from hbnode._tree import parts
 from hbnode.solve import tableaus
 from hbnode.solve.jacobian import derivatives
@@ -56,6 +55,8 @@ class Method:
     Attributes:
         rows: number of rows of the state, 1 for y and 2 for h and m.
         nodes: times of the function evaluations, as fractions of the step.
+        evaluations: number of function evaluations of a step.
+        widest_gap: largest distance between neighbours among 0 and the nodes, as a fraction of the step.
         error_order: order of the embedded solution; None for methods that need fixed steps.
         is_fsal: whether the state ends with the field's value (first same as last).
         dense_error_factor: largest ratio of the error of dense output to the error estimate of the step.
@@ -67,14 +68,10 @@ class Method:
     is_fsal = False
     dense_error_factor = 1.0
 
-    @functools.cached_property
-    def evaluations(self) -> int:
-        return len(self.nodes)
-
-    @functools.cached_property
-    def widest_gap(self) -> float:
-        """The largest distance between neighbours among 0 and the nodes, as a fraction of the step."""
-        return max(b - a for a, b in itertools.pairwise(sorted({0.0, *self.nodes})))
+    def __init__(self, nodes: Sequence[float]) -> None:
+        self.nodes = tuple(map(float, nodes))
+        self.evaluations = len(self.nodes)  # no cached property, whose lock torch.compile cannot enter
+        self.widest_gap = max((b - a for a, b in itertools.pairwise(sorted({0.0, *self.nodes}))), default=0.0)
 
     def packed(self, xp: Any, gamma: Array, size: Array, error: bool) -> Array:
         """Return the coefficients of a step as an array (elements, ...), for γ and sizes that broadcast to (...)."""
@@ -109,7 +106,7 @@ class Explicit(Method):
     is_fsal = True
 
     def __init__(self, nodes: Sequence[float]) -> None:
-        self.nodes = tuple(map(float, nodes))
+        super().__init__(nodes)
         self._order = {error: self._order_of_use(error) for error in (False, True)}
 
     def _order_of_use(self, error: bool) -> tuple[np.ndarray, Tensor, list[int]]:
@@ -140,7 +137,7 @@ class Explicit(Method):
         matrix = self.matrix(xp, gamma, size)
         order = self._order[error]
         flat = matrix.reshape(*matrix.shape[:-2], math.prod(matrix.shape[-2:]))
-        return xp.moveaxis(flat[..., order[0] if xp is np else order[1].to(flat.device)], -1, 0)
+        return moveaxis(flat[..., order[0] if xp is np else order[1].to(flat.device)], -1, 0)
 
     def unpack(self, packed: Tensor, dims: int, *, error: bool) -> tuple[Tensor, ...]:
         if packed.dim() > 1:
@@ -326,9 +323,9 @@ class Nystrom(Explicit):
         of_h = is_h * (1 + theta * z / 2) - is_m * (half[..., 0] * theta * z / 2)
         of_m = is_h * theta * size[..., 0] + is_m * (1 - theta * z / 2)
         if weights.ndim > forces.ndim:  # several fractions of each step: one product per step
-            weights = xp.moveaxis(weights, 0, -3)
+            weights = moveaxis(weights, 0, -3)
             flat = weights.reshape(*weights.shape[:-3], math.prod(weights.shape[-3:-1]), weights.shape[-1])
-            of_forces = xp.moveaxis((flat @ forces).reshape(*weights.shape[:-1], forces.shape[-1]), -3, 0)
+            of_forces = moveaxis((flat @ forces).reshape(*weights.shape[:-1], forces.shape[-1]), -3, 0)
         else:
             of_forces = weights @ forces
         return of_h[..., None] * unit[0] + of_m[..., None] * unit[1] + of_forces
@@ -509,7 +506,7 @@ class Splitting(Method):
 
     def __init__(self, drifts: Sequence[float], kicks: Sequence[float]) -> None:
         self.constants = constant_arrays(np.array(drifts, float), np.array(kicks, float))
-        self.nodes = tuple(np.cumsum(drifts)[:-1].tolist())
+        super().__init__(np.cumsum(drifts)[:-1].tolist())
         self.activation: Callable[[Tensor], Tensor] | None = None
 
     def with_activation(self, activation: Callable[[Tensor], Tensor]) -> Splitting:
@@ -527,7 +524,7 @@ class Splitting(Method):
         safe = xp.where(small, xp.ones_like(z), z)
         phi = xp.where(small, 1 - z / 2 + z * z / 6 - z**3 / 24, -xp.expm1(-safe) / safe)
         drifts = size[..., None] * drifts + 0 * z[..., :1]
-        return xp.moveaxis(xp.concatenate([drifts, xp.exp(-z), lengths * phi], -1), -1, 0)
+        return moveaxis(xp.concatenate([drifts, xp.exp(-z), lengths * phi], -1), -1, 0)
 
     def unpack(self, packed: Tensor, dims: int, *, error: bool = False) -> tuple[Tensor, ...]:
         if packed.dim() > 1:
@@ -592,7 +589,7 @@ class Rosenbrock(Method):
     middle: Tensor
 
     def __init__(self, tableau: RosenbrockTableau) -> None:
-        self.nodes = (0.0, *tableau.c[1:], 1.0)  # of the Jacobian, later stages and the first stage of the next step
+        super().__init__((0.0, *tableau.c[1:], 1.0))  # the Jacobian, later stages, the first stage of the next step
         self.error_order, self.diagonal, self.d = tableau.error_order, tableau.diagonal, tableau.d
         a, C = strictly_lower(tableau.a)[1:, :-1], strictly_lower(tableau.C)
         dense = np.array(tableau.dense)
@@ -604,12 +601,14 @@ class Rosenbrock(Method):
         """Return this method for the rows of a term, whose samples it solves separately."""
         method = copy.copy(self)
         tensors = parts(term.like)[: 1 if term.second_order else None]
-        count = sum(x.numel() for x in tensors)
-        is_batch = all(x.dim() > 1 and len(x) == len(tensors[0]) for x in tensors)
-        samples = term.lanes if term.lanes is not None else len(tensors[0]) if is_batch else 1
-        method.rows, method.shape, method.order = term.rows, (samples, count // max(samples, 1)), None
-        if term.lanes is None and len(tensors) > 1 and samples > 1:  # a flat row holds one tensor after the other
-            indices = torch.arange(count, device=term.template.device).split([x.numel() for x in tensors])
+        is_batch = all(x.dim() > 1 and x.shape[0] == tensors[0].shape[0] for x in tensors)  # len(x) fixes it in a graph
+        is_batch |= term.lanes is not None
+        samples = tensors[0].shape[0] if is_batch else 1
+        method.rows, method.order = term.rows, None
+        method.shape = samples, sum(math.prod(x.shape[is_batch:]) for x in tensors)
+        if term.lanes is None and len(tensors) > 1 and is_batch:  # a flat row holds one tensor after the other
+            sizes = [x.numel() for x in tensors]
+            indices = torch.arange(sum(sizes), device=term.template.device).split(sizes)
             method.order = torch.cat([x.reshape(samples, -1) for x in indices], 1)
             method.inverse = method.order.flatten().argsort()
         weights, _, _, middle = (x.to(term.template) for x in constants(self, torch, term.template))
@@ -653,9 +652,16 @@ class Rosenbrock(Method):
         )
         lu, pivots, _ = torch.linalg.lu_factor_ex(torch.diag_embed(scale) - (c if n == 1 else c * c)[..., None] * of_y)
 
+        # lu_solve, and derivatives of linalg.solve, are wrong if lu is expanded along a batch dimension, as by vmap
+        swap, lower, upper = torch.lu_unpack(lu, pivots) if is_transformed() else (None, lu, lu)
+
         def solve(right: Tensor) -> Tensor:
-            x = right[0] if n == 1 else scale * right[0] + c * right[1]
-            u = torch.linalg.lu_solve(lu, pivots, x.unsqueeze(-1)).squeeze(-1)
+            x = (right[0] if n == 1 else scale * right[0] + c * right[1]).unsqueeze(-1)
+            if swap is None:
+                u = torch.linalg.lu_solve(lu, pivots, x).squeeze(-1)
+            else:
+                x = torch.linalg.solve_triangular(lower, swap.mT @ x, upper=False, unitriangular=True)
+                u = torch.linalg.solve_triangular(upper, x, upper=True).squeeze(-1)
             return u[None] if n == 1 else torch.stack([u, (u - right[0]) / torch.where(c == 0, 1.0, c)])
 
         def slope(x: Tensor, f: Tensor) -> Tensor:
@@ -697,7 +703,7 @@ class FixedStepRungeKutta(Method):
 
     def __init__(self, a: Sequence[Sequence[float]], b: Sequence[float]) -> None:
         self.a, self.b = ((), *a), b
-        self.nodes = tuple([sum(row) for row in self.a])
+        super().__init__([sum(row) for row in self.a])
 
     def packed(self, xp: Any, gamma: Array, size: Array, error: bool) -> Array:
         return size
@@ -775,6 +781,11 @@ def on_host(formula: Callable[..., Any], number: float, args: tuple[Any, ...], x
     with torch.no_grad():
         gamma = torch.tensor(number, dtype=torch.float64)
         return formula(torch, gamma, *map(torch.as_tensor, args)).to(like)
+
+
+def moveaxis(x: Array, source: int, destination: int) -> Array:
+    """Return ``np.moveaxis``, or ``torch.movedim``, which vmap supports, unlike ``torch.moveaxis``."""
+    return np.moveaxis(x, source, destination) if isinstance(x, np.ndarray) else x.movedim(source, destination)
 
 
 def strictly_lower(rows: Sequence[Sequence[float]]) -> np.ndarray:

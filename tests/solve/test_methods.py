@@ -455,3 +455,15 @@ def test_outputs_in_the_fast_transient(gamma):
 
 
 # What it is not for, and what goes wrong
+
+
+@pytest.mark.parametrize("per_sample", [False, True])
+@pytest.mark.parametrize("method", ["exponential", "leapfrog", "blanes_moan4", "nystrom6"])
+def test_vmap_over_the_damping_equals_a_loop(method, per_sample):
+    block = hbnode.ODEBlock(
+        hbnode.HBNODE(lambda t, h: t - h**3), method=method, steps=2, gradient="direct", per_sample=per_sample
+    ).double()
+    (name,), x = dict(block.named_parameters()), torch.ones(2, 3, dtype=torch.float64)
+    end = lambda theta: torch.func.functional_call(block, {name: theta}, x)
+    thetas = torch.tensor([-2.0, 0.0, 3.0], dtype=torch.float64)
+    torch.testing.assert_close(torch.func.vmap(end)(thetas), torch.stack([end(theta) for theta in thetas]))

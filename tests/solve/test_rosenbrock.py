@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -256,17 +258,17 @@ def test_gradients_are_those_of_the_discrete_solution(gradient, product):
     torch.testing.assert_close(end.square().sum().item(), run(w, y0, t).item())
 
 
-def test_both_jacobians_agree_also_for_samples_with_own_times():
+def test_the_jacobians_agree_also_for_samples_with_own_times():
     x, t = torch.linspace(-1, 1, 12, **DOUBLE).view(3, 4), torch.tensor([[0.1], [0.2], [0.7]], **DOUBLE)
     for time in (t, t[0, 0]):
         field = lambda t, x: torch.sin(t * x) * x.roll(1, -1) + x.sum(-1, keepdim=True)
-        for one, other in zip(
-            jacobian.by_jvps(field, time, x), jacobian.by_vjps(field, time, x, create_graph=False), strict=True
-        ):
-            torch.testing.assert_close(one, other)
-    constant = jacobian.by_vjps(lambda t, x: torch.ones_like(x), t, x, create_graph=False)
-    assert not constant[0].any()
-    assert not constant[1].any()
+        expected = jacobian.by_vjps(field, time, x, create_graph=False)
+        for found in (jacobian.by_jvps(field, time, x), jacobian.by_vjps_of_func(field, time, x)):
+            torch.testing.assert_close(found, expected)
+    constant = lambda t, x: torch.ones_like(x)
+    for of_x, of_t in (jacobian.by_vjps(constant, t, x, create_graph=False), jacobian.by_vjps_of_func(constant, t, x)):
+        assert not of_x.any()
+        assert not of_t.any()
 
 
 @pytest.mark.skipif(not hasattr(torch.compiler, "set_stance"), reason="needs torch 2.6")
@@ -305,6 +307,71 @@ def test_a_solve_under_torch_func_and_higher_derivatives():
     assert torch.func.grad(loss)(w.detach()).item() == pytest.approx(slope.item())
     assert torch.autograd.gradgradcheck(loss, w)
     assert torch.func.vmap(loss)(torch.stack([w.detach(), w.detach()]))[1].item() == pytest.approx(loss(w).item())
+
+
+@pytest.mark.parametrize("transform", ["jacrev", "jacfwd", "hessian", "vmap"])
+@pytest.mark.parametrize("second_order", [False, True])
+def test_nested_transforms_equal_a_loop_over_the_samples(transform, second_order):
+    """torch.linalg.lu_solve and derivatives of linalg.solve are wrong if an outer vmap alone maps the matrices."""
+    w, x = torch.linspace(-1, 1, 9, **DOUBLE).view(3, 3), torch.linspace(-1, 1, 12, **DOUBLE).view(4, 3)
+    force = lambda t, h: (h @ w).tanh() * t.cos()
+    field = hbnode.HBNODE(force, damping=0.3, learn_damping=False) if second_order else force
+
+    def end(h):
+        y = solve(field, (h[None], h[None]) if second_order else h[None], [0.0, 0.5], steps=1, gradient="direct")
+        return torch.cat(y, -1)[-1, 0] if second_order else y[-1, 0]
+
+    if transform == "vmap":
+        one = lambda h: torch.func.vmap(end)(torch.stack([h, h.cos()]))
+    else:
+        one = getattr(torch.func, transform)((lambda h: end(h).square().sum()) if transform == "hessian" else end)
+    expected = torch.stack([one(h) for h in x])
+    torch.testing.assert_close(torch.func.vmap(one)(x), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_forward_mode_without_torch_func():
+    w, x = torch.linspace(-1, 1, 9, **DOUBLE).view(3, 3).requires_grad_(), torch.linspace(-1, 1, 6, **DOUBLE).view(2, 3)
+
+    def end(w):
+        return solve(lambda t, y: (y @ w).tanh() * t.cos(), x, [0.0, 0.5], steps=2, gradient="direct")[-1]
+
+    assert torch.autograd.gradcheck(end, w, check_forward_ad=True, check_batched_forward_grad=True, fast_mode=True)
+
+
+@pytest.mark.parametrize("keep_bytes", [0, 2**26])
+def test_solves_in_four_threads_equal_those_in_one(keep_bytes):
+    """Steps inside saved tensor hooks use forward mode, whose level all threads of torch share."""
+    x = torch.linspace(-1, 1, 12, **DOUBLE).view(4, 3)
+    gradient = Checkpoint(keep_bytes=keep_bytes)
+
+    def gradients(number):
+        w = torch.linspace(-1, number, 9, **DOUBLE).view(3, 3).requires_grad_()
+        y = solve(lambda t, y: (y @ w).tanh(), x, [0.0, 2.0], steps=4, gradient=gradient)
+        return torch.autograd.grad(y.square().sum(), w)[0]
+
+    expected, interval = [gradients(number) for number in range(4)], sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(gradients, [*range(4)] * 3))
+    finally:
+        sys.setswitchinterval(interval)
+    torch.testing.assert_close(found, expected * 3, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+@pytest.mark.parametrize("record", [torch.export.export, torch.jit.trace])
+@pytest.mark.parametrize(
+    ("block", "what"),
+    [
+        (hbnode.ODEBlock(hbnode.NODE(nn.Linear(3, 3)), method="rodas5p", steps=2), "Jacobians of method='rodas5p'"),
+        (hbnode.ODEBlock(hbnode.PortHamiltonian(nn.Linear(3, 1)), method="leapfrog", steps=2), "gradient of a potent"),
+    ],
+    ids=["rodas5p", "PortHamiltonian"],
+)
+def test_graphs_that_cannot_hold_derivatives_say_so(block, what, record):
+    with pytest.raises(ValueError, match=f"torch.export and torch.jit.trace cannot record the {what}.*Fix: torch.comp"):
+        record(block, (torch.ones(2, 3),))
 
 
 def test_adjoint_and_reversible_are_refused_by_name():
