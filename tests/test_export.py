@@ -114,6 +114,46 @@ BATCH = torch.export.Dim("batch", min=2, max=64)
 QUIET = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 
 
+SERIES = {
+    "linear": lambda: hbnode.nn.Oscillators(2, 4),
+    "selective": lambda: hbnode.nn.Oscillators(2, 4, selective=True),
+    "stack": lambda: hbnode.nn.OscillatorStack(2, 4, 1),
+}
+
+
+@QUIET
+@pytest.mark.parametrize(
+    ("name", "times"), [("linear", "none"), ("linear", "own"), ("selective", "shared"), ("stack", "none")]
+)
+def test_oscillators_are_exported_for_any_length(name, times):
+    """From a batch of 3 series of 6 samples; the gradient of the exported graph is that of the layer, too."""
+    length, layer = torch.export.Dim("length"), Output(SERIES[name]()).double()
+
+    def inputs(batch, size):
+        x, t = (torch.rand(batch, size, n, dtype=torch.float64) for n in (2, 1))
+        t = t[..., 0].cumsum(1)
+        return {"none": (x,), "shared": (x, t[0]), "own": (x, t)}[times]
+
+    shapes = {"none": ({1: length},), "shared": ({1: length}, {0: length}), "own": ({1: length},) * 2}[times]
+    exported = torch.export.export(layer, inputs(3, 6), dynamic_shapes=(shapes,)).module()
+    for size in (1, 2, 3, 7, 8, 40):
+        given = inputs(3, size)
+        torch.testing.assert_close(exported(*given), layer(*given), rtol=1e-10, atol=1e-12)
+    names, gradients = list(dict(layer.named_parameters())), []
+    for model in (exported, layer):
+        parameters = [model.get_parameter(name) for name in names]
+        gradients.append(torch.autograd.grad(model(*given).square().sum(), parameters))
+    torch.testing.assert_close(*gradients)
+
+
+@QUIET
+def test_a_cell_of_oscillators_is_exported_for_any_batch():
+    cell, batch = Output(hbnode.nn.OscillatorCell(2, 4)).double(), torch.export.Dim("batch")
+    exported = torch.export.export(cell, (torch.randn(3, 2).double(),), dynamic_shapes=(({0: batch},),)).module()
+    for x in (torch.randn(size, 2).double() for size in (1, 2, 7)):
+        torch.testing.assert_close(exported(x), cell(x))
+
+
 def onnx_session(model, inputs, file, **options):
     runtime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
@@ -136,8 +176,8 @@ def test_a_block_with_fixed_steps_as_onnx(tmp_path):
 @QUIET
 def test_a_cell_of_oscillators_as_onnx(tmp_path):
     model = Output(hbnode.nn.OscillatorCell(2, 4)).eval()
-    run = onnx_session(model, (torch.randn(3, 2),), tmp_path / "cell.onnx")
-    x = torch.randn(3, 2)
+    run = onnx_session(model, (torch.randn(3, 2),), tmp_path / "cell.onnx", dynamic_shapes=(({0: BATCH},),))
+    x = torch.randn(7, 2)
     torch.testing.assert_close(run(x), model(x).detach())
 
 

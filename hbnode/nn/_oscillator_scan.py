@@ -685,20 +685,23 @@ _COUNT = len(ScanInput._fields)
 @torch.library.custom_op(
     "hbnode::oscillators",
     mutates_args=(),
-    schema=f"(str kind, bool is_held, {_TENSORS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    schema=f"(str kind, bool is_held, bool keep, {_TENSORS}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
-def _forward_op(kind: str, is_held: bool, *tensors: Any) -> tuple[Tensor, ...]:
+def _forward_op(kind: str, is_held: bool, keep: bool, *tensors: Any) -> tuple[Tensor, ...]:
     with _torch.no_autocast(tensors[0]):
         outputs, (starts,) = _forward((kind, is_held), True, *tensors)
+    if not keep:
+        return *outputs, starts.new_empty(0)
     return *outputs, functional.pad(starts, (0, 0, 0, tensors[0].shape[1] // _SHORTEST + 1 - starts.shape[2]))
 
 
 @_forward_op.register_fake
-def _(kind: str, is_held: bool, *tensors: Any) -> tuple[Tensor, ...]:
+def _(kind: str, is_held: bool, keep: bool, *tensors: Any) -> tuple[Tensor, ...]:
     inputs = ScanInput(*tensors)
     (batch, length, _), state = inputs.x.shape, inputs.v0
     y = state.new_empty(batch, length, len(inputs.c), dtype=_output_dtype(inputs))
-    starts = state.new_empty(2, *state.shape[:1], length // _SHORTEST + 1, *state.shape[1:])
+    shape = (2, *state.shape[:1], length // _SHORTEST + 1, *state.shape[1:]) if keep else (0,)
+    starts = state.new_empty(shape)
     return y, state.new_empty(state.shape), state.new_empty(state.shape), starts
 
 
@@ -722,20 +725,23 @@ def _(kind: str, is_held: bool, *rest: Any) -> list[Tensor]:
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.options = inputs[:2]
-    ctx.save_for_backward(*inputs[2:], output[3])
+    ctx.options, ctx.keep = inputs[:2], inputs[2]
+    ctx.save_for_backward(*inputs[3:], output[3])
 
 
 def _backward(ctx: Any, dy: Tensor, dv: Tensor, dx: Tensor, _: Tensor | None) -> tuple[Any, ...]:
     *tensors, starts = ctx.saved_tensors
-    needed = list(ctx.needs_input_grad[2:])
+    if not ctx.keep:
+        *_, starts = _forward_op(*ctx.options, True, *tensors)
+    needed = list(ctx.needs_input_grad[3:])
     found = iter(_backward_op(*ctx.options, *tensors, starts, dy, dv, dx, needed))
-    return None, None, *(next(found) if is_needed else None for is_needed in needed)
+    return None, None, None, *(next(found) if is_needed else None for is_needed in needed)
 
 
 _forward_op.register_autograd(_backward, setup_context=_setup)
 
 
 def _compiled_scan(options: Options, *tensors: Any) -> tuple[Tensor, Tensor, Tensor]:
-    y, v, x, _ = _forward_op(*options, *tensors)
+    keep = not _torch.is_exporting()  # the symbolic shape of the states would limit the length in an exported graph
+    y, v, x, _ = _forward_op(*options, keep, *tensors)
     return y, v, x

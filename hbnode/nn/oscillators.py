@@ -792,13 +792,13 @@ def _gaps(sequences: Sequences, state: OscillatorState | None, is_shared: bool) 
     """
     is_shared = is_shared and (sequences.valid is None or may_look())  # else t may include arbitrary times of padding
     t = sequences.raw_t[:1, : sequences.t.shape[1]] if is_shared else sequences.t
-    gaps = t.diff()
-    if state is None:
-        first = gaps[:, :1].detach() if gaps.shape[1] else torch.ones_like(t)  # a zero state stays zero over any gap
+    gaps = t - t.roll(1, 1)  # t.diff() has the length T - 1, which would limit T in an exported graph
+    if state is None:  # a zero state stays zero over any gap
+        first = gaps.roll(-1, 1)[:, :1].detach() if t.shape[1] > 1 else torch.ones_like(t)
     else:
         seq.check_start(state.t, t)
         first = t[:, :1] - state.t.to(t.dtype).unsqueeze(1)
-    gaps = torch.cat([first, gaps], 1)
+    gaps = torch.where(torch.arange(t.shape[1], device=t.device) == 0, first, gaps)
     if gaps.requires_grad or not may_look():
         return gaps
     each = gaps.detach().double()
@@ -875,7 +875,7 @@ class OscillatorCell(_OscillatorModule):
             )
         if x.dtype.itemsize != 2:  # half-precision samples may go into a float32 cell
             seq.check_dtype(x, [self.weight_in.dtype])
-        batch, dtype = len(x), self._dtype
+        batch, dtype = x.shape[0], self._dtype  # len(x) would fix it in a graph
         refuse_dates(dt, "dt")
         gap = to_tensor(as_times(dt, "dt") if isinstance(dt, Tensor) else dt, "dt", "dt=0.5", torch.float64, x.device)
         if gap.dim() and gap.shape != (batch,):

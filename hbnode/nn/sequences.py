@@ -352,7 +352,7 @@ def _tensor(value: object, name: str, conversion: Callable[[object, str], Tensor
 def _checked_times(t: ArrayLike, x: Tensor) -> Tensor:
     shape = x.shape[:2]
     t = _tensor(t, "t", as_times)
-    if t.shape not in (shape, shape[1:]):
+    if t.shape != shape[2 - max(t.dim(), 1) :]:  # in a graph, comparing (T,) with (batch, T) would make them differ
         raise ValueError(
             f"t must be (batch, T) = {tuple(shape)} or (T,) = {tuple(shape[1:])}, got {tuple(t.shape)}. "
             "Fix: one time per sample; t.squeeze(-1) for t of shape (batch, T, 1)."
