@@ -115,8 +115,8 @@ class ODEBlock(nn.Module):
         self.compile_steps = compile
         self.initial_state = initial_state
         self._nfe = NFE()
-        self._settings: Settings | None = None
-        self.settings()  # raises for a wrong argument here, not in the first call
+        settings = self.settings()  # raises for a wrong argument here, not in the first call
+        self._settings = settings if options is None and adjoint_options is None else None
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "jump_times":

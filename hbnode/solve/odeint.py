@@ -465,16 +465,19 @@ def check_finite(problem: Problem, y0: State, rows: Rows) -> None:
 
 def traced_times(t: Times, device: torch.device) -> Tensor:
     """Return ``t`` as a float64 tensor on ``device``; only Python numbers are checked to be ordered."""
-    if isinstance(t, Tensor):
-        return t.to(device, torch.float64)
+    if isinstance(t, (Tensor, np.ndarray)):
+        return torch.as_tensor(t).to(device, torch.float64)
     given = list(t)
     if any(isinstance(time, Tensor) for time in given):
         return torch.stack([torch.as_tensor(time, dtype=torch.float64, device=device).reshape(()) for time in given])
+    if isinstance(given[0], (list, tuple)):  # a row for each sample
+        return torch.tensor(given, dtype=torch.float64, device=device)
     times = [float(time) for time in given]
     rising, falling = ([sign * times[i] < sign * times[i + 1] for i in range(len(times) - 1)] for sign in (1, -1))
     if not (all(rising) or all(falling)):
         raise ValueError(f"t must be strictly increasing or strictly decreasing, got {times}. Fix: sort the times.")
-    return torch.tensor(times, dtype=torch.float64, device=device)
+    one = torch.ones((), dtype=torch.float64, device=device)
+    return torch.stack([one * time for time in times])  # in a graph of any times; torch.tensor would fix them
 
 
 def checked_span(t_span: Sequence[float]) -> tuple[float, float]:

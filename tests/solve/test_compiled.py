@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -122,6 +123,19 @@ def test_exported_or_traced_for_any_batch(field, method):
             trace(model, (x,))
     with pytest.raises(torch._dynamo.exc.Unsupported, match="Fix: steps=n"):
         torch.compile(model, fullgraph=True, backend="eager")(x)
+
+
+@pytest.mark.usefixtures("_compiler")
+@pytest.mark.parametrize("kind", [list, np.array], ids=["list", "array"])
+def test_times_as_numbers_are_tensors_of_the_graph(kind):
+    """A second graph is for the second list, whose numbers torch.compile takes for variables from then on."""
+    block, x = hbnode.HeavyBallODEBlock(nn.Linear(3, 3), method="leapfrog", steps=1).double(), rows()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
+    for end in (1.0, 1.1, 1.2, 1.3):
+        t = kind([0.0, end])
+        torch.testing.assert_close(compiled(x, t), block(x, t), rtol=1e-12, atol=1e-12)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (2 if kind is list else 1)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts the threads in /proc")
