@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from hbnode import data, diagnostics, distributions, errors, nn, optim, solve, torchdiffeq
+from hbnode import data, diagnostics, distributions, errors, nn, optim, solve
 from hbnode.errors import SolverError
 from hbnode.fields import (
     ANODE,
@@ -25,7 +25,7 @@ from hbnode.solve.events import Event
 from hbnode.solve.registry import methods
 
 if TYPE_CHECKING:
-    from hbnode import estimators, features  # noqa: F401
+    from hbnode import estimators, features, torchdiffeq  # noqa: F401
 
 __version__ = "0.1.0"
 
@@ -66,7 +66,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import the modules that need scikit-learn when they are first used."""
-    if name in ("estimators", "features"):
+    """Import the modules that need scikit-learn or torchdiffeq when they are first used."""
+    if name in ("estimators", "features", "torchdiffeq"):
         return importlib.import_module(f"hbnode.{name}")
     raise AttributeError(f"module 'hbnode' has no attribute {name!r}")

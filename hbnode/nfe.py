@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numbers
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields
@@ -14,12 +16,24 @@ from torch import Tensor, nn
 from hbnode._torch import backward_pass
 
 
+def _of_total(operation: Callable[..., Any], *, reflected: bool = False) -> Callable[..., Any]:
+    """Return an operator of :class:`NFE` that applies ``operation`` to the total and the other operand, if any."""
+
+    def apply(self: NFE, *others: Any) -> Any:
+        operands = [self.total, *(other.total if isinstance(other, NFE) else other for other in others)]
+        return operation(*(operands[::-1] if reflected else operands))
+
+    return apply
+
+
 @dataclass
-class NFE:
+class NFE(numbers.Number):
     """The numbers of function evaluations (NFE) and of solver steps.
 
-    Counts can be added: ``nfe + nfe`` or ``sum([...])``. ``int(nfe)``, ``float(nfe)`` and ``f"{nfe:d}"`` are the total.
-    ``print(nfe)`` adds "graph kept" if the backward pass needs no evaluations because the autograd graph is stored.
+    Counts can be added: ``nfe + nfe`` or ``sum([...])``. Everywhere else, as in ``nfe > 100``, ``nfe / 2``,
+    ``np.mean([nfe])`` and ``f"{nfe:d}"``, an NFE acts as its total; ``json.dumps`` needs ``int(nfe)``. Two NFE are
+    equal if all their counts are. ``print(nfe)`` adds "graph kept" if the backward pass needs no evaluations because
+    the autograd graph is stored.
 
     Attributes:
         forward: evaluations in the forward pass.
@@ -53,22 +67,35 @@ class NFE:
         """Return a dict of all counts and the total, for JSON or a table."""
         return {part.name: getattr(self, part.name) for part in fields(self) if part.init} | {"total": self.total}
 
-    def __add__(self, other: NFE | int) -> NFE:
-        if other == 0:  # sum() starts from 0
+    def __add__(self, other: Any) -> Any:
+        if isinstance(other, int) and other == 0:  # sum() starts from 0
             other = NFE()
         if not isinstance(other, NFE):
-            return NotImplemented
+            return self.total + other
         both = NFE(*(getattr(self, part.name) + getattr(other, part.name) for part in fields(self) if part.init))
         both.keeps_graph = self.keeps_graph or other.keeps_graph
         return both
 
     __radd__ = __add__
+    __sub__, __rsub__ = _of_total(operator.sub), _of_total(operator.sub, reflected=True)
+    __mul__, __rmul__ = _of_total(operator.mul), _of_total(operator.mul, reflected=True)
+    __truediv__, __rtruediv__ = _of_total(operator.truediv), _of_total(operator.truediv, reflected=True)
+    __floordiv__, __rfloordiv__ = _of_total(operator.floordiv), _of_total(operator.floordiv, reflected=True)
+    __mod__, __rmod__ = _of_total(operator.mod), _of_total(operator.mod, reflected=True)
+    __divmod__, __rdivmod__ = _of_total(divmod), _of_total(divmod, reflected=True)
+    __pow__, __rpow__ = _of_total(pow), _of_total(pow, reflected=True)
+    __lt__, __le__, __gt__, __ge__ = map(_of_total, (operator.lt, operator.le, operator.gt, operator.ge))
+    __neg__, __pos__, __abs__, __round__ = map(_of_total, (operator.neg, operator.pos, abs, round))
+    __bool__ = _of_total(bool)
 
-    def __int__(self) -> int:
+    def __eq__(self, other: object) -> Any:
+        return self.as_dict() == other.as_dict() if isinstance(other, NFE) else self.total == other
+
+    def __index__(self) -> int:  # also for int() and float()
         return self.total
 
-    def __float__(self) -> float:
-        return float(self.total)
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self.total, dtype)
 
     def __str__(self) -> str:
         kept = " (graph kept)" if self.backward == 0 and (self.keeps_graph or self.backward_steps) else ""

@@ -15,7 +15,6 @@ import functools
 import math
 import numbers
 from collections.abc import Callable, Iterable, Sequence
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from hbnode._tree import State
 from hbnode.nfe import NFE, Tally, open_counters, open_records
 from hbnode.solve.methods import ROSENBROCK, SPLITTING
 from hbnode.solve.odeint import odeint as solve_natively
-from hbnode.solve.torchdiffeq import CALLBACKS
+from hbnode.solve.torchdiffeq import CALLBACKS, original
 
 __all__ = ["odeint", "odeint_adjoint", "odeint_event", "odeint_dense"]
 
@@ -35,6 +34,7 @@ Tolerance = float | Tensor | Sequence[float | Tensor]
 
 ARGUMENTS = ("steps", "per_sample", "save", "jump_times", "max_steps", "compile", "gradient")  # of hbnode.odeint
 RENAMED = {"jump_t": "jump_times", "max_num_steps": "max_steps"}  # from torchdiffeq's options
+ORIGINAL = original()
 
 
 def odeint(
@@ -84,7 +84,7 @@ def odeint(
         return solve_native(func, y0, t, rtol, atol, method, options, "direct", event_fn)
     counted = count(func, t, method or "dopri5", keeps_graph=torch.is_grad_enabled())
     given = {"rtol": rtol, "atol": atol, "method": method, "options": options, "event_fn": event_fn}
-    return original().odeint(counted, y0, t, **given)
+    return ORIGINAL.odeint(counted, y0, t, **given)
 
 
 def odeint_adjoint(
@@ -147,8 +147,10 @@ def odeint_adjoint(
             )
         return solve_native(func, y0, t, rtol, atol, method, options, "adjoint", event_fn)
     if adjoint_params is not None or isinstance(func, nn.Module):  # torchdiffeq raises an error for other functions
-        func = count(func, t, method or "dopri5", (method or "dopri5") if adjoint_method is None else adjoint_method)
-    return original().odeint_adjoint(
+        adjoint_params = ORIGINAL._impl.adjoint.find_parameters(func) if adjoint_params is None else adjoint_params
+        methods = (method or "dopri5", adjoint_method or method or "dopri5")
+        func = count(func, t, *methods, in_backward=torch.is_grad_enabled())
+    return ORIGINAL.odeint_adjoint(
         func, y0, t, rtol=rtol, atol=atol, method=method, options=options, event_fn=event_fn, **own,
         adjoint_options=adjoint_options, adjoint_params=adjoint_params,
     )  # fmt: skip
@@ -181,7 +183,7 @@ def odeint_dense(
         0.606531
     """
     counted = count(func, method="dopri5", keeps_graph=torch.is_grad_enabled())
-    return original().odeint_dense(counted, y0, t0, t1, rtol=rtol, atol=atol, method=method, options=options)
+    return ORIGINAL.odeint_dense(counted, y0, t0, t1, rtol=rtol, atol=atol, method=method, options=options)
 
 
 def odeint_event(
@@ -222,32 +224,22 @@ def odeint_event(
     def interface(_: object, *args: Any, **kwargs: Any) -> Any:  # it counts its evaluations itself
         return odeint_interface(func, *args, **kwargs)
 
-    counted = count(func)  # for the evaluation in the gradient of the event's time
+    counted = count(func, in_backward=torch.is_grad_enabled())  # the gradient of the event's time evaluates it
     given = {"event_fn": event_fn, "reverse_time": reverse_time, "odeint_interface": interface}
-    return original().odeint_event(counted, y0, t0, **given, **kwargs)
+    return ORIGINAL.odeint_event(counted, y0, t0, **given, **kwargs)
 
 
 def __getattr__(name: str) -> Any:
-    if name.startswith("__") and name != "__version__":
-        raise AttributeError(name)
-    return getattr(original(), name)
-
-
-def original() -> ModuleType:
-    """Return the installed torchdiffeq, which imports scipy and is therefore not imported with hbnode."""
-    with torch.inference_mode(False):  # autograd cannot save tableaus made in inference mode
-        import torchdiffeq
-    return torchdiffeq
+    if (name.startswith("__") and name != "__version__") or not hasattr(ORIGINAL, name):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(ORIGINAL, name)
 
 
 def solver_of(method: str | None) -> Any:
     """Return torchdiffeq's class for a method, or None if it has none of this name."""
-    original()
-    from torchdiffeq._impl.odeint import SOLVERS
-
     if method is not None and not isinstance(method, str):
         raise TypeError(f"method must be a name, got {method!r}. Fix: method='dopri5'.")
-    return SOLVERS.get(method)
+    return ORIGINAL._impl.adjoint.SOLVERS.get(method)
 
 
 def solve_native(
@@ -283,30 +275,30 @@ def solve_native(
     return solve_natively(func, y0, t, method=method, options=others or None, **arguments)
 
 
-def count(func: Function, *args: Any, **kwargs: Any) -> Function:
-    """Return ``func`` with counts; torch.compile gets ``func`` itself if no :func:`hbnode.count_nfe` is open."""
-    if torch.compiler.is_dynamo_compiling() and not open_counters:
+def count(func: Function, *args: Any, in_backward: bool = False, **kwargs: Any) -> Function:
+    """Return ``func`` with counts, or ``func`` itself if no context can see them.
+
+    With ``in_backward``, the backward pass evaluates ``func`` too, and a context may be open then.
+    """
+    check_callable(func, "func", "a module or a function, called as func(t, y)")
+    if not open_counters and (torch.compiler.is_dynamo_compiling() or not (open_records or in_backward)):
         return func
     return CountedFunction(func, *args, **kwargs)
 
 
-class CountedFunction(nn.Module):
+class CountedFunction:
     """A wrapper of a field for torchdiffeq that counts the evaluations and the steps of one solve.
 
-    Its parameters and callbacks are those of ``func``. The callbacks also count steps.
+    Its callbacks are those of ``func``, and also count steps.
     """
 
     def __init__(
         self, func: Function, t: Tensor | None = None, method: str | None = None, adjoint_method: str | None = None,
         keeps_graph: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__()
-        check_callable(func, "func", "a module or a function, called as func(t, y)")
         nfe = NFE()
         nfe.keeps_graph = keeps_graph
         self.func, self.counter = func, Tally(func, nfe)
-        if hasattr(func, "_is_replica"):  # of DataParallel: its parameters are plain attributes
-            self._is_replica = func._is_replica
         for name, suffix, times in ((method, "", None), (adjoint_method, "_adjoint", t)):
             events = step_events(name)
             for callback in CALLBACKS:
@@ -316,8 +308,9 @@ class CountedFunction(nn.Module):
                 if own is not None:
                     setattr(self, callback + suffix, own)
 
-    def forward(self, t: Tensor, y: State) -> State:
-        self.counter.add("evaluation")
+    def __call__(self, t: Tensor, y: State) -> Tensor:
+        if open_counters:
+            self.counter.add("evaluation")
         return self.func(t, y)
 
 
@@ -334,7 +327,8 @@ def count_step(
     counter: Tally, event: str, own: Function | None, times: Tensor | None, t0: Tensor, y0: State, dt: Tensor
 ) -> None:
     """Count a step of size ``dt`` from ``(t0, y0)``, and call the user's ``own`` callback."""
-    counter.add(event)
+    if open_counters:
+        counter.add(event)
     if open_records:
         is_mirrored = times is not None and bool(times[0] > times[-1])  # the adjoint negates decreasing times
         counter.report(-t0 if is_mirrored else t0, dt, event == "accepted")

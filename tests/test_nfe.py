@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hbnode
+from hbnode.nfe import NFE
 from hbnode.solve.adjoints import Checkpoint
 from tests.models import AGAIN, LATER, MODELS, every_model, make_field, make_input
 
@@ -227,8 +228,6 @@ def test_counts_add_up_and_format():
     assert (int(a), float(a), type(float(a))) == (10, 10.0, float)
     assert np.array([a, b], dtype=float).tolist() == [10.0, 5.0]
     assert json.loads(json.dumps(a.as_dict()))["total"] == 10
-    with pytest.raises(TypeError, match="unsupported operand"):
-        a + 1.5
 
 
 @pytest.mark.parametrize(
@@ -271,3 +270,38 @@ def test_fields_count_nothing_unless_a_subclass_does():
     block = hbnode.ODEBlock(field)
     block(torch.ones(1, 2))
     assert field.nfe == block.nfe.forward > 0
+
+
+# NFE as a number
+
+CALLS = ("nfe == 20", "20 == nfe", "nfe != 20", "nfe in [20]", "nfe > 3", "3 < nfe", "nfe <= 20.0", "max(nfe, 30)",
+    "5 + nfe", "nfe + 5.0", "nfe - 1", "100 - nfe", "2 * nfe", "nfe / 8", "8 / nfe", "nfe // 3", "70 // nfe", "nfe % 7",
+    "70 % nfe", "divmod(nfe, 7)", "divmod(70, nfe)", "nfe ** 2", "2 ** nfe", "pow(nfe, 2, 7)", "-nfe", "abs(nfe)",
+    "round(nfe, -1)", "bool(nfe)", "float(nfe)", "range(nfe)", "f'{nfe:d}'", "f'{nfe:.1f}'", "f'{nfe:>6}'",
+    "'%d %.1f' % (nfe, nfe)", "json.dumps(int(nfe))", "sum([nfe], 5)", "0.99 * nfe + nfe * 0.01", "np.mean([nfe, 5])",
+    "np.array([nfe, nfe]).tolist()", "(np.arange(3) + nfe).tolist()", "(nfe > np.arange(0, 40, 10)).tolist()",
+    "np.log10(nfe)", "np.isscalar(nfe)", "(nfe * torch.ones(2)).tolist()", "(torch.ones(2) - nfe).tolist()",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_count_answers_as_its_total_wherever_a_number_would(call):
+    names = {"np": np, "json": json, "torch": torch}
+    assert eval(call, {**names, "nfe": NFE(12, 8, 3)}) == eval(call, {**names, "nfe": 20})
+
+
+def test_sums_of_counts_are_counts_and_equal_if_all_counts_are():
+    one, two = NFE(12, 8, 3), NFE(8, 12, 3)
+    for same in (one + 0, 0 + one, sum([one])):
+        assert isinstance(same, NFE)
+        assert same == one
+    assert sum([one, two]) == one + two == NFE(20, 20, 6)
+    assert one != two
+    assert one >= two
+    assert one <= two
+    assert not NFE()
+    assert one != "20"
+    with pytest.raises(TypeError, match="unhashable"):  # it changes while a solve runs
+        hash(one)
+    with pytest.raises(TypeError, match="unsupported operand"):
+        one + "20"

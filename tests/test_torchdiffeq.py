@@ -1,8 +1,14 @@
 """The drop-in for torchdiffeq: torchdiffeq's results, hbnode's methods, and counts of both."""
 
+import cProfile
+import importlib
 import inspect
 import math
+import pstats
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -170,6 +176,84 @@ def test_replicas_of_data_parallel_keep_their_parameters():
     replica._is_replica, replica.forward = True, lambda t, y: nn.functional.linear(y, replica.weight, replica.bias)
     torchdiffeq.odeint_adjoint(replica, float64(1.0, 2.0), T).sum().backward()
     assert replica.weight.grad.abs().min() > 0
+
+
+@pytest.mark.parametrize("chosen", ["some", "a tensor beside", "twice", "no leaf", "none"])
+@pytest.mark.parametrize("given", [{"method": "rk4"}, {"adjoint_options": {"norm": "seminorm"}}], ids=str)
+def test_the_adjoint_asks_func_for_its_parameters(chosen, given):
+    scale = float64(0.5, requires_grad=True)
+
+    class Own(Spiral):
+        def parameters(self, recurse=True):
+            weight, bias = super().parameters(recurse)
+            yield from {"some": (bias,), "twice": (weight, weight), "none": ()}.get(chosen, (weight, bias))
+            yield from {"a tensor beside": (scale,), "no leaf": (self.doubled,)}.get(chosen, ())
+
+        def forward(self, t, y):
+            return super().forward(t, y) + (self.doubled if chosen == "no leaf" else scale) * y
+
+    func = Own()
+    func.doubled = 2 * scale
+    results = []
+    for module in (original, torchdiffeq):
+        y = module.odeint_adjoint(func, float64(1.0, 2.0, requires_grad=True), T, **given)
+        leaves = (func.net.weight, func.net.bias, scale)
+        results.append(torch.autograd.grad(y.square().sum(), leaves, retain_graph=True, allow_unused=True))
+    for ours, theirs in zip(*results, strict=True):
+        assert (ours is None) == (theirs is None)
+        assert ours is None or torch.equal(ours, theirs)
+
+
+REPLACED = """
+import sys, torch, hbnode
+sys.modules["torchdiffeq"] = hbnode.torchdiffeq
+import torchdiffeq
+import torchdiffeq._impl.misc as misc, torchdiffeq._impl.rk_common
+from torchdiffeq import odeint_adjoint as odeint
+from torchdiffeq._impl.odeint import SOLVERS
+from torchdiffeq._impl.solvers import FixedGridODESolver
+from torchdiffeq._impl import odeint as theirs
+assert torchdiffeq._impl.misc is misc and issubclass(SOLVERS["rk4"], FixedGridODESolver)
+func = hbnode.NODE(torch.nn.Linear(2, 2))
+with hbnode.count_nfe(func) as nfe:
+    y = odeint(func, torch.ones(1, 2), torch.tensor([0.0, 1.0]), method="rk4")
+    assert torch.equal(y, theirs(func, torch.ones(1, 2), torch.tensor([0.0, 1.0]), method="rk4"))
+assert nfe == 4, nfe
+"""
+
+
+def test_a_program_gets_it_in_the_place_of_torchdiffeq():
+    done = subprocess.run([sys.executable, "-c", REPLACED], capture_output=True, text=True)
+    assert not done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["sys.modules", "functions"])
+def test_it_keeps_torchdiffeqs_functions(monkeypatch, whole):
+    func, y0 = Spiral(), float64(1.0, 2.0)
+    exact = original.odeint(func, y0, T)
+    if whole:
+        monkeypatch.setitem(sys.modules, "torchdiffeq", torchdiffeq)
+    else:
+        for name in torchdiffeq.__all__:
+            monkeypatch.setattr(original, name, getattr(torchdiffeq, name))
+    module = importlib.import_module("torchdiffeq")
+    event = {"event_fn": lambda t, y: t - 1.0}
+    with hbnode.count_nfe(func) as nfe:
+        assert torch.equal(module.odeint(func, y0, T), exact)
+        assert torch.equal(module.odeint_adjoint(func, y0, T), exact)
+        assert torch.equal(module.odeint_dense(func, y0, T[0], T[-1])(T[0]), y0)
+        assert module.odeint_event(func, y0, T[0], **event)[0].item() == pytest.approx(1.0)
+        assert torch.equal(hbnode.odeint(func, y0, T, method="dopri5", rtol=1e-7, atol=1e-9), exact)
+    assert nfe.forward > 0
+
+
+@pytest.mark.parametrize(("name", "most"), [("odeint", 5), ("odeint_adjoint", 18)])
+def test_a_step_that_nobody_counts_takes_few_calls_of_hbnode(name, most):
+    func, profile = Spiral(), cProfile.Profile()
+    with profile:
+        getattr(torchdiffeq, name)(func, float64(1.0, 2.0), T[:2], method="euler").sum().backward()
+    folder = str(Path(hbnode.__file__).parent)
+    assert sum(calls for (file, *_), (_, calls, *_) in pstats.Stats(profile).stats.items() if folder in file) <= most
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if name not in SOLVERS])

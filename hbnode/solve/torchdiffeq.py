@@ -13,6 +13,7 @@ import warnings
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -62,9 +63,6 @@ TOO_MANY = "the solve needed more than max_steps={} {}. Fix: loosen rtol and ato
 
 def solve(field: Any, y0: State, t: Tensor, settings: Settings, counter: Tally, snapshot: Snapshot) -> State:
     """Solve with one of torchdiffeq's methods, given the checked arguments of :func:`hbnode.odeint`."""
-    with torch.inference_mode(False):  # autograd cannot save tableaus made in inference mode
-        import torchdiffeq  # here, because it imports scipy
-
     method, is_adjoint = settings.method, settings.gradient == "adjoint"
     term = ODETerm(field, y0, counter, second_order=False)
     term.per_channel = isinstance(y0, Tensor)  # torchdiffeq gets a tensor in its own shape
@@ -84,7 +82,7 @@ def solve(field: Any, y0: State, t: Tensor, settings: Settings, counter: Tally, 
                 "method='scipy_solver' runs outside torch, so it has no direct gradient; expected gradient='adjoint'. "
                 "Fix: pass gradient='adjoint', or solve under torch.no_grad()."
             )
-        integrate = torchdiffeq.odeint_adjoint if is_adjoint else torchdiffeq.odeint
+        integrate = original().odeint_adjoint if is_adjoint else original().odeint
         try:
             rows = integrate(weakref.proxy(counted), row, t, **given)
         except AssertionError as error:
@@ -97,6 +95,17 @@ def solve(field: Any, y0: State, t: Tensor, settings: Settings, counter: Tally, 
     # the caller may change the outputs in place, and the backward pass of the adjoint needs them
     solution = term.unflatten((rows.clone() if is_adjoint else rows,), (len(rows),))
     return owning(solution, [counted], is_first_order=True) if is_adjoint else solution
+
+
+@functools.cache
+def original() -> SimpleNamespace:
+    """Return the names of the installed torchdiffeq, which imports scipy and is therefore not imported with hbnode.
+
+    They stay the same if a program puts :mod:`hbnode.torchdiffeq` in the place of torchdiffeq or of its functions.
+    """
+    with torch.inference_mode(False):  # autograd cannot save tableaus made in inference mode
+        import torchdiffeq
+    return SimpleNamespace(**vars(torchdiffeq))
 
 
 def norm(term: Any, own: Callable[[Any], Tensor] | None, row: Tensor) -> Tensor:
