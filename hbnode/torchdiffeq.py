@@ -1,9 +1,12 @@
 """Drop-in replacement for torchdiffeq: ``import hbnode.torchdiffeq as torchdiffeq`` is the whole migration.
 
 The functions have torchdiffeq's signatures and defaults, and call the installed torchdiffeq for its methods, so that
-values, warnings and exceptions are the same. In addition, ``method`` takes the names of hbnode's native methods, and
-:func:`hbnode.count_nfe` counts the evaluations of all methods. Other names of this module, such as ``__version__``, are
-those of torchdiffeq.
+values, warnings and exceptions are the same. In addition, ``method`` takes those names of hbnode's native methods that
+the installed torchdiffeq does not have, and :func:`hbnode.count_nfe` counts the evaluations of all methods. Other names
+of this module, such as ``__version__`` and ``_impl``, are those of torchdiffeq, whose own functions are not counted.
+
+For a program that cannot be edited, ``sys.modules["torchdiffeq"] = hbnode.torchdiffeq`` before its imports, or
+``torchdiffeq.odeint = hbnode.torchdiffeq.odeint``, has the same effect.
 
 Reference:
     Chen, torchdiffeq, github.com/rtqichen/torchdiffeq.
@@ -17,6 +20,7 @@ import numbers
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -55,12 +59,14 @@ def odeint(
         rtol: relative tolerance: a number, a tensor for the elements of ``y0``, or one entry for each tensor of a tuple
             ``y0``. Native methods take one number. Default: 1e-7.
         atol: absolute tolerance in the units of the state, given like ``rtol``. Default: 1e-9.
-        method: a name of torchdiffeq, or a native name of :func:`hbnode.methods`. If both have the name, the method is
-            torchdiffeq's. Default: None, which is ``"dopri5"``.
+        method: a name of torchdiffeq, or a native name of :func:`hbnode.methods`. If the installed torchdiffeq has a
+            method of a native name, such as ``"tsit5"`` in releases after 0.2.5, this function uses torchdiffeq's, and
+            :func:`hbnode.odeint` the native one. Default: None, which is ``"dopri5"``.
         options: torchdiffeq's options of the method. A native method takes the options of :func:`hbnode.odeint` and its
             arguments ``steps``, ``per_sample``, ``save``, ``jump_times``, ``max_steps``, ``compile`` and ``gradient``.
-            It also takes torchdiffeq's ``jump_t``, ``max_num_steps`` and ``step_size``. With ``step_size``, each output
-            interval has equal steps, which are not longer. Default: None.
+            It also takes torchdiffeq's ``jump_t``, ``max_num_steps``, ``step_size`` and ``dtype``. With ``step_size``,
+            each output interval has equal steps, which are not longer. ``dtype`` has no effect, because native methods
+            always keep the time in float64. Default: None.
         event_fn: event function: the solve ends when ``event_fn(t, y)`` changes its sign. It is for torchdiffeq's
             methods. Default: None.
 
@@ -108,11 +114,15 @@ def odeint_adjoint(
             ``"tsit5"`` at the tolerances of the forward solve. Default: None, which is ``"dopri5"``.
         options: options of the method, as for :func:`odeint`. Default: None.
         event_fn: event function, as for :func:`odeint`. Default: None.
-        adjoint_rtol: relative tolerance of the backward solve. Default: None, which is ``rtol``.
-        adjoint_atol: absolute tolerance of the backward solve. Default: None, which is ``atol``.
-        adjoint_method: method of the backward solve, one of torchdiffeq. Default: None, which is ``method``.
+        adjoint_rtol: relative tolerance of the backward solve; with a native method it must be ``rtol``. Default: None,
+            which is ``rtol``.
+        adjoint_atol: absolute tolerance of the backward solve; with a native method it must be ``atol``. Default: None,
+            which is ``atol``.
+        adjoint_method: method of the backward solve, one of torchdiffeq. With a native method it must be ``method`` or
+            ``"tsit5"``. Default: None, which is ``method``.
         adjoint_options: options of the backward solve; ``{"norm": "seminorm"}`` leaves the parameters out of the error
-            norm. Default: None, which are ``options`` without the norm.
+            norm, as native methods always do. With a native method the other options must be those of ``options``.
+            Default: None, which are ``options`` without the norm.
         adjoint_params: tensors that get gradients. With a native method, all parameters and leaves that ``func`` uses
             get them. Default: None, which are the parameters of ``func``.
 
@@ -139,11 +149,14 @@ def odeint_adjoint(
             f"Fix: odeint(func, y0, t, method={method!r}), whose gradients are exact."
         )
     if solver_of("dopri5" if method is None else method) is None:
-        given = [name for name, value in {**own, "adjoint_options": adjoint_options}.items() if value is not None]
+        usual = {"adjoint_rtol": [rtol], "adjoint_atol": [atol], "adjoint_method": [method, "tsit5"]}
+        given = [name for name, value in own.items() if not is_any_of(value, [None, *usual[name]])]
+        implied = {"norm": "seminorm", **(options or {})}
+        given += [name for name, value in (adjoint_options or {}).items() if not is_any_of(value, [implied.get(name)])]
         if given:
             raise ValueError(
-                f"{', '.join(given)} cannot be chosen for method={method!r}, whose adjoint is solved with 'tsit5' at "
-                "rtol and atol. Fix: leave them out, or method='dopri5'."
+                f"{', '.join(given)} cannot be chosen for method={method!r}, whose adjoint is solved with 'tsit5', the "
+                "seminorm, and rtol, atol and options of the forward solve. Fix: leave them out, or method='dopri5'."
             )
         return solve_native(func, y0, t, rtol, atol, method, options, "adjoint", event_fn)
     if adjoint_params is not None or isinstance(func, nn.Module):  # torchdiffeq raises an error for other functions
@@ -259,6 +272,8 @@ def solve_native(
         elif isinstance(value, (Tensor, Sequence)):
             raise ValueError(f"{name} must be one number for method={method!r}, got {value!r}. Fix: {name}=1e-7.")
     others = {name: x.item() if isinstance(x, Tensor) and not x.dim() else x for name, x in (options or {}).items()}
+    others = {name: x for name, x in others.items() if x is not None}  # torchdiffeq's default of most options
+    others.pop("dtype", None)  # of torchdiffeq's times; native methods have float64
     if (size := others.pop("step_size", None)) is not None:
         if not isinstance(size, numbers.Real) or not float(size) > 0:
             raise ValueError(f"step_size must be a positive number, got {size!r}. Fix: options={{'step_size': 0.1}}.")
@@ -273,6 +288,11 @@ def solve_native(
         fix = "options={'step_size': 0.1}, or options={'steps': 8} for the number of steps per interval of t"
         raise ValueError(f"method={method!r} has equal steps, whose size must be given. Fix: {fix}.")
     return solve_natively(func, y0, t, method=method, options=others or None, **arguments)
+
+
+def is_any_of(value: Any, others: Sequence[Any]) -> bool:
+    """Return whether ``value`` is equal to one of the others, which may be tensors."""
+    return any(value is other or np.array_equal(value, other) for other in others)
 
 
 def count(func: Function, *args: Any, in_backward: bool = False, **kwargs: Any) -> Function:

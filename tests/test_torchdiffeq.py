@@ -286,10 +286,52 @@ def test_native_methods_are_hbnodes(name, method):
 def test_native_methods_take_times_and_options_as_torchdiffeq_does():
     """A list of times, and tensors for numbers."""
     y0, options = float64(1.0, 2.0), {"step_size": torch.tensor(0.2)}
-    ours = torchdiffeq.odeint(lambda t, y: -y, y0, [0.0, 0.5, 1.0], method="tsit5", options=options)
-    assert torch.equal(ours, hbnode.odeint(lambda t, y: -y, y0, [0.0, 0.5, 1.0], method="tsit5", steps=3))
+    ours = torchdiffeq.odeint(lambda t, y: -y, y0, [0.0, 0.5, 1.0], method="rodas5p", options=options)
+    assert torch.equal(ours, hbnode.odeint(lambda t, y: -y, y0, [0.0, 0.5, 1.0], method="rodas5p", steps=3))
     ours = torchdiffeq.odeint(lambda t, y: -y, y0, T, method="rodas5p", options={"first_step": torch.tensor(0.1)})
     torch.testing.assert_close(ours, y0 * torch.exp(-T)[:, None], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"adjoint_rtol": 1e-10, "adjoint_atol": torch.tensor(1e-10, dtype=torch.float64)},  # torchcde gives both
+        {"adjoint_method": "nystrom8"},
+        {"adjoint_method": "tsit5"},
+        {"adjoint_options": {"norm": "seminorm"}},
+        {"options": {"jump_t": float64(0.5)}, "adjoint_options": {"jump_t": float64(0.5)}},
+        {"options": {"dtype": torch.float64, "first_step": None}, "adjoint_options": {"dtype": torch.float64}},
+    ],
+    ids=str,
+)
+def test_native_methods_take_what_their_adjoint_does_anyway(given):
+    """h'' = -ω² h from h = 1 at rest: h = cos ωt, dh/dω = -t sin ωt."""
+    omega, one = float64(2.0, requires_grad=True), torch.ones(1, 1, dtype=torch.float64)
+    func = hbnode.HBNODE(lambda h: -(omega**2) * h, damping=0.0, learn_damping=False)
+    t = float64(0.0, 1.0)
+    h, _ = torchdiffeq.odeint_adjoint(func, (one, 0 * one), t, method="nystrom8", rtol=1e-10, atol=1e-10, **given)
+    assert h[-1].item() == pytest.approx(math.cos(2.0), abs=1e-8)
+    assert torch.autograd.grad(h[-1].sum(), omega)[0].item() == pytest.approx(-math.sin(2.0), abs=1e-7)
+
+
+OF_HEAD = """dopri8 dopri5 tsit5 bosh3 fehlberg2 adaptive_heun euler midpoint heun2 heun3 rk4 explicit_adams
+    implicit_adams implicit_euler implicit_midpoint trapezoid radauIIA3 gl4 radauIIA5 gl6 sdirk2 trbdf2 fixed_adams
+    scipy_solver"""
+
+
+@pytest.mark.parametrize("method", [name for name in OF_HEAD.split() if name not in SOLVERS])
+@pytest.mark.parametrize("name", ["odeint", "odeint_adjoint"])
+def test_a_later_torchdiffeqs_methods_are_torchdiffeqs(monkeypatch, name, method):
+    """The stand-in for a method of torchdiffeq's main branch is Euler's: y' = -y in one step of 1 gives 0."""
+    monkeypatch.setitem(SOLVERS, method, type("Later", (SOLVERS["euler"],), {}))
+    func, y0 = nn.Identity(), float64(1.0)
+    func.forward = lambda t, y: -y
+    with hbnode.count_nfe(func) as nfe:
+        assert getattr(torchdiffeq, name)(func, y0, float64(0.0, 1.0), method=method)[-1].item() == 0.0
+    assert nfe == nfe.steps == 1
+    if method in METHODS:
+        own = hbnode.odeint(func, y0, [0.0, 1.0], method=method, rtol=1e-9, atol=1e-9)
+        assert own[-1].item() == pytest.approx(math.exp(-1.0), abs=1e-8)
 
 
 @pytest.mark.parametrize(
@@ -297,16 +339,21 @@ def test_native_methods_take_times_and_options_as_torchdiffeq_does():
     [
         ({"method": "nystrom8", "rtol": torch.ones(2)}, r"rtol must be one number .* Fix: rtol=1e-7"),
         ({"method": "leapfrog"}, "Fix: options={'step_size': 0.1}"),
-        ({"method": "nystrom8", "options": {"grid_constructor": None}}, "Fix: options={'step_size': 0.1}"),
+        (
+            {"method": "nystrom8", "options": {"grid_constructor": lambda f, y0, t: t}},
+            "Fix: options={'step_size': 0.1}",
+        ),
         ({"method": "nystrom8", "event_fn": lambda t, y: y}, "Fix: method='dopri5'"),
         ({"method": "tsit6"}, "Fix: method='tsit5'"),
-        ({"method": "nystrom8", "adjoint_rtol": 1e-3}, "Fix: leave them out"),
+        ({"method": "nystrom8", "adjoint_rtol": 1e-3}, "adjoint_rtol cannot.*Fix: leave them out"),
+        ({"method": "nystrom8", "adjoint_method": "dopri5"}, "adjoint_method cannot.*Fix: leave them out"),
+        ({"method": "nystrom8", "adjoint_options": {"norm": torch.norm}}, "norm cannot.*Fix: leave them out"),
         ({"method": "rodas5p", "adjoint_rtol": 1e-3}, r"no adjoint.*Fix: odeint\(func, y0, t, method='rodas5p'\)"),
         ({"method": "rodas5p", "options": {"step_size": 0.0}}, "step_size must be a positive number, got 0.0"),
     ],
     ids=lambda given: "-".join(given) if isinstance(given, dict) else "",
 )
 def test_what_native_methods_do_not_take_is_named(given, message):
-    solve = torchdiffeq.odeint_adjoint if "adjoint_rtol" in given else torchdiffeq.odeint
+    solve = torchdiffeq.odeint_adjoint if "adjoint" in str(given) else torchdiffeq.odeint
     with pytest.raises(ValueError, match=message):
         solve(Spiral(), float64(1.0, 2.0), T, **given)

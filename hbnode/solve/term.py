@@ -211,7 +211,7 @@ class Snapshot:
     def __init__(self, field: Callable[..., Any], *, for_backward: bool = True) -> None:
         self.modes: list[tuple[nn.Module, bool]] = []
         self.slots: list[tuple[dict[str, Any], str, Tensor]] = []
-        self.versions: list[int | None] = []
+        self.versions: list[tuple[int | None, Tensor | None]] = []  # and the start of what may be a counter
         self.needed: list[tuple[Tensor, bool]] = []
         self.dtypes: set[torch.dtype] = set()  # of the parameters
         self.masks: list[tuple[SolveDropout, dict[str, Tensor] | None]] = []
@@ -239,15 +239,28 @@ class Snapshot:
                     if not for_backward:
                         continue
                     self.slots.append((own, name, tensor))
-                    self.versions.append(None if tensor.is_inference() else tensor._version)
+                    may_count = own is buffers and not isinstance(module, nn.modules.batchnorm._NormBase)
+                    version = None if tensor.is_inference() else tensor._version
+                    self.versions.append((version, _as_counter(tensor) if may_count else None))
                     if tensor.is_leaf:
                         self.needed.append((tensor, tensor.requires_grad))
 
     def changed(self) -> bool:
-        """Return whether a parameter or buffer was replaced or changed in place after the snapshot."""
-        for (own, name, tensor), version in zip(self.slots, self.versions, strict=True):
-            if own.get(name) is not tensor or (version is not None and tensor._version != version):
+        """Return whether a parameter or buffer was replaced or changed in place after the snapshot.
+
+        Counters of the field's calls, as in FFJORD, are no change: integer buffers, and numbers that changed by an
+        integer. They leave the snapshot, so that they also count the calls of the backward pass.
+        """
+        kept = []
+        for slot, state in zip(self.slots, self.versions, strict=True):
+            (own, name, tensor), (version, before) = slot, state
+            now = own.get(name)
+            if now is tensor and (version is None or tensor._version == version):
+                kept.append((slot, state))
+            elif before is None or now is None or now.shape != before.shape or bool(((now - before) % 1 != 0).any()):
                 return True
+        if len(kept) < len(self.slots):
+            self.slots, self.versions = [slot for slot, _ in kept], [state for _, state in kept]
         return False
 
     def __enter__(self) -> None:
@@ -263,6 +276,13 @@ class Snapshot:
     def __exit__(self, *error: Any) -> None:
         queries.solves -= 1
         _restore(*self._before.pop())
+
+
+def _as_counter(buffer: Tensor) -> Tensor | None:
+    """Return the value from which a buffer may count, or None if it is no counter."""
+    if buffer.is_floating_point():
+        return None if buffer.dim() else buffer.clone()
+    return None if buffer.is_complex() or buffer.dtype == torch.bool else buffer
 
 
 def _restore(modes: Sequence[Any], slots: Sequence[Any], masks: Sequence[Any], needed: Sequence[Any]) -> None:

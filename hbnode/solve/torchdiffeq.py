@@ -75,6 +75,7 @@ def solve(field: Any, y0: State, t: Tensor, settings: Settings, counter: Tally, 
         leaves: tuple[Tensor, ...] = ()
         if torch.is_grad_enabled() and (is_adjoint or method in SCIPY):
             leaves = counted.leaves(t, row, options.get("perturb", False))
+            snapshot.changed()  # counters leave it
         if is_adjoint:
             given |= {"adjoint_params": leaves, "adjoint_options": adjoint_options(options, settings, counted)}
         elif method in SCIPY and torch.is_grad_enabled() and any(x.requires_grad for x in (t, row, *leaves)):

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import math
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
@@ -719,3 +720,35 @@ def test_an_adjoint_that_misses_its_start_is_refused(method):
     exact, _ = gradients(field, x, t, gradient="checkpoint", **solver)
     found, _ = gradients(field, x, t, gradient="adjoint", **solver)
     assert (found - exact).norm() / exact.norm() < 1e-2
+
+
+@pytest.mark.parametrize(("start", "in_place"), [(torch.tensor(0), True), (torch.tensor(0), False),
+    (torch.zeros(1, dtype=torch.int32), True), (torch.tensor(0.0), True), (torch.tensor(0.0), False)])  # fmt: skip
+@pytest.mark.parametrize("solver", [
+    {"gradient": "checkpoint"}, {"gradient": AGAIN}, {"gradient": "adjoint"}, {"gradient": "reversible", "steps": 20},
+    {"gradient": "adjoint", "method": "dopri5"},
+], ids=str)  # fmt: skip
+def test_a_buffer_may_count_the_calls_of_func(start, in_place, solver):
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.slope = nn.Parameter(torch.tensor(-0.5, dtype=torch.float64))
+            self.register_buffer("count", start.clone())
+            self.calls = 0
+
+        def forward(self, h):
+            self.calls += 1
+            if in_place:
+                self.count += 1
+            else:
+                self.count = self.count + 1
+            return self.slope * h
+
+    func, h = Counting(), torch.ones(1, 1, dtype=torch.float64)
+    field = hbnode.HBNODE(func, damping=0.0, learn_damping=False)
+    solver = {"rtol": 1e-9, "atol": 1e-9, **solver}
+    h = hbnode.odeint(field, field.initial_state(h), [0.0, 1.0], **solver)[0]
+    gradient = torch.autograd.grad(h[-1].sum(), func.slope)[0].item()
+    omega = 0.5**0.5  # h = cos ωt, ω² = -slope
+    assert gradient == pytest.approx(math.sin(omega) / (2 * omega), rel=1e-4 if "steps" in solver else 1e-7)
+    assert int(func.count) == func.calls
