@@ -12,8 +12,9 @@ gradients, ``VirtualBrownianTree``, is measured as "diffrax tree", at an error o
 torchsde's ``srk`` has two forms. With noise_type "additive", as HeavyBallSDE declares it, a step calls f three times;
 with "diagonal", where the noise on h is 0, ten times.
 
-Times are medians of processor time of runs that take turns in one process, on one thread. Writes JSON with the machine
-in it, and a figure beside it.
+In the times torchsde is called directly, with the SDE written for it, and with a Brownian motion that is told the step;
+without, its steps take longer. Times are medians of processor time of runs that take turns in one process, on one
+thread. Writes JSON with the machine in it, and a figure beside it.
 """
 
 from __future__ import annotations
@@ -63,6 +64,46 @@ class Diagonal(nn.Module):
         """The diffusion of h and of m, side by side."""
         _, m = y.chunk(2, -1)
         return torch.cat([torch.zeros_like(m), self.sde.noise_scale(m)], -1)
+
+
+class Plain(nn.Module):
+    """The same SDE as one writes it for torchsde alone, for the times."""
+
+    noise_type, sde_type = "additive", "ito"
+
+    def __init__(self, sde: hbnode.HeavyBallSDE) -> None:
+        super().__init__()
+        self.sde = sde
+
+    def f(self, t: Tensor, y: Tensor) -> Tensor:
+        """The drift of h and of m, side by side."""
+        h, m = y.chunk(2, -1)
+        return torch.cat([m, self.sde.func(h) - self.sde.damping * m], -1)
+
+    def g(self, t: Tensor, y: Tensor) -> Tensor:
+        """The diffusion matrix, whose upper half, for h, is 0."""
+        unit = torch.eye(y.shape[1] // 2, dtype=y.dtype).expand(len(y), -1, -1)
+        return torch.cat([torch.zeros_like(unit), self._scale() * unit], 1)
+
+    def g_prod(self, t: Tensor, y: Tensor, v: Tensor) -> Tensor:
+        """The diffusion matrix times v."""
+        return torch.cat([torch.zeros_like(v), self._scale() * v], -1)
+
+    def _scale(self) -> Tensor | float:
+        return (2 * self.sde.damping * self.sde.temperature) ** 0.5
+
+
+def with_torchsde(
+    sde: hbnode.HeavyBallSDE, h: Tensor, m: Tensor, span: float, steps: int, method: str, gradient: str = "direct"
+) -> Tensor:
+    """Return h at the end of the span, by a call of torchsde, whose Brownian motion is told the step."""
+    area = "space-time" if method == "srk" else "none"
+    motion = torchsde.BrownianInterval(
+        t0=0.0, t1=span, size=h.shape, dtype=h.dtype, dt=span / steps, levy_area_approximation=area
+    )
+    solve = torchsde.sdeint_adjoint if gradient == "adjoint" else torchsde.sdeint
+    t = torch.tensor([0.0, span], dtype=h.dtype)
+    return solve(Plain(sde), torch.cat([h, m], -1), t, bm=motion, method=method, dt=span / steps)[-1, :, : h.shape[1]]
 
 
 class PathMotion(torchsde.BaseBrownian):
@@ -371,9 +412,12 @@ def solver(
 
     def run() -> None:
         with torch.set_grad_enabled(training):
-            end, _ = hbnode.sdeint(sde, state, [0.0, SPAN], dt=SPAN / steps, method=theirs)
+            if library == "torchsde":
+                end = with_torchsde(sde, *state, SPAN, steps, theirs)
+            else:
+                end = hbnode.sdeint(sde, state, [0.0, SPAN], dt=SPAN / steps, method=theirs)[0][-1]
         if training:
-            torch.autograd.grad(end[-1].square().mean(), inputs)
+            torch.autograd.grad(end.square().mean(), inputs)
 
     return run
 
@@ -410,18 +454,24 @@ def network(dim: int, hidden: int) -> hbnode.HeavyBallSDE:
     return hbnode.HeavyBallSDE(func, damping=0.5, temperature=TEMPERATURE)
 
 
-def solve(sde: hbnode.HeavyBallSDE, h: Tensor, steps: int, training: bool, **options: Any) -> None:
-    """A solve to T = 1, with its backward pass in training."""
+def solve(
+    sde: hbnode.HeavyBallSDE, h: Tensor, steps: int, training: bool, *, torchsde: bool = False, **options: Any
+) -> None:
+    """A solve to T = 1, by torchsde itself or by hbnode, with its backward pass in training."""
+    m = torch.zeros_like(h)
     with torch.set_grad_enabled(training):
-        end, _ = hbnode.sdeint(sde, (h, torch.zeros_like(h)), [0.0, 1.0], dt=1.0 / steps, **options)
+        if torchsde:
+            end = with_torchsde(sde, h, m, 1.0, steps, **options)
+        else:
+            end = hbnode.sdeint(sde, (h, m), [0.0, 1.0], dt=1.0 / steps, **options)[0][-1]
     if training:
-        end[-1].square().mean().backward()
+        end.square().mean().backward()
 
 
 EULER = "torchsde euler"
 SOLVERS: dict[str, Row] = {
-    EULER: {"method": "euler"},
-    "torchsde srk": {"method": "srk"},
+    EULER: {"torchsde": True, "method": "euler"},
+    "torchsde srk": {"torchsde": True, "method": "srk"},
     "ubu": {"method": "ubu"},
     "baoab": {"method": "baoab"},
     "nystrom4": {"method": "nystrom4"},
@@ -429,15 +479,12 @@ SOLVERS: dict[str, Row] = {
 TRAINING: dict[str, Row] = SOLVERS | {
     "ubu checkpoint": {"method": "ubu", "gradient": "checkpoint"},
     "ubu reversible": {"method": "ubu", "gradient": "reversible"},
-    "torchsde euler adjoint": {"method": "euler", "gradient": "adjoint"},
+    "torchsde euler adjoint": {"torchsde": True, "method": "euler", "gradient": "adjoint"},
 }
 
 
 def times(repeats: int, steps: int) -> list[Row]:
-    """Milliseconds of a step, over those of torchsde's Euler, in evaluation and in training.
-
-    torchsde's Brownian motion is told the step, as hbnode.sdeint does it; without, its steps take longer.
-    """
+    """Milliseconds of a step, over those of torchsde's Euler, in evaluation and in training."""
     rows = []
     for batch, dim, hidden in ((128, 32, 0), (128, 32, 64), (1024, 2, 32)):
         sde, h = network(dim, hidden), torch.randn(batch, dim)
