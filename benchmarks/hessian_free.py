@@ -13,6 +13,7 @@ medians over the rounds. Writes JSON with the machine in it.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import hbnode
+from benchmarks.contenders import MISSING
 from benchmarks.harness import command, interleaved, milliseconds, ratio, write
 from benchmarks.recurrent import Setting, table
 from hbnode.optim import tanh_hidden
@@ -160,13 +162,18 @@ def products(cell: str, setting: Setting) -> dict[str, Callable[[], Tensor]]:
     """The gradient first, then the products."""
     contender = Contender.of(cell, setting)
     plain, structural = (contender.optimizer(mu) for mu in (0.0, STRUCTURAL))
-    return {
+    ways = {
         "gradient": contender.gradient,
         "HessianFree": lambda: plain.product(contender.vector),
         "HessianFree, structural": lambda: structural.product(contender.vector),
         "double backward": contender.double_backward(),
-        "curvlinops": contender.curvlinops(),
     }
+    return ways | ({"curvlinops": contender.curvlinops()} if has_curvlinops() else {})
+
+
+def has_curvlinops() -> bool:
+    """Whether curvlinops is installed."""
+    return importlib.util.find_spec("curvlinops") is not None
 
 
 def measured(options: argparse.Namespace) -> list[Row]:
@@ -190,6 +197,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="tiny sizes: whether it runs, not how fast")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
+    if not has_curvlinops():
+        print(MISSING.format(name="curvlinops"))
     rows = measured(options)
     print(table(rows), flush=True)
     write(options.out, {"products": rows})

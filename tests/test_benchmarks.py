@@ -143,7 +143,7 @@ def test_products(run, capsys):
 def test_the_products_are_one(cell):
     ways = hessian_free.products(cell, hessian_free.TINY)
     expected = ways["HessianFree"]()
-    for name in ("double backward", "curvlinops"):
+    for name in ways.keys() - {"gradient", "HessianFree", "HessianFree, structural"}:
         torch.testing.assert_close(ways[name](), expected, rtol=1e-4, atol=1e-5)
 
 

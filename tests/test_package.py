@@ -39,6 +39,12 @@ def test_no_extra_repeats_what_it_takes_from_another():
         assert not {_name(one) for one in names if not one.startswith("hbnode[")} & inherited(extra), extra
 
 
+def test_only_the_benchmarks_need_curvlinops():
+    """It brings torchvision, which fails to import if its build does not match that of torch."""
+    extras = PROJECT["optional-dependencies"]
+    assert [extra for extra, names in extras.items() if "curvlinops" in " ".join(names)] == ["bench"]
+
+
 def test_the_source_distribution_names_what_exists():
     missing = [
         path
