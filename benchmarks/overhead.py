@@ -4,6 +4,7 @@
   a solve of ``Linear(2, 2)``, of which almost all is the solver's; also the number of Python calls.
 - Over torchdiffeq: training steps that solve the same HBNODE on the same batch with dopri5, beside the same call of
   torchdiffeq with the pair (h, m), and one with the two stacked, which torchdiffeq need not string together.
+- Of the drop-in over torchdiffeq: training steps of one step each, as in loops over the gaps of a series.
 - Imports take place in fresh processes.
 
 What is compared is timed in turn, as processor time, and the median of the ratios is printed. Writes JSON with the
@@ -13,6 +14,7 @@ machine in it.
 from __future__ import annotations
 
 import cProfile
+import functools
 import os
 import pstats
 import statistics
@@ -20,6 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import torch
@@ -78,6 +81,20 @@ def steps(gradient: str, dim: int, batch: int, tol: float) -> dict[str, Callable
 def of_all(state: tuple[Tensor, Tensor]) -> Tensor:
     """The root mean square over both parts of the state, which is the norm of hbnode and of a stacked state."""
     return torch.cat([part.reshape(-1) for part in state]).square().mean().sqrt()
+
+
+def single_steps(solver: str, method: str) -> dict[str, Callable[[], None]]:
+    """A training step of one solver step with torchdiffeq, and with hbnode in its place."""
+    torch.manual_seed(0)
+    func = hbnode.NODE(hbnode.nn.MLP(20, [50], 20, activation=nn.Tanh))
+    y0, t = torch.randn(50, 20), torch.tensor([0.0, 0.1])
+
+    def step(solve: Callable[..., Tensor]) -> None:
+        func.zero_grad()
+        solve(func, y0, t, method=method)[-1].square().mean().backward()
+
+    modules = {"torchdiffeq": torchdiffeq, "drop-in": hbnode.torchdiffeq}
+    return {name: functools.partial(step, getattr(module, solver)) for name, module in modules.items()}
 
 
 def importing(module: str) -> Callable[[], None]:
@@ -212,6 +229,10 @@ def main() -> None:
             ours, theirs = 1e3 * times["hbnode"], 1e3 * times["torchdiffeq"]
             ratio, as_one = times["hbnode / torchdiffeq"], times["torchdiffeq, stacked / torchdiffeq"]
             print(f"{gradient:<8}  {dim:>3}  {batch:>5}  {ours:9.2f}  {theirs:14.2f}  {ratio:5.2f}  {as_one:5.2f}")
+    for solver, method in product(("odeint", "odeint_adjoint"), ("euler", "midpoint", "rk4", "dopri5")):
+        times = {"solver": solver, "method": method, **in_turn(single_steps(solver, method), options.repeats)}
+        rows.append(times)
+        print(f"{solver}, {method}: drop-in / torchdiffeq {times['drop-in / torchdiffeq']:.2f}")
     pairs = [(wall_seconds(importing("hbnode")), wall_seconds(importing("torch"))) for _ in range(options.imports + 1)][
         1:
     ]
