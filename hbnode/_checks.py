@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hbnode._torch import is_script_method
+from hbnode._torch import is_differentiated, is_script_method
 
 
 class SupportsArray(Protocol):
@@ -37,8 +37,16 @@ def as_count(value: SupportsIndex, name: str, least: int = 1, below: float = 2**
     return count
 
 
+def refuse_gradient(value: object, name: str, fix: str = "") -> None:
+    """Raise ValueError for a tensor, or several, with a gradient that would be lost; ``fix`` is another way out."""
+    if any(map(is_differentiated, value if isinstance(value, (list, tuple)) else [value])):
+        whole = name if isinstance(value, Tensor) else f"torch.stack({name})"
+        raise ValueError(f"{name} requires a gradient, but only its value is kept. Fix: {name}={whole}.detach(){fix}.")
+
+
 def as_real(value: object, name: str, fix: str) -> float:
     """Return a number as a float, also infinity and NaN; raise TypeError for all else, such as lists and text."""
+    refuse_gradient(value, name)
     if not isinstance(value, numbers.Real) and not (isinstance(value, Tensor) and value.numel() == 1):
         raise TypeError(f"{name} must be a number, got {value!r}. Fix: {fix}.")
     try:
@@ -100,6 +108,7 @@ def as_numbers(
     value: object, name: str, fix: str, dtype: torch.dtype = torch.float64, device: str | None = "cpu"
 ) -> Tensor:
     """Return a copy of a number or several numbers as a tensor; ``device=None`` keeps the device of a tensor."""
+    refuse_gradient(value, name)
     numbers = to_tensor(value, name, fix, dtype, device).detach().clone()
     if not numbers.numel():
         raise TypeError(f"{name} must be a number or a tensor, got {value!r} without entries. Fix: {fix}.")

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hbnode._checks import as_tensor, check_real
+from hbnode._checks import as_tensor, check_real, refuse_gradient
 from hbnode._torch import may_look
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ def check_digits(t: Tensor, gaps: Tensor, name: str, unit: float) -> None:
 def as_unit(value: object, name: str) -> float:
     """Convert a positive number to a float, the length of a unit of time."""
     refuse_dates([value], name)
+    refuse_gradient(value, name)
     try:
         length = -1.0 if isinstance(value, bool) else float(value)  # type: ignore[arg-type]  # caught below
     except (TypeError, ValueError, RuntimeError):

@@ -125,6 +125,11 @@ def has_tangent(x: Tensor) -> bool:
     )
 
 
+def is_differentiated(x: object) -> bool:
+    """Return whether ``x`` is a tensor that requires a gradient or has a tangent."""
+    return isinstance(x, Tensor) and (x.requires_grad or has_tangent(x))
+
+
 def is_vmapped(x: Tensor) -> bool:
     return torch._C._functorch.is_batchedtensor(x)
 
@@ -421,6 +426,8 @@ class ModuleWithConstants(nn.Module):
     Constants are not buffers, because ``.half()`` or ``.float()`` would round buffers. The attribute of a constant is
     a float or a tensor on the CPU. A tensor also has a float64 copy on the module's device. Loading a ``state_dict`` of
     version 1, which has no constants, issues a warning and leaves the constants unchanged.
+
+    A tensor with a gradient belongs to another module. It stays as it is, and is not part of the ``state_dict``.
     """
 
     _version = 2
@@ -433,12 +440,17 @@ class ModuleWithConstants(nn.Module):
 
     def set_constant(self, attribute: str, value: float | Tensor) -> None:
         """Set a constant and, for a tensor, its copy on the module's device."""
-        setattr(self, attribute, value)
-        if isinstance(value, Tensor):
+        self.__dict__[attribute] = value  # setattr would register a parameter of another module
+        if isinstance(value, Tensor) and not is_differentiated(value):
             before = self._buffers.get(attribute + "_on_device")
             copy = value.to(value.device if before is None else before.device, copy=True)
             self.register_buffer(attribute + "_on_device", copy, persistent=False)
             self.__dict__[attribute + "_copy"] = copy
+
+    def own_constants(self) -> dict[str, str]:
+        """Return the constants without those that have a gradient."""
+        constants = self.constants().items()
+        return {name: attribute for name, attribute in constants if not is_differentiated(getattr(self, attribute))}
 
     def get_constant(self, attribute: str) -> float | Tensor:
         """Return a constant; a tensor is on the module's device."""
@@ -451,13 +463,13 @@ class ModuleWithConstants(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ModuleWithConstants:
         super()._apply(fn, recurse)
-        for attribute in self.constants().values():
+        for attribute in self.own_constants().values():
             self.set_constant(attribute, getattr(self, attribute))  # fn may be a cast or to_empty
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name, attribute in self.constants().items():
+        for name, attribute in self.own_constants().items():
             destination[prefix + name] = _tensor(getattr(self, attribute)).clone()
 
     def _load_from_state_dict(
@@ -470,7 +482,7 @@ class ModuleWithConstants(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        constants = {prefix + name: attribute for name, attribute in self.constants().items()}
+        constants = {prefix + name: attribute for name, attribute in self.own_constants().items()}
         for before, name in self.renamed.items():
             if prefix + before in state_dict and prefix + name in constants:
                 state_dict = {**state_dict, prefix + name: state_dict[prefix + before]}

@@ -25,9 +25,16 @@ from hbnode._checks import (
     check_order,
     check_time_dependent,
     conversion,
+    refuse_gradient,
     takes_time,
 )
-from hbnode._torch import ModuleWithConstants, is_autocast, outside_inference_mode, refuse_export
+from hbnode._torch import (
+    ModuleWithConstants,
+    is_autocast,
+    is_differentiated,
+    outside_inference_mode,
+    refuse_export,
+)
 from hbnode._tree import State, append_zeros, describe
 
 
@@ -100,7 +107,7 @@ class Field(nn.Module, ABC):
         """Return the hidden state h of a state or of a trajectory of states."""
         return state if isinstance(state, Tensor) else state[0]
 
-    def dynamics_parameters(self) -> list[nn.Parameter]:
+    def dynamics_parameters(self) -> list[Tensor]:
         """Return all parameters except those of the initial momentum or velocity."""
         return [p for name, p in self.named_parameters() if not name.startswith("initial_")]
 
@@ -250,9 +257,12 @@ class _Damped(ModuleWithConstants, Field):
             raise ValueError(f"max_damping must be a positive number, got {max_damping}. Fix: use the paper's 1.0.")
         check_bool(learn_damping, "learn_damping")
         gamma = self.max_damping * (1.0 / (1.0 + math.exp(3.0))) if damping is None else damping
-        gamma = as_numbers(gamma, "damping", "damping=0.1, or None for the default")
         self.omega: nn.Parameter | None = None
-        if learn_damping:
+        if not learn_damping:
+            self.set_constant("_damping", _constant(gamma, "damping", "damping=0.1", "no damping"))
+        else:
+            refuse_gradient(gamma, "damping", ", or learn_damping=False, which keeps the gradient")
+            gamma = as_numbers(gamma, "damping", "damping=0.1, or None for the default")
             if not bool(((gamma > 0) & (gamma < self.max_damping)).all()):
                 larger = f"max_damping={2 * float(gamma.max()):g}" if bool((gamma > 0).all()) else "damping=0.01"
                 raise ValueError(
@@ -262,9 +272,6 @@ class _Damped(ModuleWithConstants, Field):
                 )
             like = torch.empty(0)  # of the default dtype and device
             self.omega = nn.Parameter(torch.logit(gamma / self.max_damping).to(like))
-        else:
-            _check_not_negative(gamma, "damping", "pass damping=0.0 for no damping")
-            self.set_constant("_damping", gamma if gamma.dim() else gamma.item())
         self.initial_momentum = _checked_start(initial_momentum, "initial_momentum")
 
     @property
@@ -279,6 +286,11 @@ class _Damped(ModuleWithConstants, Field):
     def constants(self) -> dict[str, str]:
         # ω determines a learned γ only together with max_damping
         return {"damping": "_damping"} if self.omega is None else {"max_damping": "max_damping"}
+
+    def dynamics_parameters(self) -> list[Tensor]:
+        """Return the parameters as :class:`Field` does, and the constants that require a gradient."""
+        constants = [getattr(self, attribute) for attribute in self.constants().values()]
+        return [*super().dynamics_parameters(), *filter(is_differentiated, constants)]
 
     def friction(self, m: Tensor) -> Tensor:
         """Return the damping γ times ``m``, in the dtype of ``m``."""
@@ -312,9 +324,11 @@ class HBNODE(_Damped):
     Arguments:
         func: f, taking ``(h)`` or ``(t, h)``, returning the shape of h. f does not take m.
         damping: initial γ, in units of 1/time. A number, or a tensor that broadcasts with h: (d,) for one γ per
-            feature, (d, 1, 1) for one per channel. None is ``max_damping * sigmoid(-3)``, about 0.047. Default: None.
+            feature, (d, 1, 1) for one per channel, (batch, 1) for one per sample. None is
+            ``max_damping * sigmoid(-3)``, about 0.047. Default: None.
         learn_damping: whether γ is learned. A constant γ is a Python float or a float64 tensor for any dtype of the
-            module, and is part of the ``state_dict``. Default: True.
+            module, and is part of the ``state_dict``. A tensor that requires a gradient, such as the output of another
+            network, keeps it: it stays as it is, and is not part of the ``state_dict``. Default: True.
         max_damping: upper bound of a learned γ. Default: 1.0.
         initial_momentum: module or callable x -> m(t0) of the shape of x; None gives zeros. Default: None.
         time_dependent: whether ``func`` takes the time. None infers it as in :class:`Field`. Default: None.
@@ -472,10 +486,10 @@ class AdamNODE(Field):
         ab = as_numbers((default, default) if rates is None else rates, "rates", "rates=(0.1, 0.1)")
         if ab.shape != (2,) or not bool(((ab > 0) & (ab < 1)).all()):
             raise ValueError(f"rates must be two numbers between 0 and 1, got {ab.tolist()}. Fix: rates=(0.1, 0.1).")
-        if not 0 <= eps < math.inf:
+        self.eps = as_real(eps, "eps", "use the paper's 1e-8")
+        if not 0 <= self.eps < math.inf:
             raise ValueError(f"eps must be a number >= 0, got {eps}. Fix: use the paper's 1e-8.")
         self.alpha = nn.Parameter(torch.logit(ab).to(torch.empty(0)), requires_grad=learn_rates)
-        self.eps = float(eps)
         self.initial_momentum = _checked_start(initial_momentum, "initial_momentum")
 
     @property
@@ -689,8 +703,9 @@ class HeavyBallSDE(HBNODE):
             feature, (d, 1, 1) for one per channel. None is ``max_damping * sigmoid(-3)``, about 0.047. Default: None.
         temperature: initial η, in units of (h/time)²: a number >= 0, or a tensor that broadcasts with h.
             Default: ``1.0``.
-        learn_damping: whether γ is learned. A constant γ is part of the ``state_dict``. Default: True.
-        learn_temperature: whether η is learned. A constant η is part of the ``state_dict``. Default: False.
+        learn_damping: whether γ is learned. A constant γ is part of the ``state_dict``, unless it requires a
+            gradient, which it keeps. Default: True.
+        learn_temperature: whether η is learned. A constant η is as a constant γ. Default: False.
         max_damping: upper bound of a learned γ. Default: ``1.0``.
         initial_momentum: module or callable x -> m(t0) of the shape of x; None gives zeros. Default: None.
         time_dependent: whether ``func`` takes the time. None infers it as in :class:`Field`. Default: None.
@@ -733,18 +748,18 @@ class HeavyBallSDE(HBNODE):
         if sde_type not in ("ito", "stratonovich"):
             raise ValueError(f"sde_type must be 'ito' or 'stratonovich', got {sde_type!r}. Fix: leave it out.")
         self.sde_type = sde_type
-        eta = as_numbers(temperature, "temperature", "temperature=1.0, the default")
-        _check_not_negative(eta, "temperature", "pass temperature=0.0 for no noise")
         self.log_temperature: nn.Parameter | None = None
-        if learn_temperature:
+        if not learn_temperature:
+            self.set_constant("_temperature", _constant(temperature, "temperature", "temperature=1.0", "no noise"))
+        else:
+            refuse_gradient(temperature, "temperature", ", or learn_temperature=False, which keeps the gradient")
+            eta = as_numbers(temperature, "temperature", "temperature=1.0, the default")
             if not bool((eta > 0).all()):
                 raise ValueError(
                     f"a learned temperature must start above 0, got {eta.tolist()}. "
                     "Fix: pass a positive temperature, or keep it constant with learn_temperature=False."
                 )
             self.log_temperature = nn.Parameter(eta.log().to(torch.empty(0)))
-        else:
-            self.set_constant("_temperature", eta if eta.dim() else eta.item())
 
     @property
     def temperature(self) -> Tensor | float:
@@ -802,17 +817,22 @@ def diffusion(gamma: Tensor, eta: Tensor) -> Tensor:
     return torch.where(product > 0, torch.where(product > 0, product, 1.0).sqrt(), 0.0)
 
 
-def _check_not_negative(x: Tensor, name: str, fix: str) -> None:
+def _constant(value: float | Tensor, name: str, fix: str, for_zero: str) -> float | Tensor:
+    """Return a constant >= 0: a tensor with a gradient as it is, else a float or a copy in float64."""
+    keeps = is_differentiated(value)
+    x = as_numbers(value.detach() if keeps else value, name, fix)  # type: ignore[union-attr]  # a tensor
     if not bool(((x >= 0) & torch.isfinite(x)).all()):
-        raise ValueError(f"{name} must be a number >= 0, got {x.tolist()}. Fix: {fix}.")
+        raise ValueError(f"{name} must be a number >= 0, got {x.tolist()}. Fix: pass {name}=0.0 for {for_zero}.")
+    return value if keeps else x if x.dim() else x.item()
 
 
 def _number(x: Tensor | float) -> str:
+    x = x.detach() if isinstance(x, Tensor) else x
     if isinstance(x, Tensor) and x.is_meta:
         return f"unknown of shape {tuple(x.shape)}"
     if isinstance(x, Tensor) and x.dim():
         return f"{float(x.min()):.4g}..{float(x.max()):.4g} of shape {tuple(x.shape)}"
-    return f"{float(x.detach() if isinstance(x, Tensor) else x):.4g}"
+    return f"{float(x):.4g}"
 
 
 def _inverse_softplus(y: float) -> float:

@@ -240,6 +240,97 @@ def test_checkpoints_of_other_constants_are_refused():
     assert constant_field([0.9, 0.1]).load_state_dict(state, strict=False).missing_keys == ["xi"]
 
 
+GRADIENTS = [
+    *({"gradient": "direct"}, {"gradient": "checkpoint"}, {"gradient": "checkpoint", "per_sample": True}),
+    *({"gradient": "reversible", "steps": 60}, {"method": "tsit5"}, {"method": "dopri5"}),
+]
+
+
+@pytest.mark.parametrize("settings", GRADIENTS, ids=str)
+@pytest.mark.parametrize("shape", [(), (3, 1), (2,)], ids=["one", "per sample", "per feature"])
+def test_a_constant_damping_keeps_its_gradient(settings, shape):
+    """Of the spring h'' + γh' + 4h = 0 from rest, with γ computed by another network."""
+    other, x = torch.randn(shape, dtype=torch.float64, requires_grad=True), make_input()[:, :2]
+    gamma = torch.sigmoid(other)
+    block = hbnode.HeavyBallODEBlock(
+        lambda h: -4 * h, damping=gamma, learn_damping=False, rtol=1e-10, atol=1e-10, **settings
+    )
+    (found,) = torch.autograd.grad(block(x).sin().sum(), other)
+    gamma = torch.sigmoid(other)
+    w = (4 - gamma**2 / 4).sqrt()
+    h = torch.exp(-gamma / 2) * x * (w.cos() + gamma / (2 * w) * w.sin())
+    torch.testing.assert_close(found, torch.autograd.grad(h.sin().sum(), other)[0], rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("settings", [{}, {"method": "tsit5"}, {"method": "dopri5"}], ids=str)
+def test_a_constant_parameter_stays_that_of_its_owner(settings):
+    """It is seen after it has changed, has a gradient in the adjoint too, and is in no checkpoint of the field."""
+    gamma, x = nn.Parameter(torch.tensor(0.3, dtype=torch.float64)), make_input()[:, :2]
+
+    def block(damping, gradient):
+        kwargs = {"rtol": 1e-10, "atol": 1e-10, "gradient": gradient} | settings
+        return hbnode.HeavyBallODEBlock(lambda h: -4 * h, damping=damping, learn_damping=False, **kwargs)
+
+    shared = block(gamma, "adjoint")
+    assert not [*shared.parameters(), *shared.state_dict()]
+    with torch.no_grad():
+        gamma.add_(0.2)
+    torch.testing.assert_close(shared(x), block(0.5, "direct")(x))
+    (found,) = torch.autograd.grad(shared(x).sum(), gamma)
+    (expected,) = torch.autograd.grad(block(gamma, "direct")(x).sum(), gamma)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
+    assert copy.deepcopy(shared).double().field.damping == 0.5
+
+
+@pytest.mark.parametrize("gradient", ["direct", "checkpoint", "reversible"])
+@pytest.mark.parametrize("name", ["damping", "temperature"])
+def test_constants_of_an_sde_keep_their_gradients(name, gradient):
+    def end(value):
+        constants = {"damping": 0.5, "temperature": 0.5} | {name: value}
+        sde = hbnode.HeavyBallSDE(lambda h: -h.sin(), learn_damping=False, **constants)
+        start = sde.initial_state(torch.ones(2, 2, dtype=torch.float64))
+        return hbnode.sdeint(sde, start, [0.0, 1.0], dt=0.2, seed=0, gradient=gradient)[0][-1].sum()
+
+    value, step = torch.tensor(0.7, dtype=torch.float64), 1e-5
+    (found,) = torch.autograd.grad(end(leaf := value.clone().requires_grad_()), leaf)
+    assert found.item() == pytest.approx((end(value + step) - end(value - step)).item() / (2 * step), rel=1e-7)
+
+
+NORMAL = torch.distributions.Independent(torch.distributions.Normal(torch.zeros(2), torch.ones(2)), 1)
+
+
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (lambda **x: hbnode.HBNODE(nn.Identity(), **x), "damping max_damping"),
+        (lambda **x: hbnode.GHBNODE(nn.Identity(), **x), "damping xi"),
+        (lambda **x: hbnode.NesterovNODE(nn.Identity(), **x), "start"),
+        (lambda **x: hbnode.AdamNODE(nn.Identity(), learn_rates=False, **x), "rates eps"),
+        (lambda **x: hbnode.HeavyBallSDE(nn.Identity(), learn_temperature=True, **x), "damping temperature"),
+        (lambda **x: hbnode.HeavyBallODEBlock(nn.Identity(), **x), "damping max_damping jump_times"),
+        (lambda **x: hbnode.distributions.HeavyBallFlow(nn.Identity(), 2, **x), "damping"),
+        (
+            lambda **x: hbnode.distributions.HeavyBallAnnealing(NORMAL.log_prob, NORMAL, 1, **x),
+            "step_size damping schedule",
+        ),
+        (lambda **x: hbnode.ODERNN(1, 2, **x), "time_unit"),
+        (lambda **x: hbnode.nn.MomentumAttention(4, 2, **x), "momentum step_size eps"),
+        (lambda **x: hbnode.nn.MomentumResNet([nn.Identity()], **x), "momentum"),
+        (lambda **x: hbnode.nn.MomentumLSTM(1, 2, **x), "forget_bias"),
+        (lambda **x: hbnode.nn.Oscillators(1, 1, 1, **x), "frequency decay"),
+        (lambda **x: hbnode.nn.SolveDropout(**x), "p"),
+    ],
+)
+def test_a_gradient_that_would_be_lost_is_refused(make, names):
+    for name in names.split():
+        several = name in ("rates", "frequency", "decay", "schedule")
+        value = torch.tensor([0.0, 1.0] if several else 0.5, requires_grad=True)
+        with pytest.raises(ValueError, match=rf"{name} requires a gradient.*Fix: {name}={name}.detach\(\)"):
+            make(**{name: value})
+        if not several and name != "jump_times":
+            make(**{name: value.detach()})
+
+
 @pytest.mark.parametrize(
     ("gamma", "xi"), [(0.0, None), (0.3, None), (2.0, None), (0.1, 0.7), (0.0, 0.0), (0.5, 2.0)], ids=str
 )

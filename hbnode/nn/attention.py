@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 from typing_extensions import override
 
-from hbnode._checks import as_count, as_real, check_bool, check_input, is_one_of
+from hbnode._checks import as_count, as_real, check_bool, check_input, is_one_of, refuse_gradient
 from hbnode._torch import ModuleWithConstants, may_look
 from hbnode.nn.heavy_ball_memory import HeavyBallMemoryState, count_packed, heavy_ball_memory
 from hbnode.nn.momentum_attention import MomentumAttentionState, momentum_attention
@@ -863,6 +863,7 @@ def _refuse_dropout(dropout: float) -> None:
 
 
 def _per_head(value: Numbers, name: str, heads: int) -> Tensor:
+    refuse_gradient(value, name, ", or hbnode.nn.functional.momentum_attention, which keeps the gradient")
     try:
         numbers = torch.as_tensor(value, dtype=torch.float64, device="cpu").detach().clone()
     except (TypeError, ValueError, RuntimeError):

@@ -275,7 +275,8 @@ class HeavyBallODEBlock(ODEBlock):
             initial momentum.
         damping: initial γ, in units of 1/time: a number, or a tensor that broadcasts with h, such as (d,) for one γ per
             feature. Default: None, ``max_damping * sigmoid(-3)``, about 0.047.
-        learn_damping: whether γ is a parameter. Default: True.
+        learn_damping: whether γ is a parameter. A constant γ keeps its gradient, as in :class:`hbnode.HBNODE`.
+            Default: True.
         max_damping: upper bound of a learned γ. Default: 1.0.
         xi: initial ξ of a generalized block, in units of 1/time. Default: None, ln 2.
         learn_xi: whether ξ of a generalized block is a parameter. Default: None, True.

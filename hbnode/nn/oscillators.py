@@ -14,7 +14,17 @@ from torch.nn import functional
 from torch.nn.utils.rnn import PackedSequence
 from typing_extensions import override
 
-from hbnode._checks import ArrayLike, as_count, as_real, check_bool, check_input, is_one_of, refuse_meta, to_tensor
+from hbnode._checks import (
+    ArrayLike,
+    as_count,
+    as_real,
+    check_bool,
+    check_input,
+    is_one_of,
+    refuse_gradient,
+    refuse_meta,
+    to_tensor,
+)
 from hbnode._times import as_times, check_digits, refuse_dates
 from hbnode._torch import may_look, no_autocast
 from hbnode._tree import Kind, Record, record
@@ -1233,6 +1243,7 @@ def _check_choice(value: object, name: str, choices: tuple[str, ...]) -> None:
 
 
 def _checked_range(value: Range | None, name: str) -> Range:
+    refuse_gradient(value, name)
     try:
         low, high = (float(bound) for bound in value)  # type: ignore[union-attr]  # None raises TypeError
     except (TypeError, ValueError):

@@ -314,7 +314,7 @@ def constant_damping(field: Callable[..., Any]) -> float:
     if not isinstance(inner, (HBNODE, GHBNODE)) or inner.omega is not None:
         return 0.0
     damping = inner.solver_damping()
-    return float(damping.max()) if isinstance(damping, Tensor) else damping
+    return _torch.to_numpy(damping).max(initial=0.0).item() if isinstance(damping, Tensor) else damping
 
 
 def check_field(method: str, field: Callable[..., Any]) -> None:

@@ -286,7 +286,7 @@ def time_grid(t: Times, dt: Any) -> tuple[Tensor, np.ndarray]:
 
     It is the smallest number for which no sample's steps are longer than ``dt``, up to the rounding of float32 times.
     """
-    step = dt.item() if isinstance(dt, Tensor) and dt.numel() == 1 else dt
+    step = dt.item() if isinstance(dt, Tensor) and dt.numel() == 1 and not dt.requires_grad else dt
     if not isinstance(step, numbers.Real) or not 0 < float(step) < math.inf:
         raise ValueError(f"dt must be a positive number, got {step!r}. Fix: dt=0.05, for instance.")
     times = checked_times(t, torch.device("cpu"), rows=True)

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from hbnode._checks import as_count, check_bool, is_one_of, nearest, nearest_method
+from hbnode._checks import as_count, check_bool, is_one_of, nearest, nearest_method, refuse_gradient
 from hbnode.solve.methods import METHODS, ROSENBROCK, SPLITTING
 
 NativeMethod = Literal[
@@ -161,6 +161,7 @@ def checked_jumps(jump_times: Any) -> tuple[float, ...]:
     """Return ``jump_times`` as sorted distinct floats; raise ValueError if they are not finite times (K,)."""
     if jump_times is None or (isinstance(jump_times, tuple) and not jump_times):
         return ()
+    refuse_gradient(jump_times, "jump_times")
     try:
         given = jump_times.to_numpy(copy=True) if hasattr(jump_times, "to_numpy") else jump_times
         times = torch.as_tensor(given, dtype=torch.float64).detach()
