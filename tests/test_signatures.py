@@ -147,3 +147,69 @@ def test_a_forecast_for_one_number_is_refused():
     _, state = rnn(torch.zeros(1, 1, 1), torch.zeros(1, 1))
     with pytest.raises(ValueError, match=r"dt must be \(K,\).*Fix: \[0.5, 1.0\]"):
         rnn.forecast(state, 1.0)
+
+
+NORMAL = torch.distributions.Independent(torch.distributions.Normal(torch.zeros(2), torch.ones(2)), 1)
+SOLVERS = {  # what each module solves with these arguments, which are also its attributes
+    "ODEBlock": (lambda **s: hbnode.ODEBlock(hbnode.NODE(nn.Linear(2, 2)), **s), lambda block: block(torch.ones(3, 2))),
+    "HeavyBallODEBlock": (
+        lambda **s: hbnode.HeavyBallODEBlock(nn.Linear(2, 2), **s),
+        lambda block: block(torch.ones(3, 2), [0.0, 1.0, 3.0]),
+    ),
+    "ODERNN": (lambda **s: hbnode.ODERNN(2, 3, **s), lambda rnn: rnn(torch.ones(3, 4, 2), [0.0, 0.1, 0.3, 1.0])[0]),
+    "LatentODE": (
+        lambda **s: hbnode.nn.LatentODE(2, 2, 3, **s),
+        lambda model: model.elbo(torch.ones(3, 4, 2), [0.0, 0.1, 0.3, 1.0]).value,
+    ),
+    "LatentSDE": (
+        lambda **s: hbnode.nn.LatentSDE(2, 2, 3, **s),
+        lambda model: model.elbo(torch.ones(3, 4, 2), [0.0, 0.1, 0.3, 1.0]).value,
+    ),
+    "HeavyBallFlow": (
+        lambda **s: hbnode.distributions.HeavyBallFlow(hbnode.nn.MLP(2, [3], 2), 2, **s),
+        lambda flow: flow(torch.ones(3, 2)),
+    ),
+    "HeavyBallAnnealing": (
+        lambda **s: hbnode.distributions.HeavyBallAnnealing(NORMAL.log_prob, NORMAL, **{"steps": 2} | s),
+        lambda sampler: sampler.log_z(3).estimate,
+    ),
+    "MomentumResNet": (lambda **s: hbnode.nn.MomentumResNet([nn.Linear(2, 2)], **s), lambda net: net(torch.ones(3, 2))),
+    "MomentumRNN": (lambda **s: hbnode.nn.MomentumRNN(2, 3, **s), lambda rnn: rnn(torch.ones(3, 4, 2))[0]),
+}
+CHANGES = {
+    "method": ["tsit5", "dopri5", "blanes_moan4"], "rtol": [1e-6], "atol": [1e-6], "steps": [3], "max_steps": [1],
+    "gradient": ["checkpoint", "direct", "adjoint"], "per_sample": [True, False], "save": ["exact"],
+    "jump_times": [[0.5]], "options": [{"max_nfe": 1}, {"step_size": 0.1}, {"wrong": 1}], "adjoint_options": [{}],
+    "compile": [True], "t_span": [(0.0, 2.0), (1.0, 1.0)], "dt": [0.01, -1.0], "checkpoint": [True], "step_size": [0.5],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+def test_a_solver_setting_that_is_set_later_is_used_or_refused(name, monkeypatch):
+    make, call = SOLVERS[name]
+
+    def cannot_compile(*_, **__):
+        raise RuntimeError("compiled")
+
+    def attempt(function, *arguments, **settings):
+        try:
+            return function(*arguments, **settings)
+        except (ValueError, TypeError, AttributeError, RuntimeError) as error:
+            return str(error)
+
+    def shown(module):
+        module.load_state_dict(state, strict=False)
+        torch.manual_seed(0)
+        return f"{module} {call(module).tolist()} {getattr(module, 'nfe', None)}"
+
+    monkeypatch.setattr(torch, "compile", cannot_compile)
+    for setting in [setting for setting in CHANGES if setting in inspect.signature(type(make())).parameters]:
+        for value in CHANGES[setting]:
+            later = make()
+            state, first = later.state_dict(), attempt(make, **{setting: value})
+            error = attempt(setattr, later, setting, value)
+            if error is None:  # it was set
+                expected = first if isinstance(first, str) else attempt(shown, first)
+                assert attempt(shown, later) == expected, (setting, value)
+            else:
+                assert re.search(r"Fix: |has no setter", error), (setting, value, error)

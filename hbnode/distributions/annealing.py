@@ -151,7 +151,7 @@ class HeavyBallAnnealing(nn.Module):
         if force is not None and not callable(force):
             raise TypeError(f"force must be a module or a function, got {type(force).__name__}. Fix: hbnode.nn.MLP.")
         self.dim = _event_size(prior)
-        self.steps = as_count(steps, "steps")
+        steps = as_count(steps, "steps")
         flags = {"learn_step_size": learn_step_size, "learn_damping": learn_damping, "learn_schedule": learn_schedule}
         for name, flag in (flags | {"checkpoint": checkpoint}).items():
             check_bool(flag, name)
@@ -165,9 +165,14 @@ class HeavyBallAnnealing(nn.Module):
         self.log_step_size = nn.Parameter(log_step_size, requires_grad=learn_step_size)
         is_finite = bool(log_damping.isfinite().all())
         self.log_damping = nn.Parameter(log_damping, requires_grad=learn_damping and is_finite)
-        self.log_increments = nn.Parameter(_as_log_increments(schedule, self.steps, learn_schedule), learn_schedule)
+        self.log_increments = nn.Parameter(_as_log_increments(schedule, steps, learn_schedule), learn_schedule)
         self.force = force
         self._takes_time = force is not None and takes_time(force, 1)
+
+    @property
+    def steps(self) -> int:
+        """The number of steps K, which is that of the schedule."""
+        return len(self.log_increments)
 
     @property
     def step_size(self) -> Tensor:

@@ -172,20 +172,12 @@ class HeavyBallFlow(nn.Module):
         super().__init__()
         self.dim = as_count(dim, "dim")
         self.condition_dim = as_count(condition_dim, "condition_dim", least=0)
-        self.t_span = checked_span(t_span)
-        self.steps = as_count(steps, "steps")
-        for name, value, choices in (("method", method, tuple(SPLITTING)), ("gradient", gradient, GRADIENTS)):
-            if not is_one_of(value, choices):
-                raise ValueError(
-                    f"{name} must be one of {choices}, got {value!r}: a flow needs reversible steps. "
-                    f"Fix: {name}={choices[0]!r}."
-                )
+        self.t_span, self.method, self.gradient, self.steps = t_span, method, gradient, steps
         if isinstance(damping, Tensor) and damping.shape not in ((), (self.dim,)):
             raise ValueError(
                 f"damping must be a number or a tensor ({self.dim},), one γ for each feature; got "
                 f"{describe(damping)}. Fix: damping=0.1."
             )
-        self.method, self.gradient = method, gradient
         of_ghbnode = {name: x for name, x in {"xi": xi, "activation": activation}.items() if x is not None}
         if of_ghbnode and not generalized:
             raise ValueError(
@@ -209,6 +201,17 @@ class HeavyBallFlow(nn.Module):
                 nn.init.zeros_(p)
         self.posterior_net = posterior
         self.register_buffer("anchor", torch.zeros(()), persistent=False)  # stores the dtype and device of samples
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        choices = {"method": tuple(SPLITTING), "gradient": GRADIENTS}.get(name, ())
+        if choices and not is_one_of(value, choices):
+            raise ValueError(
+                f"{name} must be one of {choices}, got {value!r}: a flow needs reversible steps. "
+                f"Fix: {name}={choices[0]!r}."
+            )
+        if name in ("t_span", "steps"):
+            value = checked_span(value) if name == "t_span" else as_count(value, name)
+        super().__setattr__(name, value)
 
     if TYPE_CHECKING:  # nn.Module leaves the type of a call open
 

@@ -119,8 +119,9 @@ class ODEBlock(nn.Module):
         self._settings = settings if options is None and adjoint_options is None else None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "jump_times":
-            value = checked_jumps(value)
+        name = _SETTINGS.get(name, name)
+        if name in ("jump_times", "t_span"):
+            value = checked_jumps(value) if name == "jump_times" else checked_span(value)
         super().__setattr__(name, value)
         if name in _SETTINGS.values():
             self._settings = None  # checked together in the next call

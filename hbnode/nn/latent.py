@@ -23,7 +23,7 @@ from hbnode.nn.nets import MLP
 from hbnode.nn.sequences import Inputs, Lengths, Sequences
 from hbnode.solve.odeint import odeint
 from hbnode.solve.sde import sdeint
-from hbnode.solve.settings import Gradient, Method
+from hbnode.solve.settings import Gradient, Method, Settings
 
 __all__ = ["ELBO", "LatentModel", "LatentODE", "LatentPrediction", "LatentSDE"]
 
@@ -470,14 +470,17 @@ class LatentODE(LatentModel):
             likelihood=likelihood, static_size=static_size, time_unit=time_unit,
         )  # fmt: skip
         self.field, self.infers_both = field, infers_both
-        self.solver: dict[str, Any] = {
-            "method": method, "rtol": rtol, "atol": atol, "gradient": gradient, "steps": steps
-        }  # fmt: skip
+        self.method, self.rtol, self.atol, self.gradient, self.steps = method, rtol, atol, gradient, steps
+        Settings(**self._solver()).checked()  # raises for a wrong argument here, not in the first call
+
+    def _solver(self) -> dict[str, Any]:
+        names = "method", "rtol", "atol", "gradient", "steps"
+        return {name: getattr(self, name) for name in names} | {"per_sample": True}
 
     @override
     def solve(self, z: Tensor, t: Tensor, guide: Guide | None) -> tuple[Tensor, Tensor]:
         start: State = tuple(z.chunk(2, 1)) if self.infers_both else self.field.initial_state(z)
-        path = odeint(self.field, start, t, per_sample=True, **self.solver)
+        path = odeint(self.field, start, t, **self._solver())
         return self.field.readout(path), z.new_zeros(len(z))
 
 

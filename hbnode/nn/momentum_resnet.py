@@ -100,17 +100,23 @@ class MomentumResNet(nn.Module):
         momentum = as_real(momentum, "momentum", "use the paper's 0.9")
         if not 0 <= momentum <= 1:
             raise ValueError(f"momentum must be in [0, 1], got {momentum}. Fix: use the paper's 0.9.")
-        if not is_one_of(gradient, ("reversible", "direct")):
-            raise ValueError(f"gradient must be 'reversible' or 'direct', got {gradient!r}. Fix: leave it out.")
         self.numerator = round(momentum * 2**SHIFT)
-        if not self.numerator and gradient == "reversible":
-            raise ValueError(f"gradient='reversible' needs momentum > 0, got {momentum}. Fix: gradient='direct'.")
         self.layers = nn.ModuleList(modules)
         self.depth = len(modules) if depth is None else as_count(depth, "depth")
         if initial_velocity is not None:
             check_callable(initial_velocity, "initial_velocity", "initial_velocity=torch.nn.Linear(8, 8), or None")
         self.initial_velocity = initial_velocity
         self.gradient = gradient
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "gradient":
+            if not is_one_of(value, ("reversible", "direct")):
+                raise ValueError(f"gradient must be 'reversible' or 'direct', got {value!r}. Fix: leave it out.")
+            if not self.numerator and value == "reversible":
+                raise ValueError(
+                    f"gradient='reversible' needs momentum > 0, got {self.momentum}. Fix: gradient='direct'."
+                )
+        super().__setattr__(name, value)
 
     @property
     def momentum(self) -> float:

@@ -44,6 +44,9 @@ FIELDS: dict[str, Callable[[int], Field]] = {
     "ghbnode": lambda n: GHBNODE(_net(n, n)),
 }
 CELLS: dict[str, Callable[[int, int], nn.Module]] = {"gru": nn.GRUCell, "rnn": nn.RNNCell}
+SOLVER = (
+    "method", "rtol", "atol", "gradient", "steps", "per_sample", "max_steps", "options", "adjoint_options", "compile"
+)  # fmt: skip
 OF_FIRST_LAYER = (
     "field", "cell", "residual", "start", "static_start", "encoder", "augment", "second_order", "state_size"
 )  # fmt: skip
@@ -128,6 +131,9 @@ class ODERNN(ModuleWithConstants):
         compile: compile the steps of native methods. It has no effect on the CPU if f is a network of known layers,
             because a fused implementation without autograd then solves the gaps. Default: ``False``.
 
+    The arguments from ``method`` on are also attributes: ``rnn.rtol = 1e-6`` is checked at once and used from the next
+    call on.
+
     Attributes:
         counts: function evaluations of the last call, one list per gap with one count per layer and direction.
         nfe: function evaluations of the last call, summed over gaps and layers.
@@ -210,25 +216,30 @@ class ODERNN(ModuleWithConstants):
         self.sizes = [output_size] * (1 + self.second_order)  # of h, and of m, in an output
         self._time_unit = 1.0 if time_unit is None else as_unit(time_unit, "time_unit")
         self.has_unit = time_unit is not None
-        gradient = gradient or ("adjoint" if adjoint_options is not None else "direct")
-        settings = Settings(
+        self.given = Settings(
             method=method, rtol=rtol, atol=atol, gradient=gradient, steps=steps, per_sample=per_sample,
             max_steps=max_steps, options=options, adjoint_options=adjoint_options, compile=compile,
         )  # fmt: skip
-        self.settings, self.step_size = _checked_solver(settings, self.field)
+        self.settings, self.step_size = _checked_solver(self.given, self.field)
         self.counts: list[list[NFE]] = []
         self.has_warned = False
 
     def __getattr__(self, name: str) -> Any:
-        """Return the first layer's attribute if the module has none of that name."""
+        """Return the first layer's attribute, or the solver setting, if the module has none of that name."""
         own = self.__dict__.get("_modules", {})
         if name in OF_FIRST_LAYER and "layers" in own:
             return getattr(own["layers"][0], name)
+        if name in SOLVER and "given" in self.__dict__:
+            return getattr(self.given, name)
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in OF_FIRST_LAYER:
             setattr(self.layers[0], name, value)
+        elif name in SOLVER:  # used by the next call
+            given = dataclasses.replace(self.given, **{name: value})
+            self.settings, self.step_size = _checked_solver(given, self.field)
+            self.given = given
         else:
             super().__setattr__(name, value)
 
@@ -647,6 +658,9 @@ class TimeRescaledField(nn.Module):
 
 def _checked_solver(settings: Settings, field: Field) -> Solver:
     """Return the checked solver settings; raise ValueError if they do not support different times per sample."""
+    if settings.gradient is None:
+        default = "direct" if settings.adjoint_options is None else "adjoint"
+        settings = dataclasses.replace(settings, gradient=default)
     options, step_size = dict(settings.options or {}), None
     if "step_size" in options and settings.is_native:
         step_size = options.pop("step_size")

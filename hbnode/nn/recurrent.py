@@ -370,6 +370,13 @@ class RecurrentBase(nn.Module):
                 self.register_parameter(name + suffix, nn.Parameter(torch.empty(shape, **factory)))
         self.reset_parameters()
 
+    @override
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("momentum", "step_size"):
+            fix = f"layer.rule = dataclasses.replace(layer.rule, {name}={value!r})"
+            raise AttributeError(f"{name} is that of layer.rule, {self.rule}. Fix: {fix}.")
+        super().__setattr__("is_compiled" if name == "compile" else name, value)  # nn.Module has a method ``compile``
+
     if TYPE_CHECKING:
 
         @override
