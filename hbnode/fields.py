@@ -77,6 +77,8 @@ class Field(nn.Module, ABC):
         TypeError: if ``func`` is not callable, or it is unclear whether ``func`` takes the time.
     """
 
+    _second: ClassVar = "v"  # name of the second tensor that func takes, in error messages
+
     def __init__(self, func: Callable[..., Tensor], *, parts: int, time_dependent: bool | None) -> None:
         super().__init__()
         check_callable(func, "func", "pass a module or a function")
@@ -84,7 +86,9 @@ class Field(nn.Module, ABC):
         self.func = func
         self.compiled: dict[Any, Any] = {}  # programs of compile=True
         self.time_dependent = (
-            takes_time(func, parts) if time_dependent is None else check_time_dependent(time_dependent, func, parts)
+            takes_time(func, parts, self._second)
+            if time_dependent is None
+            else check_time_dependent(time_dependent, func, parts)
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -241,6 +245,7 @@ class _Damped(ModuleWithConstants, Field):
 
     defaults: ClassVar = {"max_damping": 1.0}
     renamed: ClassVar = {"_dampings": "damping"}
+    _parts: ClassVar = 1  # number of tensors that func takes besides the time
 
     def __init__(
         self,
@@ -251,7 +256,7 @@ class _Damped(ModuleWithConstants, Field):
         initial_momentum: Callable[[Tensor], Tensor] | None,
         time_dependent: bool | None,
     ) -> None:
-        super().__init__(func, parts=1, time_dependent=time_dependent)
+        super().__init__(func, parts=self._parts, time_dependent=time_dependent)
         self.max_damping = as_real(max_damping, "max_damping", "use the paper's 1.0")
         if not 0 < self.max_damping < math.inf:
             raise ValueError(f"max_damping must be a positive number, got {max_damping}. Fix: use the paper's 1.0.")

@@ -91,6 +91,9 @@ def test_initial_states():
     torch.testing.assert_close(m, 2 * x)
 
 
+NORMAL = torch.distributions.Independent(torch.distributions.Normal(torch.zeros(2), torch.ones(2)), 1)
+
+
 class Timed(nn.Module):
     def forward(self, t, h):
         return t * h
@@ -121,6 +124,59 @@ def timed(t: torch.Tensor, h: torch.Tensor, scale: float = 2.0):
 )
 def test_whether_func_takes_the_time_is_read_off_it(func, takes_time):
     assert hbnode.NODE(func()).time_dependent == takes_time
+
+
+class Plain(nn.Module):
+    def forward(self, h):
+        return -0.5 * h
+
+
+HOLDERS = {  # every constructor that takes f, and a solve
+    "HBNODE": lambda f: hbnode.ODEBlock(hbnode.HBNODE(f))(torch.ones(2, 2)),
+    "NODE": lambda f: hbnode.ODEBlock(hbnode.NODE(f))(torch.ones(2, 2)),
+    "ANODE": lambda f: hbnode.ODEBlock(hbnode.ANODE(f, 1))(torch.ones(2, 2)),
+    "NesterovNODE": lambda f: hbnode.ODEBlock(hbnode.NesterovNODE(f))(torch.ones(2, 2)),
+    "AdamNODE": lambda f: hbnode.ODEBlock(hbnode.AdamNODE(f))(torch.ones(2, 2)),
+    "per sample": lambda f: hbnode.HeavyBallODEBlock(f, per_sample=True)(torch.ones(2, 2)),
+    "adjoint": lambda f: hbnode.HeavyBallODEBlock(f, generalized=True, gradient="adjoint")(torch.ones(2, 2)),
+    "HeavyBallSDE": lambda f: hbnode.sdeint(
+        hbnode.HeavyBallSDE(f), (torch.ones(2, 2), torch.ones(2, 2)), [0.0, 1.0], dt=0.5, seed=0
+    )[0],
+    "HeavyBallFlow": lambda f: hbnode.distributions.HeavyBallFlow(f, 2).log_prob(torch.ones(2, 2), torch.ones(2, 2)),
+    "HeavyBallAnnealing": lambda f: hbnode.distributions.HeavyBallAnnealing(
+        NORMAL.log_prob, NORMAL, 2, force=f
+    ).log_z(2, seed=0),
+    "ODERNN": lambda f: seeded(hbnode.ODERNN, 2, 2, field=hbnode.HBNODE(f))(torch.ones(2, 3, 2), [0.0, 0.5, 1.0])[0],
+    "ODERNN, a function": lambda f: seeded(hbnode.ODERNN, 2, 2, field=lambda n: hbnode.NODE(f))(
+        torch.ones(2, 3, 2), [0.0, 0.5, 1.0]
+    )[0],
+    "LatentODE": lambda f: seeded(hbnode.nn.LatentODE, 2, 2, 3, field=hbnode.HBNODE(f)).elbo(
+        torch.ones(2, 3, 2), [0.0, 0.5, 1.0]
+    ).value,
+    "LatentSDE": lambda f: seeded(hbnode.nn.LatentSDE, 2, 2, 3, sde=hbnode.HeavyBallSDE(f)).elbo(
+        torch.ones(2, 3, 2), [0.0, 0.5, 1.0]
+    ).value,
+    "spectrum": lambda f: hbnode.diagnostics.spectrum(hbnode.HeavyBallODEBlock(f), torch.ones(2, 2)).eigenvalues,
+    "adjoint_norms": lambda f: hbnode.diagnostics.adjoint_norms(hbnode.HeavyBallODEBlock(f), torch.ones(2, 2)).total,
+}  # fmt: skip
+
+
+def seeded(make, *arguments, **options):
+    torch.manual_seed(0)
+    return make(*arguments, **options)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.parametrize("name", HOLDERS)
+def test_any_function_of_a_user_is_solved_as_the_same_lambda(name):
+    expected = HOLDERS[name](lambda h: -0.5 * h)
+    same = [
+        *(lambda t, h: -0.5 * h, Plain(), Plain().forward, nn.Sequential(Plain())),
+        functools.partial(lambda t, h, scale: scale * h, scale=-0.5),
+        *(nn.DataParallel(Plain()), torch.jit.script(Plain())),
+    ]
+    for func in same:
+        torch.testing.assert_close(HOLDERS[name](func), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_the_time_and_the_velocity_of_a_second_order_func():
@@ -294,9 +350,6 @@ def test_constants_of_an_sde_keep_their_gradients(name, gradient):
     value, step = torch.tensor(0.7, dtype=torch.float64), 1e-5
     (found,) = torch.autograd.grad(end(leaf := value.clone().requires_grad_()), leaf)
     assert found.item() == pytest.approx((end(value + step) - end(value - step)).item() / (2 * step), rel=1e-7)
-
-
-NORMAL = torch.distributions.Independent(torch.distributions.Normal(torch.zeros(2), torch.ones(2)), 1)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ is :math:`-\gamma D` for every f, because f does not depend on m. See :class:`He
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributions import Independent, Normal
 from typing_extensions import override
 
-from hbnode._checks import as_count, check_input, is_one_of, takes_time
+from hbnode._checks import as_count, check_input, is_one_of
 from hbnode._tree import describe
 from hbnode.fields import GHBNODE, HBNODE, Field
 from hbnode.nn.nets import MLP
@@ -31,15 +32,13 @@ class _Conditioned(Field):
     As a part of the state, the condition has a gradient with every gradient method of :func:`hbnode.odeint`.
     """
 
+    _parts, _second = 2, "condition"
+
     def __init__(self, func: Callable[..., Tensor], dim: int, condition_dim: int, **options: Any) -> None:
-        if options["time_dependent"] is None:
-            options["time_dependent"] = takes_time(func, 2 if condition_dim else 1, "condition")
         super().__init__(func, **options)
         self.dim, self.condition_dim = dim, condition_dim
 
     def force(self, t: Tensor, h: Tensor) -> Tensor:
-        if not self.condition_dim:
-            return super().force(t, h)  # type: ignore[misc]  # of HBNODE and GHBNODE
         position, condition = h.tensor_split([self.dim], -1)
         force = self.evaluate(t, position, condition)
         force = force - self.xi * position if isinstance(self, GHBNODE) else force
@@ -60,8 +59,7 @@ class ConditionedGHBNODE(_Conditioned, GHBNODE):
 
     def __init__(self, func: Callable[..., Tensor], dim: int, condition_dim: int, **options: Any) -> None:
         super().__init__(func, dim, condition_dim, **options)
-        if condition_dim:
-            self.activation = _PositionActivation(self.activation, dim)
+        self.activation = _PositionActivation(self.activation, dim)
 
 
 class _PositionActivation(nn.Module):
@@ -184,17 +182,14 @@ class HeavyBallFlow(nn.Module):
                 f"{', '.join(of_ghbnode)} belongs to h' = σ(m), m' = -γm + f - ξh, but generalized is False. "
                 "Fix: generalized=True, or leave it out."
             )
-        kind: Callable[..., HBNODE | GHBNODE] = ConditionedGHBNODE if generalized else ConditionedHBNODE
+        kind: Callable[..., HBNODE | GHBNODE] = GHBNODE if generalized else HBNODE
+        if self.condition_dim:
+            conditioned = ConditionedGHBNODE if generalized else ConditionedHBNODE
+            kind = functools.partial(conditioned, dim=self.dim, condition_dim=self.condition_dim)
         self.field = kind(
-            func,
-            self.dim,
-            self.condition_dim,
-            damping=damping,
-            learn_damping=learn_damping,
-            max_damping=max_damping,
-            time_dependent=time_dependent,
-            **of_ghbnode,
-        )
+            func, damping=damping, learn_damping=learn_damping, max_damping=max_damping,
+            time_dependent=time_dependent, **of_ghbnode,
+        )  # fmt: skip
         if posterior is None:
             posterior = MLP(self.dim + self.condition_dim, [64, 64], 2 * self.dim)
             for p in posterior.layers[-1].parameters():
