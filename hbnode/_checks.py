@@ -193,7 +193,7 @@ def takes_time(func: Callable[..., Any], parts: int, second: str = "v") -> bool:
     if isinstance(declared, bool):
         return declared
     names = "h" if parts == 1 else f"h, {second}"
-    fix = f"Fix: lambda {names}: func({names}), or say which with time_dependent=True or time_dependent=False."
+    fix = f"Fix: say which with time_dependent=True or time_dependent=False, or wrap it, lambda {names}: func({names})."
     try:
         signature = _signature(inner.forward if isinstance(inner, nn.Module) else inner)
     except (TypeError, ValueError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
@@ -57,7 +58,7 @@ class ODEBlock(nn.Module):
     Shape:
         - ``block(x)``: x (batch, d, ...) -> (batch, d + augment, ...), h at the end of ``t_span``.
         - ``block(x, t)``: x is the state at ``t[0]``, t (T,) -> (T, batch, d + augment, ...). Native methods also take
-          t (batch, T), with times per sample.
+          t (batch, T), with times per sample. For h at one time, give two: ``block(x, [0.0, 2.0])[-1]``.
 
     Raises:
         TypeError: if ``field`` is not a field.
@@ -142,7 +143,7 @@ class ODEBlock(nn.Module):
         self._nfe = self._nfe.successor
 
     def forward(self, x: Tensor, t: Times | None = None) -> Tensor:
-        """Return h at the end of ``t_span``, or h at the times ``t``; the class describes the shapes."""
+        """Return h at the end of ``t_span``, or at the times ``t`` of a path that starts in x at ``t[0]``."""
         readout = self.field.readout
         if t is None and getattr(readout, "__func__", None) is Field.readout:  # takes a single state, too
             return readout(self._solve(self.field, self.start(x), None, end=True))
@@ -153,13 +154,16 @@ class ODEBlock(nn.Module):
         __call__ = forward
 
     def trajectory(self, x: Tensor, t: Times | None = None) -> State:
-        """Return the whole state at the times ``t``, time first, where ``block(x, t)`` returns only h.
+        """Return the whole state at the times ``t`` of a path that starts in x at ``t[0]``, time first.
+
+        ``block(x, t)`` returns only h.
 
         Function evaluations are counted and gradients computed as for ``block(x, t)``.
 
         Arguments:
             x: input (batch, d, ...), the state at ``t[0]``.
-            t: times (T,), or (batch, T) with times per sample. Default: None, the two ends of ``t_span``.
+            t: times (T,), or (batch, T) with times per sample, at least two, as the first is that of x. Default: None,
+                the two ends of ``t_span``.
 
         Returns:
             The same as :func:`hbnode.odeint` for the field. HBNODE and GHBNODE give the pair (h, m) and SONODE (h, v),
@@ -242,6 +246,13 @@ class ODEBlock(nn.Module):
             settings = self._settings or self.settings()
             if self.options is None and self.adjoint_options is None:  # dicts may be modified in place
                 self._settings = settings
+        if getattr(t, "shape", (len(t) if isinstance(t, Sequence) else 0,))[-1:] == (1,):
+            warnings.warn(
+                "t holds a single time, at which the block returns x, because x is the state at the first time. Fix: "
+                "start with the time t0 of x, block(x, [t0, t])[-1]; for a time t (batch, 1) of each sample, "
+                "block(x, torch.cat([torch.full_like(t, t0), t], 1))[-1].",
+                stacklevel=4,
+            )
         with _traced_shapes():
             return solve(field, state, self.t_span if t is None else t, settings, nfe, end=end)
 

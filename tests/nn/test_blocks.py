@@ -455,3 +455,14 @@ def test_settings_that_are_changed_count_in_the_next_call():
     block.rtol = -1.0
     with pytest.raises(ValueError, match="rtol must be a positive number"):
         block(x)
+
+
+@pytest.mark.parametrize("t", [[2.0], (1.0,), np.array([2.0]), torch.tensor([2.0]), torch.full((3, 1), 2.0)], ids=str)
+def test_a_single_time_is_that_of_x_and_warned_of(t):
+    block, x = hbnode.HeavyBallODEBlock(lambda h: -4 * h, damping=0.0, learn_damping=False), torch.randn(3, 2)
+    for call in (block, block.trajectory):
+        with pytest.warns(UserWarning, match=r"single time, at which the block returns x.*Fix: start with the time t0"):
+            call(x, t)
+    t0, t = 0.0, torch.as_tensor(t).float()
+    fixed = block(x, [t0, t])[-1] if t.dim() == 1 else block(x, torch.cat([torch.full_like(t, t0), t], 1))[-1]
+    torch.testing.assert_close(fixed, (2 * t.reshape(-1, 1)).cos().expand(-1, 2) * x, rtol=1e-4, atol=1e-4)
