@@ -428,6 +428,8 @@ class ModuleWithConstants(nn.Module):
     version 1, which has no constants, issues a warning and leaves the constants unchanged.
 
     A tensor with a gradient belongs to another module. It stays as it is, and is not part of the ``state_dict``.
+    ``torch.func.functional_call`` replaces constants by their names in the ``state_dict``, which are those of the
+    attributes without a leading underscore.
     """
 
     _version = 2
@@ -438,9 +440,16 @@ class ModuleWithConstants(nn.Module):
         """Return a dict from the keys of the constants in the ``state_dict`` to their attributes."""
         return {}
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self.__dict__.get("_buffers", {}).get(name, 0) is None and name in self.constants():
+            object.__setattr__(self, name, value)  # nn.Module expects a buffer
+        else:
+            super().__setattr__(name, value)
+
     def set_constant(self, attribute: str, value: float | Tensor) -> None:
         """Set a constant and, for a tensor, its copy on the module's device."""
         self.__dict__[attribute] = value  # setattr would register a parameter of another module
+        self._buffers.setdefault(attribute.lstrip("_"), None)  # functional_call puts its tensor there
         if isinstance(value, Tensor) and not is_differentiated(value):
             before = self._buffers.get(attribute + "_on_device")
             copy = value.to(value.device if before is None else before.device, copy=True)
@@ -453,7 +462,9 @@ class ModuleWithConstants(nn.Module):
         return {name: attribute for name, attribute in constants if not is_differentiated(getattr(self, attribute))}
 
     def get_constant(self, attribute: str) -> float | Tensor:
-        """Return a constant; a tensor is on the module's device."""
+        """Return a constant; a tensor is on the module's device, unless functional_call gave it."""
+        if (given := self._buffers.get(attribute.lstrip("_"))) is not None:
+            return given
         on_device = self._buffers.get(attribute + "_on_device")  # functional_call may replace it
         return getattr(self, attribute) if on_device is None else on_device
 

@@ -257,7 +257,8 @@ class _Damped(ModuleWithConstants, Field):
         time_dependent: bool | None,
     ) -> None:
         super().__init__(func, parts=self._parts, time_dependent=time_dependent)
-        self.max_damping = as_real(max_damping, "max_damping", "use the paper's 1.0")
+        self.max_damping: float
+        self.set_constant("max_damping", as_real(max_damping, "max_damping", "use the paper's 1.0"))
         if not 0 < self.max_damping < math.inf:
             raise ValueError(f"max_damping must be a positive number, got {max_damping}. Fix: use the paper's 1.0.")
         check_bool(learn_damping, "learn_damping")
@@ -282,7 +283,10 @@ class _Damped(ModuleWithConstants, Field):
     @property
     def damping(self) -> Tensor | float:
         """The current damping γ, a tensor if it is learned or differs between channels, else a Python float."""
-        return self.get_constant("_damping") if self.omega is None else self.max_damping * torch.sigmoid(self.omega)
+        if self.omega is None:
+            return self.get_constant("_damping")
+        most = self._buffers["max_damping"]  # None, or a tensor from functional_call
+        return (self.max_damping if most is None else most) * torch.sigmoid(self.omega)
 
     def solver_damping(self) -> Tensor | float:
         """Return the damping γ for a solver; a constant γ is on the CPU, to avoid synchronisation."""
@@ -651,7 +655,8 @@ class GHBNODE(_Damped):
         super().__init__(func, damping, learn_damping, max_damping, initial_momentum, time_dependent)
         check_callable(activation, "activation", "activation=torch.tanh")
         self.activation = activation
-        self._xi = math.log(2.0) if xi is None else as_real(xi, "xi", "leave xi out")
+        self._xi: float
+        self.set_constant("_xi", math.log(2.0) if xi is None else as_real(xi, "xi", "leave xi out"))
         self.chi: nn.Parameter | None = None
         if learn_xi:
             if not 0 < self._xi < math.inf:
@@ -666,7 +671,7 @@ class GHBNODE(_Damped):
     @property
     def xi(self) -> Tensor | float:
         """The current skip weight ξ, a scalar tensor if it is learned, else a Python float."""
-        return self._xi if self.chi is None else nn.functional.softplus(self.chi)
+        return self.get_constant("_xi") if self.chi is None else nn.functional.softplus(self.chi)
 
     def forward(self, t: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the derivatives h' and m' of the state (h, m)."""

@@ -7,7 +7,9 @@ import sys
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
+import hbnode
 from hbnode import _torch
 
 
@@ -102,3 +104,85 @@ def test_blocks_that_come_and_go_are_not_taken_from_the_system_again(monkeypatch
         done = subprocess.run([sys.executable, "-c", SCRIPT, how], check=True, capture_output=True, text=True)
         faults[how] = int(done.stdout)
     assert faults["keep"] < 0.3 * faults["leave"]  # near 0, but for pages that the system moves
+
+
+X, T = torch.linspace(-1, 1, 24).sin().reshape(3, 4, 2), torch.tensor([0.0, 0.3, 0.5, 1.2])
+LAYERS = {  # a layer, and what it takes of a batch of samples (batch, 4, 2)
+    "block": (lambda: hbnode.HeavyBallODEBlock(hbnode.nn.MLP(2, [3], 2, activation=nn.Tanh), steps=4), "x[:, 0]"),
+    "flow": (
+        lambda: hbnode.distributions.HeavyBallFlow(nn.Linear(2, 2), 2, gradient="direct", posterior=nn.Linear(2, 4)),
+        "x[:, 0]",
+    ),
+    **{
+        f"ODERNN, {options}": (lambda options=options: hbnode.ODERNN(2, 4, steps=2, **options), "x, T")
+        for options in (
+            {"field": "node"}, {"field": "anode"}, {"field": "sonode"}, {"field": "ghbnode"}, {"num_layers": 2},
+            {"bidirectional": True, "cell": "rnn", "residual": True}, {"missing": "decay", "elapsed_features": True},
+            {"initial_state": "zeros"}, {"time_unit": 2.0, "per_sample": False},
+        )
+    },
+    "LatentODE": (lambda: hbnode.nn.LatentODE(2, 3, 4, steps=2), "x, T"),
+    "LatentSDE": (lambda: hbnode.nn.LatentSDE(2, 3, 4, dt=0.5), "x, T"),
+    "Oscillators": (lambda: hbnode.nn.Oscillators(2, 3, 2), "x, T"),
+    "selective": (lambda: hbnode.nn.Oscillators(2, 3, 2, selective=True), "x, T"),
+    "OscillatorStack": (lambda: hbnode.nn.OscillatorStack(2, 4, 3), "x, T"),
+    "MomentumLSTM": (lambda: hbnode.nn.MomentumLSTM(2, 4, batch_first=True), "x"),
+    "MomentumGRU": (lambda: hbnode.nn.MomentumGRU(2, 4, batch_first=True, rule="adam", num_layers=2), "x"),
+    "DTRIV": (lambda: hbnode.nn.DTRIV(2, 4, batch_first=True), "x"),
+    "MomentumRNNCell": (lambda: hbnode.nn.MomentumRNNCell(2, 4), "x[:, 0]"),
+    "MomentumAttention": (lambda: hbnode.nn.MomentumAttention(2, 1, batch_first=True), "x, x, x"),
+    "HeavyBallMemory": (lambda: hbnode.nn.HeavyBallMemory(2, 1, batch_first=True), "x, x, x"),
+    "MomentumTransformerLayer": (lambda: hbnode.nn.MomentumTransformerLayer(2, 1, 4, dropout=0.0), "x"),
+    "MomentumResNet": (lambda: hbnode.nn.MomentumResNet([nn.Linear(2, 2)], gradient="direct"), "x[:, 0]"),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+@pytest.mark.parametrize("name", LAYERS)
+def test_gradients_of_each_sample_under_vmap_are_those_of_a_loop(name):
+    torch.manual_seed(0)
+    make, arguments = LAYERS[name]
+    layer = make().double()
+
+    def loss(parameters, x):
+        torch.manual_seed(1)
+        given = eval(f"({arguments},)", {"x": x[None], "T": T})
+        out = torch.func.functional_call(layer, parameters, given)
+        return tree_leaves(out)[0].sin().sum() if not hasattr(out, "value") else out.value.sum()
+
+    parameters = {name: p.detach() for name, p in layer.named_parameters()}
+    found = torch.func.vmap(torch.func.grad(loss), (None, 0), randomness="same")(parameters, X.double())
+    jacobians = torch.func.vmap(torch.func.jacrev(loss, 1), (None, 0), randomness="same")(parameters, X.double())
+    for i, x in enumerate(X.double().requires_grad_()):
+        leaves = {name: p.clone().requires_grad_() for name, p in parameters.items()}
+        expected = torch.autograd.grad(loss(leaves, x), [x, *leaves.values()], allow_unused=True)
+        for key, one in zip(["x", *leaves], expected, strict=True):
+            own = jacobians[i] if key == "x" else found[key][i]
+            torch.testing.assert_close(own, torch.zeros_like(own) if one is None else one, msg=key)
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments"),
+    [
+        (lambda a: hbnode.HeavyBallODEBlock(nn.Linear(2, 2), max_damping=a), "x[:, 0]"),
+        (lambda a: hbnode.HeavyBallODEBlock(nn.Linear(2, 2), damping=[a, 2 * a], learn_damping=False), "x[:, 0]"),
+        (lambda a: hbnode.ODEBlock(hbnode.GHBNODE(nn.Linear(2, 2), xi=a, learn_xi=False)), "x[:, 0]"),
+        (lambda a: hbnode.ODERNN(2, 4, time_unit=a), "x, T"),
+        (lambda a: hbnode.nn.LatentODE(2, 3, 4, time_unit=a, steps=2), "x, T"),
+        (lambda a: hbnode.nn.MomentumAttention(2, 1, momentum=a, step_size=a), "x, x, x"),
+        (lambda a: hbnode.distributions.HeavyBallFlow(nn.Linear(2, 2), 2, max_damping=a), "x[:, 0]"),
+    ],
+)
+def test_functional_call_takes_a_state_dict(make, arguments):
+    """Constants too, of which the gradients pass the end of the call."""
+
+    def attempt(call):
+        torch.manual_seed(0)
+        out = call(eval(f"({arguments},)", {"x": X, "T": T}))
+        value = out.value if hasattr(out, "value") else tree_leaves(out)[0]
+        return value, torch.autograd.grad(value.sin().sum(), list(other.parameters()), allow_unused=True)
+
+    one, other = make(0.3), make(0.6)
+    state = other.state_dict(keep_vars=True)
+    found = attempt(lambda given: torch.func.functional_call(one, state, given))
+    torch.testing.assert_close(found, attempt(lambda given: other(*given)))

@@ -182,7 +182,7 @@ class LatentModel(ModuleWithConstants):
     ) -> None:
         super().__init__()
         self.input_size, self.latent_size = as_count(input_size, "input_size"), as_count(latent_size, "latent_size")
-        self._time_unit = as_unit(time_unit, "time_unit")
+        self.set_constant("_time_unit", as_unit(time_unit, "time_unit"))
         if likelihood not in get_args(Likelihood):
             near = nearest(likelihood, get_args(Likelihood)) or "normal"
             raise ValueError(f"likelihood must be one of {get_args(Likelihood)}, got {likelihood!r}. Fix: {near!r}.")
@@ -217,11 +217,11 @@ class LatentModel(ModuleWithConstants):
     @property
     def time_unit(self) -> float:
         """Return the length of one unit of the model's time."""
-        return self._time_unit
+        return float(self.get_constant("_time_unit"))
 
     @time_unit.setter
     def time_unit(self, value: float) -> None:
-        self._time_unit = as_unit(value, "time_unit")
+        self.set_constant("_time_unit", as_unit(value, "time_unit"))
 
     @override
     def constants(self) -> dict[str, str]:
@@ -258,7 +258,7 @@ class LatentModel(ModuleWithConstants):
             beta: weight of the divergences in ``value``; raise it from 0 to 1 early in training if the posterior
                 collapses to the prior. Default: ``1.0``.
         """
-        series = Sequences(self.input_size, x, t, mask, lengths, self._time_unit)
+        series = Sequences(self.input_size, x, t, mask, lengths, self.time_unit)
         prediction, kl_initial, kl_path = self._posterior_paths(series, series.t, static, samples)
         log_prob = prediction.components.log_prob(series.x)
         if series.observed is not None:
@@ -295,11 +295,11 @@ class LatentModel(ModuleWithConstants):
         Raises:
             ValueError: if a time is before the first of its series.
         """
-        series = Sequences(self.input_size, x, t, mask, lengths, self._time_unit)
+        series = Sequences(self.input_size, x, t, mask, lengths, self.time_unit)
         if at is None:
             prediction, *_ = self._posterior_paths(series, series.t, static, samples)
             return LatentPrediction(series.padded(prediction.paths), prediction.scale, prediction.freedom)
-        wanted = _checked_at(at, series.t, self._time_unit)
+        wanted = _checked_at(at, series.t, self.time_unit)
         # the control changes at the samples, where steps therefore end
         merged, order = torch.cat([series.t.to(wanted), wanted], 1).sort(dim=1, stable=True)
         places = order.argsort(dim=1)[:, series.t.shape[1] :]
@@ -312,8 +312,8 @@ class LatentModel(ModuleWithConstants):
         """Return paths of the prior from the first of the times t (T,) on, as a prediction with a batch of 1."""
         given = as_times(t, "t")
         refuse_meta(self.prior, "the module")
-        check_digits(given, given.diff(), "t", self._time_unit)
-        times = given.to(self.prior.device, torch.float64).expand(1, -1) / self._time_unit
+        check_digits(given, given.diff(), "t", self.time_unit)
+        times = given.to(self.prior.device, torch.float64).expand(1, -1) / self.time_unit
         mean, log_scale = self.prior
         z = mean + log_scale.exp() * torch.randn(samples, len(mean), dtype=mean.dtype, device=mean.device)
         return self._decoded(self._solve(z, times.expand(samples, -1), None)[0], samples)
@@ -325,7 +325,7 @@ class LatentModel(ModuleWithConstants):
         """Return decoded paths of the posterior at times t (batch, K), and the divergences of start and paths."""
         samples = as_count(samples, "samples")
         seq.check_parameters(series.x, self.parameters())
-        t = t.to(torch.float64) / self._time_unit
+        t = t.to(torch.float64) / self.time_unit
         initial, guide = self.encode(series, static, t)
         prior_mean, prior_log_scale = self.prior.unsqueeze(1)
         prior = Normal(prior_mean, prior_log_scale.exp(), validate_args=False)
@@ -340,7 +340,7 @@ class LatentModel(ModuleWithConstants):
         The encoder reads the observed samples from the last to the first, with the time counted from the last. If the
         first sample is not observed, it then reads a sample without values at the first time, where the path starts.
         """
-        t = series.t.to(torch.float64) / self._time_unit
+        t = series.t.to(torch.float64) / self.time_unit
         observed = torch.ones_like(t, dtype=torch.bool) if series.any_observed is None else series.any_observed
         count = observed.sum(1, keepdim=True)
         rank = torch.where(observed, torch.arange(1, t.shape[1] + 1, device=t.device), 0)
@@ -359,7 +359,7 @@ class LatentModel(ModuleWithConstants):
         return Normal(mean, log_scale.exp(), validate_args=False), guide
 
     def _solve(self, z: Tensor, t: Tensor, guide: Guide | None) -> tuple[Tensor, Tensor]:
-        with seq.in_user_units(self._time_unit):
+        with seq.in_user_units(self.time_unit):
             return self.solve(z, t, guide)
 
     def _decoded(self, values: Tensor, samples: int) -> LatentPrediction:
@@ -376,7 +376,7 @@ class LatentModel(ModuleWithConstants):
 
     @override
     def extra_repr(self) -> str:
-        return f"{self.input_size}, {self.latent_size}, time_unit={self._time_unit:g}"
+        return f"{self.input_size}, {self.latent_size}, time_unit={self.time_unit:g}"
 
 
 class LatentODE(LatentModel):
@@ -624,7 +624,9 @@ class GRUEncoder(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         sequences = Sequences(self.inputs.input_size, x, t, mask, lengths)
         static = seq.checked_static(static, self.inputs.static_size, sequences.x, "LatentODE")
-        return self.gru(self.inputs(sequences, static, None, 1.0)[0])
+        inputs = self.inputs(sequences, static, None, 1.0)[0]
+        start = inputs.new_zeros(1, len(inputs), self.hidden_size)  # under vmap it has the dimensions of the inputs
+        return self.gru(inputs, start)
 
 
 def make_control(latent_size: int, summary_size: int, hidden_size: int) -> MLP:

@@ -214,7 +214,7 @@ class ODERNN(ModuleWithConstants):
         self.layers = nn.ModuleList(make(layer) for layer in range(num_layers))
         self.reverse = nn.ModuleList(make(layer) for layer in range(num_layers) if self.bidirectional)
         self.sizes = [output_size] * (1 + self.second_order)  # of h, and of m, in an output
-        self._time_unit = 1.0 if time_unit is None else as_unit(time_unit, "time_unit")
+        self.set_constant("_time_unit", 1.0 if time_unit is None else as_unit(time_unit, "time_unit"))
         self.has_unit = time_unit is not None
         self.given = Settings(
             method=method, rtol=rtol, atol=atol, gradient=gradient, steps=steps, per_sample=per_sample,
@@ -246,11 +246,13 @@ class ODERNN(ModuleWithConstants):
     @property
     def time_unit(self) -> float:
         """Return the length of one unit of the field's time."""
-        return self._time_unit
+        given = self._buffers["time_unit"]  # None, or a tensor from functional_call
+        return self._time_unit if given is None else given.item()
 
     @time_unit.setter
     def time_unit(self, value: float) -> None:
-        self._time_unit, self.has_unit = as_unit(value, "time_unit"), True
+        self.set_constant("_time_unit", as_unit(value, "time_unit"))
+        self.has_unit = True
 
     @override
     def constants(self) -> dict[str, str]:
@@ -324,7 +326,7 @@ class ODERNN(ModuleWithConstants):
     def _read(
         self, x: Tensor, t: Any, state: ODERNNState | None, mask: Any, lengths: Lengths | None, static: Tensor | None
     ) -> Filtered:
-        series = Sequences(self.input_size, x, t, mask, lengths, self._time_unit)
+        series = Sequences(self.input_size, x, t, mask, lengths, self.time_unit)
         seq.check_parameters(series.x, self.parameters())
         static = seq.checked_static(static, self.static_size, series.x, "ODERNN")
         states: list[ODERNNState] = []
@@ -339,12 +341,12 @@ class ODERNN(ModuleWithConstants):
                     f"the state has {len(states)} layers, the module {self.num_layers}. Fix: the state that forward "
                     "returned; the states before and after each sample hold only the last layer."
                 )
-        x, last, last_t = self.inputs(series, static, states[0] if states else None, self._time_unit)
+        x, last, last_t = self.inputs(series, static, states[0] if states else None, self.time_unit)
         window, ends, self.counts = series.x if self.encoder is None else series.window, [], []
         for i, layer in enumerate(cast(list[ODERNNLayer], self.layers)):
             own_static = None if i else static
             s = states[i].joined if states else layer.begin(window, own_static)
-            with seq.in_user_units(self._time_unit):
+            with seq.in_user_units(self.time_unit):
                 output = layer(x, times, series.any_observed, s, start, solver)
                 self._count(output.nfe)
                 if self.bidirectional:
@@ -357,7 +359,7 @@ class ODERNN(ModuleWithConstants):
             networks = self.num_layers * (1 + self.bidirectional)
             times = times if start is None else torch.cat([start.unsqueeze(1), times], 1)
             rtol, most = self.settings.rtol, seq.MANY if self.has_unit else seq.SEVERAL
-            self.has_warned = seq.warn_if_too_short(self._time_unit, times, self.counts, networks, rtol, most)
+            self.has_warned = seq.warn_if_too_short(self.time_unit, times, self.counts, networks, rtol, most)
         before = seq.state_of(series.padded(output.before), series.padded_t, self.sizes)
         after = seq.state_of(series.padded(output.after), series.padded_t, self.sizes)
         end = seq.state_of(ends[0].clone(), series.t[:, -1], self.sizes, last, last_t)
@@ -388,7 +390,7 @@ class ODERNN(ModuleWithConstants):
         layers = cast(list[ODERNNLayer], self.layers[self.num_layers - len(states) :])
         for one, layer in zip(states, layers, strict=True):
             asked = self._in_units(times if one is state else torch.stack([times[:, 0], times[:, -1]], 1))
-            with seq.in_user_units(self._time_unit):
+            with seq.in_user_units(self.time_unit):
                 output = layer.flow(one.joined.flatten(0, -2), asked, Solver(self.settings, self.step_size))
             self._count(output.nfe)
             s, t = output.end.clone().unflatten(0, shape), times[:, -1].unflatten(0, shape)
@@ -420,7 +422,7 @@ class ODERNN(ModuleWithConstants):
         return seq.check_state(state, ODERNNState, shapes, fix)
 
     def _in_units(self, t: Tensor) -> Tensor:
-        return t if self._time_unit == 1 else t.to(torch.float64) / self._time_unit
+        return t if self.time_unit == 1 else t.to(torch.float64) / self.time_unit
 
     def _count(self, nfe: list[NFE]) -> None:
         for gap, one in enumerate(nfe):
@@ -527,6 +529,8 @@ class ODERNNLayer(nn.Module):
 
         The cell's inputs are x (batch, T, input_size). The mask (batch, T) marks the samples that update the state.
         """
+        if _torch.is_transformed():  # under vmap torch's cells need a state with the dimensions of x
+            s = s + x.new_zeros(len(s), 1)
         times = t if start is None else torch.cat([start.unsqueeze(1), t], 1)
         first = times.shape[1] - t.shape[1] - 1  # the gap before the first sample; -1 if there is none
         fused = fuse(self, s, times, solver)
