@@ -37,7 +37,8 @@ def has_lost_digits(t: Tensor, gaps: Tensor, unit: float) -> Tensor:
 
     The unit counts for dtypes below float64 only. Whole numbers with ample digits are exact.
     """
-    spacing, is_gap = torch.finfo(t.dtype).eps * t.abs().amax().log2().floor().exp2(), gaps > 0  # of floats
+    spacing = torch.finfo(t.dtype).eps / 2 * t.abs().amax().log2().ceil().exp2()  # of the floats below the largest
+    is_gap = gaps > 0
     is_short = is_gap & (gaps < SPACINGS * spacing)
     is_coarse = SPACINGS * spacing > (math.inf if t.dtype == torch.float64 else unit)
     is_whole = (t == t.round()).all() & (spacing <= 0.125)  # which chance does not make of rounded times
@@ -47,7 +48,7 @@ def has_lost_digits(t: Tensor, gaps: Tensor, unit: float) -> Tensor:
 def lost_digits(t: Tensor, gaps: Tensor, name: str, unit: float) -> ValueError:
     """Return the error for times of which :func:`has_lost_digits` is true."""
     gaps, largest = gaps[gaps > 0], float(t.abs().amax())
-    spacing = torch.finfo(t.dtype).eps * 2.0 ** math.floor(math.log2(largest))
+    spacing = torch.finfo(t.dtype).eps / 2 * 2.0 ** math.ceil(math.log2(largest))
     scale = f"their median gap {float(gaps.median()):.3g}" if len(gaps) else f"the unit of time {unit:g}"
     return ValueError(
         f"{name} has lost digits: {t.dtype} stores times near {largest:.3g} as multiples of {spacing:.3g}, "
