@@ -14,6 +14,7 @@ gives a state :math:`y^+` at :math:`t_e`. The solve continues at the number τ f
 
 from __future__ import annotations
 
+import inspect
 import numbers
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -124,6 +125,10 @@ class Event:
         return self.max_count or (np.inf if self.jump is not None else 1)
 
 
+_parameters = list(inspect.signature(Event.__init__).parameters.values())[1:]  # not those of __new__
+Event.__signature__ = inspect.Signature(_parameters)  # type: ignore[attr-defined]
+
+
 @dataclass(frozen=True)
 class EventRecord:
     """The events of a solve.
@@ -187,7 +192,8 @@ class EventSteps(AdaptiveSteps):
         t, rows = self._time(self.now), state[: p.term.rows]
         nobody, masks = none[:0], np.zeros((0, len(self.events)), bool)
         self.landings = [Landing(nobody.astype(int), nobody, nobody, masks, tuple([row[:0].detach() for row in rows]))]
-        self._set_signs(t, rows, self._slopes(t, rows), [none + np.inf for _ in self.events], none, self.due, none == 0)
+        new = [none + np.inf for _ in self.events]
+        self._set_signs(t, rows, self._slopes(t, rows), new, none, list(self.due), none == 0)
 
     # Steps
 

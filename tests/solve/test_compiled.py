@@ -241,6 +241,18 @@ def test_what_cannot_be_compiled_is_said_and_solved_without(eager_compiler):
         block(x)
 
 
+def test_beyond_its_last_graph_a_program_runs_without_compilation(eager_compiler, monkeypatch):
+    """Each number of dimensions needs a graph; those that exist are still used."""
+    monkeypatch.setattr(hbnode.solve.compiled, "GRAPHS", 1)
+    block, x = hbnode.HeavyBallODEBlock(nn.Linear(2, 2), compile=True), torch.randn(2, 3, 2)
+    with torch.no_grad():
+        block(x)
+        with pytest.warns(CompilationWarning, match="1 graphs of this field"):
+            block(x[0])
+        block(x[0]), block(x)  # said once
+    assert not any(program.failed for program in block.field.compiled.values())
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("default")
