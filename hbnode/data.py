@@ -165,10 +165,11 @@ class Series(Record):
         Arguments:
             dates: dates of numpy, pandas, polars or the standard library, text in ISO format such as
                 ``"2020-01-31 12:00"``, or numbers, which are times already. One date, or nested lists. A date without a
-                time zone is in UTC.
+                time zone is in UTC, and a period of pandas is its start.
 
         Raises:
-            TypeError: if the series does not count from a date, or ``dates`` are durations.
+            TypeError: if the series does not count from a date, ``dates`` are durations, or some have a time zone and
+                others none.
         """
         kind = kind_of(dates)
         if kind is None:

@@ -239,7 +239,7 @@ class Spread:
             known = np.isfinite(errors[..., channel]) & np.isfinite(lead[..., channel])
             log_lead, error = np.log(lead[..., channel][known] + 1e-12), errors[..., channel][known]
             order = np.argsort(log_lead)
-            parts = np.array_split(order, max(1, min(50, len(order) // 30)))
+            parts = np.array_split(order, max(1, min(50, len(order) // 15)))
             self.knots.append(np.array([log_lead[part].mean() if len(part) else 0.0 for part in parts]))
             found = np.array([error[part].mean() if len(part) else 1.0 for part in parts])
             self.values.append(np.maximum(found * math.sqrt(math.pi / 2), 1e-6))
@@ -447,7 +447,8 @@ class SeriesForecaster(SeriesEstimator):
         """Return the forecasts as a DataFrame with a row for each series, time and column.
 
         The columns are ``id``, ``time``, ``column``, ``mean``, and ``lower`` and ``upper`` for one level, or
-        ``lower_50``, ``upper_50`` and so on for several. Dates are in the time zone of the table.
+        ``lower_50``, ``upper_50`` and so on for several. Dates are in the time zone of the table, or in UTC if it has
+        several.
 
         Arguments:
             X: the series up to now, which need not be those of :meth:`fit`.
