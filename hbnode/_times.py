@@ -174,4 +174,4 @@ def _exact(value: Any, kind: Kind | None) -> Any:
         return value.to_numpy()
     if isinstance(value, datetime.timedelta):
         return np.timedelta64(value, "us")
-    return np.datetime64(value, "us") if isinstance(value, datetime.date) else value
+    return np.datetime64(value).astype("datetime64[us]") if isinstance(value, datetime.date) else value
