@@ -510,6 +510,67 @@ def test_a_field_is_freed_at_once(gradient):
         gc.enable()
 
 
+WITHOUT_A_GRAPH = [
+    ("adjoint", {}), ("adjoint", {"per_sample": True}), ("adjoint", {"method": "dopri5"}), ("reversible", {"steps": 40})
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("gradient", "solver"), [*WITHOUT_A_GRAPH, ("checkpoint", {})], ids=str)
+def test_inference_tensors_as_the_initial_state(gradient, solver):
+    block = hbnode.HeavyBallODEBlock(net(), gradient=gradient, rtol=1e-8, atol=1e-8, **solver).double()
+    x = torch.randn(2, 2, dtype=torch.float64)
+    with torch.inference_mode():
+        of_inference = x.clone()
+    one, two = (torch.autograd.grad(block(y).sum(), [*block.parameters()]) for y in (of_inference, x))
+    assert all(map(torch.equal, one, two))
+
+
+class Embedded(nn.Module):
+    def __init__(self, sparse):
+        super().__init__()
+        self.rows = nn.Embedding(4, 2, sparse=sparse)
+
+    def forward(self, h):
+        return -self.rows(torch.tensor([1, 3])) * h
+
+
+@pytest.mark.parametrize(("gradient", "solver"), WITHOUT_A_GRAPH, ids=str)
+def test_sparse_gradients(gradient, solver):
+    x, found = torch.ones(2, 2, dtype=torch.float64), []
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        block = hbnode.HeavyBallODEBlock(Embedded(sparse), gradient=gradient, **solver).double()
+        if sparse and "method" in solver:
+            with pytest.raises(ValueError, match=r"sparse=True.*Fix: sparse=False"):
+                block(x)
+            return
+        block(x).sum().backward()
+        found.append(block.field.func.rows.weight.grad.to_dense())
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(("gradient", "solver"), WITHOUT_A_GRAPH, ids=str)
+def test_torchs_checkpoint_inside_f(gradient, solver):
+    """The reentrant one cannot run in the backward pass of another function."""
+    inside, x, found = net(), torch.randn(2, 2, dtype=torch.float64), []
+    for func in (inside, lambda h: torch.utils.checkpoint.checkpoint(inside, h, use_reentrant=False)):
+        block = hbnode.HeavyBallODEBlock(func, gradient=gradient, **solver).double()
+        found.append(torch.autograd.grad(block(x).sum(), [*inside.double().parameters()]))
+    for one, two in zip(*found, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-12)
+    block.field.func = lambda h: torch.utils.checkpoint.checkpoint(inside, h, use_reentrant=True)
+    with pytest.raises(ValueError, match=r"use_reentrant=True.*Fix: use_reentrant=False"):
+        block(x)
+
+
+@pytest.mark.parametrize(("gradient", "solver"), WITHOUT_A_GRAPH, ids=str)
+def test_second_derivatives_are_refused(gradient, solver):
+    x = torch.randn(2, 2, dtype=torch.float64, requires_grad=True)
+    block = hbnode.HeavyBallODEBlock(net(), gradient=gradient, **solver).double()
+    with pytest.raises(RuntimeError, match=r"first derivatives only, got create_graph=True\. Fix: gradient='direct'"):
+        torch.autograd.grad(block(x).sum(), x, create_graph=True)
+
+
 # Memory
 
 
