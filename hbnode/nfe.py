@@ -27,7 +27,7 @@ def _of_total(operation: Callable[..., Any], *, reflected: bool = False) -> Call
 
 
 @dataclass
-class NFE(numbers.Number):
+class NFE:
     """The numbers of function evaluations (NFE) and of solver steps.
 
     Counts can be added: ``nfe + nfe`` or ``sum([...])``. Everywhere else, as in ``nfe > 100``, ``nfe / 2``,
@@ -104,6 +104,8 @@ class NFE(numbers.Number):
     def __format__(self, spec: str) -> str:
         return format(self.total, spec) if spec else str(self)
 
+
+numbers.Number.register(NFE)  # for NumPy and TensorBoard
 
 _FORWARD = {"evaluation": "forward", "accepted": "steps", "rejected": "rejected"}
 _BACKWARD = {"evaluation": "backward", "accepted": "backward_steps", "rejected": "backward_rejected"}

@@ -149,7 +149,11 @@ def odeint_adjoint(
             f"Fix: odeint(func, y0, t, method={method!r}), whose gradients are exact."
         )
     if solver_of("dopri5" if method is None else method) is None:
-        usual = {"adjoint_rtol": [rtol], "adjoint_atol": [atol], "adjoint_method": [method, "tsit5"]}
+        usual: dict[str, list[Any]] = {
+            "adjoint_rtol": [rtol],
+            "adjoint_atol": [atol],
+            "adjoint_method": [method, "tsit5"],
+        }
         given = [name for name, value in own.items() if not is_any_of(value, [None, *usual[name]])]
         implied = {"norm": "seminorm", **(options or {})}
         given += [name for name, value in (adjoint_options or {}).items() if not is_any_of(value, [implied.get(name)])]
