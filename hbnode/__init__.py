@@ -1,9 +1,14 @@
 """Neural ODEs with momentum for PyTorch."""
 
+import difflib
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from hbnode import data, diagnostics, distributions, errors, nn, optim, solve
+from hbnode._checks import with_hints
 from hbnode.errors import SolverError
 from hbnode.fields import (
     ANODE,
@@ -66,7 +71,23 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import the modules that need scikit-learn or torchdiffeq when they are first used."""
+    """Import the modules that need scikit-learn or torchdiffeq when they are first used; say where other names are."""
     if name in ("estimators", "features", "torchdiffeq"):
         return importlib.import_module(f"hbnode.{name}")
-    raise AttributeError(f"module 'hbnode' has no attribute {name!r}")
+    modules = (nn, optim, distributions, diagnostics, solve, errors, data)
+    near = [other for other in __all__ if other.lower() == name.lower()]
+    fixes = [f"hbnode.{other}" for other in near or difflib.get_close_matches(name, __all__, 1, 0.8)]
+    fixes += [f"{module.__name__}.{name}" for module in modules if name in module.__all__]
+    if name == "odeint_adjoint":
+        fixes = ["hbnode.odeint(field, y0, t, gradient='adjoint')", "hbnode.torchdiffeq.odeint_adjoint"]
+    if name == "odeint_event":
+        fixes = ["hbnode.odeint(field, y0, t, events=hbnode.Event(fn))", "hbnode.torchdiffeq.odeint_event"]
+    fix = f". Fix: {', or '.join(fixes)}." if fixes and not name.startswith("_") else ""
+    raise AttributeError(f"module 'hbnode' has no attribute {name!r}{fix}")
+
+
+for _module in (sys.modules[__name__], nn, distributions):
+    for _public in (getattr(_module, name) for name in _module.__all__):
+        _init = vars(_public).get("__init__") if isinstance(_public, type) else None
+        if _init is not None and issubclass(_public, torch.nn.Module) and not hasattr(_init, "__wrapped__"):
+            _public.__init__ = with_hints(_init)  # an error for an unknown argument names the one to write

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import math
 import numbers
@@ -66,7 +67,10 @@ def as_integers(value: object, name: str, fix: str) -> Tensor:
 
 
 def check_callable(value: object, name: str, fix: str) -> None:
-    """Raise TypeError if ``value`` cannot be called."""
+    """Raise TypeError if ``value`` cannot be called, or is a class, which has no object yet."""
+    if isinstance(value, type):
+        own = f"{value.__name__}()" if issubclass(value, nn.Module) else fix
+        raise TypeError(f"{name} must be an object, got the class {value.__name__}. Fix: {own}, with its arguments.")
     if not callable(value):
         raise TypeError(f"{name} must be callable, got {type(value).__name__}. Fix: {fix}.")
 
@@ -296,6 +300,81 @@ def _unwrap(func: Callable[..., Any]) -> Callable[..., Any]:
             func = func._torchdynamo_orig_callable
         else:
             return func
+
+
+# Arguments of other libraries, and what to write here
+_FOREIGN = {
+    **dict.fromkeys(("tol", "tolerance"), "rtol=1e-3, atol=1e-3"),
+    # torchdiffeq, torchdyn, torchode
+    **dict.fromkeys(("func", "f", "terms", "term", "vector_field"), "the field as the first argument"),
+    **dict.fromkeys(("adjoint_rtol", "adjoint_atol"), "leave it out, the adjoint is solved at rtol and atol"),
+    **dict.fromkeys(("adjoint_method", "solver_adjoint"), "leave it out, the adjoint has the method of the solve"),
+    "adjoint_params": "leave it out, all tensors of func that require a gradient are found",
+    **dict.fromkeys(("event_fn", "event"), "events=hbnode.Event(fn) of hbnode.odeint"),
+    **dict.fromkeys(("adjoint", "sensitivity"), "gradient='adjoint'"),
+    **dict.fromkeys(("step_size", "dt"), "steps=n, the number of equal steps between two times"),
+    **dict.fromkeys(("solver", "integrator"), "method='tsit5'"),
+    **dict.fromkeys(("ts", "saveat", "t_eval", "times", "s_span"), "t=[0.0, 1.0] of hbnode.odeint, or block(x, t)"),
+    "interpolator": "save='interpolate'",
+    # diffrax
+    "dt0": "options={'first_step': 0.1}",
+    "stepsize_controller": "rtol=1e-3, atol=1e-3 for adaptive steps, steps=n for equal ones",
+    **dict.fromkeys(("t0", "t1"), "t_span=(0.0, 1.0) of a block, t=[0.0, 1.0] of hbnode.odeint"),
+    "args": "a function that closes over them, or functools.partial",
+    **dict.fromkeys(("max_num_steps", "max_iter"), "max_steps=1000"),
+    **dict.fromkeys(("progress_meter", "throw"), "leave it out"),
+    # torch.nn
+    "batch_first": "leave it out, x is (batch, T, features); x.transpose(0, 1) if time comes first",
+    "nonlinearity": "activation=torch.tanh, or cell='rnn'",
+    "proj_size": "a torch.nn.Linear after the layer",
+    **dict.fromkeys(("device", "dtype"), "leave it out, and module.to(...) afterwards"),
+    **dict.fromkeys(("in_features", "num_features", "in_channels"), "input_size=1, or leave it out"),
+    **dict.fromkeys(("dropout", "p"), "hbnode.nn.SolveDropout(0.1) inside the network"),
+    "gamma": "damping=0.1",
+}  # fmt: skip
+
+
+def with_hints(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function or an ``__init__`` whose error for an unknown argument names the argument to write."""
+
+    @functools.wraps(call)
+    def hinted(*args: Any, **given: Any) -> Any:
+        try:
+            return call(*args, **given)
+        except TypeError as error:
+            known = inspect.signature(call).parameters
+            unknown = next((name for name in given if name not in known), None)
+            if unknown is None or f"'{unknown}'" not in str(error):
+                raise
+            near = [f"{name}=..." for name in difflib.get_close_matches(unknown, known, 1, 0.75)]
+            fix = _FOREIGN.get(unknown) or next(iter(near), f"one of {', '.join(known)}")
+            other = fix.partition("=")[0]
+            if other.isidentifier() and other not in known:
+                fix = f"leave it out; hbnode.odeint and hbnode.ODEBlock take {fix}"
+            raise TypeError(f"{str(error).partition('. Did you')[0]}. Fix: {fix}.") from None
+
+    return hinted
+
+
+def diagnose_call(error: Exception, field: object) -> None:
+    """Raise TypeError with a fix after an error in a solve, if ``field`` cannot be called (t, state)."""
+    name = getattr(field, "__name__", type(field).__name__)
+    if hasattr(field, "t_span"):
+        raise TypeError(f"{name} is a block, which solves its field. Fix: block.field, or block(x, t).") from error
+    if not isinstance(error, TypeError):
+        return
+    if isinstance(field, type):
+        raise TypeError(f"the field must be an object, got the class {name}. Fix: {name}(net), or {name}().") from error
+    inner: Any = _unwrap(field)  # type: ignore[arg-type]
+    try:
+        taken = required_arguments(_signature(inner.forward if isinstance(inner, nn.Module) else inner))
+    except (TypeError, ValueError):  # of a built-in function
+        return
+    if len(taken) == 1:
+        raise TypeError(
+            f"the field is called (t, state), but {name} takes ({taken[0]}). Fix: hbnode.NODE(f) for h' = f(h), "
+            "hbnode.HBNODE(f) for a heavy ball, or lambda t, h: f(h), of this f."
+        ) from error
 
 
 _SCIPY = {"lsoda": "LSODA", "radau": "Radau", "bdf": "BDF"}

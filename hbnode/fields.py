@@ -82,6 +82,11 @@ class Field(nn.Module, ABC):
     def __init__(self, func: Callable[..., Tensor], *, parts: int, time_dependent: bool | None) -> None:
         super().__init__()
         check_callable(func, "func", "pass a module or a function")
+        if isinstance(func, Field):
+            raise TypeError(
+                f"func must be a network, got the field {type(func).__name__}. Fix: {type(self).__name__}(field.func) "
+                "for another equation with its network, or hbnode.ODEBlock(field)."
+            )
         check_order(func)
         self.func = func
         self.compiled: dict[Any, Any] = {}  # programs of compile=True
@@ -96,9 +101,10 @@ class Field(nn.Module, ABC):
             raise AttributeError("a field has no count of its own. Fix: block.nfe = 0, or hbnode.count_nfe(field).")
         super().__setattr__(name, value)
 
-    @abstractmethod
     def initial_state(self, x: Tensor) -> State:
-        """Return the initial state of a solve for an input ``x`` of shape (batch, ...)."""
+        """Return the initial state of a solve for an input ``x`` of shape (batch, ...); by default ``x``."""
+        check_input(x, "the input")
+        return x
 
     @abstractmethod
     def forward(self, t: Tensor, state: Any, /) -> State:
@@ -167,11 +173,6 @@ class NODE(Field):
 
     def __init__(self, func: Callable[..., Tensor], *, time_dependent: bool | None = None) -> None:
         super().__init__(func, parts=1, time_dependent=time_dependent)
-
-    def initial_state(self, x: Tensor) -> Tensor:
-        """Return ``x`` after checking that it is a tensor."""
-        check_input(x, "the input")
-        return x
 
     def forward(self, t: Tensor, h: Tensor) -> Tensor:
         """Return the derivative f(h, t), where f is ``func``."""

@@ -149,6 +149,7 @@ def test_a_forecast_for_one_number_is_refused():
         rnn.forecast(state, 1.0)
 
 
+X = torch.ones(3, 2)
 NORMAL = torch.distributions.Independent(torch.distributions.Normal(torch.zeros(2), torch.ones(2)), 1)
 SOLVERS = {  # what each module solves with these arguments, which are also its attributes
     "ODEBlock": (lambda **s: hbnode.ODEBlock(hbnode.NODE(nn.Linear(2, 2)), **s), lambda block: block(torch.ones(3, 2))),
@@ -213,3 +214,66 @@ def test_a_solver_setting_that_is_set_later_is_used_or_refused(name, monkeypatch
                 assert attempt(shown, later) == expected, (setting, value)
             else:
                 assert re.search(r"Fix: |has no setter", error), (setting, value, error)
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "message"),
+    [
+        (lambda: hbnode.HeavyBallODEBlock(nn.Identity(), tol=1e-3), TypeError, "Fix: rtol=1e-3, atol=1e-3"),
+        (lambda: hbnode.odeint(lambda t, y: -y, X, [0.0, 1.0], tol=1e-3), TypeError, "Fix: rtol=1e-3, atol=1e-3"),
+        (lambda: hbnode.odeint(lambda t, y: -y, X, [0.0, 1.0], adjoint_params=()), TypeError, "Fix: leave it out"),
+        (lambda: hbnode.odeint(lambda t, y: -y, X, [0.0, 1.0], event_fn=max), TypeError, "Fix: events=hbnode.Event"),
+        (lambda: hbnode.ODEBlock(hbnode.NODE(nn.Identity()), dt0=0.1), TypeError, "Fix: options={'first_step': 0.1}"),
+        (lambda: hbnode.ODEBlock(hbnode.NODE(nn.Identity()), solver="rk4"), TypeError, "Fix: method='tsit5'"),
+        (
+            lambda: hbnode.NODE(nn.Identity(), adjoint=True),
+            TypeError,
+            "leave it out; hbnode.odeint and",
+        ),
+        (lambda: hbnode.HBNODE(nn.Identity(), dampings=0.1), TypeError, "Fix: damping=..."),
+        (lambda: hbnode.ODERNN(1, 2, batch_first=True), TypeError, r"Fix: leave it out, x is \(batch, T, features\)"),
+        (lambda: hbnode.nn.LatentODE(1, 2, batch_first=True), TypeError, "Fix: leave it out"),
+        (lambda: hbnode.nn.MomentumLSTM(1, 2, proj_size=1), TypeError, "Fix: a torch.nn.Linear after"),
+        (lambda: hbnode.odeint_adjoint, AttributeError, r"Fix: hbnode.odeint\(.*gradient='adjoint'\)"),
+        (lambda: hbnode.MomentumLSTM, AttributeError, "Fix: hbnode.nn.MomentumLSTM"),
+        (lambda: hbnode.HBNode, AttributeError, "Fix: hbnode.HBNODE"),
+        (lambda: hbnode.odeint(hbnode.HeavyBallODEBlock(nn.Identity()), X, [0.0, 1.0]), TypeError, "Fix: block.field"),
+        (lambda: hbnode.odeint(nn.Linear(2, 2), X, [0.0, 1.0]), TypeError, r"Linear takes \(input\). Fix: hbnode.NODE"),
+        (lambda: hbnode.odeint(lambda h: -h, X, [0.0, 1.0]), TypeError, r"takes \(h\). Fix: hbnode.NODE\(f\)"),
+        (lambda: hbnode.odeint(hbnode.NODE, X, [0.0, 1.0]), TypeError, r"the class NODE. Fix: NODE\(net\)"),
+        (lambda: hbnode.HeavyBallODEBlock(nn.Tanh), TypeError, r"the class Tanh. Fix: Tanh\(\)"),
+        (lambda: hbnode.SONODE(nn.Bilinear), TypeError, r"the class Bilinear. Fix: Bilinear\(\)"),
+        (lambda: hbnode.GHBNODE(nn.Identity(), activation=nn.Tanh), TypeError, r"the class Tanh. Fix: Tanh\(\)"),
+        (lambda: hbnode.ODEBlock(hbnode.NODE), TypeError, r"Fix: ODEBlock\(hbnode.NODE\(net\)\)"),
+        (
+            lambda: hbnode.HeavyBallODEBlock(hbnode.NODE(nn.Identity())),
+            TypeError,
+            r"NODE. Fix: HBNODE\(field",
+        ),
+        (lambda: hbnode.ODERNN(1, 2, cell=nn.LSTMCell), TypeError, "cell must map .* got LSTMCell. Fix: cell='gru'"),
+        (lambda: hbnode.ODERNN(1, 2, cell=nn.GRUCell(1, 2)), ValueError, r"Fix: cell=torch.nn.GRUCell\(1, 4\)"),
+        (lambda: hbnode.HeavyBallODEBlock(nn.Linear(3, 3))(X), ValueError, r"h of shape \(3, 2\).*Fix: a first and a"),
+        (lambda: hbnode.ODERNN(2, 3)(torch.ones(4, 3, 2), [0, 1, 2, 3]), ValueError, r"Fix: x.transpose\(0, 1\)"),
+        (lambda: hbnode.nn.HeavyBallMemory(64, 5), ValueError, "Fix: num_heads=4, or embed_dim=65"),
+        (
+            lambda: hbnode.nn.MomentumGRU(2, 3, rule=hbnode.nn.rules.Rule())(torch.ones(1, 1, 2)),
+            NotImplementedError,
+            "Fix",
+        ),
+    ],
+)
+def test_a_natural_mistake_is_told_what_to_write(call, kind, message):
+    with pytest.raises(kind, match=message):
+        call()
+
+
+def test_an_error_of_the_field_itself_stays():
+    with pytest.raises(TypeError, match=r"^unsupported operand"):
+        hbnode.odeint(lambda t, y: y + "a", X, [0.0, 1.0])
+    with pytest.raises(TypeError, match=r"^broken$"):
+        hbnode.HeavyBallODEBlock(Broken())(X)
+
+
+class Broken(nn.Module):
+    def forward(self, h):
+        raise TypeError("broken")

@@ -30,7 +30,7 @@ from hbnode.diagnostics._shared import (
     ticks_of_short_axis,
 )
 from hbnode.diagnostics.tolerance import NFEToleranceCurve, draw_curves
-from hbnode.fields import GHBNODE, HBNODE, SONODE
+from hbnode.fields import GHBNODE, HBNODE, NODE, SONODE
 from hbnode.nfe import StepRecord, record_steps
 from hbnode.nn.blocks import ODEBlock
 
@@ -188,7 +188,8 @@ def vector_field(
         field: a field, a block, or a callable ``(t, state)``.
         t: time at which the field is evaluated. Default: 0.0.
         at: state of one sample, h or (h, m), which has the values of the features outside the plane. None is a zero
-            state of one feature for second-order fields and of two for first-order fields. A tensor keeps its
+            state with the features of f's first linear layer, else of one feature for second-order fields and of two
+            for first-order fields. A tensor keeps its
             dtype; a list or an array is converted to the dtype of the field's parameters. Default: None.
         features: the features (i, j) of h that span the plane. For second-order fields, the first of them, or a single
             index i, gives the plane (h_i, m_i). Default: (0, 1).
@@ -415,7 +416,9 @@ def _base_state(field: Callable[[Tensor, Any], State], at: Array | None) -> tupl
     """Return the state ``at`` of :func:`vector_field`, (h,) or (h, m), on the device of the field."""
     dtype, device = dtype_and_device(field)
     is_pair = isinstance(field, (HBNODE, GHBNODE, SONODE))
-    given = at if isinstance(at, tuple) else (torch.zeros(1 if is_pair else 2) if at is None else at,)
+    layers = field.modules() if at is None and isinstance(field, (NODE, HBNODE, GHBNODE)) else ()
+    size = next((layer.in_features for layer in layers if isinstance(layer, nn.Linear)), 1 if is_pair else 2)
+    given = at if isinstance(at, tuple) else (torch.zeros(size) if at is None else at,)
     are_states = at is not None and all(isinstance(part, Tensor) and part.is_floating_point() for part in given)
     base = tuple(part.detach().to(device) if are_states else as_float64(part).to(device, dtype) for part in given)
     return (*base, torch.zeros_like(base[0])) if is_pair and len(base) == 1 else base

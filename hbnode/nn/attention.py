@@ -64,7 +64,8 @@ class MultiheadBase(ModuleWithConstants, Generic[State]):
         if embed_dim % num_heads:
             raise ValueError(
                 f"embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}. "
-                f"Fix: embed_dim={num_heads * (embed_dim // num_heads + 1)}."
+                f"Fix: num_heads={max(n for n in range(1, num_heads) if embed_dim % n == 0)}, "
+                f"or embed_dim={num_heads * (embed_dim // num_heads + 1)}."
             )
         if not 0 <= as_real(dropout, "dropout", "dropout=0.1") <= 1:
             raise ValueError(f"dropout must be a probability, got {dropout!r}. Fix: a number from 0 to 1.")

@@ -92,6 +92,9 @@ class ODEBlock(nn.Module):
         initial_state: Callable[[Tensor], State] | None = None,
     ) -> None:
         super().__init__()
+        if isinstance(field, type):
+            name = field.__name__
+            raise TypeError(f"ODEBlock expected a field, got the class {name}. Fix: ODEBlock(hbnode.{name}(net)).")
         if not (callable(field) and hasattr(field, "initial_state") and hasattr(field, "readout")):
             raise TypeError(
                 f"ODEBlock expected a field, got {type(field).__name__}. "
@@ -253,8 +256,17 @@ class ODEBlock(nn.Module):
                 "block(x, torch.cat([torch.full_like(t, t0), t], 1))[-1].",
                 stacklevel=4,
             )
-        with _traced_shapes():
-            return solve(field, state, self.t_span if t is None else t, settings, nfe, end=end)
+        try:
+            with _traced_shapes():
+                return solve(field, state, self.t_span if t is None else t, settings, nfe, end=end)
+        except RuntimeError as error:
+            if not any(words in str(error) for words in ("cannot be multiplied", " channels", "size of tensor")):
+                raise
+            h = parts(state)[0]
+            raise ValueError(
+                f"func does not take h of shape {tuple(h.shape)}, which has augment={self.augment}: {error}. "
+                f"Fix: a first and a last layer of {h.shape[min(1, h.dim() - 1)]} features or channels, or another x."
+            ) from error
 
     def settings(self) -> Settings:
         """Return the checked solver settings from the current values of the block's attributes."""

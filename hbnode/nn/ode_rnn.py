@@ -706,6 +706,16 @@ def _make_cell(cell: CellArgument, input_size: int, size: int) -> nn.Module:
             f"cell must be one of {tuple(CELLS)}, a module cell(x, s), or a function (input_size, state_size) -> "
             f"module, got {cell!r}. Fix: 'gru'."
         )
+    if isinstance(made, (nn.LSTMCell, nn.RNNBase)):
+        raise TypeError(
+            f"cell must map (x, s) to s, one tensor (batch, {size}), got {type(made).__name__}. "
+            "Fix: cell='gru', or a module that does."
+        )
+    if isinstance(made, nn.RNNCellBase) and (made.input_size, made.hidden_size) != (input_size, size):
+        raise ValueError(
+            f"cell must take {input_size} inputs and a state of {size}, h or h and m, got {made}. "
+            f"Fix: cell=torch.nn.{type(made).__name__}({input_size}, {size})."
+        )
     return made
 
 

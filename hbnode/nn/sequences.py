@@ -353,9 +353,11 @@ def _checked_times(t: ArrayLike, x: Tensor) -> Tensor:
     shape = x.shape[:2]
     t = _tensor(t, "t", as_times)
     if t.shape != shape[2 - max(t.dim(), 1) :]:  # in a graph, comparing (T,) with (batch, T) would make them differ
+        time_first = t.shape in (shape[::-1], shape[:1])
+        fix = "x.transpose(0, 1), if time comes first in x" if time_first else "one time per sample"
         raise ValueError(
             f"t must be (batch, T) = {tuple(shape)} or (T,) = {tuple(shape[1:])}, got {tuple(t.shape)}. "
-            "Fix: one time per sample; t.squeeze(-1) for t of shape (batch, T, 1)."
+            f"Fix: {fix}; t.squeeze(-1) for t of shape (batch, T, 1)."
         )
     t = t if t.is_floating_point() else t.to(torch.float64)
     return t.to(x.device).expand(shape)

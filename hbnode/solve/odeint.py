@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hbnode import _torch
-from hbnode._checks import as_real, check_call, conversion
+from hbnode._checks import as_real, check_call, conversion, diagnose_call, with_hints
 from hbnode._torch import is_exporting, is_tracing, untraced
 from hbnode._tree import State, Times, apply, describe, is_finite, last_of, parts
 from hbnode.errors import ONLY_FIXED_GRIDS, MaxStepsError, NonFiniteError
@@ -28,7 +28,15 @@ from hbnode.solve.events import Event, EventRecord, checked_events
 from hbnode.solve.loop import STRONG, Problem, Rows, integrate
 from hbnode.solve.methods import EXPONENTIAL, METHODS, NYSTROM, ROSENBROCK, SECOND_ORDER, SPLITTING, TORCHDIFFEQ_GRIDS
 from hbnode.solve.settings import FIXED, TORCHDIFFEQ, Gradient, Method, NativeMethod, Save, Settings
-from hbnode.solve.term import ODETerm, Snapshot, change_of_call, is_heavy_ball, solving, unwrap_compiled
+from hbnode.solve.term import (
+    ODETerm,
+    Snapshot,
+    change_of_call,
+    is_heavy_ball,
+    materialize,
+    solving,
+    unwrap_compiled,
+)
 
 logger = logging.getLogger("hbnode")
 LONGEST_GRID = 64  # function evaluations in one compiled program
@@ -67,6 +75,7 @@ def odeint(
 ) -> tuple[StateT, tuple[EventRecord, ...]]: ...  # fmt: skip
 
 
+@with_hints
 def odeint(
     field: Callable[[Tensor, Any], State],
     y0: State,
@@ -197,7 +206,11 @@ def odeint(
         method=method, rtol=rtol, atol=atol, gradient=gradient, steps=steps, per_sample=per_sample, save=save,
         jump_times=jump_times, max_steps=max_steps, options=options, adjoint_options=adjoint_options, compile=compile,
     )  # fmt: skip
-    return solve(field, y0, t, settings.checked(), NFE(), events=events)
+    try:
+        return solve(field, y0, t, settings.checked(), NFE(), events=events)
+    except (TypeError, ValueError) as error:
+        diagnose_call(error, field)
+        raise
 
 
 def solve(
@@ -216,7 +229,12 @@ def solve(
 
 
 def _solve(field: Any, y0: State, t: Times, settings: Settings, nfe: NFE, end: bool, given: Any) -> Any:
-    snapshot = Snapshot(field, for_backward=torch.is_grad_enabled())
+    try:
+        snapshot = Snapshot(field, for_backward=torch.is_grad_enabled())
+    except ValueError:
+        if not materialize(field, y0, t):
+            raise
+        snapshot = Snapshot(field)
     y0 = checked_state(field, y0, snapshot)
     events = () if given is None else checked_events(given, settings)
     template = y0 if isinstance(y0, Tensor) else y0[0]

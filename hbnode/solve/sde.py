@@ -29,7 +29,7 @@ from hbnode.solve.loop import Problem
 from hbnode.solve.methods import METHODS, NYSTROM, Field, Method, StepResult
 from hbnode.solve.odeint import check_finite, check_resolution, checked_state, checked_times, count_samples
 from hbnode.solve.settings import TORCHDIFFEQ, Gradient, Settings
-from hbnode.solve.term import ODETerm, Snapshot, change_of_call, solving, unwrap_compiled
+from hbnode.solve.term import ODETerm, Snapshot, change_of_call, materialize, solving, unwrap_compiled
 from hbnode.solve.torchsde import TorchsdeMethod
 
 NativeSDEMethod = Literal["ubu", "baoab", "nystrom4"]
@@ -591,7 +591,12 @@ def sdeint(
     name: Any = getattr(gradient, "name", gradient)
     if name not in GRADIENTS.get(method, ()):
         raise method_error(method, name)
-    snapshot = Snapshot(sde)
+    try:
+        snapshot = Snapshot(sde)
+    except ValueError:
+        if not materialize(sde, y0, t):
+            raise
+        snapshot = Snapshot(sde)
     state: Any = checked_state(sde, y0, snapshot)
     times, counts = time_grid(t, dt)
     lanes = count_samples(state, times, Settings()) if times.dim() == 2 else None

@@ -200,6 +200,16 @@ class ODETerm:
             return self.flatten(like(self.field(t, state), state))
 
 
+def materialize(field: Any, y0: State, t: Any) -> bool:
+    """Evaluate a field with lazy parameters at the start, which gives them shapes; return whether it has some."""
+    if not isinstance(field, nn.Module) or not any(map(nn.parameter.is_lazy, field.parameters())):
+        return False
+    first = torch.as_tensor(t[0], dtype=torch.float64).reshape(-1)[0]
+    with torch.no_grad():
+        field(first.to(y0 if isinstance(y0, Tensor) else y0[0]), y0)
+    return True
+
+
 class Snapshot:
     """The parameters, buffers, training modes and dropout masks of a field's modules in a solve.
 

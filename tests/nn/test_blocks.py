@@ -381,7 +381,7 @@ def late(h, t):
         (lambda: HeavyBall(nn.Identity(), xi=0.3, activation=torch.sin), ValueError, "xi, activation belongs to"),
         (lambda: HeavyBall(nn.Identity(), damping=1.5), ValueError, "Fix: max_damping=3, for instance"),
         (lambda: HeavyBall(nn.Identity(), damping=0.0), ValueError, "Fix: damping=0.01, for instance"),
-        (lambda: HeavyBall(nn.Linear(3, 3))(torch.zeros(2, 4)), RuntimeError, "shapes cannot be"),
+        (lambda: HeavyBall(nn.Linear(3, 3))(torch.zeros(2, 4)), ValueError, "shapes cannot be.*Fix: a first"),
         (lambda: HeavyBall(nn.Linear(3, 4))(torch.zeros(2, 3)), ValueError, "func returned shape"),
         (lambda: HeavyBall(nn.Linear(3, 3))(torch.zeros(2, 3).long()), TypeError, "x.float"),
         (lambda: HeavyBall(nn.Linear(3, 3))(torch.zeros(2, 3).double()), TypeError, "expected one dtype"),
@@ -466,3 +466,30 @@ def test_a_single_time_is_that_of_x_and_warned_of(t):
     t0, t = 0.0, torch.as_tensor(t).float()
     fixed = block(x, [t0, t])[-1] if t.dim() == 1 else block(x, torch.cat([torch.full_like(t, t0), t], 1))[-1]
     torch.testing.assert_close(fixed, (2 * t.reshape(-1, 1)).cos().expand(-1, 2) * x, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"gradient": "adjoint"}, {"method": "dopri5", "gradient": "adjoint"}, {"method": "rodas5p"}, {"steps": 3}],
+    ids=str,
+)
+def test_lazy_layers_get_their_shapes_in_the_first_solve(settings):
+    net = nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.LazyLinear(3))
+    block, x = hbnode.HeavyBallODEBlock(net, augment=1, **settings), torch.randn(2, 2)
+    h = block(x)
+    assert net[0].weight.shape == (4, 3)
+    h.sum().backward()
+    gradients = [p.grad.clone() for p in block.parameters()]
+    assert all(g.abs().sum() > 0 for g in gradients)
+    block.zero_grad()
+    torch.testing.assert_close(block(x), h)  # as a solve whose shapes are known
+
+
+def test_a_field_of_a_user_starts_from_x():
+    class Decay(hbnode.Field):
+        def forward(self, t, h):
+            return self.evaluate(t, h)
+
+    block = hbnode.ODEBlock(Decay(lambda h: -h, parts=1, time_dependent=None), rtol=1e-8, atol=1e-8)
+    x = torch.ones(1, 1, dtype=torch.float64)
+    torch.testing.assert_close(block(x), x * np.exp(-1), rtol=1e-7, atol=0)
