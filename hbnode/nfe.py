@@ -85,9 +85,8 @@ class NFE:
     __divmod__, __rdivmod__ = _of_total(divmod), _of_total(divmod, reflected=True)
     __pow__, __rpow__ = _of_total(pow), _of_total(pow, reflected=True)
     __lt__, __le__, __gt__, __ge__ = map(_of_total, (operator.lt, operator.le, operator.gt, operator.ge))
-    __neg__, __pos__, __abs__ = map(_of_total, (operator.neg, operator.pos, abs))
-    __round__ = _of_total(round)
-    __bool__ = _of_total(bool)
+    __neg__, __pos__ = _of_total(operator.neg), _of_total(operator.pos)
+    __abs__, __round__, __bool__ = _of_total(abs), _of_total(round), _of_total(bool)
 
     def __eq__(self, other: object) -> Any:
         return self.as_dict() == other.as_dict() if isinstance(other, NFE) else self.total == other
