@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import Self, override
 
 from hbnode._checks import as_numbers, check_input, is_one_of
-from hbnode._torch import is_tracing
+from hbnode._torch import is_tracing, is_vmapped, plain
 
 
 class _Queries(threading.local):
@@ -94,7 +94,9 @@ class Signal(nn.Module):
                 f"a {kind} signal needs t of shape (T,) and u of shape (T, ...) with T >= {needed[kind]}; got "
                 f"{tuple(t.shape)} and {tuple(u.shape)}. Fix: put time first in u."
             )
-        on_host = t.detach().cpu()
+        if is_vmapped(t):
+            raise ValueError("t is mapped by torch.vmap. Fix: a Signal of one row of times for all samples.")
+        on_host = plain(t).cpu()
         gaps = on_host.diff()
         if not bool((gaps > 0).all()):
             i = int((gaps > 0).int().argmin())
@@ -104,7 +106,7 @@ class Signal(nn.Module):
                 "t, index = t.unique(return_inverse=True); "
                 "u = torch.stack([u[index == i].mean(0) for i in range(len(t))])."
             )
-        if not bool(u.detach().isfinite().all()):
+        if not bool(plain(u).isfinite().all()):
             raise ValueError(
                 "u must be finite, got NaN or infinite samples. Fix: leave them out, "
                 "keep = u.isfinite().reshape(len(u), -1).all(1); Signal(t[keep], u[keep])."

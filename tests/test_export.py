@@ -183,6 +183,24 @@ def test_a_cell_of_oscillators_as_onnx(tmp_path):
 
 @pytest.mark.slow
 @QUIET
+def test_layers_of_torch_with_filters_as_onnx(tmp_path):
+    model = Output(hbnode.nn.MomentumLSTM(2, 4, batch_first=True).to_torch()).eval()
+    run = onnx_session(model, (torch.randn(3, 70, 2),), tmp_path / "lstm.onnx")
+    x = torch.randn(3, 70, 2)
+    torch.testing.assert_close(run(x), model(x).detach())
+
+
+@QUIET
+@pytest.mark.parametrize("size", [6, 40])
+def test_a_filter_is_exported_without_cumprod_which_onnx_does_not_have(size):
+    model, x = hbnode.nn.MomentumLSTM(2, 4, batch_first=True).to_torch(), torch.randn(1, size, 2)
+    exported = torch.export.export(model, (x,))
+    assert not any("cumprod" in str(node.target) for node in exported.graph.nodes)
+    torch.testing.assert_close(exported.module()(x)[0], model(x)[0])
+
+
+@pytest.mark.slow
+@QUIET
 def test_a_scan_of_oscillators_has_no_operator_in_onnx(tmp_path):
     with pytest.raises(torch.onnx.errors.OnnxExporterError, match="Failed to convert the exported program") as error:
         onnx_session(stack(), (torch.randn(3, 8, 2),), tmp_path / "stack.onnx")

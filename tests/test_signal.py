@@ -131,3 +131,19 @@ def test_it_equals_numpy_and_scipys_hermite_spline_with_finite_difference_slopes
     np.testing.assert_allclose(linear(torch.tensor(query)), expected, atol=1e-13)
     expected = CubicHermiteSpline(t, u, np.gradient(u, t, axis=0, edge_order=2))(query)
     np.testing.assert_allclose(cubic(torch.tensor(query)), expected, atol=1e-12)
+
+
+def test_values_under_vmap_and_mapped_times():
+    t = torch.linspace(0, 1, 5, dtype=torch.float64)
+    values, rnn = torch.randn(3, 5, 1, dtype=torch.float64), hbnode.ODERNN(1, 2).double()
+
+    def end(u):
+        signal = hbnode.Signal(t, u)
+        return hbnode.odeint(lambda t, y: signal(t) - y, u[:2], [0.0, 1.0], steps=4, gradient="direct")[-1]
+
+    for one in (end, torch.func.jacrev(end)):
+        torch.testing.assert_close(torch.func.vmap(one)(values), torch.stack([one(u) for u in values]))
+    with pytest.raises(ValueError, match="t is mapped by torch.vmap. Fix: a Signal of one row"):
+        torch.func.vmap(lambda t: hbnode.Signal(t, values[0])(0.5))(t.expand(3, 5))
+    with pytest.raises(ValueError, match=r"t is mapped by torch.vmap. Fix: a batch, rnn\(x, t\)"):
+        torch.func.vmap(lambda t: rnn(values[:1], t[None])[0])(t.expand(3, 5))

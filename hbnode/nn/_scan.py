@@ -62,7 +62,7 @@ def _filter_levels(x: Tensor, mu: Tensor, levels: int, takes_any_length: bool) -
     x, mu = pad(x, (0, 0, 0, 0, 0, missing)), pad(mu, (0, 0, 0, missing)).unfold(0, BLOCK, BLOCK)
     # (blocks, groups, BLOCK, n); torch.export cannot prove that a view of a symbolic length is one
     x = x.unfold(0, BLOCK, BLOCK).mT if takes_any_length else x.view(-1, BLOCK, *x.shape[1:]).transpose(1, 2)
-    inside, decay = _filter_matrix(mu).to(x) @ x, mu.cumprod(-1)
+    inside, decay = _filter_matrix(mu).to(x) @ x, _cumprod(mu)
     ends = _filter_levels(inside[:, :, -1], decay[..., -1], levels - 1, takes_any_length)
     carried = pad(ends, (0, 0, 0, 0, 1, 0))[:-1]
     found = torch.addcmul(inside, decay.to(x).unsqueeze(-1), carried.unsqueeze(2)).transpose(1, 2).flatten(0, 1)
@@ -73,7 +73,17 @@ def _filter_matrix(mu: Tensor) -> Tensor:
     """Return the products mu_{j+1} ... mu_t at (..., t, j) from mu (..., T), without division, so mu may be 0."""
     steps = torch.arange(mu.shape[-1], device=mu.device)
     is_later = steps.unsqueeze(1) > steps
-    return torch.where(is_later, mu.unsqueeze(-1), 1.0).cumprod(-2).tril()
+    return _cumprod(torch.where(is_later, mu.unsqueeze(-1), 1.0).mT).mT.tril()
+
+
+def _cumprod(x: Tensor) -> Tensor:
+    """Return ``x.cumprod(-1)``, in exported graphs by products of shifted factors, as ONNX has no such operator."""
+    size = x.shape[-1]
+    if not is_exporting() or not isinstance(size, int):
+        return x.cumprod(-1)
+    for k in range((size - 1).bit_length()):
+        x = x * pad(x, (2**k, 0), value=1.0)[..., :size]
+    return x
 
 
 class Cell(NamedTuple):

@@ -588,6 +588,8 @@ class IntervalSolver:
             settings = dataclasses.replace(settings, gradient=gradient, common_steps=not settings.per_sample)
         self.settings, self.t = settings, t.to("cpu", torch.float64)
         self.moves = self.t.detach().diff() != 0
+        if _torch.is_vmapped(t):
+            raise ValueError("t is mapped by torch.vmap. Fix: a batch, rnn(x, t) with t of shape (batch, T).")
         # a gap of length 0 is solved if its times need gradients
         self.is_zero = _torch.numbers(~self.moves.any(0) & (not t.requires_grad))
         self.nfe = [NFE() for _ in self.is_zero]
