@@ -330,7 +330,7 @@ REFUSED = [
     ),
     (lambda: plot.vector_field(hbnode.NODE(lambda h: -h), features=1), ValueError, "features must be two of h, got 1"),
     (
-        lambda: plot.vector_field(hbnode.NODE(nn.Linear(5, 5))),
+        lambda: plot.vector_field(hbnode.NODE(lambda h: nn.functional.linear(h, torch.eye(5)))),
         ValueError,
         r"1 tensor\(s\) of 2 feature\(s\): .*mat1 .* Fix",
     ),
@@ -346,6 +346,11 @@ REFUSED = [
 def test_what_cannot_be_drawn(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("field", [hbnode.HBNODE(nn.Linear(2, 2)), hbnode.NODE(nn.Linear(5, 5))])
+def test_a_vector_field_without_at_has_the_features_of_the_first_layer(field):
+    assert len(plot.vector_field(field, points=3).collections) >= 1
 
 
 def test_a_legend_is_beside_the_curves_where_there_is_room_and_above_two_axes():
