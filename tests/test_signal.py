@@ -143,7 +143,7 @@ def test_values_under_vmap_and_mapped_times():
 
     for one in (end, torch.func.jacrev(end)):
         torch.testing.assert_close(torch.func.vmap(one)(values), torch.stack([one(u) for u in values]))
-    with pytest.raises(ValueError, match="t is mapped by torch.vmap. Fix: a Signal of one row"):
+    with pytest.raises(ValueError, match=r"t is mapped by torch.vmap. Fix: a Signal of one row"):
         torch.func.vmap(lambda t: hbnode.Signal(t, values[0])(0.5))(t.expand(3, 5))
     with pytest.raises(ValueError, match=r"t is mapped by torch.vmap. Fix: a batch, rnn\(x, t\)"):
         torch.func.vmap(lambda t: rnn(values[:1], t[None])[0])(t.expand(3, 5))

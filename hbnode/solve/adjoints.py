@@ -611,8 +611,8 @@ class _Augmented:
         if self.pace is not None:
             value = tuple([pace * v for v in value])
         rest = zip((*y, *self.leaves), gradients, strict=True)
-        gradients = [torch.zeros_like(x) if g is None else g.to_dense() if g.is_sparse else g for x, g in rest]
-        return (*(v.detach() for v in value), *gradients)
+        dense = [torch.zeros_like(x) if g is None else g.to_dense() if g.is_sparse else g for x, g in rest]
+        return (*(v.detach() for v in value), *dense)
 
     def rate(self, t: Tensor, rows: Rows, adjoint: Any) -> Tensor:
         """Return the time derivative of a function of the state whose gradient is ``adjoint``."""
