@@ -55,32 +55,33 @@ def _filter_blocks(x: Tensor, mu: Tensor, v: Tensor | None, takes_any_length: bo
 
 def _filter_levels(x: Tensor, mu: Tensor, levels: int, takes_any_length: bool) -> Tensor:
     """Filter x (T, groups, n) with mu (T, groups) from zero: by one matrix at level 0, else block by block."""
-    steps = x.shape[0]
+    steps, cumprod = x.shape[0], _cumprod if takes_any_length else torch.cumprod
     if levels == 0:
-        return (_filter_matrix(mu.T).to(x) @ x.transpose(0, 1)).transpose(0, 1)
+        return (_filter_matrix(mu.T, cumprod).to(x) @ x.transpose(0, 1)).transpose(0, 1)
     missing = (steps // BLOCK + 2) * BLOCK - steps  # never one block, which programs take for an axis to be broadcast
     x, mu = pad(x, (0, 0, 0, 0, 0, missing)), pad(mu, (0, 0, 0, missing)).unfold(0, BLOCK, BLOCK)
     # (blocks, groups, BLOCK, n); torch.export cannot prove that a view of a symbolic length is one
     x = x.unfold(0, BLOCK, BLOCK).mT if takes_any_length else x.view(-1, BLOCK, *x.shape[1:]).transpose(1, 2)
-    inside, decay = _filter_matrix(mu).to(x) @ x, _cumprod(mu)
+    inside, decay = _filter_matrix(mu, cumprod).to(x) @ x, cumprod(mu, -1)
     ends = _filter_levels(inside[:, :, -1], decay[..., -1], levels - 1, takes_any_length)
     carried = pad(ends, (0, 0, 0, 0, 1, 0))[:-1]
     found = torch.addcmul(inside, decay.to(x).unsqueeze(-1), carried.unsqueeze(2)).transpose(1, 2).flatten(0, 1)
     return found.index_select(0, torch.arange(steps, device=x.device))  # a slice would have its bound proved
 
 
-def _filter_matrix(mu: Tensor) -> Tensor:
+def _filter_matrix(mu: Tensor, cumprod: Callable[..., Tensor]) -> Tensor:
     """Return the products mu_{j+1} ... mu_t at (..., t, j) from mu (..., T), without division, so mu may be 0."""
     steps = torch.arange(mu.shape[-1], device=mu.device)
     is_later = steps.unsqueeze(1) > steps
-    return _cumprod(torch.where(is_later, mu.unsqueeze(-1), 1.0).mT).mT.tril()
+    factors = torch.where(is_later, mu.unsqueeze(-1), 1.0).mT
+    return cumprod(factors, -1).mT.tril()
 
 
-def _cumprod(x: Tensor) -> Tensor:
-    """Return ``x.cumprod(-1)``, in exported graphs by products of shifted factors, as ONNX has no such operator."""
-    size = x.shape[-1]
-    if not is_exporting() or not isinstance(size, int):
-        return x.cumprod(-1)
+def _cumprod(x: Tensor, dim: int) -> Tensor:
+    """Return ``x.cumprod(-1)`` for exported graphs by products of shifted factors, as ONNX has no such operator."""
+    size = x.shape[dim]
+    if not isinstance(size, int):
+        return x.cumprod(dim)
     for k in range((size - 1).bit_length()):
         x = x * pad(x, (2**k, 0), value=1.0)[..., :size]
     return x
