@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hbnode import _torch
-from hbnode._checks import as_real, check_call, conversion, diagnose_call, with_hints
+from hbnode._checks import as_real, check_call, check_real, conversion, diagnose_call, with_hints
 from hbnode._torch import is_exporting, is_tracing, untraced
 from hbnode._tree import State, Times, apply, describe, is_finite, last_of, parts
 from hbnode.errors import ONLY_FIXED_GRIDS, MaxStepsError, NonFiniteError
@@ -609,7 +609,7 @@ def checked_times(t: Times, device: torch.device, *, rows: bool, dtype: torch.dt
                     f"t must be numbers, in the time unit of f, got a {kind} of {type(given[0]).__name__}. Fix: {fix}."
                 ) from error
     elif not t.is_floating_point():
-        t = t.to(torch.float64)
+        t = check_real(t, "t").to(torch.float64)
     elif _torch.is_vmapped(t):
         raise ValueError("t is mapped by torch.vmap. Fix: odeint with t of shape (batch, T), a row for each sample.")
     if t.dim() != 1 and not (rows and t.dim() == 2):

@@ -309,6 +309,8 @@ def closure_over_a_leaf():
         ({"t": [0.0, math.nan]}, ValueError, "t must be finite"),
         ({"t": []}, ValueError, "at least one time"),
         ({"t": 5.0}, TypeError, "t must be times, a tensor or a sequence, got float"),
+        ({"t": torch.tensor([0, 1j])}, TypeError, "t must hold real numbers, got torch.complex64"),
+        ({"t": torch.tensor([False, True])}, TypeError, "t must hold real numbers, got torch.bool"),
         ({"t": {0.0, 1.0}}, TypeError, "a tensor or a sequence, got set"),
         ({"t": [0.0, torch.ones(2)]}, ValueError, "not scalars"),
         ({"t": ["0.0", "1.0"]}, TypeError, "numbers, .* got a list of str"),
