@@ -88,6 +88,6 @@ def __getattr__(name: str) -> Any:
 
 for _module in (sys.modules[__name__], nn, distributions):
     for _public in (getattr(_module, name) for name in _module.__all__):
-        _init = vars(_public).get("__init__") if isinstance(_public, type) else None
-        if _init is not None and issubclass(_public, torch.nn.Module) and not hasattr(_init, "__wrapped__"):
-            _public.__init__ = with_hints(_init)  # an error for an unknown argument names the one to write
+        _is_module = isinstance(_public, type) and issubclass(_public, torch.nn.Module)
+        if _is_module and not hasattr(_public.__init__, "__wrapped__"):
+            _public.__init__ = with_hints(_public.__init__)  # an error for an unknown argument names the right one

@@ -342,15 +342,15 @@ def with_hints(call: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return call(*args, **given)
         except TypeError as error:
-            known = inspect.signature(call).parameters
+            known = [name for name in inspect.signature(call).parameters if name != "self"]
             unknown = next((name for name in given if name not in known), None)
             if unknown is None or f"'{unknown}'" not in str(error):
                 raise
-            near = [f"{name}=..." for name in difflib.get_close_matches(unknown, known, 1, 0.75)]
-            fix = _FOREIGN.get(unknown) or next(iter(near), f"one of {', '.join(known)}")
+            near = difflib.get_close_matches(unknown, known, 1, 0.75)
+            fix = _FOREIGN.get(unknown) or (f"{near[0]}= for {unknown}=" if near else f"one of {', '.join(known)}")
             other = fix.partition("=")[0]
             if other.isidentifier() and other not in known:
-                fix = f"leave it out; hbnode.odeint and hbnode.ODEBlock take {fix}"
+                fix = f"leave it out; elsewhere it is {fix}"
             raise TypeError(f"{str(error).partition('. Did you')[0]}. Fix: {fix}.") from None
 
     return hinted

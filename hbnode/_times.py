@@ -35,14 +35,15 @@ def as_times(value: object, name: str) -> Tensor:
 def has_lost_digits(t: Tensor, gaps: Tensor, unit: float) -> Tensor:
     """Return whether rounding of times exceeds a hundredth of the median gap above 0, or of ``unit`` without a gap.
 
-    The unit counts for dtypes below float64 only. Whole numbers with ample digits are exact.
+    The unit counts for dtypes below float64 only. Times whose last digits are all 0 are exact, such as half hours below
+    10^6.
     """
     spacing = torch.finfo(t.dtype).eps / 2 * t.abs().amax().log2().ceil().exp2()  # of the floats below the largest
     is_gap = gaps > 0
     is_short = is_gap & (gaps < SPACINGS * spacing)
     is_coarse = SPACINGS * spacing > (math.inf if t.dtype == torch.float64 else unit)
-    is_whole = (t == t.round()).all() & (spacing <= 0.125)  # which chance does not make of rounded times
-    return torch.where(is_gap.any(), 2 * is_short.sum() >= is_gap.sum(), is_coarse) & ~is_whole
+    is_exact = (t % (8 * spacing) == 0).all() & (is_gap.any() | (8 * spacing <= unit))  # rounded times are not
+    return torch.where(is_gap.any(), 2 * is_short.sum() >= is_gap.sum(), is_coarse) & ~is_exact
 
 
 def lost_digits(t: Tensor, gaps: Tensor, name: str, unit: float) -> ValueError:

@@ -252,10 +252,11 @@ def test_rounded_times_are_refused_wherever_times_enter(use):
         torch.full((6,), 5.0),
         1.7e9 + 86_400 * torch.arange(6.0, dtype=torch.float64).float(),  # half a minute in a day
         1e6 + torch.arange(6.0),  # whole, hence exact
+        87_000 + torch.arange(6.0) / 2,  # half hours of ten years, exact as well
         torch.tensor([0.0, 0.0, 3.0, 3.0, 3.0, 4.5]),
         torch.arange(6.0).half(),
     ],
-    ids=["equal", "days", "whole", "ties", "half"],
+    ids=["equal", "days", "whole", "half_hours", "ties", "half"],
 )
 def test_times_without_lost_digits_are_those_of_float64(t):
     x = torch.randn(2, 6, 2)
