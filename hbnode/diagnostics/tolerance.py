@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hbnode._progress import progress_bar
-from hbnode._tree import parts
+from hbnode._tree import State, parts
 from hbnode.diagnostics._shared import Result, axes, legend, style, ticks_of_short_axis, twin_axes
 from hbnode.errors import MaxStepsError, SolverError, StepSizeUnderflowError
 from hbnode.nfe import NFE, count_nfe
@@ -198,7 +198,7 @@ def _tightest(
         steps = 12 if found else 16  # so that the two solves differ where the tolerance does not limit their steps
         for module in model.modules():
             if isinstance(module, ODEBlock):
-                module.register_forward_pre_hook(_Tight(tolerance, max_nfe, steps), with_kwargs=True)
+                _tighten(module, tolerance, max_nfe, steps)
         try:
             found.append((tolerance, _solve(model, x, loss)))
         except (MaxStepsError, StepSizeUnderflowError) as error:
@@ -213,29 +213,26 @@ def _tightest(
     return Reference(reached, *errors, remark), exact
 
 
-@dataclass(frozen=True)
-class _Tight:
-    """A hook that gives a block the solver of the reference, ``steps`` or more steps, and limits of its cost."""
+def _tighten(block: ODEBlock, tolerance: float, max_nfe: int, steps: int) -> None:
+    """Give a block the solver of the reference, ``steps`` or more steps, and limits of its cost."""
+    block.rtol = block.atol = tolerance
+    block.method = block.method if block.method in ROSENBROCK else None
+    block.gradient, block.save, block.max_steps = "checkpoint", "exact", 10**6
+    block.steps = block.adjoint_options = None
+    block.per_sample = block.compile_steps = False
+    block.options = {"max_nfe": max_nfe}
+    solve = block._solve
 
-    tolerance: float
-    max_nfe: int
-    steps: int
-
-    def __call__(self, block: ODEBlock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.limit(block, *args, **kwargs)
-
-    def limit(self, block: ODEBlock, x: Tensor, t: Any = None) -> None:
-        block.rtol = block.atol = self.tolerance
-        block.method = block.method if block.method in ROSENBROCK else None
-        block.gradient, block.save, block.max_steps = "checkpoint", "exact", 10**6
-        block.steps = block.adjoint_options = None
-        block.per_sample = block.compile_steps = False
+    def limited(field: nn.Module, state: State, t: Any, *settings: Any, **end: bool) -> State:
         times = torch.as_tensor(block.t_span if t is None else t)
-        of_step = STATES_PER_STEP * sum(part.numel() * part.element_size() for part in parts(block.start(x)))
+        of_step = STATES_PER_STEP * sum(part.numel() * part.element_size() for part in parts(state))
         block.options = {
-            "max_nfe": min(self.max_nfe, 6 * max(MOST_BYTES // max(of_step, 1), 32)),  # a step takes 6 or more
-            "max_step": float(times.max() - times.min()) / self.steps or 1.0,
+            "max_nfe": min(max_nfe, 6 * max(MOST_BYTES // max(of_step, 1), 32)),  # a step takes 6 or more
+            "max_step": float(times.max() - times.min()) / steps or 1.0,
         }
+        return solve(field, state, t, *settings, **end)
+
+    block._solve = limited  # type: ignore[method-assign]
 
 
 def _with_tolerance(model: nn.Module, tolerance: float) -> nn.Module:
