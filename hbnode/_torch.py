@@ -441,8 +441,8 @@ class ModuleWithConstants(nn.Module):
         return {}
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if self.__dict__.get("_buffers", {}).get(name, 0) is None and name in self.constants():
-            object.__setattr__(self, name, value)  # nn.Module expects a buffer
+        if self.__dict__.get("_buffers", {}).get(name, 0) is None and getattr(self, name) is not None:
+            object.__setattr__(self, name, value)  # a constant, for which nn.Module expects a buffer
         else:
             super().__setattr__(name, value)
 

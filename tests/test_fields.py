@@ -267,6 +267,13 @@ def test_the_largest_damping_is_in_the_checkpoint():
     assert other.damping.item() == pytest.approx(1.5)
 
 
+def test_the_largest_damping_can_be_set():
+    learned, constant = hbnode.HBNODE(nn.Identity(), damping=0.5), constant_field(0.5)
+    learned.max_damping = constant.max_damping = 2.0
+    assert learned.damping.item() == pytest.approx(1.0)
+    assert constant.damping == 0.5
+
+
 def test_a_checkpoint_without_constants():
     """Those of the first version had none (for channels: rounded ones, by another name)."""
     old = {name: p.detach() for name, p in constant_field(0.5).named_parameters()}
