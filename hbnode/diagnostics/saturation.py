@@ -12,7 +12,7 @@ from hbnode.diagnostics._shared import evaluation_mode
 from hbnode.nn.ode_rnn import ODERNN
 from hbnode.nn.recurrent import RecurrentCell, RecurrentLayer, TanhRNN
 
-LIMIT = 0.99
+MARGIN = 0.01
 SIGMOIDS = (nn.Sigmoid, nn.Hardsigmoid)
 RECURRENT = (nn.RNNBase, nn.RNNCellBase, RecurrentLayer, RecurrentCell, TanhRNN, ODERNN)
 LAYERS = (*SIGMOIDS, nn.Tanh, nn.Hardtanh, nn.Softsign, *RECURRENT)
@@ -23,7 +23,8 @@ def saturation(module: nn.Module, *args: Any, **kwargs: Any) -> dict[str, float]
 
     The layers are modules of torch for tanh, sigmoid, softsign and their piecewise linear forms, and recurrent layers
     and cells of torch and hbnode. A value y of their outputs, or of the hidden states h of recurrent layers, is
-    saturated if abs(y) > 0.99, and for a sigmoid also if y < 0.01. Functions such as ``torch.tanh`` are not seen.
+    saturated within 0.01 of a bound: if abs(y) > 0.99, or for a sigmoid if y < 0.01 or y > 0.99. Functions such as
+    ``torch.tanh`` are not seen.
 
     The gradient of a saturated value is small. Inputs that are not standardised saturate layers, and so do learning
     rates that are too large. The module is called once, in evaluation mode and without gradients.
@@ -51,10 +52,12 @@ def saturation(module: nn.Module, *args: Any, **kwargs: Any) -> dict[str, float]
     seen: dict[str, list[Tensor]] = {}
 
     def look(layer: nn.Module, _: object, output: Any) -> None:
-        if layer in names and isinstance(layer, LAYERS) and getattr(layer, "nonlinearity", "tanh") == "tanh":
+        is_bounded = isinstance(layer, LAYERS) and not isinstance(layer, nn.ReLU6)
+        if layer in names and is_bounded and getattr(layer, "nonlinearity", "tanh") == "tanh":
             y = output if isinstance(output, Tensor) else output[0]
             y = getattr(y, "data", y).detach()  # of a PackedSequence
-            is_far = (y.abs() > LIMIT) | (isinstance(layer, SIGMOIDS) and y < 1 - LIMIT)
+            low, high = getattr(layer, "min_val", -1), getattr(layer, "max_val", 1)  # of Hardtanh
+            is_far = (y < (0 if isinstance(layer, SIGMOIDS) else low) + MARGIN) | (y > high - MARGIN)
             seen.setdefault(names[layer], []).append(is_far.flatten())
 
     hook = nn.modules.module.register_module_forward_hook(look)

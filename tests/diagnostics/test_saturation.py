@@ -13,7 +13,8 @@ def test_the_bounds_of_each_kind_of_layer():
     shares = {nn.Tanh: 6 / 8, nn.Sigmoid: 3 / 8, nn.Softsign: 1 / 8, nn.Hardtanh: 7 / 8, nn.Hardsigmoid: 4 / 8}
     for kind, share in shares.items():
         assert saturation(nn.Sequential(nn.Identity(), kind()), x) == {"1": share}
-    assert saturation(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), x) == {}
+    assert saturation(nn.Hardtanh(-3, 4.59), x) == {"Hardtanh": 4 / 8}
+    assert saturation(nn.Sequential(nn.ReLU(), nn.ReLU6()), x) == {}
     assert saturation(nn.RNN(8, 4, nonlinearity="relu"), x) == {}
 
 
