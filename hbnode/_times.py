@@ -126,7 +126,7 @@ def seconds_since(value: object, origin: np.datetime64 = EPOCH) -> NDArray[np.fl
 
 
 def exact_times(value: object) -> NDArray[Any]:
-    """Convert dates to datetime64 (UTC), and durations to timedelta64, both without rounding.
+    """Convert dates to datetime64 (UTC), and durations to timedelta64, in microseconds, or finer if they are.
 
     Raises:
         TypeError: if some dates have a time zone and others none, or if there are other entries among them.
@@ -138,8 +138,7 @@ def exact_times(value: object) -> NDArray[Any]:
             "pandas.to_datetime(dates, utc=True), if those without one are in UTC."
         )
     exact = np.asarray(_exact(array.tolist(), kind) if array.dtype.kind == "O" else array)
-    is_calendar = kind == "dates" and np.datetime_data(exact.dtype)[0] in ("Y", "M")
-    return exact.astype("datetime64[D]") if is_calendar else exact  # years and months have no length
+    return _in_microseconds(exact)
 
 
 def zones_of(value: object) -> dict[str, Any]:
@@ -160,6 +159,12 @@ def _entries(value: Any) -> NDArray[Any]:
     return np.asarray(value.to_numpy() if hasattr(value, "to_numpy") else value)
 
 
+def _in_microseconds(exact: Any) -> Any:
+    """Return times of NumPy in microseconds if they are none finer; nanoseconds reach 292 years only."""
+    whole = exact.astype(f"{exact.dtype.kind}8[us]")
+    return whole if ((whole == exact) | np.isnat(exact)).all() else exact
+
+
 def _exact(value: Any, kind: Kind | None) -> Any:
     """Return a scalar of NumPy, or nested lists of them."""
     if isinstance(value, list):
@@ -172,7 +177,7 @@ def _exact(value: Any, kind: Kind | None) -> Any:
     if isinstance(value, datetime.datetime) and value.tzinfo is not None:
         value = value.astimezone(datetime.timezone.utc).replace(tzinfo=None)
     if hasattr(value, "to_numpy"):  # of pandas
-        return value.to_numpy()
+        return _in_microseconds(value.to_numpy())
     if isinstance(value, datetime.timedelta):
         return np.timedelta64(value, "us")
     return np.datetime64(value).astype("datetime64[us]") if isinstance(value, datetime.date) else value

@@ -282,19 +282,19 @@ def from_long(
     if features is not None and variable is None:
         raise ValueError("features= needs variable=, got None. Fix: features=None; values= sets the order of features.")
     ids, codes = _codes(_column(table, id), id)
-    exact = _exact_times(_column(table, time), time, unit, origin)
+    exact = _exact_times(_column(table, time), f"table[{time!r}]", unit, origin)
     names, feature = columns, np.arange(len(columns))[None]  # feature indices that broadcast to (rows, columns)
     if variable is not None:
         names, of_rows = _features(_column(table, variable), variable, features)
         feature = of_rows[:, None]
-    numbers = np.stack([_numbers(_column(table, name), name) for name in columns], 1)
-    fixed = [_constant(_numbers(_column(table, name), name), codes, ids, name) for name in statics]
+    numbers = np.stack([_numbers(_column(table, name), f"column {name!r}") for name in columns], 1)
+    fixed = [_constant(_numbers(_column(table, name), f"column {name!r}"), codes, ids, name) for name in statics]
 
     feature = np.broadcast_to(feature, numbers.shape)
     order = np.lexsort((exact, codes))
     order = order[feature[order, 0] >= 0]
     codes, exact, numbers, feature = codes[order], exact[order], numbers[order], feature[order]
-    times, length, zero = _times(exact, codes, time, unit, origin)
+    times, length, zero = _times(exact, codes, f"table[{time!r}]", unit, origin)
     is_new = np.ones(len(codes), dtype=bool)  # whether a row is the first at its time
     is_new[1:] = (np.diff(codes) != 0) | (exact[1:] != exact[:-1])
     merged, count = _merge(numbers, is_new.cumsum() - 1, feature, len(names), duplicates)
@@ -313,7 +313,7 @@ def from_long(
     x[codes, place], t[codes, place] = merged, times
     t[counts == 0] = 0.0
     t = np.maximum.accumulate(t, axis=1)
-    _check_digits(table[time], t, f"column {time!r}")
+    _check_digits(table[time], t, f"table[{time!r}]")
     constant = torch.from_numpy(np.stack(fixed, 1)).to(dtype) if fixed else None
     padded, mask = torch.from_numpy(x).to(_checked_dtype(dtype)), torch.from_numpy(~np.isnan(x))
     lengths = torch.from_numpy(counts).long()
@@ -348,14 +348,14 @@ def _array(column: Any, name: str) -> NDArray[Any]:
     array: NDArray[Any] = np.asarray(column.to_numpy() if hasattr(column, "to_numpy") else column)
     if array.ndim != 1:
         raise ValueError(
-            f"column {name!r} must have one entry per row, got shape {array.shape}. Fix: split it into several columns."
+            f"{name} must have one entry per row, got shape {array.shape}. Fix: split it into several columns."
         )
     return array
 
 
 def _codes(column: Any, name: str) -> tuple[list[Any], NDArray[Any]]:
     """Return the unique entries in the order of their first rows, and for each row the index of its entry."""
-    array = _array(column, name)
+    array = _array(column, f"column {name!r}")
     if len(array) == 0:
         raise ValueError("the table has no rows; expected at least one. Fix: check how its rows were selected.")
     known: dict[Any, int] = {}
@@ -381,24 +381,22 @@ def _exact_times(column: Any, name: str, unit: Unit | None, origin: Date | None)
     """Return the times of a column without rounding: numbers, datetime64 or timedelta64."""
     kind = kind_of(_array(column, name))
     if kind == "text":
-        raise TypeError(
-            f"column {name!r} must hold numbers or dates, got text. Fix: pandas.to_datetime(table[{name!r}])."
-        )
+        raise TypeError(f"{name} must hold numbers or dates, got text. Fix: pandas.to_datetime({name}).")
     for argument, given in (("unit", unit), ("origin", origin)):
         if given is not None and (kind is None or (argument, kind) == ("origin", "durations")):
             raise ValueError(
-                f"{argument}={given!r} is for dates, and column {name!r} holds {kind or 'numbers'}. "
-                f"Fix: {argument}=None."
+                f"{argument}={given!r} is for dates, and {name} holds {kind or 'numbers'}. Fix: {argument}=None."
             )
     if kind is None:
         exact = _array(column, name)
-        exact = exact if exact.dtype.kind in "iu" else as_times(column, name).double().numpy()
+        exact = _numbers(column, name) if exact.dtype.kind == "O" else exact
+        exact = exact if exact.dtype.kind in "iu" else as_times(exact, name).double().numpy()
     else:
         exact = exact_times(column)
     is_missing = ~np.isfinite(exact)
     if is_missing.any():
         row = int(is_missing.nonzero()[0][0])
-        raise ValueError(f"column {name!r} is missing or infinite in row {row}. Fix: drop rows without a time.")
+        raise ValueError(f"{name} is missing or infinite in row {row}. Fix: drop rows without a time.")
     return exact
 
 
@@ -406,8 +404,11 @@ def _times(
     exact: NDArray[Any], codes: NDArray[Any], name: str, unit: Unit | None, origin: Date | None
 ) -> tuple[NDArray[np.float64], float | None, np.datetime64 | None]:
     """Return the times of sorted rows, the seconds per unit if they are dates or durations, and the origin of dates."""
-    is_gap, gaps = (np.diff(codes) == 0) & (exact[1:] != exact[:-1]), np.diff(exact)
-    gaps = (gaps / SECOND if exact.dtype.kind in "mM" else gaps)[is_gap]
+    is_gap = (np.diff(codes) == 0) & (exact[1:] != exact[:-1])
+    if exact.dtype.kind in "iu":  # the difference of two int64 may exceed the largest
+        gaps = np.diff(exact.astype(np.int64)).view(np.uint64)[is_gap]
+    else:
+        gaps = np.diff(exact)[is_gap] / (SECOND if exact.dtype.kind in "mM" else 1.0)
 
     def is_rounded(times: NDArray[np.float64]) -> bool:
         return bool((abs(np.diff(times)[is_gap] - gaps) > ROUNDING * gaps).any())
@@ -415,14 +416,16 @@ def _times(
     length = _seconds_per(unit) if exact.dtype.kind in "mM" else None
     zero: Any = None
     if exact.dtype.kind == "M":
-        zero = EPOCH if origin is None else exact_times(_dates(origin, "origin")).astype(EPOCH.dtype)[()]
+        zero = EPOCH if origin is None else exact_times(_dates(origin, "origin"))[()]
+        if np.ndim(zero) or np.isnat(zero):
+            raise ValueError(f"origin must be one date, got {origin!r}. Fix: origin='2020-01-31'.")
         if origin is None and is_rounded(seconds_since(exact)):
             zero = exact.min().astype("datetime64[s]").astype("datetime64[ns]")
     times = exact.astype(np.float64) if length is None else seconds_since(exact, EPOCH if zero is None else zero)
     if is_rounded(times):
         raise ValueError(
-            f"column {name!r} has times that are too close to each other for float64. Fix: origin=None for dates, "
-            f"table[{name!r}] - table[{name!r}].min() for numbers and durations."
+            f"{name} has times that are too close to each other for float64. Fix: origin=None for dates, "
+            f"{name} - {name}.min() for numbers and durations."
         )
     return times / (length or 1.0), length, zero
 
@@ -507,11 +510,11 @@ def _numbers(column: Any, name: str) -> NDArray[Any]:
         numbers: NDArray[Any] = array.astype(np.float64)
     except (TypeError, ValueError):
         raise TypeError(
-            f"column {name!r} must hold numbers, got {array.dtype}. Fix: codes or pandas.get_dummies for categories, "
+            f"{name} must hold numbers, got {array.dtype}. Fix: codes or pandas.get_dummies for categories, "
             "differences from another date for dates."
         ) from None
     if np.isinf(numbers).any():
-        raise ValueError(f"column {name!r} holds infinite values. Fix: replace them by NaN, a missing value.")
+        raise ValueError(f"{name} holds infinite values. Fix: replace them by NaN, a missing value.")
     return numbers
 
 
@@ -787,8 +790,7 @@ def as_series(
         return cast("Series", collate(data))
     if isinstance(data, (list, tuple)) and data and all(isinstance(one, tuple) and len(one) == 2 for one in data):
         exact = [
-            _exact_times(t, f"t of series {i}", unit, origin) if len(t) else np.zeros(0)
-            for i, (t, _) in enumerate(data)
+            _exact_times(t, f"data[{i}][0]", unit, origin) if len(t) else np.zeros(0) for i, (t, _) in enumerate(data)
         ]
         given = enumerate(zip(exact, data, strict=True))
         kinds = {("mM".find(t.dtype.kind), any(zones_of(of).values())): i for i, (t, (of, _)) in given if len(t)}
@@ -798,13 +800,14 @@ def as_series(
                 f"the series {list(kinds.values())}. Fix: pandas.to_datetime(t), or pandas.to_datetime(t, utc=True)."
             )
         pairs = [_sorted_pair(t, x, i) for i, (t, (_, x)) in enumerate(zip(exact, data, strict=True))]
-        codes = np.repeat(np.arange(len(pairs)), list(map(len, exact)))
+        lengths = [len(t) for t in exact]
         joined = np.concatenate([t for t, _ in pairs if len(t)] or exact)
-        times, length, zero = _times(joined, codes, "t", unit, origin)
-        pairs = [(times[codes == i], x) for i, (_, x) in enumerate(pairs)]
-        for i, (t, _) in enumerate(data):
+        times, length, zero = _times(joined, np.repeat(np.arange(len(pairs)), lengths), "t", unit, origin)
+        parts = np.split(times, np.cumsum(lengths)[:-1])
+        pairs = [(t, x) for t, (_, x) in zip(parts, pairs, strict=True)]
+        for i, t in enumerate(parts):
             if len(t):
-                _check_digits(t, pairs[i][0], f"t of series {i}")
+                _check_digits(data[i][0], t, f"data[{i}][0]")
         return dataclasses.replace(_padded(pairs, dtype), unit=length, origin=zero)
     _refuse_lists_for_pairs(data)
     if isinstance(data, (list, tuple)) and data and all(getattr(one, "ndim", 0) == 2 for one in data):

@@ -6,6 +6,7 @@ import datetime
 import io
 import math
 import pickle
+import time
 import types
 
 import numpy
@@ -126,7 +127,7 @@ def test_dates_in_a_unit():
         with pytest.raises(ValueError, match=f"unit must be one of .* Fix: '{right}'"):
             data.from_long(frame, **options, unit=wrong)
     for wrong in ({"unit": "h"}, {"origin": "2020-01-01"}):
-        with pytest.raises(ValueError, match=r"(unit|origin)='.*' is for dates, and column 'time' holds numbers"):
+        with pytest.raises(ValueError, match=r"(unit|origin)='.*' is for dates, and table\['time'\] holds numbers"):
             data.from_long(make_table(), **options, **wrong)
     for wrong in ("monday", "20200101", 3):
         with pytest.raises(ValueError, match=r"origin must be dates or ISO text.*Fix: pandas.to_datetime\(origin\)"):
@@ -175,9 +176,35 @@ def test_dates_with_nanoseconds_and_back():
         == of_times(STAMPS, origin="2024-01-01 12:00").t[0].tolist()
     )
     assert series.times("2024-01-01T12:00:00.000000020") == series.t[0, 2]
+    since = of_times(STAMPS, origin=STAMPS[1], unit=numpy.timedelta64(1, "ns"))
+    numpy.testing.assert_allclose(since.t[0], [-10, 0, 10, 20, 30, 40], rtol=1e-15)
+    assert since.origin == STAMPS[1]
+    assert since.dates(since.t).tolist() == [STAMPS.tolist()]
     assert of_times(STAMPS[:1], origin="1600-01-01").t.item() == 13380206400  # beyond what 64 bits of nanoseconds reach
     months = of_times(numpy.array(["1500-01", "2020-02"], "datetime64[M]"), unit="D")
     assert months.t[0].tolist() == [-171664.0, 18293.0]
+
+
+@pytest.mark.parametrize(
+    "times",
+    [
+        [datetime.datetime(9999, 12, 31), pandas.Timestamp("2024-01-01").as_unit("ns")],
+        [numpy.datetime64("9999-12-31"), numpy.datetime64("2024-01-01", "ns")],
+    ],
+    ids=["objects", "numpy"],
+)
+def test_a_date_that_nanoseconds_cannot_reach_beside_one_in_nanoseconds(times):
+    pairs = data.as_series([([each], [1.0]) for each in times])
+    for one in (of_times(times).t[0].tolist()[::-1], pairs.t.flatten().tolist()):
+        assert one == [253402214400.0, 1704067200.0]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int16", "int32", "int64"])
+def test_a_gap_may_exceed_the_largest_integer_of_its_dtype(dtype):
+    limits = numpy.iinfo(dtype)
+    times = numpy.array([limits.min, limits.max], dtype)
+    assert of_times(times).t[0].tolist() == [limits.min, limits.max]
+    assert of_times(pandas.Series(times, dtype=object)).t[0].tolist() == [limits.min, limits.max]
 
 
 @pytest.mark.parametrize("fix", ["origin", "number", "pairs"])
@@ -189,9 +216,8 @@ def test_times_that_float64_cannot_tell_apart_are_refused(fix):
         "number": lambda: of_times(numbers),
         "pairs": lambda: data.as_series([(numbers, numpy.arange(6.0))]),
     }
-    with pytest.raises(
-        ValueError, match=r"too close .* float64. Fix: origin=None .* table\['t'\] - table\['t'\].min\(\)"
-    ):
+    time = "t" if fix == "pairs" else r"table\['t'\]"
+    with pytest.raises(ValueError, match=rf"{time} has .* too close .* Fix: origin=None .* {time} - {time}.min\(\)"):
         calls[fix]()
     assert of_times(table["t"] - table["t"].min()).t[0].tolist() == [0, 10, 20, 30, 40, 50]
 
@@ -321,7 +347,9 @@ def good():
         ({4: [1.0, 2.0, 3.0]}, {"values": "4"}, KeyError, r"no column '4'.* Fix: 4\."),
         ({"id": [1, None, 2]}, {}, ValueError, "'id' has missing entries"),
         ({"id": pandas.array(["x", None, "y"], dtype="string")}, {}, ValueError, "'id' has missing entries"),
-        ({"t": [0.0, math.nan, 1.0]}, {}, ValueError, "'t' is missing or infinite in row 1"),
+        ({"t": STAMPS[:3]}, {"origin": pandas.NaT}, ValueError, "origin must be one date, got NaT"),
+        ({"t": STAMPS[:3]}, {"origin": ["2020-01-01"]}, ValueError, "origin must be one date, got .'2020-01-01'."),
+        ({"t": [0.0, math.nan, 1.0]}, {}, ValueError, r"table\['t'\] is missing or infinite in row 1"),
         ({"a": ["x", "y", "z"]}, {}, TypeError, "'a' must hold numbers.*get_dummies"),
         ({"a": [1.0, math.inf, 2.0]}, {}, ValueError, "'a' holds infinite values"),
         ({"s": [1.0, 2.0, 2.0]}, {"static": "s"}, ValueError, "static column 's' changes within series 1"),
@@ -336,7 +364,12 @@ def good():
         ({}, {"features": ["a"]}, ValueError, "features= needs variable="),
         ({"id": [], "t": [], "a": []}, {}, ValueError, "the table has no rows"),
         ({"id": [(1, 2)] * 3}, {}, ValueError, r"'id' must have one entry per row, got shape \(3, 2\)"),
-        ({"t": ["2020-01-01"] * 3}, {}, TypeError, "'t' must hold numbers or dates, got text. Fix: pandas.to_datetime"),
+        (
+            {"t": ["2020-01-01"] * 3},
+            {},
+            TypeError,
+            r"table\['t'\] must hold numbers or dates, got text. Fix: pandas.to_datetime\(table\['t'\]\)",
+        ),
     ],
 )
 def test_tables_that_are_refused(change, options, kind, message):
@@ -512,15 +545,25 @@ def test_times_that_float32_has_rounded_are_refused(gap):
     series = dataclasses.replace(data.as_series([(exact, x)]), t=torch.tensor(t).unsqueeze(0))
     names = {"id": "id", "time": "t", "values": "x"}
     for given, options, name in (
-        ([(t, x)], {}, "t of series 0"),
-        ([(torch.tensor(t), x)], {}, "t of series 0"),
-        (pandas.DataFrame(table), names, "column 't'"),
-        (table, names, "column 't'"),
+        ([(t, x)], {}, r"data\[0\]\[0\]"),
+        ([(torch.tensor(t), x)], {}, r"data\[0\]\[0\]"),
+        (pandas.DataFrame(table), names, r"table\['t'\]"),
+        (table, names, r"table\['t'\]"),
         (series, {}, "t"),
     ):
         with pytest.raises(ValueError, match=rf"{name} has lost digits: torch\.float32 stores times near 1.7e\+09"):
             data.as_series(given, **options)
     assert data.as_series([(exact, x)]).t.diff().unique().tolist() == [gap]
+
+
+def test_many_pairs_take_time_in_proportion():
+    pairs = [(numpy.arange(30.0), numpy.ones(30))] * 8000
+    seconds = []
+    for some in (pairs[:1000], pairs):
+        start = time.process_time()
+        data.as_series(some)
+        seconds.append(time.process_time() - start)
+    assert seconds[1] < 20 * seconds[0]  # 8; 40 if each series looks through all times
 
 
 def test_series_without_values_keep_one_missing_sample():
