@@ -406,7 +406,8 @@ class SeriesForecaster(SeriesEstimator):
         random = check_random_state(self.random_state)
         series = self._to_series(X, reset=True)
         zone = self._zone(X)
-        self.has_zone_, self.zone_ = zone is not None, _zone_name(zone)
+        self.has_zone_ = None if isinstance(X, Series) else zone is not None  # a Series is in UTC
+        self.zone_ = _zone_name(zone)
         self.is_known_ = series.mask.any(0).any(0).numpy()
         if not self.is_known_.any():
             raise ValueError("X must have an observed value, got missing ones only. Fix: another column in values=.")
@@ -457,7 +458,8 @@ class SeriesForecaster(SeriesEstimator):
                 One, or a list. Dates have a time zone if those of the table have one.
 
         Raises:
-            ValueError: if dates have a time zone and those of :meth:`fit` have none, or the reverse.
+            ValueError: if dates have a time zone and those of :meth:`fit` have none, or the reverse. A Series is in UTC
+                and fits both.
 
         Warns:
             UserWarning: if a forecast lies further after the last observed value than the held-out values by which the
@@ -468,7 +470,7 @@ class SeriesForecaster(SeriesEstimator):
 
         check_is_fitted(self)
         series, zone = self._scaled(self._to_series(X, reset=False)), self._zone(X)
-        if (zone is not None) != self.has_zone_:
+        if not isinstance(X, Series) and self.has_zone_ is (zone is None):
             raise ValueError(
                 f"times must be {'with' if self.has_zone_ else 'without'} a time zone, as in fit. Fix: "
                 f"{'tz_localize' if self.has_zone_ else 'tz_localize(None)'} for the column of times."
