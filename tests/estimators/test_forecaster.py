@@ -133,6 +133,20 @@ def test_dates_of_several_time_zones_are_forecast_in_utc():
     assert (found - last.reset_index(drop=True) - pandas.Timedelta("1h")).abs().max() < pandas.Timedelta("1ms")
 
 
+def test_a_series_is_in_utc_and_fits_tables_of_any_time_zone():
+    zoned = drifting(12, 0)
+    zoned["time"] = zoned["time"].dt.tz_localize("Asia/Tokyo")
+    series = as_series(zoned, id="id", time="time")
+    found = [
+        forecaster("last").fit(train).predict(given, ahead=each)
+        for train, given, each in ((zoned, zoned, "1h"), (zoned, series, 3600.0), (series, zoned, "1h"))
+    ]
+    for one in found[1:]:
+        times = one["time"] if one["time"].dt.tz else one["time"].dt.tz_localize("UTC")
+        assert (times == found[0]["time"]).all()
+        numpy.testing.assert_allclose(one[["mean", "lower"]], found[0][["mean", "lower"]])
+
+
 def test_periods_are_forecast_from_their_starts():
     months = pandas.period_range("2020-01", periods=12, freq="M")
     table = pandas.DataFrame(
