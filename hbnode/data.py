@@ -16,7 +16,7 @@ from torch.utils.data import Sampler
 from typing_extensions import override
 
 from hbnode._checks import as_count, as_integers, as_tensor, check_bool, is_one_of, nearest, to_tensor
-from hbnode._times import EPOCH, SECOND, as_times, check_digits, exact_times, kind_of, seconds_since, zones_of
+from hbnode._times import EPOCH, SECOND, SPACINGS, as_times, check_digits, exact_times, kind_of, seconds_since, zones_of
 from hbnode._tree import Record, record
 
 if TYPE_CHECKING:
@@ -248,8 +248,8 @@ def from_long(
         unit: for dates and durations, the unit of t: ``"s"``, ``"min"``, ``"h"``, ``"D"``, ``"W"``, or a duration.
             None is a second. Default: ``None``.
         origin: for dates, the date of t = 0, a date or text in ISO format; without a time zone it is in UTC. Use the
-            same origin for validation and test data. None is the beginning of 1970 (UTC). If float64 would then
-            change a gap by 1 %, as it does below some 24 microseconds, it is the second of the first date.
+            same origin for validation and test data. None is the beginning of 1970 (UTC). If a gap is then shorter than
+            100 spacings of float64, some 24 microseconds, it is the second of the first date.
             Default: ``None``.
         dtype: dtype of the values. Default: ``torch.float32``.
 
@@ -419,8 +419,8 @@ def _times(
         zero = EPOCH if origin is None else exact_times(_dates(origin, "origin"))[()]
         if np.ndim(zero) or np.isnat(zero):
             raise ValueError(f"origin must be one date, got {origin!r}. Fix: origin='2020-01-31'.")
-        if origin is None and is_rounded(seconds_since(exact)):
-            zero = exact.min().astype("datetime64[s]").astype("datetime64[ns]")
+        if origin is None and (SPACINGS * np.spacing(abs(seconds_since(exact)).max()) > gaps).any():
+            zero = exact.min().astype("datetime64[s]").astype(exact.dtype)
     times = exact.astype(np.float64) if length is None else seconds_since(exact, EPOCH if zero is None else zero)
     if is_rounded(times):
         raise ValueError(

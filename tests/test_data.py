@@ -200,6 +200,17 @@ def test_a_gap_may_exceed_the_largest_integer_of_its_dtype(dtype):
         assert of_times(column).t[0].tolist() == times.astype(float).tolist()
 
 
+@pytest.mark.parametrize("year", ["1600", "2024"])
+def test_layers_take_dates_that_are_microseconds_apart(year):
+    """From 1970, float64 has multiples of 0.24 microseconds, which are more than a hundredth of these gaps."""
+    for gap in (5, 10, 20, 23):
+        dates = numpy.datetime64(f"{year}-05-01T12:00:00", "us") + gap * numpy.arange(4).astype("timedelta64[us]")
+        series = of_times(dates)
+        numpy.testing.assert_allclose(series.t[0], gap * 1e-6 * numpy.arange(4), rtol=1e-12)
+        assert series.dates(series.t).tolist() == [dates.tolist()]
+        hbnode.ODERNN(1, 2)(**series.inputs())
+
+
 @pytest.mark.parametrize("fix", ["origin", "number", "pairs"])
 def test_times_that_float64_cannot_tell_apart_are_refused(fix):
     numbers = STAMPS.astype(numpy.int64)
