@@ -24,12 +24,14 @@ class _Queries(threading.local):
         solves: number of running solves, which may be nested.
         asked: signals and their query times since a solver set this to a list; None if no solver records them.
         unchecked: signals and query times that have not been checked.
+        is_trial: whether the field is evaluated at times that the solve may not reach, where a signal returns NaN.
     """
 
     def __init__(self) -> None:
         self.solves = 0
         self.asked: list[tuple[Signal, Tensor]] | None = None
         self.unchecked: deque[tuple[Signal, Tensor]] = deque(maxlen=256)
+        self.is_trial = False
 
 
 queries = _Queries()
@@ -137,10 +139,11 @@ class Signal(nn.Module):
         if self.outside == "hold":
             first, last = self.t[0], self.t[-1]
             t = torch.where(t < first, first, torch.where(t > last, last, t))  # with derivative 1 at the ends
-        elif not traced and (t.is_cpu or not queries.solves):
-            self.refuse_outside(t)
-        elif not traced:
-            queries.unchecked.append((self, t.detach()))
+        elif not traced and not queries.is_trial:
+            if t.is_cpu or not queries.solves:
+                self.refuse_outside(t)
+            else:
+                queries.unchecked.append((self, t.detach()))
         shape = t.shape + self.u.shape[1:]
         t = t.reshape(-1)  # indexing with a 0-dimensional tensor would synchronise
         left = (torch.searchsorted(self.t, t.detach().to(self.t.dtype).contiguous(), right=True) - 1).clamp(
@@ -149,7 +152,7 @@ class Signal(nn.Module):
         start = self.t[left]
         width = self.t[left + 1] - start
         s = (t - start) / width
-        if traced or not t.is_cpu:
+        if traced or queries.is_trial or not t.is_cpu:
             s = torch.where(self._is_outside(t), torch.nan, s)
         return self._between(left, width, _align(s, self.u)).reshape(shape)
 

@@ -147,3 +147,15 @@ def test_values_under_vmap_and_mapped_times():
         torch.func.vmap(lambda t: hbnode.Signal(t, values[0])(0.5))(t.expand(3, 5))
     with pytest.raises(ValueError, match=r"t is mapped by torch.vmap. Fix: a batch, rnn\(x, t\)"):
         torch.func.vmap(lambda t: rnn(values[:1], t[None])[0])(t.expand(3, 5))
+
+
+@pytest.mark.parametrize("first", [0.0, 1.0])
+def test_samples_that_end_after_the_last_event(first):
+    """Evaluations before the solve, which look for knots or a force, are later than the samples."""
+    t = torch.linspace(0, 5, 6, dtype=torch.float64)
+    signal, event = hbnode.Signal(t, torch.tensor([first, *[1.0] * 5]).double()), hbnode.Event(lambda t, y: y[:, 0] - 3)
+    given = lambda t, y: signal(0.5 * t) + 0 * y, torch.zeros(1, 1, dtype=torch.float64), [0.0, 100.0]
+    _, record = hbnode.odeint(*given, events=event)
+    assert record.t.item() == pytest.approx(4 - first, abs=1e-4)
+    with pytest.raises(ValueError, match="outside its sample times"):
+        hbnode.odeint(*given)

@@ -177,9 +177,8 @@ class AdaptiveSteps:
         is_negligible = f * time <= NEGLIGIBLE * tolerance
         is_forced = (h <= NEGLIGIBLE * s.atol) & ~is_negligible
         if (is_negligible & (span > 0)).any():
-            with torch.no_grad():
-                values = tuple([p.term(p.stages([p.time(c * span)])[0], x) for c in TRIALS])
-            found = p.norms(values).max(0)
+            values = tuple([p.term.trial(p.stages([p.time(c * span)])[0], x) for c in TRIALS])
+            found = np.fmax.reduce(p.norms(values))  # without NaNs
             is_found = is_negligible & (found * time > VISIBLE * tolerance)
             size = np.where(is_found, np.minimum(size, 2.0 * np.sqrt(tolerance / found)), size)
             is_forced |= is_found
@@ -244,7 +243,8 @@ class AdaptiveSteps:
         """
         p, now, target = self.problem, self.now, self.problem.end
         if p.settings.save == "exact":
-            target = np.where(p.outputs > now[..., None], p.outputs, target[..., None]).min(-1)
+            stops = p.stops()
+            target = np.where(stops > now[..., None], stops, target[..., None]).min(-1)
         if p.jumps is None:
             return target
         rounding = np.finfo(float).eps * p.furthest  # less than the distance between the two sides of a jump

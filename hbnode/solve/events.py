@@ -170,7 +170,7 @@ class EventSteps(AdaptiveSteps):
         super().__init__(problem, state)
         none = np.zeros(p.lanes)
         if s.steps is not None:
-            ends = [p.outputs] if p.jumps is None else [p.outputs, np.minimum(p.jumps, p.end[:, None])]
+            ends = [p.stops()] if p.jumps is None else [p.stops(), np.minimum(p.jumps, p.end[:, None])]
             times = np.sort(np.concatenate([none[:, None], *ends], -1), -1)
             gaps = np.diff(times)
             gaps = np.where((gaps < 2.2 * p.near) & (p.jumps is not None), 0.0, gaps)  # one step over a jump

@@ -193,6 +193,15 @@ class ODETerm:
             f = f.clone() if self.address and before in (None, self.address) else f
         return f if f.shape == row.shape else f.reshape(row.shape)
 
+    def trial(self, t: Tensor, row: Tensor) -> Tensor:
+        """Return the value at a time that the solve may not reach; it is NaN if a signal has no sample there."""
+        before, queries.is_trial = queries.is_trial, True
+        try:
+            with torch.no_grad():
+                return self(t, row)
+        finally:
+            queries.is_trial = before
+
     def derivative(self, t: Tensor, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the derivatives of all rows by a call of the field that is not counted."""
         state = self.unflatten(rows)

@@ -813,3 +813,16 @@ def test_a_buffer_may_count_the_calls_of_func(start, in_place, solver):
     omega = 0.5**0.5  # h = cos ωt, ω² = -slope
     assert gradient == pytest.approx(math.sin(omega) / (2 * omega), rel=1e-4 if "steps" in solver else 1e-7)
     assert int(func.count) == func.calls
+
+
+@pytest.mark.parametrize("method", ["nystrom8", "tsit5"])
+def test_the_adjoint_of_a_leaf_of_another_dtype(method):
+    """A constant damping is float64 for any dtype of the state."""
+    damping = float64(0.5).requires_grad_()
+    field = hbnode.HBNODE(lambda h: -h, damping=damping, learn_damping=False)
+    found = []
+    for gradient in ("direct", "adjoint"):
+        h, _ = hbnode.odeint(field, (torch.ones(1, 1), torch.zeros(1, 1)), [0, 1], method=method, gradient=gradient)
+        found += torch.autograd.grad(h[-1].sum(), damping)
+    assert found[1].dtype == torch.float64
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=0)

@@ -284,6 +284,16 @@ def test_the_gradient_of_an_output_time_on_a_jump_does_not_move_the_jump(method)
     assert torch.autograd.grad(y[2, 0, 0], t)[0].tolist() == pytest.approx([-1, 0, -1], abs=1e-12)
 
 
+@pytest.mark.parametrize("settings", [{"save": "exact"}, {"steps": 8, "events": hbnode.Event(lambda t, y: t - 9.0)}])
+def test_the_gradient_of_a_stop_on_a_jump_does_not_move_the_jump(settings):
+    """y(2) = 1 - t_0 + 3 (t_2 - 1) does not depend on the output time 1."""
+    t = float64(0, 1, 2).requires_grad_()
+    push = lambda t, y: torch.where(t < 1, 1.0, 3.0).to(y).expand_as(y)
+    y = hbnode.odeint(push, torch.zeros(1, 1, dtype=torch.float64), t, method="tsit5", jump_times=[1.0], **settings)
+    y = y if isinstance(y, torch.Tensor) else y[0]
+    assert torch.autograd.grad(y[2, 0, 0], t)[0].tolist() == pytest.approx([-1, 0, 3], abs=1e-12)
+
+
 EPOCH = 1.7e9
 LATE = {"t": [EPOCH, EPOCH + 10], "events": None}
 
