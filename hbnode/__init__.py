@@ -87,7 +87,7 @@ def __getattr__(name: str) -> Any:
 
 
 for _module in (sys.modules[__name__], nn, distributions):
-    for _public in (getattr(_module, name) for name in _module.__all__):
+    for _public in (vars(_module).get(name) for name in _module.__all__):  # without modules that are imported later
         _is_module = isinstance(_public, type) and issubclass(_public, torch.nn.Module)
         if _is_module and not hasattr(_public.__init__, "__wrapped__"):
             _public.__init__ = with_hints(_public.__init__)  # an error for an unknown argument names the right one

@@ -161,6 +161,21 @@ def new_sequence_number() -> int:
     return sequence_number(torch.zeros((), requires_grad=True).clone().grad_fn)
 
 
+def has_dispatch_mode() -> bool:
+    """Return whether a TorchDispatchMode, such as a counter of operations, sees all operations."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+def recompile_limit(most: int) -> AbstractContextManager[None]:
+    """Return a context in which torch.compile makes up to ``most`` graphs of a function."""
+    return torch._dynamo.config.patch(recompile_limit=most)
+
+
+def is_recompile_limit(error: Exception) -> bool:
+    """Return whether a compiled function needs more graphs than its limit allows."""
+    return isinstance(error, torch._dynamo.exc.FailOnRecompileLimitHit)
+
+
 def saved_tensors(node: Node) -> list[Any]:
     """Return the ``SavedTensor`` objects of an autograd node, on which hooks can be registered."""
     values = [getattr(node, name) for name in _saved_names(type(node))]

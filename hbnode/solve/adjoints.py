@@ -176,8 +176,11 @@ def _saved_bytes(after: Rows, before: Rows, known: Iterable[Tensor], first: int)
 
     ``first`` is a sequence number below those of the step's nodes. The hooks that find the tensors are set after the
     step. Hooks around the step would get outputs with the graph that saves them, and torch.func would raise in f. What
-    f saves with other hooks, as torch.utils.checkpoint does, is not counted.
+    f saves with other hooks, as torch.utils.checkpoint does, is not counted. Under a TorchDispatchMode, where torch
+    cannot set hooks on numbers, nothing is.
     """
+    if _torch.has_dispatch_mode():
+        return 0
     saved: list[Tensor] = []
 
     def pack(x: Tensor) -> tuple[Tensor, int]:
@@ -233,8 +236,11 @@ class _Owner(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        if ctx.is_first_order and torch.is_grad_enabled():
-            raise RuntimeError(_FIRST_ORDER.format("adjoint"))
+        if torch.is_grad_enabled():
+            if ctx.is_first_order:
+                raise RuntimeError(_FIRST_ORDER.format("adjoint"))
+            own = gradient if gradient.requires_grad else gradient.detach().requires_grad_()
+            gradient = _Owner.apply(own, ctx.objects, False)  # the graph of the gradient needs them, too
         return gradient, None, None
 
 

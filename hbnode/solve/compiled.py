@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hbnode._torch import is_recompile_limit, recompile_limit
 from hbnode.fields import Field
 from hbnode.nfe import NFE, Tally
 from hbnode.solve.methods import Method
@@ -43,21 +44,20 @@ class Program:
         if self.failed:
             return None
         try:
-            with torch._dynamo.config.patch(recompile_limit=GRAPHS), warnings.catch_warnings():
+            with recompile_limit(GRAPHS), warnings.catch_warnings():
                 # dynamo reads .grad of every input
                 warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
                 return self.run(*args)
-        except torch._dynamo.exc.FailOnRecompileLimitHit:
-            if not self.is_full:
+        except Exception as error:  # the solve runs without compilation
+            if not is_recompile_limit(error):
+                self.failed = True
+                warn(f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}")
+            elif not self.is_full:
                 self.is_full = True
                 warn(
                     f"{GRAPHS} graphs of this field exist, and other arguments run without compilation",
                     "as few numbers of dimensions, frozen parameters and Python values in func as possible",
                 )
-            return None
-        except Exception as error:  # the solve runs without compilation
-            self.failed = True
-            warn(f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}")
             return None
 
 

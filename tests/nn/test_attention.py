@@ -260,7 +260,7 @@ def test_wrong_calls_are_refused(kind, error, message, arguments, options):
         (SoftmaxAttention, ValueError, "dropout must be a probability", (16, 4, 1.1), {}),
         (SoftmaxAttention, TypeError, "bias must be True or False", (16, 4, 0.0, 0.5), {}),
         (SoftmaxAttention, ValueError, "Fix: an even head size", (12, 4), {}),
-        (MomentumAttention, ValueError, "Fix: embed_dim=20", (17, 4), {}),
+        (MomentumAttention, ValueError, "embed_dim=20", (17, 4), {}),
         (MomentumAttention, ValueError, r"momentum must be in \[0, 1\)", (16, 4), {"momentum": 1.0}),
         (MomentumAttention, ValueError, "4 numbers, one per head", (16, 4), {"momentum": [0.1, 0.2]}),
         (MomentumAttention, TypeError, "or 4 numbers, got 'high'", (16, 4), {"momentum": "high"}),

@@ -826,3 +826,16 @@ def test_the_adjoint_of_a_leaf_of_another_dtype(method):
         found += torch.autograd.grad(h[-1].sum(), damping)
     assert found[1].dtype == torch.float64
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=0)
+
+
+def test_a_dispatch_mode_may_look_at_a_solve():
+    """A counter of operations, around a step whose memory is measured and which saves a Python number."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    net = nn.Linear(2, 2)
+    block, x = hbnode.HeavyBallODEBlock(lambda h: 0.5 * net(h).tanh(), steps=20), torch.randn(3, 2)
+    expected = torch.autograd.grad(block(x).sum(), list(net.parameters()))
+    with FlopCounterMode(display=False) as counter:
+        found = torch.autograd.grad(block(x).sum(), list(net.parameters()))
+    assert counter.get_total_flops() > 0
+    torch.testing.assert_close(found, expected)
