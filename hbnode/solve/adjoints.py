@@ -547,8 +547,8 @@ class Adjoint:
                 end = torch.where(as_column(goes, row), y[-1], row.detach()).index_copy(0, landed, after)
                 path.append(torch.stack([row.detach(), *[end] * (times.shape[1] - 1)]))
                 path[-1][place, lane] = y[output + 1, lane]
-            flight.owned = p.owned
             values = _with_gradient(_Solve(self, flight, snapshot, leaves, ids, (), tuple(path)), rows)
+            p.owned, flight.owned = p.owned + flight.owned, []  # else it would own itself
             at = Attempt(None, [], None, lanes=lanes, outputs=outputs)
             saved.add(at, tuple([x[place, lane] for x in values]), np.ones_like(moving))
             now, moving = then, moving & (then < p.end)

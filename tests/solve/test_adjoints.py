@@ -652,6 +652,24 @@ def test_a_dropped_graph_is_freed(gradient, solver, use):
 
 
 @pytest.mark.parametrize(("gradient", "solver"), LOOPS.values(), ids=LOOPS)
+def test_a_dropped_solution_is_freed_without_garbage_collection(gradient, solver):
+    solver = dict(solver)
+    kind = hbnode.GHBNODE if solver.pop("generalized", False) else hbnode.HBNODE
+    for first in (True, False):
+        field, x = kind(net(3)).double(), torch.randn(2, 3, dtype=torch.float64)
+        result = hbnode.odeint(field, field.initial_state(x), [0.0, 2.0], gradient=gradient, **solver)
+        weight = weakref.ref(field.func[0].weight)
+        if first:  # imports of torch keep frames
+            gc.collect()
+            gc.disable()
+    try:
+        del field, result
+        assert weight() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize(("gradient", "solver"), LOOPS.values(), ids=LOOPS)
 def test_a_network_that_keeps_an_output_is_freed(gradient, solver):
     solver = dict(solver)
     kind = hbnode.GHBNODE if solver.pop("generalized", False) else hbnode.HBNODE
