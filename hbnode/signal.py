@@ -175,9 +175,10 @@ class Signal(nn.Module):
 
     def refuse_outside(self, t: Tensor) -> None:
         """Raise ValueError if one of the times lies outside the sample times [t[0], t[-1]]."""
+        t = plain(t)
         if not bool(self._is_outside(t).any()):
             return
-        worst = t.detach().reshape(-1)[(t.detach().reshape(-1) - self.t.mean()).abs().argmax()]
+        worst = t.reshape(-1)[(t.reshape(-1) - self.t.mean()).abs().argmax()]
         raise ValueError(
             f"the signal was evaluated at t={float(worst):g}, outside its sample times "
             f"[{float(self.t[0]):g}, {float(self.t[-1]):g}]. Fix: add samples, or Signal(..., outside='hold'). "

@@ -159,3 +159,19 @@ def test_samples_that_end_after_the_last_event(first):
     assert record.t.item() == pytest.approx(4 - first, abs=1e-4)
     with pytest.raises(ValueError, match="outside its sample times"):
         hbnode.odeint(*given)
+
+
+def test_pulses_at_scaled_times_under_transforms():
+    """y(10) = y_0 + 100 times the area 0.1 u of a triangle."""
+    t = torch.linspace(0, 1, 101, dtype=torch.float64)
+
+    def end(y0, height):
+        signal = hbnode.Signal(t, height * (t == t[50]))
+        return hbnode.odeint(lambda t, y: 100 * signal(t / 10) + 0 * y, y0, [0.0, 10.0], gradient="direct")[-1]
+
+    start, height = torch.zeros(3, 1, dtype=torch.float64), torch.tensor(0.5, dtype=torch.float64)
+    torch.testing.assert_close(torch.func.vmap(end, (0, None))(start, height), start + 5)
+    slope = torch.func.grad(lambda height: end(start[0], height).sum())(height)
+    assert slope.item() == pytest.approx(10, rel=1e-6)
+    signal = hbnode.Signal(t, t)
+    torch.testing.assert_close(torch.func.vmap(signal)(t[:3]), t[:3])

@@ -254,7 +254,11 @@ def owning(state: Any, objects: list[Any], *, is_first_order: bool = False) -> A
 
 def owned(reference: weakref.ref[Kind]) -> Kind:
     value = reference()
-    assert value is not None  # an output of the solve owns it
+    if value is None:
+        raise RuntimeError(
+            "the outputs of the solve were dropped before the backward pass, which needs them for a tensor that func "
+            "kept. Fix: keep the outputs until backward(), make the tensor a part of the state, or gradient='direct'."
+        )
     return value
 
 

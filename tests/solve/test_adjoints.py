@@ -857,3 +857,11 @@ def test_a_dispatch_mode_may_look_at_a_solve():
         found = torch.autograd.grad(block(x).sum(), list(net.parameters()))
     assert counter.get_total_flops() > 0
     torch.testing.assert_close(found, expected)
+
+
+def test_a_tensor_that_f_kept_when_the_outputs_are_dropped():
+    kept, f = [], net(3).double()
+    field = lambda t, y: kept.append(f(y)) or kept[-1]
+    hbnode.odeint(field, torch.ones(1, 3, dtype=torch.float64), [0.0, 1.0], gradient=AGAIN)
+    with pytest.raises(RuntimeError, match="outputs of the solve were dropped before the backward pass"):
+        kept[-1].sum().backward()
