@@ -87,7 +87,8 @@ def __getattr__(name: str) -> Any:
 
 
 for _module in (sys.modules[__name__], nn, distributions):
-    for _public in (vars(_module).get(name) for name in _module.__all__):  # without modules that are imported later
-        _is_module = isinstance(_public, type) and issubclass(_public, torch.nn.Module)
-        if _is_module and not hasattr(_public.__init__, "__wrapped__"):
-            _public.__init__ = with_hints(_public.__init__)  # an error for an unknown argument names the right one
+    _kind: Any  # vars() leaves out the modules that are imported when they are first used
+    for _kind in (vars(_module).get(name) for name in _module.__all__):
+        _is_module = isinstance(_kind, type) and issubclass(_kind, torch.nn.Module)
+        if _is_module and not hasattr(_kind.__init__, "__wrapped__"):
+            _kind.__init__ = with_hints(_kind.__init__)  # an error for an unknown argument names the right one
