@@ -12,7 +12,8 @@ ROOT = Path(__file__).parent
 def main() -> None:
     """Run the task that the first argument names; without one, print each task with a line of its docstring."""
     paths = [*sorted(ROOT.glob("[a-z]*.py")), *sorted((ROOT / "studies").glob("[a-z]*.py"))]
-    modules = {".".join(path.relative_to(ROOT.parent).with_suffix("").parts): path for path in paths}
+    texts = {".".join(path.relative_to(ROOT.parent).with_suffix("").parts): path.read_text("utf-8") for path in paths}
+    modules = {name: text for name, text in texts.items() if '__name__ == "__main__"' in text}  # else a part of others
     if len(sys.argv) > 1 and sys.argv[1] not in ("-h", "--help"):
         name = "tasks." + sys.argv[1].removeprefix("tasks.")
         if name not in modules:
@@ -22,8 +23,8 @@ def main() -> None:
         del sys.argv[1]
         importlib.import_module(name).main()
         return
-    for module, path in modules.items():
-        summary = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]
+    for module, text in modules.items():
+        summary = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
         print(f"python -m {module:<36} {summary}")
 
 

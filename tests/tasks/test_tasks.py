@@ -221,7 +221,12 @@ def test_python_m_tasks_lists_runs_and_refuses(monkeypatch, capsys):
 
     monkeypatch.setattr("sys.argv", ["tasks"])
     main()
-    assert "python -m tasks.point_cloud" in capsys.readouterr().out
+    listed = capsys.readouterr().out
+    assert "python -m tasks.point_cloud" in listed
+    assert "result_rows" not in listed  # a part of others, which does nothing by itself
+    monkeypatch.setattr("sys.argv", ["tasks", "result_rows"])
+    with pytest.raises(SystemExit, match="no task 'result_rows'"):
+        main()
     monkeypatch.setattr("sys.argv", ["tasks", "point_cloud", "--help"])
     with pytest.raises(SystemExit, match="0"):
         main()
