@@ -259,13 +259,14 @@ def warn_if_swapped(data: Any) -> None:
 
 
 def _with_samples(series: Series) -> Series:
-    """Return the series with no value beyond their lengths, and a missing sample in those of length 0."""
+    """Return the series with NaN where the mask or the lengths exclude a value, and a sample in those of length 0."""
     if not series.x.shape[1]:
         x, t, mask = pad(series.x, (0, 0, 0, 1)), pad(series.t, (0, 1)), pad(series.mask, (0, 0, 0, 1))
         series = dataclasses.replace(series, x=x, t=t, mask=mask)
     is_sample = torch.arange(series.x.shape[1]) < series.lengths.unsqueeze(1)
     mask = series.mask & is_sample.unsqueeze(-1)
-    return dataclasses.replace(series, mask=mask, lengths=series.lengths.clamp(min=1))
+    x = torch.where(mask, series.x, torch.nan)
+    return dataclasses.replace(series, x=x, mask=mask, lengths=series.lengths.clamp(min=1))
 
 
 def _is_dict(data: Any) -> bool:

@@ -14,7 +14,7 @@ from sklearn.preprocessing import FunctionTransformer
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 from hbnode.data import as_series, from_long
-from hbnode.estimators import SeriesClassifier, SeriesRegressor
+from hbnode.estimators import SeriesClassifier, SeriesForecaster, SeriesRegressor
 
 
 def swings(count=40, seed=0, classes=2):
@@ -229,6 +229,18 @@ def test_a_series_without_a_value_has_the_prior(model):
         numpy.testing.assert_allclose(
             classifier.predict_proba(mixed)[:2], classifier.predict_proba(series[:2]), rtol=1e-5
         )
+
+
+def test_numbers_in_place_of_missing_values_change_nothing():
+    """The mask of a Series says what was observed, also where x is not NaN."""
+    series, labels = swings(12)
+    one = as_series(series)
+    other = dataclasses.replace(one, x=torch.where(one.mask, one.x, 1e6))
+    forecaster = SeriesForecaster("features", random_state=0)
+    means = [forecaster.fit(each).predict(each, 1.0)["mean"] for each in (one, other)]
+    numpy.testing.assert_array_equal(*means)
+    network = SeriesClassifier("gru", n_members=1, max_epochs=1, random_state=0)
+    numpy.testing.assert_array_equal(*(network.fit(each, labels).predict_proba(each) for each in (one, other)))
 
 
 def test_what_is_wrong_is_named():
