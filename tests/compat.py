@@ -1,7 +1,7 @@
 """The oldest and the newest releases that pyproject.toml allows, each in an environment of its own.
 
 ``make compat`` installs each row, runs the tests that need no extra, and prints one table. It fails if the Python of a
-row does not start. pyenv needs the versions by name: ``PYENV_VERSION=3.11.7:3.10.13:3.13.0:3.14.0 make compat``.
+row does not start. pyenv needs the versions by name: ``PYENV_VERSION=3.11.7:3.10.13:3.13.0 make compat``.
 """
 
 import shutil
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 OLDEST: list[str] = ["-c", "constraints-oldest.txt"]
-ROWS = [("python3.10", OLDEST), ("python3.11", []), ("python3.13", []), ("python3.14", [])]  # [] is the newest torch
+ROWS = [("python3.10", OLDEST), ("python3.11", []), ("python3.13", [])]  # [] is the newest torch
 FOLDER = Path(".venv-compat")
 TESTS = """tests/test_fields.py tests/test_nfe.py tests/test_torchdiffeq.py tests/test_properties.py
 tests/solve/test_adjoints.py tests/solve/test_loop.py tests/solve/test_events.py tests/nn/test_momentum_resnet.py
