@@ -19,9 +19,11 @@ from typing_extensions import override
 from hbnode._checks import as_count, check_input, is_one_of
 from hbnode._tree import describe
 from hbnode.fields import GHBNODE, HBNODE, Field
+from hbnode.nfe import NFE
 from hbnode.nn.nets import MLP
 from hbnode.solve.methods import SPLITTING
-from hbnode.solve.odeint import checked_span, odeint
+from hbnode.solve.odeint import checked_span, solve
+from hbnode.solve.settings import Settings
 
 GRADIENTS = ("reversible", "checkpoint", "direct")
 
@@ -371,8 +373,10 @@ class HeavyBallFlow(nn.Module):
             rows = condition.reshape(-1, self.condition_dim)
             state = torch.cat([state[0], rows], 1), torch.cat([state[1], torch.zeros_like(rows)], 1)
         start, end = self.t_span if forwards else self.t_span[::-1]
-        points = odeint(self.field, state, [start, end], method=self.method, gradient=self.gradient, steps=self.steps)
-        moved = [x[-1, :, : self.dim].reshape(h.shape) for x in points]
+        settings = Settings(method=self.method, gradient=self.gradient, steps=self.steps).checked()
+        points = solve(self.field, state, [start, end], settings, NFE(), end=True)
+        # outputs as they are, where possible, because a network that keeps them can then be freed
+        moved = points if points[0].shape == h.shape else [x[:, : self.dim].reshape(h.shape) for x in points]
         damping = self.field.damping
         total = damping.expand(self.dim).sum() if isinstance(damping, Tensor) else self.dim * damping
         log_determinant = moved[0].new_zeros(h.shape[:-1]) + (start - end) * total

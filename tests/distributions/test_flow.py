@@ -2,8 +2,10 @@
 
 import copy
 import functools
+import gc
 import math
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -357,3 +359,14 @@ def test_wrong_inputs_are_refused():
     for call, error, message in cases:
         with pytest.raises(error, match=message):
             call()
+
+
+@pytest.mark.parametrize("gradient", ["reversible", "checkpoint", "direct"])
+@pytest.mark.parametrize("function", ["push", "pull"])
+def test_a_network_that_keeps_an_output_is_freed(function, gradient):
+    net = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    flow, freed = hbnode.distributions.HeavyBallFlow(net, 2, gradient=gradient), weakref.ref(net)
+    net.last = getattr(flow, function)(*torch.randn(2, 3, 2))
+    del net, flow
+    gc.collect()
+    assert freed() is None
