@@ -589,7 +589,7 @@ class RecurrentLayer(RecurrentBase):
         dtype: torch.dtype | None = None,
     ) -> None:
         self.num_layers = as_count(num_layers, "num_layers")
-        self.bias, self.batch_first = bias, check_bool(batch_first, "batch_first")
+        self.bias, self.batch_first = check_bool(bias, "bias"), check_bool(batch_first, "batch_first")
         self.bidirectional, self.is_compiled = check_bool(bidirectional, "bidirectional"), compile
         self.dropout = checked_dropout(dropout, num_layers)
         self.directions = ("", "_reverse") if bidirectional else ("",)
