@@ -161,9 +161,9 @@ def new_sequence_number() -> int:
     return sequence_number(torch.zeros((), requires_grad=True).clone().grad_fn)
 
 
-def has_dispatch_mode() -> bool:
-    """Return whether a TorchDispatchMode, such as a counter of operations, sees all operations."""
-    return torch._C._len_torch_dispatch_stack() > 0
+def without_dispatch_modes() -> AbstractContextManager[Any]:
+    """Return a context in which no TorchDispatchMode, such as a counter of operations, sees operations."""
+    return torch.utils._python_dispatch._disable_current_modes()
 
 
 def recompile_limit(most: int) -> AbstractContextManager[None]:

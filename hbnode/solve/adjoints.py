@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -176,18 +176,15 @@ def _saved_bytes(after: Rows, before: Rows, known: Iterable[Tensor], first: int)
 
     ``first`` is a sequence number below those of the step's nodes. The hooks that find the tensors are set after the
     step. Hooks around the step would get outputs with the graph that saves them, and torch.func would raise in f. What
-    f saves with other hooks, as torch.utils.checkpoint does, is not counted. Under a TorchDispatchMode, where torch
-    cannot set hooks on numbers, nothing is.
+    f saves with other hooks, as torch.utils.checkpoint does, is not counted.
     """
-    if _torch.has_dispatch_mode():
-        return 0
     saved: list[Tensor] = []
 
     def pack(x: Tensor) -> tuple[Tensor, int]:
         saved.append(x)
         return x, x._version
 
-    known, seen, pending = [*before, *known], set(), [x.grad_fn for x in after]
+    known, seen, pending, found = [*before, *known], set(), [x.grad_fn for x in after], []
     while pending:
         node = pending.pop()
         if node is None or node in seen:
@@ -196,12 +193,12 @@ def _saved_bytes(after: Rows, before: Rows, known: Iterable[Tensor], first: int)
         if hasattr(node, "variable"):
             known.append(node.variable)
         elif sequence_number(node) > first:
-            for tensor in saved_tensors(node):
-                try:
-                    tensor.register_hooks(pack, _unpacked)
-                except RuntimeError:
-                    continue  # it is None or has hooks
+            found += saved_tensors(node)
             pending.extend(parent for parent, _ in node.next_functions)
+    with _torch.without_dispatch_modes():  # else torch cannot set hooks on a number
+        for one in found:
+            with suppress(RuntimeError):  # it is None or has hooks
+                one.register_hooks(pack, _unpacked)
     sizes: dict[int, int] = {}
     for x in saved:
         if x.layout == torch.strided and not x._is_zerotensor():  # a tangent may be such a zero
