@@ -29,8 +29,8 @@ def main() -> None:
         f"devices: {', '.join(devices)}",
     ]
     for extra, module in EXTRAS.items():
-        is_there = importlib.util.find_spec(module) is not None
-        lines.append(f"extra {extra}: {'installed' if is_there else f'missing. Fix: pip install hbnode[{extra}]'}")
+        fix = f"missing. Fix: pip install -e .[{extra}], in a checkout"
+        lines.append(f"extra {extra}: {'installed' if importlib.util.find_spec(module) else fix}")
     sys.stdout.write("\n".join(lines) + "\n")
 
 

@@ -86,4 +86,4 @@ def test_python_m_hbnode_says_what_a_bug_report_needs(capsys, monkeypatch):
     printed = capsys.readouterr().out
     assert f"torch {importlib.metadata.version('torch')}" in printed
     assert "devices: CPU (1 threads)" in printed
-    assert "extra rocket: missing. Fix: pip install hbnode[rocket]" in printed
+    assert "extra rocket: missing. Fix: pip install -e .[rocket], in a checkout" in printed
