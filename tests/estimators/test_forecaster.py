@@ -10,8 +10,8 @@ import torch
 
 from hbnode.data import as_series
 from hbnode.estimators import SeriesForecaster
+from hbnode.estimators.forecast_models import bound
 from hbnode.estimators.forecaster import _zone_name as zone_name
-from hbnode.estimators.forecaster import bound
 
 
 def drifting(count, seed, dates=True):
