@@ -13,6 +13,7 @@ EXTRAS = {  # and a module that each needs
     "plot": "matplotlib",
     "series": "sklearn",
     "rocket": "aeon",
+    "forecast": "statsforecast",
     "export": "onnxscript",
 }
 
