@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hbnode import data, diagnostics, distributions, errors, nn, optim, solve
+from hbnode import data, diagnostics, distributions, errors, nn, optim, solve, training
 from hbnode._checks import with_hints
 from hbnode.errors import SolverError
 from hbnode.fields import (
@@ -66,6 +66,7 @@ __all__ = [
     "diagnostics",
     "solve",
     "torchdiffeq",
+    "training",
     "errors",
 ]
 
@@ -74,7 +75,7 @@ def __getattr__(name: str) -> Any:
     """Import the modules that need scikit-learn or torchdiffeq when they are first used; say where other names are."""
     if name in ("estimators", "features", "torchdiffeq"):
         return importlib.import_module(f"hbnode.{name}")
-    modules = (nn, optim, distributions, diagnostics, solve, errors, data)
+    modules = (nn, optim, distributions, diagnostics, solve, errors, data, training)
     near = [other for other in __all__ if other.lower() == name.lower()]
     fixes = [f"hbnode.{other}" for other in near or difflib.get_close_matches(name, __all__, 1, 0.8)]
     fixes += [f"{module.__name__}.{name}" for module in modules if name in module.__all__]

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.utils.data import DataLoader, Sampler
 from torch.utils.data import Dataset as TorchDataset
-from torch.utils.data import Sampler
 from typing_extensions import override
 
 from hbnode._checks import as_count, as_integers, as_tensor, check_bool, is_one_of, nearest, to_tensor
@@ -559,6 +559,8 @@ def _constant(numbers: NDArray[Any], codes: NDArray[Any], ids: list[Any], name: 
 class Dataset(TorchDataset[Any]):
     """A dataset of single series with optional targets, for a DataLoader with ``collate_fn=hbnode.data.collate``.
 
+    :meth:`batches` returns a DataLoader of series of similar length.
+
     Arguments:
         series: the series of all items.
         targets: target of each series, (batch, ...), a tensor or an array. Default: ``None``.
@@ -571,12 +573,7 @@ class Dataset(TorchDataset[Any]):
         >>> table = {"id": [1, 1, 1, 2, 2, 3], "t": [0.0, 1, 3, 0, 5, 2], "y": [0.1, 0.2, 0.3, 1.0, 1.1, 2.0]}
         >>> series = hbnode.data.from_long(table, id="id", time="t", values=["y"])
         >>> labels = torch.tensor([0, 1, 1])
-        >>> loader = torch.utils.data.DataLoader(
-        ...     hbnode.data.Dataset(series, labels),
-        ...     batch_sampler=hbnode.data.bucketed_batches(series.lengths, 2, shuffle=False),
-        ...     collate_fn=hbnode.data.collate,
-        ... )
-        >>> for batch, y in loader:
+        >>> for batch, y in hbnode.data.Dataset(series, labels).batches(2, shuffle=False):
         ...     print(batch.ids, tuple(batch.x.shape), y)
         [3, 2] (2, 2, 1) tensor([1, 1])
         [1] (1, 3, 1) tensor([0])
@@ -602,6 +599,19 @@ class Dataset(TorchDataset[Any]):
         """Return one series, without padding and with a batch size of 1, and its target if the dataset has targets."""
         one = self.series[index]
         return one if self.targets is None else (one, self.targets[index])
+
+    def batches(
+        self, batch_size: int, *, shuffle: bool = True, generator: torch.Generator | None = None
+    ) -> DataLoader[Any]:
+        """Return a DataLoader of :func:`bucketed_batches`, joined by :func:`collate`.
+
+        Arguments:
+            batch_size: number of series per batch.
+            shuffle: whether batches are drawn anew in each epoch. Default: ``True``.
+            generator: generator of the random numbers; None is that of torch. Default: ``None``.
+        """
+        sampler = bucketed_batches(self.series.lengths, batch_size, shuffle=shuffle, generator=generator)
+        return DataLoader(self, batch_sampler=sampler, collate_fn=collate, generator=generator)
 
 
 def collate(items: Sequence[Series] | Sequence[tuple[Series, Any]]) -> Series | tuple[Series, Tensor]:

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from hbnode._progress import progress_bar
 from hbnode.data import Series, bucketed_batches
 from hbnode.nn.ode_rnn import ODERNN
 from hbnode.nn.oscillators import OscillatorStack, oscillator_ranges
 from hbnode.nn.sequences import Inputs, Sequences, fitted_unit
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
+from hbnode.training import train
 
 Kind = Literal["gru", "odernn", "oscillators"]
 BATCH, STEPS = 64, 8  # the size of a batch; fewer series make at least so many batches in an epoch, of four or more
@@ -175,9 +172,7 @@ def trained(
     progress: bool | None,
     name: str,
 ) -> Net:
-    """Train a network by AdamW and return it with the parameters of the epoch with the least validation loss.
-
-    Training ends after ``patience`` epochs without a smaller validation loss.
+    """Train a network by AdamW (:func:`hbnode.training.train`) on batches of series of similar length.
 
     Arguments:
         network: the network.
@@ -192,28 +187,20 @@ def trained(
         progress: as for :func:`progress_bar`.
         name: of the progress bar.
     """
-    optimizer: Optimizer = torch.optim.AdamW(network.parameters(), lr=learning_rate, weight_decay=weight_decay)
     size = min(BATCH, max(4, len(lengths) // STEPS))
-    least, best, since = float("inf"), copy.deepcopy(network.state_dict()), 0
-    bar = progress_bar(range(max_epochs), progress, name)
-    for _ in bar:
-        network.train()
-        for rows in bucketed_batches(lengths, size, generator=generator):
-            optimizer.zero_grad()
-            loss(network, torch.as_tensor(rows)).backward()
-            nn.utils.clip_grad_norm_(network.parameters(), 1.0)
-            optimizer.step()
-        network.eval()
-        with torch.no_grad():
-            found = validation(network)
-        bar.set_postfix(validation=f"{found:.3g}")
-        since += 1
-        if found < least:
-            least, best, since = found, copy.deepcopy(network.state_dict()), 0
-        if since >= patience:
-            break
-    network.load_state_dict(best)
-    return network.eval()
+    batches = bucketed_batches(lengths, size, generator=generator)
+    train(
+        network,
+        loss,
+        DataLoader(range(len(lengths)), batch_sampler=batches, collate_fn=torch.as_tensor),  # type: ignore[arg-type]
+        validation,
+        optimizer=torch.optim.AdamW(network.parameters(), lr=learning_rate, weight_decay=weight_decay),
+        max_epochs=max_epochs,
+        patience=patience,
+        progress=progress,
+        name=name,
+    )
+    return network
 
 
 @torch.no_grad()

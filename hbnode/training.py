@@ -1,0 +1,223 @@
+"""A training loop with early stopping, a schedule, and checkpoints from which it goes on."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from hbnode._checks import as_count
+from hbnode._progress import progress_bar
+
+__all__ = ["train"]
+
+Net = TypeVar("Net", bound=nn.Module)
+
+
+def train(
+    model: Net,
+    loss: Callable[..., Tensor],
+    batches: Iterable[Any],
+    validation: Iterable[Any] | Callable[[Net], float] | None = None,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Any = None,
+    max_epochs: int = 100,
+    patience: int | None = 10,
+    clip_norm: float | None = 1.0,
+    checkpoint: str | os.PathLike[str] | None = None,
+    progress: bool | None = None,
+    name: str = "training",
+) -> list[dict[str, float]]:
+    r"""Train a module by gradients and leave in it the parameters of the epoch with the least validation loss.
+
+    Batches are moved to the device of the model's parameters. In each epoch the model is in training mode for all
+    batches, then in evaluation mode for the validation. It is left in evaluation mode. Without ``validation`` all
+    epochs are run, and the last parameters are kept.
+
+    Arguments:
+        model: the module.
+        loss: ``loss(model, batch)``, the mean loss of a batch, a tensor of one element. If a batch is a tuple or
+            a list, such as (series, target), it is ``loss(model, *batch)``.
+        batches: an iterable over the batches of an epoch, which is iterated in each epoch: a DataLoader, such as
+            :meth:`hbnode.data.Dataset.batches`, or a list.
+        validation: batches whose mean loss is minimised, or a function of the model that returns the validation loss.
+            Each batch counts by its length, that of its first entry if it is a tuple or a list. Default: ``None``.
+        optimizer: an optimizer of the model's parameters. None is ``torch.optim.AdamW(model.parameters(), lr=1e-3)``.
+            Default: ``None``.
+        scheduler: a schedule of the learning rate (``torch.optim.lr_scheduler``), which makes a step after each epoch;
+            ``ReduceLROnPlateau`` gets the validation loss. Default: ``None``.
+        max_epochs: limit of the epochs. Default: ``100``.
+        patience: epochs without a smaller validation loss, after which training ends. None is no limit.
+            Default: ``10``.
+        clip_norm: gradients with a larger 2-norm are scaled to it. None scales none. Default: ``1.0``.
+        checkpoint: a file that is replaced after each epoch, whole or not at all. If it exists, training goes on from
+            it. The result is that of a run without a break, if the random numbers of the batches come from torch's
+            default generator or from a ``generator`` of the loader, its sampler or its batch sampler.
+            Default: ``None``.
+        progress: whether a progress bar is shown. None shows it on a terminal, if tqdm is installed.
+            Default: ``None``.
+        name: the name of the progress bar. Default: ``"training"``.
+
+    Returns:
+        A record of each epoch: ``epoch`` (from 0), ``loss``, ``validation`` (with ``validation``) and
+        ``learning_rate``. ``pandas.DataFrame`` makes a table of it.
+
+    Raises:
+        FloatingPointError: if a loss is infinite or NaN. The model then has the best parameters so far.
+        ValueError: if there are no batches, or the checkpoint is of another model or not by this function.
+
+    Example:
+        >>> import torch, hbnode
+        >>> x = torch.linspace(-1, 1, 64).unsqueeze(1)
+        >>> data, net = torch.utils.data.TensorDataset(x, 3 * x), torch.nn.Linear(1, 1)
+        >>> loader = torch.utils.data.DataLoader(data, batch_size=16)
+        >>> record = hbnode.training.train(
+        ...     net, lambda net, x, y: (net(x) - y).square().mean(), loader, loader,
+        ...     optimizer=torch.optim.SGD(net.parameters(), lr=0.5),
+        ... )
+        >>> abs(net.weight.item() - 3) < 1e-3
+        True
+    """
+    as_count(max_epochs, "max_epochs")
+    if not callable(loss):
+        raise TypeError(f"loss must be a function, got {type(loss).__name__}. Fix: loss=lambda model, x, y: ....")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3) if optimizer is None else optimizer
+    run = _Run(model, optimizer, scheduler, batches)
+    if checkpoint is not None and Path(checkpoint).exists():
+        run.load(checkpoint)
+    bar = progress_bar(range(len(run.record), max_epochs), progress, name)
+    try:
+        for epoch in bar:
+            if patience is not None and validation is not None and epoch - 1 - run.best_epoch >= patience:
+                break
+            entry = {"epoch": epoch, "loss": run.step(loss, epoch, clip_norm)}
+            if validation is not None:
+                entry["validation"] = run.validated(validation, loss, epoch)
+            entry["learning_rate"] = optimizer.param_groups[0]["lr"]
+            run.finish(entry)
+            if hasattr(bar, "set_postfix"):  # without tqdm it is a range
+                bar.set_postfix(loss=f"{entry.get('validation', entry['loss']):.3g}")
+            if checkpoint is not None:
+                run.save(checkpoint)
+    finally:
+        if run.best is not None:
+            model.load_state_dict(run.best)
+        model.eval()
+    return run.record
+
+
+class _Run:
+    """A model in training, and the parameters of its best epoch."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, batches: Any) -> None:
+        self.model, self.optimizer, self.scheduler, self.batches = model, optimizer, scheduler, batches
+        self.record: list[dict[str, float]] = []
+        self.least, self.best_epoch = math.inf, -1
+        self.best: dict[str, Any] | None = None
+        places = [batches, getattr(batches, "sampler", None), getattr(batches, "batch_sampler", None)]
+        self.generators = [x for x in (getattr(place, "generator", None) for place in places) if x is not None]
+
+    def step(self, loss: Callable[..., Tensor], epoch: int, clip_norm: float | None) -> float:
+        """Train for one epoch and return the mean loss."""
+        self.model.train()
+        total, count = 0.0, 0
+        for batch, (arguments, size) in enumerate(self._moved(self.batches)):
+            self.optimizer.zero_grad()
+            with torch.enable_grad():
+                error = loss(self.model, *arguments)
+                found = float(error.detach())
+                self._check(found, f"the loss of batch {batch}", epoch)
+                error.backward()
+            if clip_norm is not None:
+                nn.utils.clip_grad_norm_(self.model.parameters(), clip_norm)
+            self.optimizer.step()
+            total, count = total + size * found, count + size
+        return total / self._count(count, "batches")
+
+    @torch.no_grad()
+    def validated(self, validation: Any, loss: Callable[..., Tensor], epoch: int) -> float:
+        """Return the validation loss."""
+        self.model.eval()
+        if callable(validation):
+            found = float(validation(self.model))
+        else:
+            parts = [(size, float(loss(self.model, *arguments))) for arguments, size in self._moved(validation)]
+            count = self._count(sum(size for size, _ in parts), "validation")
+            found = sum(size * each for size, each in parts) / count
+        self._check(found, "the validation loss", epoch)
+        return found
+
+    def finish(self, entry: dict[str, float]) -> None:
+        """Record an epoch, keep its parameters if they are the best, and step the schedule."""
+        self.record.append(entry)
+        found = entry.get("validation")
+        if found is None or found < self.least:
+            self.best_epoch = int(entry["epoch"])
+            self.best = None if found is None else copy.deepcopy(self.model.state_dict())
+            self.least = math.inf if found is None else found
+        if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            self.scheduler.step(entry["loss"] if found is None else found)
+        elif self.scheduler is not None:
+            self.scheduler.step()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        parts = {name: part.state_dict() for name, part in self._parts().items()}
+        states = [torch.get_rng_state(), *(each.get_state() for each in self.generators)]
+        best = {"least": self.least, "best_epoch": self.best_epoch, "best": self.best}
+        partial = Path(f"{path}.partial")
+        try:
+            torch.save({**parts, **best, "record": self.record, "random": states}, partial)
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        stored = torch.load(path, map_location="cpu", weights_only=True)
+        parts = self._parts()
+        if not isinstance(stored, dict) or not {*parts, "record", "random"} <= {*stored}:
+            raise ValueError(f"{path} must be a checkpoint of the same run. Fix: another file, or remove this one.")
+        try:
+            for name, part in parts.items():
+                part.load_state_dict(stored[name])
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise ValueError(
+                f"{path} is a checkpoint of another model or optimizer: {error} Fix: another file, or remove this one."
+            ) from error
+        self.record, self.least = stored["record"], stored["least"]
+        self.best_epoch, self.best = stored["best_epoch"], stored["best"]
+        torch.set_rng_state(stored["random"][0])
+        for generator, state in zip(self.generators, stored["random"][1:], strict=True):
+            generator.set_state(state)
+
+    def _parts(self) -> dict[str, Any]:
+        parts = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
+        return {name: part for name, part in parts.items() if part is not None}
+
+    def _moved(self, batches: Iterable[Any]) -> Iterator[tuple[tuple[Any, ...], int]]:
+        """Yield the entries of each batch on the device of the model, and the length of the first one."""
+        device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
+        for batch in batches:
+            entries = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+            size = len(entries[0]) if hasattr(entries[0], "__len__") else 1
+            yield tuple(each.to(device) if hasattr(each, "to") else each for each in entries), size
+
+    @staticmethod
+    def _count(count: int, what: str) -> int:
+        if not count:
+            raise ValueError(f"{what} must have at least one batch in each epoch, got none. Fix: a DataLoader.")
+        return count
+
+    @staticmethod
+    def _check(value: float, what: str, epoch: int) -> None:
+        if not math.isfinite(value):
+            raise FloatingPointError(
+                f"{what} in epoch {epoch} is {value}. Fix: a smaller learning rate, such as "
+                "optimizer=torch.optim.AdamW(model.parameters(), lr=1e-4), or standardised inputs."
+            )

@@ -1,0 +1,150 @@
+"""The training loop: against a plain loop, and resumed."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import hbnode
+from hbnode.training import train
+
+
+def problem(dropout=0.0, generator=None):
+    torch.manual_seed(0)
+    x = torch.randn(50, 3, dtype=torch.float64)
+    y = x @ torch.tensor([[1.0], [-2.0], [0.5]], dtype=torch.float64) + 1
+    net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 1)).double()
+    return net, DataLoader(TensorDataset(x, y), batch_size=16, shuffle=generator is not None, generator=generator)
+
+
+def squared(net, x, y):
+    return (net(x) - y).square().mean()
+
+
+def test_it_is_the_plain_loop():
+    net, loader = problem()
+    expected, found = copy.deepcopy(net), []
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    for _ in range(4):
+        losses = []
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = squared(expected, x, y)
+            loss.backward()
+            nn.utils.clip_grad_norm_(expected.parameters(), 0.7)
+            optimizer.step()
+            losses += [float(loss.detach())] * len(x)
+        whole = loader.dataset.tensors
+        rate = optimizer.param_groups[0]["lr"]
+        found.append((np.mean(losses), float(squared(expected, *whole).detach()), rate))
+        schedule.step()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    with torch.no_grad():  # of the caller
+        record = train(
+            net, squared, loader, loader, optimizer=optimizer, scheduler=schedule, max_epochs=4, clip_norm=0.7
+        )
+    np.testing.assert_allclose(
+        [[each[name] for name in ("loss", "validation", "learning_rate")] for each in record], found
+    )
+    assert [each["epoch"] for each in record] == [0, 1, 2, 3]
+    assert not net.training
+    for own, other in zip(net.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(("patience", "epochs"), [(2, 6), (None, 8)])
+def test_the_best_epoch_is_kept(patience, epochs):
+    net, loader = problem()
+    losses, weights = iter([5.0, 3.0, 4.0, 2.0, 6.0, 2.0, 9.0, 9.0]), []
+
+    def validation(net):
+        weights.append(copy.deepcopy(net.state_dict()))
+        return next(losses)
+
+    record = train(net, squared, loader, validation, max_epochs=8, patience=patience)
+    assert len(record) == epochs
+    assert all(value.equal(weights[3][name]) for name, value in net.state_dict().items())
+
+
+def test_plateaus_get_the_validation_loss():
+    net, loader = problem()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=0)
+    record = train(net, squared, loader, lambda net: 1.0, optimizer=optimizer, scheduler=schedule, max_epochs=3)
+    np.testing.assert_allclose([each["learning_rate"] for each in record], [0.1, 0.1, 0.01])
+
+
+@pytest.mark.parametrize("stop", [1, 3, 5])
+def test_a_resumed_run_equals_one_without_a_break(stop, tmp_path):
+    def run(epochs, path):
+        net, loader = problem(dropout=0.3, generator=torch.Generator().manual_seed(1))
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        options = {"optimizer": optimizer, "scheduler": schedule, "checkpoint": path, "max_epochs": epochs}
+        return net, train(net, squared, loader, loader, **options)
+
+    expected, record = run(6, None)
+    path = tmp_path / "run.pt"
+    run(stop, path)
+    torch.manual_seed(99)
+    net, resumed = run(6, path)
+    assert resumed == record
+    assert all(own.equal(other) for own, other in zip(net.parameters(), expected.parameters(), strict=True))
+    assert run(6, path)[1] == record  # which trains no further
+    assert [each.name for each in tmp_path.iterdir()] == ["run.pt"]
+    torch.load(path, weights_only=True)
+
+
+def test_faults_are_named(tmp_path):
+    net, loader = problem()
+    path = tmp_path / "run.pt"
+    train(net, squared, loader, checkpoint=path, max_epochs=1)
+    with pytest.raises(ValueError, match="another model or optimizer"):
+        train(nn.Linear(3, 1).double(), squared, loader, checkpoint=path)
+    torch.save({"model": {}}, path)
+    with pytest.raises(ValueError, match="checkpoint of the same run"):
+        train(net, squared, loader, checkpoint=path)
+    with pytest.raises(ValueError, match="at least one batch"):
+        train(net, squared, [])
+    with pytest.raises(TypeError, match="loss must be a function"):
+        train(net, loader, squared)
+    losses = iter([1.0, 2.0])
+    weights = []
+
+    def validation(net):
+        weights.append(copy.deepcopy(net.state_dict()))
+        return next(losses)
+
+    def loss(net, x, y):
+        return squared(net, x, y) * (float("nan") if len(weights) == 2 else 1)
+
+    with pytest.raises(FloatingPointError, match="the loss of batch 0 in epoch 2 is nan"):
+        train(net, loss, loader, validation)
+    assert all(value.equal(weights[0][name]) for name, value in net.state_dict().items())
+
+
+def test_series_are_batches():
+    series = hbnode.data.as_series([(np.arange(n) / 2.0, np.sin(np.arange(n))) for n in range(3, 12)])
+    targets = torch.arange(9.0, dtype=torch.float64)
+    seen = []
+
+    class Mean(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+
+        def forward(self, series):
+            seen.extend(series.ids)
+            return self.weight * series.lengths
+
+    data, net = hbnode.data.Dataset(series, targets), Mean()
+    record = train(net, squared, data.batches(4), data.batches(4, shuffle=False), max_epochs=2)
+    assert sorted(seen[:9]) == list(range(9))
+    lengths = torch.arange(3.0, 12, dtype=torch.float64)
+    losses = (net.weight.detach() * lengths - targets).square()
+    assert min(each["validation"] for each in record) == pytest.approx(float(losses.mean()))
