@@ -74,24 +74,67 @@ def stiff():
     save(figure, "stiff.png")
 
 
-def irregular():
-    """The predictions that the code of the page makes, in five bins."""
-    page = (HERE / "irregular.md").read_text(encoding="utf-8")
-    code = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+def names_of(page):
+    """The names that the code of a page defines."""
+    text = (HERE / page).read_text(encoding="utf-8")
+    code = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
     names = {"__name__": "snippet"}
     exec("\n".join(code), names)
-    target = names["targets"][names["test"]]
+    return names
+
+
+def irregular():
+    """The predictions that the code of the page makes, in five bins."""
+    names = names_of("irregular.md")
     figure, ax = plt.subplots(figsize=(4.5, 4))
     ax.plot([0, 1], [0, 1], "k:", lw=1)
-    said = names["probability"]
-    parts = said.argsort().tensor_split(5)
-    ax.plot(
-        [said[p].mean() for p in parts],
-        [target[p].mean() for p in parts],
-        "o-",
-    )
+    ax.plot(names["predicted"], names["observed"], "o-")
     ax.set(xlabel="predicted risk", ylabel="observed share", aspect="equal")
     save(figure, "calibration.png")
+
+
+@torch.no_grad()
+def forecasting():
+    """Four forecasts of the page's models, and errors of more models by horizon."""
+    names = names_of("forecasting.md")
+    test, cut, models = names["test"], names["cut"], names["models"]
+    figure, axes = plt.subplots(2, 2, figsize=(9, 5), sharey=True, sharex=True)
+    dt = torch.linspace(0, 12, 200, dtype=torch.float64)
+    for ax, k in zip(axes.flat, range(4), strict=True):
+        one = test.select([k])
+        now = float(one.t[0, 19])
+        ax.plot(one.t[0] - now, one.x[0], "k.", ms=4, label="samples")
+        ax.axvline(0, color="gray", ls=":")
+        for name, model in models.items():
+            _, state = model.rnn(**cut(one, 20).inputs())
+            ax.plot(dt, model.forecast(state, dt)[0], label=name)
+        ax.set(ylim=(-3.5, 3.5), xlim=(-8, 12))
+    for ax in axes[1]:
+        ax.set_xlabel("time after the last sample that was read")
+    for ax in axes[:, 0]:
+        ax.set_ylabel("angle")
+    axes[0, 0].legend(loc="lower left", fontsize=8)
+    save(figure, "forecasting.png")
+    with torch.enable_grad():
+        models["next sample, twice the epochs"] = names["trained"](
+            [(names["next_sample"], 48)]
+        )
+        models["later samples, without the last stage"] = names["trained"](
+            names["stages"][:2]
+        )
+    later = test.x[:, 20:]
+    ahead = test.t[:, 20:] - test.t[:, 19:20]
+    for name, model in models.items():
+        _, state = model.rnn(**cut(test, 20).inputs())
+        free = (model.forecast(state, ahead) - later)[..., 0]
+        fed = []
+        for i in range(20, 50):
+            y = model.forecast(state, (test.t[:, i] - state.t).unsqueeze(1))
+            _, state = model.rnn(y, test.t[:, i : i + 1], state)
+            fed.append(y)
+        back = (torch.cat(fed, 1) - later)[..., 0]
+        errors = [names["root_mean_square"](e, ahead) for e in (free, back)]
+        print(f"{name}: {errors[0]}, fed back {errors[1]}")
 
 
 if __name__ == "__main__":
@@ -99,3 +142,4 @@ if __name__ == "__main__":
     plots()
     stiff()
     irregular()
+    forecasting()

@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-CONTINUED = {"irregular", "series"}  # pages whose snippets belong together
+CONTINUED = {"forecasting", "irregular", "series"}  # pages whose snippets belong together
 
 
 def snippets(page):

@@ -47,6 +47,7 @@ def test_lightning(monkeypatch):
         warnings.simplefilter("ignore")  # of its imports
         lightning = pytest.importorskip("lightning")
 
+    # page: Lightning
     class Module(lightning.LightningModule):
         def __init__(self):
             super().__init__()
@@ -59,6 +60,7 @@ def test_lightning(monkeypatch):
         def configure_optimizers(self):
             return torch.optim.Adam(self.parameters(), lr=0.02)
 
+    # end: Lightning
     series, labels = waves(0)
     module = Module()
     trainer = lightning.Trainer(
@@ -81,6 +83,7 @@ def test_skorch():
     skorch = pytest.importorskip("skorch")
     series, labels = waves(0)
 
+    # page: skorch
     def dataset(series, y=None):
         return hbnode.data.Dataset(series, torch.zeros(len(series)) if y is None else y)
 
@@ -102,5 +105,6 @@ def test_skorch():
         verbose=0,
     )
     net.fit(series, labels)
+    # end: skorch
     series, labels = waves(1)
     assert float((net.predict(series) == labels.numpy()).mean()) > 0.9
