@@ -209,6 +209,32 @@ class Series(Record):
         return old if name in ("t", "mask", "lengths") else new
 
 
+# Series as in fit
+
+
+def on_clock(series: Series, clock: tuple[float | None, np.datetime64 | None]) -> Series:
+    """Return the series with times since the origin of ``clock``, the unit and the origin of time in fit.
+
+    Raises:
+        ValueError: if the unit is another one, or only one of both counts from a date.
+    """
+    (unit, origin), found = clock, (series.unit, series.origin)
+    if found[0] != unit or (found[1] is None) != (origin is None):
+        raise ValueError(
+            f"times must be as in fit, {_clock_name(unit, origin)}, got {_clock_name(*found)}. Fix: the same kind of "
+            "times, and the same unit= in from_long."
+        )
+    if unit is None or origin is None or series.origin is None or series.origin == origin:
+        return series
+    shift = (series.origin - origin) / SECOND / unit
+    return dataclasses.replace(series, t=series.t + float(shift), origin=origin)
+
+
+def _clock_name(unit: float | None, origin: np.datetime64 | None) -> str:
+    kind = "numbers" if unit is None else "durations" if origin is None else "dates"
+    return kind if unit is None else f"{kind} in units of {unit:g} s"
+
+
 # Tables in long form
 
 
