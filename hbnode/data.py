@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast, get_args
 
@@ -233,6 +234,66 @@ def on_clock(series: Series, clock: tuple[float | None, np.datetime64 | None]) -
 def _clock_name(unit: float | None, origin: np.datetime64 | None) -> str:
     kind = "numbers" if unit is None else "durations" if origin is None else "dates"
     return kind if unit is None else f"{kind} in units of {unit:g} s"
+
+
+def aligned(series: Series, features: Sequence[Any], static_features: Sequence[Any] | None = None) -> Series:
+    """Return a series of :func:`as_series` with its channels, and static features if given, in the order of fit.
+
+    They are matched by name. They are matched by position if one of both has the default names ``"x0"``, ``"x1"``, ...,
+    ``"static0"``, ..., as arrays have.
+
+    Raises:
+        ValueError: if names are missing or not in fit.
+    """
+    order = _order(series.features, features, "channels", "features")
+    if order != list(range(len(order))):
+        names = [series.features[i] for i in order]
+        series = dataclasses.replace(series, x=series.x[..., order], mask=series.mask[..., order], features=names)
+    order = _order(series.static_features, static_features, "static features", "static_features")
+    if series.static is not None and order != list(range(len(order))):
+        names = [series.static_features[i] for i in order]
+        series = dataclasses.replace(series, static=series.static[:, order], static_features=names)
+    return series
+
+
+def _order(found: Sequence[Any], wanted: Sequence[Any] | None, kind: str, argument: str) -> list[int]:
+    """Return for each wanted name the place where it was found."""
+    names, fits = list(map(str, found)), list(map(str, found if wanted is None else wanted))
+    if sorted(names) == sorted(fits) and len({*names}) == len(names):
+        return [names.index(name) for name in fits]
+    if len(names) != len(fits) or (names != fits and _default(argument, len(names)) not in (names, fits)):
+        lost, new = ([each for each in one if each not in other] for one, other in ((fits, names), (names, fits)))
+        raise ValueError(
+            f"series must have {len(fits)} {kind} as in fit, got {len(names)}: missing {lost}, unknown {new}. Fix: the "
+            f"same columns as in fit, {fits}; if only the names differ, dataclasses.replace(series, {argument}={fits})."
+        )
+    return list(range(len(names)))
+
+
+def by_id(targets: Any, ids: Sequence[Any], name: str = "y") -> Any:
+    """Return targets in the order of the series: by id if an index of pandas has the ids, else by position.
+
+    An index may repeat ids as ``ids`` do. An index 0, 1, 2, ... has ids only if these are the ids of the series.
+
+    Raises:
+        ValueError: if the index has other ids.
+    """
+    index = list(targets.index) if hasattr(targets, "iloc") else list(ids)
+    if index == list(ids) or len(index) != len(ids):
+        return targets
+    if Counter(index) == Counter(ids):
+        places: dict[Any, list[int]] = {}
+        for i, label in enumerate(index):
+            places.setdefault(label, []).append(i)
+        return targets.iloc[[places[one].pop(0) for one in ids]]
+    if index == list(range(len(index))):
+        return targets
+    strangers = [label for label in index if label not in {*ids}]
+    fault = f"{strangers[0]!r}, which is no id" if strangers else "an id more than once"
+    raise ValueError(
+        f"the index of {name} must be the ids of the series, got {fault}. Fix: {name}.to_numpy(), if it is in the "
+        "order of the series."
+    )
 
 
 # Tables in long form
@@ -589,10 +650,11 @@ class Dataset(TorchDataset[Any]):
 
     Arguments:
         series: the series of all items.
-        targets: target of each series, (batch, ...), a tensor or an array. Default: ``None``.
+        targets: target of each series, (batch, ...), a tensor or an array. A pandas Series or DataFrame that is indexed
+            by the ids is put in their order. Default: ``None``.
 
     Raises:
-        ValueError: if the numbers of targets and series differ.
+        ValueError: if the numbers of targets and series differ, or an index of pandas has other ids.
 
     Example:
         >>> import torch, hbnode
@@ -615,7 +677,7 @@ class Dataset(TorchDataset[Any]):
                 f"targets must be one for each of {len(series)} series, got {len(targets)}. "
                 "Fix: labels in the order of series.ids, for a pandas Series labels.loc[series.ids]."
             )
-        self.series = series
+        self.series, targets = series, by_id(targets, series.ids, "targets")
         self.targets = as_tensor(targets, "targets") if hasattr(targets, "to_numpy") else targets  # not by label
 
     def __len__(self) -> int:
@@ -776,7 +838,8 @@ def as_series(
     Arguments:
         data: one of
 
-            - a :class:`Series`, which is returned as it is, or a list of them, which is joined by :func:`collate`;
+            - a :class:`Series`, which gets ids and names of features if it has none, or a list of them, which is joined
+              by :func:`collate`;
             - a table in long form, which is converted by :func:`from_long`;
             - a list with a pair (t, x) for each series, with times t (n,) in any order and values x (n,) or
               (n, channels);
@@ -809,7 +872,7 @@ def as_series(
     """
     if isinstance(data, Series):
         check_digits(data.t, data.t.diff(), "t", 1.0)
-        return data
+        return _named(data)
     if hasattr(data, "columns") or isinstance(data, dict):
         if id is None or time is None:
             missing = "id" if id is None else "time"
@@ -823,7 +886,7 @@ def as_series(
         options: Any = {"static": static, "variable": variable, "unit": unit, "origin": origin, "dtype": dtype}
         return from_long(data, id=id, time=time, values=values, **options)
     if isinstance(data, (list, tuple)) and data and all(isinstance(one, Series) for one in data):
-        return cast("Series", collate(data))
+        return _named(cast("Series", collate(data)))
     if isinstance(data, (list, tuple)) and data and all(isinstance(one, tuple) and len(one) == 2 for one in data):
         exact = [
             _exact_times(t, f"data[{i}][0]", unit, origin) if len(t) else np.zeros(0) for i, (t, _) in enumerate(data)
@@ -857,6 +920,28 @@ def as_series(
         )
     rows = list((array[:, None] if array.ndim == 2 else array).swapaxes(1, 2))
     return _padded([(np.arange(len(x), dtype=np.float64), _without_end(x)) for x in rows], dtype)
+
+
+def _named(series: Series) -> Series:
+    """Return the series with ids 0, 1, ..., and the names ``"x0"``, ... and ``"static0"``, ..., where it has none."""
+    static = 0 if series.static is None else series.static.shape[1]
+    changed: dict[str, Any] = {}
+    for name, count in (("ids", len(series)), ("features", series.x.shape[2]), ("static_features", static)):
+        given = list(getattr(series, name))
+        names = (given if count else []) or _default(name, count)
+        if len(names) != count:
+            raise ValueError(
+                f"{name} must be {count} names, got {names}. Fix: dataclasses.replace(series, {name}=()) for "
+                "default names."
+            )
+        changed |= {} if names == given else {name: names}
+    return dataclasses.replace(series, **changed) if changed else series
+
+
+def _default(name: str, count: int) -> list[Any]:
+    """Return the names of ids, features or static features that have none."""
+    prefix = {"features": "x", "static_features": "static"}.get(name)
+    return list(range(count)) if prefix is None else [f"{prefix}{i}" for i in range(count)]
 
 
 def is_list_of_series(data: Any) -> bool:

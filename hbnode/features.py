@@ -15,7 +15,7 @@ import torch
 from typing_extensions import Self, override
 
 from hbnode._checks import as_count, as_numbers
-from hbnode.data import Series, as_series, is_list_of_series
+from hbnode.data import Series, aligned, as_series, is_list_of_series
 
 try:
     from joblib import Parallel, delayed, effective_n_jobs
@@ -124,11 +124,10 @@ class _Transformer(TransformerMixin, BaseEstimator):
             spread = np.sqrt((np.square(values - self.mean_) * mask).sum((0, 1)) / count)
             self.scale_ = np.where(spread > 1e-12 * np.abs(self.mean_), spread, 1.0)
             self.n_features_in_ = channels
-            self.channels_ = [str(name) for name in series.features] or [f"x{i}" for i in range(channels)]
-        elif channels != self.n_features_in_:
-            raise ValueError(
-                f"series must have {self.n_features_in_} channels as in fit, got {channels}. Fix: the same columns."
-            )
+            self.channels_ = list(map(str, series.features))
+            self.static_channels_ = list(map(str, series.static_features))
+        else:
+            series = aligned(series, self.channels_, self.static_channels_)
         return series
 
     def _block(self, series: Series, rows: Array) -> _Block:
@@ -409,12 +408,10 @@ class OscillatorFeatures(_Transformer):
         shares = np.arange(1, SHARES + 1) / (SHARES + 1)
         thresholds = np.quantile(samples, shares, axis=1).swapaxes(0, 1) / scales[:, None]
         self._bank = bank._replace(scales=scales, thresholds=thresholds)
-        self.static_channels_ = list(map(str, series.static_features)) if series.static is not None else []
         if series.static is not None:
             static = series.static.double().numpy(force=True)
             seen = ~np.isnan(static)
             self.static_mean_ = np.where(seen, static, 0.0).sum(0) / np.maximum(seen.sum(0), 1)
-            self.static_channels_ = self.static_channels_ or [f"static{i}" for i in range(static.shape[1])]
         return self
 
     def _samples(self, bank: _Bank, series: Series, random: np.random.RandomState) -> Array:
@@ -440,19 +437,13 @@ class OscillatorFeatures(_Transformer):
             X: a :class:`hbnode.data.Series`, or what :func:`hbnode.data.as_series` converts.
 
         Raises:
-            ValueError: if the number of static features is not that of :meth:`fit`.
+            ValueError: if the channels or static features are not those of :meth:`fit`.
         """
         check_is_fitted(self)
         series = self._series(X)
         duration = (series.t[:, -1:] - series.t[:, :1]).sum(1).numpy(force=True)
         cost = (series.lengths.numpy(force=True) + duration / self.step_) * len(self.frequency_)
         found = self._rows(self._bank.features, lambda rows: self._block(series, rows), series, cost)
-        count = 0 if series.static is None else series.static.shape[1]
-        if count != len(self.static_channels_):
-            raise ValueError(
-                f"series must have {len(self.static_channels_)} static features as in fit, got {count}. "
-                "Fix: dataclasses.replace(series, static=...)."
-            )
         if series.static is None:
             return found
         static = series.static.double().numpy(force=True)

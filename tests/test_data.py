@@ -451,10 +451,17 @@ def test_batches_for_a_data_loader():
     assert sorted(indices) == list(range(9))
     (batch,) = DataLoader(data.Dataset(series), batch_size=9, collate_fn=data.collate)
     assert batch.ids == series.ids
-    targets = pandas.Series(range(9), index=range(9, 0, -1))  # taken by place
-    for one in (targets, targets.to_frame()):
+    by_id, no_ids = pandas.Series(range(9), index=series.ids)[::-1], pandas.Series(range(9))
+    for one in (by_id, by_id.to_frame(), no_ids, no_ids.to_frame()):
         ((_, y),) = DataLoader(data.Dataset(series, one), batch_size=9, collate_fn=data.collate)
         assert y.flatten().tolist() == list(range(9))
+    for index in (range(9, 0, -1), [*series.ids[:8], series.ids[0]]):
+        with pytest.raises(ValueError, match=r"the index of targets must be the ids.*Fix: targets.to_numpy\(\)"):
+            data.Dataset(series, by_id.set_axis(index))
+    again = torch.tensor([3, 0, 3, 5])  # as a bootstrap draws them
+    assert (
+        data.Dataset(series.select(again), by_id.loc[series.select(again).ids[::-1]]).targets.tolist() == again.tolist()
+    )
     with pytest.raises(ValueError, match="targets must be one for each of 9 series, got 8"):
         data.Dataset(series, labels[:8])
     with pytest.raises(IndexError):
@@ -512,6 +519,41 @@ def test_features_that_are_not_wanted_leave_no_samples():
         assert len(layer(**plain.select(plain.lengths > 0).inputs())[0]) == 2
     with pytest.raises(ValueError, match=r"'what' has none of the features \['bp'\]; it has \['hr', 'x'\]"):
         data.from_long(table, **options, features=["bp"])
+
+
+# Series as in fit
+
+
+def test_channels_and_static_features_are_put_in_the_order_of_fit():
+    table = make_table()
+    fit, other = (
+        data.from_long(table, id="id", time="time", values=values, static=static)
+        for values, static in ((["a", "b"], ["age", "sex"]), (["b", "a"], ["sex", "age"]))
+    )
+    found = data.aligned(other, fit.features, fit.static_features)
+    assert (found.features, found.static_features) == (fit.features, fit.static_features)
+    for name in ("x", "mask", "static"):
+        torch.testing.assert_close(getattr(found, name), getattr(fit, name), equal_nan=True)
+    unnamed = data.as_series(dataclasses.replace(other, features=(), static_features=()))
+    assert (unnamed.features, unnamed.static_features) == (["x0", "x1"], ["static0", "static1"])
+    for of, names, statics in (
+        (unnamed, fit.features, fit.static_features),
+        (other, ["x0", "x1"], ["static0", "static1"]),
+    ):
+        assert data.aligned(of, names, statics) is of  # by position
+    for names, statics, message in (
+        (["a", "c"], None, r"2 channels as in fit, got 2: missing \['c'\], unknown \['b'\]"),
+        (["a"], None, r"1 channels as in fit, got 2: missing \[\], unknown \['b'\]"),
+        (["a", "b"], ["age"], r"1 static features as in fit, got 2: missing \[\], unknown \['sex'\]"),
+    ):
+        with pytest.raises(ValueError, match=message) as error:
+            data.aligned(other, names, statics)
+    with pytest.raises(ValueError, match=r"unknown \['b'\]") as error:
+        data.aligned(other, ["a", "c"])
+    fixed = eval(str(error.value).split("differ, ")[1].removesuffix("."), {"dataclasses": dataclasses, "series": other})
+    assert data.aligned(fixed, ["a", "c"]).features == ["a", "c"]
+    with pytest.raises(ValueError, match=r"features must be 2 names, got \['a'\]. Fix"):
+        data.as_series(dataclasses.replace(other, features=["a"]))
 
 
 # Other forms of data

@@ -246,7 +246,7 @@ def test_errors_name_a_fix(monkeypatch):
     series = make_series()
     with pytest.raises(ValueError, match=r"damping_ratio must be .* < 1.0, got \(0.1, 1.5\). Fix: damping_ratio="):
         OscillatorFeatures(damping_ratio=(0.1, 1.5)).fit(series)
-    with pytest.raises(ValueError, match=r"must have 2 channels as in fit, got 1. Fix"):
+    with pytest.raises(ValueError, match=r"must have 2 channels as in fit, got 1: missing \['x1'\].* Fix"):
         OscillatorFeatures(4).fit(series).transform([(t, x[:, 0]) for t, x in series])
     with pytest.raises(TypeError, match=r"X must be series, got a table, .* Fix: hbnode.data.from_long"):
         OscillatorFeatures(4).fit(__import__("pandas").DataFrame({"a": [1.0]}))

@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 from typing_extensions import Self
 
 from hbnode._checks import as_count
-from hbnode.data import Series, as_series, is_list_of_series
+from hbnode.data import Series, aligned, as_series, by_id, is_list_of_series, on_clock
 from hbnode.estimators.networks import SeriesNetwork
 from hbnode.nn import Standardize
 
@@ -64,8 +64,7 @@ class SeriesEstimator(BaseEstimator):
             if not reset:
                 names["values"] = self.features_
         data = _checked(data)
-        series = self._on_clock(as_series(data, **names).to("cpu"), reset)
-        series = _with_samples(series)
+        series = _with_samples(as_series(data, **names).to("cpu"))
         static = list(series.static_features)
         if is_table and series.static is not None:
             levels = {f"{name}={level}" for name in self.levels_ for level in self.levels_[name]}
@@ -75,34 +74,14 @@ class SeriesEstimator(BaseEstimator):
             )
         if reset:
             self.features_, self.static_features_ = list(series.features), static
+            self.clock_ = (series.unit, series.origin)
             self.n_features_in_ = _width(data, series)
         elif _width(data, series) != self.n_features_in_ and _width(data, series) != len(series.features):
             raise ValueError(
                 f"X has {_width(data, series)} features, but {type(self).__name__} is expecting {self.n_features_in_} "
                 "features as input. Fix: arrays (n, channels, T) for series of another length."
             )
-        elif len(series.features) != len(self.features_) or static != self.static_features_:
-            raise ValueError(
-                f"the series must have the features {self.features_} and the static features "
-                f"{self.static_features_} of the training data, got {list(series.features)} and {static}. "
-                "Fix: the same columns as in fit."
-            )
-        return series
-
-    def _on_clock(self, series: Series, reset: bool) -> Series:
-        """Return the series with times since the origin of the training data; the unit must be the same."""
-        if reset:
-            self.clock_ = (series.unit, series.origin)
-        (unit, origin), found = self.clock_, (series.unit, series.origin)
-        if found[0] != unit or (found[1] is None) != (origin is None):
-            raise ValueError(
-                f"times must be as in fit, {_clock_name(unit, origin)}, got {_clock_name(*found)}. Fix: the same kind "
-                "of times, and the same unit= in from_long."
-            )
-        if unit is None or origin is None or series.origin == origin:
-            return series
-        shift = (series.origin - origin) / np.timedelta64(1, "s") / unit
-        return dataclasses.replace(series, t=series.t + float(shift), origin=origin)
+        return aligned(on_clock(series, self.clock_), self.features_, self.static_features_)
 
     def _encoded(self, table: Any, reset: bool) -> tuple[Any, list[str]]:
         """Return a table whose static columns of categories are columns of 0 and 1, and the names of static columns.
@@ -206,17 +185,8 @@ def targets_of(y: Any, series: Series, has_ids: bool) -> NDArray[Any]:
         raise ValueError("fit requires y to be passed, but the target y is None. Fix: fit(X, y), one for each series.")
     if isinstance(y, Mapping):
         raise ValueError("y must be an array or a pandas Series, got a dictionary. Fix: pandas.Series(y).")
-    if has_ids and hasattr(y, "loc") and len(y) == len(series):
-        index, ids = list(y.index), set(series.ids)
-        if set(index) == ids:
-            y = y.loc[list(series.ids)]
-        elif not all(isinstance(label, int) for label in index) or (index != list(range(len(ids))) and ids & {*index}):
-            strangers = [label for label in index if label not in ids]
-            fault = f"{strangers[0]!r}, which is no id" if strangers else "an id more than once"
-            raise ValueError(
-                f"the index of y must be the ids of the series, got {fault}. Fix: y.to_numpy(), if it is in the order "
-                "of the series."
-            )
+    if has_ids:
+        y = by_id(y, series.ids)
     targets: NDArray[Any] = np.asarray(y.detach().cpu() if isinstance(y, torch.Tensor) else y)
     if targets.ndim == 0 or len(targets) != len(series):
         got = f"shape {targets.shape}"
@@ -284,11 +254,6 @@ def _no_index(table: Any, names: Sequence[Any]) -> None:
     lost = [name for name in names if name in index and name not in table.columns]
     if lost:
         raise KeyError(f"the table has {lost[0]!r} in its index, not in a column. Fix: table.reset_index().")
-
-
-def _clock_name(unit: float | None, origin: np.datetime64 | None) -> str:
-    kind = "numbers" if unit is None else "durations" if origin is None else "dates"
-    return kind if unit is None else f"{kind} in units of {unit:g} s"
 
 
 def _level_name(entry: Any) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from hbnode._checks import as_count, check_bool, is_one_of
-from hbnode.data import Series, as_series
+from hbnode.data import Series, aligned, as_series
 from hbnode.nn.kalman import Gaussian, KalmanFilter
 from hbnode.nn.oscillators import Oscillators
 from hbnode.nn.sequences import Sequences
@@ -156,7 +156,7 @@ class OscillatorSmoother(BaseEstimator):
         values = [data.x[..., i][data.mask[..., i]].double() for i in range(data.x.shape[-1])]
         if sum(map(len, values)) < 2:
             raise ValueError("the series have fewer than two observed values. Fix: fit them to more series.")
-        self.clock_ = self._clock(data)
+        self.clock_, self.features_ = self._clock(data), list(data.features)
         self.level_ = np.array([float(each.mean()) for each in values])
         self.scale_ = np.array([_scale(each) for each in values])
         self.range_ = np.array([[*map(float, each.aminmax())] if len(each) else [np.nan] * 2 for each in values]).T
@@ -329,12 +329,7 @@ class OscillatorSmoother(BaseEstimator):
     # Data
 
     def _checked(self, series: Any) -> Series:
-        data = as_series(series)
-        if data.x.shape[-1] != len(self.level_):
-            raise ValueError(
-                f"the series must have {len(self.level_)} channels as in fit, got {data.x.shape[-1]}. "
-                "Fix: the same channels as in fit."
-            )
+        data = aligned(as_series(series), self.features_)
         if self._clock(data) != self.clock_:
             raise ValueError(
                 f"the series must have the unit and the origin of time as in fit, {self.clock_}, got "

@@ -14,7 +14,8 @@ from sklearn.preprocessing import FunctionTransformer
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 from hbnode.data import as_series, from_long
-from hbnode.estimators import SeriesClassifier, SeriesForecaster, SeriesRegressor
+from hbnode.estimators import OscillatorSmoother, SeriesClassifier, SeriesForecaster, SeriesRegressor
+from hbnode.features import OscillatorFeatures, RocketFeatures
 
 
 def swings(count=40, seed=0, classes=2):
@@ -156,6 +157,33 @@ def test_labels_follow_the_ids_of_a_table_and_the_order_of_a_list():
         model.fit(table, by_id.rename({"p19": "p18"}))
     with pytest.raises(ValueError, match=r"pandas\.Series\(y\)"):
         model.fit(table, by_id.to_dict())
+
+
+@pytest.mark.parametrize(
+    ("fitted", "call"),
+    [
+        (lambda s, y: small("features").fit(s, y), lambda m, s: m.predict_proba(s)),
+        (lambda s, y: small("gru").set_params(max_epochs=1).fit(s, y), lambda m, s: m.predict_proba(s)),
+        (lambda s, y: small("features", SeriesRegressor).fit(s, y == "slow"), lambda m, s: m.predict(s)),
+        (lambda s, y: SeriesForecaster("last").fit(s), lambda m, s: m.predict(s, 1.0)["mean"].to_numpy()),
+        (lambda s, y: OscillatorFeatures(8, random_state=0).fit(s), lambda m, s: m.transform(s)),
+        (lambda s, y: RocketFeatures(84, random_state=0).fit(s), lambda m, s: m.transform(s)),
+        (lambda s, y: OscillatorSmoother(max_iter=1).fit(s), lambda m, s: m.posterior(s, [1.0, 2.0]).mean),
+    ],
+    ids=["classifier", "network", "regressor", "forecaster", "oscillators", "rocket", "smoother"],
+)
+def test_channels_are_matched_by_name(fitted, call):
+    pairs, labels = swings(20)
+    series = dataclasses.replace(as_series(pairs), features=["hr", "sbp"])
+    model = fitted(series, labels)
+    expected = call(model, series)
+    swapped = dataclasses.replace(series, x=series.x.flip(-1), mask=series.mask.flip(-1), features=["sbp", "hr"])
+    for same in (swapped, dataclasses.replace(series, features=()), pairs):  # those without names by position
+        numpy.testing.assert_array_equal(call(model, same), expected)
+    with pytest.raises(ValueError, match=r"missing \['sbp'\], unknown \['temp'\]"):
+        call(model, dataclasses.replace(series, features=["hr", "temp"]))
+    of_pairs = fitted(pairs, labels)
+    numpy.testing.assert_array_equal(call(of_pairs, series), expected)
 
 
 def test_a_series_in_other_units_is_refused_and_one_of_another_origin_is_shifted():
