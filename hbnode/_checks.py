@@ -59,7 +59,7 @@ def as_real(value: object, name: str, fix: str) -> float:
 def as_integers(value: object, name: str, fix: str) -> Tensor:
     """Return whole numbers in any form as a tensor; raise TypeError for what torch cannot convert."""
     try:
-        whole = torch.as_tensor(value)
+        whole = torch.as_tensor(_forward(value))
     except (TypeError, ValueError, RuntimeError, OverflowError):
         raise TypeError(f"{name} must be whole numbers, got {value!r}. Fix: {fix}.") from None
     refuse_meta(whole, name)
@@ -102,7 +102,7 @@ def to_tensor(
     is_complex = getattr(getattr(value, "dtype", None), "kind", "") == "c"  # an array of NumPy
     if not is_complex and (not isinstance(value, Tensor) or (value.layout is torch.strided and not value.is_complex())):
         try:
-            return torch.as_tensor(value, dtype=dtype, device=device)
+            return torch.as_tensor(_forward(value), dtype=dtype, device=device)
         except (TypeError, ValueError, RuntimeError, OverflowError):
             pass
     raise TypeError(f"{name} must be a number or a tensor, got {value!r}. Fix: {fix}.")
@@ -172,7 +172,7 @@ def as_tensor(value: object, name: str) -> Tensor:
     array: Any = value.to_numpy() if hasattr(value, "to_numpy") else value
     try:
         if hasattr(array, "__array__"):
-            return torch.as_tensor(np.array(array, order="C"))  # torch takes no negative strides, as of df[::-1]
+            return torch.as_tensor(_forward(array))
         return torch.tensor(list(array), dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError) as error:
         kind = getattr(array, "dtype", None)
@@ -180,6 +180,12 @@ def as_tensor(value: object, name: str) -> Tensor:
         raise TypeError(
             f"{name} must be a tensor, an array or a list of numbers, got {got}. Fix: pass one number per sample."
         ) from error
+
+
+def _forward(value: Any) -> Any:
+    """Return a copy of an array of NumPy or pandas, without the negative strides of df[::-1], which torch refuses."""
+    is_array = hasattr(value, "__array__") and not isinstance(value, Tensor)
+    return np.array(value, order="C") if is_array else value
 
 
 _TIMES = {"t", "time"}

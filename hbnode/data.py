@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import operator
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast, get_args
@@ -107,11 +108,14 @@ class Series(Record):
         static = "" if self.static is None else f", {self.static.shape[1]} static"
         return f"Series({batch} series, up to {length} samples, {count} features{names}{static})"
 
-    def __getitem__(self, index: int) -> Series:
-        """Return one of the series, as a batch of one; so a list of them can be split, as scikit-learn does."""
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"index {index} is out of range for {len(self)} series")
-        return self.select([index % len(self)])
+    def __getitem__(self, index: int | Tensor | Sequence[int] | slice) -> Series:
+        """Return one of the series as a batch of one, or those of a slice, indices or a bool mask as :meth:`select`."""
+        if isinstance(index, slice) or np.ndim(index):
+            return self.select(index)  # type: ignore[arg-type]
+        place = operator.index(index)  # type: ignore[arg-type]
+        if not -len(self) <= place < len(self):
+            raise IndexError(f"index {place} is out of range for {len(self)} series")
+        return self.select([place % len(self)])
 
     def inputs(self) -> SeriesInputs:
         """Return the arguments of a layer as a dict: x, t, mask, lengths and static (or None)."""
@@ -190,10 +194,36 @@ class Series(Record):
             TypeError: if the series does not count from a date.
         """
         origin, unit = self._known(self.origin, "times to convert to dates"), self._known(self.unit, "times")
-        seconds = _as_numbers(t, "t").detach().cpu().numpy() * unit
-        name, steps = ("ns", 1e9) if np.datetime_data(origin)[0] == "ns" else ("us", 1e6)
-        since = np.where(np.isfinite(seconds), seconds * steps, np.iinfo(np.int64).min).round()  # the least int is NaT
-        return np.asarray(origin + since.astype(np.int64).astype(f"timedelta64[{name}]"))
+        return np.asarray(origin + _timedelta(_as_numbers(t, "t") * unit, np.datetime_data(origin)[0] == "ns"))
+
+    def to_frame(self, *, id: str = "id", time: str = "time") -> Any:
+        """Return the series as a table of pandas in long form, with a row for each sample.
+
+        Times are dates (UTC) or durations as in the table that was given, or numbers. Missing values are NaN.
+        ``from_long(series.to_frame(), id="id", time="time", values=series.features)``, with the same ``static``,
+        ``unit`` and ``origin``, returns the series, but those of length 0.
+
+        Arguments:
+            id: name of the column of ids. Default: ``"id"``.
+            time: name of the column of times. Default: ``"time"``.
+
+        Raises:
+            ImportError: if pandas is not installed.
+            ValueError: if two columns have one name.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise ImportError(f"to_frame needs pandas: {error}. Fix: pip install pandas.") from error
+        whole = _complete(self)
+        row, sample = (torch.arange(self.x.shape[1]) < self.lengths.cpu().unsqueeze(1)).numpy().nonzero()
+        x, t, mask = (part.numpy(force=True)[row, sample] for part in (self.x.double(), self.t, self.mask))
+        times = t if self.unit is None else _timedelta(torch.from_numpy(t) * self.unit, True)
+        columns = [[whole.ids[i] for i in row], times if self.origin is None else self.dates(t)]
+        columns += [*np.where(mask, x, np.nan).T]
+        columns += [] if self.static is None else [*self.static.double().numpy(force=True)[row].T]
+        names = _names([id, time, *whole.features, *whole.static_features], "to_frame")
+        return pandas.DataFrame(dict(zip(names, columns, strict=True)))
 
     def _known(self, value: Known | None, got: str) -> Known:
         if value is None:
@@ -374,7 +404,7 @@ def from_long(
     if variable is not None:
         names, of_rows = _features(_column(table, variable), variable, features)
         feature = of_rows[:, None]
-    numbers = np.stack([_numbers(_column(table, name), f"column {name!r}") for name in columns], 1)
+    numbers = _stacked({name: _column(table, name) for name in columns})
     fixed = [_constant(_numbers(_column(table, name), f"column {name!r}"), codes, ids, name) for name in statics]
 
     feature = np.broadcast_to(feature, numbers.shape)
@@ -401,16 +431,18 @@ def from_long(
     t[counts == 0] = 0.0
     t = np.maximum.accumulate(t, axis=1)
     _check_digits(table[time], t, f"table[{time!r}]")
-    constant = torch.from_numpy(np.stack(fixed, 1)).to(dtype) if fixed else None
-    padded, mask = torch.from_numpy(x).to(_checked_dtype(dtype)), torch.from_numpy(~np.isnan(x))
-    lengths = torch.from_numpy(counts).long()
+    constant = _in_dtype(np.stack(fixed, 1), dtype, statics) if fixed else None
+    padded, mask, lengths = _in_dtype(x, dtype, names), torch.from_numpy(~np.isnan(x)), torch.from_numpy(counts).long()
     return Series(padded, torch.from_numpy(t), mask, lengths, constant, ids, names, statics, length, zero)
 
 
-def _checked_dtype(dtype: torch.dtype) -> torch.dtype:
+def _in_dtype(values: NDArray[Any], dtype: torch.dtype, names: Sequence[Any]) -> Tensor:
+    """Return finite values (..., columns) as a tensor; raise ValueError if the dtype makes one infinite."""
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"dtype must be a floating-point dtype of torch, got {dtype!r}. Fix: dtype=torch.float32.")
-    return dtype
+    converted = torch.from_numpy(values).to(dtype)
+    _refuse_infinite(converted.isinf(), names, f"numbers that are infinite in {dtype}. Fix: dtype=torch.float64.")
+    return converted
 
 
 def _column(table: Any, name: str) -> Any:
@@ -456,7 +488,7 @@ def _codes(column: Any, name: str) -> tuple[list[Any], NDArray[Any]]:
 def _features(column: Any, name: str, wanted: str | Sequence[str] | None) -> tuple[list[str], NDArray[Any]]:
     """Return the names of the features, and for each row the index of its feature, or -1 if it is not in ``wanted``."""
     found, codes = _codes(column, name)
-    names = sorted(found) if wanted is None else [wanted] if isinstance(wanted, str) else list(wanted)
+    names = sorted(found) if wanted is None else _names(wanted, "features")
     index = {feature: i for i, feature in enumerate(names)}
     of_rows = np.array([index.get(feature, -1) for feature in found])[codes]
     if (of_rows < 0).all():
@@ -541,7 +573,13 @@ def _names(names: Any, argument: str) -> list[Any]:
         return [names]
     if not isinstance(names, Iterable) or isinstance(names, Tensor):
         raise TypeError(f"{argument} must be names of columns, got {names!r}. Fix: {argument}=['value'].")
-    return list(names)
+    found = names.tolist() if hasattr(names, "tolist") else list(names)
+    if any(found.count(name) > 1 for name in found):
+        raise ValueError(
+            f"{argument} must name each column once, got {found}. Fix: {argument}={list(dict.fromkeys(found))}; "
+            "table.loc[:, ~table.columns.duplicated()] for a table that has a column twice."
+        )
+    return found
 
 
 def _durations(durations: Any) -> NDArray[np.float64]:
@@ -563,6 +601,14 @@ def _durations(durations: Any) -> NDArray[np.float64]:
     except ValueError as error:
         raise ValueError(f"durations must be text such as '1h' or '30min', got {durations!r}. Fix: '1h'.") from error
     return np.array(seconds).reshape(text.shape)
+
+
+def _timedelta(seconds: Tensor, has_nanoseconds: bool) -> NDArray[np.timedelta64]:
+    """Convert seconds to timedelta64, rounded to microseconds or nanoseconds; NaN becomes NaT."""
+    name, steps = ("ns", 1e9) if has_nanoseconds else ("us", 1e6)
+    number = seconds.detach().cpu().numpy()
+    since = np.where(np.isfinite(number), number * steps, np.iinfo(np.int64).min).round()  # the least int is NaT
+    return np.asarray(since.astype(np.int64).astype(f"timedelta64[{name}]"))
 
 
 def _dates(dates: Any, name: str = "dates") -> Any:
@@ -603,6 +649,22 @@ def _numbers(column: Any, name: str) -> NDArray[Any]:
     if np.isinf(numbers).any():
         raise ValueError(f"{name} holds infinite values. Fix: replace them by NaN, a missing value.")
     return numbers
+
+
+def _stacked(columns: dict[Any, Any]) -> NDArray[Any]:
+    """Return columns of values as an array (rows, columns); raise TypeError with the names of those without numbers."""
+    found, faults = {}, []
+    for name, column in columns.items():
+        try:
+            found[name] = _numbers(column, f"column {name!r}")
+        except TypeError as error:
+            faults.append(error)
+    if faults and found:
+        wrong = [name for name in columns if name not in found]
+        raise TypeError(f"columns {wrong} hold no numbers: {faults[0]} Or values={list(found)}, without them.")
+    if faults:
+        raise faults[0]
+    return np.stack(list(found.values()), 1)
 
 
 def _merge(
@@ -705,13 +767,16 @@ class Dataset(TorchDataset[Any]):
 def collate(items: Sequence[Series] | Sequence[tuple[Series, Any]]) -> Series | tuple[Series, Tensor]:
     """Join items of a :class:`Dataset` into one padded batch; use as ``collate_fn`` of a DataLoader.
 
+    Features are put in the order of the first item with names. A series without static features has missing ones, if
+    others have some.
+
     Arguments:
         items: series, or pairs of a series and a target.
 
     Raises:
         TypeError: if an item is neither.
-        ValueError: if there are no items, if some have a target and others none, or if their units or origins of time
-            differ.
+        ValueError: if there are no items, if some have a target or an id and others none, or if their features, their
+            static features, or their units or origins of time differ.
     """
     if not items:
         raise ValueError("there are no items. Fix: a batch of at least one item.")
@@ -727,6 +792,21 @@ def collate(items: Sequence[Series] | Sequence[tuple[Series, Any]]) -> Series | 
             f"all items must have a target, or none, got {len(targets)} targets of {len(series)} series. "
             "Fix: items of one Dataset."
         )
+    ids = [name for one in series for name in one.ids]
+    if len(ids) not in (0, sum(map(len, series))):
+        raise ValueError(
+            f"all series must have ids, or none, got {len(ids)} ids of {sum(map(len, series))} series. Fix: "
+            "dataclasses.replace(series, ids=()) for those that have some."
+        )
+    named = [_complete(one) for one in series]
+    features, statics = (_most_named(named, name) for name in ("features", "static_features"))
+    series = [aligned(_with_static(one, statics), features, statics) for one in named]
+    axes = {(one.unit, one.origin) for one in series}
+    if len(axes) > 1:
+        raise ValueError(
+            f"series of one batch must have one unit and origin of time, got {sorted(axes, key=str)}. Fix: the same "
+            "unit= and origin= in each from_long."
+        )
     total = max(one.x.shape[1] for one in series)
     x, mask, t = [], [], []
     for one in series:
@@ -735,21 +815,28 @@ def collate(items: Sequence[Series] | Sequence[tuple[Series, Any]]) -> Series | 
         mask.append(pad(one.mask, (0, 0, 0, missing), value=False))
         last = one.t[:, -1:] if one.t.shape[1] else one.t.new_zeros(len(one), 1)
         t.append(torch.cat([one.t, last.expand(-1, missing)], 1))
-    lengths, ids = torch.cat([one.lengths for one in series]), [name for one in series for name in one.ids]
-    statics = [one.static for one in series if one.static is not None]
-    static, names = torch.cat(statics) if statics else None, (series[0].features, series[0].static_features)
-    axes = {(one.unit, one.origin) for one in series}
-    if len(axes) > 1:
-        raise ValueError(
-            f"series of one batch must have one unit and origin of time, got {sorted(axes, key=str)}. Fix: the same "
-            "unit= and origin= in each from_long."
-        )
-    batch = Series(torch.cat(x), torch.cat(t), torch.cat(mask), lengths, static, ids, *names, *axes.pop())
+    static = torch.cat([cast("Tensor", one.static) for one in series]) if statics else None
+    lengths = torch.cat([one.lengths for one in series])
+    batch = Series(torch.cat(x), torch.cat(t), torch.cat(mask), lengths, static, ids, features, statics, *axes.pop())
     return (
         (batch, torch.stack([to_tensor(x, "a target", "one number per series", None, None) for x in targets]))
         if targets
         else batch
     )
+
+
+def _most_named(series: Sequence[Series], name: str) -> list[Any]:
+    """Return the first names that are not the default ones."""
+    found: list[list[Any]] = [getattr(one, name) for one in series]
+    return max(found, key=lambda names: bool(names) + (names != _default(name, len(names))))
+
+
+def _with_static(series: Series, names: Sequence[Any]) -> Series:
+    """Return a series without static features with missing ones."""
+    if series.static is not None or not names:
+        return series
+    missing = series.x.new_full((len(series), len(names)), torch.nan)
+    return dataclasses.replace(series, static=missing, static_features=names)
 
 
 class BucketedBatches(Sampler[list[int]]):
@@ -842,7 +929,7 @@ def as_series(
               by :func:`collate`;
             - a table in long form, which is converted by :func:`from_long`;
             - a list with a pair (t, x) for each series, with times t (n,) in any order and values x (n,) or
-              (n, channels);
+              (n, channels); a list [t, x] is a pair if t are dates or durations, or x is an array (n, channels);
             - a list with an array (channels, n) for each series, at the times 0, 1, 2, ...;
             - an array or tensor (batch, channels, T), or (batch, T) for one channel, at the times 0, 1, 2, ....
 
@@ -872,7 +959,7 @@ def as_series(
     """
     if isinstance(data, Series):
         check_digits(data.t, data.t.diff(), "t", 1.0)
-        return _named(data)
+        return _complete(data)
     if hasattr(data, "columns") or isinstance(data, dict):
         if id is None or time is None:
             missing = "id" if id is None else "time"
@@ -886,8 +973,8 @@ def as_series(
         options: Any = {"static": static, "variable": variable, "unit": unit, "origin": origin, "dtype": dtype}
         return from_long(data, id=id, time=time, values=values, **options)
     if isinstance(data, (list, tuple)) and data and all(isinstance(one, Series) for one in data):
-        return _named(cast("Series", collate(data)))
-    if isinstance(data, (list, tuple)) and data and all(isinstance(one, tuple) and len(one) == 2 for one in data):
+        return _complete(cast("Series", collate(data)))
+    if isinstance(data, (list, tuple)) and data and all(map(_is_pair, data)):
         exact = [
             _exact_times(t, f"data[{i}][0]", unit, origin) if len(t) else np.zeros(0) for i, (t, _) in enumerate(data)
         ]
@@ -922,8 +1009,12 @@ def as_series(
     return _padded([(np.arange(len(x), dtype=np.float64), _without_end(x)) for x in rows], dtype)
 
 
-def _named(series: Series) -> Series:
-    """Return the series with ids 0, 1, ..., and the names ``"x0"``, ... and ``"static0"``, ..., where it has none."""
+def _complete(series: Series) -> Series:
+    """Return the series with default names where it has none: ids 0, 1, ..., ``"x0"``, ..., and ``"static0"``, ....
+
+    Raises:
+        ValueError: if a number of names is wrong, or an observed value is infinite.
+    """
     static = 0 if series.static is None else series.static.shape[1]
     changed: dict[str, Any] = {}
     for name, count in (("ids", len(series)), ("features", series.x.shape[2]), ("static_features", static)):
@@ -935,7 +1026,20 @@ def _named(series: Series) -> Series:
                 "default names."
             )
         changed |= {} if names == given else {name: names}
-    return dataclasses.replace(series, **changed) if changed else series
+    series = dataclasses.replace(series, **changed) if changed else series
+    fix = "infinite values. Fix: dataclasses.replace(series, "
+    _refuse_infinite(series.x.isinf() & series.mask, series.features, f"{fix}mask=series.mask & ~series.x.isinf()).")
+    if series.static is not None:
+        mended = "static=torch.where(series.static.isinf(), torch.nan, series.static))."
+        _refuse_infinite(series.static.isinf(), series.static_features, fix + mended)
+    return series
+
+
+def _refuse_infinite(is_infinite: Tensor, names: Sequence[Any], fault: str) -> None:
+    """Raise ValueError with the name of the first column (..., columns) that is infinite somewhere."""
+    if is_infinite.any():
+        name = names[int(is_infinite.flatten(0, -2).any(0).byte().argmax())]
+        raise ValueError(f"{name!r} holds {fault}")
 
 
 def _default(name: str, count: int) -> list[Any]:
@@ -950,18 +1054,27 @@ def is_list_of_series(data: Any) -> bool:
         return False
     first: Any = data[0]
     inner = first[0] if isinstance(first, list) and first else first
-    return isinstance(first, (Series, tuple)) or getattr(first, "ndim", 0) == 2 or _is_column(inner)
+    return isinstance(first, (Series, tuple)) or getattr(first, "ndim", 0) == 2 or _is_column(inner) or _is_pair(first)
 
 
 def _is_column(value: Any) -> bool:
     return getattr(value, "ndim", 0) == 1
 
 
+def _is_pair(value: Any) -> bool:
+    """Return whether a series is (t, x), or a list [t, x] that cannot be an array of two channels."""
+    if not isinstance(value, (list, tuple)) or len(value) != 2:
+        return False
+    has_channels = _is_column(value[0]) and getattr(value[1], "ndim", 0) == 2
+    return isinstance(value, tuple) or has_channels or kind_of(value[0]) in ("dates", "durations")
+
+
 def _refuse_lists_for_pairs(data: Any) -> None:
     """Raise TypeError for lists [t, x] and a single (t, x), whose times would be read as a channel or as a series."""
     if not isinstance(data, (list, tuple)) or not data:
         return
-    if isinstance(data, tuple) and len(data) == 2 and any(map(_is_column, data)):
+    is_list = [isinstance(one, list) and not isinstance(next(iter(one), []), (list, tuple)) for one in data]
+    if isinstance(data, tuple) and len(data) == 2 and (any(map(_is_column, data)) or all(is_list)):
         raise TypeError("data must be a list of series, got one pair (t, x). Fix: [(t, x)].")
     if any(isinstance(one, list) and len(one) == 2 and any(map(_is_column, one)) for one in data):
         raise TypeError("a series must be a tuple (t, x), got a list [t, x]. Fix: [tuple(one) for one in data].")
@@ -1007,7 +1120,6 @@ def _padded(pairs: list[tuple[NDArray[Any], NDArray[Any]]], dtype: torch.dtype) 
     values, times = np.full((len(pairs), lengths.max(), widths[0]), np.nan), np.empty((len(pairs), lengths.max()))
     for i, (t, x) in enumerate(pairs):
         values[i, : len(x)], times[i, : len(x)], times[i, len(x) :] = x, t[: len(x)], t[len(x) - 1]
-    padded, mask = torch.from_numpy(values).to(_checked_dtype(dtype)), torch.from_numpy(~np.isnan(values))
-    features = [f"x{i}" for i in range(widths[0])]
-    ids = list(range(len(pairs)))
+    ids, features = list(range(len(pairs))), _default("features", widths[0])
+    padded, mask = _in_dtype(values, dtype, features), torch.from_numpy(~np.isnan(values))
     return Series(padded, torch.from_numpy(times), mask, torch.from_numpy(lengths), None, ids, features)

@@ -356,6 +356,13 @@ def good():
         ({"t": [0.0, math.nan, 1.0]}, {}, ValueError, r"table\['t'\] is missing or infinite in row 1"),
         ({"a": ["x", "y", "z"]}, {}, TypeError, "'a' must hold numbers.*get_dummies"),
         ({"a": [1.0, math.inf, 2.0]}, {}, ValueError, "'a' holds infinite values"),
+        (
+            {"a": list("xyz"), "b": pandas.date_range("2020", periods=3)},
+            {"values": ["a", "s", "b"]},
+            TypeError,
+            r"columns \['a', 'b'\] hold no numbers.* Or values=\['s'\]",
+        ),
+        ({}, {"values": ["a", "s", "a"]}, ValueError, r"values must name each column once.* Fix: values=\['a', 's'\]"),
         ({"s": [1.0, 2.0, 2.0]}, {"static": "s"}, ValueError, "static column 's' changes within series 1"),
         (
             {"t": [0.0, 0.0, 0.0], "a": [1.0, 2.0, 3.0]},
@@ -559,6 +566,133 @@ def test_channels_and_static_features_are_put_in_the_order_of_fit():
 # Other forms of data
 
 
+def test_series_are_indexed_like_a_list():
+    series = data.from_long(make_table(), id="id", time="time", values=["a", "b"], static="age")
+    names, mask = series.ids, numpy.arange(9) % 2 == 0
+    for index in (slice(0, 2), slice(None, None, -2), range(3), [], [4, -1, 4], numpy.arange(9)[::-1]):
+        expected = names[index] if isinstance(index, slice) else [names[i] for i in index]
+        assert series[index].ids == expected
+        assert series[index].static[:, 0].tolist() == [20.0 + int(name[1:]) for name in expected]
+    for form in (mask, mask.tolist(), torch.tensor(mask), pandas.Series(mask, index=names), mask[::-1]):
+        assert series[form].ids == names[::2]
+    assert series[numpy.int64(-1)].ids == series[torch.tensor(8)].ids == names[-1:]
+    for index, kind in ((9, IndexError), (-10, IndexError), ("a", TypeError), (1.0, TypeError), ([0.5], ValueError)):
+        with pytest.raises(kind):
+            series[index]
+
+
+def table_of(series):
+    """The observed values of series as {(id, time): {feature: value}} and {id: {static feature: value}}."""
+    cells, fixed = {}, {}
+    for b, name in enumerate(series.ids):
+        for i in range(int(series.lengths[b])):
+            row = cells.setdefault((name, float(series.t[b, i])), {})
+            row |= {f: float(series.x[b, i, c]) for c, f in enumerate(series.features) if series.mask[b, i, c]}
+        static = [] if series.static is None else series.static[b].tolist()
+        pairs = zip(series.static_features, static, strict=True)
+        fixed[name] = {f: value for f, value in pairs if not math.isnan(value)}
+    return cells, fixed
+
+
+def test_batches_of_items_in_other_orders_and_without_static_features():
+    table = make_table()
+    for seed in range(20):
+        random = numpy.random.default_rng(seed)
+        parts, expected = [], ({}, {})
+        for one in dict.fromkeys(table["id"]):
+            rows = {name: column[table["id"] == one] for name, column in table.items()}
+            static = random.permutation(["age", "sex"]).tolist() if random.random() < 0.6 else None
+            names = {"id": "id", "time": "time", "values": random.permutation(["a", "b"])}
+            parts.append(data.from_long(rows, **names, static=static))
+            for whole, part in zip(expected, table_of(parts[-1]), strict=True):
+                whole |= part
+        for batch in (data.collate(parts), data.as_series(parts), data.collate([(one, 0.0) for one in parts])[0]):
+            assert table_of(batch) == expected
+            assert batch.features == parts[0].features
+    with pytest.raises(ValueError, match="all series must have ids, or none, got 8 ids of 9 series"):
+        data.collate([dataclasses.replace(parts[0], ids=()), *parts[1:]])
+    with pytest.raises(ValueError, match=r"missing \['b'\], unknown \['c'\]"):
+        data.collate(
+            [dataclasses.replace(parts[0], features=["a", "b"]), dataclasses.replace(parts[1], features=["a", "c"])]
+        )
+    unnamed = dataclasses.replace(parts[0], features=(), ids=())
+    assert data.collate([unnamed, unnamed]).ids == []
+
+
+def test_infinite_values_are_refused_unless_the_mask_hides_them():
+    series = data.from_long(make_table(), id="id", time="time", values=["a", "b"], static="age")
+    x = torch.where(torch.tensor([False, True]), torch.inf, series.x)
+    hidden = dataclasses.replace(series, x=x, mask=series.mask & torch.tensor([True, False]))
+    assert data.as_series(hidden) is hidden
+    assert len(data.collate([hidden])) == 9
+    static = torch.full_like(series.static, -torch.inf)
+    for wrong, name in ((dataclasses.replace(series, x=x), "b"), (dataclasses.replace(series, static=static), "age")):
+        for call in (data.as_series, lambda s: data.as_series([s]), lambda s: data.collate([(s, 0.0)])):
+            with pytest.raises(ValueError, match=f"'{name}' holds infinite values") as error:
+                call(wrong)
+        fixed = eval(str(error.value).split("Fix: ")[1].removesuffix("."), vars() | vars(data) | {"series": wrong})
+        assert data.as_series(fixed) is fixed
+    table = {"id": [1, 1], "t": [0.0, 1.0], "a": [0.0, 1.0], "big": [1e39, 1e39]}
+    for options in ({"values": ["a", "big"]}, {"values": "a", "static": "big"}):
+        with pytest.raises(ValueError, match=r"'big' .* infinite in torch.float32. Fix: dtype=torch.float64"):
+            data.from_long(table, id="id", time="t", **options)
+        assert data.from_long(table, id="id", time="t", **options, dtype=torch.float64).x.isfinite().all()
+    with pytest.raises(ValueError, match=r"'x0' .* infinite in torch.float16"):
+        data.as_series([([0.0], [1e5])], dtype=torch.float16)
+
+
+TIMES = {
+    "numbers": lambda hours: hours / 7,
+    "durations": lambda hours: pandas.to_timedelta(3_600_000 * hours, "ms").round("ms"),
+    "dates": lambda hours: pandas.Timestamp("2024-02-29 01:02:03.456789") + TIMES["durations"](hours),
+    "nanoseconds": lambda hours: STAMPS[0] + numpy.round(hours * 1e3).astype("timedelta64[ns]"),
+}
+
+
+@pytest.mark.parametrize("kind", TIMES)
+def test_a_table_of_a_series_gives_the_series(kind):
+    for seed in range(30):
+        table, random = make_table(40, seed), numpy.random.default_rng(seed)
+        table["time"] = TIMES[kind](random.uniform(0, 100, 40).round(3))
+        unit = random.choice(["s", "min", "h", "D", "W"]) if kind != "numbers" else None
+        options = {"values": ["a", "b"], "static": ["age", "sex"], "unit": unit}
+        series = data.from_long(table, id="id", time="time", **options)
+        frame = series.to_frame(id="who", time="when")
+        assert list(frame) == ["who", "when", "a", "b", "age", "sex"]
+        again = data.from_long(frame.sample(frac=1.0), id="who", time="when", **options, origin=series.origin)
+        again = again.select([again.ids.index(one) for one in series.ids])
+        for name in ("t", "mask", "lengths", "static", "x"):
+            assert getattr(again, name).equal(getattr(series, name)) or name == "x"
+        assert again.x.nan_to_num().equal(series.x.nan_to_num())
+        assert (again.unit, again.origin, again.ids) == (series.unit, series.origin, series.ids)
+        numpy.testing.assert_array_equal(numpy.sort(frame["when"]), numpy.sort(table["time"]))
+
+
+def test_tables_of_series_without_names_and_with_hidden_values():
+    plain = dataclasses.replace(data.as_series([([0.5, 1.0], [1.0, 2.0]), ([], [])]), ids=(), features=())
+    hidden = dataclasses.replace(plain, mask=plain.mask & (plain.x < 2), lengths=torch.tensor([2, 0]))
+    frame = hidden.to_frame()
+    expected = pandas.DataFrame({"id": [0, 0], "time": [0.5, 1.0], "x0": [1.0, math.nan]})
+    pandas.testing.assert_frame_equal(frame, expected)
+    with pytest.raises(ValueError, match=r"each column once, got \['x0', 'time', 'x0'\]"):
+        plain.to_frame(id="x0")
+
+
+def test_lists_are_pairs_if_no_array_can_be_meant():
+    t, x = numpy.arange(3.0), numpy.ones((3, 2))
+    days = pandas.date_range("2020-01-01", periods=3)
+    for one in ((t, x), (t, [1.0, 2.0, 3.0]), (days, x), (days, [1, 2, 3]), (list(days - days[0]), [1, 2, 3])):
+        expected = data.as_series([one, one])
+        forms = [((tuple(one[0]), tuple(map(tuple, one[1]))),) * 2] if numpy.ndim(one[1]) == 2 else []
+        forms += [(one, one), *([[list(one)] * 2] if numpy.ndim(one[1]) == 2 or one[0] is not t else [])]
+        for form in forms:
+            assert data.is_list_of_series(form)
+            found = data.as_series(form)
+            assert found.t.equal(expected.t)
+            assert found.x.equal(expected.x)
+    assert data.as_series([[[0, 1, 2], [3, 4, 5]]]).x.shape == (1, 3, 2)  # an array of one series with two channels
+
+
 def test_pairs_arrays_and_tables_give_the_same_series():
     t, x = [0.0, 0.5, 2.0], numpy.array([[1.0, 4.0], [numpy.nan, 5.0], [3.0, numpy.nan]])
     pairs = data.as_series([(t[::-1], x[::-1]), ([1.0], [[7.0, 8.0]])])
@@ -629,6 +763,7 @@ def test_series_without_values_keep_one_missing_sample():
         (["a"], "hold numbers"),
         ([[numpy.zeros(4), numpy.ones(4)]], r"tuple \(t, x\)"),  # an array (1, 2, 4), of which t would be a channel
         ((numpy.zeros(4), numpy.ones(4)), r"\[\(t, x\)\]"),
+        (([0.0, 1.0, 2.0], [3.0, 4.0, 5.0]), r"\[\(t, x\)\]"),
     ],
 )
 def test_other_data_are_refused_by_name(given, message):
