@@ -88,7 +88,7 @@ class SeriesEstimator(BaseEstimator):
 
         There is a column for each level of the training table. A missing or new level has 0 in all of them.
         """
-        wanted = [self.static] if isinstance(self.static, str) else list(self.static or ())
+        wanted = [self.static] if isinstance(self.static, str) else list(() if self.static is None else self.static)
         if reset:
             self.levels_: dict[str, list[str]] = {}
         _no_index(table, (self.id, self.time, *wanted))
@@ -101,10 +101,36 @@ class SeriesEstimator(BaseEstimator):
             if reset:
                 self.levels_[name] = sorted({entry for entry in entries if entry is not None})
             for level in self.levels_[name]:
+                if f"{name}={level}" in columns:
+                    raise ValueError(
+                        f"the table has a column {f'{name}={level}'!r}, which is the name of the level {level!r} of "
+                        f"{name!r}. Fix: table.rename(columns={{{f'{name}={level}'!r}: 'other'}})."
+                    )
                 share = [np.nan if entry is None else float(entry == level) for entry in entries]
                 columns[f"{name}={level}"] = np.array(share)
                 names.append(f"{name}={level}")
         return columns, names
+
+    def _check_columns(self, series: Series, targets: NDArray[Any]) -> None:
+        """Raise ValueError if a column of a table that ``values`` does not name tells the target of each series.
+
+        Such a column is constant in each series. Warn of other columns that are constant in each series.
+        """
+        if self.id is None or self.values is not None:
+            return
+        low, high = (fold.reduce(series.x.numpy(), 1) for fold in (np.fmin, np.fmax))
+        is_fixed = ((low == high) | np.isnan(low)).all(0) & ~np.isnan(low).all(0)
+        fixed = {name: column for name, column, each in zip(self.features_, low.T, is_fixed, strict=True) if each}
+        told = [name for name in fixed if any(_tells(fixed[name], y) for y in targets.reshape(len(targets), -1).T)]
+        if told:
+            rest = [name for name in self.features_ if name not in told] or ["pulse"]
+            raise ValueError(f"columns {told} of the table equal y or a code of it. Fix: values={rest}.")
+        if fixed and len(fixed) < len(self.features_) and series.mask.sum(1).max() > 1:
+            warnings.warn(
+                f"values=None takes the columns {self.features_}, and {list(fixed)} are constant in each series. Fix: "
+                f"static={list(fixed)}, or name the columns of values=.",
+                stacklevel=5,
+            )
 
     # Files
 
@@ -123,6 +149,7 @@ class SeriesEstimator(BaseEstimator):
 
         check_is_fitted(self)
         rest = {name: value for name, value in vars(self).items() if name != "networks_"}
+        rest |= {name: list(rest[name]) for name in ("values", "static") if hasattr(rest[name], "tolist")}  # an index
         networks = [(each.config, each.cpu().state_dict()) for each in getattr(self, "networks_", ())]
         entries = torch.frombuffer(bytearray(skops.io.dumps(rest)), dtype=torch.uint8)
         buffer = io.BytesIO()
@@ -234,7 +261,7 @@ def _with_samples(series: Series) -> Series:
         x, t, mask = pad(series.x, (0, 0, 0, 1)), pad(series.t, (0, 1)), pad(series.mask, (0, 0, 0, 1))
         series = dataclasses.replace(series, x=x, t=t, mask=mask)
     is_sample = torch.arange(series.x.shape[1]) < series.lengths.unsqueeze(1)
-    mask = series.mask & is_sample.unsqueeze(-1)
+    mask = series.mask & is_sample.unsqueeze(-1) & ~series.x.isnan()
     x = torch.where(mask, series.x, torch.nan)
     return dataclasses.replace(series, x=x, mask=mask, lengths=series.lengths.clamp(min=1))
 
@@ -254,6 +281,20 @@ def _no_index(table: Any, names: Sequence[Any]) -> None:
     lost = [name for name in names if name in index and name not in table.columns]
     if lost:
         raise KeyError(f"the table has {lost[0]!r} in its index, not in a column. Fix: table.reset_index().")
+
+
+def _tells(column: NDArray[Any], targets: NDArray[Any]) -> bool:
+    """Return whether the values (batch,) of a column are the targets or a code of them.
+
+    In a code each value belongs to one target. If no value repeats, it must increase or decrease with the target. Up to
+    five series have such a code by chance.
+    """
+    values, aims = (np.unique(each[~np.isnan(column)], return_inverse=True)[1] for each in (column, targets))
+    count = values.max() + 1
+    is_code = len({*zip(values.tolist(), aims.tolist(), strict=True)}) == count == aims.max() + 1 > 1
+    is_ordered = any(np.array_equal(each, aims) for each in (values, count - 1 - values))
+    is_long = len(values) > 5 and (is_ordered or count < len(values))
+    return is_code and (is_long or np.array_equal(column, targets))
 
 
 def _level_name(entry: Any) -> str:

@@ -89,6 +89,7 @@ class _SeriesModel(SeriesEstimator):
         targets = targets_of(y, series, has_ids)
         if len(series) < 2:
             raise ValueError("X must have at least 2 series, got one sample. Fix: a list of all series, [(t, x), ...].")
+        self._check_columns(series, targets)
         targets = self._set_targets(targets)
         self.is_aligned_ = common_start(series) is not None
         series, random = self._aligned(series), check_random_state(self.random_state)
@@ -265,8 +266,8 @@ class SeriesClassifier(ClassifierMixin, _SeriesModel):
             (:class:`hbnode.ODERNN`) or ``"gru"``. Default: ``"auto"``
         id: for a table in long form, the column that identifies the series. Default: ``None``
         time: for a table, the column of times: numbers, or dates. Default: ``None``
-        values: for a table, the columns of values. None takes all that are not named by another argument.
-            Default: ``None``
+        values: for a table, the columns of values. None takes all that are not named by another argument, but refuses
+            one that tells y, and warns of one that is constant in each series. Default: ``None``
         static: for a table, columns that are constant within each series; categories are allowed, also ones that were
             not in the training data. Default: ``None``
         reconstruction: for ``"rocket"``, how a series is put on a regular grid: ``"linear"`` interpolation, the
@@ -287,6 +288,7 @@ class SeriesClassifier(ClassifierMixin, _SeriesModel):
         progress: whether a progress bar is shown; None shows it on a terminal. Default: ``None``
 
     Attributes:
+        features_, static_features_: the names of the channels and static features.
         classes_: the labels.
         model_: the model that was chosen, or two, whose mean is the answer.
         cv_loss_: cross-validated log loss of each candidate; infinite if a class has one series only.
@@ -392,8 +394,8 @@ class SeriesRegressor(RegressorMixin, _SeriesModel):
             (:class:`hbnode.ODERNN`) or ``"gru"``. Default: ``"auto"``
         id: for a table in long form, the column that identifies the series. Default: ``None``
         time: for a table, the column of times: numbers, or dates. Default: ``None``
-        values: for a table, the columns of values. None takes all that are not named by another argument.
-            Default: ``None``
+        values: for a table, the columns of values. None takes all that are not named by another argument, but refuses
+            one that tells y, and warns of one that is constant in each series. Default: ``None``
         static: for a table, columns that are constant within each series; categories are allowed, also ones that were
             not in the training data. Default: ``None``
         reconstruction: for ``"rocket"``, how a series is put on a regular grid: ``"linear"`` interpolation, the

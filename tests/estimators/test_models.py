@@ -159,6 +159,80 @@ def test_labels_follow_the_ids_of_a_table_and_the_order_of_a_list():
         model.fit(table, by_id.to_dict())
 
 
+def noise(count=20, samples=4):
+    """A table of values that have nothing to do with the labels, the labels, and a function of columns to rows."""
+    random, labels = numpy.random.default_rng(0), numpy.random.default_rng(1).permutation(numpy.arange(count) % 2)
+    places = {"id": numpy.repeat(numpy.arange(count), samples), "t": numpy.tile(numpy.arange(samples), count)}
+    table = pandas.DataFrame(places).assign(x=random.normal(size=count * samples))
+    return table, labels, lambda column: numpy.repeat(column, samples)
+
+
+CODES = {
+    "equal": lambda y: y,
+    "other numbers": lambda y: 7.5 - 3 * y,
+    "missing": lambda y: numpy.where(numpy.arange(len(y)) % 3 > 1, numpy.nan, y),
+}
+
+
+@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("samples", [1, 4])
+def test_a_column_that_tells_y_is_refused_unless_it_is_named(code, samples):
+    table, labels, rows = noise(samples=samples)
+    order = numpy.random.default_rng(0).permutation(20) + 0.0
+    table = table.assign(label=rows(CODES[code](labels)), z=rows(CODES[code](order)))
+    for kind, name, y in (
+        (SeriesClassifier, "label", labels),
+        (SeriesClassifier, "label", numpy.array(["yes", "no"])[labels]),
+        (SeriesRegressor, "label", labels + 1.0),
+        (SeriesRegressor, "z", order**2),
+        (SeriesRegressor, "z", numpy.stack([order[::-1] % 7, order**2], 1)),
+    ):
+        model = small("features", kind, id="id", time="t")
+        with pytest.raises(ValueError, match=rf"'{name}'.* equal y or a code of it. Fix: values=") as error:
+            model.fit(table, y)
+        values = eval(str(error.value).split("values=")[1].removesuffix("."))
+        assert sorted([name, *values]) == ["label", "x", "z"]
+    assert model.set_params(values=["z"]).fit(table, order).features_ == ["z"]
+
+
+def test_constant_columns_that_were_not_named_are_told():
+    table, labels, rows = noise()
+    table["age"] = rows(numpy.random.default_rng(2).integers(20, 90, 20))
+    model = small("features", id="id", time="t")
+    with pytest.warns(UserWarning, match=r"takes the columns \['x', 'age'\], and \['age'\] are constant") as caught:
+        model.fit(table, labels)
+    assert caught[0].filename == __file__
+    assert model.set_params(static=["age"]).fit(table, labels).features_ == ["x"]
+    with pytest.raises(TypeError, match=r"columns \['ward', 'day'\] hold no numbers.* Or values=\['x', 'age'\]"):
+        small("features", id="id", time="t").fit(table.assign(ward="a", day=pandas.Timestamp(0)), labels)
+
+
+@pytest.mark.parametrize("index", [pandas.Index, numpy.array, tuple])
+def test_columns_may_be_given_by_an_index(index, tmp_path):
+    table, labels, rows = noise()
+    table["ward"] = rows(numpy.where(labels > 0, "a", "b"))
+    model = small("features", id="id", time="t", values=index(["x"]), static=index(["ward"])).fit(table, labels)
+    model.save(tmp_path / "model")
+    loaded = SeriesClassifier.load(tmp_path / "model")
+    assert (list(loaded.values), list(loaded.static)) == (["x"], ["ward"])
+    numpy.testing.assert_array_equal(loaded.predict_proba(table), model.predict_proba(table))
+    assert clone(model).fit(table, labels).static_features_ == ["ward=a", "ward=b"]
+
+
+def test_a_column_with_the_name_of_a_level_is_refused():
+    table, labels, rows = noise()
+    table = table.assign(ward=rows(numpy.where(labels > 0, "a", "b")), **{"ward=a": 3.0})
+    model = small("features", id="id", time="t", values="x", static=["ward", "ward=a"])
+    with pytest.raises(ValueError, match=r"column 'ward=a', which is the name of the level 'a' of 'ward'") as error:
+        model.fit(table, labels)
+    fixed = eval(str(error.value).split("Fix: ")[1].removesuffix("."), {"table": table})
+    assert model.set_params(static=["ward", "other"]).fit(fixed, labels).static_features_ == [
+        "ward=a",
+        "ward=b",
+        "other",
+    ]
+
+
 @pytest.mark.parametrize(
     ("fitted", "call"),
     [
