@@ -446,6 +446,9 @@ def _in_dtype(values: NDArray[Any], dtype: torch.dtype, names: Sequence[Any]) ->
 
 
 def _column(table: Any, name: str) -> Any:
+    for has, fix in (("collect", "collect"), ("column_names", "to_pandas")):  # a LazyFrame of polars, pyarrow's table
+        if hasattr(table, has):
+            raise TypeError(f"table must be a DataFrame, got {type(table).__name__}. Fix: table.{fix}().")
     if not (hasattr(table, "columns") or isinstance(table, Mapping)):
         raise TypeError(
             f"table must be a DataFrame or a dictionary of columns, got {type(table).__name__}. Fix: "
@@ -478,6 +481,7 @@ def _codes(column: Any, name: str) -> tuple[list[Any], NDArray[Any]]:
     if len(array) == 0:
         raise ValueError("the table has no rows; expected at least one. Fix: check how its rows were selected.")
     known: dict[Any, int] = {}
+    array = exact_times(array) if array.dtype.kind in "mM" else array  # nanoseconds would become integers
     entries = [entry.item() if hasattr(entry, "item") else entry for entry in array.tolist()]
     if any(entry is None or str(entry) in ("<NA>", "NaT") or entry != entry for entry in entries):
         raise ValueError(f"column {name!r} has missing entries; expected one in each row. Fix: drop these rows.")

@@ -8,6 +8,7 @@ import math
 import pickle
 import time
 import types
+import zoneinfo
 
 import numpy
 import pandas
@@ -113,6 +114,108 @@ def test_tables_of_pandas_and_polars_and_dictionaries_agree():
         for name in ("t", "mask", "lengths", "static"):
             assert getattr(series, name).equal(getattr(expected, name)), name
         torch.testing.assert_close(series.x, expected.x, equal_nan=True)
+
+
+BEGIN = datetime.datetime(2024, 3, 30, 20, tzinfo=datetime.timezone.utc)  # clocks in Berlin change five hours later
+
+
+def in_zone(name):
+    return lambda step: (BEGIN + datetime.timedelta(minutes=step)).astimezone(zoneinfo.ZoneInfo(name))
+
+
+STEPS = {
+    "numbers": lambda step: step / 8,
+    "whole": lambda step: step,
+    "durations": lambda step: datetime.timedelta(minutes=step),
+    "dates": lambda step: BEGIN.replace(tzinfo=None) + datetime.timedelta(minutes=step),
+    "days": lambda step: BEGIN.date() + datetime.timedelta(days=step),
+    "Berlin": in_zone("Europe/Berlin"),
+    "Kolkata": in_zone("Asia/Kolkata"),
+}
+
+
+def in_every_library(rows):
+    """A table of lists as a dictionary and as frames of pandas (three backends) and polars (each with categories)."""
+    polars, plain = pytest.importorskip("polars"), pandas.DataFrame(rows)
+    yield "dictionary", rows
+    yield "objects", plain.astype(dict.fromkeys(("id", "a", "s"), object))
+    yield "pandas", plain
+    yield "nullable", plain.convert_dtypes()
+    yield "pyarrow", plain.convert_dtypes(dtype_backend="pyarrow")
+    yield "categories", plain.astype({"id": "category"})
+    frame = polars.DataFrame(rows, strict=False)
+    yield "polars", frame
+    if frame["id"].dtype == polars.String:
+        yield "categorical", frame.with_columns(polars.col("id").cast(polars.Categorical))
+        yield "enum", frame.with_columns(polars.col("id").cast(polars.Enum(sorted(set(rows["id"])))))
+    if frame["time"].dtype.is_temporal() and frame["time"].dtype != polars.Date:
+        for unit in ("ms", "ns"):
+            yield unit, frame.with_columns(polars.col("time").dt.cast_time_unit(unit))
+
+
+def random_rows(kind, random):
+    count = int(random.integers(1, 12))
+    names = random.choice([["p0", "p1", "p2"], [7, 5, 6]]).tolist()
+    ids = [names[i] for i in random.integers(0, 3, count)]
+    a, b, static = (random.integers(-9, 9, count).tolist() for _ in range(3))
+    is_missing = random.random((2, count)) < 0.4
+    return {
+        "id": [int(one) if str(one).isdigit() else one for one in ids],
+        "time": [STEPS[kind](step) for step in random.integers(0, 300, count).tolist()],
+        "a": [None if lost else float(x) for x, lost in zip(a, is_missing[0], strict=True)],
+        "b": list(map(float, b)),
+        "s": [None if lost else static[ids.index(one)] for one, lost in zip(ids, is_missing[1], strict=True)],
+    }
+
+
+def observed_rows(rows, seconds):
+    """What :func:`table_of` must return, row by row, by the standard library's arithmetic of dates."""
+    cells, fixed = {}, {}
+    for one, time_, a, b, s in zip(*rows.values(), strict=True):
+        if type(time_) is datetime.date:
+            time_ = datetime.datetime.combine(time_, datetime.time())
+        if isinstance(time_, datetime.datetime):
+            time_ -= datetime.datetime(1970, 1, 1, tzinfo=time_.tzinfo and datetime.timezone.utc)
+        row = cells.setdefault((one, time_ if seconds is None else time_.total_seconds() / seconds), {})
+        for feature, value in (("a", a), ("b", b)):
+            if value is not None:
+                row.setdefault(feature, []).append(value)
+        fixed.setdefault(one, {})
+        fixed[one] |= {} if s is None else {"s": s}
+    means = {place: {feature: sum(x) / len(x) for feature, x in row.items()} for place, row in cells.items()}
+    return means, fixed
+
+
+@pytest.mark.parametrize("kind", STEPS)
+def test_every_library_gives_the_rows_of_the_table(kind):
+    unit, seconds = (None, None) if kind in ("numbers", "whole") else ("h", 3600.0)
+    options = {"id": "id", "time": "time", "values": ["a", "b"], "static": "s", "unit": unit, "dtype": torch.float64}
+    for seed in range(15):
+        rows = random_rows(kind, numpy.random.default_rng(seed))
+        for library, table in in_every_library(rows):
+            series = data.from_long(table, **options)
+            assert table_of(series) == observed_rows(rows, seconds), library
+            assert series.ids == list(dict.fromkeys(rows["id"])), library
+            assert series.unit == seconds
+
+
+def test_tables_that_are_no_frames_yet_are_sent_there():
+    polars, pyarrow = pytest.importorskip("polars"), pytest.importorskip("pyarrow")
+    table = {"id": [1], "t": [0.0], "a": [1.0]}
+    for one in (polars.DataFrame(table).lazy(), pyarrow.table(table)):
+        with pytest.raises(TypeError, match=r"must be a DataFrame.* Fix: table.(collect|to_pandas)\(\)\.") as error:
+            data.from_long(one, id="id", time="t", values="a")
+        fixed = eval(str(error.value).split("Fix: ")[1].removesuffix("."), {"table": one})
+        assert data.from_long(fixed, id="id", time="t", values="a").ids == [1]
+
+
+@pytest.mark.parametrize("unit", ["s", "us", "ns"])
+def test_dates_and_durations_as_ids(unit):
+    for ids in (STAMPS[:1].astype("datetime64[s]"), numpy.array([90], "timedelta64[m]")):
+        column = pandas.Series(ids).astype(f"{ids.dtype.kind}8[{unit}]")
+        series = data.from_long({"id": column, "t": [0.0], "a": [1.0]}, id="id", time="t", values="a")
+        assert data.Dataset(series, pandas.Series([5.0], index=column)).targets.tolist() == [5.0]
+        assert series.ids == [ids[0].item()]
 
 
 def test_dates_in_a_unit():
