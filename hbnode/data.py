@@ -208,13 +208,10 @@ class Series(Record):
             time: name of the column of times. Default: ``"time"``.
 
         Raises:
-            ImportError: if pandas is not installed.
             ValueError: if two columns have one name.
         """
-        try:
-            import pandas
-        except ImportError as error:
-            raise ImportError(f"to_frame needs pandas: {error}. Fix: pip install pandas.") from error
+        import pandas
+
         whole = _complete(self)
         row, sample = (torch.arange(self.x.shape[1]) < self.lengths.cpu().unsqueeze(1)).numpy().nonzero()
         x, t, mask = (part.numpy(force=True)[row, sample] for part in (self.x.double(), self.t, self.mask))
@@ -312,10 +309,8 @@ def by_id(targets: Any, ids: Sequence[Any], name: str = "y") -> Any:
     if index == list(ids) or len(index) != len(ids):
         return targets
     if Counter(index) == Counter(ids):
-        places: dict[Any, list[int]] = {}
-        for i, label in enumerate(index):
-            places.setdefault(label, []).append(i)
-        return targets.iloc[[places[one].pop(0) for one in ids]]
+        place = {label: i for i, label in enumerate(index)}
+        return targets.iloc[[place[one] for one in ids]]
     if index == list(range(len(index))):
         return targets
     strangers = [label for label in index if label not in {*ids}]
@@ -404,7 +399,14 @@ def from_long(
     if variable is not None:
         names, of_rows = _features(_column(table, variable), variable, features)
         feature = of_rows[:, None]
-    numbers = _stacked({name: _column(table, name) for name in columns})
+    wrong = [name for name in columns if kind_of(_array(_column(table, name), f"column {name!r}"))]
+    if wrong:
+        rest = [name for name in columns if name not in wrong] or ["pulse"]
+        raise TypeError(
+            f"columns {wrong} must hold numbers, got text, dates or durations. Fix: values={rest}; codes or "
+            "pandas.get_dummies for categories, differences from another date for dates."
+        )
+    numbers = np.stack([_numbers(_column(table, name), f"column {name!r}") for name in columns], 1)
     fixed = [_constant(_numbers(_column(table, name), f"column {name!r}"), codes, ids, name) for name in statics]
 
     feature = np.broadcast_to(feature, numbers.shape)
@@ -642,7 +644,9 @@ def _numbers(column: Any, name: str) -> NDArray[Any]:
     if array.dtype.kind == "O" and hasattr(column, "to_numpy"):
         array = np.array([np.nan if str(entry) == "<NA>" else entry for entry in array.tolist()], dtype=object)
     try:
-        if array.dtype.kind not in "biufO":
+        if array.dtype.kind not in "biufO" or (
+            array.dtype.kind == "O" and any(isinstance(x, str) for x in array.tolist())
+        ):
             raise ValueError
         numbers: NDArray[Any] = array.astype(np.float64)
     except (TypeError, ValueError):
@@ -653,22 +657,6 @@ def _numbers(column: Any, name: str) -> NDArray[Any]:
     if np.isinf(numbers).any():
         raise ValueError(f"{name} holds infinite values. Fix: replace them by NaN, a missing value.")
     return numbers
-
-
-def _stacked(columns: dict[Any, Any]) -> NDArray[Any]:
-    """Return columns of values as an array (rows, columns); raise TypeError with the names of those without numbers."""
-    found, faults = {}, []
-    for name, column in columns.items():
-        try:
-            found[name] = _numbers(column, f"column {name!r}")
-        except TypeError as error:
-            faults.append(error)
-    if faults and found:
-        wrong = [name for name in columns if name not in found]
-        raise TypeError(f"columns {wrong} hold no numbers: {faults[0]} Or values={list(found)}, without them.")
-    if faults:
-        raise faults[0]
-    return np.stack(list(found.values()), 1)
 
 
 def _merge(
@@ -736,8 +724,9 @@ class Dataset(TorchDataset[Any]):
     def __init__(self, series: Series, targets: Tensor | None = None) -> None:
         if not isinstance(series, Series):
             raise TypeError(f"series must be Series, got {type(series).__name__}. Fix: hbnode.data.as_series(data).")
-        if targets is not None and not hasattr(targets, "__len__"):
-            raise TypeError(f"targets must be an array, got {type(targets).__name__}. Fix: torch.tensor(targets).")
+        if targets is not None and (not hasattr(targets, "__len__") or isinstance(targets, Mapping)):
+            fix = "[targets[one] for one in series.ids]" if isinstance(targets, Mapping) else "torch.tensor(targets)"
+            raise TypeError(f"targets must be an array, got {type(targets).__name__}. Fix: {fix}.")
         if targets is not None and len(targets) != len(series):
             raise ValueError(
                 f"targets must be one for each of {len(series)} series, got {len(targets)}. "
@@ -1017,16 +1006,16 @@ def _complete(series: Series) -> Series:
     """Return the series with default names where it has none: ids 0, 1, ..., ``"x0"``, ..., and ``"static0"``, ....
 
     Raises:
-        ValueError: if a number of names is wrong, or an observed value is infinite.
+        ValueError: if a number of names is wrong or a name repeats, or an observed value is infinite.
     """
     static = 0 if series.static is None else series.static.shape[1]
     changed: dict[str, Any] = {}
     for name, count in (("ids", len(series)), ("features", series.x.shape[2]), ("static_features", static)):
         given = list(getattr(series, name))
         names = (given if count else []) or _default(name, count)
-        if len(names) != count:
+        if len(names) != count or (name != "ids" and len({*map(str, names)}) < count):
             raise ValueError(
-                f"{name} must be {count} names, got {names}. Fix: dataclasses.replace(series, {name}=()) for "
+                f"{name} must be {count} different names, got {names}. Fix: dataclasses.replace(series, {name}=()) for "
                 "default names."
             )
         changed |= {} if names == given else {name: names}

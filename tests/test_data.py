@@ -457,13 +457,15 @@ def good():
         ({"t": STAMPS[:3]}, {"origin": pandas.NaT}, ValueError, "origin must be one date, got NaT"),
         ({"t": STAMPS[:3]}, {"origin": ["2020-01-01"]}, ValueError, "origin must be one date, got .'2020-01-01'."),
         ({"t": [0.0, math.nan, 1.0]}, {}, ValueError, r"table\['t'\] is missing or infinite in row 1"),
-        ({"a": ["x", "y", "z"]}, {}, TypeError, "'a' must hold numbers.*get_dummies"),
+        ({"a": ["x", "y", "z"]}, {}, TypeError, r"\['a'\] must hold numbers.*get_dummies"),
+        ({"a": [None, "1", "2"]}, {}, TypeError, "'a' must hold numbers"),
+        ({"s": ["1", "1", "2"]}, {"static": "s"}, TypeError, "'s' must hold numbers"),
         ({"a": [1.0, math.inf, 2.0]}, {}, ValueError, "'a' holds infinite values"),
         (
             {"a": list("xyz"), "b": pandas.date_range("2020", periods=3)},
             {"values": ["a", "s", "b"]},
             TypeError,
-            r"columns \['a', 'b'\] hold no numbers.* Or values=\['s'\]",
+            r"columns \['a', 'b'\] must hold numbers.* Fix: values=\['s'\]; codes",
         ),
         ({}, {"values": ["a", "s", "a"]}, ValueError, r"values must name each column once.* Fix: values=\['a', 's'\]"),
         ({"s": [1.0, 2.0, 2.0]}, {"static": "s"}, ValueError, "static column 's' changes within series 1"),
@@ -572,6 +574,10 @@ def test_batches_for_a_data_loader():
     assert (
         data.Dataset(series.select(again), by_id.loc[series.select(again).ids[::-1]]).targets.tolist() == again.tolist()
     )
+    with pytest.raises(TypeError, match=r"got dict\. Fix") as error:
+        data.Dataset(series, by_id.to_dict())
+    fixed = eval(str(error.value).split("Fix: ")[1].removesuffix("."), {"targets": by_id.to_dict(), "series": series})
+    assert data.Dataset(series, fixed).targets == list(range(9))
     with pytest.raises(ValueError, match="targets must be one for each of 9 series, got 8"):
         data.Dataset(series, labels[:8])
     with pytest.raises(IndexError):
@@ -662,8 +668,9 @@ def test_channels_and_static_features_are_put_in_the_order_of_fit():
         data.aligned(other, ["a", "c"])
     fixed = eval(str(error.value).split("differ, ")[1].removesuffix("."), {"dataclasses": dataclasses, "series": other})
     assert data.aligned(fixed, ["a", "c"]).features == ["a", "c"]
-    with pytest.raises(ValueError, match=r"features must be 2 names, got \['a'\]. Fix"):
-        data.as_series(dataclasses.replace(other, features=["a"]))
+    for names in (["a"], ["a", "a"]):
+        with pytest.raises(ValueError, match=r"features must be 2 different names, got \['a'.*\]. Fix"):
+            data.as_series(dataclasses.replace(other, features=names))
 
 
 # Other forms of data

@@ -101,14 +101,12 @@ class SeriesEstimator(BaseEstimator):
             if reset:
                 self.levels_[name] = sorted({entry for entry in entries if entry is not None})
             for level in self.levels_[name]:
-                if f"{name}={level}" in columns:
-                    raise ValueError(
-                        f"the table has a column {f'{name}={level}'!r}, which is the name of the level {level!r} of "
-                        f"{name!r}. Fix: table.rename(columns={{{f'{name}={level}'!r}: 'other'}})."
-                    )
+                if (key := f"{name}={level}") in columns:
+                    fault = f"the table has a column {key!r}, the name of the level {level!r} of {name!r}"
+                    raise ValueError(f"{fault}. Fix: table.rename(columns={{{key!r}: 'other'}}).")
                 share = [np.nan if entry is None else float(entry == level) for entry in entries]
-                columns[f"{name}={level}"] = np.array(share)
-                names.append(f"{name}={level}")
+                columns[key] = np.array(share)
+                names.append(key)
         return columns, names
 
     def _check_columns(self, series: Series, targets: NDArray[Any]) -> None:
