@@ -212,7 +212,7 @@ class Series(Record):
         """
         import pandas
 
-        whole = _complete(self)
+        whole = _named(self)
         row, sample = (torch.arange(self.x.shape[1]) < self.lengths.cpu().unsqueeze(1)).numpy().nonzero()
         x, t, mask = (part.numpy(force=True)[row, sample] for part in (self.x.double(), self.t, self.mask))
         times = t if self.unit is None else _timedelta(torch.from_numpy(t) * self.unit, True)
@@ -285,10 +285,12 @@ def aligned(series: Series, features: Sequence[Any], static_features: Sequence[A
 
 def _order(found: Sequence[Any], wanted: Sequence[Any] | None, kind: str, argument: str) -> list[int]:
     """Return for each wanted name the place where it was found."""
-    names, fits = list(map(str, found)), list(map(str, found if wanted is None else wanted))
-    if sorted(names) == sorted(fits) and len({*names}) == len(names):
+    if wanted is None or list(found) == list(wanted):
+        return list(range(len(found)))
+    names, fits = list(map(str, found)), list(map(str, wanted))
+    if sorted(names) == sorted(fits):
         return [names.index(name) for name in fits]
-    if len(names) != len(fits) or (names != fits and _default(argument, len(names)) not in (names, fits)):
+    if len(names) != len(fits) or _default(argument, len(names)) not in (names, fits):
         lost, new = ([each for each in one if each not in other] for one, other in ((fits, names), (names, fits)))
         raise ValueError(
             f"series must have {len(fits)} {kind} as in fit, got {len(names)}: missing {lost}, unknown {new}. Fix: the "
@@ -317,7 +319,7 @@ def by_id(targets: Any, ids: Sequence[Any], name: str = "y") -> Any:
     fault = f"{strangers[0]!r}, which is no id" if strangers else "an id more than once"
     raise ValueError(
         f"the index of {name} must be the ids of the series, got {fault}. Fix: {name}.to_numpy(), if it is in the "
-        "order of the series."
+        f"order of the series; {name}.loc[list(series.ids)] before a split by position, as in cross_val_score."
     )
 
 
@@ -791,7 +793,7 @@ def collate(items: Sequence[Series] | Sequence[tuple[Series, Any]]) -> Series | 
             f"all series must have ids, or none, got {len(ids)} ids of {sum(map(len, series))} series. Fix: "
             "dataclasses.replace(series, ids=()) for those that have some."
         )
-    named = [_complete(one) for one in series]
+    named = [_named(one) for one in series]
     features, statics = (_most_named(named, name) for name in ("features", "static_features"))
     series = [aligned(_with_static(one, statics), features, statics) for one in named]
     axes = {(one.unit, one.origin) for one in series}
@@ -810,7 +812,8 @@ def collate(items: Sequence[Series] | Sequence[tuple[Series, Any]]) -> Series | 
         t.append(torch.cat([one.t, last.expand(-1, missing)], 1))
     static = torch.cat([cast("Tensor", one.static) for one in series]) if statics else None
     lengths = torch.cat([one.lengths for one in series])
-    batch = Series(torch.cat(x), torch.cat(t), torch.cat(mask), lengths, static, ids, features, statics, *axes.pop())
+    parts = torch.cat(x), torch.cat(t), torch.cat(mask), lengths, static
+    batch = _finite(Series(*parts, ids, features, statics, *axes.pop()))
     return (
         (batch, torch.stack([to_tensor(x, "a target", "one number per series", None, None) for x in targets]))
         if targets
@@ -952,7 +955,7 @@ def as_series(
     """
     if isinstance(data, Series):
         check_digits(data.t, data.t.diff(), "t", 1.0)
-        return _complete(data)
+        return _finite(_named(data))
     if hasattr(data, "columns") or isinstance(data, dict):
         if id is None or time is None:
             missing = "id" if id is None else "time"
@@ -966,7 +969,7 @@ def as_series(
         options: Any = {"static": static, "variable": variable, "unit": unit, "origin": origin, "dtype": dtype}
         return from_long(data, id=id, time=time, values=values, **options)
     if isinstance(data, (list, tuple)) and data and all(isinstance(one, Series) for one in data):
-        return _complete(cast("Series", collate(data)))
+        return _named(cast("Series", collate(data)))
     if isinstance(data, (list, tuple)) and data and all(map(_is_pair, data)):
         exact = [
             _exact_times(t, f"data[{i}][0]", unit, origin) if len(t) else np.zeros(0) for i, (t, _) in enumerate(data)
@@ -1002,11 +1005,11 @@ def as_series(
     return _padded([(np.arange(len(x), dtype=np.float64), _without_end(x)) for x in rows], dtype)
 
 
-def _complete(series: Series) -> Series:
+def _named(series: Series) -> Series:
     """Return the series with default names where it has none: ids 0, 1, ..., ``"x0"``, ..., and ``"static0"``, ....
 
     Raises:
-        ValueError: if a number of names is wrong or a name repeats, or an observed value is infinite.
+        ValueError: if a number of names is wrong or a name repeats.
     """
     static = 0 if series.static is None else series.static.shape[1]
     changed: dict[str, Any] = {}
@@ -1019,7 +1022,11 @@ def _complete(series: Series) -> Series:
                 "default names."
             )
         changed |= {} if names == given else {name: names}
-    series = dataclasses.replace(series, **changed) if changed else series
+    return dataclasses.replace(series, **changed) if changed else series
+
+
+def _finite(series: Series) -> Series:
+    """Return the series; raise ValueError if an observed value or a static feature is infinite."""
     fix = "infinite values. Fix: dataclasses.replace(series, "
     _refuse_infinite(series.x.isinf() & series.mask, series.features, f"{fix}mask=series.mask & ~series.x.isinf()).")
     if series.static is not None:
