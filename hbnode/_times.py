@@ -97,14 +97,14 @@ def refuse_dates(value: object, name: str) -> None:
 def kind_of(value: object) -> Kind | None:
     """Return what an array, a column or nested lists hold, by the first entry; None for anything else than times."""
     array: Any = value
-    while isinstance(array, (list, tuple)) and array:
-        array = array[0]
+    while isinstance(array, (list, tuple)):
+        array = next((each for each in array if each is not None), None)
     kind = getattr(getattr(array, "dtype", None), "kind", "")
     if hasattr(array, "to_numpy") and kind not in ("M", "m"):
         array = array.to_numpy()
         kind = array.dtype.kind
-    if kind in ("O", "T") and array.size:
-        array = array.reshape(-1)[0]
+    if kind in ("O", "T"):
+        array = next((each for each in array.reshape(-1) if each is not None), None)
     if kind == "M" or isinstance(array, datetime.date) or hasattr(array, "start_time"):
         return "dates"
     if kind == "m" or isinstance(array, datetime.timedelta):

@@ -395,6 +395,10 @@ def from_long(
         raise ValueError(f"with variable=, values must be one column, got {columns}. Fix: values='value'.")
     if features is not None and variable is None:
         raise ValueError("features= needs variable=, got None. Fix: features=None; values= sets the order of features.")
+    used = [id, time, *columns, *statics, *([] if variable is None else [variable])] if isinstance(table, dict) else []
+    sizes = {name: len(_array(_column(table, name), f"column {name!r}")) for name in used}
+    if len({*sizes.values()}) > 1:
+        raise ValueError(f"columns must have one entry per row, got lengths {sizes}. Fix: pandas.DataFrame(table).")
     ids, codes = _codes(_column(table, id), id)
     exact = _exact_times(_column(table, time), f"table[{time!r}]", unit, origin)
     names, feature = columns, np.arange(len(columns))[None]  # feature indices that broadcast to (rows, columns)
@@ -436,8 +440,8 @@ def from_long(
     t = np.maximum.accumulate(t, axis=1)
     _check_digits(table[time], t, f"table[{time!r}]")
     constant = _in_dtype(np.stack(fixed, 1), dtype, statics) if fixed else None
-    padded, mask, lengths = _in_dtype(x, dtype, names), torch.from_numpy(~np.isnan(x)), torch.from_numpy(counts).long()
-    return Series(padded, torch.from_numpy(t), mask, lengths, constant, ids, names, statics, length, zero)
+    padded, mask, total = _in_dtype(x, dtype, names), torch.from_numpy(~np.isnan(x)), torch.from_numpy(counts).long()
+    return Series(padded, torch.from_numpy(t), mask, total, constant, ids, names, statics, length, zero)
 
 
 def _in_dtype(values: NDArray[Any], dtype: torch.dtype, names: Sequence[Any]) -> Tensor:
@@ -651,7 +655,7 @@ def _numbers(column: Any, name: str) -> NDArray[Any]:
         ):
             raise ValueError
         numbers: NDArray[Any] = array.astype(np.float64)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise TypeError(
             f"{name} must hold numbers, got {array.dtype}. Fix: codes or pandas.get_dummies for categories, "
             "differences from another date for dates."

@@ -402,7 +402,9 @@ def test_dates_on_the_axis_of_a_series_and_back():
     for kind in (column, pandas.DatetimeIndex(column), column.to_numpy(), column.dt.tz_localize("UTC"), list(column)):
         assert series.times(kind).tolist() == [24.0, 30.5]
     assert series.times(column.dt.tz_localize("Europe/Berlin")).tolist() == [23.0, 29.5]
-    assert series.times([pandas.NaT, column[0]]).isnan().tolist() == [True, False]
+    for lost in (pandas.NaT, None):
+        assert series.times([lost, column[0]]).isnan().tolist() == [True, False]
+    assert series.durations([None, datetime.timedelta(1)]).isnan().tolist() == [True, False]
     dates = series.dates(torch.tensor([24.0, 30.5, torch.nan, -1e-9]))
     assert dates[:2].tolist() == column.tolist()
     assert numpy.isnat(dates).tolist() == [False, False, True, False]
@@ -458,9 +460,20 @@ def good():
         ({"t": STAMPS[:3]}, {"origin": ["2020-01-01"]}, ValueError, "origin must be one date, got .'2020-01-01'."),
         ({"t": [0.0, math.nan, 1.0]}, {}, ValueError, r"table\['t'\] is missing or infinite in row 1"),
         ({"a": ["x", "y", "z"]}, {}, TypeError, r"\['a'\] must hold numbers.*get_dummies"),
-        ({"a": [None, "1", "2"]}, {}, TypeError, "'a' must hold numbers"),
+        ({"a": [None, "1", "2"]}, {}, TypeError, r"\['a'\] must hold numbers"),
         ({"s": ["1", "1", "2"]}, {"static": "s"}, TypeError, "'s' must hold numbers"),
         ({"a": [1.0, math.inf, 2.0]}, {}, ValueError, "'a' holds infinite values"),
+        ({"a": [1, 10**400, 2]}, {}, TypeError, "'a' must hold numbers"),
+        (
+            {"t": [None, *map(pandas.Timestamp, (0, 1))]},
+            {},
+            ValueError,
+            r"table\['t'\] is missing or infinite in row 0",
+        ),
+        *(
+            ({name: [1.0]}, {"static": "s"}, ValueError, f"one entry per row, got lengths .*'{name}': 1")
+            for name in ("id", "t", "a", "s")
+        ),
         (
             {"a": list("xyz"), "b": pandas.date_range("2020", periods=3)},
             {"values": ["a", "s", "b"]},
