@@ -398,7 +398,8 @@ def from_long(
     used = [id, time, *columns, *statics, *([] if variable is None else [variable])] if isinstance(table, dict) else []
     sizes = {name: len(_array(_column(table, name), f"column {name!r}")) for name in used}
     if len({*sizes.values()}) > 1:
-        raise ValueError(f"columns must have one entry per row, got lengths {sizes}. Fix: pandas.DataFrame(table).")
+        fix = f"[value] * {max(sizes.values())} for a constant"
+        raise ValueError(f"columns must have one entry per row, got lengths {sizes}. Fix: {fix}.")
     ids, codes = _codes(_column(table, id), id)
     exact = _exact_times(_column(table, time), f"table[{time!r}]", unit, origin)
     names, feature = columns, np.arange(len(columns))[None]  # feature indices that broadcast to (rows, columns)
@@ -407,9 +408,10 @@ def from_long(
         feature = of_rows[:, None]
     wrong = [name for name in columns if kind_of(_array(_column(table, name), f"column {name!r}"))]
     if wrong:
-        rest = [name for name in columns if name not in wrong] or ["pulse"]
+        rest = [name for name in columns if name not in wrong]
+        without = f"values={rest}; " if rest else ""
         raise TypeError(
-            f"columns {wrong} must hold numbers, got text, dates or durations. Fix: values={rest}; codes or "
+            f"columns {wrong} must hold numbers, got text, dates or durations. Fix: {without}codes or "
             "pandas.get_dummies for categories, differences from another date for dates."
         )
     numbers = np.stack([_numbers(_column(table, name), f"column {name!r}") for name in columns], 1)
@@ -587,10 +589,8 @@ def _names(names: Any, argument: str) -> list[Any]:
         raise TypeError(f"{argument} must be names of columns, got {names!r}. Fix: {argument}=['value'].")
     found = names.tolist() if hasattr(names, "tolist") else list(names)
     if any(found.count(name) > 1 for name in found):
-        raise ValueError(
-            f"{argument} must name each column once, got {found}. Fix: {argument}={list(dict.fromkeys(found))}; "
-            "table.loc[:, ~table.columns.duplicated()] for a table that has a column twice."
-        )
+        fix = f"{list(dict.fromkeys(found))}; table.loc[:, ~table.columns.duplicated()] for a table that has one twice"
+        raise ValueError(f"{argument} must name each column once, got {found}. Fix: {argument}={fix}.")
     return found
 
 
@@ -793,10 +793,8 @@ def collate(items: Sequence[Series] | Sequence[tuple[Series, Any]]) -> Series | 
         )
     ids = [name for one in series for name in one.ids]
     if len(ids) not in (0, sum(map(len, series))):
-        raise ValueError(
-            f"all series must have ids, or none, got {len(ids)} ids of {sum(map(len, series))} series. Fix: "
-            "dataclasses.replace(series, ids=()) for those that have some."
-        )
+        fault = f"all series must have ids, or none, got {len(ids)} ids of {sum(map(len, series))} series"
+        raise ValueError(f"{fault}. Fix: dataclasses.replace(series, ids=()) for those that have some.")
     named = [_named(one) for one in series]
     features, statics = (_most_named(named, name) for name in ("features", "static_features"))
     series = [aligned(_with_static(one, statics), features, statics) for one in named]
@@ -1021,10 +1019,8 @@ def _named(series: Series) -> Series:
         given = list(getattr(series, name))
         names = (given if count else []) or _default(name, count)
         if len(names) != count or (name != "ids" and len({*map(str, names)}) < count):
-            raise ValueError(
-                f"{name} must be {count} different names, got {names}. Fix: dataclasses.replace(series, {name}=()) for "
-                "default names."
-            )
+            fix = f"dataclasses.replace(series, {name}=()) for default names"
+            raise ValueError(f"{name} must be {count} different names, got {names}. Fix: {fix}.")
         changed |= {} if names == given else {name: names}
     return dataclasses.replace(series, **changed) if changed else series
 

@@ -121,8 +121,9 @@ class SeriesEstimator(BaseEstimator):
         fixed = {name: column for name, column, each in zip(self.features_, low.T, is_fixed, strict=True) if each}
         told = [name for name in fixed if any(_tells(fixed[name], y) for y in targets.reshape(len(targets), -1).T)]
         if told:
-            rest = [name for name in self.features_ if name not in told] or ["pulse"]
-            raise ValueError(f"columns {told} of the table equal y or a code of it. Fix: values={rest}.")
+            rest = [name for name in self.features_ if name not in told]
+            fix = f"values={rest}" if rest else "a table with further columns"
+            raise ValueError(f"columns {told} of the table equal y or a code of it. Fix: {fix}.")
         if fixed and len(fixed) < len(self.features_) and series.mask.sum(1).max() > 1:
             warnings.warn(
                 f"values=None takes the columns {self.features_}, and {list(fixed)} are constant in each series. Fix: "
