@@ -208,7 +208,9 @@ class Smoothing:
     @staticmethod
     def _channel(series: Series, channel: int) -> Series:
         part = slice(channel, channel + 1)
-        return dataclasses.replace(series, x=series.x[..., part], mask=series.mask[..., part])
+        return dataclasses.replace(
+            series, x=series.x[..., part], mask=series.mask[..., part], features=series.features[part]
+        )
 
 
 class Spread:
