@@ -37,12 +37,14 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Model = Literal["auto", "features", "rocket", "oscillators", "odernn", "gru"]
+Clock = Literal["relative", "absolute"]
 NETWORKS = ("oscillators", "odernn", "gru")
 ALPHAS = np.logspace(-3, 3, 13)  # of the ridge, for standardised features
 FOLDS = 4
 MANY = 1000  # series from which boosting is tried
 BOOSTED = 2  # oscillators for boosting, which needs few features
 HELD = 0.2  # share of series for validation
+OUTSIDE = 0.1  # share of the time seen in fit by which later series may leave it
 ENOUGH = 0.15  # cross-validated loss below which "auto" does not try the smoother, which takes seconds
 
 
@@ -57,6 +59,7 @@ class _SeriesModel(SeriesEstimator):
         time: str | None = None,
         values: str | Sequence[str] | None = None,
         static: str | Sequence[str] | None = None,
+        clock: Clock | None = None,
         reconstruction: Any = "auto",
         hidden_size: int = 32,
         dropout: float = 0.1,
@@ -72,7 +75,7 @@ class _SeriesModel(SeriesEstimator):
     ) -> None:
         self.model: Any = model
         self.id, self.time, self.values, self.static = id, time, values, static
-        self.reconstruction = reconstruction
+        self.clock, self.reconstruction = clock, reconstruction
         self.hidden_size, self.dropout, self.weight_decay = hidden_size, dropout, weight_decay
         self.learning_rate, self.max_epochs, self.patience = learning_rate, max_epochs, patience
         self.n_members, self.n_jobs = n_members, n_jobs
@@ -84,6 +87,8 @@ class _SeriesModel(SeriesEstimator):
         if self.model not in kinds:
             near = nearest(str(self.model), kinds) or "auto"
             raise ValueError(f"model must be one of {kinds}, got {self.model!r}. Fix: {near!r}.")
+        if self.clock not in (None, *get_args(Clock)):
+            raise ValueError(f"clock must be 'relative', 'absolute' or None, got {self.clock!r}. Fix: clock=None.")
         series = self._to_series(data, reset=True)
         has_ids = isinstance(data, (Series, dict)) or hasattr(data, "columns")
         targets = targets_of(y, series, has_ids)
@@ -91,17 +96,42 @@ class _SeriesModel(SeriesEstimator):
             raise ValueError("X must have at least 2 series, got one sample. Fix: a list of all series, [(t, x), ...].")
         self._check_columns(series, targets)
         targets = self._set_targets(targets)
-        self.is_aligned_ = common_start(series) is not None
-        series, random = self._aligned(series), check_random_state(self.random_state)
+        is_together = series.origin is None and common_start(series) is not None
+        self.is_absolute_ = is_together if self.clock is None else self.clock == "absolute"
+        times = series.t[series.mask.any(-1)]
+        self.seen_ = (float(times.min()), float(times.max())) if len(times) else (0.0, 0.0)
+        series, random = self._on_axis(series), check_random_state(self.random_state)
         if self.model in NETWORKS:
             self.model_ = self.model
             self._fit_networks(series, targets, random)
         else:
             self._fit_features(series, targets, random)
 
-    def _aligned(self, series: Series) -> Series:
-        """Return the series with a time that begins at the start of each, unless they have a common start."""
-        return series if self.is_aligned_ else dataclasses.replace(series, t=series.t - series.t[:, :1])
+    def _on_axis(self, series: Series) -> Series:
+        """Return the series with times as they are, or with times since the first sample of each."""
+        return series if self.is_absolute_ else dataclasses.replace(series, t=series.t - series.t[:, :1])
+
+    def _check_times(self, series: Series) -> None:
+        """Raise ValueError for a series outside the times of fit, and warn in the caller of ``predict`` of a part.
+
+        A tenth is allowed, because ten random times leave about a tenth of their range open at each end.
+        """
+        is_observed, low, high = series.mask.any(-1), *self.seen_
+        margin = OUTSIDE * (high - low)
+        is_out = is_observed & ((series.t < low - margin) | (series.t > high + margin))
+        share = is_out.sum(1) / is_observed.sum(1).clamp(min=1)
+        row = int(share.argmax())
+        if share[row] <= OUTSIDE:
+            return
+        times = [low, high, *series.t[row][is_observed[row]][[0, -1]].tolist()]
+        names = [f"{each:.10g}" for each in times] if series.origin is None else list(map(str, series.dates(times)))
+        text = (
+            f"times must be those of fit, from {names[0]} to {names[1]}, but series {row} lasts from {names[2]} to "
+            f"{names[3]}: {{}}. Fix: clock='relative', for times since the first sample of each series."
+        )
+        if share[row] == 1:
+            raise ValueError(text.format("fit saw nothing there"))
+        warnings.warn(text.format(f"fit did not see {100 * share[row]:.0f} % of it"), stacklevel=4)
 
     # Features
 
@@ -138,12 +168,14 @@ class _SeriesModel(SeriesEstimator):
                 "X.select(X.mask.any(-1).any(-1)).",
                 stacklevel=3,
             )
+        if self.is_absolute_:
+            self._check_times(series)
         return np.where(is_empty[:, None], self.prior_, self._outputs_of(series))
 
     @kept_random_state()
     def _outputs_of(self, series: Series) -> NDArray[Any]:
         """Return the mean of the members' or the networks' outputs, (batch, outputs)."""
-        series = self._aligned(series)
+        series = self._on_axis(series)
         if self.model_ in NETWORKS:
             return self._network_outputs(series)
         found = [self._output(head, of.transform(series)) / scale for of, head, scale in self.members_]
@@ -207,6 +239,8 @@ class _SeriesModel(SeriesEstimator):
 
             torch.manual_seed(seed)
             config = config_of(scaled, self.model, self._outputs, self.hidden_size, self.dropout)
+            if self.is_absolute_ and config["start"] is None:  # because the series start far apart
+                config |= {"start": self.seen_[0], "span": self.seen_[1] - self.seen_[0] or 1.0}
             network = trained(
                 SeriesNetwork(**config).to(device),
                 loss,
@@ -270,6 +304,11 @@ class SeriesClassifier(ClassifierMixin, _SeriesModel):
             one that tells y, and warns of one that is constant in each series. Default: ``None``
         static: for a table, columns that are constant within each series; categories are allowed, also ones that were
             not in the training data. Default: ``None``
+        clock: ``"relative"``: times count from the first sample of each series, with or without a value.
+            ``"absolute"``: they count from their date or their zero, so that the hour of an event can matter. Then
+            later series must lie within the times that ``fit`` saw. None: dates are relative. Numbers and durations are
+            absolute if the series in ``fit`` start together, which is if their starts are no farther apart than the
+            longest series; else they are relative. Default: ``None``
         reconstruction: for ``"rocket"``, how a series is put on a regular grid: ``"linear"`` interpolation, the
             ``"last"`` value, ``"oscillators"`` (:class:`OscillatorSmoother`), or ``"auto"``, the one with the least
             cross-validated loss. With ``model="auto"``, oscillators, which take seconds, are tried only if no other
@@ -398,6 +437,11 @@ class SeriesRegressor(RegressorMixin, _SeriesModel):
             one that tells y, and warns of one that is constant in each series. Default: ``None``
         static: for a table, columns that are constant within each series; categories are allowed, also ones that were
             not in the training data. Default: ``None``
+        clock: ``"relative"``: times count from the first sample of each series, with or without a value.
+            ``"absolute"``: they count from their date or their zero, so that the hour of an event can matter. Then
+            later series must lie within the times that ``fit`` saw. None: dates are relative. Numbers and durations are
+            absolute if the series in ``fit`` start together, which is if their starts are no farther apart than the
+            longest series; else they are relative. Default: ``None``
         reconstruction: for ``"rocket"``, how a series is put on a regular grid: ``"linear"`` interpolation, the
             ``"last"`` value, ``"oscillators"`` (:class:`OscillatorSmoother`), or ``"auto"``, the one with the least
             cross-validated loss. With ``model="auto"``, oscillators, which take seconds, are tried only if no other

@@ -142,6 +142,57 @@ def test_rocket_aligns_series_that_start_far_apart():
     numpy.testing.assert_allclose(there.predict_proba(in_months(series)), expected)
 
 
+def bumps(count=24, seed=0):
+    """A bump at the hour 12 or 36 of two days, at 30 random hours of 48."""
+    random, labels = numpy.random.default_rng(seed), numpy.arange(count) % 2
+    times = [numpy.sort(random.permutation(48)[:30]) * 1.0 for _ in labels]
+    return [(t, numpy.exp(-((t - 12 - 24 * y) ** 2) / 30)) for t, y in zip(times, labels, strict=True)], labels
+
+
+def dated(series, start, zone=None):
+    return [(pandas.Timestamp(start, tz=zone) + pandas.to_timedelta(t, unit="h"), x) for t, x in series]
+
+
+@pytest.mark.parametrize(
+    "model",
+    ["features", "rocket", "gru", *(pytest.param(each, marks=pytest.mark.slow) for each in ("oscillators", "odernn"))],
+)
+def test_dates_count_from_the_first_sample_of_each_series(model):
+    series, labels = bumps()
+    later = dated(series, "2024-03-30", "Europe/Berlin")  # the clocks change in the night
+    options = {"max_epochs": 2, "reconstruction": "linear"}
+    of_dates = small(model).set_params(**options).fit(dated(series, "2024-01-01", "Europe/Berlin"), labels)
+    expected = of_dates.predict_proba(dated(series, "2024-01-01", "Europe/Berlin"))
+    numpy.testing.assert_array_equal(of_dates.predict_proba(later), expected)
+    of_hours = small(model, clock="relative").set_params(**options).fit(series, labels)
+    for shift in (0.0, 1e6):
+        shifted = [(t + shift, x) for t, x in series]
+        numpy.testing.assert_allclose(of_hours.predict_proba(shifted), expected, rtol=1e-5)
+    absolute = small(model, clock="absolute").set_params(**options).fit(dated(series, "2024-01-01"), labels)
+    with pytest.raises(ValueError, match=r"from 2024-01-01T00:.* to 2024-01-02T23:.*series 0 lasts from 2024-02-01T"):
+        absolute.predict(dated(series, "2024-02-01"))
+
+
+@pytest.mark.parametrize("unit", [None, "s"])
+def test_numbers_and_durations_outside_those_of_fit_raise_or_warn(unit):
+    series, labels = bumps()
+
+    def at(shift):
+        moved = [(t + shift, x) for t, x in series]
+        return moved if unit is None else [(pandas.to_timedelta(t, unit=unit), x) for t, x in moved]
+
+    model = small("rocket", reconstruction="linear").fit(at(1.7e9), labels)
+    assert model.score(at(1.7e9 + 4), labels) == 1.0  # within a tenth
+    with pytest.warns(UserWarning, match=r"series \d+ lasts from 17000000.* % of it.*clock='relative'") as caught:
+        model.predict(at(1.7e9 + 20))
+    assert caught[0].filename == __file__
+    for shift in (0.0, 1.8e9):
+        with pytest.raises(ValueError, match=r"fit saw nothing there.*clock='relative'"):
+            model.predict(at(shift))
+    with pytest.raises(ValueError, match="clock must be"):
+        small("features", clock="local").fit(series, labels)
+
+
 def test_labels_follow_the_ids_of_a_table_and_the_order_of_a_list():
     series, labels = swings(20)
     order = numpy.random.default_rng(0).permutation(20)
