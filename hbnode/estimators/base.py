@@ -199,26 +199,26 @@ class SeriesEstimator(BaseEstimator):
         return estimator
 
 
-def targets_of(y: Any, series: Series, has_ids: bool) -> NDArray[Any]:
-    """Return the targets of all series as an array.
+def targets_of(y: Any, series: Series, data: Any, name: str = "y") -> NDArray[Any]:
+    """Return the targets of all series, or their weights or groups, as an array.
 
-    If the series have ids of the user, a pandas Series that is indexed by them is put in their order.
+    If ``data`` have ids of the user, a pandas Series that is indexed by them is put in their order.
 
     Raises:
-        ValueError: if there is not one target for each series, or the index of a pandas Series has other ids.
+        ValueError: if there is not one entry for each series, or the index of a pandas Series has other ids.
     """
     if y is None:
         raise ValueError("fit requires y to be passed, but the target y is None. Fix: fit(X, y), one for each series.")
     if isinstance(y, Mapping):
-        raise ValueError("y must be an array or a pandas Series, got a dictionary. Fix: pandas.Series(y).")
-    if has_ids:
-        y = by_id(y, series.ids)
+        raise ValueError(f"{name} must be an array or a pandas Series, got a dictionary. Fix: pandas.Series({name}).")
+    is_list = isinstance(data, (list, tuple)) and isinstance(data[0], Series)
+    if is_list or isinstance(data, (Series, dict)) or hasattr(data, "columns"):
+        y = by_id(y, series.ids, name)
     targets: NDArray[Any] = np.asarray(y.detach().cpu() if isinstance(y, torch.Tensor) else y)
     if targets.ndim == 0 or len(targets) != len(series):
-        got = f"shape {targets.shape}"
         raise ValueError(
-            f"y must be one target for each of {len(series)} series, got {got}. Fix: for a table with several rows of "
-            "one series, labels.loc[ids] with one label for each id."
+            f"{name} must have one entry for each of {len(series)} series, got shape {targets.shape}. Fix: for a table "
+            f"with several rows of one series, {name}.loc[ids] with one entry for each id."
         )
     return targets
 

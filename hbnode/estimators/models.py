@@ -24,7 +24,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 from torch.nn.functional import cross_entropy, mse_loss
-from typing_extensions import Self
+from typing_extensions import Self, override
 
 from hbnode._checks import nearest
 from hbnode.data import Series
@@ -90,8 +90,7 @@ class _SeriesModel(SeriesEstimator):
         if self.clock not in (None, *get_args(Clock)):
             raise ValueError(f"clock must be 'relative', 'absolute' or None, got {self.clock!r}. Fix: clock=None.")
         series = self._to_series(data, reset=True)
-        has_ids = isinstance(data, (Series, dict)) or hasattr(data, "columns")
-        targets = targets_of(y, series, has_ids)
+        targets = targets_of(y, series, data)
         if len(series) < 2:
             raise ValueError("X must have at least 2 series, got one sample. Fix: a list of all series, [(t, x), ...].")
         self._check_columns(series, targets)
@@ -154,6 +153,13 @@ class _SeriesModel(SeriesEstimator):
             self.cv_loss_[name] = loss
             if loss < self.cv_loss_[self.model_]:
                 self.model_, self.members_ = name, [member, found[1][2]]
+
+    def _pairs(self, data: Any, y: Any, sample_weight: Any) -> tuple[Series, NDArray[Any], NDArray[Any] | None]:
+        """Return series with their targets and weights, paired as in fit."""
+        check_is_fitted(self)
+        series = self._to_series(data, reset=False)
+        weights = None if sample_weight is None else targets_of(sample_weight, series, data, "sample_weight")
+        return series, targets_of(y, series, data), weights
 
     def _answers(self, data: Any) -> NDArray[Any]:
         """Return the outputs (batch, outputs), those of the prior for a series without a value, with a warning."""
@@ -367,6 +373,11 @@ class SeriesClassifier(ClassifierMixin, _SeriesModel):
         codes = self._answers(X).argmax(1)
         return self.classes_[codes]
 
+    @override
+    def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:
+        """Return the accuracy of :meth:`predict`; labels and weights are paired with the series as in :meth:`fit`."""
+        return super().score(*self._pairs(X, y, sample_weight))
+
     def _set_targets(self, targets: NDArray[Any]) -> NDArray[Any]:
         targets = column_or_1d(targets, warn=True)
         assert_all_finite(targets, input_name="y")
@@ -491,6 +502,11 @@ class SeriesRegressor(RegressorMixin, _SeriesModel):
         """
         found = self._answers(X) * self.target_std_ + self.target_mean_
         return found if self.is_wide_ else found[:, 0]
+
+    @override
+    def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:
+        """Return R² of :meth:`predict`; numbers and weights are paired with the series as in :meth:`fit`."""
+        return super().score(*self._pairs(X, y, sample_weight))
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()

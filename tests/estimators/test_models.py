@@ -311,6 +311,37 @@ def test_channels_are_matched_by_name(fitted, call):
     numpy.testing.assert_array_equal(call(of_pairs, series), expected)
 
 
+@pytest.mark.parametrize("of", ["Series", "list of Series", "table"])
+def test_labels_are_paired_by_id_in_fit_score_and_cross_validation(of):
+    series, labels = dropped(24)
+    ids = [f"p{i}" for i in range(24)]
+    table = pandas.concat([pandas.DataFrame({"id": i, "t": t, "x": x}) for i, (t, x) in zip(ids, series, strict=True)])
+    data = dataclasses.replace(as_series(series), ids=ids)
+    data = {"Series": data, "list of Series": [data[i] for i in range(24)], "table": table}[of]
+    model = small("features", id="id", time="t")
+    by_id = pandas.Series(labels, index=ids)
+    shuffled = by_id.sample(frac=1.0, random_state=0)
+    model.fit(data, shuffled)
+    assert model.score(data, shuffled) == model.score(data, labels) == model.score(data, shuffled.iloc[::-1]) == 1.0
+    weights = pandas.Series(numpy.arange(24.0) % 3, index=ids)
+    assert model.score(data, 1 - by_id.where(weights > 0, 1 - by_id), weights.iloc[::-1]) == 0.0
+    with pytest.raises(ValueError, match=r"got 100, which is no id.*y\.to_numpy\(\)"):
+        model.score(data, pandas.Series(labels, index=range(100, 124)))
+    numbers = small("features", SeriesRegressor, id="id", time="t").fit(data, shuffled.astype(float))
+    assert numbers.score(data, shuffled) > 0.9
+    if of == "table":
+        return
+    with pytest.raises(ValueError, match=r"y\.loc\[list\(series\.ids\)\]"):
+        cross_val_score(model, data, shuffled, cv=3)
+    with pytest.raises(ValueError, match=r"y\.loc\[list\(series\.ids\)\]"):
+        GridSearchCV(model, {"hidden_size": [4]}, cv=3).fit(data, shuffled)
+    assert cross_val_score(model, data, shuffled.loc[ids], cv=3).mean() > 0.9
+    rows = numpy.random.default_rng(0).integers(24, size=30)
+    bootstrap = [data[int(i)] for i in rows]
+    model.fit(bootstrap, by_id.iloc[rows].sample(frac=1.0, random_state=0))
+    assert model.score(bootstrap, labels[rows]) == 1.0
+
+
 def test_a_series_in_other_units_is_refused_and_one_of_another_origin_is_shifted():
     series, labels = dropped(20)
     table = in_months(series)
@@ -402,7 +433,7 @@ def test_what_is_wrong_is_named():
     series, labels = swings(10)
     with pytest.raises(ValueError, match="'rocket'"):
         SeriesClassifier("rockets").fit(series, labels)
-    with pytest.raises(ValueError, match="one target for each of 10 series"):
+    with pytest.raises(ValueError, match="one entry for each of 10 series"):
         SeriesClassifier().fit(series, labels[:9])
     fitted = small("features").fit(series, labels)
     with pytest.raises(ValueError, match="same columns"):
