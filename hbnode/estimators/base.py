@@ -64,7 +64,7 @@ class SeriesEstimator(BaseEstimator):
             if not reset:
                 names["values"] = self.features_
         data = _checked(data)
-        series = _with_samples(as_series(data, **names).to("cpu"))
+        series = _with_samples(as_series(data, **names).to("cpu").detach().outside_inference_mode())
         static = list(series.static_features)
         if is_table and series.static is not None:
             levels = {f"{name}={level}" for name in self.levels_ for level in self.levels_[name]}
@@ -255,7 +255,7 @@ def warn_if_swapped(data: Any) -> None:
 
 
 def _with_samples(series: Series) -> Series:
-    """Return the series with NaN where the mask or the lengths exclude a value, and a sample in those of length 0."""
+    """Return the series with NaN where the mask or the lengths exclude a value, and its mask; none has the length 0."""
     if not series.x.shape[1]:
         x, t, mask = pad(series.x, (0, 0, 0, 1)), pad(series.t, (0, 1)), pad(series.mask, (0, 0, 0, 1))
         series = dataclasses.replace(series, x=x, t=t, mask=mask)

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import numbers
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
 from scipy.optimize import minimize_scalar
-from scipy.special import log_softmax, softmax
-from sklearn.base import ClassifierMixin, RegressorMixin
+from scipy.special import softmax
+from sklearn.base import ClassifierMixin, RegressorMixin, clone
 from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
 from sklearn.linear_model import RidgeClassifierCV, RidgeCV
-from sklearn.model_selection import KFold, StratifiedKFold, cross_val_predict, train_test_split
+from sklearn.model_selection import GroupKFold, KFold, StratifiedGroupKFold, StratifiedKFold
 from sklearn.multioutput import MultiOutputRegressor
-from sklearn.pipeline import make_pipeline
+from sklearn.pipeline import Pipeline, make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils import assert_all_finite, check_array, check_random_state, column_or_1d
+from sklearn.utils.class_weight import compute_sample_weight
 from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import check_is_fitted
+from sklearn.utils.validation import _check_sample_weight, check_is_fitted
 from torch import Tensor
 from torch.nn.functional import cross_entropy, mse_loss
 from typing_extensions import Self, override
@@ -29,6 +31,7 @@ from typing_extensions import Self, override
 from hbnode._checks import nearest
 from hbnode.data import Series
 from hbnode.estimators.base import SeriesEstimator, moments, targets_of, warn_if_swapped
+from hbnode.estimators.forecast_models import bound
 from hbnode.estimators.networks import SeriesNetwork, batched, common_start, config_of, kept_random_state, trained
 from hbnode.estimators.smoother import OscillatorSmoother
 from hbnode.features import OscillatorFeatures, RocketFeatures
@@ -43,36 +46,42 @@ ALPHAS = np.logspace(-3, 3, 13)  # of the ridge, for standardised features
 FOLDS = 4
 MANY = 1000  # series from which boosting is tried
 BOOSTED = 2  # oscillators for boosting, which needs few features
-HELD = 0.2  # share of series for validation
+PARTS = 5  # of the series, one of which is for the validation of a network
 OUTSIDE = 0.1  # share of the time seen in fit by which later series may leave it
 ENOUGH = 0.15  # cross-validated loss below which "auto" does not try the smoother, which takes seconds
+
+
+class _Aims(NamedTuple):
+    """What is learned of each series.
+
+    Attributes:
+        values: codes of classes (batch,), or standardised numbers (batch, targets).
+        weights: (batch,), with the mean 1.
+        groups: codes (batch,); no group is in two folds. None if every series is a group.
+    """
+
+    values: NDArray[Any]
+    weights: NDArray[Any]
+    groups: NDArray[Any] | None
+
+    def fitted(self, head: Any, features: NDArray[Any], rows: Any = slice(None)) -> Any:
+        """Return an estimator that is fitted to the features of some series."""
+        name = f"{head.steps[-1][0]}__sample_weight" if isinstance(head, Pipeline) else "sample_weight"
+        weights = None if (self.weights == 1).all() else self.weights[rows]  # which some estimators are faster without
+        return clone(head).fit(features[rows], self.values[rows], **{name: weights})
 
 
 class _SeriesModel(SeriesEstimator):
     """What the classifier and the regressor share: the choice of a model, and its fit."""
 
     def __init__(
-        self,
-        model: Model = "auto",
-        *,
-        id: str | None = None,
-        time: str | None = None,
-        values: str | Sequence[str] | None = None,
-        static: str | Sequence[str] | None = None,
-        clock: Clock | None = None,
-        reconstruction: Any = "auto",
-        hidden_size: int = 32,
-        dropout: float = 0.1,
-        weight_decay: float = 0.01,
-        learning_rate: float = 5e-3,
-        max_epochs: int = 100,
-        patience: int = 10,
-        n_members: int = 3,
-        n_jobs: int | None = None,
-        device: torch.device | str | None = None,
-        random_state: Any = None,
-        progress: bool | None = None,
-    ) -> None:
+        self, model: Model = "auto", *, id: str | None = None, time: str | None = None,
+        values: str | Sequence[str] | None = None, static: str | Sequence[str] | None = None,
+        clock: Clock | None = None, reconstruction: Any = "auto", hidden_size: int = 32, dropout: float = 0.1,
+        weight_decay: float = 0.01, learning_rate: float = 5e-3, max_epochs: int = 100, patience: int = 10,
+        n_members: int = 3, n_jobs: int | None = None, device: torch.device | str | None = None,
+        random_state: Any = None, progress: bool | None = None,
+    ) -> None:  # fmt: skip
         self.model: Any = model
         self.id, self.time, self.values, self.static = id, time, values, static
         self.clock, self.reconstruction = clock, reconstruction
@@ -82,7 +91,10 @@ class _SeriesModel(SeriesEstimator):
         self.device, self.random_state, self.progress = device, random_state, progress
 
     @kept_random_state()
-    def _fit(self, data: Any, y: Any) -> None:
+    @torch.inference_mode(False)
+    @torch.enable_grad()
+    def _fit(self, data: Any, y: Any, sample_weight: Any, groups: Any) -> tuple[NDArray[Any], _Aims]:
+        """Fit the model, and return its outputs for series that were held out, (batch, outputs), else NaN."""
         kinds = get_args(Model)
         if self.model not in kinds:
             near = nearest(str(self.model), kinds) or "auto"
@@ -91,10 +103,21 @@ class _SeriesModel(SeriesEstimator):
             raise ValueError(f"clock must be 'relative', 'absolute' or None, got {self.clock!r}. Fix: clock=None.")
         series = self._to_series(data, reset=True)
         targets = targets_of(y, series, data)
+        weights = np.ones(len(series))
+        if groups is not None:
+            groups = np.unique(column_or_1d(targets_of(groups, series, data, "groups")), return_inverse=True)[1]
+        if sample_weight is not None:
+            weights = targets_of(sample_weight, series, data, "sample_weight")
+            weights = _check_sample_weight(weights, weights, ensure_non_negative=True)
+            rows = weights.nonzero()[0]  # a weight of 0 is no series
+            series, targets, weights = series.select(rows), targets[rows], weights[rows]
+            groups = None if groups is None else groups[rows]
+        if groups is not None and len(np.unique(groups)) < 2:
+            raise ValueError("groups must have at least 2 different entries, got one. Fix: groups=None.")
         if len(series) < 2:
             raise ValueError("X must have at least 2 series, got one sample. Fix: a list of all series, [(t, x), ...].")
         self._check_columns(series, targets)
-        targets = self._set_targets(targets)
+        aims = self._set_targets(targets, weights, groups)
         is_together = series.origin is None and common_start(series) is not None
         self.is_absolute_ = is_together if self.clock is None else self.clock == "absolute"
         times = series.t[series.mask.any(-1)]
@@ -102,9 +125,8 @@ class _SeriesModel(SeriesEstimator):
         series, random = self._on_axis(series), check_random_state(self.random_state)
         if self.model in NETWORKS:
             self.model_ = self.model
-            self._fit_networks(series, targets, random)
-        else:
-            self._fit_features(series, targets, random)
+            return self._fit_networks(series, aims, random), aims
+        return self._fit_features(series, aims, random), aims
 
     def _on_axis(self, series: Series) -> Series:
         """Return the series with times as they are, or with times since the first sample of each."""
@@ -134,7 +156,7 @@ class _SeriesModel(SeriesEstimator):
 
     # Features
 
-    def _fit_features(self, series: Series, targets: NDArray[Any], random: np.random.RandomState) -> None:
+    def _fit_features(self, series: Series, aims: _Aims, random: np.random.RandomState) -> NDArray[Any]:
         """Fit the candidates, and keep the best one, or the best two if the loss of their mean is less."""
         self.cv_loss_: dict[str, float] = {}
         found = []
@@ -142,17 +164,18 @@ class _SeriesModel(SeriesEstimator):
             if self.model == "auto" and name == "rocket, oscillators" and min(self.cv_loss_.values()) < ENOUGH:
                 continue
             features = transformer.fit_transform(series)
-            outputs, scale = self._held_out(head, features, targets)
-            self.cv_loss_[name] = self._cv_loss(outputs, targets)
-            found.append((name, outputs, (transformer, head.fit(features, targets), scale)))
+            outputs, scale = self._held_out(head, features, aims)
+            self.cv_loss_[name] = self._cv_loss(outputs, aims)
+            found.append((name, outputs, (transformer, aims.fitted(head, features), scale)))
         found.sort(key=lambda each: self.cv_loss_[each[0]])
         self.model_, outputs, member = found[0]
         self.members_ = [member]
         if len(found) > 1:
-            name, loss = f"{found[0][0]} + {found[1][0]}", self._cv_loss((outputs + found[1][1]) / 2, targets)
-            self.cv_loss_[name] = loss
-            if loss < self.cv_loss_[self.model_]:
-                self.model_, self.members_ = name, [member, found[1][2]]
+            name, mean = f"{found[0][0]} + {found[1][0]}", (outputs + found[1][1]) / 2
+            self.cv_loss_[name] = self._cv_loss(mean, aims)
+            if self.cv_loss_[name] < self.cv_loss_[self.model_]:
+                self.model_, self.members_, outputs = name, [member, found[1][2]], mean
+        return outputs
 
     def _pairs(self, data: Any, y: Any, sample_weight: Any) -> tuple[Series, NDArray[Any], NDArray[Any] | None]:
         """Return series with their targets and weights, paired as in fit."""
@@ -209,12 +232,25 @@ class _SeriesModel(SeriesEstimator):
                 found.append((f"rocket, {kind}" if len(kinds) > 1 else "rocket", rocket, self._heads(seed)[0]))
         return found
 
-    def _held_out(self, head: Any, features: NDArray[Any], targets: NDArray[Any]) -> tuple[NDArray[Any], float]:
-        """Return outputs for each series that was held out, (batch, outputs), and what they were divided by."""
-        raise NotImplementedError
+    def _held_out(self, head: Any, features: NDArray[Any], aims: _Aims) -> tuple[NDArray[Any], float]:
+        """Return outputs for series that were held out, (batch, outputs), else NaN, and what they were divided by."""
+        outputs = np.full((len(features), self._outputs), np.nan)
+        for train, held in self._folds(aims, FOLDS, 0):
+            outputs[held] = self._output(aims.fitted(head, features, train), features[held])
+        return outputs, 1.0
 
-    def _cv_loss(self, outputs: NDArray[Any], targets: NDArray[Any]) -> float:
-        raise NotImplementedError
+    def _folds(self, aims: _Aims, count: int, seed: int) -> list[tuple[NDArray[Any], NDArray[Any]]]:
+        """Return for each fold the indices of the series for training, and of those that are held out."""
+        values, _, groups = aims
+        count = min(count, len(values) if groups is None else len(np.unique(groups)))
+        folds = self._splitters[groups is not None](count, shuffle=True, random_state=seed)
+        return list(folds.split(values, values, groups))
+
+    def _cv_loss(self, outputs: NDArray[Any], aims: _Aims) -> float:
+        """Return the weighted mean loss of the outputs that are not NaN; infinite if there are none."""
+        known = ~np.isnan(outputs).any(1)
+        losses = self._loss(torch.as_tensor(outputs[known]), torch.as_tensor(aims.values[known])).numpy()
+        return float(np.average(losses, weights=aims.weights[known])) if known.any() else np.inf
 
     def _output(self, head: Any, features: NDArray[Any]) -> NDArray[Any]:
         raise NotImplementedError
@@ -225,23 +261,27 @@ class _SeriesModel(SeriesEstimator):
 
     # Networks
 
-    def _fit_networks(self, series: Series, targets: NDArray[Any], random: np.random.RandomState) -> None:
-        device = self.device or "cpu"
+    def _fit_networks(self, series: Series, aims: _Aims, random: np.random.RandomState) -> NDArray[Any]:
+        device, outputs = self.device or "cpu", torch.full((self.n_members, len(series), self._outputs), torch.nan)
         self.mean_, self.std_ = moments(series.x)
         if series.static is not None:
             self.static_mean_, self.static_std_ = moments(series.static)
-        scaled, aims = self._scaled(series), torch.as_tensor(self._aims(targets)).to(device)
+        scaled, goals = self._scaled(series), torch.as_tensor(aims.values).to(device)
+        goals, weights = goals if goals.dim() == 1 else goals.float(), torch.as_tensor(aims.weights).float().to(device)
         self.networks_ = []
         for member in range(self.n_members):
             seed = int(random.randint(2**31 - 1))
-            train, held = (torch.as_tensor(rows) for rows in self._split(targets, seed))
+            folds = self._folds(aims, PARTS, seed) or [(np.arange(len(series)),) * 2]
+            train, held = (torch.as_tensor(rows) for rows in folds[0])
+
+            def mean_loss(outputs: Tensor, rows: Tensor) -> Tensor:
+                return (weights[rows] * self._loss(outputs, goals[rows])).mean()
 
             def loss(network: SeriesNetwork, rows: Tensor, train: Tensor = train) -> Tensor:
-                return self._loss(network(scaled.select(train[rows])), aims[train[rows]])
+                return mean_loss(network(scaled.select(train[rows])), train[rows])
 
             def validation(network: SeriesNetwork, held: Tensor = held) -> float:
-                rest = scaled.select(held)
-                return float(self._loss(batched(network, rest).to(device), aims[held]))
+                return float(mean_loss(batched(network, scaled.select(held)).to(device), held))
 
             torch.manual_seed(seed)
             config = config_of(scaled, self.model, self._outputs, self.hidden_size, self.dropout)
@@ -261,6 +301,8 @@ class _SeriesModel(SeriesEstimator):
                 name=f"{self.model} {member + 1}/{self.n_members}",
             )
             self.networks_.append(network)
+            outputs[member, held] = batched(network, scaled.select(held))
+        return outputs.nanmean(0).double().numpy()
 
     def _scaled(self, series: Series) -> Series:
         x = torch.nan_to_num((series.x - torch.as_tensor(self.mean_)) / torch.as_tensor(self.std_))
@@ -279,15 +321,14 @@ class _SeriesModel(SeriesEstimator):
     _outputs: int
     prior_: NDArray[Any]
 
-    def _aims(self, targets: NDArray[Any]) -> NDArray[Any]:
-        raise NotImplementedError
+    _splitters: tuple[Any, Any]  # of series, and of groups
 
-    def _split(self, targets: NDArray[Any], seed: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return the indices of series for training and for validation."""
+    def _set_targets(self, targets: NDArray[Any], weights: NDArray[Any], groups: NDArray[Any] | None) -> _Aims:
         raise NotImplementedError
 
     @staticmethod
-    def _loss(outputs: Tensor, aims: Tensor) -> Tensor:
+    def _loss(outputs: Tensor, values: Tensor) -> Tensor:
+        """Return the loss of each series, (batch,)."""
         raise NotImplementedError
 
 
@@ -310,6 +351,8 @@ class SeriesClassifier(ClassifierMixin, _SeriesModel):
             one that tells y, and warns of one that is constant in each series. Default: ``None``
         static: for a table, columns that are constant within each series; categories are allowed, also ones that were
             not in the training data. Default: ``None``
+        class_weight: weights of the classes in all losses, {label: weight}, which multiply ``sample_weight``.
+            ``"balanced"``: the inverse of the share of each class. Default: ``None``
         clock: ``"relative"``: times count from the first sample of each series, with or without a value.
             ``"absolute"``: they count from their date or their zero, so that the hour of an event can matter. Then
             later series must lie within the times that ``fit`` saw. None: dates are relative. Numbers and durations are
@@ -349,15 +392,45 @@ class SeriesClassifier(ClassifierMixin, _SeriesModel):
         1.0
     """
 
-    def fit(self, X: Any, y: Any) -> Self:
+    _splitters = StratifiedKFold, StratifiedGroupKFold
+
+    def __init__(
+        self, model: Model = "auto", *, id: str | None = None, time: str | None = None,
+        values: str | Sequence[str] | None = None, static: str | Sequence[str] | None = None,
+        class_weight: Literal["balanced"] | dict[Any, float] | None = None, clock: Clock | None = None,
+        reconstruction: Any = "auto", hidden_size: int = 32, dropout: float = 0.1, weight_decay: float = 0.01,
+        learning_rate: float = 5e-3, max_epochs: int = 100, patience: int = 10, n_members: int = 3,
+        n_jobs: int | None = None, device: torch.device | str | None = None, random_state: Any = None,
+        progress: bool | None = None,
+    ) -> None:  # fmt: skip
+        shared = {name: value for name, value in locals().items() if name not in ("self", "__class__", "class_weight")}
+        super().__init__(**shared)
+        self.class_weight = class_weight
+
+    def fit(self, X: Any, y: Any, sample_weight: Any = None, *, groups: Any = None) -> Self:
         """Fit the model.
+
+        A pandas Series of labels, weights or groups is paired with the series by id, if its index has their ids.
 
         Arguments:
             X: the series.
-            y: one label for each series, (batch,); a pandas Series that is indexed by the ids is put in their order.
+            y: one label for each series, (batch,).
+            sample_weight: weight of each series in all losses, (batch,). Default: ``None``
+            groups: group of each series, (batch,), such as the patient: series of one group are held out together.
+                Default: ``None``
+
+        Raises:
+            ValueError: if an index has other ids than the series, or X, y, weights or groups are not of one length.
         """
         warn_if_swapped(X)
-        self._fit(X, y)
+        outputs, aims = self._fit(X, y, sample_weight, groups)
+        lost = np.setdiff1d(aims.values, aims.values[~np.isnan(outputs).any(1)])
+        if self.model_ not in NETWORKS and len(lost):
+            warnings.warn(
+                f"the classes {self.classes_[lost].tolist()} have one series each, or one group: it stays in training, "
+                "and the losses that choose the model leave it out. Fix: more series of these classes, or none.",
+                stacklevel=2,
+            )
         return self
 
     def predict_proba(self, X: Any) -> NDArray[Any]:
@@ -378,18 +451,20 @@ class SeriesClassifier(ClassifierMixin, _SeriesModel):
         """Return the accuracy of :meth:`predict`; labels and weights are paired with the series as in :meth:`fit`."""
         return super().score(*self._pairs(X, y, sample_weight))
 
-    def _set_targets(self, targets: NDArray[Any]) -> NDArray[Any]:
+    def _set_targets(self, targets: NDArray[Any], weights: NDArray[Any], groups: NDArray[Any] | None) -> _Aims:
         targets = column_or_1d(targets, warn=True)
         assert_all_finite(targets, input_name="y")
         check_classification_targets(targets)
         self.classes_, codes = np.unique(targets, return_inverse=True)
-        self._outputs, self.prior_ = len(self.classes_), np.log(np.bincount(codes) / len(codes))
+        shares = np.bincount(codes, weights) / weights.sum()
+        self._outputs, self.prior_ = len(self.classes_), np.log(np.maximum(shares, 1e-300))
         if len(self.classes_) < 2:
             raise ValueError(
                 f"y must have at least 2 classes, got one class, {self.classes_.tolist()[0]!r}. "
                 "Fix: SeriesRegressor for numbers."
             )
-        return codes
+        weights = weights * compute_sample_weight(self.class_weight, targets)
+        return _Aims(codes, weights / weights.mean(), groups)
 
     def _heads(self, seed: int) -> tuple[Any, Any]:
         return (
@@ -397,36 +472,33 @@ class SeriesClassifier(ClassifierMixin, _SeriesModel):
             HistGradientBoostingClassifier(random_state=seed),
         )
 
-    def _held_out(self, head: Any, features: NDArray[Any], targets: NDArray[Any]) -> tuple[NDArray[Any], float]:
-        folds = min(FOLDS, int(np.bincount(targets).min()))
-        if folds < 2:
-            return np.full((len(targets), self._outputs), np.nan), 1.0
-        splits = StratifiedKFold(folds, shuffle=True, random_state=0)
-        logits = _wide(cross_val_predict(head, features, targets, cv=splits, method="decision_function"))
-        found = minimize_scalar(lambda x: self._cv_loss(logits / np.exp(x), targets), bounds=(-3, 3), method="bounded")
+    def _held_out(self, head: Any, features: NDArray[Any], aims: _Aims) -> tuple[NDArray[Any], float]:
+        logits, _ = super()._held_out(head, features, aims)
+        if np.isnan(logits).all():
+            return logits, 1.0
+        found = minimize_scalar(lambda x: self._cv_loss(logits / np.exp(x), aims), bounds=(-3, 3), method="bounded")
         temperature = float(np.exp(found.x))
         return logits / temperature, temperature
 
-    def _cv_loss(self, outputs: NDArray[Any], targets: NDArray[Any]) -> float:
-        """Return the log loss of logits; infinite for NaN."""
-        loss = -float(log_softmax(outputs, 1)[np.arange(len(targets)), targets].mean())
-        return loss if np.isfinite(loss) else np.inf
+    def _folds(self, aims: _Aims, count: int, seed: int) -> list[tuple[NDArray[Any], NDArray[Any]]]:
+        """As for numbers, with equal shares of the classes; a class that training would lack stays there."""
+        codes, found = aims.values, []
+        most = int(np.bincount(codes).max())
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The least populated class")
+            folds = super()._folds(aims, min(count, most), seed) if most > 1 else []
+        for train, held in folds:
+            is_known = np.isin(codes[held], codes[train])
+            if is_known.any():
+                found.append((np.concatenate([train, held[~is_known]]), held[is_known]))
+        return found
 
     def _output(self, head: Any, features: NDArray[Any]) -> NDArray[Any]:
         return _wide(head.decision_function(features))
 
-    def _aims(self, targets: NDArray[Any]) -> NDArray[Any]:
-        return targets.astype(np.int64)
-
-    def _split(self, targets: NDArray[Any], seed: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        counts = np.bincount(targets)
-        held = max(HELD, len(counts) / len(targets))
-        is_stratified = counts.min() >= 2 and held < 0.5
-        return _split(len(targets), held if held < 0.5 else HELD, seed, targets if is_stratified else None)
-
     @staticmethod
-    def _loss(outputs: Tensor, aims: Tensor) -> Tensor:
-        return cross_entropy(outputs, aims)
+    def _loss(outputs: Tensor, values: Tensor) -> Tensor:
+        return cross_entropy(outputs, values, reduction="none")
 
 
 class SeriesRegressor(RegressorMixin, _SeriesModel):
@@ -483,15 +555,29 @@ class SeriesRegressor(RegressorMixin, _SeriesModel):
         True
     """
 
-    def fit(self, X: Any, y: Any) -> Self:
+    _splitters = KFold, GroupKFold
+
+    def fit(self, X: Any, y: Any, sample_weight: Any = None, *, groups: Any = None) -> Self:
         """Fit the model.
+
+        A pandas object of numbers, weights or groups is paired with the series by id, if its index has their ids.
 
         Arguments:
             X: the series.
-            y: numbers, (batch,) or (batch, targets); a pandas Series that is indexed by the ids is put in their order.
+            y: numbers, (batch,) or (batch, targets).
+            sample_weight: weight of each series in all losses, (batch,). Default: ``None``
+            groups: group of each series, (batch,), such as the patient: series of one group are held out together.
+                Default: ``None``
+
+        Raises:
+            ValueError: if an index has other ids than the series, or X, y, weights or groups are not of one length.
         """
         warn_if_swapped(X)
-        self._fit(X, y)
+        outputs, aims = self._fit(X, y, sample_weight, groups)
+        units = np.arange(len(outputs)) if aims.groups is None else aims.groups
+        known = ~np.isnan(outputs).any(1)
+        errors = abs(outputs - aims.values)[known]
+        self.errors_ = (errors, units[known]), (abs(aims.values), units)  # of the model, and of the mean of y
         return self
 
     def predict(self, X: Any) -> NDArray[Any]:
@@ -500,7 +586,39 @@ class SeriesRegressor(RegressorMixin, _SeriesModel):
         A series without an observed value has the mean of y in fit, and there is a warning. Its static features are not
         used.
         """
-        found = self._answers(X) * self.target_std_ + self.target_mean_
+        return self._numbers(self._answers(X))
+
+    def predict_interval(self, X: Any, level: float = 90) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return the lower and the upper bounds of bands around the predicted numbers, each in the shape of y.
+
+        The half width of a band of the level L in percent is the ⌈(n + 1) L / 100⌉-th smallest of n absolute errors,
+        those of the series of fit, each predicted by a model that was trained on other series, and other groups. A band
+        holds at least L % of the numbers of new series if the final model errs on them as those models did on theirs;
+        it has more series, so that it errs no more as a rule. The share is one over all series and training sets, not
+        of each kind of series, and of each target by itself.
+
+        A band that n series (or groups) cannot show is infinite: 90 / 95 / 99 % need 9 / 19 / 99. A series without an
+        observed value has the band of y around its mean.
+
+        Arguments:
+            X: the series.
+            level: L. Default: ``90``
+
+        Raises:
+            ValueError: if the level is not in (1, 100).
+        """
+        if not isinstance(level, numbers.Real) or not 1 < level < 100:  # .9 is no percentage
+            raise ValueError(f"level must be a number in (1, 100), in percent, got {level!r}. Fix: level=90.")
+        check_is_fitted(self)
+        series = self._to_series(X, reset=False)
+        outputs, is_empty = self._answers(series), ~series.mask.any(-1).any(-1).numpy()
+        known, none = ([bound(each, units, level) for each in errors.T] for errors, units in self.errors_)
+        width = np.where(is_empty[:, None], none, known)
+        return self._numbers(outputs - width), self._numbers(outputs + width)
+
+    def _numbers(self, outputs: NDArray[Any]) -> NDArray[Any]:
+        """Return outputs in the unit and in the shape of y."""
+        found = outputs * self.target_std_ + self.target_mean_
         return found if self.is_wide_ else found[:, 0]
 
     @override
@@ -513,13 +631,14 @@ class SeriesRegressor(RegressorMixin, _SeriesModel):
         tags.target_tags.multi_output = True
         return tags
 
-    def _set_targets(self, targets: NDArray[Any]) -> NDArray[Any]:
-        numbers = check_array(targets, ensure_2d=False, dtype=np.float64, input_name="y")
-        self.is_wide_ = numbers.ndim == 2
-        numbers = numbers.reshape(len(numbers), -1)
-        self._outputs, self.target_mean_, spread = numbers.shape[1], numbers.mean(0), numbers.std(0)
+    def _set_targets(self, targets: NDArray[Any], weights: NDArray[Any], groups: NDArray[Any] | None) -> _Aims:
+        values = check_array(targets, ensure_2d=False, dtype=np.float64, input_name="y")
+        self.is_wide_ = values.ndim == 2
+        values = values.reshape(len(values), -1)
+        self._outputs, self.target_mean_ = values.shape[1], np.average(values, 0, weights)
+        spread = np.sqrt(np.average((values - self.target_mean_) ** 2, 0, weights))
         self.target_std_, self.prior_ = np.where(spread > 0, spread, 1.0), np.zeros(self._outputs)
-        return (numbers - self.target_mean_) / self.target_std_
+        return _Aims((values - self.target_mean_) / self.target_std_, weights / weights.mean(), groups)
 
     def _heads(self, seed: int) -> tuple[Any, Any]:
         boosting = HistGradientBoostingRegressor(random_state=seed)
@@ -528,41 +647,17 @@ class SeriesRegressor(RegressorMixin, _SeriesModel):
             boosting if self._outputs == 1 else MultiOutputRegressor(boosting),
         )
 
-    def _held_out(self, head: Any, features: NDArray[Any], targets: NDArray[Any]) -> tuple[NDArray[Any], float]:
-        if len(targets) < 2:
-            return np.full(targets.shape, np.nan), 1.0
-        splits = KFold(min(FOLDS, len(targets)), shuffle=True, random_state=0)
-        return cross_val_predict(head, features, targets, cv=splits).reshape(targets.shape), 1.0
-
-    def _cv_loss(self, outputs: NDArray[Any], targets: NDArray[Any]) -> float:
-        """Return the mean squared error; infinite for NaN."""
-        loss = float(((outputs - targets) ** 2).mean())
-        return loss if np.isfinite(loss) else np.inf
-
     def _output(self, head: Any, features: NDArray[Any]) -> NDArray[Any]:
         return head.predict(features).reshape(len(features), -1)
 
-    def _aims(self, targets: NDArray[Any]) -> NDArray[Any]:
-        return targets.astype(np.float32)
-
-    def _split(self, targets: NDArray[Any], seed: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        return _split(len(targets), HELD, seed, None)
-
     @staticmethod
-    def _loss(outputs: Tensor, aims: Tensor) -> Tensor:
-        return mse_loss(outputs, aims)
+    def _loss(outputs: Tensor, values: Tensor) -> Tensor:
+        return mse_loss(outputs, values, reduction="none").mean(1)
 
 
 def _wide(decision: NDArray[Any]) -> NDArray[Any]:
     """Return logits (batch, classes) for a decision function, which has one column for two classes."""
     return decision if decision.ndim == 2 else np.stack([-decision, decision], 1) / 2
-
-
-def _split(count: int, held: float, seed: int, labels: Any) -> tuple[NDArray[Any], NDArray[Any]]:
-    if count < 2:
-        return np.arange(count), np.arange(count)
-    train, test = train_test_split(np.arange(count), test_size=held, random_state=seed, stratify=labels)
-    return train, test
 
 
 def _is_regular(series: Series) -> bool:

@@ -8,9 +8,12 @@ import pandas
 import pytest
 import torch
 from sklearn.base import clone
-from sklearn.model_selection import GridSearchCV, cross_val_score
+from sklearn.inspection import permutation_importance
+from sklearn.linear_model import RidgeCV
+from sklearn.metrics import r2_score
+from sklearn.model_selection import GridSearchCV, KFold, cross_val_predict, cross_val_score
 from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import FunctionTransformer
+from sklearn.preprocessing import FunctionTransformer, StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 from hbnode.data import as_series, from_long
@@ -417,7 +420,7 @@ def test_a_series_without_a_value_has_the_prior(model):
 
 def test_numbers_in_place_of_missing_values_change_nothing():
     """The mask of a Series says what was observed, also where x is not NaN."""
-    series, labels = swings(12)
+    series, _ = swings(12)
     one = as_series(series)
     other = dataclasses.replace(one, x=torch.where(one.mask, one.x, 1e6))
     forecaster = SeriesForecaster("features", random_state=0)
@@ -427,6 +430,176 @@ def test_numbers_in_place_of_missing_values_change_nothing():
     seen = dataclasses.replace(one, mask=one.mask | True)  # NaN is missing, whatever the mask says
     found = [network.fit(each, labels).predict_proba(each) for each in (one, other, seen)]
     numpy.testing.assert_array_equal(found[1:], found[:1] * 2)
+
+
+NETWORKS = ["gru", *(pytest.param(each, marks=pytest.mark.slow) for each in ("oscillators", "odernn"))]
+
+
+@pytest.mark.parametrize("model", ["features", "rocket", *NETWORKS])
+def test_the_values_behind_the_mask_do_not_matter(model):
+    whole, labels = as_series(bumps(12)[0]), bumps(12)[1]
+    mask = torch.rand(whole.x.shape, generator=torch.Generator().manual_seed(0)) < 0.6
+
+    def answer(fill, mask=mask):
+        series = dataclasses.replace(whole, x=torch.where(mask, whole.x, fill), mask=mask)
+        fitted = small(model, reconstruction="linear").set_params(max_epochs=1).fit(series, labels)
+        return fitted.predict_proba(series)
+
+    for fill in (whole.x, 1e30, torch.inf):
+        numpy.testing.assert_array_equal(answer(fill), answer(torch.nan))
+    missing = dataclasses.replace(whole, x=torch.where(mask, whole.x, torch.nan))  # the mask says that all are observed
+    fitted = small(model, reconstruction="linear").set_params(max_epochs=1).fit(missing, labels)
+    numpy.testing.assert_array_equal(fitted.predict_proba(missing), answer(torch.nan))
+
+
+@pytest.mark.parametrize("model", ["features", *NETWORKS])
+def test_modes_of_autograd_change_nothing_and_no_gradient_reaches_the_data(model):
+    series, labels = bumps(12)
+    plain = small(model).set_params(max_epochs=1)
+    expected = plain.fit(series, labels).predict_proba(series)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            inside = as_series(series)
+            found = plain.fit(inside, labels).predict_proba(inside)
+        numpy.testing.assert_array_equal(found, expected)
+        numpy.testing.assert_array_equal(plain.fit(inside, labels).predict_proba(inside), expected)
+    leaves = as_series(series).x.requires_grad_(), torch.zeros(12, 1, requires_grad=True)
+    leaf = dataclasses.replace(as_series(series), x=leaves[0], static=leaves[1], static_features=["age"])
+    assert len(plain.fit(leaf, labels).predict(leaf)) == 12
+    assert leaves[0].grad is leaves[1].grad is None
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_rare_class_stays_in_training_and_leaves_the_choice_to_the_others(count, recwarn):
+    series, labels = swings(24)
+    rare = [(numpy.arange(20.0), numpy.full((20, 2), 2.0 + i)) for i in range(count)]
+    both = SeriesClassifier(reconstruction="linear", random_state=0)
+    both.fit([*series, *rare], [*labels, *["rare"] * count])
+    assert numpy.isfinite(list(both.cv_loss_.values())).all()
+    assert both.model_ == min(both.cv_loss_, key=both.cv_loss_.get)
+    assert both.predict(rare).tolist() == ["rare"] * count
+    warned = [each for each in recwarn if "['rare'] have one series each" in str(each.message)]
+    assert [each.filename for each in warned] == [__file__] * (count == 1)
+
+
+def test_a_rare_class_is_in_the_training_of_every_network():
+    labels = swings(30)[1]
+    labels[7] = "rare"
+    aims = SeriesClassifier()._set_targets(labels, numpy.ones(30), None)
+    for seed in range(5):
+        train, held = SeriesClassifier()._folds(aims, 5, seed)[0]
+        assert 7 in train
+        assert sorted([*train, *held]) == list(range(30))
+        assert 5 <= len(held) <= 6
+
+
+def features_of(series):
+    """The features of a model with the random state 0."""
+    seed = int(numpy.random.RandomState(0).randint(2**31 - 1))
+    return OscillatorFeatures(random_state=seed).fit_transform(as_series(series))
+
+
+def test_weights_are_those_of_the_ridge():
+    series, _ = swings(24)
+    random = numpy.random.default_rng(0)
+    numbers, weights = random.normal(size=24), random.uniform(0.1, 2.0, 24)
+    ridge = make_pipeline(StandardScaler(), RidgeCV(numpy.logspace(-3, 3, 13)))
+    mean = numpy.average(numbers, weights=weights)
+    std = numpy.sqrt(numpy.average((numbers - mean) ** 2, weights=weights))
+    scaled = weights / weights.mean()
+    ridge.fit(features_of(series), (numbers - mean) / std, ridgecv__sample_weight=scaled)
+    found = small("features", SeriesRegressor).fit(series, numbers, weights)
+    numpy.testing.assert_allclose(found.predict(series), mean + std * ridge.predict(features_of(series)))
+    assert found.score(series, numbers, weights) == pytest.approx(
+        r2_score(numbers, found.predict(series), sample_weight=weights)
+    )
+
+
+@pytest.mark.parametrize("model", ["features", "rocket", "gru"])
+@pytest.mark.parametrize("kind", [SeriesClassifier, SeriesRegressor])
+def test_a_weight_of_0_is_no_series_and_equal_weights_are_none(model, kind):
+    series, labels = swings(20)
+    y = labels if kind is SeriesClassifier else numpy.arange(20.0)
+    plain = small(model, kind, reconstruction="linear").set_params(max_epochs=2)
+    answer = "predict_proba" if kind is SeriesClassifier else "predict"
+    expected = getattr(clone(plain).fit(series[4:], y[4:]), answer)(series)
+    found = clone(plain).fit(series, y, numpy.r_[numpy.zeros(4), numpy.full(16, 3.0)])
+    numpy.testing.assert_allclose(getattr(found, answer)(series), expected)
+
+
+@pytest.mark.parametrize("model", ["features", "gru"])
+def test_weights_of_classes_are_weights_of_their_series(model):
+    series, labels = swings(30)
+    labels[:10] = "slow"
+    counts = numpy.array([(labels == label).sum() for label in labels])
+    plain = small(model).set_params(max_epochs=2)
+    expected = clone(plain).fit(series, labels, 30 / (2 * counts)).predict_proba(series)
+    balanced = clone(plain).set_params(class_weight="balanced").fit(series, labels)
+    numpy.testing.assert_allclose(balanced.predict_proba(series), expected, rtol=1e-5)
+    one = clone(plain).set_params(class_weight={"slow": 30 / 40, "fast": 30 / 20}).fit(series, labels)
+    numpy.testing.assert_allclose(one.predict_proba(series), expected, rtol=1e-5)
+    even = clone(plain).fit(series, labels).predict_proba(series)
+    assert balanced.predict_proba(series)[:, 0].mean() > even[:, 0].mean()  # of "fast", which is rarer
+
+
+@pytest.mark.parametrize("kind", [SeriesClassifier, SeriesRegressor])
+def test_series_of_one_group_are_held_out_together(kind):
+    random = numpy.random.default_rng(0)
+    X = numpy.repeat(random.normal(size=(12, 1, 30)), 4, 0)  # four copies of each, with labels at random
+    y, groups = numpy.repeat(numpy.arange(12) % 2, 4), numpy.repeat(numpy.arange(12), 4)
+    alone, together = (small("features", kind).fit(X, y, groups=of).cv_loss_["features"] for of in (None, groups))
+    assert alone < 0.1
+    assert together > 0.5
+    with pytest.raises(ValueError, match="2 different entries"):
+        small("features", kind).fit(X, y, groups=0 * groups)
+
+
+def test_intervals_are_quantiles_of_errors_that_were_held_out():
+    random = numpy.random.default_rng(0)
+    X = random.normal(size=(460, 1, 20)).cumsum(-1)
+    y = 50 + X[:, 0].mean(1) + 0.3 * random.normal(size=460)
+    model = small("features", SeriesRegressor).fit(X[:60], y[:60])
+    lower, upper = model.predict_interval(X[60:], level=80)
+    ridge = make_pipeline(StandardScaler(), RidgeCV(numpy.logspace(-3, 3, 13)))
+    folds, z = KFold(4, shuffle=True, random_state=0), (y[:60] - y[:60].mean()) / y[:60].std()
+    errors = numpy.sort(abs(z - cross_val_predict(ridge, features_of(X[:60]), z, cv=folds)))
+    width = errors[49 - 1] * y[:60].std()  # ceil(61 * 0.8) = 49
+    numpy.testing.assert_allclose([model.predict(X[60:]) - lower, upper - model.predict(X[60:])], width)
+    assert 0.7 < ((lower < y[60:]) & (y[60:] < upper)).mean() < 0.95  # four standard errors of a rank are 0.2
+    both = small("features", SeriesRegressor).fit(X[:60], numpy.c_[y, -y][:60])
+    numpy.testing.assert_allclose(both.predict_interval(X[60:], 80)[1][:, 0], upper)
+    nothing = [(numpy.arange(20.0), numpy.full((20, 1), numpy.nan))]
+    with pytest.warns(UserWarning, match="no observed value"):
+        ends = numpy.ravel(model.predict_interval(nothing, 80))
+    around = numpy.sort(abs(y[:60] - y[:60].mean()))[49 - 1]
+    numpy.testing.assert_allclose(ends, y[:60].mean() + numpy.array([-around, around]))
+
+
+@pytest.mark.parametrize("model", ["features", "gru"])
+def test_an_interval_that_the_series_cannot_show_is_infinite(model):
+    X = numpy.random.default_rng(0).normal(size=(12, 1, 20))
+    y, pairs = X[:, 0].mean(1), numpy.arange(12) // 2
+    fitted = SeriesRegressor(model, n_members=6, max_epochs=1, hidden_size=4, random_state=0).fit(X, y)
+    known = 9 if model == "gru" else 12  # six networks need not hold out all
+    assert numpy.isfinite(fitted.predict_interval(X, 100 * (known - 2) / (known + 1))).all()
+    assert numpy.isinf(fitted.predict_interval(X, 95)).all()
+    grouped = small("features", SeriesRegressor).fit(X, y, groups=pairs)
+    assert numpy.isinf(grouped.predict_interval(X, 90)).all()  # six groups are no nine
+    with pytest.raises(ValueError, match="level=90"):
+        fitted.predict_interval(X, 0.9)
+
+
+def test_the_importance_of_channels_by_permutation():
+    """The pattern of docs/series.md: rows say from which series each channel is taken."""
+    random = numpy.random.default_rng(0)
+    y = numpy.arange(40) % 2
+    X = random.normal(size=(40, 3, 20))
+    X[:, 1] += 2.0 * y[:, None]
+    rows = numpy.tile(numpy.arange(40)[:, None], 3)
+    model = make_pipeline(FunctionTransformer(lambda rows: X[rows, numpy.arange(3)]), small("features"))
+    found = permutation_importance(model.fit(rows, y), rows, y, n_repeats=3, random_state=0).importances_mean
+    assert found[1] > 0.3
+    assert abs(found[[0, 2]]).max() < 0.1
 
 
 def test_what_is_wrong_is_named():
@@ -485,6 +658,8 @@ INAPPLICABLE = {
     "check_classifier_data_not_an_array": "a DataFrame is a table in long form, with named columns",
     "check_regressor_data_not_an_array": "a DataFrame is a table in long form, with named columns",
     "check_n_features_in_after_fitting": "series may have other lengths than in fit",
+    "check_sample_weights_pandas_series": "a DataFrame is a table in long form, with named columns",
+    "check_sample_weight_equivalence_on_dense_data": "a copy of a series is held out without the other",
 }
 
 
