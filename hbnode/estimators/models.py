@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from scipy.optimize import minimize_scalar
 from scipy.special import softmax
+from sklearn import config_context
 from sklearn.base import ClassifierMixin, RegressorMixin, clone
 from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
 from sklearn.linear_model import RidgeClassifierCV, RidgeCV
@@ -68,7 +69,8 @@ class _Aims(NamedTuple):
         """Return an estimator that is fitted to the features of some series."""
         name = f"{head.steps[-1][0]}__sample_weight" if isinstance(head, Pipeline) else "sample_weight"
         weights = None if (self.weights == 1).all() else self.weights[rows]  # which some estimators are faster without
-        return clone(head).fit(features[rows], self.values[rows], **{name: weights})
+        with config_context(enable_metadata_routing=False):  # the weights are given to the last step by name
+            return clone(head).fit(features[rows], self.values[rows], **{name: weights})
 
 
 class _SeriesModel(SeriesEstimator):

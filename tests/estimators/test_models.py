@@ -7,11 +7,12 @@ import numpy
 import pandas
 import pytest
 import torch
+from sklearn import config_context
 from sklearn.base import clone
 from sklearn.inspection import permutation_importance
 from sklearn.linear_model import RidgeCV
 from sklearn.metrics import r2_score
-from sklearn.model_selection import GridSearchCV, KFold, cross_val_predict, cross_val_score
+from sklearn.model_selection import GridSearchCV, GroupKFold, KFold, cross_val_predict, cross_val_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer, StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
@@ -553,6 +554,19 @@ def test_series_of_one_group_are_held_out_together(kind):
     assert together > 0.5
     with pytest.raises(ValueError, match="2 different entries"):
         small("features", kind).fit(X, y, groups=0 * groups)
+
+
+def test_weights_and_groups_are_routed_by_scikit_learn():
+    series, labels = swings(24)
+    params = {"sample_weight": numpy.arange(1.0, 25.0), "groups": numpy.arange(24) // 2}
+    with config_context(enable_metadata_routing=True):
+        model = small("features").set_fit_request(sample_weight=True, groups=True)
+        model.set_score_request(sample_weight=True)
+        routed = cross_val_score(model, series, labels, cv=GroupKFold(3), params=params, error_score="raise")
+    for score, (train, test) in zip(routed, GroupKFold(3).split(labels, labels, params["groups"]), strict=True):
+        weights, groups = params["sample_weight"], params["groups"]
+        by_hand = small("features").fit([series[i] for i in train], labels[train], weights[train], groups=groups[train])
+        assert score == by_hand.score([series[i] for i in test], labels[test], weights[test])
 
 
 def test_intervals_are_quantiles_of_errors_that_were_held_out():
