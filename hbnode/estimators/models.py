@@ -381,7 +381,8 @@ class SeriesClassifier(ClassifierMixin, _SeriesModel):
         features_, static_features_: the names of the channels and static features.
         classes_: the labels.
         model_: the model that was chosen, or two, whose mean is the answer.
-        cv_loss_: cross-validated log loss of each candidate; infinite if a class has one series only.
+        cv_loss_: cross-validated log loss of each candidate, without the classes that have one series or one group;
+            infinite if all have.
 
     Example:
         >>> import numpy as np, hbnode.estimators

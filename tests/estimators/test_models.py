@@ -187,7 +187,7 @@ def test_numbers_and_durations_outside_those_of_fit_raise_or_warn(unit):
 
     model = small("rocket", reconstruction="linear").fit(at(1.7e9), labels)
     assert model.score(at(1.7e9 + 4), labels) == 1.0  # within a tenth
-    with pytest.warns(UserWarning) as caught:
+    with pytest.warns(UserWarning, match="of fit") as caught:
         model.predict(at(1.7e9 + 20))
     assert re.search(r"series \d+ lasts from 17000000.* % of it.*clock='relative'", str(caught[0].message))
     assert caught[0].filename == __file__
