@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import math
+import zoneinfo
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -143,9 +144,10 @@ def exact_times(value: object) -> NDArray[Any]:
 
 def zones_of(value: object) -> dict[str, Any]:
     """Return the time zones of dates by their names, with None for dates without one; NumPy's are not looked at."""
-    zone = getattr(getattr(value, "dtype", None), "tz", None)
+    dtype = getattr(value, "dtype", None)
+    zone = getattr(dtype, "tz", None) or getattr(dtype, "time_zone", None)  # of pandas; of polars, a name
     if zone is not None:
-        return {str(zone): zone}
+        return {str(zone): zoneinfo.ZoneInfo(zone) if isinstance(zone, str) else zone}
     entries = _entries(value)
     dates = [each for each in entries.flat if isinstance(each, datetime.date)] if entries.dtype.kind == "O" else []
     zones = [getattr(each, "tzinfo", None) for each in dates if each == each]  # pandas.NaT is a date
