@@ -152,9 +152,9 @@ def _span(series: Series) -> float:
 
 @contextmanager
 def kept_random_state() -> Iterator[None]:
-    """Restore torch's random state afterwards, on all devices."""
+    """Restore torch's random state afterwards, on all devices; gradients are recorded whatever the caller's mode."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with torch.random.fork_rng(devices=list(devices)):
+    with torch.random.fork_rng(devices=list(devices)), torch.inference_mode(False), torch.enable_grad():
         yield
 
 
