@@ -54,9 +54,15 @@ class SeriesEstimator(BaseEstimator):
 
     # Data
 
+    @property
+    def _keys(self) -> tuple[Any, Any]:
+        """The columns of ids and times of a table."""
+        return self.id, self.time
+
     def _to_series(self, data: Any, *, reset: bool) -> Series:
         """Return the data as series; with ``reset`` store their features, else compare them with the stored ones."""
-        names: dict[str, Any] = {"id": self.id, "time": self.time, "values": self.values, "static": self.static}
+        id, time = self._keys
+        names: dict[str, Any] = {"id": id, "time": time, "values": self.values, "static": self.static}
         is_table = hasattr(data, "columns") or _is_dict(data)
         as_count(self.n_members, "n_members")
         if is_table:
@@ -91,10 +97,10 @@ class SeriesEstimator(BaseEstimator):
         wanted = [self.static] if isinstance(self.static, str) else list(() if self.static is None else self.static)
         if reset:
             self.levels_: dict[str, list[str]] = {}
-        _no_index(table, (self.id, self.time, *wanted))
+        _no_index(table, (*self._keys, *wanted))
         columns, names = {name: table[name] for name in getattr(table, "columns", table)}, []
         for name in wanted:
-            if name not in columns or (name not in self.levels_ if not reset else not _is_category(columns[name])):
+            if name not in columns or (name not in self.levels_ if not reset else not is_category(columns[name])):
                 names.append(name)
                 continue
             entries = [None if _is_missing(entry) else _level_name(entry) for entry in list(columns.pop(name))]
@@ -147,8 +153,9 @@ class SeriesEstimator(BaseEstimator):
         import skops.io
 
         check_is_fitted(self)
-        rest = {name: value for name, value in vars(self).items() if name != "networks_"}
-        rest |= {name: list(rest[name]) for name in ("values", "static") if hasattr(rest[name], "tolist")}  # an index
+        rest = {name: value for name, value in vars(self).items() if name not in ("networks_", "history_")}
+        of_index = [name for name in ("values", "static", "future") if hasattr(rest.get(name), "tolist")]
+        rest |= {name: list(rest[name]) for name in of_index}
         networks = [(each.config, each.cpu().state_dict()) for each in getattr(self, "networks_", ())]
         entries = torch.frombuffer(bytearray(skops.io.dumps(rest)), dtype=torch.uint8)
         buffer = io.BytesIO()
@@ -302,7 +309,7 @@ def _level_name(entry: Any) -> str:
     return str(int(entry) if is_whole else entry)
 
 
-def _is_category(column: Any) -> bool:
+def is_category(column: Any) -> bool:
     if str(getattr(column, "dtype", "")) == "category":
         return True
     array = np.asarray(column)

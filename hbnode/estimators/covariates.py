@@ -28,21 +28,22 @@ class Past(Series):
     zone: Any = None
 
     @override
-    def select(self, index: Any) -> Series:
-        known = None if self.known is None else self.known.select(index)
-        return dataclasses.replace(super().select(index), known=known)
+    def select(self, index: Any) -> Past:
+        found: Any = super().select(index)
+        return dataclasses.replace(found, known=None if self.known is None else self.known.select(index))
 
 
-def foreseen(past: Series, dt: Tensor) -> Tensor:
-    """Return the F covariates at times ``dt`` (n, K) after the last sample, and their changes since it, (n, K, 2 F).
+def foreseen(past: Series, dt: Tensor, age: Tensor | float = 0.0) -> Tensor:
+    """Return the F covariates at times ``dt`` (n, K) after the last sample, and their changes, (n, K, 2 F).
 
-    They are linear between their samples and NaN outside of them.
+    The changes are those since ``age`` (n, 1) before the last sample, 0 by default. The covariates are linear between
+    their samples and NaN outside of them.
     """
     series = getattr(past, "known", None)
     if series is None:
         return dt.new_zeros(*dt.shape, 0)
     end = past.t.amax(1, keepdim=True)
-    at, t, rows = torch.cat([end, end + dt], 1), series.t, torch.arange(len(end)).unsqueeze(1)
+    at, t, rows = torch.cat([end - age, end + dt], 1), series.t, torch.arange(len(end)).unsqueeze(1)
     rounding = ROUNDING * t.abs().amax()
     right = torch.searchsorted(t, at - rounding).clamp(max=t.shape[1] - 1)
     left = (right - 1).clamp(min=0)

@@ -13,6 +13,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from hbnode.data import Series
+from hbnode.estimators.covariates import foreseen
 from hbnode.estimators.smoother import OscillatorSmoother
 
 if TYPE_CHECKING:
@@ -179,7 +180,8 @@ class Boosting:
             for period in (86400.0, 7 * 86400.0):
                 phase = 2 * math.pi * seconds / period
                 moving += [phase.sin(), phase.cos()]
-        return torch.cat([fixed, torch.stack(moving, -1)], -1).numpy()
+        covariates = foreseen(past, dt, age[:, channel : channel + 1])
+        return torch.cat([fixed, torch.stack(moving, -1), covariates], -1).numpy()
 
 
 class Smoothing:
@@ -208,9 +210,8 @@ class Smoothing:
     @staticmethod
     def _channel(series: Series, channel: int) -> Series:
         part = slice(channel, channel + 1)
-        return dataclasses.replace(
-            series, x=series.x[..., part], mask=series.mask[..., part], features=series.features[part]
-        )
+        x, mask, features = series.x[..., part], series.mask[..., part], series.features[part]
+        return dataclasses.replace(series, x=x, mask=mask, features=features)
 
 
 class Spread:

@@ -6,22 +6,26 @@ import dataclasses
 import datetime
 import math
 import numbers
+import re
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import torch
+from sklearn.base import clone
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 from torch.distributions import Normal
 from typing_extensions import Self
 
-from hbnode._checks import nearest
+from hbnode._checks import as_count, nearest
 from hbnode._times import kind_of, zones_of
-from hbnode.data import Series
-from hbnode.estimators.base import SeriesEstimator, moments, warn_if_swapped
+from hbnode.data import Series, from_long, on_clock
+from hbnode.estimators.base import SeriesEstimator, is_category, moments, warn_if_swapped
+from hbnode.estimators.covariates import Past, foreseen
 from hbnode.estimators.forecast_models import (
     Boosting,
     Calibration,
@@ -71,11 +75,15 @@ class SeriesForecaster(SeriesEstimator):
             if it has none that pandas knows by name; ``"oscillators"``, a :class:`OscillatorSmoother` for each column;
             ``"odernn"`` or ``"gru"``, a network that is trained by gradients; ``"auto"``, the one of the first three
             with the least continuous ranked probability score on held-out series. Default: ``"auto"``
-        id: for a table in long form, the column that identifies the series. Default: ``None``
-        time: for a table, the column of times: numbers, or dates. Default: ``None``
-        values: for a table, the columns to forecast. None takes all that are not named by another argument.
+        id: for a table in long form, the column that identifies the series. None for a table of one series.
             Default: ``None``
+        time: for a table, the column of times: numbers, durations or dates. None takes the index of a pandas Series, or
+            the dates in the index of a DataFrame. Default: ``None``
+        values: for a table, the columns to forecast. None takes all that are not named by another argument
+            (``features_``). Default: ``None``
         static: for a table, columns that are constant within each series; categories are allowed. Default: ``None``
+        future: for a table, columns of numbers whose later values are known, such as a holiday or a weather forecast.
+            They are linear between their samples. ``"features"`` uses them. Default: ``None``
         level: levels of the bands in percent. Default: ``90``
         hidden_size: size of a network's state. Default: ``32``
         dropout: dropout of a network. Default: ``0.1``
@@ -89,8 +97,10 @@ class SeriesForecaster(SeriesEstimator):
         progress: whether a progress bar is shown; None shows it on a terminal. Default: ``None``
 
     Attributes:
+        features_: the columns that are forecast.
         model_: the model that was chosen.
         cv_loss_: with ``model="auto"``, the score of each model on held-out series.
+        history_: the series of :meth:`fit` and :meth:`update`. A file of :meth:`save` does not hold them.
 
     Example:
         >>> import numpy as np, pandas as pd, hbnode.estimators
@@ -109,6 +119,7 @@ class SeriesForecaster(SeriesEstimator):
         time: str | None = None,
         values: str | Sequence[str] | None = None,
         static: str | Sequence[str] | None = None,
+        future: str | Sequence[str] | None = None,
         level: float | Sequence[float] = 90,
         hidden_size: int = 32,
         dropout: float = 0.1,
@@ -122,7 +133,8 @@ class SeriesForecaster(SeriesEstimator):
         progress: bool | None = None,
     ) -> None:
         self.model: Any = model
-        self.id, self.time, self.values, self.static, self.level = id, time, values, static, level
+        self.id, self.time, self.values, self.static = id, time, values, static
+        self.future, self.level = future, level
         self.hidden_size, self.dropout, self.weight_decay = hidden_size, dropout, weight_decay
         self.learning_rate, self.max_epochs, self.patience = learning_rate, max_epochs, patience
         self.n_members, self.device, self.random_state, self.progress = n_members, device, random_state, progress
@@ -185,22 +197,30 @@ class SeriesForecaster(SeriesEstimator):
         self.calibrations_ = [Calibration(sample, *(part[..., c] for part in parts)) for c in channels]
         return self
 
-    def predict(self, X: Any, ahead: Any) -> Any:
-        """Return the forecasts as a DataFrame with a row for each series, time and column.
+    def predict(self, X: Any = None, ahead: Any = None, *, future: Any = None) -> Any:
+        """Return the forecasts as a DataFrame of pandas with a row for each series, time and column.
 
-        The columns are ``id``, ``time``, ``column``, ``mean``, and ``lower`` and ``upper`` for one level, or
-        ``lower_50``, ``upper_50`` and so on for several. Dates are in the time zone of the table, or in UTC if it has
-        several.
+        The columns are the user's columns of ids and times (``id`` and ``time`` if these have no name), ``column``,
+        ``mean``, and ``lower`` and ``upper`` for one level, or ``lower_50``, ``upper_50`` and so on for several. Dates
+        are in the time zone of the table, or in UTC if it has several. Durations stay durations.
 
         Arguments:
-            X: the series up to now, which need not be those of :meth:`fit`.
-            ahead: times after the last sample of each series. They are durations such as ``"1h"``, or dates, which must
-                not lie before the last sample. For times that are numbers, or a Series, they are numbers in their unit.
-                One, or a list. Dates have a time zone if those of the table have one.
+            X: the series up to now, which need not be those of :meth:`fit`. None takes the series of :meth:`fit` and
+                :meth:`update`. Default: ``None``
+            ahead: times after the last observed value of each series; later rows without a value do not count. (A
+                series without any value ends with its last row.) They are durations such as ``"1h"``, offsets of pandas
+                such as ``"1MS"`` or ``pandas.DateOffset(months=1)``, or dates, which must not lie before the last
+                value. Text is a duration if pandas.to_timedelta reads it, except for ``"MS"``, the start of a month:
+                ``"1ms"`` is a millisecond and ``"1W"`` has seven days. For times that are numbers, or a Series, they
+                are numbers in their unit. One, or a list. Dates have a time zone if those of the table have one. None
+                takes the times of the rows of ``X`` and ``future`` after the last value. Default: ``None``
+            future: a table of later rows with the columns of ids, times and ``future``; or they are rows of X without a
+                value. Where both have a value, that of ``future`` counts. Default: ``None``
 
         Raises:
             ValueError: if dates have a time zone and those of :meth:`fit` have none, or the reverse. A Series is in UTC
-                and fits both.
+                and fits both. If a column of ``future`` is not known at a time that is forecast. If a file of
+                :meth:`save` was loaded and there is no X.
 
         Warns:
             UserWarning: if a forecast lies further after the last observed value than the held-out values by which the
@@ -210,22 +230,32 @@ class SeriesForecaster(SeriesEstimator):
         import pandas
 
         check_is_fitted(self)
-        series, zone = self._scaled(self._to_series(X, reset=False)), self._zone(X)
-        if not isinstance(X, Series) and self.has_zone_ is (zone is None):
+        X = getattr(self, "history_", None) if X is None else X
+        if X is None:
             raise ValueError(
-                f"times must be {'with' if self.has_zone_ else 'without'} a time zone, as in fit. Fix: "
-                f"{'tz_localize' if self.has_zone_ else 'tz_localize(None)'} for the column of times."
+                "X must be given, because a file of save has no series. Fix: forecaster.update(table) before."
             )
-        dt = self._horizons(series, ahead, zone, isinstance(X, Series))
+        if future is not None and ahead is not None and not self.future:
+            raise ValueError("future must be named before fit, got None. Fix: SeriesForecaster(future=['holiday']).")
+        later: Any = future if isinstance(future, Past) else None
+        series = self._to_series(X, reset=False, future=None if later is future else future)
+        zone = self._checked_zone(series, X)
+        if ahead is None:
+            later = later or series.known or self._rows(self._frame(X), future, series.ids)
+            dt = _times_after(series, later)
+        else:
+            dt = self._horizons(series, ahead, zone, type(X) is Series)
+        self._check_known(series, dt)
+        series = self._scaled(series)
         mean, std = self._forecast(self._model, series, dt)
         mean[..., ~self.is_known_] = math.nan
         times = series.t.amax(1, keepdim=True) + dt
-        of_time = series.dates(times) if series.origin is not None else times.numpy()
+        of_time = _of_user(series, times, zone)
         shape = mean.shape
         count = int(np.prod(shape[1:]))
         table = {
-            "id": [name for name in series.ids for _ in range(count)],
-            "time": np.repeat(of_time.reshape(-1), shape[2]),
+            self.id or "id": [name for name in series.ids for _ in range(count)],
+            self.time or "time": of_time.repeat(shape[2]),
             "column": np.tile(np.array(self.features_, dtype=object), shape[0] * shape[1]),
             "mean": (mean.numpy() * self.std_ + self.mean_).reshape(-1),
         }
@@ -236,10 +266,86 @@ class SeriesForecaster(SeriesEstimator):
             for name, sign in (("lower", -1), ("upper", 1)):
                 table[name + suffix] = ((mean.numpy() + sign * width) * self.std_ + self.mean_).reshape(-1)
         self._warn(lead, width, series.unit)
-        result = pandas.DataFrame(table).infer_objects()
-        if zone is not None:
-            result["time"] = result["time"].dt.tz_localize("UTC").dt.tz_convert(zone)
-        return result
+        result = pandas.DataFrame(table)[np.repeat(dt.isfinite().numpy().reshape(-1), shape[2])].infer_objects()
+        return result.reset_index(drop=True)
+
+    def update(self, X: Any) -> Self:
+        """Append rows to the series that :meth:`predict` forecasts without X; the model stays as it is.
+
+        Arguments:
+            X: a table as in :meth:`fit`, with later rows of known series, or new series. A row replaces those of the
+                same series and time.
+
+        Raises:
+            TypeError: if the data of :meth:`fit` or of this call are no table.
+        """
+        import pandas
+
+        check_is_fitted(self)
+        new, old = self._frame(X), getattr(self, "history_", None)
+        if not hasattr(new, "columns") or isinstance(old, Series):
+            raise TypeError("update needs tables, in fit too. Fix: predict(series, ahead) for whole series.")
+        self._checked_zone(self._to_series(new, reset=False), new)
+        keys = list(self._keys)
+        if old is not None:
+            old = old[~pandas.MultiIndex.from_frame(old[keys]).isin(pandas.MultiIndex.from_frame(new[keys]))]
+        self.history_ = pandas.concat([old, new], ignore_index=True)
+        return self
+
+    def backtest(self, X: Any, horizon: Any, *, n_origins: int = 3, refit: bool = False) -> Any:
+        """Return the forecasts of the last values of each series from rolling origins, with the observed values.
+
+        The origins lie 1, 2, ... horizons before the end of each series. Each forecast is that of a new forecaster with
+        the same arguments, which was fitted to the values up to the first origin, or to its own origin if ``refit``. It
+        is asked for the observed times up to the next origin. The columns are those of :meth:`predict`, and ``origin``,
+        the time of the last value before the forecast, and ``truth``. Columns of ``future`` are known throughout.
+
+        Arguments:
+            X: the series.
+            horizon: a duration, or a number in the unit of the times.
+            n_origins: number of origins of each series. Default: ``3``
+            refit: whether a forecaster is fitted for each origin. Default: ``False``
+
+        Raises:
+            ValueError: if no series has values before and after an origin.
+        """
+        import pandas
+
+        whole: Any = clone(self)._to_series(X, reset=True)
+        step, end = float(whole.durations(_steps([horizon]))), whole.t.amax(1, keepdim=True)
+        place, parts, fitted = torch.arange(whole.x.shape[1]), [], None
+        for k in range(as_count(n_origins, "n_origins"), 0, -1):
+            count, until = (
+                ((whole.t <= end - (k - i - 1e-9) * step) & (place < whole.lengths.unsqueeze(1))).sum(1) for i in (0, 1)
+            )
+            is_asked = (count > 0) & (until > count)
+            if not is_asked.any():
+                raise ValueError("no series has values before and after its first origin. Fix: a smaller horizon.")
+            past = _until_last_value(cut_at(whole, count.clamp(min=1)).select(count > 0))
+            fitted = clone(self).fit(past) if refit or fitted is None else fitted
+            past, later = past.select(is_asked[count > 0]), cut_at(whole, until.clamp(min=1)).select(is_asked)
+            table, is_later = fitted.predict(past, future=later), _times_after(past, later).isfinite()
+            origin = _of_user(past, past.t.amax(1), past.zone)
+            table.insert(1, "origin", origin.repeat(is_later.sum(1).numpy() * len(fitted.features_)))
+            table.insert(4, "truth", later.x[is_later].reshape(-1).numpy())
+            parts.append(table)
+        return pandas.concat(parts, ignore_index=True)
+
+    def score(self, X: Any, y: Any = None) -> float:
+        """Return minus the mean continuous ranked probability score of forecasts of later values of the series.
+
+        It is in standard deviations of the training data, and 0 is best. Forecasts start after 30 % of each series. For
+        a table use a split by series, ``GroupKFold`` with ``groups=table[id]``; or ``TimeSeriesSplit``, if it is sorted
+        by time.
+
+        Arguments:
+            X: series, as for :meth:`predict`.
+            y: ignored. Default: ``None``
+        """
+        check_is_fitted(self)
+        series = self._scaled(self._to_series(X, reset=False))
+        asked = questions(series, check_random_state(0), START, CUTS, AHEAD)
+        return -_score(*self._forecast(self._model, asked.past, asked.dt), asked.values)
 
     @property
     def _model(self) -> Any:
@@ -261,22 +367,144 @@ class SeriesForecaster(SeriesEstimator):
             static = (static.double() - torch.as_tensor(self.static_mean_)) / torch.as_tensor(self.static_std_)
         return dataclasses.replace(series, x=x, static=static)
 
+    @property
+    def _keys(self) -> tuple[str, str]:
+        return "(id)" if self.id is None else self.id, "(time)" if self.time is None else self.time
+
+    def _frame(self, data: Any) -> Any:
+        """Return a table of pandas that has columns of ids and times; other data as they are."""
+        import pandas
+
+        id, time = self._keys
+        is_named = isinstance(data, pandas.Series)
+        if is_named:
+            data = data.to_frame("y" if data.name is None else data.name)
+        if not (hasattr(data, "columns") or (isinstance(data, dict) and not hasattr(data, "toarray"))):
+            return data
+        if not isinstance(data, pandas.DataFrame):
+            data = pandas.DataFrame({name: _entries(data[name]) for name in getattr(data, "columns", data)})
+        if self.time is None and time not in data:
+            if not is_named and kind_of(data.index) is None:
+                raise ValueError("a table needs dates as its index, or a column of times. Fix: time='hour'.")
+            data = data.assign(**{time: data.index})
+        if self.id is None and id not in data:
+            repeated = data[time].duplicated() if time in data else np.zeros(1)
+            if repeated.any():
+                raise ValueError(
+                    f"without id=, a table is one series, got {data[time][repeated].iloc[0]} twice. Fix: id='patient', "
+                    f"or table.groupby({time!r}, as_index=False).mean() for one series."
+                )
+            data = data.assign(**{id: 0})
+        return data
+
+    def _to_series(self, data: Any, *, reset: bool, future: Any = None) -> Any:
+        """Return the data up to the last observed value of each series, with the covariates that are known later."""
+        if isinstance(data, Past):
+            return super()._to_series(data, reset=reset)
+        data, names = self._frame(data), _list(self.future)
+        is_table = hasattr(data, "columns")
+        if names and not is_table:
+            raise TypeError("future= needs a table with these columns. Fix: a DataFrame, id='patient', time='hour'.")
+        if is_table and reset and self.values is None:
+            self._check_taken(data)
+        series = super()._to_series(data.drop(columns=names, errors="ignore") if names else data, reset=reset)
+        known = self._rows(data, future, series.ids) if names else None
+        past = _until_last_value(Past(**vars(series.detach()), known=known, zone=self._zone(data)))
+        if reset:
+            self.history_ = data.copy() if is_table else past
+        return past
+
+    def _rows(self, table: Any, future: Any, ids: Sequence[Any]) -> Series:
+        """Return the columns that are known later in all rows, in the order of ``ids``, with gaps filled."""
+        import pandas
+
+        (id, time), names = self._keys, _list(self.future)
+        tables = [table] if future is None else [table, self._frame(future)]
+        if not all(hasattr(each, "columns") for each in tables):
+            raise TypeError("ahead=None needs tables. Fix: ahead=1.0.")
+        lost = [name for each in tables for name in (id, time, *names) if name not in each]
+        if lost:
+            raise KeyError(f"the table has no column {lost[0]!r}, which is known later. Fix: its values in each row.")
+        rows = pandas.concat([each[[id, time, *names]] for each in tables], ignore_index=True).assign(**{"(row)": 0.0})
+        found = from_long(rows, id=id, time=time, values=[*names, "(row)"], duplicates="last", dtype=torch.float64)
+        place = {name: row for row, name in enumerate(found.ids)}
+        if len(place) > len(ids):
+            raise ValueError(f"future must have the ids of X, got {list(place)[len(ids)]!r}. Fix: its rows in X, too.")
+        found = on_clock(found.select([place[name] for name in ids]), self.clock_)
+        x, t, mask = (part.numpy() for part in (found.x[..., :-1], found.t, found.mask[..., :-1]))
+        for row, column in np.argwhere(~mask.all(1) & mask.any(1)):
+            seen = mask[row, :, column]
+            x[row, :, column] = np.interp(t[row], t[row, seen], x[row, seen, column], np.nan, np.nan)
+        return dataclasses.replace(found, x=torch.from_numpy(x), mask=found.mask[..., :-1], features=names)
+
+    def _check_taken(self, table: Any) -> None:
+        """Refuse text among the columns that ``values=None`` takes; warn of columns that look like no measurement."""
+        import pandas
+
+        named = {*self._keys, *_list(self.static), *_list(self.future)}
+        taken, odd = [name for name in table if name not in named], []
+        for name in taken:
+            rest = [each for each in taken if each != name]
+            if is_category(table[name]):
+                raise TypeError(
+                    f"values=None takes all columns that are not named, and {name!r} is text. Fix: values={rest}, or "
+                    f"static={name!r} if it is constant in each series."
+                )
+            numbers = pandas.to_numeric(table[name], errors="coerce").astype(float)
+            steps = numbers.groupby(table[self._keys[0]].to_numpy()).diff().dropna()
+            odd += [name] if len(steps) > 2 and steps.nunique() == 1 else []
+        if odd and len(odd) < len(taken):
+            warnings.warn(
+                f"values=None takes the columns {taken}, but {odd} are constant or count rows. Fix: "
+                f"values={[name for name in taken if name not in odd]}.",
+                stacklevel=4,
+            )
+
+    def _check_known(self, series: Any, dt: Tensor) -> None:
+        names = _list(self.future)
+        missing = (foreseen(series, dt)[..., : len(names)].isnan() & dt.isfinite().unsqueeze(-1)).nonzero()
+        if len(missing):
+            row, at, column = missing[0].tolist()
+            time = _of_user(series, series.t[row].amax() + dt[row, at], series.zone)[0]
+            raise ValueError(
+                f"column {names[column]!r} must be known at all times that are forecast, got none for series "
+                f"{series.ids[row]!r} at {time}. Fix: predict(X, ahead, future=table), with rows until then."
+            )
+
     def _zone(self, data: Any) -> Any:
         """Return the time zone of the times of a table or of pairs (t, x); UTC if there are several, None if none."""
-        is_table = hasattr(data, "columns") or isinstance(data, dict)
+        if isinstance(data, Past):
+            return data.zone
+        data = self._frame(data)
         is_pairs = isinstance(data, (list, tuple)) and all(isinstance(one, tuple) for one in data)
-        times = [data[self.time]] if is_table else [t for t, _ in data] if is_pairs else []
+        times = [data[self._keys[1]]] if hasattr(data, "columns") else [t for t, _ in data] if is_pairs else []
         zones = {name: zone for each in times for name, zone in zones_of(each).items()}
         return zones.popitem()[1] if len(zones) == 1 else datetime.timezone.utc if zones else None
+
+    def _checked_zone(self, series: Any, X: Any) -> Any:
+        if not isinstance(X, Series) and self.has_zone_ is (series.zone is None):
+            raise ValueError(
+                f"times must be {'with' if self.has_zone_ else 'without'} a time zone, as in fit. Fix: "
+                f"{'tz_localize' if self.has_zone_ else 'tz_localize(None)'} for the column of times."
+            )
+        return series.zone
 
     def _horizons(self, series: Series, ahead: Any, zone: Any, is_unit_known: bool) -> Tensor:
         """Return times after the last sample of each series, (batch, K)."""
         given = ahead if isinstance(ahead, (list, tuple, np.ndarray, Tensor)) or hasattr(ahead, "to_numpy") else [ahead]
-        last = series.t.amax(1, keepdim=True)
-        kind = _kind(given)
-        if kind is None and series.unit is not None and not is_unit_known:
-            raise TypeError(f"ahead must be durations or dates for times that are dates, got {ahead!r}. Fix: '1h'.")
-        if kind == "dates":
+        if not np.size(given):
+            return torch.full((len(series), 1), math.nan, dtype=torch.float64)
+        given, last = _steps(given), series.t.amax(1, keepdim=True)
+        kind = kind_of(given)
+        is_offset = isinstance(given, list) and any(hasattr(each, "rollforward") for each in given)
+        if kind is None and series.unit is not None and not (is_offset or is_unit_known):
+            raise TypeError(
+                f"ahead must be durations, offsets or dates for times that are dates, got {ahead!r}. Fix: '1h'."
+            )
+        if is_offset:
+            series._known(series.origin, f"{ahead!r}")
+            dt = series.times([[end + each for each in given] for end in _of_user(series, last, zone)]) - last
+        elif kind in ("dates", "text"):
             if series.origin is not None and (zone is not None) != _has_zone(given):
                 raise TypeError(
                     f"ahead must be dates {'with' if zone is not None else 'without'} a time zone, as the times, got "
@@ -364,18 +592,67 @@ class SeriesForecaster(SeriesEstimator):
             )
 
 
-def _kind(values: Any) -> str | None:
-    """Return whether values are dates or durations; None for numbers."""
-    kind = kind_of(values)
-    if kind != "text":
-        return kind
+def _steps(given: Any) -> Any:
+    """Return times ahead with text as pandas reads it: durations, or offsets such as "MS"; dates stay text."""
+    import pandas
+    from pandas.tseries.frequencies import to_offset
+
+    def duration(text: str) -> Any:
+        return pandas.to_timedelta(text if text[0] in "+-.P0123456789" else f"1{text}")
+
+    def step(value: Any) -> Any:
+        text = value.strip() if isinstance(value, str) else ""
+        if re.search("[A-Za-z:]", text) and not re.search(r"Ms$|mS$|^P[^T]*M", text):
+            for read in (to_offset, duration) if text.endswith("MS") else (duration, to_offset):
+                with suppress(ValueError):
+                    value = read(text)
+                    break
+        if isinstance(value, str) and not re.match(r"\d{4}-", text):
+            raise ValueError(
+                f"ahead must be durations such as '1h', offsets of pandas such as '1MS', or dates, got {value!r}. Fix: "
+                "'1MS' for the start of the next month, '1ME' for its end."
+            )
+        return pandas.Timedelta(value) if isinstance(value, pandas.tseries.offsets.Tick) else value
+
+    entries = list(np.asarray(given, dtype=object).reshape(-1))
+    is_read = any(isinstance(each, str) or hasattr(each, "rollforward") for each in entries)
+    return [step(each) for each in entries] if is_read else given
+
+
+def _times_after(past: Series, later: Series) -> Tensor:
+    """Return times (n, K) from the last sample of each series to the later ones; NaN for others."""
+    dt = later.t - past.t.amax(1, keepdim=True)
+    is_after = (torch.arange(dt.shape[1]) < later.lengths.unsqueeze(1)) & (dt > 0)
+    if not is_after.any():
+        raise ValueError("ahead must be given if no row lies after the last observed value. Fix: ahead='1h'.")
+    return torch.where(is_after, dt, torch.nan)
+
+
+def _until_last_value(series: Any) -> Any:
+    """Return series without the samples after their last observed value; a series without any stays."""
+    last = torch.where(series.mask.any(-1), torch.arange(series.x.shape[1]), -1).amax(1) + 1
+    return cut_at(series, torch.where(last > 0, last, series.lengths))
+
+
+def _of_user(series: Series, t: Tensor, zone: Any) -> Any:
+    """Return times as a flat index of dates, durations or numbers, as the user's are."""
     import pandas
 
-    try:
-        pandas.to_timedelta(np.asarray(values, dtype=object).reshape(-1))
-    except ValueError:
-        return "dates"
-    return "durations"
+    if series.origin is not None:
+        dates = pandas.DatetimeIndex(series.dates(t).reshape(-1))
+        return dates if zone is None else dates.tz_localize("UTC").tz_convert(zone)
+    times = t.reshape(-1).numpy() * (series.unit or 1.0)
+    return pandas.Index(times) if series.unit is None else pandas.to_timedelta(times, unit="s").round("us")
+
+
+def _list(names: str | Sequence[str] | None) -> list[str]:
+    return [names] if isinstance(names, str) else list(names or ())
+
+
+def _entries(column: Any) -> Any:
+    """Return a column of a table that is not of pandas as pandas reads it, with time zones."""
+    column = column.numpy(force=True) if isinstance(column, Tensor) else getattr(column, "array", column)  # of pandas
+    return column.to_list() if hasattr(column, "to_list") else column
 
 
 def _zone_name(zone: Any) -> str | None:

@@ -1,12 +1,16 @@
 """SeriesForecaster: tables in and out, units, dates, calibrated bands."""
 
+import dataclasses
 import datetime
+import warnings
 import zoneinfo
 
 import numpy
 import pandas
 import pytest
 import torch
+from pandas.tseries import offsets
+from sklearn.model_selection import GroupKFold, TimeSeriesSplit, cross_val_score
 
 from hbnode.data import as_series
 from hbnode.estimators import SeriesForecaster
@@ -274,7 +278,7 @@ def test_bands_of_random_walks_hold_whatever_the_age_of_the_last_value(model):
     times = numpy.arange(30.0)
     for missing in (0, 2, 8):
         past = numpy.where(times >= 30 - missing, numpy.nan, new[:, 0, :30])
-        found = fitted.predict([(times, x) for x in past], 1.0)
+        found = fitted.predict([(times, x) for x in past], 1.0 + missing)  # after the last value
         held = (found["lower"] <= new[:, 0, 30]) & (new[:, 0, 30] <= found["upper"])
         assert abs(held.mean() - 0.9) < 0.06, missing  # 36 held-out series; a standard error of .025
 
@@ -354,3 +358,264 @@ def test_what_is_wrong_is_named():
     assert "lower_50" in forecaster("last", level=numpy.array([50, 90])).fit(table).predict(table, "1h")
     with pytest.raises(ValueError, match="two samples"):
         SeriesForecaster("last").fit(as_series([([0.0], [1.0])] * 3))
+
+
+@pytest.mark.parametrize("zone", [None, "Europe/Berlin"])
+@pytest.mark.parametrize(
+    ("ahead", "step"),
+    [
+        ("1MS", offsets.MonthBegin(1)),
+        ("3MS", offsets.MonthBegin(3)),
+        ("MS", offsets.MonthBegin(1)),
+        ("ME", offsets.MonthEnd(1)),
+        ("2QS", offsets.QuarterBegin(2, startingMonth=1)),
+        ("YE", offsets.YearEnd(1)),
+        ("B", offsets.BDay(1)),
+        ("W-MON", offsets.Week(weekday=0)),
+        (pandas.DateOffset(months=1), pandas.DateOffset(months=1)),
+        (offsets.Hour(3), pandas.Timedelta("3h")),
+        ("1ms", pandas.Timedelta(milliseconds=1)),
+        ("1W", pandas.Timedelta(days=7)),
+        ("h", pandas.Timedelta(hours=1)),
+    ],
+)
+def test_text_ahead_is_what_pandas_means_by_it(ahead, step, zone):
+    table = drifting(3, 0)[["id", "time", "hr"]]
+    days = table["id"].map({"s0": 0, "s1": 20, "s2": 65})
+    table["time"] = (table["time"] + pandas.to_timedelta(days, unit="D")).dt.floor("s").dt.tz_localize(zone)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "a forecast lies")
+        found = forecaster("last").fit(table).predict(table, ["1h", ahead]).groupby("id")["time"].last()
+    last = table.groupby("id")["time"].max()
+    assert found.tolist() == [each + step for each in last]
+
+
+@pytest.mark.parametrize("ahead", ["1M", "1Ms", "1mS", "P1M", "1Q", "1 month", "1Y"])
+def test_text_ahead_that_pandas_would_not_read_as_one_thing_is_refused(ahead):
+    table = drifting(3, 0)
+    model = forecaster("last", values="hr").fit(table)
+    with pytest.raises(ValueError, match="durations such as '1h', offsets of pandas such as '1MS'"):
+        model.predict(table, ["1h", ahead])
+
+
+def test_an_offset_needs_dates():
+    table = drifting(3, 0, dates=False)
+    with pytest.raises(TypeError, match="cannot convert '1MS'"):
+        forecaster("last").fit(table).predict(table, "1MS")
+
+
+def test_a_forecast_starts_at_the_last_observed_value():
+    table = drifting(12, 0)[["id", "time", "hr"]]
+    model, cut = forecaster("last").fit(table), table.groupby("id").cumcount() >= 10
+    expected = model.predict(table[~cut], ["1h", "2h"])
+    pandas.testing.assert_frame_equal(model.predict(table.assign(hr=table["hr"].mask(cut)), ["1h", "2h"]), expected)
+
+
+def test_tables_of_polars_keep_the_time_zone():
+    polars = pytest.importorskip("polars")
+    table = drifting(12, 0)
+    table["time"] = table["time"].dt.floor("s").dt.tz_localize("Asia/Tokyo")
+    found = [forecaster("last").fit(each).predict(each, "1h") for each in (table, polars.from_pandas(table))]
+    pandas.testing.assert_frame_equal(*found)
+
+
+def test_durations_stay_durations():
+    table = drifting(12, 0, dates=False)[["id", "time", "hr"]]
+    table["time"] = pandas.to_timedelta(table["time"], unit="h").dt.floor("s")
+    found = forecaster("last").fit(table).predict(table, "1h").set_index("id")["time"]
+    last = table.groupby("id")["time"].max()
+    assert (found == (last + pandas.Timedelta("1h"))[found.index]).all()
+
+
+@pytest.mark.parametrize("model", ["last", "features", "oscillators", "gru"])
+def test_a_series_may_require_a_gradient_and_have_no_names(model):
+    named = as_series([(numpy.arange(9.0), each) for each in numpy.random.default_rng(0).normal(size=(12, 9))])
+    options = {"n_members": 1, "max_epochs": 1, "random_state": 0}
+    x = named.x.clone().requires_grad_()
+    bare = dataclasses.replace(named, x=x, ids=(), features=())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "a forecast lies|a band of")
+        found = [SeriesForecaster(model, **options).fit(each).predict(each, 1.0) for each in (named, bare)]
+    pandas.testing.assert_frame_equal(*found)
+    assert x.grad is None
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_networks_learn_whatever_the_mode_of_gradients(mode):
+    x = numpy.random.default_rng(0).normal(size=(12, 9))
+    found = []
+    for each in (torch.enable_grad, mode):
+        with each():
+            model = SeriesForecaster("gru", n_members=1, max_epochs=2, level=50, random_state=0).fit(x)
+            found.append(model.predict(x, 1.0))
+    pandas.testing.assert_frame_equal(*found)
+    assert all(not each.is_inference() for each in model.networks_[0].parameters())
+
+
+@pytest.mark.parametrize("dates", [True, False])
+def test_no_time_ahead_gives_no_row(dates):
+    table = drifting(12, 0, dates)
+    model = forecaster("last", values="hr").fit(table)
+    some, none = model.predict(table, "1h" if dates else 1.0), model.predict(table, [])
+    pandas.testing.assert_frame_equal(none, some.iloc[:0])
+
+
+def test_the_columns_that_are_taken_are_named():
+    table = drifting(12, 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert forecaster("last").fit(table).features_ == ["hr", "sbp"]
+        assert forecaster("last", values="hr").fit(table.assign(row=range(len(table)))).features_ == ["hr"]
+    for odd in ({"row": range(len(table))}, {"label": table["id"].eq("s3")}):
+        with pytest.warns(UserWarning, match=rf"but \['{next(iter(odd))}'\] are constant or count rows"):
+            forecaster("last").fit(table.assign(**odd))
+    with pytest.raises(TypeError, match=r"'ward' is text. Fix: values=\['hr', 'sbp'\], or static='ward'"):
+        forecaster("last").fit(table.assign(ward="east"))
+
+
+def test_one_series_needs_no_ids_and_may_have_its_times_in_the_index():
+    times = pandas.date_range("2000-01", periods=60, freq="MS", tz="UTC", name="month")
+    y = pandas.Series(numpy.random.default_rng(0).normal(size=60).cumsum(), index=times, name="y")
+    expected = None
+    for one, names in ((y.reset_index().assign(who=0), ("who", "month")), (y.reset_index(), (None, "month")),
+                       (y, (None, None)), (y.to_frame(), (None, None))):  # fmt: skip
+        model = SeriesForecaster("last", id=names[0], time=names[1], level=50, random_state=0).fit(one)
+        found = model.predict(one, ["1MS", "2MS"])
+        assert list(found)[:3] == [names[0] or "id", names[1] or "time", "column"]
+        found.columns = ["id", "time", *list(found)[2:]]
+        expected = found if expected is None else expected
+        pandas.testing.assert_frame_equal(found, expected)
+    with pytest.raises(ValueError, match="without id=, a table is one series"):
+        SeriesForecaster("last", time="month").fit(pandas.concat([y.reset_index()] * 2))
+    with pytest.raises(ValueError, match="dates as its index"):
+        SeriesForecaster("last").fit(y.reset_index(drop=True).to_frame())
+
+
+def driven(seed=0):
+    """Series at irregular times whose value is a level and three times a temperature; and the values to come."""
+    random, rows = numpy.random.default_rng(seed), []
+    for one in range(12):
+        t, temperature = numpy.cumsum(0.1 + random.exponential(1.0, 70)), random.normal(size=70).cumsum()
+        rows.append(pandas.DataFrame({"who": one, "when": t, "temperature": temperature, "y": 3 * temperature + one}))
+    table = pandas.concat(rows, ignore_index=True)
+    table["when"] = (pandas.Timestamp("2024-01-01") + pd_hours(table["when"])).dt.floor("s")
+    return table, table.groupby("who").cumcount() >= 60
+
+
+def pd_hours(x):
+    return pandas.to_timedelta(x, unit="h")
+
+
+def test_a_future_covariate_that_determines_the_value_is_used():
+    table, is_later = driven()
+    past, later = table[~is_later], table[is_later].drop(columns="y")
+    options = {"id": "who", "time": "when", "values": "y", "random_state": 0}
+    model = SeriesForecaster("features", future="temperature", **options).fit(past)
+    found = model.predict(past, future=later)
+    both = found.merge(table, on=["who", "when"])
+    assert len(both) == is_later.sum()
+    error = abs(both["mean"] - both["y"]).mean()
+    spread = abs(both["y"] - both["who"].map(past.groupby("who")["y"].last())).mean()  # of the last value
+    assert error < 0.2 * spread
+    for same in (
+        model.predict(future=later),
+        model.predict(table.assign(y=table["y"].mask(is_later))),
+        model.predict(pandas.concat([past, later])),
+    ):
+        pandas.testing.assert_frame_equal(same, found)
+
+
+def test_future_covariates_are_linear_between_their_rows():
+    table, is_later = driven()
+    past = table[~is_later]
+    model = SeriesForecaster("features", id="who", time="when", values="y", future="temperature", random_state=0)
+    model.fit(past)
+    last = past.groupby("who", as_index=False).last()
+    ends = last.assign(when=last["when"] + pd_hours(4), temperature=last["temperature"] + 8)
+    middle = last.assign(when=last["when"] + pd_hours(1), temperature=last["temperature"] + 2)
+    found = model.predict(past, "1h", future=ends)
+    pandas.testing.assert_frame_equal(model.predict(past, "1h", future=pandas.concat([middle, ends])), found)
+    assert not numpy.allclose(found["mean"], model.predict(past, "1h", future=ends.assign(temperature=0.0))["mean"])
+
+
+def test_a_future_covariate_that_is_not_known_is_refused():
+    table, is_later = driven()
+    past, later = table[~is_later], table[is_later]
+    model = SeriesForecaster("last", id="who", time="when", values="y", future="temperature").fit(past)
+    for ahead, future in (("1h", None), ("50h", later), ("1h", later.assign(temperature=numpy.nan))):
+        with pytest.raises(ValueError, match="'temperature' must be known at all times that are forecast, got none"):
+            model.predict(past, ahead, future=future)
+    with pytest.raises(ValueError, match="must have the ids of X, got 99"):
+        model.predict(past, future=later.assign(who=99))
+    with pytest.raises(KeyError, match="no column 'temperature'"):
+        model.predict(past.drop(columns="temperature"), "1h", future=later)
+    with pytest.raises(ValueError, match="no row lies after"):
+        model.predict(past)
+    with pytest.raises(ValueError, match="must be named before fit"):
+        SeriesForecaster("last", id="who", time="when").fit(past).predict(past, "1h", future=later)
+
+
+@pytest.mark.parametrize("refit", [False, True])
+def test_a_backtest_is_a_loop_of_fit_and_predict(refit):
+    table = pandas.concat(
+        [
+            pandas.DataFrame({"who": i, "hour": numpy.arange(40.0) + i, "y": numpy.sin(numpy.arange(40) / 3 + i)})
+            for i in range(12)
+        ]
+    )
+    options = {"id": "who", "time": "hour", "level": 50, "random_state": 0}
+    found = SeriesForecaster("features", **options).backtest(table, 4.0, n_origins=2, refit=refit)
+    rows, model = [], None
+    for steps in (8, 4):
+        past = table.groupby("who").head(40 - steps)
+        if refit or model is None:
+            model = SeriesForecaster("features", **options).fit(past)
+        rows.append(model.predict(past, [1.0, 2.0, 3.0, 4.0]).merge(table, on=["who", "hour"]))
+        rows[-1]["origin"] = rows[-1]["who"].map(past.groupby("who")["hour"].max())
+    expected = pandas.concat(rows, ignore_index=True).rename(columns={"y": "truth"})
+    pandas.testing.assert_frame_equal(found, expected[list(found)])
+    with pytest.raises(ValueError, match="before and after its first origin"):
+        SeriesForecaster("last", **options).backtest(table, 100.0)
+
+
+def test_an_updated_forecaster_forecasts_from_the_new_rows(tmp_path):
+    table = drifting(12, 0)
+    early = table.groupby("id").cumcount() < 10
+    model = forecaster("last").fit(table[early])
+    assert model.fit(table[early]).history_ is not table
+    pandas.testing.assert_frame_equal(model.predict(ahead="1h"), model.predict(table[early], "1h"))
+    corrected = table.assign(hr=table["hr"] + 1.0)[table.groupby("id").cumcount() == 9]
+    model.update(corrected).update(table[~early])
+    whole = table.set_index(["id", "time"])
+    whole.update(corrected.set_index(["id", "time"]))
+    pandas.testing.assert_frame_equal(model.predict(ahead="1h"), model.predict(whole.reset_index(), "1h"))
+    model.save(tmp_path / "model")
+    loaded = SeriesForecaster.load(tmp_path / "model")
+    with pytest.raises(ValueError, match="a file of save has no series"):
+        loaded.predict(ahead="1h")
+    found = loaded.update(table[~early]).predict(ahead="1h")
+    pandas.testing.assert_frame_equal(found, model.predict(table[~early], "1h"))
+    with pytest.raises(ValueError, match="without a time zone"):
+        model.update(table.assign(time=table["time"].dt.tz_localize("UTC")))
+    with pytest.raises(TypeError, match="update needs tables"):
+        SeriesForecaster("last").fit([(range(9), range(9))] * 2).update([(range(9), range(9))] * 2)
+
+
+def test_later_changes_of_the_table_do_not_change_what_is_remembered():
+    table = drifting(12, 0)
+    model = forecaster("last").fit(table)
+    expected = model.predict(ahead="1h")
+    table.loc[:, "hr"] = 0.0
+    pandas.testing.assert_frame_equal(model.predict(ahead="1h"), expected)
+
+
+def test_scores_of_tables_are_cross_validated_by_id_and_by_time():
+    hours = numpy.arange(40.0)
+    table = pandas.concat(
+        [pandas.DataFrame({"id": i, "time": hours, "y": numpy.sin(hours / 2 + i)}) for i in range(40)]
+    )
+    table = table.sort_values("time", ignore_index=True)
+    for options in ({"groups": table["id"], "cv": GroupKFold(3)}, {"cv": TimeSeriesSplit(2)}):
+        scores = {name: cross_val_score(forecaster(name), table, **options) for name in ("last", "features")}
+        assert all(each.shape == (options["cv"].n_splits,) for each in scores.values())
+        assert scores["last"].mean() < scores["features"].mean() < 0.0
