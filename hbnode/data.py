@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import operator
+import re
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast, get_args
@@ -607,8 +608,12 @@ def _durations(durations: Any) -> NDArray[np.float64]:
         ) from None
     text = np.asarray(durations, dtype=object)
     try:
-        if not all(isinstance(each, str) and not each.strip().isdigit() for each in text.reshape(-1)):
-            raise ValueError("a number has no unit")  # nanoseconds for pandas
+        if not all(
+            isinstance(each, str) and not re.search(r"^\s*\d*\s*$|M[Ss]\s*$|mS\s*$", each) for each in text.flat
+        ):
+            raise ValueError(
+                "a number has no unit, and MS is the start of a month"
+            )  # nano- and milliseconds for pandas
         seconds = [pandas.to_timedelta(each).total_seconds() for each in text.reshape(-1).tolist()]
     except ValueError as error:
         raise ValueError(f"durations must be text such as '1h' or '30min', got {durations!r}. Fix: '1h'.") from error

@@ -420,6 +420,7 @@ def test_dates_on_the_axis_of_a_series_and_back():
     ("call", "kind", "message"),
     [
         (lambda series: series.durations(["2020-01-02"]), ValueError, "text such as '1h'"),
+        (lambda series: series.durations("1MS"), ValueError, "text such as '1h'"),  # the start of a month
         (lambda series: series.durations(numpy.datetime64("2020-01-02")), TypeError, r"Fix: series.times\(dates\)"),
         (lambda series: series.durations([datetime.timedelta(1), 2.0]), TypeError, "got 2.0 among them"),
         (lambda series: series.times(datetime.timedelta(1)), TypeError, r"Fix: series.durations\(durations\)"),
