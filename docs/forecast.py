@@ -71,7 +71,7 @@ for ax, patient in zip(axes.flat, [101, 104, 107, 110], strict=True):
         new[new["patient"] == patient],
         past[past["patient"] == patient],
     )
-    one = forecast[forecast["id"] == patient]
+    one = forecast[forecast["patient"] == patient]
     start = seen["time"].iloc[-1]
     hours = (one["time"] - start) / pd.Timedelta("1h")
     for level, alpha in ((90, 0.15), (50, 0.3)):

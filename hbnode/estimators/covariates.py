@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -43,12 +44,11 @@ def foreseen(past: Series, dt: Tensor, age: Tensor | float = 0.0) -> Tensor:
     if series is None:
         return dt.new_zeros(*dt.shape, 0)
     end = past.t.amax(1, keepdim=True)
-    at, t, rows = torch.cat([end - age, end + dt], 1), series.t, torch.arange(len(end)).unsqueeze(1)
-    rounding = ROUNDING * t.abs().amax()
-    right = torch.searchsorted(t, at - rounding).clamp(max=t.shape[1] - 1)
-    left = (right - 1).clamp(min=0)
-    before, after = t[rows, left], t[rows, right]
-    share = torch.where(abs(after - at) <= rounding, 0.0, (after - at) / (after - before)).unsqueeze(-1)
-    between = torch.lerp(series.x[rows, right], series.x[rows, left], share)
-    x = torch.where(share == 0, series.x[rows, right], torch.where((share > 0) & (share <= 1), between, torch.nan))
-    return torch.cat([x[:, 1:], x[:, 1:] - x[:, :1]], -1)
+    at, t, x, mask = (part.numpy() for part in (torch.cat([end - age, end + dt], 1), series.t, series.x, series.mask))
+    found, rounding = np.full((*at.shape, x.shape[2]), np.nan), ROUNDING * abs(t).max()
+    for row, column in np.argwhere(mask.any(1)):
+        seen = mask[row, :, column]
+        times, values = np.pad(t[row, seen], 1, "edge"), np.pad(x[row, seen, column], 1, "edge")
+        times[[0, -1]] += -rounding, rounding
+        found[row, :, column] = np.interp(at[row], times, values, np.nan, np.nan)
+    return torch.from_numpy(np.concatenate([found[:, 1:], found[:, 1:] - found[:, :1]], -1))

@@ -25,7 +25,7 @@ from hbnode._checks import as_count, nearest
 from hbnode._times import kind_of, zones_of
 from hbnode.data import Series, from_long, on_clock
 from hbnode.estimators.base import SeriesEstimator, is_category, moments, warn_if_swapped
-from hbnode.estimators.covariates import Past, foreseen
+from hbnode.estimators.covariates import ROUNDING, Past, foreseen
 from hbnode.estimators.forecast_models import (
     Boosting,
     Calibration,
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 Model = Literal["auto", "last", "features", "oscillators", "odernn", "gru"]
 CHEAP = ("last", "features", "oscillators")
 NETWORKS = ("odernn", "gru")
+BLIND = ("last", "oscillators", *NETWORKS)  # models that do not read covariates
 CUTS, AHEAD = 10, 16  # starts of forecasts in a held-out series, and later samples of each
 PAIRS = 20_000  # most pairs of a start and a later value from which boosting learns, for each channel
 FEW = 10  # series below which the end of each series is held out, instead of whole series
@@ -83,7 +84,7 @@ class SeriesForecaster(SeriesEstimator):
             (``features_``). Default: ``None``
         static: for a table, columns that are constant within each series; categories are allowed. Default: ``None``
         future: for a table, columns of numbers whose later values are known, such as a holiday or a weather forecast.
-            They are linear between their samples. ``"features"`` uses them. Default: ``None``
+            They are linear between their samples. Of the models only ``"features"`` reads them. Default: ``None``
         level: levels of the bands in percent. Default: ``90``
         hidden_size: size of a network's state. Default: ``32``
         dropout: dropout of a network. Default: ``0.1``
@@ -251,11 +252,16 @@ class SeriesForecaster(SeriesEstimator):
         mean[..., ~self.is_known_] = math.nan
         times = series.t.amax(1, keepdim=True) + dt
         of_time = _of_user(series, times, zone)
+        id, time = self.id or "id", self.time or "time"
+        if len({id, time, "column", "mean"}) < 4:
+            raise ValueError(
+                f"ids and times need names of their own in a forecast, got {id!r} and {time!r}. Fix: rename."
+            )
         shape = mean.shape
         count = int(np.prod(shape[1:]))
         table = {
-            self.id or "id": [name for name in series.ids for _ in range(count)],
-            self.time or "time": of_time.repeat(shape[2]),
+            id: [name for name in series.ids for _ in range(count)],
+            time: of_time.repeat(shape[2]),
             "column": np.tile(np.array(self.features_, dtype=object), shape[0] * shape[1]),
             "mean": (mean.numpy() * self.std_ + self.mean_).reshape(-1),
         }
@@ -302,7 +308,7 @@ class SeriesForecaster(SeriesEstimator):
 
         Arguments:
             X: the series.
-            horizon: a duration, or a number in the unit of the times.
+            horizon: a duration or an offset of pandas, or a number in the unit of the times.
             n_origins: number of origins of each series. Default: ``3``
             refit: whether a forecaster is fitted for each origin. Default: ``False``
 
@@ -312,12 +318,20 @@ class SeriesForecaster(SeriesEstimator):
         import pandas
 
         whole: Any = clone(self)._to_series(X, reset=True)
-        step, end = float(whole.durations(_steps([horizon]))), whole.t.amax(1, keepdim=True)
-        place, parts, fitted = torch.arange(whole.x.shape[1]), [], None
+        (step,), end = _steps([horizon]), whole.t.amax(1, keepdim=True)
+        rounding, place = ROUNDING * whole.t.abs().max(), torch.arange(whole.x.shape[1])
+        parts, fitted = [], None
+
+        def samples(k: int) -> Tensor:
+            """Return the number of samples of each series up to k horizons before its end."""
+            if k and hasattr(step, "rollforward"):
+                until = whole.times([[each - k * step] for each in _of_user(whole, end, whole.zone)])
+            else:
+                until = end - k * float(whole.durations(step)) if k else end
+            return ((whole.t <= until + rounding) & (place < whole.lengths.unsqueeze(1))).sum(1)
+
         for k in range(as_count(n_origins, "n_origins"), 0, -1):
-            count, until = (
-                ((whole.t <= end - (k - i - 1e-9) * step) & (place < whole.lengths.unsqueeze(1))).sum(1) for i in (0, 1)
-            )
+            count, until = samples(k), samples(k - 1)
             is_asked = (count > 0) & (until > count)
             if not is_asked.any():
                 raise ValueError("no series has values before and after its first origin. Fix: a smaller horizon.")
@@ -405,9 +419,19 @@ class SeriesForecaster(SeriesEstimator):
         is_table = hasattr(data, "columns")
         if names and not is_table:
             raise TypeError("future= needs a table with these columns. Fix: a DataFrame, id='patient', time='hour'.")
-        if is_table and reset and self.values is None:
-            self._check_taken(data)
+        if names and self.model in BLIND:
+            raise ValueError(f"model={self.model!r} does not read columns of future=. Fix: model='features'.")
+        is_open = is_table and reset and self.values is None
+        named = {*self._keys, *_list(self.static), *names}
+        for name in [each for each in data if each not in named] if is_open else ():
+            if is_category(data[name]):
+                raise TypeError(
+                    f"values=None takes all columns that are not named, and {name!r} is text. Fix: values=['y'] for a "
+                    f"column 'y', or static={name!r} if it is constant in each series."
+                )
         series = super()._to_series(data.drop(columns=names, errors="ignore") if names else data, reset=reset)
+        if is_open:
+            self._warn_of_counters(series)
         known = self._rows(data, future, series.ids) if names else None
         past = _until_last_value(Past(**vars(series.detach()), known=known, zone=self._zone(data)))
         if reset:
@@ -415,7 +439,7 @@ class SeriesForecaster(SeriesEstimator):
         return past
 
     def _rows(self, table: Any, future: Any, ids: Sequence[Any]) -> Series:
-        """Return the columns that are known later in all rows, in the order of ``ids``, with gaps filled."""
+        """Return the columns that are known later in all rows, in the order of ``ids``."""
         import pandas
 
         (id, time), names = self._keys, _list(self.future)
@@ -431,32 +455,17 @@ class SeriesForecaster(SeriesEstimator):
         if len(place) > len(ids):
             raise ValueError(f"future must have the ids of X, got {list(place)[len(ids)]!r}. Fix: its rows in X, too.")
         found = on_clock(found.select([place[name] for name in ids]), self.clock_)
-        x, t, mask = (part.numpy() for part in (found.x[..., :-1], found.t, found.mask[..., :-1]))
-        for row, column in np.argwhere(~mask.all(1) & mask.any(1)):
-            seen = mask[row, :, column]
-            x[row, :, column] = np.interp(t[row], t[row, seen], x[row, seen, column], np.nan, np.nan)
-        return dataclasses.replace(found, x=torch.from_numpy(x), mask=found.mask[..., :-1], features=names)
+        return dataclasses.replace(found, x=found.x[..., :-1], mask=found.mask[..., :-1], features=names)
 
-    def _check_taken(self, table: Any) -> None:
-        """Refuse text among the columns that ``values=None`` takes; warn of columns that look like no measurement."""
-        import pandas
-
-        named = {*self._keys, *_list(self.static), *_list(self.future)}
-        taken, odd = [name for name in table if name not in named], []
-        for name in taken:
-            rest = [each for each in taken if each != name]
-            if is_category(table[name]):
-                raise TypeError(
-                    f"values=None takes all columns that are not named, and {name!r} is text. Fix: values={rest}, or "
-                    f"static={name!r} if it is constant in each series."
-                )
-            numbers = pandas.to_numeric(table[name], errors="coerce").astype(float)
-            steps = numbers.groupby(table[self._keys[0]].to_numpy()).diff().dropna()
-            odd += [name] if len(steps) > 2 and steps.nunique() == 1 else []
-        if odd and len(odd) < len(taken):
+    def _warn_of_counters(self, series: Series) -> None:
+        """Warn of columns that nobody named and that look like no measurement."""
+        known, x = series.mask[:, 1:] & series.mask[:, :-1], series.x.diff(dim=1)
+        steps = {name: x[..., c][known[..., c]] for c, name in enumerate(series.features)}
+        odd = [name for name, step in steps.items() if len(step) > 2 and len(step.unique()) == 1]
+        if odd and len(odd) < len(steps):
             warnings.warn(
-                f"values=None takes the columns {taken}, but {odd} are constant or count rows. Fix: "
-                f"values={[name for name in taken if name not in odd]}.",
+                f"values=None takes the columns {list(steps)}, but {odd} are constant or count rows. Fix: "
+                f"values={[name for name in steps if name not in odd]}.",
                 stacklevel=4,
             )
 
@@ -503,6 +512,8 @@ class SeriesForecaster(SeriesEstimator):
             )
         if is_offset:
             series._known(series.origin, f"{ahead!r}")
+            if not all(hasattr(each, "rollforward") or isinstance(each, datetime.timedelta) for each in given):
+                raise TypeError(f"ahead must be durations and offsets, or dates, got {ahead!r}. Fix: ['1h', '1MS'].")
             dt = series.times([[end + each for each in given] for end in _of_user(series, last, zone)]) - last
         elif kind in ("dates", "text"):
             if series.origin is not None and (zone is not None) != _has_zone(given):

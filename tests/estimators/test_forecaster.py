@@ -402,6 +402,10 @@ def test_an_offset_needs_dates():
     table = drifting(3, 0, dates=False)
     with pytest.raises(TypeError, match="cannot convert '1MS'"):
         forecaster("last").fit(table).predict(table, "1MS")
+    dates = drifting(3, 0)
+    for mixed in (["1MS", dates["time"].max()], [offsets.MonthBegin(), 2]):
+        with pytest.raises(TypeError, match="must be durations and offsets, or dates"):
+            forecaster("last", values="hr").fit(dates).predict(dates, mixed)
 
 
 def test_a_forecast_starts_at_the_last_observed_value():
@@ -469,7 +473,7 @@ def test_the_columns_that_are_taken_are_named():
     for odd in ({"row": range(len(table))}, {"label": table["id"].eq("s3")}):
         with pytest.warns(UserWarning, match=rf"but \['{next(iter(odd))}'\] are constant or count rows"):
             forecaster("last").fit(table.assign(**odd))
-    with pytest.raises(TypeError, match=r"'ward' is text. Fix: values=\['hr', 'sbp'\], or static='ward'"):
+    with pytest.raises(TypeError, match=r"'ward' is text. Fix: values=\['y'\] for a column 'y', or static='ward'"):
         forecaster("last").fit(table.assign(ward="east"))
 
 
@@ -487,6 +491,10 @@ def test_one_series_needs_no_ids_and_may_have_its_times_in_the_index():
         pandas.testing.assert_frame_equal(found, expected)
     with pytest.raises(ValueError, match="without id=, a table is one series"):
         SeriesForecaster("last", time="month").fit(pandas.concat([y.reset_index()] * 2))
+    with pytest.raises(KeyError, match="reset_index"):
+        SeriesForecaster("last", id="who", time="month").fit(y.reset_index().assign(who=0).set_index("who"))
+    with pytest.raises(ValueError, match="names of their own"):
+        SeriesForecaster("last", time="column").fit(y.rename_axis("column").reset_index()).predict(ahead="1MS")
     with pytest.raises(ValueError, match="dates as its index"):
         SeriesForecaster("last").fit(y.reset_index(drop=True).to_frame())
 
@@ -541,7 +549,8 @@ def test_future_covariates_are_linear_between_their_rows():
 def test_a_future_covariate_that_is_not_known_is_refused():
     table, is_later = driven()
     past, later = table[~is_later], table[is_later]
-    model = SeriesForecaster("last", id="who", time="when", values="y", future="temperature").fit(past)
+    options = {"id": "who", "time": "when", "values": "y", "random_state": 0}
+    model = SeriesForecaster("features", future="temperature", **options).fit(past)
     for ahead, future in (("1h", None), ("50h", later), ("1h", later.assign(temperature=numpy.nan))):
         with pytest.raises(ValueError, match="'temperature' must be known at all times that are forecast, got none"):
             model.predict(past, ahead, future=future)
@@ -552,7 +561,9 @@ def test_a_future_covariate_that_is_not_known_is_refused():
     with pytest.raises(ValueError, match="no row lies after"):
         model.predict(past)
     with pytest.raises(ValueError, match="must be named before fit"):
-        SeriesForecaster("last", id="who", time="when").fit(past).predict(past, "1h", future=later)
+        SeriesForecaster("last", **options).fit(past).predict(past, "1h", future=later)
+    with pytest.raises(ValueError, match="does not read columns of future"):
+        SeriesForecaster("oscillators", future="temperature", **options).fit(past)
 
 
 @pytest.mark.parametrize("refit", [False, True])
@@ -574,6 +585,9 @@ def test_a_backtest_is_a_loop_of_fit_and_predict(refit):
         rows[-1]["origin"] = rows[-1]["who"].map(past.groupby("who")["hour"].max())
     expected = pandas.concat(rows, ignore_index=True).rename(columns={"y": "truth"})
     pandas.testing.assert_frame_equal(found, expected[list(found)])
+    dates = table.assign(hour=pandas.Timestamp("2020-01-01") + table["hour"].map(lambda k: pandas.DateOffset(months=k)))
+    by_offset = SeriesForecaster("last", **options).backtest(dates, "4MS", n_origins=2, refit=refit)
+    assert (by_offset["truth"] == found["truth"]).all()
     with pytest.raises(ValueError, match="before and after its first origin"):
         SeriesForecaster("last", **options).backtest(table, 100.0)
 
