@@ -100,7 +100,7 @@ class SeriesEstimator(BaseEstimator):
         _no_index(table, (*self._keys, *wanted))
         columns, names = {name: table[name] for name in getattr(table, "columns", table)}, []
         for name in wanted:
-            if name not in columns or (name not in self.levels_ if not reset else not is_category(columns[name])):
+            if name not in columns or (name not in self.levels_ if not reset else not _is_category(columns[name])):
                 names.append(name)
                 continue
             entries = [None if _is_missing(entry) else _level_name(entry) for entry in list(columns.pop(name))]
@@ -309,7 +309,7 @@ def _level_name(entry: Any) -> str:
     return str(int(entry) if is_whole else entry)
 
 
-def is_category(column: Any) -> bool:
+def _is_category(column: Any) -> bool:
     if str(getattr(column, "dtype", "")) == "category":
         return True
     array = np.asarray(column)

@@ -24,15 +24,17 @@ from typing_extensions import Self
 from hbnode._checks import as_count, nearest
 from hbnode._times import kind_of, zones_of
 from hbnode.data import Series, from_long, on_clock
-from hbnode.estimators.base import SeriesEstimator, is_category, moments, warn_if_swapped
-from hbnode.estimators.covariates import ROUNDING, Past, foreseen
+from hbnode.estimators.base import SeriesEstimator, moments, warn_if_swapped
 from hbnode.estimators.forecast_models import (
+    ROUNDING,
     Boosting,
     Calibration,
     LastValue,
+    Past,
     Questions,
     Smoothing,
     cut_at,
+    foreseen,
     leads,
     questions,
 )
@@ -233,14 +235,12 @@ class SeriesForecaster(SeriesEstimator):
         check_is_fitted(self)
         X = getattr(self, "history_", None) if X is None else X
         if X is None:
-            raise ValueError(
-                "X must be given, because a file of save has no series. Fix: forecaster.update(table) before."
-            )
+            raise ValueError("X must be given, because a file of save has no series. Fix: update(table) before.")
         if future is not None and ahead is not None and not self.future:
             raise ValueError("future must be named before fit, got None. Fix: SeriesForecaster(future=['holiday']).")
         later: Any = future if isinstance(future, Past) else None
-        series = self._to_series(X, reset=False, future=None if later is future else future)
-        zone = self._checked_zone(series, X)
+        series: Any = self._to_series(X, reset=False, future=None if later is future else future)
+        zone = series.zone
         if ahead is None:
             later = later or series.known or self._rows(self._frame(X), future, series.ids)
             dt = _times_after(series, later)
@@ -291,7 +291,7 @@ class SeriesForecaster(SeriesEstimator):
         new, old = self._frame(X), getattr(self, "history_", None)
         if not hasattr(new, "columns") or isinstance(old, Series):
             raise TypeError("update needs tables, in fit too. Fix: predict(series, ahead) for whole series.")
-        self._checked_zone(self._to_series(new, reset=False), new)
+        self._to_series(new, reset=False)
         keys = list(self._keys)
         if old is not None:
             old = old[~pandas.MultiIndex.from_frame(old[keys]).isin(pandas.MultiIndex.from_frame(new[keys]))]
@@ -393,7 +393,8 @@ class SeriesForecaster(SeriesEstimator):
         is_named = isinstance(data, pandas.Series)
         if is_named:
             data = data.to_frame("y" if data.name is None else data.name)
-        if not (hasattr(data, "columns") or (isinstance(data, dict) and not hasattr(data, "toarray"))):
+        is_table = hasattr(data, "columns") or (isinstance(data, dict) and not hasattr(data, "toarray"))
+        if not is_table or hasattr(data, "collect") or hasattr(data, "column_names"):  # which as_series refuses
             return data
         if not isinstance(data, pandas.DataFrame):
             data = pandas.DataFrame({name: _entries(data[name]) for name in getattr(data, "columns", data)})
@@ -421,19 +422,17 @@ class SeriesForecaster(SeriesEstimator):
             raise TypeError("future= needs a table with these columns. Fix: a DataFrame, id='patient', time='hour'.")
         if names and self.model in BLIND:
             raise ValueError(f"model={self.model!r} does not read columns of future=. Fix: model='features'.")
-        is_open = is_table and reset and self.values is None
-        named = {*self._keys, *_list(self.static), *names}
-        for name in [each for each in data if each not in named] if is_open else ():
-            if is_category(data[name]):
-                raise TypeError(
-                    f"values=None takes all columns that are not named, and {name!r} is text. Fix: values=['y'] for a "
-                    f"column 'y', or static={name!r} if it is constant in each series."
-                )
         series = super()._to_series(data.drop(columns=names, errors="ignore") if names else data, reset=reset)
-        if is_open:
-            self._warn_of_counters(series)
+        if is_table and reset:
+            self._check_columns(series, np.empty((len(series), 0)))
         known = self._rows(data, future, series.ids) if names else None
-        past = _until_last_value(Past(**vars(series.detach()), known=known, zone=self._zone(data)))
+        zone = self._zone(data)
+        if not (reset or isinstance(data, Series)) and self.has_zone_ is (zone is None):
+            raise ValueError(
+                f"times must be {'with' if self.has_zone_ else 'without'} a time zone, as in fit. Fix: "
+                f"{'tz_localize' if self.has_zone_ else 'tz_localize(None)'} for the column of times."
+            )
+        past = _until_last_value(Past(**vars(series.detach()), known=known, zone=zone))
         if reset:
             self.history_ = data.copy() if is_table else past
         return past
@@ -457,18 +456,6 @@ class SeriesForecaster(SeriesEstimator):
         found = on_clock(found.select([place[name] for name in ids]), self.clock_)
         return dataclasses.replace(found, x=found.x[..., :-1], mask=found.mask[..., :-1], features=names)
 
-    def _warn_of_counters(self, series: Series) -> None:
-        """Warn of columns that nobody named and that look like no measurement."""
-        known, x = series.mask[:, 1:] & series.mask[:, :-1], series.x.diff(dim=1)
-        steps = {name: x[..., c][known[..., c]] for c, name in enumerate(series.features)}
-        odd = [name for name, step in steps.items() if len(step) > 2 and len(step.unique()) == 1]
-        if odd and len(odd) < len(steps):
-            warnings.warn(
-                f"values=None takes the columns {list(steps)}, but {odd} are constant or count rows. Fix: "
-                f"values={[name for name in steps if name not in odd]}.",
-                stacklevel=4,
-            )
-
     def _check_known(self, series: Any, dt: Tensor) -> None:
         names = _list(self.future)
         missing = (foreseen(series, dt)[..., : len(names)].isnan() & dt.isfinite().unsqueeze(-1)).nonzero()
@@ -489,14 +476,6 @@ class SeriesForecaster(SeriesEstimator):
         times = [data[self._keys[1]]] if hasattr(data, "columns") else [t for t, _ in data] if is_pairs else []
         zones = {name: zone for each in times for name, zone in zones_of(each).items()}
         return zones.popitem()[1] if len(zones) == 1 else datetime.timezone.utc if zones else None
-
-    def _checked_zone(self, series: Any, X: Any) -> Any:
-        if not isinstance(X, Series) and self.has_zone_ is (series.zone is None):
-            raise ValueError(
-                f"times must be {'with' if self.has_zone_ else 'without'} a time zone, as in fit. Fix: "
-                f"{'tz_localize' if self.has_zone_ else 'tz_localize(None)'} for the column of times."
-            )
-        return series.zone
 
     def _horizons(self, series: Series, ahead: Any, zone: Any, is_unit_known: bool) -> Tensor:
         """Return times after the last sample of each series, (batch, K)."""
@@ -657,7 +636,7 @@ def _of_user(series: Series, t: Tensor, zone: Any) -> Any:
 
 
 def _list(names: str | Sequence[str] | None) -> list[str]:
-    return [names] if isinstance(names, str) else list(names or ())
+    return [names] if isinstance(names, str) else list(() if names is None else names)
 
 
 def _entries(column: Any) -> Any:

@@ -334,7 +334,7 @@ def test_a_column_that_was_never_observed_has_no_forecast(model):
 
 def test_a_column_with_one_value_has_an_infinite_band():
     table = drifting(12, 0).assign(sbp=lambda z: numpy.where(z.index == 3, 120.0, numpy.nan))
-    fitted = forecaster("oscillators").fit(table)
+    fitted = forecaster("oscillators", values=["hr", "sbp"]).fit(table)
     with pytest.warns(UserWarning, match="column 'sbp' has 0"):
         found = fitted.predict(table, "1h").query("column == 'sbp'")
     assert (found["mean"] == 120.0).all()
@@ -470,10 +470,11 @@ def test_the_columns_that_are_taken_are_named():
         warnings.simplefilter("error")
         assert forecaster("last").fit(table).features_ == ["hr", "sbp"]
         assert forecaster("last", values="hr").fit(table.assign(row=range(len(table)))).features_ == ["hr"]
-    for odd in ({"row": range(len(table))}, {"label": table["id"].eq("s3")}):
-        with pytest.warns(UserWarning, match=rf"but \['{next(iter(odd))}'\] are constant or count rows"):
-            forecaster("last").fit(table.assign(**odd))
-    with pytest.raises(TypeError, match=r"'ward' is text. Fix: values=\['y'\] for a column 'y', or static='ward'"):
+    with pytest.warns(UserWarning, match=r"takes the columns \['hr', 'sbp', 'age'\], and \['age'\] are constant"):
+        forecaster("last").fit(table.assign(age=table["id"].str[1:].astype(int)))
+    with pytest.raises(
+        TypeError, match=r"columns \['ward'\] must hold numbers, got text.* Fix: values=\['hr', 'sbp'\]"
+    ):
         forecaster("last").fit(table.assign(ward="east"))
 
 
