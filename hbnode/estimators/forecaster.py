@@ -236,7 +236,7 @@ class SeriesForecaster(SeriesEstimator):
         X = getattr(self, "history_", None) if X is None else X
         if X is None:
             raise ValueError("X must be given, because a file of save has no series. Fix: update(table) before.")
-        if future is not None and ahead is not None and not self.future:
+        if future is not None and ahead is not None and not _list(self.future):
             raise ValueError("future must be named before fit, got None. Fix: SeriesForecaster(future=['holiday']).")
         later: Any = future if isinstance(future, Past) else None
         series: Any = self._to_series(X, reset=False, future=None if later is future else future)
@@ -449,12 +449,13 @@ class SeriesForecaster(SeriesEstimator):
         if lost:
             raise KeyError(f"the table has no column {lost[0]!r}, which is known later. Fix: its values in each row.")
         rows = pandas.concat([each[[id, time, *names]] for each in tables], ignore_index=True).assign(**{"(row)": 0.0})
-        found = from_long(rows, id=id, time=time, values=[*names, "(row)"], duplicates="last", dtype=torch.float64)
+        found = from_long(rows, id=id, time=time, values=names or ["(row)"], duplicates="last", dtype=torch.float64)
         place = {name: row for row, name in enumerate(found.ids)}
         if len(place) > len(ids):
             raise ValueError(f"future must have the ids of X, got {list(place)[len(ids)]!r}. Fix: its rows in X, too.")
         found = on_clock(found.select([place[name] for name in ids]), self.clock_)
-        return dataclasses.replace(found, x=found.x[..., :-1], mask=found.mask[..., :-1], features=names)
+        x, mask = found.x[..., : len(names)], found.mask[..., : len(names)]
+        return dataclasses.replace(found, x=x, mask=mask, features=names)
 
     def _check_known(self, series: Any, dt: Tensor) -> None:
         names = _list(self.future)
