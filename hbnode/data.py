@@ -608,9 +608,7 @@ def _durations(durations: Any) -> NDArray[np.float64]:
         ) from None
     text = np.asarray(durations, dtype=object)
     try:
-        if not all(
-            isinstance(each, str) and not re.search(r"^\s*\d*\s*$|M[Ss]\s*$|mS\s*$", each) for each in text.flat
-        ):
+        if not all(isinstance(each, str) and not re.search(r"^\d*$|M[Ss]$|mS$", each.strip()) for each in text.flat):
             raise ValueError(
                 "a number has no unit, and MS is the start of a month"
             )  # nano- and milliseconds for pandas
