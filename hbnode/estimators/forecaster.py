@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 Model = Literal["auto", "last", "features", "oscillators", "odernn", "gru"]
 CHEAP = ("last", "features", "oscillators")
 NETWORKS = ("odernn", "gru")
-BLIND = ("last", "oscillators", *NETWORKS)  # models that do not read covariates
 CUTS, AHEAD = 10, 16  # starts of forecasts in a held-out series, and later samples of each
 PAIRS = 20_000  # most pairs of a start and a later value from which boosting learns, for each channel
 FEW = 10  # series below which the end of each series is held out, instead of whole series
@@ -420,7 +419,7 @@ class SeriesForecaster(SeriesEstimator):
         is_table = hasattr(data, "columns")
         if names and not is_table:
             raise TypeError("future= needs a table with these columns. Fix: a DataFrame, id='patient', time='hour'.")
-        if names and self.model in BLIND:
+        if names and self.model not in ("auto", "features"):
             raise ValueError(f"model={self.model!r} does not read columns of future=. Fix: model='features'.")
         series = super()._to_series(data.drop(columns=names, errors="ignore") if names else data, reset=reset)
         if is_table and reset:
