@@ -8,6 +8,7 @@ import inspect
 import math
 import numbers
 import operator
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, SupportsIndex, TypeAlias
 
@@ -360,6 +361,16 @@ def with_hints(call: Callable[..., Any]) -> Callable[..., Any]:
             raise TypeError(f"{str(error).partition('. Did you')[0]}. Fix: {fix}.") from None
 
     return hinted
+
+
+def warn_if_swapped(data: Any, stacklevel: int = 3) -> None:
+    """Warn in the caller of ``fit`` if an array (batch, channels, T) has fewer samples than channels."""
+    if getattr(data, "ndim", 0) == 3 and data.shape[2] < data.shape[1]:
+        warnings.warn(
+            f"X must be (batch, channels, T), got {tuple(data.shape)}: {data.shape[1]} channels of {data.shape[2]} "
+            "samples. Fix: X.swapaxes(1, 2) for an array (batch, T, channels); list(X), if the order is right.",
+            stacklevel=stacklevel,
+        )
 
 
 def diagnose_call(error: Exception, field: object) -> None:

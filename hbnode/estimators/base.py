@@ -6,7 +6,6 @@ import dataclasses
 import io
 import os
 import pickle
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -249,16 +248,6 @@ def _checked(data: Any) -> Any:
             f"X must be series: {error} Fix: an array (batch, T) or (batch, channels, T), or a list of pairs (t, x), "
             "one for each series."
         ) from None
-
-
-def warn_if_swapped(data: Any) -> None:
-    """Warn in the caller of ``fit`` if an array (batch, channels, T) has fewer samples than channels."""
-    if getattr(data, "ndim", 0) == 3 and data.shape[2] < data.shape[1]:
-        warnings.warn(
-            f"X must be (batch, channels, T), got {tuple(data.shape)}: {data.shape[1]} channels of {data.shape[2]} "
-            "samples. Fix: X.swapaxes(1, 2) for an array (batch, T, channels); list(X), if the order is right.",
-            stacklevel=3,
-        )
 
 
 def _with_samples(series: Series) -> Series:

@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.distributions import Normal
 from typing_extensions import Self
 
-from hbnode._checks import as_count, nearest
+from hbnode._checks import as_count, nearest, warn_if_swapped
 from hbnode._times import kind_of, zones_of
 from hbnode.data import Series, from_long, on_clock
-from hbnode.estimators.base import SeriesEstimator, moments, warn_if_swapped
+from hbnode.estimators.base import SeriesEstimator, moments
 from hbnode.estimators.forecast_models import (
     ROUNDING,
     Boosting,

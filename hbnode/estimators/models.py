@@ -29,9 +29,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, mse_loss
 from typing_extensions import Self, override
 
-from hbnode._checks import nearest
+from hbnode._checks import nearest, warn_if_swapped
 from hbnode.data import Series
-from hbnode.estimators.base import SeriesEstimator, moments, targets_of, warn_if_swapped
+from hbnode.estimators.base import SeriesEstimator, moments, targets_of
 from hbnode.estimators.forecast_models import bound
 from hbnode.estimators.networks import SeriesNetwork, batched, common_start, config_of, kept_random_state, trained
 from hbnode.estimators.smoother import OscillatorSmoother
