@@ -363,13 +363,13 @@ def with_hints(call: Callable[..., Any]) -> Callable[..., Any]:
     return hinted
 
 
-def warn_if_swapped(data: Any, stacklevel: int = 3) -> None:
+def warn_if_swapped(data: Any) -> None:
     """Warn in the caller of ``fit`` if an array (batch, channels, T) has fewer samples than channels."""
     if getattr(data, "ndim", 0) == 3 and data.shape[2] < data.shape[1]:
         warnings.warn(
             f"X must be (batch, channels, T), got {tuple(data.shape)}: {data.shape[1]} channels of {data.shape[2]} "
             "samples. Fix: X.swapaxes(1, 2) for an array (batch, T, channels); list(X), if the order is right.",
-            stacklevel=stacklevel,
+            stacklevel=3,
         )
 
 

@@ -6,7 +6,8 @@ Both transformers take whatever :func:`hbnode.data.as_series` takes, and return 
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
@@ -14,8 +15,8 @@ import numpy as np
 import torch
 from typing_extensions import Self, override
 
-from hbnode._checks import as_count, as_numbers
-from hbnode.data import Series, aligned, as_series, is_list_of_series
+from hbnode._checks import as_count, as_numbers, warn_if_swapped
+from hbnode.data import Series, aligned, as_series, is_list_of_series, on_clock
 
 try:
     from joblib import Parallel, delayed, effective_n_jobs
@@ -38,9 +39,16 @@ STATES = ("displacement", "velocity", "acceleration")
 SHARES = 9  # thresholds of each state
 POOLED = (*(f"share{i}" for i in range(SHARES)), "log_maximum", "mean", "spread", "time_of_maximum")
 SUMMARIES = ("mean", "spread", "minimum", "maximum", "first", "last", "log_count")
-_CHUNK = 1_048_576  # states of one kind in a chunk of series
+_CHUNK = 262_144  # states of one kind in a chunk of series
+_WINDOW = 4096  # points whose states are in memory; it is the same for all series, so that their sums are
 _PARTS = 64  # of a gap
-_SAMPLES = 4096  # samples for the thresholds, at most this many of the first of a series
+_SAMPLES = 4096  # states for the thresholds, of at most this many of the first samples of a series
+_VALUES = 16_777_216  # values on the grid in memory, for the thresholds of MiniRocket
+_DIGITS = 9  # decimals of states in units of their scales: what is less is rounding
+_FLOOR = 1e-6  # a state with a smaller spread, in units of the training values' spread, is constant
+_FAR = 10  # times the typical duration and the typical gap: such a series has a wrong time
+_MARGIN = 0.1  # of the span of a grid, by which a series may lie outside
+_MULTIPLE = 20  # gaps of more steps do not say whether times lie on a lattice
 _LONGEST = 2048  # points of a grid that is chosen by the times
 _SHORTEST = 9  # points that a kernel of MiniRocket needs
 
@@ -66,16 +74,16 @@ class _Block(NamedTuple):
         gaps = np.diff(self.t, axis=1, prepend=self.t[:, :1], append=self.t[:, -1:])
         time = gaps[:, :-1] + gaps[:, 1:]
         valid = np.arange(self.t.shape[1]) < self.lengths[:, None]
-        time = np.where(time.sum(1, keepdims=True) > 0, time, valid)
-        return time / np.maximum(time.sum(1, keepdims=True), 1e-300)
+        time = np.where(self.t[:, -1:] > 0, time, valid)
+        return time / np.maximum(_total(time)[:, None], 1e-300)
 
     def refined(self, step: float) -> _Block:
         """Return the series with equally spaced points in the gaps, about ``step`` apart, and all values by lines."""
         x = np.take_along_axis(self.x, np.minimum(np.arange(self.t.shape[1]), self.lengths[:, None] - 1)[..., None], 1)
-        x = _interpolated(self, self.t, "linear") if np.isnan(x).any() else x
+        if np.isnan(x).any():  # only missing values, because two samples at one time are a jump
+            x = np.where(np.isnan(x), _interpolated(self, self.t, "linear"), x)
         gaps = np.diff(self.t, axis=1)
-        parts = np.clip(np.rint(gaps / step), 1, _PARTS).astype(np.int64)
-        parts *= np.arange(1, self.t.shape[1]) < self.lengths[:, None]
+        parts = _parts(gaps, self.lengths, step)
         counts = parts.sum(1)
         row, sample = np.nonzero(parts)
         of_gap = parts[row, sample]
@@ -97,11 +105,12 @@ class _Transformer(TransformerMixin, BaseEstimator):
     n_jobs: int | None
 
     def _series(self, data: Any, is_new: bool = False) -> Series:
-        """Return ``data`` as series; with ``is_new`` remember the number of channels and the scale of each."""
+        """Return ``data`` as series; with ``is_new`` remember their channels, the scale of each, and their clock."""
         if hasattr(data, "columns"):
             raise TypeError(
                 f"X must be series, got a table, {type(data).__name__}, without the names of its columns. "
-                "Fix: hbnode.data.from_long(table, id=..., time=..., values=...)."
+                "Fix: hbnode.data.from_long(table, id=..., time=..., values=...); table.to_numpy() for one series in "
+                "each row."
             )
         if not (isinstance(data, (Series, torch.Tensor)) or is_list_of_series(data)):
             try:
@@ -116,19 +125,23 @@ class _Transformer(TransformerMixin, BaseEstimator):
         channels = series.x.shape[2]
         if not len(series):
             raise ValueError("X must have at least one series, got none. Fix: leave the call out.")
+        _refuse_infinite(series)
         if is_new:
-            x, mask = series.x.double().numpy(force=True), series.mask.numpy(force=True)
-            values = np.where(mask, x, 0.0)
-            count = np.maximum(mask.sum((0, 1)), 1)
-            self.mean_ = values.sum((0, 1)) / count
-            spread = np.sqrt((np.square(values - self.mean_) * mask).sum((0, 1)) / count)
-            self.scale_ = np.where(spread > 1e-12 * np.abs(self.mean_), spread, 1.0)
-            self.n_features_in_ = channels
-            self.channels_ = list(map(str, series.features))
+            self.clock_ = series.unit, series.origin
+            self.mean_, self.scale_ = np.zeros(channels), np.full(channels, np.inf)
+            seen = _is_sample(series)[..., None] & series.mask.numpy(force=True)
+            for i in range(channels):
+                x = series.x[..., i].double().numpy(force=True)[seen[..., i]]
+                x = x[~np.isnan(x)]
+                self.mean_[i] = x.mean() if len(x) else 0.0
+                spread = x.std() if len(x) else 0.0
+                self.scale_[i] = spread if spread > 1e-12 * np.abs(self.mean_[i]) else np.inf
+            self.n_features_in_, self._width = channels, data.shape[1] if getattr(data, "ndim", 0) == 2 else None
+            self.channels_ = _unique(series.features, channels, "x")
             self.static_channels_ = list(map(str, series.static_features))
         else:
             series = aligned(series, self.channels_, self.static_channels_)
-        return series
+        return on_clock(series, self.clock_)
 
     def _block(self, series: Series, rows: Array) -> _Block:
         """Return some series, standardised, without NaN on padding."""
@@ -140,7 +153,7 @@ class _Transformer(TransformerMixin, BaseEstimator):
         parts = series.x.to(torch.promote_types(series.x.dtype, torch.float32)), series.t, series.mask
         x, t, mask = (part.numpy(force=True)[rows[:, None], index] for part in parts)
         valid = np.arange(index.shape[1]) < lengths[:, None]
-        x = np.where(mask & valid[..., None], (x - self.mean_) / self.scale_, np.nan)
+        x = (np.where(mask & valid[..., None], x, np.nan) - self.mean_) / self.scale_
         return _Block(x, t - t[:, :1], t[:, 0], lengths)
 
     def _rows(
@@ -176,6 +189,45 @@ def _places(counts: Array) -> Array:
     return np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
 
 
+def _total(values: Array) -> Array:
+    """Return the sum over axis 1, term by term: numpy's own order of terms depends on padding and on the batch."""
+    return np.cumsum(values, 1)[:, -1]
+
+
+def _parts(gaps: Array, lengths: Array, step: float) -> Array:
+    """Return the number of parts of each gap between samples, about ``step`` long, at most 64; 0 on padding."""
+    parts = np.clip(np.rint(gaps / step), 1, _PARTS).astype(np.int64)
+    return np.where(np.arange(1, gaps.shape[1] + 1) < lengths[:, None], parts, 0)
+
+
+def _is_sample(series: Series) -> Array:
+    """Return which entries are not padding, (batch, T)."""
+    return np.arange(series.t.shape[1]) < series.lengths.numpy(force=True)[:, None]
+
+
+def _name(series: Series, row: int) -> str:
+    return f"series {row}" + (f" (id {series.ids[row]!r})" if len(series.ids) else "")
+
+
+def _unique(names: Any, count: int, default: str, others: Any = ()) -> list[str]:
+    """Return names, or ``default`` with a number if there are not ``count`` that differ from each other and others."""
+    found = list(map(str, names))
+    return found if len({*found} - {*others}) == count else [f"{default}{i}" for i in range(count)]
+
+
+def _refuse_infinite(series: Series) -> None:
+    """Raise ValueError if an observed value, or the time of a sample, is infinite."""
+    x, t, valid = series.x.detach(), series.t.detach(), torch.from_numpy(_is_sample(series)).to(series.x.device)
+    row = (x.isinf() & series.mask).any(2) & valid
+    for what, rows in (("an infinite value", row), ("a time that is not finite", ~t.isfinite() & valid)):
+        if rows.any():
+            first = int(rows.any(1).nonzero()[0])
+            raise ValueError(
+                f"X must have finite values and times, got {what} in {_name(series, first)}. Fix: NaN for a missing "
+                "value; leave samples without a time out."
+            )
+
+
 # Oscillators
 
 
@@ -188,8 +240,8 @@ class _Bank(NamedTuple):
         weights: (channels, P).
         step: the time between the points at which states are pooled.
         span: the longest duration of a training series.
-        scales: the spread of each state, (3, P).
-        thresholds: in units of ``scales``, (3, shares, P).
+        scales: the spread of each state, (3 P,).
+        thresholds: in units of ``scales``, (shares, 3 P).
     """
 
     frequency: Array
@@ -200,35 +252,58 @@ class _Bank(NamedTuple):
     scales: Array
     thresholds: Array
 
-    def states(self, block: _Block, part: slice = slice(None)) -> tuple[Array, Array, Array]:
-        """Return the states of some oscillators at all points of a refined block, (T, n, P) each."""
-        return oscillator_states(
-            block.t, block.x @ self.weights[:, part], self.frequency[part], self.damping_ratio[part]
-        )
+    def states(self, block: _Block) -> Iterator[tuple[slice, Array]]:
+        """Yield windows of a refined block, and the states there in units of their scales, (T, n, 3 P)."""
+        start = None
+        for first in range(0, block.t.shape[1], _WINDOW):
+            last = max(first - 1, 0)  # where the window before ended
+            part = slice(last, first + _WINDOW)
+            x = block.x[:, part].swapaxes(0, 1)[..., None]
+            force = x[:, :, 0] * self.weights[0]
+            for i in range(1, len(self.weights)):  # in one order, which a product of matrices has not
+                force += x[:, :, i] * self.weights[i]
+            found = oscillator_states(block.t[:, part], force.swapaxes(0, 1), self.frequency, self.damping_ratio, start)
+            start = found[0][-1], found[1][-1]
+            y = np.concatenate(found, 2)[first - last :]
+            y /= self.scales
+            yield slice(first, first + _WINDOW), np.round(y, _DIGITS, out=y)
 
     def features(self, samples: _Block) -> Array:
         """Return the statistics of each state and the summaries of each channel, (n, features)."""
         block = samples.refined(self.step)
-        size = max(2, _CHUNK // block.t.size // 2 * 2)  # even, because every other oscillator starts at 0
-        parts = [self._pooled(block, slice(i, i + size)) for i in range(0, len(self.frequency), size)]
-        pooled = np.concatenate(parts, 2).swapaxes(0, 1).reshape(len(block.t), -1)
+        rows, weights, levels = len(block.t), block.weights.T[..., None], SHARES + 1
+        base = highest = lowest = time = None
+        mean, square, between = 0.0, 0.0, 0.0
+        place = levels * np.arange(rows * len(self.scales)).reshape(rows, -1)
+        for part, y in self.states(block):
+            weight, top = weights[part], y.argmax(0)
+            level = np.zeros(y.shape, np.uint8)
+            for threshold in self.thresholds:
+                level += (y > threshold).view(np.uint8)
+            level, of_level = place + level, np.broadcast_to(weight, y.shape)
+            between += np.bincount(level.ravel(), of_level.ravel(), levels * place.size)
+            here, at = np.take_along_axis(y, top[None], 0)[0], np.take_along_axis(block.t[:, part], top, 1)
+            low = y.min(0)
+            if base is None:
+                base, highest, lowest, time = y[0].copy(), here, low, at
+            time, highest = np.where(here > highest, at, time), np.maximum(here, highest)
+            lowest = np.minimum(lowest, low)
+            y -= base
+            change = y * weight
+            mean += change.sum(0)
+            change *= y
+            square += change.sum(0)
+        spread = np.sqrt(np.maximum(square - np.square(mean), 0))
+        largest = np.log(np.maximum(highest, -lowest) + 1e-3)
+        above = between.reshape(*place.shape, levels)[..., :0:-1].cumsum(2)[..., ::-1]
+        pooled = np.stack([*np.moveaxis(above, 2, 0), largest, base + mean, spread, time / self.span])
+        pooled = pooled.reshape(len(POOLED), rows, len(STATES), -1).transpose(1, 2, 0, 3).reshape(rows, -1)
         return np.concatenate([pooled, *_summaries(samples)], 1)
 
-    def _pooled(self, block: _Block, part: slice) -> Array:
-        """Return the statistics of each state of some oscillators, (states and statistics, n, P)."""
-        weights = block.weights.T[..., None].astype(np.float32)
-        found = []
-        for state, scale, thresholds in zip(self.states(block, part), self.scales, self.thresholds, strict=True):
-            y = (state / scale[part]).astype(np.float32)
-            shares = [((y > threshold) * weights).sum(0) for threshold in thresholds[:, part].astype(np.float32)]
-            mean = (y * weights).sum(0)
-            spread = np.sqrt((np.square(y - mean) * weights).sum(0))
-            time_of_maximum = np.take_along_axis(block.t, y.argmax(0), 1) / self.span
-            found += [*shares, np.log(np.abs(y).max(0) + 1e-3), mean, spread, time_of_maximum]
-        return np.stack(found)
 
-
-def oscillator_states(t: Array, force: Array, frequency: Array, damping_ratio: Array) -> tuple[Array, Array, Array]:
+def oscillator_states(
+    t: Array, force: Array, frequency: Array, damping_ratio: Array, start: tuple[Array, Array] | None = None
+) -> tuple[Array, Array, Array]:
     r"""Return the states of oscillators that are driven by a force that is linear in time between the samples.
 
     Each oscillator follows x'' + 2ζω x' + ω² x = ω² u(t) and starts with velocity 0. Every other one starts at x = 0,
@@ -243,13 +318,15 @@ def oscillator_states(t: Array, force: Array, frequency: Array, damping_ratio: A
         force: u at these times, (n, T, P).
         frequency: ω / 2π, (P,).
         damping_ratio: ζ, (P,), 0 < ζ < 1.
+        start: x and x'/ω at the first time, (n, P) each. None are those above. Default: ``None``
 
     Returns:
         x, x'/ω and x''/ω² at the times, (T, n, P) each.
     """
     omega = 2 * np.pi * frequency
     ring = np.sqrt(1 - np.square(damping_ratio))
-    gaps, index = np.unique(np.diff(t, axis=1), return_inverse=True)
+    digits, power = np.frexp(np.diff(t, axis=1))
+    gaps, index = np.unique(np.ldexp(np.round(digits, 12), power), return_inverse=True)  # equal up to rounding of t
     index = index.reshape(len(t), -1)
     step = gaps[:, None] * omega
     y = step * (-damping_ratio + 1j * ring)
@@ -257,7 +334,9 @@ def oscillator_states(t: Array, force: Array, frequency: Array, damping_ratio: A
     before, after = step * (phi1 - phi2), step * phi2
     u = np.ascontiguousarray(force.swapaxes(0, 1))
     z = np.empty(u.shape, np.complex128)
-    z[0] = u[0] * (damping_ratio + 1j * ring) * (np.arange(len(omega)) % 2)
+    if start is None:
+        start = u[0] * (np.arange(len(omega)) % 2), np.zeros_like(u[0])
+    z[0] = start[1] + (damping_ratio + 1j * ring) * start[0]
     for i in range(1, len(z)):
         gap = index[:, i - 1]
         z[i] = decay[gap] * z[i - 1] + before[gap] * u[i - 1] + after[gap] * u[i]
@@ -280,12 +359,14 @@ def _summaries(block: _Block) -> list[Array]:
     """Return the summaries of the observed values of each channel, (n, channels) each; 0 without a value."""
     x, seen = np.nan_to_num(block.x), ~np.isnan(block.x)
     count = seen.sum(1)
-    mean = x.sum(1) / np.maximum(count, 1)
-    spread = np.sqrt((np.square(x - mean[:, None]) * seen).sum(1) / np.maximum(count, 1))
-    lowest, highest = np.where(seen, x, np.inf).min(1), np.where(seen, x, -np.inf).max(1)
     first, last = seen.argmax(1), seen.shape[1] - 1 - seen[:, ::-1].argmax(1)
-    ends = [np.take_along_axis(x, place[:, None], 1)[:, 0] for place in (first, last)]
-    found = [mean, spread, lowest, highest, *ends, np.log1p(count)]
+    start, end = (np.take_along_axis(x, place[:, None], 1) for place in (first, last))
+    change = (x - start) * seen  # exactly 0 for a constant
+    shift = _total(change) / np.maximum(count, 1)
+    spread = np.sqrt(_total(np.square(change - shift[:, None]) * seen) / np.maximum(count, 1))
+    spread = np.where(spread > 10.0**-_DIGITS, spread, 0.0)
+    lowest, highest = np.where(seen, x, np.inf).min(1), np.where(seen, x, -np.inf).max(1)
+    found = [start[:, 0] + shift, spread, lowest, highest, start[:, 0], end[:, 0], np.log1p(count)]
     return [np.where(count > 0, each, 0.0) for each in found]
 
 
@@ -387,6 +468,7 @@ class OscillatorFeatures(_Transformer):
             X: a :class:`hbnode.data.Series`, or what :func:`hbnode.data.as_series` converts.
             y: ignored. Default: ``None``
         """
+        warn_if_swapped(X)
         series = self._series(X, is_new=True)
         random = check_random_state(self.random_state)
         size = as_count(self.num_oscillators, "num_oscillators")
@@ -399,36 +481,38 @@ class OscillatorFeatures(_Transformer):
         self.damping_ratio_ = np.exp(random.uniform(*bounds, size))
         weights = random.standard_normal((self.n_features_in_, size))
         self.weights_ = weights / np.linalg.norm(weights, axis=0) if len(weights) > 1 else np.ones_like(weights)
-        shape = len(STATES), SHARES, size
         fixed = self.frequency_, self.damping_ratio_, self.weights_, self.step_, self.span_
-        bank = _Bank(*fixed, np.ones((shape[0], size)), np.zeros(shape))
-        samples = self._samples(bank, series, random)
-        scales = samples.std(1)
-        scales = np.where(scales > 0, scales, 1.0)
+        states = len(STATES) * size
+        samples = self._samples(_Bank(*fixed, np.ones(states), np.zeros((SHARES, states))), series, random)
+        scales = samples.std(0)
+        scales = np.where(scales > _FLOOR, scales, 1.0)
         shares = np.arange(1, SHARES + 1) / (SHARES + 1)
-        thresholds = np.quantile(samples, shares, axis=1).swapaxes(0, 1) / scales[:, None]
-        self._bank = bank._replace(scales=scales, thresholds=thresholds)
+        thresholds = np.quantile(np.round(samples / scales, _DIGITS), shares, axis=0)
+        self._bank = _Bank(*fixed, scales, thresholds + 0.5 * 10.0**-_DIGITS)  # between rounded states
         if series.static is not None:
             static = series.static.double().numpy(force=True)
             seen = ~np.isnan(static)
             self.static_mean_ = np.where(seen, static, 0.0).sum(0) / np.maximum(seen.sum(0), 1)
+            self.static_channels_ = _unique(series.static_features, static.shape[1], "static", self._names())
         return self
 
     def _samples(self, bank: _Bank, series: Series, random: np.random.RandomState) -> Array:
-        """Return the states at some samples of random series, (3, samples, P)."""
+        """Return the states at some points of random series, (points, 3 P)."""
         order = random.permutation(len(series))
         lengths = series.lengths.numpy(force=True)[order]
         count = max(1, min(len(order), int(np.searchsorted(lengths.cumsum(), _SAMPLES)) + 1))
-        found = []
+        blocks = []
         for row in np.array_split(order[:count], -(-count // 64)):
             block = self._block(series, row)
             x, t = block.x[:, :_SAMPLES], block.t[:, :_SAMPLES]
-            block = _Block(x, t, block.start, np.minimum(block.lengths, _SAMPLES)).refined(bank.step)
-            valid = np.arange(block.t.shape[1])[:, None] < block.lengths
-            found.append(np.stack([state[valid] for state in bank.states(block)]))
-        samples = np.concatenate(found, 1)
-        kept = random.permutation(samples.shape[1])[:_SAMPLES]
-        return samples[:, kept]
+            blocks.append(_Block(x, t, block.start, np.minimum(block.lengths, _SAMPLES)).refined(bank.step))
+        share, found = _SAMPLES / sum(block.lengths.sum() for block in blocks), []
+        for block in blocks:
+            kept = random.random_sample(block.t.shape) < share
+            kept = (kept & (np.arange(block.t.shape[1]) < block.lengths[:, None])).T
+            found += [y[kept[part]] for part, y in bank.states(block)]
+        samples = np.concatenate(found)
+        return samples if len(samples) else np.zeros((1, samples.shape[1]))
 
     def transform(self, X: Any) -> Array:
         """Return the features of each series, (batch, features).
@@ -441,8 +525,9 @@ class OscillatorFeatures(_Transformer):
         """
         check_is_fitted(self)
         series = self._series(X)
-        duration = (series.t[:, -1:] - series.t[:, :1]).sum(1).numpy(force=True)
-        cost = (series.lengths.numpy(force=True) + duration / self.step_) * len(self.frequency_)
+        gaps, lengths = np.diff(series.t.numpy(force=True), axis=1), series.lengths.numpy(force=True)
+        points = _parts(gaps, lengths, self.step_).sum(1) + 1
+        cost = np.minimum(points, _WINDOW) * len(self.frequency_) + points * self.n_features_in_
         found = self._rows(self._bank.features, lambda rows: self._block(series, rows), series, cost)
         if series.static is None:
             return found
@@ -453,35 +538,67 @@ class OscillatorFeatures(_Transformer):
         """Return the names of the features, such as ``"oscillator3_velocity_mean"`` and ``"pulse_last"``.
 
         Arguments:
-            input_features: names of the channels. None are those of the training series. Default: ``None``.
+            input_features: names of the channels, or of the columns of an array (batch, T), which are times and are
+                ignored. None are those of the training series. Default: ``None``.
         """
         check_is_fitted(self)
-        channels = self.channels_ if input_features is None else list(input_features)
-        if len(channels) != self.n_features_in_:
+        given = None if input_features is None else list(input_features)
+        if given is not None and len(given) not in (self.n_features_in_, self._width):
             raise ValueError(
-                f"input_features must have {self.n_features_in_} names, got {len(channels)}. Fix: input_features=None."
+                f"input_features must have {self.n_features_in_} names, got {len(given)}. Fix: input_features=None."
             )
-        size = len(self.frequency_)
+        channels = self.channels_ if given is None or self._width is not None else given
+        return np.array([*self._names(channels), *self.static_channels_], dtype=object)
+
+    def _names(self, channels: Any = None) -> list[str]:
+        size, channels = len(self.frequency_), self.channels_ if channels is None else channels
         names = [f"oscillator{p}_{state}_{what}" for state in STATES for what in POOLED for p in range(size)]
-        names += [f"{channel}_{what}" for what in SUMMARIES for channel in channels]
-        return np.array([*names, *self.static_channels_], dtype=object)
+        return names + [f"{channel}_{what}" for what in SUMMARIES for channel in channels]
 
 
 def _step_and_span(series: Series) -> tuple[float, float]:
-    """Return the time between the points of the lattice on which the samples lie, and the longest duration.
+    """Return the time between points at which states are pooled, and the longest duration, without wrong times.
 
-    Times that lie on no lattice have a quarter of the median gap; without two times in a series both are 1.
+    The step is the median gap of the samples, or a half, third or quarter of it. It is the longest of these of which
+    nearly all gaps are multiples, else the last. Without two times in a series both are 1.
     """
-    t, lengths = series.t.double().numpy(force=True), series.lengths.numpy(force=True)
-    t = t - t[:, :1]
-    gaps = np.diff(t, axis=1)
-    inner = np.arange(1, t.shape[1]) < lengths[:, None]
-    gaps, times = gaps[inner], t[:, 1:][inner]
-    if not (gaps > 0).any():
+    gaps, counts, spans = _gaps(series)
+    if not len(gaps):
         return 1.0, 1.0
-    span = times.max()
-    count = len(np.unique(np.rint(times[times > 0] / span * 1e6)))
-    return float(max(span / count, np.median(gaps[gaps > 0]) / 4)), float(span)
+    is_far = _is_far(counts, spans)
+    if is_far.any():
+        row, typical = int(is_far.argmax()), np.median(np.repeat(spans, counts))
+        warnings.warn(
+            f"{is_far.sum()} of {len(series)} series last much longer than the others at their rate of samples, first "
+            f"{_name(series, row)}: {spans[row]:.4g}, where {typical:.4g} is typical. They do not count for the range "
+            "of frequencies. Fix: correct their times.",
+            stacklevel=3,
+        )
+    median = np.quantile(gaps, 0.5, method="lower")
+    for step in median / np.arange(1, 5):
+        steps = gaps[gaps < _MULTIPLE * step] / step
+        if (np.abs(steps - np.maximum(np.rint(steps), 1)) < 0.05).mean() > 0.95:
+            break
+    return float(step), float(spans[~is_far].max())
+
+
+def _gaps(series: Series) -> tuple[Array, Array, Array]:
+    """Return all gaps between samples at different times, their number in each series, and the durations."""
+    t, is_sample = series.t.double().numpy(force=True), _is_sample(series)
+    t = np.where(is_sample, t - t[:, :1], 0.0)
+    spans = t.max(1, initial=0.0)
+    gaps = np.diff(t, axis=1)
+    is_gap = is_sample[:, 1:] & (gaps > 1e-9 * spans[:, None])
+    return gaps[is_gap], is_gap.sum(1), spans
+
+
+def _is_far(counts: Array, spans: Array) -> Array:
+    """Return which series last much longer than most samples' series, and have much longer gaps, (batch,)."""
+    gaps = spans / np.maximum(counts, 1)
+    typical = [
+        np.quantile(np.repeat(each, counts), 0.5, method="lower") if counts.any() else 0.0 for each in (spans, gaps)
+    ]
+    return (spans > _FAR * typical[0]) & (gaps > _FAR * typical[1])
 
 
 def _range(value: tuple[float, float], name: str, most: float) -> tuple[float, float]:
@@ -570,6 +687,7 @@ class RocketFeatures(_Transformer):
             X: a :class:`hbnode.data.Series`, or what :func:`hbnode.data.as_series` converts.
             y: ignored. Default: ``None``
         """
+        warn_if_swapped(X)
         self._fit(X)
         return self
 
@@ -580,11 +698,14 @@ class RocketFeatures(_Transformer):
             X: a :class:`hbnode.data.Series`, or what :func:`hbnode.data.as_series` converts.
             y: ignored. Default: ``None``
         """
-        values = self._fit(X)
+        warn_if_swapped(X)
+        series, values = self._fit(X)
+        if len(values) < len(series):
+            return self._features(series)
         return np.asarray(_with_numba(self.kernels_.transform, values), dtype=np.float64)
 
-    def _fit(self, X: Any) -> Array:
-        """Fit, and return the values on the grid, (batch, channels, points)."""
+    def _fit(self, X: Any) -> tuple[Series, Array]:
+        """Fit, and return the series and the values of those that fit in memory on the grid, (n, channels, points)."""
         try:
             from aeon.transformations.collection.convolution_based import MiniRocket
         except ImportError as error:
@@ -602,16 +723,18 @@ class RocketFeatures(_Transformer):
             )
         else:
             self.reconstruction_ = clone(self.reconstruction, safe=False).fit(series)
-        self.grid_ = _grid(self.grid, series)
-        seed = int(check_random_state(self.random_state).randint(2**31 - 1))
-        kernels = MiniRocket(as_count(self.num_features, "num_features"), random_state=seed)
-        values = self._values(series, np.arange(len(series)))
+        self.grid_, self._range = _grid(self.grid, series)
+        check_range(series, *self._range)
+        random = check_random_state(self.random_state)
+        kernels = MiniRocket(as_count(self.num_features, "num_features"), random_state=int(random.randint(2**31 - 1)))
+        rows, most = np.arange(len(series)), max(1, _VALUES // (len(self.grid_) * self.n_features_in_))
+        values = self._values(series, rows if len(rows) <= most else random.permutation(rows)[:most])
         before = np.random.get_state()  # noqa: NPY002, which aeon seeds
         try:
             self.kernels_ = _with_numba(kernels.fit, values)
         finally:
             np.random.set_state(before)  # noqa: NPY002
-        return values
+        return series, values
 
     def transform(self, X: Any) -> Array:
         """Return the features of each series, (batch, features).
@@ -621,7 +744,11 @@ class RocketFeatures(_Transformer):
         """
         check_is_fitted(self)
         series = self._series(X)
-        cost = np.full(len(series), 9 * len(self.grid_) * self.n_features_in_)
+        check_range(series, *self._range)
+        return self._features(series)
+
+    def _features(self, series: Series) -> Array:
+        cost = np.full(len(series), len(self.grid_) * self.n_features_in_)
         transform = partial(_with_numba, self.kernels_.transform)
         return self._rows(transform, lambda rows: self._values(series, rows), series, cost)
 
@@ -650,10 +777,46 @@ class RocketFeatures(_Transformer):
         return np.array([f"minirocket{i}" for i in range(count)], dtype=object)
 
 
-def _grid(grid: Any, series: Series) -> Array:
-    """Return the times of the grid."""
+def check_range(series: Series, first: float, last: float) -> None:
+    """Raise ValueError for a series that lies outside of a range of times; warn if more than a tenth of it is outside.
+
+    The tenth is of the span of the range. Series without an observed value are ignored.
+    """
+    seen = series.mask.any(2).numpy(force=True) & _is_sample(series)
+    t, margin = series.t.double().numpy(force=True), _MARGIN * (last - first)
+    start, end = np.where(seen, t, np.inf).min(1, initial=np.inf), np.where(seen, t, -np.inf).max(1, initial=-np.inf)
+    is_seen = seen.any(1)
+    is_lost = ((start > last + margin) | (end < first - margin)) & is_seen
+    is_out = ((start < first - margin) | (end > last + margin) | (start > last) | (end < first)) & is_seen
+    if not is_out.any():
+        return
+    row = int((is_lost if is_lost.any() else is_out).argmax())
+    got = f"{_name(series, row)} from {start[row]:.6g} to {end[row]:.6g}"
+    fix = "Fix: times that count from the beginning of each series; or correct its times."
+    if is_lost.any():
+        raise ValueError(f"the series must lie in the times of fit, {first:.6g} to {last:.6g}, got {got}. {fix}")
+    warnings.warn(
+        f"{is_out.sum()} of {len(series)} series lie outside of the times of fit, {first:.6g} to {last:.6g}, first "
+        f"{got}. The values outside do not count. {fix}",
+        stacklevel=3,
+    )
+
+
+def _grid(grid: Any, series: Series) -> tuple[Array, tuple[float, float]]:
+    """Return the times of the grid, and the range of times in which series must lie.
+
+    A series that is far from the others does not count: one that lasts too long, or starts elsewhere.
+    """
     t, lengths = series.t.double().numpy(force=True), series.lengths.numpy(force=True)
-    times = np.unique(t[np.arange(t.shape[1]) < lengths[:, None]])
+    _, counts, spans = _gaps(series)
+    away = np.abs(t[:, :1].sum(1) - np.median(t[:, :1].sum(1)[lengths > 0])) if lengths.any() else spans
+    near = (
+        (away <= _FAR * (np.median(away[lengths > 0]) + np.median(np.repeat(spans, counts))))
+        if counts.any()
+        else away >= 0
+    )
+    near &= ~_is_far(counts, spans)
+    times = np.unique(t[_is_sample(series) & near[:, None]])
     times = times if len(times) else np.zeros(1)
     if np.ndim(grid) == 1:
         points: Array = as_numbers(np.asarray(grid), "grid", f"grid={_SHORTEST}").numpy()
@@ -661,7 +824,7 @@ def _grid(grid: Any, series: Series) -> Array:
             raise ValueError(
                 f"grid must be at least {_SHORTEST} increasing times, got {grid!r}. Fix: grid={_SHORTEST}."
             )
-        return points
+        return points, (min(points[0], times[0]), max(points[-1], times[-1]))
     most = min(_LONGEST, 16 * int(lengths.max(initial=1)))
     count = min(len(times), most) if grid is None else as_count(grid, "grid", _SHORTEST)
-    return np.linspace(times[0], times[-1], max(_SHORTEST, count))
+    return np.linspace(times[0], times[-1], max(_SHORTEST, count)), (times[0], times[-1])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import pickle
+import re
 import sys
 from types import SimpleNamespace
 
@@ -9,10 +10,13 @@ import joblib
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from sklearn.base import BaseEstimator, clone
+from sklearn.compose import ColumnTransformer
 from sklearn.linear_model import RidgeClassifierCV
 from sklearn.model_selection import GridSearchCV
-from sklearn.pipeline import make_pipeline
+from sklearn.pipeline import FeatureUnion, make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
@@ -98,12 +102,180 @@ def test_padding_and_other_series_change_nothing():
     np.testing.assert_allclose(features.transform(padded), whole, rtol=1e-5, atol=1e-6)
 
 
-def test_units_of_time_and_of_values_do_not_matter():
+TRANSFORMERS = [
+    OscillatorFeatures(8, random_state=0),
+    OscillatorFeatures(1, frequency=(0.01, 3.0), random_state=0),
+    RocketFeatures(168, random_state=0),
+    RocketFeatures(84, reconstruction="last", grid=20, random_state=0),
+]
+
+
+@pytest.mark.parametrize("transformer", TRANSFORMERS)
+@settings(max_examples=8, deadline=None)
+@given(seed=st.integers(0, 10**6), channels=st.sampled_from([1, 3]), has_ties=st.booleans())
+def test_each_series_depends_on_itself_alone(transformer, seed, channels, has_ties):
+    def draw(count):
+        for length in random.integers(1, 50, count):
+            times = random.integers(0, 25, length).astype(float) if has_ties else random.uniform(0, 25, length)
+            x = random.normal(size=(length, channels))
+            yield np.sort(times), np.where(random.random(x.shape) < random.choice([0, 0.3, 0.9]), np.nan, x)
+
+    random = np.random.default_rng(seed)
+    train, series = list(draw(10)), list(draw(7))
+    features = clone(transformer).fit([*train, (np.r_[0.0, 25], np.zeros((2, channels)))])
+    whole = features.transform(series)
+    order = random.permutation(7)
+    assert (np.concatenate([features.transform([one]) for one in series]) == whole).all()
+    assert (features.transform([series[i] for i in order]) == whole[order]).all()
+
+
+def test_jobs_and_windows_of_a_long_series_change_nothing(monkeypatch):
+    series = make_series(13)
+    features = OscillatorFeatures(8, random_state=0).fit(series)
+    whole = features.transform(series)
+    with joblib.parallel_config("threading"):
+        assert (features.set_params(n_jobs=2).transform(series) == whole).all()
+    monkeypatch.setattr(hbnode.features, "_WINDOW", 7)
+    np.testing.assert_allclose(features.set_params(n_jobs=None).transform(series), whole, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("is_constant", [False, True])
+@pytest.mark.parametrize(("scale", "shift"), [(1 + 1e-13, 0.0), (3e-7, 0.0), (1e7, 0.0), (0.1, 1e3)])
+def test_units_of_time_and_of_values_do_not_matter(is_constant, scale, shift):
+    series = [(t, np.where(is_constant, np.nanmean(x, 0, keepdims=True), x)) for t, x in make_series(20)]
+    changed = [(3600 * t + 5e4, scale * x + shift) for t, x in series]
+    first, second = (
+        StandardScaler().fit_transform(OscillatorFeatures(16, random_state=0).fit_transform(each))
+        for each in (series, changed)
+    )
+    np.testing.assert_allclose(first, second, rtol=0, atol=1e-7)
+    frequency = np.array([0.02, 1.0])
+    first, second = (
+        OscillatorFeatures(8, frequency=tuple(of), random_state=0).fit(each).transform(each)
+        for of, each in ((frequency, series), (frequency / 3600, changed))
+    )
+    np.testing.assert_allclose(first, second, rtol=0, atol=1e-9 if shift == 0 else 1e-7)
+
+
+def test_a_channel_that_is_constant_up_to_rounding_has_no_features():
+    series = [
+        (t, np.c_[x[:, 0], np.full(len(t), 0.1 * (1 + 2e-16 * (i % 3)) * 1e9)])
+        for i, (t, x) in enumerate(make_series())
+    ]
+    features = OscillatorFeatures(4, random_state=0).fit(series)
+    names = features.get_feature_names_out().tolist()
+    found = features.transform(series)[:, [names.index(f"x1_{what}") for what in ("mean", "spread", "maximum", "last")]]
+    assert (found == 0).all()
+
+
+@pytest.mark.parametrize("shift", ["hours", "start"])
+def test_other_origins_are_shifted_and_other_units_refused(shift):
+    series = dataclasses.replace(hbnode.data.as_series(make_series()), unit=3600.0, origin=np.datetime64("2024-01-01"))
+    other = dataclasses.replace(series, t=series.t + 48, origin=np.datetime64("2023-12-30"))
+    for features in (OscillatorFeatures(4, random_state=0), RocketFeatures(84, random_state=0)):
+        features.fit(series)
+        np.testing.assert_allclose(features.transform(other), features.transform(series), atol=1e-9)
+        for unit, origin in ((60.0, series.origin), (3600.0, None), (None, None)):
+            wrong = dataclasses.replace(series, t=series.t * 60, unit=unit, origin=origin)
+            with pytest.raises(ValueError, match=r"times must be as in fit, dates in units of 3600 s, got .* Fix"):
+                features.transform(wrong)
+
+
+@pytest.mark.parametrize(
+    ("gaps", "step"),
+    [
+        ([1, 1, 1, 1, 1, 1, 1, 500], 1.0),  # integer times in bursts
+        ([2, 3], 1.0),
+        ([6.0, 9.0, 0.0], 3.0),
+        ([0.1, 0.2, 0.3], 0.1),
+        ([5, 7, 11, 13], 7 / 4),  # the lattice is finer than a quarter of the median gap
+        ([1.0, np.pi, np.e, np.sqrt(2)], np.sqrt(2) / 4),
+    ],
+)
+@pytest.mark.parametrize("count", [1, 20])
+def test_the_step_is_that_of_the_lattice_of_times(gaps, step, count):
+    t = np.r_[0, np.tile(gaps, 6)].cumsum()
+    series = [(t, np.sin(t))] * count
+    assert OscillatorFeatures(4, random_state=0).fit(series).step_ == pytest.approx(step)
+
+
+def test_a_wrong_time_changes_no_frequency_and_no_grid_and_there_is_a_warning():
+    series = [(t, np.nan_to_num(x)) for t, x in make_series(60, channels=1)]
+    t, x = series[17]
+    wrong = [*series[:17], (np.r_[t[:-1], 3e6], x), *series[18:]]
+    right = OscillatorFeatures(8, random_state=0).fit(series)
+    with pytest.warns(
+        UserWarning, match=r"1 of 60 series last much longer .* series 17 \(id 17\): 3e\+06, where .* Fix"
+    ):
+        features = OscillatorFeatures(8, random_state=0).fit(wrong)
+    np.testing.assert_allclose(features.frequency_, right.frequency_, rtol=0.02)
+    with pytest.warns(
+        UserWarning, match=r"1 of 60 series lie outside .* series 17 \(id 17\) from .* to 3e\+06. .* Fix"
+    ):
+        rocket = RocketFeatures(84, random_state=0).fit(wrong)
+    assert rocket.grid_[-1] < 10
+
+
+def test_a_long_series_with_as_many_samples_is_no_wrong_time():
+    series = [(np.arange(20.0), np.sin(np.arange(20.0)))] * 30 + [(np.arange(2000.0), np.sin(np.arange(2000.0)))]
+    assert OscillatorFeatures(4, random_state=0).fit(series).span_ == 1999
+    assert RocketFeatures(84, random_state=0).fit(series).grid_[-1] == 1999
+
+
+def test_series_outside_of_the_grid_are_refused_or_named():
     series = make_series()
-    scaled = [(3600 * t + 5e4, 10 * x - 3) for t, x in series]
-    first, second = (OscillatorFeatures(8, random_state=0).fit_transform(each) for each in (series, scaled))
-    np.testing.assert_allclose(first, second, atol=0.03)  # a share may flip
-    assert np.abs(first - second).mean() < 1e-4
+    rocket = RocketFeatures(84, random_state=0).fit(series)
+    with pytest.raises(ValueError, match=r"must lie in the times of fit, .*, got series 1 .* from 10.* to .* Fix"):
+        rocket.transform([series[0], (series[1][0] + 1e4, series[1][1])])
+    with pytest.warns(UserWarning, match=r"1 of 2 series lie outside of the times of fit, .* first series 1"):
+        rocket.transform([series[0], (series[1][0] + 3, series[1][1])])
+    empty = [(series[0][0], series[0][1]), (series[1][0] + 1e4, np.full_like(series[1][1], np.nan))]
+    assert np.isfinite(rocket.transform(empty)).all()
+
+
+@pytest.mark.parametrize("transformer", TRANSFORMERS[1:3])
+def test_infinite_values_are_refused_unless_they_are_masked(transformer):
+    series = hbnode.data.as_series(make_series(channels=1))
+    features = clone(transformer).fit(series)
+    expected = []
+    for value in (np.inf, 1e300, np.nan):
+        x, mask = series.x.clone(), series.mask.clone()
+        x[1, 4], mask[1, 4] = value, False
+        hidden = dataclasses.replace(series, x=x, mask=mask)
+        expected.append(np.r_[features.transform(hidden), clone(transformer).fit_transform(hidden)])
+    np.testing.assert_array_equal(expected[0], expected[2])
+    np.testing.assert_array_equal(expected[1], expected[2])
+    x[1, 4], mask[1, 4] = -np.inf, True
+    for call in (features.transform, features.fit):
+        with pytest.raises(ValueError, match=r"got an infinite value in series 1 \(id 1\). Fix: NaN"):
+            call(dataclasses.replace(series, x=x, mask=mask))
+
+
+@pytest.mark.parametrize("transformer", TRANSFORMERS[:3])
+def test_names_for_column_transformer_union_and_pandas(transformer):
+    x = np.random.default_rng(0).normal(size=(10, 30))
+    columns = [("series", clone(transformer), slice(0, 20)), ("rest", "passthrough", slice(20, 30))]
+    table = ColumnTransformer(columns).set_output(transform="pandas").fit_transform(x)
+    assert table.shape[0] == 10
+    assert table.columns.is_unique
+    series = dataclasses.replace(
+        hbnode.data.as_series(make_series(10, channels=3)), features=["a", "b", "a"], static=torch.zeros(10, 2),
+        static_features=["age", "age"],
+    )  # fmt: skip
+    union = FeatureUnion([("one", clone(transformer)), ("other", OscillatorFeatures(2))]).set_output(transform="pandas")
+    assert union.fit_transform(series).columns.is_unique
+    names = clone(transformer).fit(series).set_output(transform="polars").transform(series).columns
+    assert len({*names}) == len(names)
+    with pytest.raises(TypeError, match=re.escape("table.to_numpy() for one series in each row.")):
+        clone(transformer).fit(table)
+
+
+@pytest.mark.parametrize("transformer", TRANSFORMERS[1:3])
+def test_swapped_axes_warn_in_fit(transformer):
+    x = np.random.default_rng(0).normal(size=(5, 40, 20))
+    with pytest.warns(UserWarning, match=r"40 channels of 20 samples. Fix: X.swapaxes\(1, 2\)") as found:
+        clone(transformer).fit(x)
+    assert found[0].filename == __file__
 
 
 def test_a_stamp_without_a_value_on_a_straight_line_changes_no_state():
@@ -133,7 +305,7 @@ def test_absent_channels_single_samples_and_static_features_have_finite_features
 
 
 def test_summaries_and_pooled_statistics_are_what_their_names_say():
-    t, x = np.array([1.0, 2.0, 3.8, 4.8]), np.array([2.0, np.nan, 6.0, 4.0])  # no gap has room for a point
+    t, x = np.array([1.0, 2.0, 3.8, 4.8]), np.array([2.0, np.nan, 6.0, 4.0])
     features = OscillatorFeatures(2, frequency=(1e-9, 1e-9), random_state=0).fit([(t, x)])
     found = dict(zip(features.get_feature_names_out(), features.transform([(t, x)])[0], strict=True))
     spread = np.sqrt(8 / 3)
@@ -141,8 +313,9 @@ def test_summaries_and_pooled_statistics_are_what_their_names_say():
     for name, value in {**expected, "log_count": np.log(4)}.items():
         assert found[f"x0_{name}"] == pytest.approx(value, abs=1e-12)
     # An oscillator too slow to move: its acceleration is u, or u less the first u where it starts in equilibrium
-    line = np.array([2.0, 2 + 4 / 2.8, 6.0, 4.0])
-    weights = np.array([0.5, 1.4, 1.4, 0.5]) / 3.8
+    gaps = np.repeat(np.diff(t) / [4, 7, 4], [4, 7, 4])  # in parts of about a quarter of the median gap
+    weights = (np.r_[gaps, 0] + np.r_[0, gaps]) / 2 / 3.8
+    line = np.interp(np.r_[0, gaps].cumsum(), [0, 2.8, 3.8], [2, 6, 4])
     values = (line - 4) / spread
     scale = values.std()
     assert found["oscillator0_acceleration_mean"] == pytest.approx(values @ weights / scale, abs=1e-5)
@@ -151,7 +324,7 @@ def test_summaries_and_pooled_statistics_are_what_their_names_say():
     assert found["oscillator0_acceleration_time_of_maximum"] == pytest.approx(2.8 / 3.8)
     deviation = np.sqrt((values - values @ weights) ** 2 @ weights)
     assert found["oscillator0_acceleration_spread"] == pytest.approx(deviation / scale, abs=1e-5)
-    assert found["oscillator0_acceleration_share4"] == pytest.approx(weights[2:].sum())  # above the median
+    assert found["oscillator0_acceleration_share4"] == pytest.approx(weights[line > np.median(line)].sum())
 
 
 @pytest.mark.parametrize("transformer", [OscillatorFeatures(8), RocketFeatures(168)])
