@@ -125,7 +125,13 @@ class _Transformer(TransformerMixin, BaseEstimator):
         channels = series.x.shape[2]
         if not len(series):
             raise ValueError("X must have at least one series, got none. Fix: leave the call out.")
-        _refuse_infinite(series)
+        refused = (series.x.isinf() & series.mask).any(2) | ~series.t.isfinite()
+        is_infinite = refused.numpy(force=True) & _is_sample(series)
+        if is_infinite.any():
+            raise ValueError(
+                "X must have finite values and times, got infinite ones in "
+                f"{_name(series, int(is_infinite.any(1).argmax()))}. Fix: NaN for a missing value."
+            )
         if is_new:
             self.clock_ = series.unit, series.origin
             self.mean_, self.scale_ = np.zeros(channels), np.full(channels, np.inf)
@@ -215,19 +221,6 @@ def _unique(names: Any, count: int, default: str, others: Any = ()) -> list[str]
     return found if len({*found} - {*others}) == count else [f"{default}{i}" for i in range(count)]
 
 
-def _refuse_infinite(series: Series) -> None:
-    """Raise ValueError if an observed value, or the time of a sample, is infinite."""
-    x, t, valid = series.x.detach(), series.t.detach(), torch.from_numpy(_is_sample(series)).to(series.x.device)
-    row = (x.isinf() & series.mask).any(2) & valid
-    for what, rows in (("an infinite value", row), ("a time that is not finite", ~t.isfinite() & valid)):
-        if rows.any():
-            first = int(rows.any(1).nonzero()[0])
-            raise ValueError(
-                f"X must have finite values and times, got {what} in {_name(series, first)}. Fix: NaN for a missing "
-                "value; leave samples without a time out."
-            )
-
-
 # Oscillators
 
 
@@ -258,11 +251,8 @@ class _Bank(NamedTuple):
         for first in range(0, block.t.shape[1], _WINDOW):
             last = max(first - 1, 0)  # where the window before ended
             part = slice(last, first + _WINDOW)
-            x = block.x[:, part].swapaxes(0, 1)[..., None]
-            force = x[:, :, 0] * self.weights[0]
-            for i in range(1, len(self.weights)):  # in one order, which a product of matrices has not
-                force += x[:, :, i] * self.weights[i]
-            found = oscillator_states(block.t[:, part], force.swapaxes(0, 1), self.frequency, self.damping_ratio, start)
+            force = np.einsum("ntc,cp->ntp", block.x[:, part], self.weights)
+            found = oscillator_states(block.t[:, part], force, self.frequency, self.damping_ratio, start)
             start = found[0][-1], found[1][-1]
             y = np.concatenate(found, 2)[first - last :]
             y /= self.scales
@@ -271,33 +261,26 @@ class _Bank(NamedTuple):
     def features(self, samples: _Block) -> Array:
         """Return the statistics of each state and the summaries of each channel, (n, features)."""
         block = samples.refined(self.step)
-        rows, weights, levels = len(block.t), block.weights.T[..., None], SHARES + 1
-        base = highest = lowest = time = None
-        mean, square, between = 0.0, 0.0, 0.0
-        place = levels * np.arange(rows * len(self.scales)).reshape(rows, -1)
+        weights, shape = block.weights.T, (len(block.t), len(STATES), len(self.frequency))
+        shares: Array = np.zeros((SHARES, len(block.t), len(self.scales)))
+        first = mean = square = time = np.zeros_like(shares[0])
+        lowest, highest = first + np.inf, first - np.inf
         for part, y in self.states(block):
-            weight, top = weights[part], y.argmax(0)
-            level = np.zeros(y.shape, np.uint8)
-            for threshold in self.thresholds:
-                level += (y > threshold).view(np.uint8)
-            level, of_level = place + level, np.broadcast_to(weight, y.shape)
-            between += np.bincount(level.ravel(), of_level.ravel(), levels * place.size)
-            here, at = np.take_along_axis(y, top[None], 0)[0], np.take_along_axis(block.t[:, part], top, 1)
-            low = y.min(0)
-            if base is None:
-                base, highest, lowest, time = y[0].copy(), here, low, at
-            time, highest = np.where(here > highest, at, time), np.maximum(here, highest)
-            lowest = np.minimum(lowest, low)
-            y -= base
-            change = y * weight
-            mean += change.sum(0)
-            change *= y
-            square += change.sum(0)
+            weight = weights[part]
+            for share, threshold in zip(shares, self.thresholds, strict=True):
+                share += np.einsum("tnp,tn->np", y > threshold, weight)
+            at, most = np.take_along_axis(block.t[:, part], y.argmax(0), 1), y.max(0)
+            time, highest, lowest = (
+                np.where(most > highest, at, time), np.maximum(most, highest), np.minimum(y.min(0), lowest)
+            )  # fmt: skip
+            first = first if part.start else y[0].copy()
+            y -= first  # exactly 0 for a constant
+            mean = mean + np.einsum("tnp,tn->np", y, weight)
+            square = square + np.einsum("tnp,tnp,tn->np", y, y, weight)
         spread = np.sqrt(np.maximum(square - np.square(mean), 0))
         largest = np.log(np.maximum(highest, -lowest) + 1e-3)
-        above = between.reshape(*place.shape, levels)[..., :0:-1].cumsum(2)[..., ::-1]
-        pooled = np.stack([*np.moveaxis(above, 2, 0), largest, base + mean, spread, time / self.span])
-        pooled = pooled.reshape(len(POOLED), rows, len(STATES), -1).transpose(1, 2, 0, 3).reshape(rows, -1)
+        pooled = np.stack([*shares, largest, first + mean, spread, time / self.span]).reshape(len(POOLED), *shape)
+        pooled = pooled.transpose(1, 2, 0, 3).reshape(len(block.t), -1)
         return np.concatenate([pooled, *_summaries(samples)], 1)
 
 
@@ -396,7 +379,8 @@ class OscillatorFeatures(_Transformer):
     oscillators start at x = 0, half at the equilibrium under the first force. The frequencies ω/2π are log-spaced; the
     damping ratios ζ are drawn log-uniformly. Displacement x, velocity x'/ω and acceleration x''/ω² are a low-pass, a
     band-pass and a high-pass filter of u. The features pool each of these states y over the samples and over equally
-    spaced points in the gaps. Each point has the weight of the time that is nearest to it:
+    spaced points in the gaps. Each point has the weight of the time that is nearest to it. States
+    are rounded to nine decimals in units of their spread, so that a constant series has a velocity of 0:
 
     - ``share0``, ..., ``share8``: the share of the time with y above a quantile of the training series;
     - ``log_maximum``: the logarithm of the maximum of \|y\|;
@@ -407,8 +391,9 @@ class OscillatorFeatures(_Transformer):
     maximum, first and last value, and log(1 + count). The static features of a :class:`hbnode.data.Series` come last; a
     missing one is the training mean.
 
-    Time and memory are linear in the number of samples; memory is that of a chunk of series. Results do not depend on
-    padding or on the other series. Standardise the features before a linear model.
+    Time is linear in the number of samples; memory is that of a chunk of series. The features of a series depend on
+    itself alone, to the last bit. They do not change with the units of values and, after a new fit, of time.
+    Standardise the features before a linear model.
 
     Arguments:
         num_oscillators: P. Default: ``64``.
@@ -420,16 +405,22 @@ class OscillatorFeatures(_Transformer):
         n_jobs: number of parallel jobs of joblib, which take chunks of series. None is one job, or what
             ``joblib.parallel_config`` specifies, such as a Dask cluster. Default: ``None``.
 
+    A series is taken to have a wrong time if its duration and its mean gap are ten times their medians. Then there is a
+    warning, and :meth:`fit` does not use its duration.
+
     Attributes:
         frequency_: ω/2π, (P,).
         damping_ratio_: ζ, (P,).
         weights_: combinations of the standardised channels, (channels, P).
-        mean_, scale_: mean and standard deviation of each channel, (channels,).
-        step_: time between points at which states are pooled. It is the spacing of the lattice of the training times,
-            such as 1 for integer times of which some are missing. It is at least a quarter of the median gap.
+        mean_, scale_: mean and standard deviation of each channel, (channels,). The latter is infinite for a constant
+            channel, whose values are then 0.
+        step_: time between points at which states are pooled, the median gap or a half, third or quarter of it. It is
+            the longest of these that divides nearly all gaps, such as 1 for integer times of which some are missing,
+            else the quarter.
 
     Raises:
-        ValueError: if the series do not have the channels or the static features of those in fit.
+        ValueError: if the series do not have the channels, the static features or the unit of time of those in fit, or
+            have infinite values.
 
     Example:
         >>> import numpy as np
@@ -493,7 +484,9 @@ class OscillatorFeatures(_Transformer):
             static = series.static.double().numpy(force=True)
             seen = ~np.isnan(static)
             self.static_mean_ = np.where(seen, static, 0.0).sum(0) / np.maximum(seen.sum(0), 1)
-            self.static_channels_ = _unique(series.static_features, static.shape[1], "static", self._names())
+            self.static_channels_ = _unique(
+                series.static_features, static.shape[1], "static", self._names(self.channels_)
+            )
         return self
 
     def _samples(self, bank: _Bank, series: Series, random: np.random.RandomState) -> Array:
@@ -511,8 +504,7 @@ class OscillatorFeatures(_Transformer):
             kept = random.random_sample(block.t.shape) < share
             kept = (kept & (np.arange(block.t.shape[1]) < block.lengths[:, None])).T
             found += [y[kept[part]] for part, y in bank.states(block)]
-        samples = np.concatenate(found)
-        return samples if len(samples) else np.zeros((1, samples.shape[1]))
+        return np.concatenate(found)
 
     def transform(self, X: Any) -> Array:
         """Return the features of each series, (batch, features).
@@ -542,17 +534,17 @@ class OscillatorFeatures(_Transformer):
                 ignored. None are those of the training series. Default: ``None``.
         """
         check_is_fitted(self)
-        given = None if input_features is None else list(input_features)
-        if given is not None and len(given) not in (self.n_features_in_, self._width):
+        channels = self.channels_ if input_features is None else list(input_features)
+        if len(channels) not in (self.n_features_in_, self._width):
             raise ValueError(
-                f"input_features must have {self.n_features_in_} names, got {len(given)}. Fix: input_features=None."
+                f"input_features must have {self.n_features_in_} names, got {len(channels)}. Fix: input_features=None."
             )
-        channels = self.channels_ if given is None or self._width is not None else given
+        channels = channels if len(channels) == self.n_features_in_ else self.channels_
         return np.array([*self._names(channels), *self.static_channels_], dtype=object)
 
-    def _names(self, channels: Any = None) -> list[str]:
-        size, channels = len(self.frequency_), self.channels_ if channels is None else channels
-        names = [f"oscillator{p}_{state}_{what}" for state in STATES for what in POOLED for p in range(size)]
+    def _names(self, channels: list[str]) -> list[str]:
+        places = range(len(self.frequency_))
+        names = [f"oscillator{p}_{state}_{what}" for state in STATES for what in POOLED for p in places]
         return names + [f"{channel}_{what}" for what in SUMMARIES for channel in channels]
 
 
@@ -562,16 +554,15 @@ def _step_and_span(series: Series) -> tuple[float, float]:
     The step is the median gap of the samples, or a half, third or quarter of it. It is the longest of these of which
     nearly all gaps are multiples, else the last. Without two times in a series both are 1.
     """
-    gaps, counts, spans = _gaps(series)
+    gaps, spans, is_far = _gaps(series)
     if not len(gaps):
         return 1.0, 1.0
-    is_far = _is_far(counts, spans)
     if is_far.any():
-        row, typical = int(is_far.argmax()), np.median(np.repeat(spans, counts))
+        row = int(is_far.argmax())
         warnings.warn(
-            f"{is_far.sum()} of {len(series)} series last much longer than the others at their rate of samples, first "
-            f"{_name(series, row)}: {spans[row]:.4g}, where {typical:.4g} is typical. They do not count for the range "
-            "of frequencies. Fix: correct their times.",
+            f"{is_far.sum()} of {len(series)} series last much longer than others, with much longer gaps, first "
+            f"{_name(series, row)}: {spans[row]:.4g}, where the others last at most {spans[~is_far].max():.4g}. They "
+            "do not count for the range of frequencies. Fix: correct their times.",
             stacklevel=3,
         )
     median = np.quantile(gaps, 0.5, method="lower")
@@ -583,22 +574,18 @@ def _step_and_span(series: Series) -> tuple[float, float]:
 
 
 def _gaps(series: Series) -> tuple[Array, Array, Array]:
-    """Return all gaps between samples at different times, their number in each series, and the durations."""
-    t, is_sample = series.t.double().numpy(force=True), _is_sample(series)
-    t = np.where(is_sample, t - t[:, :1], 0.0)
-    spans = t.max(1, initial=0.0)
-    gaps = np.diff(t, axis=1)
+    """Return all gaps between samples at different times, the durations, and whether one is that of a wrong time.
+
+    It is if the duration and the mean gap of the series are ten times their medians over all samples.
+    """
+    is_sample = _is_sample(series)
+    t = np.where(is_sample, (series.t - series.t[:, :1]).double().numpy(force=True), 0.0)
+    spans, gaps = t.max(1, initial=0.0), np.diff(t, axis=1)
     is_gap = is_sample[:, 1:] & (gaps > 1e-9 * spans[:, None])
-    return gaps[is_gap], is_gap.sum(1), spans
-
-
-def _is_far(counts: Array, spans: Array) -> Array:
-    """Return which series last much longer than most samples' series, and have much longer gaps, (batch,)."""
-    gaps = spans / np.maximum(counts, 1)
-    typical = [
-        np.quantile(np.repeat(each, counts), 0.5, method="lower") if counts.any() else 0.0 for each in (spans, gaps)
-    ]
-    return (spans > _FAR * typical[0]) & (gaps > _FAR * typical[1])
+    counts = is_gap.sum(1)
+    sizes = np.stack([spans, spans / np.maximum(counts, 1)])
+    typical = np.quantile(np.repeat(sizes, counts, 1), 0.5, axis=1, method="lower") if counts.any() else sizes.max(1)
+    return gaps[is_gap], spans, (sizes > _FAR * typical[:, None]).all(0)
 
 
 def _range(value: tuple[float, float], name: str, most: float) -> tuple[float, float]:
@@ -632,7 +619,9 @@ class RocketFeatures(_Transformer):
     fixed kernels, at several dilations, exceed a threshold. It needs the package aeon, which compiles the kernels in
     the first call (20 seconds, then cached).
 
-    All series share one grid, so t = 0 must have the same meaning in every series.
+    All series share one grid, so t = 0 must have the same meaning in every series. There is a warning if a series
+    extends beyond the times of fit by more than a tenth of their span. A training series with a wrong time, whose
+    duration and mean gap are ten times their medians, does not extend the grid.
 
     References:
         Dempster, Schmidt and Webb, MiniRocket, KDD 2021, arXiv:2012.08791.
@@ -654,11 +643,13 @@ class RocketFeatures(_Transformer):
 
     Attributes:
         grid_: the times of the grid, (points,).
-        mean_, scale_: mean and standard deviation of each channel, (channels,).
+        mean_, scale_: mean and standard deviation of each channel, (channels,). The latter is infinite for a constant
+            channel, whose values are then 0.
 
     Raises:
         ImportError: if aeon is not installed.
-        ValueError: if the series do not have the channels of those in fit.
+        ValueError: if the series do not have the channels or the unit of time of those in fit, have infinite values, or
+            lie outside of the times of fit.
 
     Example:
         >>> from hbnode.features import RocketFeatures
@@ -783,40 +774,30 @@ def check_range(series: Series, first: float, last: float) -> None:
     The tenth is of the span of the range. Series without an observed value are ignored.
     """
     seen = series.mask.any(2).numpy(force=True) & _is_sample(series)
-    t, margin = series.t.double().numpy(force=True), _MARGIN * (last - first)
+    rows = np.flatnonzero(seen.any(1))
+    t, seen, margin = series.t.double().numpy(force=True)[rows], seen[rows], _MARGIN * (last - first)
     start, end = np.where(seen, t, np.inf).min(1, initial=np.inf), np.where(seen, t, -np.inf).max(1, initial=-np.inf)
-    is_seen = seen.any(1)
-    is_lost = ((start > last + margin) | (end < first - margin)) & is_seen
-    is_out = ((start < first - margin) | (end > last + margin) | (start > last) | (end < first)) & is_seen
-    if not is_out.any():
-        return
-    row = int((is_lost if is_lost.any() else is_out).argmax())
-    got = f"{_name(series, row)} from {start[row]:.6g} to {end[row]:.6g}"
-    fix = "Fix: times that count from the beginning of each series; or correct its times."
-    if is_lost.any():
-        raise ValueError(f"the series must lie in the times of fit, {first:.6g} to {last:.6g}, got {got}. {fix}")
-    warnings.warn(
-        f"{is_out.sum()} of {len(series)} series lie outside of the times of fit, {first:.6g} to {last:.6g}, first "
-        f"{got}. The values outside do not count. {fix}",
-        stacklevel=3,
-    )
+    outside, apart = np.maximum(first - start, end - last), np.maximum(start - last, first - end)
+    is_lost, is_out = apart > margin, (outside > margin) | (apart > 0)
+    if is_out.any():
+        row = int((is_lost if is_lost.any() else is_out).argmax())
+        message = (
+            f"the series must lie in the times of fit, {first:.6g} to {last:.6g}, got {_name(series, rows[row])} from "
+            f"{start[row]:.6g} to {end[row]:.6g}, and {is_out.sum() - 1} others. Fix: times that count from the "
+            "beginning of each series; or correct its times."
+        )
+        if is_lost.any():
+            raise ValueError(message)
+        warnings.warn(message, stacklevel=3)
 
 
 def _grid(grid: Any, series: Series) -> tuple[Array, tuple[float, float]]:
     """Return the times of the grid, and the range of times in which series must lie.
 
-    A series that is far from the others does not count: one that lasts too long, or starts elsewhere.
+    A series with a wrong time does not count.
     """
-    t, lengths = series.t.double().numpy(force=True), series.lengths.numpy(force=True)
-    _, counts, spans = _gaps(series)
-    away = np.abs(t[:, :1].sum(1) - np.median(t[:, :1].sum(1)[lengths > 0])) if lengths.any() else spans
-    near = (
-        (away <= _FAR * (np.median(away[lengths > 0]) + np.median(np.repeat(spans, counts))))
-        if counts.any()
-        else away >= 0
-    )
-    near &= ~_is_far(counts, spans)
-    times = np.unique(t[_is_sample(series) & near[:, None]])
+    t, lengths, is_far = series.t.double().numpy(force=True), series.lengths.numpy(force=True), _gaps(series)[2]
+    times = np.unique(t[_is_sample(series) & ~is_far[:, None]])
     times = times if len(times) else np.zeros(1)
     if np.ndim(grid) == 1:
         points: Array = as_numbers(np.asarray(grid), "grid", f"grid={_SHORTEST}").numpy()
