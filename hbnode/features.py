@@ -125,13 +125,6 @@ class _Transformer(TransformerMixin, BaseEstimator):
         channels = series.x.shape[2]
         if not len(series):
             raise ValueError("X must have at least one series, got none. Fix: leave the call out.")
-        refused = (series.x.isinf() & series.mask).any(2) | ~series.t.isfinite()
-        is_infinite = refused.numpy(force=True) & _is_sample(series)
-        if is_infinite.any():
-            raise ValueError(
-                "X must have finite values and times, got infinite ones in "
-                f"{_name(series, int(is_infinite.any(1).argmax()))}. Fix: NaN for a missing value."
-            )
         if is_new:
             self.clock_ = series.unit, series.origin
             self.mean_, self.scale_ = np.zeros(channels), np.full(channels, np.inf)

@@ -6,6 +6,7 @@ import dataclasses
 import io
 import os
 import pickle
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
