@@ -258,8 +258,9 @@ def _with_samples(series: Series) -> Series:
         series = dataclasses.replace(series, x=x, t=t, mask=mask)
     is_sample = torch.arange(series.x.shape[1]) < series.lengths.unsqueeze(1)
     mask = series.mask & is_sample.unsqueeze(-1) & ~series.x.isnan()
-    x = torch.where(mask, series.x, torch.nan)
-    return dataclasses.replace(series, x=x, mask=mask, lengths=series.lengths.clamp(min=1))
+    x, lengths = torch.where(mask, series.x, torch.nan), series.lengths.clamp(min=1)
+    t = torch.where(is_sample, series.t, series.t.gather(1, lengths.unsqueeze(1) - 1))
+    return dataclasses.replace(series, x=x, t=t, mask=mask, lengths=lengths)
 
 
 def _is_dict(data: Any) -> bool:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from sklearn.base import clone
 from sklearn.ensemble import HistGradientBoostingRegressor
 from torch import Tensor
 from typing_extensions import Self, override
@@ -17,8 +18,15 @@ from hbnode.data import Series
 from hbnode.estimators.smoother import OscillatorSmoother
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
+BLOCK = 1_000_000  # values of pasts that are in memory at once
+TREES: dict[str, Any] = {"max_iter": 100, "learning_rate": 0.05, "max_leaf_nodes": 15, "random_state": 0}
+FOLDS, LEAST = 2, 1e-6  # parts of the pasts whose errors are those of trees that did not see them; the least error
+FEW = 10  # series below which the end of each series is held out, instead of whole series
+MEMORY = 1000  # last samples from which oscillators forecast
 SCALES = (1.0, 4.0, 16.0)  # of moving averages, in median gaps
 ROUNDING = 1e-12  # of times, relative to the largest
 NEAR, KNOTS = 200, 20  # held-out errors from which a band is calibrated; leads at which it is
@@ -66,39 +74,91 @@ def foreseen(past: Series, dt: Tensor, age: Tensor | float = 0.0) -> Tensor:
 class Questions:
     """Series cut at one sample each, without the last values of some channels, and the values observed later.
 
+    The pasts of long series are not stored: ``past`` makes them, and :meth:`over` a block of them at a time.
+
     Attributes:
-        past: the series, in units of the training data's deviations.
+        series: the series, in units of the training data's deviations.
+        row: the index (n,) of the series of each cut.
+        ends: the number (n,) of its samples before the cut.
+        lost: how many of these lack their value, at the end of each channel, (n, channels).
         dt: times (n, K) after the last sample of each; NaN on padding.
         values: the values (n, K, channels) at these times; NaN if missing.
         sample: the index (n, K) of each later sample among those of all series; -1 on padding.
+        units: the units of the past and of the values; None for those of the series.
     """
 
-    past: Series
+    series: Series
+    row: Tensor
+    ends: Tensor
+    lost: Tensor
     dt: Tensor
     values: Tensor
     sample: Tensor
+    units: Units | None = None
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    @property
+    def past(self) -> Series:
+        past = cut_at(self.series.select(self.row), self.ends)
+        positions = torch.arange(past.x.shape[1]).view(1, -1, 1)
+        is_kept = positions < (self.ends.unsqueeze(1) - self.lost).unsqueeze(1)
+        past = dataclasses.replace(past, x=torch.where(is_kept, past.x, torch.nan), mask=past.mask & is_kept)
+        return past if self.units is None else self.units.scaled(past)
+
+    def select(self, rows: Tensor | slice) -> Questions:
+        parts = {name: getattr(self, name)[rows] for name in ("row", "ends", "lost", "dt", "values", "sample")}
+        return dataclasses.replace(self, **parts)
+
+    def over(self, function: Callable[[Series, Tensor], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """Return the tensors of a function of pasts and horizons, whose memory is that of a block of pasts."""
+        size = max(1, BLOCK // (int(self.ends.max()) * self.values.shape[2]))
+        blocks = [self.select(slice(k, k + size)) for k in range(0, len(self), size)]
+        return tuple(torch.cat(each) for each in zip(*(function(b.past, b.dt) for b in blocks), strict=True))
+
+    def in_units(self, units: Units) -> Questions:
+        """Return the same questions with each past, and its later values, in units of the past's own."""
+        loc, scale = self.over(lambda past, dt: units(past))
+        return dataclasses.replace(self, values=(self.values - loc) / scale, units=units)
 
 
-def questions(series: Series, random: np.random.RandomState, first: float, cuts: int, ahead: int) -> Questions:
-    """Draw starts of forecasts after the share ``first`` of each series, with at most ``ahead`` later samples each."""
-    rows, ends, later = [], [], []
-    for row, length in enumerate(series.lengths.tolist()):
-        least = max(1, int(first * length))
-        for cut in random.permutation(np.arange(least, length))[:cuts]:
-            rows.append(row)
+def questions(
+    series: Series,
+    random: np.random.RandomState,
+    first: float,
+    cuts: int,
+    ahead: int,
+    horizon: float,
+    rows: NDArray[Any] | None = None,
+) -> Questions:
+    """Draw starts of forecasts after the share ``first`` of some series, with at most ``ahead`` later samples each.
+
+    Later samples lie within the horizon, except the next one. Half of them are drawn uniformly, and half uniformly in
+    the logarithm of their number, so that there are errors at all horizons.
+    """
+    which, ends, later = [], [], []
+    for row in range(len(series)) if rows is None else rows.tolist():
+        length = int(series.lengths[row])
+        least, t = max(1, int(first * length)), series.t[row, :length].numpy()
+        for cut in np.sort(random.permutation(np.arange(least, length))[:cuts]):
+            count = max(1, int(np.searchsorted(t, t[cut - 1] + horizon, "right")) - int(cut))
+            share = (np.arange(ahead) + random.uniform(size=ahead)) / ahead
+            drawn = np.concatenate([count * share[::2], (count + 1.0) ** share[1::2] - 1]).astype(int)
+            which.append(row)
             ends.append(int(cut))
-            later.append(np.sort(random.permutation(np.arange(cut, length))[:ahead]))
-    if not rows:
+            later.append(cut + (np.unique(drawn) if count > ahead else np.arange(count)))
+    if not which:
         raise ValueError("no series has two samples, so no forecast can be tested. Fix: longer series.")
     width = max(map(len, later))
     index = torch.tensor(np.stack([np.pad(each, (0, width - len(each)), constant_values=-1) for each in later]))
-    which, last = torch.tensor(rows), torch.tensor(ends) - 1
+    row, last = torch.tensor(which), torch.tensor(ends) - 1
     is_real = index >= 0
-    dt = series.t[which.unsqueeze(1), index] - series.t[which, last].unsqueeze(1)
-    values = torch.where(is_real.unsqueeze(-1), series.x[which.unsqueeze(1), index], torch.nan)
-    sample = torch.where(is_real, which.unsqueeze(1) * series.x.shape[1] + index, -1)
-    past = without_ends(cut_at(series.select(which), last + 1), random)
-    return Questions(past, torch.where(is_real, dt, torch.nan), values, sample)
+    dt = series.t[row.unsqueeze(1), index] - series.t[row, last].unsqueeze(1)
+    values = torch.where(is_real.unsqueeze(-1), series.x[row.unsqueeze(1), index], torch.nan)
+    sample = torch.where(is_real, row.unsqueeze(1) * series.x.shape[1] + index, -1)
+    lost = lost_ends(last + 1, series.x.shape[2], random)
+    return Questions(series, row, last + 1, lost, torch.where(is_real, dt, torch.nan), values, sample)
 
 
 def cut_at(series: Series, lengths: Tensor) -> Series:
@@ -111,18 +171,91 @@ def cut_at(series: Series, lengths: Tensor) -> Series:
     return dataclasses.replace(series, x=x, t=t, mask=mask, lengths=lengths)
 
 
-def without_ends(series: Series, random: np.random.RandomState) -> Series:
-    """Return series that lack the last values of some channels, so that their last values have all ages.
+def last_samples(series: Series, count: int) -> Series:
+    """Return the last samples of each series."""
+    first = (series.lengths - count).clamp(min=0).unsqueeze(1)
+    index = (first + torch.arange(min(count, series.x.shape[1]))).clamp(max=series.x.shape[1] - 1)
+    rows = torch.arange(len(series)).unsqueeze(1)
+    x, t, mask = (part[rows, index] for part in (series.x, series.t, series.mask))
+    return dataclasses.replace(series, x=x, t=t, mask=mask, lengths=series.lengths.clamp(max=count))
 
-    A third of the series lack them in no channel, a third in each channel with probability 1/2, and a third in all. The
-    logarithm of their number is uniform, and the first sample stays.
+
+def lost_ends(lengths: Tensor, channels: int, random: np.random.RandomState) -> Tensor:
+    """Return how many last values of each channel a past shall lack, (n, channels), so that they have all ages.
+
+    Half of the series lack them in no channel, a quarter in each channel with probability 1/2, and a quarter in all.
+    The logarithm of their number is uniform, and the first sample stays.
     """
-    n, total, channels = series.x.shape
-    is_cut = random.uniform(size=(n, channels)) < random.choice([0.0, 0.5, 1.0], (n, 1))
-    lengths = series.lengths.unsqueeze(1)
-    lost = (lengths.double() ** torch.from_numpy(random.uniform(size=(n, 1)))).long().minimum(lengths - 1)
-    is_kept = torch.arange(total).view(1, -1, 1) < (lengths - lost * torch.from_numpy(is_cut)).unsqueeze(1)
-    return dataclasses.replace(series, x=torch.where(is_kept, series.x, torch.nan), mask=series.mask & is_kept)
+    n = len(lengths)
+    is_cut = random.uniform(size=(n, channels)) < random.choice([0.0, 0.0, 0.5, 1.0], (n, 1))
+    lost = (lengths.double() ** torch.from_numpy(random.uniform(size=n))).long().minimum(lengths - 1)
+    return lost.unsqueeze(1) * torch.from_numpy(is_cut)
+
+
+class Units:
+    """The location and the scale of each series and channel, from the values of its past alone.
+
+    The location is the median of the past. The scale is (mean √|Δ|)², of the differences Δ of successive values, which
+    changes of the level and rare outliers leave nearly unchanged; a common factor makes it a deviation from the median.
+    Both are shrunk to those of all series by empirical Bayes: the weight of a series' own is B / (B + V), where B is
+    the variance between series beyond chance, and V that of the estimate, which falls with the number of values. So
+    all series have one scale if the scales differ by chance only, and a past without a value has that of the data.
+
+    References:
+        Efron and Morris, Data Analysis Using Stein's Estimator and its Generalizations, JASA 70 (1975).
+    """
+
+    def __init__(self, channels: int) -> None:
+        self.centre, self.ratio, self.between, self.log_between = np.zeros((4, channels))
+
+    def fit(self, series: Series) -> Self:
+        middle, step, spread, count = (each.numpy() for each in _moments(series))
+        for c in range(series.x.shape[2]):
+            known = (count[:, c] > 2) & (step[:, c] > 0)
+            if not known.any():
+                continue
+            log, values = np.log(step[known, c]), count[known, c]
+            self.centre[c], self.ratio[c] = np.median(log), np.median(np.log(spread[known, c]) - log)
+            if len(log) > 1:
+                self.log_between[c] = max(0.0, log.var(ddof=1) - (1 / (values - 1)).mean())
+                own = middle[known, c].var(ddof=1) - (spread[known, c] ** 2 / values).mean()
+                self.between[c] = max(0.0, own)
+        return self
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the units of series differ."""
+        return bool((self.between + self.log_between > 0).any())
+
+    def __call__(self, past: Series) -> tuple[Tensor, Tensor]:
+        """Return locations and scales (n, 1, channels)."""
+        middle, step, _, count = _moments(past)
+        centre, ratio, between, log_between = map(
+            torch.from_numpy, (self.centre, self.ratio, self.between, self.log_between)
+        )
+        weight = log_between / (log_between + 1 / (count - 1).clamp(min=1)) * (step > 0)
+        scale = (centre + ratio + weight * torch.where(step > 0, step.log() - centre, 0.0)).exp()
+        scale = torch.where(count > 0, scale, 1.0)
+        loc = between / (between + scale**2 / count.clamp(min=1)) * middle
+        return torch.where(count > 0, loc, 0.0).unsqueeze(1), scale.unsqueeze(1)
+
+    def scaled(self, past: Series) -> Series:
+        """Return series in these units, with location and log scale as static features."""
+        loc, scale = self(past)
+        level = torch.cat([loc, scale.log() - torch.from_numpy(self.centre + self.ratio)], 2)[:, 0]
+        static = level if past.static is None else torch.cat([past.static, level], 1)
+        names = [*past.static_features, *(f"{kind} {name}" for kind in ("location", "scale") for name in past.features)]
+        return dataclasses.replace(past, x=(past.x - loc) / scale, static=static, static_features=names)
+
+
+def _moments(series: Series) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the median, the size of steps and of deviations, and the number of values of each, (n, channels)."""
+    positions = torch.arange(series.x.shape[1]).view(1, -1, 1)
+    filled = series.x.gather(1, torch.where(series.mask, positions, 0).cummax(1).values)
+    middle = series.x.nanmedian(1).values
+    step = (series.x[:, 1:] - filled[:, :-1]).abs().sqrt().nanmean(1).square().nan_to_num()
+    spread = (series.x - middle.unsqueeze(1)).abs().sqrt().nanmean(1).square().nan_to_num()
+    return middle, step, spread, series.mask.sum(1)
 
 
 # Models of the mean and the standard deviation at times after the end of a series, in standardised units
@@ -132,9 +265,9 @@ class LastValue:
     """The last observed value; its error grows with its age at the horizon as it does in the training data."""
 
     def fit(self, series: Series, asked: Questions, seed: int) -> Self:
-        last, _ = last_values(asked.past)
+        last, age = asked.over(lambda past, dt: last_values(past))
         error = (asked.values - last.unsqueeze(1)).abs().numpy()
-        self.spread = Spread().fit(leads(asked.past, asked.dt), error)
+        self.spread = Spread().fit((asked.dt.unsqueeze(-1) + age.unsqueeze(1)).numpy(), error)
         return self
 
     def forecast(self, past: Series, dt: Tensor) -> tuple[Tensor, Tensor]:
@@ -155,34 +288,44 @@ class Boosting:
     def fit(self, series: Series, asked: Questions, seed: int) -> Self:
         gaps = series.t.diff()[torch.arange(1, series.t.shape[1]) < series.lengths.unsqueeze(1)]
         gaps = gaps[gaps > 0]
-        self.gap = float(gaps.median()) if len(gaps) else 1.0
-        last, _ = last_values(asked.past)
-        self.trees, errors = [], np.full(asked.values.shape, np.nan)
-        history = self._history(asked.past)
-        for channel in range(asked.values.shape[2]):
-            inputs = self._inputs(asked.past, history, asked.dt, channel)
+        self.gap, self.is_panel = float(gaps.median()) if len(gaps) else 1.0, len(series) >= FEW
+        last, _, *inputs = asked.over(lambda past, dt: (*last_values(past), *self._inputs(past, dt)))
+        self.trees = []
+        for channel, each in enumerate(inputs):
             change = (asked.values[..., channel] - last[:, channel : channel + 1]).numpy()
             known = np.isfinite(change)
-            tree = None
-            if known.any():
-                tree = HistGradientBoostingRegressor(random_state=seed, max_iter=100, min_samples_leaf=10)
-                tree.fit(inputs[known], change[known])
-                errors[..., channel] = abs(
-                    change - tree.predict(inputs.reshape(-1, inputs.shape[-1])).reshape(change.shape)
-                )
-            self.trees.append(tree)
-        self.spread = Spread().fit(leads(asked.past, asked.dt), errors)
+            self.trees.append(self._trees(each.numpy()[known], change[known], np.nonzero(known)[0]))
         return self
+
+    @staticmethod
+    def _trees(inputs: NDArray[Any], change: NDArray[Any], cut: NDArray[Any]) -> Any:
+        """Return trees of the change, and of the absolute error of trees that did not see it; None without values.
+
+        Of two losses, squared and absolute, the one is taken whose trees have the smaller errors.
+        """
+        if not len(change):
+            return None
+        tried, folds = [], cut * FOLDS // (cut.max() + 1)
+        for loss in ("squared_error", "absolute_error"):
+            error, tree = abs(change - np.median(change)), HistGradientBoostingRegressor(loss=loss, **TREES)
+            for held in (folds == fold for fold in np.unique(folds)):
+                if not held.all():
+                    found = clone(tree).fit(inputs[~held], change[~held]).predict(inputs[held])
+                    error[held] = abs(change[held] - found)
+            tried.append((error, tree))
+        error, tree = min(tried, key=lambda pair: float(pair[0].mean()))
+        size = HistGradientBoostingRegressor(loss="poisson", **TREES).fit(inputs, error) if error.any() else None
+        return tree.fit(inputs, change), size
 
     def forecast(self, past: Series, dt: Tensor) -> tuple[Tensor, Tensor]:
         last, _ = last_values(past)
-        mean, history = last.unsqueeze(1).repeat(1, dt.shape[1], 1), self._history(past)
-        for channel, tree in enumerate(self.trees):
-            if tree is not None:
-                inputs = self._inputs(past, history, dt, channel)
-                change = tree.predict(inputs.reshape(-1, inputs.shape[-1])).reshape(dt.shape)
-                mean[..., channel] += torch.as_tensor(change)
-        return mean, torch.as_tensor(self.spread(leads(past, dt)))
+        mean = last.unsqueeze(1).repeat(1, dt.shape[1], 1)
+        std = torch.full_like(mean, LEAST)
+        for channel, (trees, inputs) in enumerate(zip(self.trees, self._inputs(past, dt), strict=True)):
+            for tree, out in zip(trees or (), (mean, std), strict=False):
+                if tree is not None:
+                    out[..., channel] += torch.as_tensor(tree.predict(inputs.flatten(0, 1).numpy())).view(dt.shape)
+        return mean, std * math.sqrt(math.pi / 2)
 
     def _history(self, past: Series) -> Tensor:
         """Return moving averages of each channel at the last sample, (n, channels, scales); NaN without a value."""
@@ -195,19 +338,15 @@ class Boosting:
             averages.append((decay * values).sum(1) / decay.sum(1))
         return torch.stack(averages, -1)
 
-    def _inputs(self, past: Series, history: Tensor, dt: Tensor, channel: int) -> NDArray[Any]:
-        last, age = last_values(past)
-        mine, n = last[:, channel : channel + 1], len(last)
-        columns = [
-            history[:, channel] - mine,
-            age[:, channel : channel + 1],
-            last.nan_to_num(),
-            past.lengths.view(n, 1).double(),
-        ]
+    def _inputs(self, past: Series, dt: Tensor) -> list[Tensor]:
+        """Return the inputs of the trees of each channel, (n, K, inputs)."""
+        (last, age), history, n = last_values(past), self._history(past), len(past)
+        fixed = [last.nan_to_num()]
+        if self.is_panel:  # the end of one series lies beyond its own training data
+            fixed += [past.lengths.view(n, 1).double(), past.t.amax(1, keepdim=True) - past.t[:, :1]]
         if past.static is not None:
-            columns.append(past.static)
-        fixed = torch.cat(columns, 1).unsqueeze(1).expand(-1, dt.shape[1], -1)
-        moving = [dt, dt + age[:, channel : channel + 1]]
+            fixed.append(past.static)
+        moving = [dt]
         if past.unit is not None and past.origin is not None:  # the calendar
             dates = past.dates(past.t.amax(1, keepdim=True) + dt)
             if self.zone is not None:
@@ -219,8 +358,13 @@ class Boosting:
             for period in (86400.0, 7 * 86400.0):
                 phase = 2 * math.pi * seconds / period
                 moving += [phase.sin(), phase.cos()]
-        covariates = foreseen(past, dt, age[:, channel : channel + 1])
-        return torch.cat([fixed, torch.stack(moving, -1), covariates], -1).numpy()
+        found = []
+        for channel in range(last.shape[1]):
+            part = slice(channel, channel + 1)
+            each = torch.cat([history[:, channel] - last[:, part], age[:, part], *fixed], 1)
+            own = [torch.stack([*moving, dt + age[:, part]], -1), foreseen(past, dt, age[:, part])]
+            found.append(torch.cat([each.unsqueeze(1).expand(-1, dt.shape[1], -1), *own], -1))
+        return found
 
 
 class Smoothing:
@@ -238,6 +382,7 @@ class Smoothing:
     def forecast(self, past: Series, dt: Tensor) -> tuple[Tensor, Tensor]:
         mean, std = torch.zeros(*dt.shape, len(self.models)).double(), torch.ones(*dt.shape, len(self.models)).double()
         at = past.t.amax(1, keepdim=True) + torch.nan_to_num(dt)
+        past = last_samples(past, MEMORY)
         order = at.argsort(1)
         for channel, model in enumerate(self.models):
             if model is not None:
@@ -254,7 +399,10 @@ class Smoothing:
 
 
 class Spread:
-    """The mean absolute error of each channel as a function of the lead, times √(π/2), interpolated in log lead."""
+    """The deviation of the errors of each channel as a function of the lead, interpolated in log lead.
+
+    It is 1.48 (mean √|e|)² of errors e, which is that of normal errors and depends little on outliers.
+    """
 
     def fit(self, lead: NDArray[Any], errors: NDArray[Any]) -> Self:
         self.knots, self.values = [], []
@@ -264,8 +412,8 @@ class Spread:
             order = np.argsort(log_lead)
             parts = np.array_split(order, max(1, min(50, len(order) // 15)))
             self.knots.append(np.array([log_lead[part].mean() if len(part) else 0.0 for part in parts]))
-            found = np.array([error[part].mean() if len(part) else 1.0 for part in parts])
-            self.values.append(np.maximum(found * math.sqrt(math.pi / 2), 1e-6))
+            found = np.array([np.sqrt(error[part]).mean() ** 2 if len(part) else 1.0 for part in parts])
+            self.values.append(np.maximum(found * 1.48, LEAST))
         return self
 
     def __call__(self, lead: NDArray[Any]) -> NDArray[Any]:

@@ -26,6 +26,7 @@ from hbnode._times import kind_of, zones_of
 from hbnode.data import Series, from_long, on_clock
 from hbnode.estimators.base import SeriesEstimator, moments
 from hbnode.estimators.forecast_models import (
+    FEW,
     ROUNDING,
     Boosting,
     Calibration,
@@ -33,8 +34,10 @@ from hbnode.estimators.forecast_models import (
     Past,
     Questions,
     Smoothing,
+    Units,
     cut_at,
     foreseen,
+    last_values,
     leads,
     questions,
 )
@@ -46,10 +49,9 @@ if TYPE_CHECKING:
 Model = Literal["auto", "last", "features", "oscillators", "odernn", "gru"]
 CHEAP = ("last", "features", "oscillators")
 NETWORKS = ("odernn", "gru")
-CUTS, AHEAD = 10, 16  # starts of forecasts in a held-out series, and later samples of each
+CUTS, AHEAD, MANY = 10, 16, 500  # least starts of forecasts in a held-out series; later samples of each; all starts
 PAIRS = 20_000  # most pairs of a start and a later value from which boosting learns, for each channel
-FEW = 10  # series below which the end of each series is held out, instead of whole series
-HELD, END = 0.3, 0.3  # share of series, or of the samples of each series, that is held out
+GROUPS, END, MOST = 3, 0.3, 0.6  # of whole series; share of the samples of each series that is held out, and the most
 START = 0.3  # share of a held-out series after which forecasts start
 
 
@@ -143,12 +145,15 @@ class SeriesForecaster(SeriesEstimator):
 
     _network = ForecastNetwork
 
-    def fit(self, X: Any, y: Any = None) -> Self:
+    def fit(self, X: Any, y: Any = None, horizon: Any = None) -> Self:
         """Fit the model and calibrate its bands.
 
         Arguments:
             X: the series.
             y: ignored. Default: ``None``
+            horizon: the farthest time ahead that will be asked, as ``ahead`` of :meth:`predict`. The model learns, is
+                chosen and is calibrated by values up to it. None is no limit with ten series or more, and with fewer
+                half of the held-out part, 15 % of the median duration. Default: ``None``
 
         Raises:
             ValueError: if ``model`` is unknown, or no value was observed.
@@ -166,38 +171,72 @@ class SeriesForecaster(SeriesEstimator):
         self.is_known_ = series.mask.any(0).any(0).numpy()
         if not self.is_known_.any():
             raise ValueError("X must have an observed value, got missing ones only. Fix: another column in values=.")
+        series = series.select(torch.from_numpy(_order(series)))
         self.mean_, self.std_ = moments(series.x)
         if series.static is not None:
             self.static_mean_, self.static_std_ = moments(series.static)
+        ahead = (
+            math.inf if horizon is None else float(self._horizons(series, horizon, zone, isinstance(X, Series)).max())
+        )
         series = self._scaled(series)
-        whole = series.select(series.lengths > 1)
+        whole, own, plain = (
+            series.select(series.lengths > 1),
+            Units(series.x.shape[2]).fit(series),
+            Units(series.x.shape[2]),
+        )
         if len(whole) >= FEW:
-            rows = random.permutation(len(whole))
-            count = max(2, round(HELD * len(whole)))
-            train, held = (whole.select(torch.tensor(part)) for part in (rows[count:], rows[:count]))
-            held_out = questions(held, random, START, CUTS, AHEAD)
+            groups = np.array_split(random.permutation(len(whole)), GROUPS)
+            trains = [whole.select(np.sort(np.concatenate([*groups[:k], *groups[k + 1 :]]))) for k in range(GROUPS)]
+            cuts = max(CUTS, MANY // len(whole))
+            tests = [questions(whole, random, START, cuts, AHEAD, ahead, np.sort(rows)) for rows in groups]
         else:
-            train = cut_at(series, ((1 - END) * series.lengths.double()).long().clamp(min=1))
-            held_out = questions(series, random, 1 - END, 5 * CUTS, AHEAD)
-        is_held = bool((train.lengths > 1).any())
-        train = train if is_held else series
-        asked = questions(train, random, 0.0, max(3, PAIRS // 8 // len(train)), 8)
+            span = float((series.t.amax(1) - series.t[:, 0]).median())
+            share = END if horizon is None or not span else min(max(END, 2 * ahead / span), MOST)
+            ahead = END / 2 * span if horizon is None else ahead
+            trains = [cut_at(series, ((1 - share) * series.lengths.double()).long().clamp(min=1))]
+            tests = [questions(series, random, 1 - share, MANY // len(series), AHEAD, ahead)]
+        is_held = bool((trains[0].lengths > 1).any())
+        train, test = trains[0] if is_held else series, tests[0]
         names = (CHEAP if is_held else CHEAP[:1]) if self.model == "auto" else (self.model,)
-        models = {name: self._fitted(name, train, asked, held_out, random) for name in names}
-        found = {name: self._forecast(model, held_out.past, held_out.dt) for name, model in models.items()}
-        self.cv_loss_ = {name: _score(*each, held_out.values) for name, each in found.items()}
+        scale, asked = own(test.series)[1][test.row], self._asked(train, random, ahead)
+
+        def tested(name: str, train: Series, asked: Questions, test: Questions, units: Units) -> tuple[Any, ...]:
+            self.units_ = units
+            model = self._fitted(name, train, asked, test, random)
+            return units, model, *test.over(lambda past, dt: self._forecast(model, past, dt))
+
+        def score(found: tuple[Any, ...]) -> float:  # in units of each series, so that large ones do not decide alone
+            return _score(found[2] / scale, found[3] / scale, test.values / scale)
+
+        found = {name: tested(name, train, asked, test, own) for name in names}
+        self.cv_loss_ = {name: score(each) for name, each in found.items()}
         self.model_ = min(self.cv_loss_, key=self.cv_loss_.__getitem__)
-        self.networks_ = models[self.model_] if self.model_ in NETWORKS else []
-        self.fitted_ = None if self.model_ in NETWORKS else models[self.model_]
-        mean, std = found[self.model_]
-        values, lead = held_out.values, leads(held_out.past, held_out.dt)
-        error = ((values - mean) / std).abs().numpy()
-        if not (is_held or self.model_ == "last"):  # the model was fitted to these values
-            error[:] = np.nan
-        sample, parts = held_out.sample.numpy(), (lead, error, values.numpy())
-        channels = range(values.shape[2])
-        self.calibrations_ = [Calibration(sample, *(part[..., c] for part in parts)) for c in channels]
+        results = [found[self.model_]]
+        if self.model_ not in NETWORKS:
+            if own.is_own:
+                results = [min(*results, tested(self.model_, train, asked, test, plain), key=score)]
+                self.cv_loss_[self.model_] = score(results[0])
+            few = slice(1, None if len(whole) < MANY else 1)
+            for train, test in zip(trains[few], tests[few], strict=True):
+                results.append(tested(self.model_, train, self._asked(train, random, ahead), test, results[0][0]))
+        self._calibrate(tests, results, is_held or self.model_ == "last")
+        self.units_, self.horizon_, model = results[0][0], ahead, results[0][1]
+        if is_held and self.model_ not in NETWORKS:  # whose training ends by the held-out values
+            model = self._fitted(self.model_, series, self._asked(whole, random, ahead), test, random)
+        self.networks_, self.fitted_ = (model, None) if self.model_ in NETWORKS else ([], model)
         return self
+
+    def _calibrate(self, tests: list[Questions], results: list[tuple[Any, ...]], is_held: bool) -> None:
+        """Calibrate bands by errors of held-out values; a model that was fitted to the values has none."""
+        parts = []
+        for test, (_, _, mean, std) in zip(tests, results, strict=False):
+            _, age = test.over(lambda past, dt: last_values(past))
+            error = ((test.values - mean) / std).abs() if is_held else torch.full_like(mean, math.nan)
+            lead = test.dt.unsqueeze(-1) + age.unsqueeze(1)
+            sample = test.sample.unsqueeze(-1).expand_as(lead)
+            parts.append(torch.stack([sample, lead, error, test.values]).flatten(1, 2))
+        joined = torch.cat(parts, 1).numpy()
+        self.calibrations_ = [Calibration(*joined[..., channel]) for channel in range(joined.shape[2])]
 
     def predict(self, X: Any = None, ahead: Any = None, *, future: Any = None) -> Any:
         """Return the forecasts as a DataFrame of pandas with a row for each series, time and column.
@@ -335,7 +374,7 @@ class SeriesForecaster(SeriesEstimator):
             if not is_asked.any():
                 raise ValueError("no series has values before and after its first origin. Fix: a smaller horizon.")
             past = _until_last_value(cut_at(whole, count.clamp(min=1)).select(count > 0))
-            fitted = clone(self).fit(past) if refit or fitted is None else fitted
+            fitted = clone(self).fit(past, horizon=horizon) if refit or fitted is None else fitted
             past, later = past.select(is_asked[count > 0]), cut_at(whole, until.clamp(min=1)).select(is_asked)
             table, is_later = fitted.predict(past, future=later), _times_after(past, later).isfinite()
             origin = _of_user(past, past.t.amax(1), past.zone)
@@ -357,8 +396,8 @@ class SeriesForecaster(SeriesEstimator):
         """
         check_is_fitted(self)
         series = self._scaled(self._to_series(X, reset=False))
-        asked = questions(series, check_random_state(0), START, CUTS, AHEAD)
-        return -_score(*self._forecast(self._model, asked.past, asked.dt), asked.values)
+        asked = questions(series, check_random_state(0), START, CUTS, AHEAD, self.horizon_)
+        return -_score(*asked.over(lambda past, dt: self._forecast(self._model, past, dt)), asked.values)
 
     @property
     def _model(self) -> Any:
@@ -510,11 +549,15 @@ class SeriesForecaster(SeriesEstimator):
             )
         return dt
 
+    def _asked(self, series: Series, random: np.random.RandomState, ahead: float) -> Questions:
+        return questions(series, random, 0.0, max(3, PAIRS // 8 // len(series)), 8, ahead)
+
     @kept_random_state()
     def _fitted(
         self, name: str, train: Series, asked: Questions, held_out: Questions, random: np.random.RandomState
     ) -> Any:
         seed = int(random.randint(2**31 - 1))
+        train, asked, held_out = self.units_.scaled(train), asked.in_units(self.units_), held_out.in_units(self.units_)
         if name not in NETWORKS:
             kinds = {"last": LastValue(), "features": Boosting(self.zone_), "oscillators": Smoothing()}
             model: Any = kinds[name]
@@ -526,8 +569,8 @@ class SeriesForecaster(SeriesEstimator):
             network = trained(
                 ForecastNetwork(**config).to(device),
                 lambda network, rows: _nll(network, asked, rows, device),
-                asked.past.lengths,
-                lambda network: float(_nll(network, held_out, torch.arange(len(held_out.past)), device)),
+                asked.ends,
+                lambda network: float(_nll(network, held_out, torch.arange(len(held_out)), device)),
                 learning_rate=self.learning_rate,
                 weight_decay=self.weight_decay,
                 max_epochs=self.max_epochs,
@@ -542,6 +585,8 @@ class SeriesForecaster(SeriesEstimator):
     @kept_random_state()
     def _forecast(self, model: Any, past: Series, dt: Tensor) -> tuple[Tensor, Tensor]:
         """Return means and standard deviations (batch, K, channels) in standardised units; 0 and 1 without a value."""
+        (loc, scale), is_seen = self.units_(past), past.mask.any(1, keepdim=True)
+        past = self.units_.scaled(past)
         if not isinstance(model, list):
             mean, std = model.forecast(past, dt)
         else:
@@ -550,8 +595,7 @@ class SeriesForecaster(SeriesEstimator):
                 found = [each.to(device)(_networks_input(past, device), ahead.to(device)) for each in model]
             means, stds = (torch.stack(each).double().cpu() for each in zip(*found, strict=True))
             mean, std = means.mean(0), (stds.square().mean(0) + means.var(0, correction=0)).sqrt()
-        is_seen = past.mask.any(1, keepdim=True)
-        return torch.where(is_seen, mean, 0.0), torch.where(is_seen, std, 1.0)
+        return torch.where(is_seen, mean * scale + loc, 0.0), torch.where(is_seen, std * scale, 1.0)
 
     def _warn(self, lead: NDArray[Any], width: NDArray[Any], unit: float | None) -> None:
         """Warn in the caller of ``predict`` of what the bands cannot say; ``width`` is that of the highest level."""
@@ -580,6 +624,12 @@ class SeriesForecaster(SeriesEstimator):
                 f"to {longest}: they may be too narrow. Fix: a smaller ahead, or longer series.",
                 stacklevel=3,
             )
+
+
+def _order(series: Series) -> NDArray[Any]:
+    """Return the series in an order that is that of their times and values, and not that of the table."""
+    sums = [series.t.sum(1), series.x.nansum((1, 2)), series.lengths, series.t[:, 0]]
+    return np.lexsort([each.numpy() for each in sums])
 
 
 def _steps(given: Any) -> Any:
@@ -674,9 +724,9 @@ def _networks_input(past: Series, device: torch.device | str) -> Series:
 
 
 def _nll(network: ForecastNetwork, asked: Questions, rows: Tensor, device: torch.device | str) -> Tensor:
-    past = _networks_input(asked.past.select(rows), device)
-    mean, std = network(past, torch.nan_to_num(asked.dt[rows]).to(device))
-    values = asked.values[rows].to(device, torch.float32)
+    asked = asked.select(rows)
+    mean, std = network(_networks_input(asked.past, device), torch.nan_to_num(asked.dt).to(device))
+    values = asked.values.to(device, torch.float32)
     known = values.isfinite()
     return -(Normal(mean, std).log_prob(torch.nan_to_num(values)) * known).sum() / known.sum().clamp(min=1)
 
