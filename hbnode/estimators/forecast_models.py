@@ -26,7 +26,7 @@ BLOCK = 1_000_000  # values of pasts that are in memory at once
 TREES: dict[str, Any] = {"max_iter": 100, "learning_rate": 0.05, "max_leaf_nodes": 15, "random_state": 0}
 FOLDS, LEAST = 2, 1e-6  # parts of the pasts whose errors are those of trees that did not see them; the least error
 FEW = 10  # series below which the end of each series is held out, instead of whole series
-MEMORY = 1000  # last samples from which oscillators forecast
+MEMORY = 1000  # last samples from which oscillators and networks forecast
 SCALES = (1.0, 4.0, 16.0)  # of moving averages, in median gaps
 ROUNDING = 1e-12  # of times, relative to the largest
 NEAR, KNOTS = 200, 20  # held-out errors from which a band is calibrated; leads at which it is
@@ -229,6 +229,10 @@ class Units:
 
     def __call__(self, past: Series) -> tuple[Tensor, Tensor]:
         """Return locations and scales (n, 1, channels)."""
+        if not self.is_own:
+            is_seen = past.mask.any(1, keepdim=True)
+            scale = torch.from_numpy(self.centre + self.ratio).exp()
+            return torch.zeros(is_seen.shape).double(), torch.where(is_seen, scale, 1.0)
         middle, step, _, count = _moments(past)
         centre, ratio, between, log_between = map(
             torch.from_numpy, (self.centre, self.ratio, self.between, self.log_between)
@@ -242,6 +246,8 @@ class Units:
     def scaled(self, past: Series) -> Series:
         """Return series in these units, with location and log scale as static features."""
         loc, scale = self(past)
+        if not self.is_own:
+            return dataclasses.replace(past, x=(past.x - loc) / scale)
         level = torch.cat([loc, scale.log() - torch.from_numpy(self.centre + self.ratio)], 2)[:, 0]
         static = level if past.static is None else torch.cat([past.static, level], 1)
         names = [*past.static_features, *(f"{kind} {name}" for kind in ("location", "scale") for name in past.features)]
@@ -290,22 +296,23 @@ class Boosting:
         gaps = gaps[gaps > 0]
         self.gap, self.is_panel = float(gaps.median()) if len(gaps) else 1.0, len(series) >= FEW
         last, _, *inputs = asked.over(lambda past, dt: (*last_values(past), *self._inputs(past, dt)))
-        self.trees = []
+        places = asked.row % FOLDS if self.is_panel else torch.arange(len(asked)) * FOLDS // len(asked)
+        self.trees, folds = [], places.numpy()  # halves of the series, which are in order, or of the time
         for channel, each in enumerate(inputs):
             change = (asked.values[..., channel] - last[:, channel : channel + 1]).numpy()
             known = np.isfinite(change)
-            self.trees.append(self._trees(each.numpy()[known], change[known], np.nonzero(known)[0]))
+            self.trees.append(self._trees(each.numpy()[known], change[known], folds[np.nonzero(known)[0]]))
         return self
 
     @staticmethod
-    def _trees(inputs: NDArray[Any], change: NDArray[Any], cut: NDArray[Any]) -> Any:
+    def _trees(inputs: NDArray[Any], change: NDArray[Any], folds: NDArray[Any]) -> Any:
         """Return trees of the change, and of the absolute error of trees that did not see it; None without values.
 
         Of two losses, squared and absolute, the one is taken whose trees have the smaller errors.
         """
         if not len(change):
             return None
-        tried, folds = [], cut * FOLDS // (cut.max() + 1)
+        tried = []
         for loss in ("squared_error", "absolute_error"):
             error, tree = abs(change - np.median(change)), HistGradientBoostingRegressor(loss=loss, **TREES)
             for held in (folds == fold for fold in np.unique(folds)):

@@ -13,8 +13,8 @@ from pandas.tseries import offsets
 from sklearn.model_selection import GroupKFold, TimeSeriesSplit, cross_val_score
 
 from hbnode.data import as_series
-from hbnode.estimators import SeriesForecaster
-from hbnode.estimators.forecast_models import bound
+from hbnode.estimators import SeriesForecaster, forecast_models
+from hbnode.estimators.forecast_models import Units, bound, questions
 from hbnode.estimators.forecaster import _zone_name as zone_name
 
 
@@ -346,6 +346,132 @@ def test_a_forecast_beyond_the_tested_horizons_warns():
     model = forecaster("last", values="hr").fit(table)
     with pytest.warns(UserWarning, match=r"lies 8.64e\+06 s after the last value of .* up to .* too narrow"):
         model.predict(table, "100D")
+
+
+def walks(count, length, level, step, seed):
+    random = numpy.random.default_rng(seed)
+    return [(numpy.arange(float(length)), level + step * random.normal(size=length).cumsum()) for _ in range(count)]
+
+
+@pytest.mark.parametrize("model", ["last", "features", "oscillators"])
+def test_series_of_all_scales_are_forecast_in_their_own(model):
+    """Steps of 1 at 10 and of 1e5 at 1e7: the deviation one step ahead is that of a step in both groups."""
+    fitted = SeriesForecaster(model, level=68, random_state=0).fit(walks(20, 40, 10, 1, 0) + walks(20, 40, 1e7, 1e5, 1))
+    for level, step in ((10, 1), (1e7, 1e5)):
+        new = walks(30, 40, level, step, 2)
+        found = fitted.predict(new, 1.0)
+        last = numpy.array([x[-1] for _, x in new])
+        assert numpy.median(abs(found["mean"] - last)) < step
+        assert 0.6 < ((found["upper"] - found["lower"]) / 2 / step).median() < 1.7
+
+
+def test_units_are_those_of_the_data_unless_series_differ():
+    """One scale for walks of one step, else the ratio of the steps; a short past has less of its own."""
+    one, two = walks(20, 40, 0, 1, 0), walks(20, 40, 0, 1000, 0)
+    same = Units(1).fit(as_series(one))
+    assert float(same(as_series(one))[1].std()) == 0
+    both = Units(1).fit(as_series(one + two))
+    scale = both(as_series(one + two))[1].flatten()
+    numpy.testing.assert_allclose(scale[20:] / scale[:20], 1000, rtol=0.05)
+    _, start = both(as_series([(t[:3], x[:3]) for t, x in one + two]))
+    assert 100 < float(start[20:].log().mean().exp() / start[:20].log().mean().exp()) < 1000
+    loc, none = both(as_series([([0.0, 1.0], [numpy.nan, numpy.nan])]))
+    assert (loc.item(), none.item()) == (0, 1)
+
+
+def test_bands_of_one_random_walk_widen_with_the_horizon():
+    """Half widths of a band of 80 % are 1.28 √h: 1.28, 2.56 and 4.05 at 1, 4 and 10 steps."""
+    (walk,) = walks(1, 3000, 0, 1, 5)
+    found = (
+        SeriesForecaster("last", level=80, random_state=0).fit([walk], horizon=10.0).predict([walk], [1.0, 4.0, 10.0])
+    )
+    numpy.testing.assert_allclose((found["upper"] - found["lower"]) / 2, 1.2816 * numpy.sqrt([1, 4, 10]), rtol=0.2)
+
+
+def test_bands_of_one_autoregression_are_exact_at_all_horizons():
+    """x_t = .8 x_{t-1} + e has an error of variance (1 - .64^h) / .36 after h steps."""
+    random, x = numpy.random.default_rng(1), numpy.zeros(3000)
+    for i in range(1, 3000):
+        x[i] = 0.8 * x[i - 1] + random.normal()
+    h, t = numpy.array([1.0, 2.0, 5.0, 20.0]), numpy.arange(3000.0)
+    found = SeriesForecaster("oscillators", level=80, random_state=0).fit([(t, x)], horizon=20.0).predict([(t, x)], h)
+    exact = 1.2816 * numpy.sqrt((1 - 0.64**h) / 0.36)
+    numpy.testing.assert_allclose((found["upper"] - found["lower"]) / 2, exact, rtol=0.2)
+
+
+def test_the_last_values_are_learned_from():
+    """A daily shape that turns over in the last 30 %; without them the forecast is the old shape."""
+    t = numpy.arange(1000.0)
+    x = numpy.where(t < 700, 1, -1) * numpy.sin(2 * numpy.pi * t / 24)
+    dates = pandas.Timestamp("2024-01-01") + pandas.to_timedelta(t, unit="h")
+    table = pandas.DataFrame({"id": 0, "time": dates, "y": x})
+    found = forecaster("features").fit(table, horizon="12h").predict(table, [f"{h}h" for h in range(1, 13)])
+    old = numpy.sin(2 * numpy.pi * numpy.arange(1000, 1012) / 24)
+    assert abs(found["mean"] + old).mean() < abs(found["mean"] - old).mean()
+
+
+@pytest.mark.parametrize("model", ["last", "features"])
+def test_the_order_of_rows_and_series_does_not_matter(model):
+    table = drifting(30, 0)
+    shuffled = table.sample(frac=1, random_state=1)
+    found, again = (forecaster(model).fit(one).predict(table, ["1h", "9h"]) for one in (table, shuffled))
+    pandas.testing.assert_frame_equal(found, again)
+
+
+@pytest.mark.parametrize("model", ["last", "features", "oscillators", "gru"])
+def test_hidden_values_and_padding_do_not_matter(model):
+    random = numpy.random.default_rng(0)
+    x, t = random.normal(size=(12, 10, 2)).cumsum(1), numpy.sort(random.uniform(0, 9, (12, 10)), 1)
+    mask, lengths = random.uniform(size=x.shape) < 0.7, random.integers(4, 11, 12)
+    is_sample = numpy.arange(10) < lengths[:, None]
+    given = as_series([(a, b) for a, b in zip(t, x, strict=True)])
+    found = []
+    for hidden, padding in ((x, t), (1e30, 1e3), (numpy.nan, numpy.nan)):
+        values = torch.tensor(numpy.where(mask & is_sample[..., None], x, hidden))
+        series = dataclasses.replace(
+            given,
+            x=values,
+            t=torch.tensor(numpy.where(is_sample, t, padding)),
+            mask=torch.tensor(mask) | values.isnan(),  # a missing value is none, whatever the mask says
+            lengths=torch.tensor(lengths),
+        )
+        fitted = SeriesForecaster(model, level=50, n_members=1, max_epochs=1, random_state=0).fit(series)
+        found.append(fitted.predict(series, [1.0, 2.0]))
+    for other in found[1:]:
+        pandas.testing.assert_frame_equal(other, found[0])
+
+
+@pytest.mark.parametrize("model", ["last", "oscillators"])  # boosted trees have ties
+def test_pasts_in_blocks_are_the_same(model, monkeypatch):
+    series, found = walks(2, 60, 0, 1, 0), []
+    for size in (10**6, 1):
+        monkeypatch.setattr(forecast_models, "BLOCK", size)
+        found.append(SeriesForecaster(model, random_state=0).fit(series, horizon=5.0).predict(series, [1.0, 5.0]))
+    pandas.testing.assert_frame_equal(*found)
+
+
+def test_a_block_of_pasts_is_bounded(monkeypatch):
+    """The pasts of 200 starts in a series of 2,000 samples have 400,000 places, and a block has 10,000."""
+    monkeypatch.setattr(forecast_models, "BLOCK", 10_000)
+    sizes = []
+    asked = questions(as_series(walks(1, 2000, 0, 1, 0)), numpy.random.RandomState(0), 0.0, 200, 8, 50.0)
+    asked.over(lambda past, dt: (sizes.append(past.x.numel()), dt)[1:])
+    assert max(sizes) <= 10_000
+    assert len(sizes) >= 20
+
+
+@pytest.mark.parametrize("horizon", [30.0, numpy.inf])
+def test_later_samples_are_drawn_at_all_horizons(horizon):
+    """Within the horizon, from 1 on, with half of the draws in the lower half of the logarithms."""
+    asked = questions(as_series(walks(3, 400, 0, 1, 0)), numpy.random.RandomState(0), 0.3, 50, 16, horizon)
+    dt = asked.dt[asked.dt.isfinite()]
+    assert dt.min() == 1
+    assert dt.max() <= horizon
+    assert dt.max() > 0.9 * min(horizon, 280)
+    for low in (1, 3, 10):
+        assert ((dt >= low) & (dt < 3 * low)).double().mean() > 0.05
+    real = asked.sample >= 0
+    assert (asked.series.x.reshape(-1)[asked.sample[real]] == asked.values[..., 0][real]).all()
 
 
 def test_what_is_wrong_is_named():
