@@ -195,7 +195,10 @@ class SeriesForecaster(SeriesEstimator):
         )
         if len(whole) >= FEW:
             groups = np.array_split(random.permutation(len(whole)), GROUPS)
-            trains = [whole.select(np.sort(np.concatenate([*groups[:k], *groups[k + 1 :]]))) for k in range(GROUPS)]
+            trains = [
+                whole.select(torch.from_numpy(np.sort(np.concatenate([*groups[:k], *groups[k + 1 :]]))))
+                for k in range(GROUPS)
+            ]
             cuts = max(CUTS, MANY // len(whole))
             tests = [questions(whole, random, START, cuts, AHEAD, ahead, np.sort(rows)) for rows in groups]
         else:
@@ -232,7 +235,8 @@ class SeriesForecaster(SeriesEstimator):
         self.units_, self.horizon_, model = results[0][0], ahead, results[0][1]
         if is_held and self.model_ not in NETWORKS:  # whose training ends by the held-out values
             model = self._fitted(self.model_, series, self._asked(whole, random, ahead), test, random)
-        self.networks_, self.fitted_ = (model, None) if self.model_ in NETWORKS else ([], model)
+        self.networks_ = model if self.model_ in NETWORKS else []
+        self.fitted_: Any = None if self.model_ in NETWORKS else model
         return self
 
     def _calibrate(self, tests: list[Questions], results: list[tuple[Any, ...]], is_held: bool) -> None:
