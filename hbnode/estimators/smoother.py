@@ -16,7 +16,7 @@ from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 from typing_extensions import Self
 
-from hbnode._checks import as_count, check_bool, is_one_of
+from hbnode._checks import as_count, check_bool, is_one_of, warn_if_swapped
 from hbnode.data import Series, aligned, as_series
 from hbnode.nn.kalman import Gaussian, KalmanFilter
 from hbnode.nn.oscillators import Oscillators
@@ -26,9 +26,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 WINDOW, WINDOWS = 48, 100  # most samples in a window of the fit, most windows
+FEW, SAMPLES = 10, 2400  # fewer series have no shared mean, and as long windows as this number of samples allows
+SIZES, SIZE = (2, 3, 4, 6), 3  # numbers of oscillators to choose from for few series, and for more
 BINS, MEAN_ITERATIONS = 200, 15  # of the shared mean
 FLOOR = 1e-3  # least standard deviation of the noise, in standard deviations of the data
 GAPS_PER_CYCLE, MOST_DAMPING = 4.0, 2.0  # a faster or stronger damped oscillator is noise at the samples
+NYQUIST = 2.0  # gaps per cycle of the fastest oscillator of few series, whose long windows tell a weakly damped one
 MOST_SPREAD = 30.0  # standard deviation of an oscillator, in standard deviations of the data
 FARTHEST = 15.0  # from the start to where the fit may take a logarithm
 PRIOR_STD, PRIOR_WEIGHT = 3.0, 0.02  # the weak normal prior of all logarithms
@@ -121,8 +124,8 @@ class OscillatorSmoother(BaseEstimator):
 
     def __init__(
         self,
-        num_oscillators: int = 3,
-        mean: Literal["shared", "constant"] = "shared",
+        num_oscillators: int | None = None,
+        mean: Literal["auto", "shared", "constant"] = "auto",
         keep_observed: bool = True,
         student: bool = True,
         max_iter: int = 50,
@@ -149,16 +152,21 @@ class OscillatorSmoother(BaseEstimator):
         as_count(self.max_iter, "max_iter")
         check_bool(self.student, "student")
         check_bool(self.keep_observed, "keep_observed")
-        if not is_one_of(self.mean, ("shared", "constant")):
-            raise ValueError(f"mean must be 'shared' or 'constant', got {self.mean!r}. Fix: mean='shared'.")
-        size, rng = as_count(self.num_oscillators, "num_oscillators"), check_random_state(self.random_state)
+        if not is_one_of(self.mean, ("auto", "shared", "constant")):
+            raise ValueError(f"mean must be 'auto', 'shared' or 'constant', got {self.mean!r}. Fix: mean='auto'.")
+        size, rng = self.num_oscillators, check_random_state(self.random_state)
+        size = as_count(size, "num_oscillators") if size is not None else None
+        warn_if_swapped(series)
         data = as_series(series)
+        few = len(data) < FEW
+        self.is_shared_ = _at_once(data) >= {"auto": FEW, "shared": 0, "constant": math.inf}[self.mean]
         values = [data.x[..., i][data.mask[..., i]].double() for i in range(data.x.shape[-1])]
         if sum(map(len, values)) < 2:
             raise ValueError("the series have fewer than two observed values. Fix: fit them to more series.")
         self.clock_, self.features_ = self._clock(data), list(data.features)
         self.level_ = np.array([float(each.mean()) for each in values])
         self.scale_ = np.array([_scale(each) for each in values])
+        self.has_scale_ = np.array([len(each) > 1 for each in values])
         self.range_ = np.array([[*map(float, each.aminmax())] if len(each) else [np.nan] * 2 for each in values]).T
         self.mean_times_, self.mean_values_ = np.zeros(1), np.zeros((len(values), 1))
         rows = self._rows(data)
@@ -172,25 +180,25 @@ class OscillatorSmoother(BaseEstimator):
             )
             gaps = rows.t[rows.seen].unique().diff()
             gaps, span = (gaps, float(gaps.sum())) if len(gaps) else (torch.ones(1), 1.0)
-        if self.mean == "shared":
+        if self.is_shared_.any():
             self._fit_mean(data)
             rows = self._rows(data)
         gap = float(gaps.median())
-        windows = _windows(rows, rng)
-        variance = max(float(rows.x[rows.seen].square().mean()), FLOOR**2)
-        low, most = math.log(math.pi / span), math.log(2 * math.pi / (GAPS_PER_CYCLE * gap))
-        high = max(math.log(2 * math.pi / (6 * gap)), low + 1)
-        omega = torch.linspace(low, high, size + 2, dtype=torch.float64)[1:-1].clamp(max=most - 0.1)
-        start = torch.cat([
-            omega,
-            torch.full_like(omega, math.log(0.5)),
-            torch.full_like(omega, 0.5 * math.log(variance / size)),
-            torch.tensor([0.5 * math.log(variance) + math.log(0.1), math.log(2.0)], dtype=torch.float64),
-        ])  # fmt: skip
+        windows = _windows(rows, rng, few)
+        count, variance = int(windows.seen.sum()), max(float(rows.x[rows.seen].square().mean()), FLOOR**2)
+        low, most = math.log(math.pi / span), math.log(2 * math.pi / ((NYQUIST if few else GAPS_PER_CYCLE) * gap))
+        sizes = (size,) if size else SIZES if few else (SIZE,)
+        if few:
+            omega, zeta = _starts(windows, gap, most, max(sizes))
+        else:
+            high = max(math.log(2 * math.pi / (6 * gap)), low + 1)
+            omega = torch.linspace(low, high, sizes[0] + 2, dtype=torch.float64)[1:-1].clamp(max=most - 0.1)
+            zeta = torch.full_like(omega, math.log(0.5))
+        noise = omega.new_tensor([0.5 * math.log(variance) + math.log(0.1), math.log(2.0)])
         floor = FLOOR * math.sqrt(variance)
 
         def logs(parameters: Tensor) -> list[Tensor]:
-            omega, zeta, spread, noise, excess = parameters.split([size, size, size, 1, 1])
+            (omega, zeta, spread), (noise, excess) = parameters[:-2].chunk(3), parameters[-2:].split(1)
             noise = 0.5 * ((2 * noise).exp() + floor**2).log()
             spread = _below(math.log(MOST_SPREAD) + 0.5 * math.log(variance), spread)
             return [_below(most, omega), _below(math.log(MOST_DAMPING), zeta), spread, noise, excess]
@@ -199,9 +207,17 @@ class OscillatorSmoother(BaseEstimator):
             *rest, log_excess = logs(parameters)
             return _log_density(_kalman(*rest), windows, log_excess if self.student else None).sum()
 
-        found = _maximised(log_density, start, int(windows.seen.sum()), self.max_iter)
+        least, weight = math.inf, 1 / count if few else PRIOR_WEIGHT
+        for size in sizes:
+            spread = torch.full((size,), 0.5 * math.log(variance / size), dtype=torch.float64)
+            start = torch.cat([omega[:size], zeta[:size], spread, noise])
+            found = _maximised(log_density, start, count, self.max_iter, weight)
+            with torch.no_grad():
+                cost = 1.5 * size * math.log(count) - float(log_density(found))  # half of Schwarz's criterion
+            if cost < least:
+                least, best = cost, found
         self.log_omega_, self.log_zeta_, self.log_spread_, self.log_noise_, self.log_excess_ = (
-            each.numpy() for each in logs(found)
+            each.numpy() for each in logs(best)
         )
         return self
 
@@ -266,9 +282,7 @@ class OscillatorSmoother(BaseEstimator):
             z, spread = self._drawn(data, at, as_count(paths, "paths")), self._spread(self._rows(data))
             z = mean + (z - mean) * spread.unflatten(0, (len(data), -1)).unsqueeze(-1)
             drawn = (level + scale * z).numpy()
-        widened = OVERSHOOT * (self.range_[1] - self.range_[0])
-        low, high = (torch.from_numpy(z).unsqueeze(1) for z in (self.range_[0] - widened, self.range_[1] + widened))
-        means = (level + scale * mean).clamp(low, high)
+        means = self._clipped(level + scale * mean)
         if self.keep_observed:
             means = _with_observed(means, at, data)
         return Posterior(means.numpy(), (scale * std).numpy(), drawn)
@@ -301,7 +315,7 @@ class OscillatorSmoother(BaseEstimator):
         std = torch.hypot(std, error.unsqueeze(-1))
         return Gaussian((level + scale * mean).transpose(1, 2), (scale * std).transpose(1, 2))
 
-    def impute(self, series: Any) -> Any:
+    def impute(self, series: Any, causal: bool = False) -> Any:
         """Return the series with means of the posterior for missing values, in the form that was given.
 
         An array (batch, channels, T) or (batch, T) remains an array, in which padding stays NaN. A list of (t, x)
@@ -310,10 +324,14 @@ class OscillatorSmoother(BaseEstimator):
 
         Arguments:
             series: as in :meth:`fit`, with the channels of the training data.
+            causal: whether a mean is that given the samples up to its time alone, from the filter. It is then what
+                would be known at that time, for tests of forecasts and rules that act on the past. Default: ``False``
         """
         check_is_fitted(self)
         data = self._checked(series)
-        found = torch.from_numpy(self.posterior(data, data.t).mean).transpose(1, 2).to(data.x)
+        causal = check_bool(causal, "causal")
+        found = self._filtered(data) if causal else torch.from_numpy(self.posterior(data, data.t).mean)
+        found = found.transpose(1, 2).to(data.x)
         valid = torch.arange(data.t.shape[1]) < data.lengths.unsqueeze(1)
         filled = torch.where(data.mask & self.keep_observed, data.x, found)
         filled = torch.where(valid.unsqueeze(-1), filled, torch.nan)
@@ -339,7 +357,7 @@ class OscillatorSmoother(BaseEstimator):
 
     def _clock(self, data: Series) -> tuple[float | None, Any]:
         """Return the unit and the origin of time; any origin is the same for a constant mean."""
-        is_any = data.origin is not None and self.mean == "constant"
+        is_any = data.origin is not None and not self.is_shared_.any()
         return data.unit, "any" if is_any else data.origin
 
     def _times(self, data: Series, grid: Any) -> Tensor:
@@ -356,16 +374,26 @@ class OscillatorSmoother(BaseEstimator):
         shared = np.stack([np.interp(t, self.mean_times_, values) for values in self.mean_values_], 1)
         return np.asarray(self.level_[:, None] + self.scale_[:, None] * shared)
 
-    def _rows(self, data: Series) -> _Rows:
-        """Return the observed values of all series and channels, minus the mean and divided by the scale."""
+    def _clipped(self, means: Tensor) -> Tensor:
+        """Return means (batch, channels, K) in the range of the training values, widened."""
+        widened = OVERSHOOT * (self.range_[1] - self.range_[0])
+        low, high = (torch.from_numpy(z).unsqueeze(1) for z in (self.range_[0] - widened, self.range_[1] + widened))
+        return means.clamp(low, high)
+
+    def _all_rows(self, data: Series) -> _Rows:
+        """Return all values of all series and channels, minus the mean and divided by the scale; 0 where unobserved."""
         level, scale = torch.from_numpy(self._mean_at(data.t.numpy())), torch.from_numpy(self.scale_).unsqueeze(1)
         x = ((data.x.transpose(1, 2) - level) / scale).flatten(0, 1)
         seen = (data.mask & torch.from_numpy(np.isfinite(self.level_))).transpose(1, 2).flatten(0, 1)
-        t = data.t.double().repeat_interleave(data.x.shape[-1], 0)
-        order = (~seen).byte().argsort(dim=1, stable=True)[:, : max(1, int(seen.sum(1).max()))]
-        x, t, seen = (z.gather(1, order) for z in (x, t, seen))
+        return _Rows(torch.where(seen, x, 0.0), data.t.double().repeat_interleave(data.x.shape[-1], 0), seen)
+
+    def _rows(self, data: Series) -> _Rows:
+        """Return the observed values of all series and channels, minus the mean and divided by the scale."""
+        rows = self._all_rows(data)
+        order = (~rows.seen).byte().argsort(dim=1, stable=True)[:, : max(1, int(rows.seen.sum(1).max()))]
+        x, t, seen = (z.gather(1, order) for z in rows)
         last = t.gather(1, (seen.sum(1, keepdim=True) - 1).clamp(min=0))
-        return _Rows(torch.where(seen, x, 0.0), torch.where(seen, t, last), seen)
+        return _Rows(x, torch.where(seen, t, last), seen)
 
     # Fit
 
@@ -379,7 +407,7 @@ class OscillatorSmoother(BaseEstimator):
         start, end = float(data.t[valid].min()), float(data.t[valid].max())
         width = max((end - start) / BINS, 1e-300)
         for i in range(channels):
-            seen = data.mask[..., i]
+            seen = data.mask[..., i] & bool(self.is_shared_[i])
             t, x = data.t[seen].numpy(), (data.x[..., i][seen].double().numpy() - self.level_[i]) / self.scale_[i]
             index = np.minimum(np.round((t - start) / width), BINS).astype(int)
             count, sums = np.bincount(index, minlength=BINS + 1), np.bincount(index, x, BINS + 1)
@@ -420,7 +448,15 @@ class OscillatorSmoother(BaseEstimator):
         spread = self._spread(rows)
         noise = spread * math.exp(self.log_noise_[0])
         mean, std, noise = (z.unflatten(0, (len(data), -1)) for z in (mean, spread.unsqueeze(1) * std, noise))
-        return mean, std, noise
+        return mean, torch.where(torch.from_numpy(self.has_scale_).unsqueeze(1), std, torch.inf), noise
+
+    @torch.no_grad()
+    def _filtered(self, data: Series) -> Tensor:
+        """Return the mean of the signal at each time given the samples up to it, (batch, channels, T)."""
+        layer, parts = self.layer_, _parts(self._all_rows(data), data.t.double(), 1)
+        z = torch.cat([layer.filter(each.x.unsqueeze(-1), each.t, mask=each.seen).after.mean for each, _ in parts])
+        z = torch.from_numpy(self.scale_).unsqueeze(1) * z.squeeze(-1).unflatten(0, (len(data), -1))
+        return self._clipped(torch.from_numpy(self._mean_at(data.t.numpy())) + z)
 
     @torch.no_grad()
     def _drawn(self, data: Series, at: Tensor, paths: int) -> Tensor:
@@ -472,8 +508,13 @@ def _log_density(kalman: KalmanFilter, rows: _Rows, log_excess: Tensor | None) -
     return constant - logs - 0.5 * (nu + n) * torch.log1p(square / nu)
 
 
-def _maximised(log_density: Callable[[Tensor], Tensor], start: Tensor, count: int, iterations: int) -> Tensor:
-    """Return the maximum of a log density of ``count`` values, times the weak prior of all logarithms."""
+def _maximised(
+    log_density: Callable[[Tensor], Tensor], start: Tensor, count: int, iterations: int, weight: float = PRIOR_WEIGHT
+) -> Tensor:
+    """Return the maximum of a log density of ``count`` values, times the prior of all logarithms.
+
+    The prior weighs ``weight`` times as much as a value.
+    """
 
     def bounded(parameters: Tensor) -> Tensor:
         return start + FARTHEST * ((parameters - start) / FARTHEST).tanh()
@@ -485,7 +526,7 @@ def _maximised(log_density: Callable[[Tensor], Tensor], start: Tensor, count: in
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        prior = PRIOR_WEIGHT / 2 * ((parameters - start) / PRIOR_STD).square().sum()
+        prior = weight / 2 * ((parameters - start) / PRIOR_STD).square().sum()
         loss = prior - log_density(bounded(parameters)) / max(count, 1)
         loss.backward()
         return loss
@@ -500,12 +541,50 @@ def _below(most: float, value: Tensor) -> Tensor:
     return most - torch.nn.functional.softplus(most - value)
 
 
-def _windows(rows: _Rows, rng: Any) -> _Rows:
-    """Return windows of rows, drawn at random if there are many."""
+def _at_once(data: Series) -> NDArray[Any]:
+    """Return how many series have begun and not yet ended, on average over all times, for each channel."""
+    t = data.t.double().unsqueeze(-1)
+    first, last = torch.where(data.mask, t, torch.inf).amin(1), torch.where(data.mask, t, -torch.inf).amax(1)
+    return ((last - first).clamp(min=0.0).sum(0) / (last.amax(0) - first.amin(0))).nan_to_num().numpy()
+
+
+def _starts(rows: _Rows, gap: float, most: float, size: int) -> tuple[Tensor, Tensor]:
+    """Return log ω and log ζ of the first oscillators: a slow one, a rough one, and the peaks of a spectrum.
+
+    The peaks are found one after another. A line and the sines of the peaks before are fitted by least squares and
+    subtracted. The width of a peak is that of a sine in the span.
+    """
+    t, seen = rows.t - rows.t[:, :1], rows.seen.to(rows.x.dtype)
+    span = float(t[:, -1].max()) or gap
+    cycles = min(max(math.exp(most) * span / (2 * math.pi), 2.0), 4.0 * int(seen.sum()))
+    cells = math.ceil(16 * cycles)  # eight in the fastest cycle
+    index = (t / span * cells).round().long()
+    number = torch.arange(math.ceil(4 * cycles), dtype=t.dtype)  # of quarters of a cycle
+    basis, is_free, found = torch.stack([seen, seen * t / span], -1), number > 5, []
+    for _ in range(size):
+        x = rows.x - (basis @ torch.linalg.lstsq(basis, rows.x.unsqueeze(-1), driver="gelsd").solution).squeeze(-1)
+        grid = x.new_zeros(len(x), cells + 1).scatter_add(1, index, x)
+        power = torch.fft.rfft(grid, 4 * cells).abs().square() / seen.sum(1, keepdim=True)
+        found.append(torch.where(is_free, power.sum(0)[: len(number)], -1.0).argmax().clamp(min=1))
+        is_free &= (number - found[-1]).abs() > 4
+        angle = found[-1] * (math.pi / 2 / span) * t
+        basis = torch.cat([basis, torch.stack([seen * angle.cos(), seen * angle.sin()], -1)], -1)
+    peaks = (torch.stack(found) * (math.pi / 2 / span)).log()
+    slow, rough = peaks.new_tensor([[math.log(2 * math.pi / span)], [-math.log(gap)]])
+    omega = torch.cat([slow, peaks[:1], rough, peaks[1:]])[:size].clamp(max=most - 0.1)
+    width = math.log(2 / span) - omega
+    width[:3:2] = 0.0
+    return omega, width
+
+
+def _windows(rows: _Rows, rng: Any, few: bool) -> _Rows:
+    """Return windows of rows, drawn at random if there are many; one for each row of few series."""
     counts = rows.seen.sum(1).tolist()
-    starts = [(row, k) for row, count in enumerate(counts) for k in range(0, count, WINDOW)]
-    chosen = torch.tensor([starts[i] for i in rng.permutation(len(starts))[:WINDOWS]])
-    index = chosen[:, 1:] + torch.arange(min(WINDOW, rows.x.shape[1]))
+    number = sum(count > 0 for count in counts) if few else WINDOWS
+    length = max(WINDOW, SAMPLES // number) if few else WINDOW
+    starts = [(row, k) for row, count in enumerate(counts) for k in range(0, count, length)]
+    chosen = torch.tensor([starts[i] for i in rng.permutation(len(starts))[:number]])
+    index = chosen[:, 1:] + torch.arange(min(length, rows.x.shape[1]))
     inside = index < rows.x.shape[1]
     index = index.clamp(max=rows.x.shape[1] - 1)
     x, t, seen = (z[chosen[:, :1], index] for z in rows)

@@ -1,5 +1,6 @@
 """Reconstruction by noisy oscillators against dense covariances, and what it does with the forms of data."""
 
+import dataclasses
 import math
 import pickle
 
@@ -83,6 +84,44 @@ def test_the_fit_finds_the_noise_and_its_bands_hold_what_they_say():
     assert (np.abs(x - mean[:, 0]) < 1.645 * std[:, 0]).mean() < 0.8
 
 
+def test_one_series_is_filled_without_a_shared_mean_and_its_bands_are_those_of_its_process():
+    rng, t = np.random.default_rng(3), np.arange(160.0)
+    kicks, right = rng.normal(size=160), np.exp(-np.abs(np.subtract.outer(t, t)) / 4)
+    x = np.linalg.cholesky(right) @ kicks
+    gap = (t > 49) & (t < 90)
+    series = [(t[~gap], x[~gap])]
+    smoother = OscillatorSmoother(2, max_iter=20, random_state=0).fit(series)
+    np.testing.assert_array_equal(smoother.mean_values_, 0.0)
+    std = smoother.posterior(series, [70.0, 5000.0]).std[0, 0]  # far from all values, so that of the process, 1
+    np.testing.assert_allclose(std, 1.0, rtol=0.35)
+
+
+def test_one_series_of_a_trend_seasons_and_noise():
+    rng, t = np.random.default_rng(0), np.arange(160.0)
+    signal = 0.02 * t + np.sin(2 * np.pi * t / 12) + 0.5 * np.sin(2 * np.pi * t / 5.3 + 1)
+    x = signal + 0.2 * rng.normal(size=160)
+    held = (rng.random(160) < 0.2) | ((t > 70) & (t < 90))
+    series = [(t[~held], x[~held])]
+    smoother = OscillatorSmoother(max_iter=30, random_state=0).fit(series)
+    mean, std, _ = smoother.posterior(series, t[held])
+    assert np.abs(mean[0, 0] - signal[held]).mean() < 0.1  # half the noise; a constant has 1.0 at best
+    assert 0.02 < std.mean() < 0.2
+    mean, std, _ = smoother.posterior(series, t[held], noise=True)
+    assert 0.8 < (np.abs(x[held] - mean[0, 0]) < 1.645 * std[0, 0]).mean() < 0.98
+
+
+def test_the_mean_is_shared_if_ten_series_are_observed_at_a_time():
+    def is_shared(series):
+        return OscillatorSmoother(1, max_iter=1, random_state=0).fit(series).is_shared_.tolist()
+
+    assert is_shared(pairs(9, 20)) == [False]
+    assert is_shared(pairs(14, 20)) == [True]
+    assert is_shared([(t + 12 * i, x) for i, (t, x) in enumerate(pairs(14, 20))]) == [False]  # one after another
+    array = np.random.default_rng(0).normal(size=(14, 2, 20))
+    array[4:, 1] = np.nan  # four series have the second channel
+    assert is_shared(array) == [True, False]
+
+
 def test_a_shared_mean_fills_what_aligned_series_have_in_common():
     rng, times = np.random.default_rng(0), np.arange(60.0)
     shape = np.where(times < 30, 0.0, 4.0) + np.sin(times / 3)
@@ -130,6 +169,37 @@ def test_forms_of_data_agree():
     assert (none.std > 0).all()
 
 
+@pytest.mark.parametrize("keep_observed", [True, False])
+def test_causal_imputation_is_the_posterior_given_the_past(fitted, keep_observed):
+    smoother = clone(fitted).set_params(keep_observed=keep_observed)
+    smoother.__dict__.update({name: value for name, value in vars(fitted).items() if name.endswith("_")})
+    t, x = pairs(1, 30, seed=4)[0]
+    t[12], is_missing = t[11], np.random.default_rng(0).random(30) < 0.4
+    x[is_missing] = np.nan
+    filled = smoother.impute([(t, x)], causal=True)[0][1]
+    for k in range(1, 30):
+        right = smoother.posterior([(t[: k + 1], x[: k + 1])], t[k : k + 1]).mean[0, 0, 0]
+        if k != 11:  # of two values at one time the posterior takes the last
+            np.testing.assert_allclose(filled[k], right, rtol=0, atol=1e-8)
+    assert not np.allclose(filled, smoother.impute([(t, x)])[0][1])
+    x[20:] = 9.0
+    np.testing.assert_array_equal(smoother.impute([(t, x)], causal=True)[0][1][:20], filled[:20])
+
+
+def test_values_behind_the_mask_do_not_matter():
+    data = as_series(np.random.default_rng(0).normal(size=(4, 2, 25)))
+    mask = torch.rand(4, 25, 2, generator=torch.Generator().manual_seed(0)) < 0.6
+    found = []
+    for hidden in (data.x, torch.full_like(data.x, torch.nan), torch.full_like(data.x, 1e30)):
+        each = dataclasses.replace(data, x=torch.where(mask, data.x, hidden), mask=mask)
+        smoother = OscillatorSmoother(max_iter=3, random_state=0).fit(each)
+        filled = smoother.impute(each).x, smoother.impute(each, causal=True).x
+        found.append([*smoother.posterior(each, [3.5, 40.0])[:2], *filled, smoother.log_likelihood(each)])
+    for right, *others in zip(*found, strict=True):
+        for other in others:
+            np.testing.assert_array_equal(other, right)
+
+
 def test_times_count_as_in_the_training_data(fitted):
     series = [(1.7e9 + t / 10, x) for t, x in pairs(6, 20)]  # steps below 0.1 s, in seconds since 1970
     smoother = OscillatorSmoother(1, mean="constant", max_iter=3, random_state=0).fit(series)
@@ -137,7 +207,7 @@ def test_times_count_as_in_the_training_data(fitted):
     np.testing.assert_array_equal(found, np.stack([x for _, x in series]))
     dates = [(np.datetime64("2024-01-01T00", "s") + (60 * t).astype("timedelta64[s]"), x) for t, x in pairs(6, 20)]
     hours = as_series(dates, unit="h", origin="2024-01-01")
-    smoother = OscillatorSmoother(1, max_iter=3, random_state=0).fit(hours)
+    smoother = OscillatorSmoother(1, mean="shared", max_iter=3, random_state=0).fit(hours)
     at = np.array(["2024-01-01T00:03"], "datetime64[m]")
     right = smoother.posterior(hours, hours.times(at).numpy()).mean
     np.testing.assert_array_equal(smoother.posterior(hours, at).mean, right)
@@ -160,6 +230,10 @@ def test_channels_and_series_with_few_values():
     np.testing.assert_array_equal(filled[:, 0], array[:, 0])
     assert (filled[:, 1] == 5.0).all()
     assert np.isnan(filled[:, 2]).all()
+    std = smoother.posterior(array, [3.0], noise=True).std
+    assert np.isfinite(std[:, 0]).all()
+    assert np.isinf(std[:, 1:]).all()  # one value or none tells nothing of a spread
+    assert torch.isinf(smoother.forecast(array, [3.0]).std[..., 1:]).all()
     array[0, 2, 3] = 1.0  # a channel that the fit has never seen
     again = smoother.impute(array)
     assert again[0, 2, 3] == 1.0
@@ -176,12 +250,19 @@ def test_the_global_random_numbers_are_not_touched(fitted):
     assert np.random.get_state()[1].tolist() == of_numpy  # noqa: NPY002
 
 
+def test_swapped_axes_warn_in_the_caller():
+    with pytest.warns(UserWarning, match="20 channels of 3 samples") as caught:
+        OscillatorSmoother(1, max_iter=1, random_state=0).fit(np.random.default_rng(0).normal(size=(4, 20, 3)))
+    assert caught[0].filename == __file__
+
+
 @pytest.mark.parametrize(
     ("use", "kind", "message"),
     [
-        (lambda s: OscillatorSmoother(mean="bins").fit(pairs(2, 5)), ValueError, "mean must be 'shared' or 'constant'"),
+        (lambda s: OscillatorSmoother(mean="bins").fit(pairs(2, 5)), ValueError, "mean must be 'auto', 'shared' or"),
         (lambda s: OscillatorSmoother().fit(np.full((2, 1, 5), np.nan)), ValueError, "fewer than two observed"),
         (lambda s: OscillatorSmoother().posterior(pairs(2, 5), [0.0]), NotFittedError, "not fitted"),
+        (lambda s: s.impute(pairs(2, 5), causal=1), TypeError, "causal must be True or False"),
         (lambda s: s.posterior(pairs(2, 5), [0.0], noise=1), TypeError, "noise must be True or False"),
         (lambda s: s.posterior(np.zeros((2, 3, 5)), [0.0]), ValueError, "must have 1 channels as in fit, got 3"),
         (lambda s: s.posterior(pairs(2, 5), np.zeros((3, 4))), ValueError, r"\(K,\) or \(batch, K\) with batch=2"),
