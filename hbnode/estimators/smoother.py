@@ -85,30 +85,40 @@ class OscillatorSmoother(BaseEstimator):
     The likelihood is then a multivariate t distribution, and the bands of a series widen with its own errors.
 
     The oscillators are limited to one cycle in four median gaps and to ζ < 2 in the fit. A faster oscillator could not
-    be distinguished from noise. The mean is smooth: for rough series it lacks details that a classifier uses, although
-    its errors are small. ``keep_observed=True`` therefore restores the observed values. Choose between reconstructions
-    by the accuracy of the classifier, never by their errors.
+    be distinguished from noise. Fewer than ten series are fitted in longer windows, with up to one cycle in two gaps.
+    The first oscillators are then a slow one, a rough one, and sines at the peaks of the spectrum.
 
-    All bands take μ(t) and the fitted numbers as known. So bands that are fitted to a few series are too narrow, above
-    all at times before the first value of every series or after the last. For one series use ``mean="constant"``.
+    The posterior mean is smooth: for rough series it lacks details that a classifier uses, although its errors are
+    small. ``keep_observed=True`` therefore restores the observed values. Choose between reconstructions by the accuracy
+    of the classifier, never by their errors.
+
+    All bands take μ(t) and the fitted numbers as known, but are wider by √(n / (n - k)) if k numbers are fitted to n
+    values, as in a regression. The mean of N series has 1/N of their variance, and a mean that is fitted to a few
+    series follows them everywhere. So ``mean="auto"`` shares a mean among ten series or more, where its error would
+    widen bands by 5 % or less.
 
     References:
         Shah, Wilson and Ghahramani, Student-t Processes as Alternatives to Gaussian Processes, AISTATS 2014;
         Foreman-Mackey et al., Fast and Scalable Gaussian Process Modeling, AJ 154 (2017) (the oscillator as a kernel).
 
     Arguments:
-        num_oscillators: P. Default: ``3``
+        num_oscillators: P. None is 3, or for fewer than ten series one of 2, 3, 4 and 6, by Schwarz's criterion (BIC).
+            Default: ``None``
         mean: ``"shared"`` for a mean μ(t) over all series, if they have one clock, such as days or spectra.
-            ``"constant"`` for the mean of all values of a channel. Default: ``"shared"``
+            ``"constant"`` for the mean of all values of a channel. ``"auto"`` is ``"shared"`` for the channels of which
+            ten series or more are under way at a time, on average, and else ``"constant"``. Default: ``"auto"``
         keep_observed: whether means at times with an observed value are that value. Default: ``True``
         student: whether each series has a variance of its own. Default: ``True``
         max_iter: iterations of L-BFGS. Default: ``50``
-        random_state: seed for the windows of the fit, of 48 samples and at most 100, and for paths. Default: ``None``
+        random_state: seed for the windows of the fit and for paths. There are at most 100 windows of 48 samples, or for
+            fewer than ten series one of each, with 2,400 samples in all. Default: ``None``
 
-    A channel with one training value is taken as constant, and the mean of one without any is NaN. Times count from
-    ``unit`` and ``origin`` as in the training data. Other series are refused.
+    A channel with one training value is taken as constant, and the mean of one without any is NaN. Both have infinite
+    standard deviations, because the data show no spread. Times count from ``unit`` and ``origin`` as in the training
+    data. Other series are refused.
 
     Attributes:
+        is_shared_: which channels have a shared mean, (channels,).
         noise_std: standard deviation s of the observation noise of each channel, in units of the data, (channels,).
         layer_: the fitted :class:`hbnode.nn.Oscillators`, for one channel of standard deviation 1.
 
@@ -207,11 +217,13 @@ class OscillatorSmoother(BaseEstimator):
             *rest, log_excess = logs(parameters)
             return _log_density(_kalman(*rest), windows, log_excess if self.student else None).sum()
 
-        least, weight = math.inf, 1 / count if few else PRIOR_WEIGHT
-        for size in sizes:
-            spread = torch.full((size,), 0.5 * math.log(variance / size), dtype=torch.float64)
-            start = torch.cat([omega[:size], zeta[:size], spread, noise])
-            found = _maximised(log_density, start, count, self.max_iter, weight)
+        least, fitted = math.inf, omega.new_empty(3, 0)
+        for size in sizes:  # the oscillators of one size are where those of the next start
+            spread = torch.full_like(omega, 0.5 * math.log(variance / size) - 1.5 * (fitted.shape[1] > 0))
+            added = torch.stack([omega, zeta, spread])[:, fitted.shape[1] : size]
+            start = torch.cat([torch.cat([fitted, added], 1).flatten(), noise])
+            found = _maximised(log_density, start, count, self.max_iter, few)
+            fitted, noise = found[:-2].view(3, -1), found[-2:]
             with torch.no_grad():
                 cost = 1.5 * size * math.log(count) - float(log_density(found))  # half of Schwarz's criterion
             if cost < least:
@@ -219,6 +231,7 @@ class OscillatorSmoother(BaseEstimator):
         self.log_omega_, self.log_zeta_, self.log_spread_, self.log_noise_, self.log_excess_ = (
             each.numpy() for each in logs(best)
         )
+        self.widening_ = math.sqrt(count / max(count - len(best), 1))
         return self
 
     @property
@@ -470,12 +483,12 @@ class OscillatorSmoother(BaseEstimator):
 
     @torch.no_grad()
     def _spread(self, rows: _Rows) -> Tensor:
-        """Return the factor a of the standard deviations of each row, (R,); 1 without ``student``."""
+        """Return the factor of the standard deviations of each row, (R,): a, or 1 without ``student``, widened."""
         if not self.student:
-            return torch.ones(len(rows.x), dtype=torch.float64)
+            return torch.full((len(rows.x),), self.widening_, dtype=torch.float64)
         count, square, _ = _statistics(self.layer_._kalman_filter(), rows)
         excess = math.exp(self.log_excess_[0])
-        return torch.where(count > 0, (2 + excess + square) / (excess + count), 1.0).sqrt()
+        return self.widening_ * torch.where(count > 0, (2 + excess + square) / (excess + count), 1.0).sqrt()
 
 
 def _scale(values: Tensor) -> float:
@@ -509,19 +522,20 @@ def _log_density(kalman: KalmanFilter, rows: _Rows, log_excess: Tensor | None) -
 
 
 def _maximised(
-    log_density: Callable[[Tensor], Tensor], start: Tensor, count: int, iterations: int, weight: float = PRIOR_WEIGHT
+    log_density: Callable[[Tensor], Tensor], start: Tensor, count: int, iterations: int, few: bool = False
 ) -> Tensor:
-    """Return the maximum of a log density of ``count`` values, times the prior of all logarithms.
+    """Return the maximum of a log density of ``count`` values, times the weak prior of all logarithms.
 
-    The prior weighs ``weight`` times as much as a value.
+    The prior of few series is as strong as one value, because a sine needs a damping ratio far from the start.
     """
+    weight, tolerance = (1 / count, 1e-7) if few else (PRIOR_WEIGHT, 1e-5)
 
     def bounded(parameters: Tensor) -> Tensor:
         return start + FARTHEST * ((parameters - start) / FARTHEST).tanh()
 
     parameters = start.clone().requires_grad_()
     optimizer = torch.optim.LBFGS(
-        [parameters], max_iter=iterations, history_size=10, tolerance_change=1e-5, line_search_fn="strong_wolfe"
+        [parameters], max_iter=iterations, history_size=10, tolerance_change=tolerance, line_search_fn="strong_wolfe"
     )
 
     def closure() -> Tensor:
@@ -565,7 +579,7 @@ def _starts(rows: _Rows, gap: float, most: float, size: int) -> tuple[Tensor, Te
         x = rows.x - (basis @ torch.linalg.lstsq(basis, rows.x.unsqueeze(-1), driver="gelsd").solution).squeeze(-1)
         grid = x.new_zeros(len(x), cells + 1).scatter_add(1, index, x)
         power = torch.fft.rfft(grid, 4 * cells).abs().square() / seen.sum(1, keepdim=True)
-        found.append(torch.where(is_free, power.sum(0)[: len(number)], -1.0).argmax().clamp(min=1))
+        found.append(number[torch.where(is_free, power.sum(0)[: len(number)], -1.0).argmax().clamp(min=1)])
         is_free &= (number - found[-1]).abs() > 4
         angle = found[-1] * (math.pi / 2 / span) * t
         basis = torch.cat([basis, torch.stack([seen * angle.cos(), seen * angle.sin()], -1)], -1)

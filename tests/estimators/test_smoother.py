@@ -57,6 +57,7 @@ def test_likelihood_and_posterior_are_those_of_the_dense_distribution(fitted, st
         factor = (nu + z @ np.linalg.solve(covariance, z)) / (nu + 12 - 2)
     else:
         right, factor = multivariate_normal(np.zeros(12), covariance).logpdf(z), 1.0
+    factor *= 360 / (360 - 8)  # 360 values, and eight fitted numbers
     np.testing.assert_allclose(smoother.log_likelihood([(t, x)]), right - 12 * math.log(scale), rtol=0, atol=1e-9)
     weights = np.linalg.solve(covariance, kernel(smoother, t, grid)).T
     mean = smoother.level_[0] + scale * weights @ z
@@ -120,6 +121,32 @@ def test_the_mean_is_shared_if_ten_series_are_observed_at_a_time():
     array = np.random.default_rng(0).normal(size=(14, 2, 20))
     array[4:, 1] = np.nan  # four series have the second channel
     assert is_shared(array) == [True, False]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_sparse_channels_and_equal_times_agree_with_dense_distributions(seed):
+    rng = np.random.default_rng(seed)
+    smoother = OscillatorSmoother(2, "constant", keep_observed=False, student=False, max_iter=2, random_state=0)
+    smoother.fit([(np.arange(8.0), rng.normal(size=(8, 2))) for _ in range(3)])
+    smoother.range_ *= 1e9  # no mean is clipped
+    t = np.sort(rng.uniform(0, 5, 15))
+    t[6] = t[5]
+    x = rng.normal(size=(15, 2))
+    x[rng.random((15, 2)) < 0.4] = np.nan
+    grid, noise = np.array([-1.0, t[5], 2.2, 30.0]), math.exp(smoother.log_noise_[0])
+    likelihood = 0.0
+    found = smoother.posterior([(t, x)], grid)
+    for k in range(2):
+        seen, scale = np.isfinite(x[:, k]), smoother.scale_[k]
+        s, z = t[seen], (x[seen, k] - smoother.level_[k]) / scale
+        covariance = kernel(smoother, s, s) + noise**2 * np.eye(len(s))
+        weights = np.linalg.solve(covariance, kernel(smoother, s, grid)).T
+        variance = (kernel(smoother, grid, grid) - weights @ kernel(smoother, s, grid)).diagonal()
+        np.testing.assert_allclose(found.mean[0, k], smoother.level_[k] + scale * weights @ z, rtol=0, atol=1e-8)
+        std = smoother.widening_ * scale * np.sqrt(variance)
+        np.testing.assert_allclose(found.std[0, k], std, rtol=0, atol=1e-8)
+        likelihood += multivariate_normal(np.zeros(len(s)), covariance).logpdf(z) - len(s) * math.log(scale)
+    np.testing.assert_allclose(smoother.log_likelihood([(t, x)]), likelihood, rtol=0, atol=1e-8)
 
 
 def test_a_shared_mean_fills_what_aligned_series_have_in_common():
