@@ -410,7 +410,8 @@ class SeriesForecaster(SeriesEstimator):
         check_is_fitted(self)
         series = self._scaled(self._to_series(X, reset=False))
         asked = questions(series, check_random_state(0), START, CUTS, AHEAD, self.horizon_)
-        return -_score(*asked.over(lambda past, dt: self._forecast(self._model, past, dt)), asked.values)
+        mean, std = asked.over(lambda past, dt: self._forecast(self._model, past, dt))
+        return -_score(mean, std, asked.values)
 
     @property
     def _model(self) -> Any:
