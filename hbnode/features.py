@@ -138,6 +138,10 @@ class _Transformer(TransformerMixin, BaseEstimator):
             self.n_features_in_, self._width = channels, data.shape[1] if getattr(data, "ndim", 0) == 2 else None
             self.channels_ = _unique(series.features, channels, "x")
             self.static_channels_ = list(map(str, series.static_features))
+            if series.static is not None:
+                static = series.static.double().numpy(force=True)
+                seen = ~np.isnan(static)
+                self.static_mean_ = np.where(seen, static, 0.0).sum(0) / np.maximum(seen.sum(0), 1)
         else:
             series = aligned(series, self.channels_, self.static_channels_)
         return on_clock(series, self.clock_)
@@ -175,6 +179,13 @@ class _Transformer(TransformerMixin, BaseEstimator):
         for rows, part in zip(chunks, found, strict=True):
             result[rows] = part
         return result
+
+    def _with_static(self, found: Array, series: Series) -> Array:
+        """Return the features with the static ones at the end; a missing one is the training mean."""
+        if series.static is None:
+            return found
+        static = series.static.double().numpy(force=True)
+        return np.concatenate([found, np.where(np.isnan(static), self.static_mean_, static)], 1)
 
     @override
     def __sklearn_tags__(self) -> Any:
@@ -474,12 +485,8 @@ class OscillatorFeatures(_Transformer):
         thresholds = np.quantile(np.round(samples / scales, _DIGITS), shares, axis=0)
         self._bank = _Bank(*fixed, scales, thresholds + 0.5 * 10.0**-_DIGITS)  # between rounded states
         if series.static is not None:
-            static = series.static.double().numpy(force=True)
-            seen = ~np.isnan(static)
-            self.static_mean_ = np.where(seen, static, 0.0).sum(0) / np.maximum(seen.sum(0), 1)
-            self.static_channels_ = _unique(
-                series.static_features, static.shape[1], "static", self._names(self.channels_)
-            )
+            count = series.static.shape[1]
+            self.static_channels_ = _unique(series.static_features, count, "static", self._names(self.channels_))
         return self
 
     def _samples(self, bank: _Bank, series: Series, random: np.random.RandomState) -> Array:
@@ -514,10 +521,7 @@ class OscillatorFeatures(_Transformer):
         points = _parts(gaps, lengths, self.step_).sum(1) + 1
         cost = np.minimum(points, _WINDOW) * len(self.frequency_) + points * self.n_features_in_
         found = self._rows(self._bank.features, lambda rows: self._block(series, rows), series, cost)
-        if series.static is None:
-            return found
-        static = series.static.double().numpy(force=True)
-        return np.concatenate([found, np.where(np.isnan(static), self.static_mean_, static)], 1)
+        return self._with_static(found, series)
 
     def get_feature_names_out(self, input_features: Any = None) -> Array:
         """Return the names of the features, such as ``"oscillator3_velocity_mean"`` and ``"pulse_last"``.
@@ -539,6 +543,39 @@ class OscillatorFeatures(_Transformer):
         places = range(len(self.frequency_))
         names = [f"oscillator{p}_{state}_{what}" for state in STATES for what in POOLED for p in places]
         return names + [f"{channel}_{what}" for what in SUMMARIES for channel in channels]
+
+
+class Summaries(_Transformer):
+    """A transformer of series to summaries for decision trees, with NaN for a channel without a value.
+
+    They are the summaries of :class:`OscillatorFeatures`, the slope of the line of least squares, the time of the last
+    value and the share of the samples with a value, for each channel. The static features come last.
+    """
+
+    random_state = n_jobs = None
+
+    def fit(self, X: Any, y: Any = None) -> Self:
+        """Remember the scale of each channel."""
+        self._series(X, is_new=True)
+        return self
+
+    def transform(self, X: Any) -> Array:
+        """Return the summaries of each series, (batch, summaries)."""
+        check_is_fitted(self)
+        series = self._series(X)
+        cost = series.lengths.numpy(force=True) * self.n_features_in_
+        found = self._rows(self._summaries, lambda rows: self._block(series, rows), series, cost)
+        static = [] if series.static is None else [series.static.double().numpy(force=True)]
+        return np.concatenate([found, *static], 1)
+
+    @staticmethod
+    def _summaries(block: _Block) -> Array:
+        x, seen, t = np.nan_to_num(block.x), ~np.isnan(block.x), block.t[..., None]
+        count = seen.sum(1)
+        centred = (t - (t * seen).sum(1, keepdims=True) / np.maximum(count, 1)[:, None]) * seen
+        slope = (centred * x).sum(1) / np.maximum(np.square(centred).sum(1), 1e-12)
+        found = [*_summaries(block), slope, (t * seen).max(1), count / np.maximum(block.lengths, 1)[:, None]]
+        return np.concatenate([np.where(count > 0, each, np.nan) for each in found], 1)
 
 
 def _step_and_span(series: Series) -> tuple[float, float]:
@@ -610,7 +647,8 @@ class RocketFeatures(_Transformer):
 
     Each channel is standardised and put onto the grid. aeon's MiniRocket then counts how often convolutions with 84
     fixed kernels, at several dilations, exceed a threshold. It needs the package aeon, which compiles the kernels in
-    the first call (20 seconds, then cached).
+    the first call (20 seconds, then cached). The static features of a :class:`hbnode.data.Series` come last; a missing
+    one is the training mean.
 
     All series share one grid, so t = 0 must have the same meaning in every series. There is a warning if a series
     extends beyond the times of fit by more than a tenth of their span. A training series with a wrong time, whose
@@ -641,7 +679,7 @@ class RocketFeatures(_Transformer):
 
     Raises:
         ImportError: if aeon is not installed.
-        ValueError: if the series do not have the channels or the unit of time of those in fit, have infinite values, or
+        ValueError: if the series do not have the channels, the static features or the unit of time of those in fit, have infinite values, or
             lie outside of the times of fit.
 
     Example:
@@ -686,7 +724,7 @@ class RocketFeatures(_Transformer):
         series, values = self._fit(X)
         if len(values) < len(series):
             return self._features(series)
-        return np.asarray(_with_numba(self.kernels_.transform, values), dtype=np.float64)
+        return self._with_static(np.asarray(_with_numba(self.kernels_.transform, values), dtype=np.float64), series)
 
     def _fit(self, X: Any) -> tuple[Series, Array]:
         """Fit, and return the series and the values of those that fit in memory on the grid, (n, channels, points)."""
@@ -707,7 +745,7 @@ class RocketFeatures(_Transformer):
             )
         else:
             self.reconstruction_ = clone(self.reconstruction, safe=False).fit(series)
-        self.grid_, self._range = _grid(self.grid, series)
+        self.grid_, self._range = grid_of(self.grid, series)
         check_range(series, *self._range)
         random = check_random_state(self.random_state)
         kernels = MiniRocket(as_count(self.num_features, "num_features"), random_state=int(random.randint(2**31 - 1)))
@@ -734,7 +772,8 @@ class RocketFeatures(_Transformer):
     def _features(self, series: Series) -> Array:
         cost = np.full(len(series), len(self.grid_) * self.n_features_in_)
         transform = partial(_with_numba, self.kernels_.transform)
-        return self._rows(transform, lambda rows: self._values(series, rows), series, cost)
+        found = self._rows(transform, lambda rows: self._values(series, rows), series, cost)
+        return self._with_static(found, series)
 
     def _values(self, series: Series, rows: Array) -> Array:
         """Return the standardised values of some series on the grid, (n, channels, points)."""
@@ -751,14 +790,14 @@ class RocketFeatures(_Transformer):
         return np.nan_to_num((values - self.mean_[:, None]) / self.scale_[:, None])
 
     def get_feature_names_out(self, input_features: Any = None) -> Array:
-        """Return the names of the features, ``"minirocket0"``, ``"minirocket1"``, ....
+        """Return the names of the features, ``"minirocket0"``, ``"minirocket1"``, ..., and of the static features.
 
         Arguments:
             input_features: ignored. Default: ``None``
         """
         check_is_fitted(self)
         count = max(84, self.num_features // 84 * 84)
-        return np.array([f"minirocket{i}" for i in range(count)], dtype=object)
+        return np.array([*(f"minirocket{i}" for i in range(count)), *self.static_channels_], dtype=object)
 
 
 def check_range(series: Series, first: float, last: float) -> None:
@@ -784,7 +823,7 @@ def check_range(series: Series, first: float, last: float) -> None:
         warnings.warn(message, stacklevel=3)
 
 
-def _grid(grid: Any, series: Series) -> tuple[Array, tuple[float, float]]:
+def grid_of(grid: Any, series: Series) -> tuple[Array, tuple[float, float]]:
     """Return the times of the grid, and the range of times in which series must lie.
 
     A series with a wrong time does not count.

@@ -7,12 +7,13 @@ import importlib.util
 import numbers
 import warnings
 from collections.abc import Sequence
+from time import monotonic
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
 from scipy.optimize import minimize_scalar
-from scipy.special import softmax
+from scipy.special import log_softmax, softmax
 from sklearn import config_context
 from sklearn.base import ClassifierMixin, RegressorMixin, clone
 from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
@@ -29,13 +30,13 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, mse_loss
 from typing_extensions import Self, override
 
-from hbnode._checks import nearest, warn_if_swapped
+from hbnode._checks import as_real, nearest, warn_if_swapped
 from hbnode.data import Series
 from hbnode.estimators.base import SeriesEstimator, moments, targets_of
 from hbnode.estimators.forecast_models import bound
 from hbnode.estimators.networks import SeriesNetwork, batched, common_start, config_of, kept_random_state, trained
 from hbnode.estimators.smoother import OscillatorSmoother
-from hbnode.features import OscillatorFeatures, RocketFeatures
+from hbnode.features import OscillatorFeatures, RocketFeatures, Summaries, grid_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -43,12 +44,15 @@ if TYPE_CHECKING:
 Model = Literal["auto", "features", "rocket", "oscillators", "odernn", "gru"]
 Clock = Literal["relative", "absolute"]
 NETWORKS = ("oscillators", "odernn", "gru")
-ALPHAS = np.logspace(-3, 3, 13)  # of the ridge, for standardised features
+ALPHAS = np.logspace(-3, 6, 19)  # of the ridge, for standardised features; thousands of weak ones need the upper end
 FOLDS = 4
 MANY = 1000  # series from which boosting is tried
-BOOSTED = 2  # oscillators for boosting, which needs few features
+TREES = {"learning_rate": 0.05, "max_leaf_nodes": 15, "max_features": 0.3, "l2_regularization": 1.0}
+MEMBERS = 3  # most models whose mean is the answer
+LONGEST = 40.0  # seconds on one core that the counts of the data may predict for a candidate beyond the first
 PARTS = 5  # of the series, one of which is for the validation of a network
 OUTSIDE = 0.1  # share of the time seen in fit by which later series may leave it
+FEW, GAPPY = 16, 3  # samples of a series, or points of the grid for each of them, with which the smoother is tried
 ENOUGH = 0.15  # cross-validated loss below which "auto" does not try the smoother, which takes seconds
 
 
@@ -73,6 +77,28 @@ class _Aims(NamedTuple):
             return clone(head).fit(features[rows], self.values[rows], **{name: weights})
 
 
+class _Scaler(StandardScaler):
+    """Standardises features, and gives more weight to the static ones, the last columns.
+
+    A ridge loses a few columns among thousands. With the weight of all others together they would hardly be shrunk, so
+    that noise in them would stay. The weight is the geometric mean of these two. No feature of n training series is
+    more than √n deviations from its mean, and no later one may be: one that hardly varied in training would outweigh
+    all others.
+    """
+
+    def __init__(self, static: int = 0) -> None:
+        super().__init__()
+        self.static = static
+
+    def transform(self, X: Any, copy: bool | None = None) -> Any:
+        """Return the standardised features."""
+        most = np.sqrt(np.max(self.n_samples_seen_))
+        found = np.asarray(super().transform(X, copy)).clip(-most, most)
+        if self.static:
+            found[:, -self.static :] *= (found.shape[1] / self.static) ** 0.25
+        return found
+
+
 class _SeriesModel(SeriesEstimator):
     """What the classifier and the regressor share: the choice of a model, and its fit."""
 
@@ -81,15 +107,15 @@ class _SeriesModel(SeriesEstimator):
         values: str | Sequence[str] | None = None, static: str | Sequence[str] | None = None,
         clock: Clock | None = None, reconstruction: Any = "auto", hidden_size: int = 32, dropout: float = 0.1,
         weight_decay: float = 0.01, learning_rate: float = 5e-3, max_epochs: int = 100, patience: int = 10,
-        n_members: int = 3, n_jobs: int | None = None, device: torch.device | str | None = None,
-        random_state: Any = None, progress: bool | None = None,
+        n_members: int = 3, time_budget: float | None = None, n_jobs: int | None = None,
+        device: torch.device | str | None = None, random_state: Any = None, progress: bool | None = None,
     ) -> None:  # fmt: skip
         self.model: Any = model
         self.id, self.time, self.values, self.static = id, time, values, static
         self.clock, self.reconstruction = clock, reconstruction
         self.hidden_size, self.dropout, self.weight_decay = hidden_size, dropout, weight_decay
         self.learning_rate, self.max_epochs, self.patience = learning_rate, max_epochs, patience
-        self.n_members, self.n_jobs = n_members, n_jobs
+        self.n_members, self.time_budget, self.n_jobs = n_members, time_budget, n_jobs
         self.device, self.random_state, self.progress = device, random_state, progress
 
     @kept_random_state()
@@ -159,25 +185,45 @@ class _SeriesModel(SeriesEstimator):
     # Features
 
     def _fit_features(self, series: Series, aims: _Aims, random: np.random.RandomState) -> NDArray[Any]:
-        """Fit the candidates, and keep the best one, or the best two if the loss of their mean is less."""
+        """Fit the candidates, and keep the best, and with it the next ones that are as good or make the mean better."""
+        budget = np.inf if self.time_budget is None else as_real(self.time_budget, "time_budget", "time_budget=60")
+        start, found = monotonic(), []
         self.cv_loss_: dict[str, float] = {}
-        found = []
-        for name, transformer, head in self._candidates(series, int(random.randint(2**31 - 1))):
-            if self.model == "auto" and name == "rocket, oscillators" and min(self.cv_loss_.values()) < ENOUGH:
-                continue
-            features = transformer.fit_transform(series)
-            outputs, scale = self._held_out(head, features, aims)
-            self.cv_loss_[name] = self._cv_loss(outputs, aims)
-            found.append((name, outputs, (transformer, aims.fitted(head, features), scale)))
+        self.left_out_: dict[str, str] = {}
+        for name, transformer, head, seconds in self._candidates(series, int(random.randint(2**31 - 1))):
+            if found and monotonic() - start >= budget:
+                self.left_out_[name] = "time_budget"
+            elif found and seconds > LONGEST:
+                self.left_out_[name] = f"about {seconds:.0f} s"
+            elif self.model == "auto" and name == "rocket, oscillators" and min(self.cv_loss_.values()) < ENOUGH:
+                self.left_out_[name] = f"another loss is below {ENOUGH}"
+            else:
+                features = transformer.fit_transform(series)
+                outputs, scale = self._held_out(head, features, aims)
+                self.cv_loss_[name] = self._cv_loss(outputs, aims)
+                found.append((name, outputs, (transformer, aims.fitted(head, features), scale)))
+        late = [name for name, why in self.left_out_.items() if why == "time_budget"]
+        if late:
+            warnings.warn(
+                f"time_budget={self.time_budget} left out the models {late}. Fix: time_budget=None.", stacklevel=5
+            )
         found.sort(key=lambda each: self.cv_loss_[each[0]])
         self.model_, outputs, member = found[0]
-        self.members_ = [member]
-        if len(found) > 1:
-            name, mean = f"{found[0][0]} + {found[1][0]}", (outputs + found[1][1]) / 2
-            self.cv_loss_[name] = self._cv_loss(mean, aims)
-            if self.cv_loss_[name] < self.cv_loss_[self.model_]:
-                self.model_, self.members_, outputs = name, [member, found[1][2]], mean
+        self.members_, least = [member], outputs
+        for name, other, member in found[1:MEMBERS]:
+            mean = outputs + (other - outputs) / (len(self.members_) + 1)
+            loss = self._cv_loss(mean, aims)
+            if loss < self.cv_loss_[self.model_] or self._is_as_good(other, least, aims):
+                self.model_, outputs = f"{self.model_} + {name}", mean
+                self.cv_loss_[self.model_] = loss
+                self.members_.append(member)
         return outputs
+
+    def _is_as_good(self, outputs: NDArray[Any], least: NDArray[Any], aims: _Aims) -> bool:
+        """Return whether the loss is above the least one by no more than two standard errors of the difference."""
+        known = ~np.isnan(least).any(1)
+        excess = ((self._losses(outputs, aims) - self._losses(least, aims)) * aims.weights)[known]
+        return known.any() and bool(excess.mean() <= 2 * excess.std() / np.sqrt(len(excess)))
 
     def _pairs(self, data: Any, y: Any, sample_weight: Any) -> tuple[Series, NDArray[Any], NDArray[Any] | None]:
         """Return series with their targets and weights, paired as in fit."""
@@ -212,26 +258,35 @@ class _SeriesModel(SeriesEstimator):
         found = [self._output(head, of.transform(series)) / scale for of, head, scale in self.members_]
         return np.mean(found, 0)
 
-    def _candidates(self, series: Series, seed: int) -> list[tuple[str, Any, Any]]:
-        """Return names of models, transformers of series to features, and estimators on the features."""
-        found: list[tuple[str, Any, Any]] = []
-        ridge, boosting = self._heads(seed)
+    def _candidates(self, series: Series, seed: int) -> list[tuple[str, Any, Any, float]]:
+        """Return names of models, transformers of series to features, estimators on them, and the seconds of a fit.
+
+        The seconds follow from counts alone, so that the same data give the same candidates. The numbers are from one
+        slow core: per value of a summary for trees, per value on a grid, and per product in a ridge with its folds.
+        """
+        found: list[tuple[str, Any, Any, float]] = []
+        ridge, boosting = self._heads(seed, 0 if series.static is None else series.static.shape[1])
+        count, size, channels = series.x.shape
         if self.model in ("auto", "features"):
             features = OscillatorFeatures(random_state=seed, n_jobs=self.n_jobs)
-            found.append(("features", features, ridge))
-            if series.static is not None or len(series) >= MANY:
-                few = OscillatorFeatures(BOOSTED, random_state=seed, n_jobs=self.n_jobs)
-                found.append(("features, boosting", few, boosting))
+            found.append(("features", features, ridge, 0.0))
+            if series.static is not None or count >= MANY:
+                found.append(("features, boosting", Summaries(), boosting, 1e-4 * count * channels * self._outputs))
         if self.model == "rocket" or (self.model == "auto" and importlib.util.find_spec("aeon") is not None):
-            kinds = [self.reconstruction]
+            kinds, points = [self.reconstruction], len(grid_of(None, series)[0])
             if self.reconstruction == "auto":
                 kinds = ["linear"] if _is_regular(series) else ["linear", "last"]
-                if len(kinds) > 1 and bool((series.mask.sum((0, 1)) > 1).all()):  # else the smoother has no values
+                samples = float(series.mask.any(-1).sum(1).double().median())
+                is_sparse = samples <= FEW or points >= GAPPY * samples
+                if len(kinds) > 1 and is_sparse and bool((series.mask.sum((0, 1)) > 1).all()):  # else it has no values
                     kinds.append("oscillators")
+            width, spent = RocketFeatures().num_features, 0.0
             for kind in kinds:
-                of = OscillatorSmoother(random_state=seed) if kind == "oscillators" else kind
+                of = OscillatorSmoother(2, max_iter=15, random_state=seed) if kind == "oscillators" else kind
                 rocket = RocketFeatures(reconstruction=of, random_state=seed, n_jobs=self.n_jobs)
-                found.append((f"rocket, {kind}" if len(kinds) > 1 else "rocket", rocket, self._heads(seed)[0]))
+                spent += 1.2e-6 * count * channels * points + 5e-10 * count * width * min(count, width)
+                spent += 7e-6 * count * channels * (size + points) if kind == "oscillators" else 0.0
+                found.append((f"rocket, {kind}" if len(kinds) > 1 else "rocket", rocket, ridge, spent))
         return found
 
     def _held_out(self, head: Any, features: NDArray[Any], aims: _Aims) -> tuple[NDArray[Any], float]:
@@ -251,14 +306,18 @@ class _SeriesModel(SeriesEstimator):
     def _cv_loss(self, outputs: NDArray[Any], aims: _Aims) -> float:
         """Return the weighted mean loss of the outputs that are not NaN; infinite if there are none."""
         known = ~np.isnan(outputs).any(1)
-        losses = self._loss(torch.as_tensor(outputs[known]), torch.as_tensor(aims.values[known])).numpy()
+        losses = self._losses(outputs, aims)[known]
         return float(np.average(losses, weights=aims.weights[known])) if known.any() else np.inf
+
+    def _losses(self, outputs: NDArray[Any], aims: _Aims) -> NDArray[Any]:
+        losses: NDArray[Any] = self._loss(torch.as_tensor(outputs), torch.as_tensor(aims.values)).numpy()
+        return losses
 
     def _output(self, head: Any, features: NDArray[Any]) -> NDArray[Any]:
         raise NotImplementedError
 
-    def _heads(self, seed: int) -> tuple[Any, Any]:
-        """Return a ridge and a boosting estimator."""
+    def _heads(self, seed: int, static: int) -> tuple[Any, Any]:
+        """Return a ridge and a boosting estimator of features, of which some are static."""
         raise NotImplementedError
 
     # Networks
@@ -403,8 +462,8 @@ class SeriesClassifier(ClassifierMixin, _SeriesModel):
         class_weight: Literal["balanced"] | dict[Any, float] | None = None, clock: Clock | None = None,
         reconstruction: Any = "auto", hidden_size: int = 32, dropout: float = 0.1, weight_decay: float = 0.01,
         learning_rate: float = 5e-3, max_epochs: int = 100, patience: int = 10, n_members: int = 3,
-        n_jobs: int | None = None, device: torch.device | str | None = None, random_state: Any = None,
-        progress: bool | None = None,
+        time_budget: float | None = None, n_jobs: int | None = None, device: torch.device | str | None = None,
+        random_state: Any = None, progress: bool | None = None,
     ) -> None:  # fmt: skip
         shared = {name: value for name, value in locals().items() if name not in ("self", "__class__", "class_weight")}
         super().__init__(**shared)
@@ -469,18 +528,25 @@ class SeriesClassifier(ClassifierMixin, _SeriesModel):
         weights = weights * compute_sample_weight(self.class_weight, targets)
         return _Aims(codes, weights / weights.mean(), groups)
 
-    def _heads(self, seed: int) -> tuple[Any, Any]:
+    def _heads(self, seed: int, static: int) -> tuple[Any, Any]:
         return (
-            make_pipeline(StandardScaler(), RidgeClassifierCV(ALPHAS)),
-            HistGradientBoostingClassifier(random_state=seed),
+            make_pipeline(_Scaler(static), RidgeClassifierCV(ALPHAS)),
+            HistGradientBoostingClassifier(**TREES, random_state=seed),
         )
 
     def _held_out(self, head: Any, features: NDArray[Any], aims: _Aims) -> tuple[NDArray[Any], float]:
         logits, _ = super()._held_out(head, features, aims)
         if np.isnan(logits).all():
             return logits, 1.0
-        found = minimize_scalar(lambda x: self._cv_loss(logits / np.exp(x), aims), bounds=(-3, 3), method="bounded")
-        temperature = float(np.exp(found.x))
+        known = ~np.isnan(logits).any(1)
+        share = self._outputs / (self._outputs + known.sum())
+
+        def loss(log_temperature: float) -> float:
+            """As if one series of each class more had been any class: few series that are right prove no certainty."""
+            scaled = logits / np.exp(log_temperature)
+            return (1 - share) * self._cv_loss(scaled, aims) - share * float(log_softmax(scaled[known], 1).mean())
+
+        temperature = float(np.exp(minimize_scalar(loss, bounds=(-3, 3), method="bounded").x))
         return logits / temperature, temperature
 
     def _folds(self, aims: _Aims, count: int, seed: int) -> list[tuple[NDArray[Any], NDArray[Any]]]:
@@ -643,11 +709,10 @@ class SeriesRegressor(RegressorMixin, _SeriesModel):
         self.target_std_, self.prior_ = np.where(spread > 0, spread, 1.0), np.zeros(self._outputs)
         return _Aims((values - self.target_mean_) / self.target_std_, weights / weights.mean(), groups)
 
-    def _heads(self, seed: int) -> tuple[Any, Any]:
-        boosting = HistGradientBoostingRegressor(random_state=seed)
+    def _heads(self, seed: int, static: int) -> tuple[Any, Any]:
         return (
-            make_pipeline(StandardScaler(), RidgeCV(ALPHAS)),
-            boosting if self._outputs == 1 else MultiOutputRegressor(boosting),
+            make_pipeline(_Scaler(static), RidgeCV(ALPHAS)),
+            MultiOutputRegressor(HistGradientBoostingRegressor(**TREES, random_state=seed)),
         )
 
     def _output(self, head: Any, features: NDArray[Any]) -> NDArray[Any]:
