@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 Model = Literal["auto", "features", "rocket", "oscillators", "odernn", "gru"]
 Clock = Literal["relative", "absolute"]
 NETWORKS = ("oscillators", "odernn", "gru")
-ALPHAS = np.logspace(-3, 6, 19)  # of the ridge, for standardised features; thousands of weak ones need the upper end
+ALPHAS = np.logspace(-3, 6, 10)  # of the ridge, for standardised features; thousands of weak ones need the upper end
 FOLDS = 4
 MANY = 1000  # series from which boosting is tried
 TREES = {"learning_rate": 0.05, "max_leaf_nodes": 15, "max_features": 0.3, "l2_regularization": 1.0}
