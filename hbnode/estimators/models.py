@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 Model = Literal["auto", "features", "rocket", "oscillators", "odernn", "gru"]
 Clock = Literal["relative", "absolute"]
 NETWORKS = ("oscillators", "odernn", "gru")
-ALPHAS = np.logspace(-3, 6, 10)  # of the ridge, for standardised features; thousands of weak ones need the upper end
+ALPHAS = np.logspace(-2.75, 6.25, 19)  # of the ridge; thousands of weak features need the upper end
 FOLDS = 4
 MANY = 1000  # series from which boosting is tried
 TREES = {"learning_rate": 0.05, "max_leaf_nodes": 15, "max_features": 0.3, "l2_regularization": 1.0}
@@ -187,7 +187,8 @@ class _SeriesModel(SeriesEstimator):
     def _fit_features(self, series: Series, aims: _Aims, random: np.random.RandomState) -> NDArray[Any]:
         """Fit the candidates, and keep the best, and with it the next ones that are as good or make the mean better."""
         budget = np.inf if self.time_budget is None else as_real(self.time_budget, "time_budget", "time_budget=60")
-        start, found = monotonic(), []
+        start = monotonic()
+        found: list[tuple[str, NDArray[Any], tuple[Any, Any, float]]] = []
         self.cv_loss_: dict[str, float] = {}
         self.left_out_: dict[str, str] = {}
         for name, transformer, head, seconds in self._candidates(series, int(random.randint(2**31 - 1))):
@@ -400,12 +401,14 @@ class SeriesClassifier(ClassifierMixin, _SeriesModel):
     in long form. The constructor takes the names of a table's columns (:func:`hbnode.data.as_series`). NaN is missing.
 
     Arguments:
-        model: ``"features"``, :class:`hbnode.features.OscillatorFeatures` into a ridge, or into boosted trees if there
-            are static features or at least 1,000 series and their cross-validated loss is less. ``"rocket"``,
-            MiniRocket's features (of aeon) of series on a regular grid, into a ridge. ``"auto"``, the one of these, or
-            the mean of the best two, with the least cross-validated log loss. Or a network that is
-            trained by gradients: ``"oscillators"`` (:class:`hbnode.nn.OscillatorStack`), ``"odernn"``
-            (:class:`hbnode.ODERNN`) or ``"gru"``. Default: ``"auto"``
+        model: ``"features"``, :class:`hbnode.features.OscillatorFeatures` into a ridge, and boosted trees on summaries
+            of each channel if there are static features or at least 1,000 series. ``"rocket"``, MiniRocket's features
+            (of aeon) of series on a regular grid, into a ridge. ``"auto"``, both. Of several candidates the one with
+            the least cross-validated log loss is taken. The answer is its mean with up to two further ones, in the
+            order of their losses: one whose loss is within two standard errors of the least, or that makes the loss of
+            the mean less. Or a network that is trained by gradients: ``"oscillators"``
+            (:class:`hbnode.nn.OscillatorStack`), ``"odernn"`` (:class:`hbnode.ODERNN`) or ``"gru"``.
+            Default: ``"auto"``
         id: for a table in long form, the column that identifies the series. Default: ``None``
         time: for a table, the column of times: numbers, or dates. Default: ``None``
         values: for a table, the columns of values. None takes all that are not named by another argument, but refuses
@@ -420,9 +423,10 @@ class SeriesClassifier(ClassifierMixin, _SeriesModel):
             absolute if the series in ``fit`` start together, which is if their starts are no farther apart than the
             longest series; else they are relative. Default: ``None``
         reconstruction: for ``"rocket"``, how a series is put on a regular grid: ``"linear"`` interpolation, the
-            ``"last"`` value, ``"oscillators"`` (:class:`OscillatorSmoother`), or ``"auto"``, the one with the least
-            cross-validated loss. With ``model="auto"``, oscillators, which take seconds, are tried only if no other
-            loss is below 0.15. Default: ``"auto"``
+            ``"last"`` value, ``"oscillators"`` (:class:`OscillatorSmoother` with two oscillators and 15 iterations), or
+            ``"auto"``, which tries them all. Then oscillators are tried only if series have at most 16 samples, or the
+            grid has three points a sample; with ``model="auto"``, if besides no other loss is below 0.15.
+            Default: ``"auto"``
         hidden_size: size of a network's state. Default: ``32``
         dropout: probability that a feature of a network's inputs or state is dropped in training. Default: ``0.1``
         weight_decay: weight decay of a network. Default: ``0.01``
@@ -431,6 +435,9 @@ class SeriesClassifier(ClassifierMixin, _SeriesModel):
         patience: epochs of a network without a smaller validation loss, after which training ends. Default: ``10``
         n_members: number of networks whose outputs are averaged; each has its own validation series.
             Default: ``3``
+        time_budget: seconds after which no further candidate is begun, with a warning that names those left out. The
+            first one is always fitted, and one in progress is finished. It does not limit networks. The model then
+            depends on the machine. None: no limit but that of the counts of the data. Default: ``None``
         n_jobs: number of joblib's workers for features. Default: ``None``
         device: device of the networks. Default: ``None``
         random_state: seed. Default: ``None``
@@ -439,9 +446,11 @@ class SeriesClassifier(ClassifierMixin, _SeriesModel):
     Attributes:
         features_, static_features_: the names of the channels and static features.
         classes_: the labels.
-        model_: the model that was chosen, or two, whose mean is the answer.
-        cv_loss_: cross-validated log loss of each candidate, without the classes that have one series or one group;
-            infinite if all have.
+        model_: the models whose mean is the answer, joined by " + ".
+        cv_loss_: cross-validated log loss of each candidate and of means, without the classes that have one series or
+            one group; infinite if all have.
+        left_out_: candidates that were not tried, with the reason: the seconds that the counts of the data predict, if
+            they are more than 40, ``time_budget``, or the loss of another one.
 
     Example:
         >>> import numpy as np, hbnode.estimators
@@ -577,12 +586,14 @@ class SeriesRegressor(RegressorMixin, _SeriesModel):
     in long form. The constructor takes the names of a table's columns (:func:`hbnode.data.as_series`). NaN is missing.
 
     Arguments:
-        model: ``"features"``, :class:`hbnode.features.OscillatorFeatures` into a ridge, or into boosted trees if there
-            are static features or at least 1,000 series and their cross-validated loss is less. ``"rocket"``,
-            MiniRocket's features (of aeon) of series on a regular grid, into a ridge. ``"auto"``, the one of these, or
-            the mean of the best two, with the least cross-validated squared error. Or a network that is
-            trained by gradients: ``"oscillators"`` (:class:`hbnode.nn.OscillatorStack`), ``"odernn"``
-            (:class:`hbnode.ODERNN`) or ``"gru"``. Default: ``"auto"``
+        model: ``"features"``, :class:`hbnode.features.OscillatorFeatures` into a ridge, and boosted trees on summaries
+            of each channel if there are static features or at least 1,000 series. ``"rocket"``, MiniRocket's features
+            (of aeon) of series on a regular grid, into a ridge. ``"auto"``, both. Of several candidates the one with
+            the least cross-validated squared error is taken. The answer is its mean with up to two further ones, in the
+            order of their losses: one whose loss is within two standard errors of the least, or that makes the loss of
+            the mean less. Or a network that is trained by gradients: ``"oscillators"``
+            (:class:`hbnode.nn.OscillatorStack`), ``"odernn"`` (:class:`hbnode.ODERNN`) or ``"gru"``.
+            Default: ``"auto"``
         id: for a table in long form, the column that identifies the series. Default: ``None``
         time: for a table, the column of times: numbers, or dates. Default: ``None``
         values: for a table, the columns of values. None takes all that are not named by another argument, but refuses
@@ -595,9 +606,10 @@ class SeriesRegressor(RegressorMixin, _SeriesModel):
             absolute if the series in ``fit`` start together, which is if their starts are no farther apart than the
             longest series; else they are relative. Default: ``None``
         reconstruction: for ``"rocket"``, how a series is put on a regular grid: ``"linear"`` interpolation, the
-            ``"last"`` value, ``"oscillators"`` (:class:`OscillatorSmoother`), or ``"auto"``, the one with the least
-            cross-validated loss. With ``model="auto"``, oscillators, which take seconds, are tried only if no other
-            loss is below 0.15. Default: ``"auto"``
+            ``"last"`` value, ``"oscillators"`` (:class:`OscillatorSmoother` with two oscillators and 15 iterations), or
+            ``"auto"``, which tries them all. Then oscillators are tried only if series have at most 16 samples, or the
+            grid has three points a sample; with ``model="auto"``, if besides no other loss is below 0.15.
+            Default: ``"auto"``
         hidden_size: size of a network's state. Default: ``32``
         dropout: probability that a feature of a network's inputs or state is dropped in training. Default: ``0.1``
         weight_decay: weight decay of a network. Default: ``0.01``
@@ -606,14 +618,19 @@ class SeriesRegressor(RegressorMixin, _SeriesModel):
         patience: epochs of a network without a smaller validation loss, after which training ends. Default: ``10``
         n_members: number of networks whose outputs are averaged; each has its own validation series.
             Default: ``3``
+        time_budget: seconds after which no further candidate is begun, with a warning that names those left out. The
+            first one is always fitted, and one in progress is finished. It does not limit networks. The model then
+            depends on the machine. None: no limit but that of the counts of the data. Default: ``None``
         n_jobs: number of joblib's workers for features. Default: ``None``
         device: device of the networks. Default: ``None``
         random_state: seed. Default: ``None``
         progress: whether a progress bar is shown; None shows it on a terminal. Default: ``None``
 
     Attributes:
-        model_: the model that was chosen, or two, whose mean is the answer.
-        cv_loss_: cross-validated mean squared error of each candidate, in variances of y.
+        model_: the models whose mean is the answer, joined by " + ".
+        cv_loss_: cross-validated mean squared error of each candidate and of means, in variances of y.
+        left_out_: candidates that were not tried, with the reason: the seconds that the counts of the data predict, if
+            they are more than 40, ``time_budget``, or the loss of another one.
 
     Example:
         >>> import numpy as np, hbnode.estimators

@@ -128,23 +128,23 @@ def counted(count, channels, samples, *, regular=False, static=0):
     if not regular:
         t += torch.rand(count, samples, generator=torch.Generator().manual_seed(0))
     x = torch.zeros(count, samples, channels)
-    names = dict(features=[f"x{i}" for i in range(channels)], static_features=[f"s{i}" for i in range(static)])
+    names = [f"x{i}" for i in range(channels)], [f"s{i}" for i in range(static)]
     fixed = torch.zeros(count, static) if static else None
     mask, lengths = torch.ones_like(x, dtype=torch.bool), torch.full((count,), samples)
-    return Series(x, t, mask, lengths, fixed, list(range(count)), **names)
+    return Series(x, t, mask, lengths, fixed, list(range(count)), *names)
 
 
 @pytest.mark.parametrize(
     ("counts", "names"),
     [
-        (dict(count=100, channels=1, samples=30), "features, linear, last, oscillators"),
-        (dict(count=100, channels=1, samples=30, regular=True), "features, rocket"),
-        (dict(count=100, channels=1, samples=30, regular=True, static=2), "features, boosting, rocket"),
-        (dict(count=3500, channels=1, samples=30, regular=True), "features, boosting, rocket"),
-        (dict(count=5000, channels=1, samples=30, regular=True), "features, boosting"),
-        (dict(count=200, channels=37, samples=80), "features, linear, last"),
-        (dict(count=600, channels=37, samples=140), "features"),
-        (dict(count=2000, channels=37, samples=80), "features, boosting"),
+        ({"count": 100, "channels": 1, "samples": 30}, "features, linear, last, oscillators"),
+        ({"count": 100, "channels": 1, "samples": 30, "regular": True}, "features, rocket"),
+        ({"count": 100, "channels": 1, "samples": 30, "regular": True, "static": 2}, "features, boosting, rocket"),
+        ({"count": 3500, "channels": 1, "samples": 30, "regular": True}, "features, boosting, rocket"),
+        ({"count": 5000, "channels": 1, "samples": 30, "regular": True}, "features, boosting"),
+        ({"count": 200, "channels": 37, "samples": 80}, "features, linear, last"),
+        ({"count": 600, "channels": 37, "samples": 140}, "features"),
+        ({"count": 2000, "channels": 37, "samples": 80}, "features, boosting"),
     ],
 )
 def test_the_counts_of_the_data_admit_candidates(counts, names):
