@@ -679,8 +679,8 @@ class RocketFeatures(_Transformer):
 
     Raises:
         ImportError: if aeon is not installed.
-        ValueError: if the series do not have the channels, the static features or the unit of time of those in fit, have infinite values, or
-            lie outside of the times of fit.
+        ValueError: if the series do not have the channels, the static features or the unit of time of those in fit,
+            have infinite values, or lie outside of the times of fit.
 
     Example:
         >>> from hbnode.features import RocketFeatures
