@@ -72,7 +72,8 @@ class SeriesForecaster(SeriesEstimator):
 
     A model sees each column of a series in units of its own past: its median, and the size of its steps. Both are
     shrunk to those of all series, entirely if the series differ by chance only. Scores are in units of each series, so
-    that large series do not decide alone. The chosen model is also tried in one unit for all series.
+    that large series do not decide alone. Each model that is no network is also tried in one unit for all
+    series.
 
     A band of a level L in percent needs at least L / (100 - L) held-out values: 9 for 90 %, 19 for 95 %, 99 for 99 %.
     With fewer it is infinite, as in the theory of conformal prediction: a finite one would rest on an assumption about
@@ -220,14 +221,14 @@ class SeriesForecaster(SeriesEstimator):
         def score(found: tuple[Any, ...]) -> float:  # in units of each series, so that large ones do not decide alone
             return _score(found[2] / scale, found[3] / scale, test.values / scale)
 
-        found = {name: tested(name, train, asked, test, own) for name in names}
+        found = {}
+        for name in names:
+            units = (own, plain) if own.is_own and name not in NETWORKS else (own,)
+            found[name] = min((tested(name, train, asked, test, each) for each in units), key=score)
         self.cv_loss_ = {name: score(each) for name, each in found.items()}
         self.model_ = min(self.cv_loss_, key=self.cv_loss_.__getitem__)
         results = [found[self.model_]]
         if self.model_ not in NETWORKS:
-            if own.is_own:
-                results = [min(*results, tested(self.model_, train, asked, test, plain), key=score)]
-                self.cv_loss_[self.model_] = score(results[0])
             few = slice(1, None if len(whole) < MANY else 1)
             for train, test in zip(trains[few], tests[few], strict=True):
                 results.append(tested(self.model_, train, self._asked(train, random, ahead), test, results[0][0]))
