@@ -10,11 +10,13 @@ import numpy as np
 import torch
 from sklearn.base import clone
 from sklearn.ensemble import HistGradientBoostingRegressor
+from sklearn.linear_model import RidgeCV
 from torch import Tensor
 from typing_extensions import Self, override
 
 from hbnode._tree import record
 from hbnode.data import Series
+from hbnode.estimators.seasonal import lagged, seasons_of, usual_gap
 from hbnode.estimators.smoother import OscillatorSmoother
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ TREES: dict[str, Any] = {"max_iter": 100, "learning_rate": 0.05, "max_leaf_nodes
 FOLDS, LEAST = 2, 1e-6  # parts of the pasts whose errors are those of trees that did not see them; the least error
 FEW = 10  # series below which the end of each series is held out, instead of whole series
 MEMORY = 1000  # last samples from which oscillators and networks forecast
+ALPHAS = np.logspace(-2, 4, 13)  # of the linear model
 SCALES = (1.0, 4.0, 16.0)  # of moving averages, in median gaps
 ROUNDING = 1e-12  # of times, relative to the largest
 NEAR, KNOTS = 200, 20  # held-out errors from which a band is calibrated; leads at which it is
@@ -264,6 +267,22 @@ def _moments(series: Series) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return middle, step, spread, series.mask.sum(1)
 
 
+class InUnits:
+    """A model that sees each series in units of its own."""
+
+    def __init__(self, model: Any, units: Units) -> None:
+        self.model, self.units = model, units
+
+    def fit(self, series: Series, asked: Questions, seed: int) -> Self:
+        self.model.fit(self.units.scaled(series), asked.in_units(self.units), seed)
+        return self
+
+    def forecast(self, past: Series, dt: Tensor) -> tuple[Tensor, Tensor]:
+        loc, scale = self.units(past)
+        mean, std = self.model.forecast(self.units.scaled(past), dt)
+        return mean * scale + loc, std * scale
+
+
 # Models of the mean and the standard deviation at times after the end of a series, in standardised units
 
 
@@ -283,7 +302,9 @@ class LastValue:
 
 
 class Boosting:
-    """Boosted trees for the change since the last value, from summaries of the past, the horizon and the calendar.
+    """A linear model and boosted trees of the change since the last value.
+
+    Their inputs are summaries and lagged values of the past, the horizon, covariates and the calendar.
 
     The calendar has the phases of day and week in a time zone, whose None is UTC.
     """
@@ -295,43 +316,48 @@ class Boosting:
         gaps = series.t.diff()[torch.arange(1, series.t.shape[1]) < series.lengths.unsqueeze(1)]
         gaps = gaps[gaps > 0]
         self.gap, self.is_panel = float(gaps.median()) if len(gaps) else 1.0, len(series) >= FEW
+        usual = [usual_gap(series, channel) for channel in range(series.x.shape[2])]
+        self.seasons = [[gap * each for each in seasons_of(series, c, gap)] for c, gap in enumerate(usual)]
         last, _, *inputs = asked.over(lambda past, dt: (*last_values(past), *self._inputs(past, dt)))
         places = asked.row % FOLDS if self.is_panel else torch.arange(len(asked)) * FOLDS // len(asked)
         self.trees, folds = [], places.numpy()  # halves of the series, which are in order, or of the time
-        for channel, each in enumerate(inputs):
+        for channel, (each, lags) in enumerate(zip(inputs[::2], inputs[1::2], strict=True)):
             change = (asked.values[..., channel] - last[:, channel : channel + 1]).numpy()
             known = np.isfinite(change)
-            self.trees.append(self._trees(each.numpy()[known], change[known], folds[np.nonzero(known)[0]]))
+            parts = lags.numpy()[known], each.numpy()[known], change[known], folds[np.nonzero(known)[0]]
+            self.trees.append(self._trees(*parts))
         return self
 
     @staticmethod
-    def _trees(inputs: NDArray[Any], change: NDArray[Any], folds: NDArray[Any]) -> Any:
-        """Return trees of the change, and of the absolute error of trees that did not see it; None without values.
+    def _trees(lags: NDArray[Any], inputs: NDArray[Any], change: NDArray[Any], folds: NDArray[Any]) -> Any:
+        """Return a linear model of the change, trees of the rest, and trees of the absolute error of unseen values.
 
-        Of two losses, squared and absolute, the one is taken whose trees have the smaller errors.
+        Of two losses of the trees, squared and absolute, the one is taken with the smaller errors. None without values.
         """
         if not len(change):
             return None
-        tried = []
+        line, tried = RidgeCV(ALPHAS), []
         for loss in ("squared_error", "absolute_error"):
             error, tree = abs(change - np.median(change)), HistGradientBoostingRegressor(loss=loss, **TREES)
             for held in (folds == fold for fold in np.unique(folds)):
                 if not held.all():
-                    found = clone(tree).fit(inputs[~held], change[~held]).predict(inputs[held])
-                    error[held] = abs(change[held] - found)
+                    line.fit(lags[~held], change[~held])
+                    rest = clone(tree).fit(inputs[~held], change[~held] - line.predict(lags[~held]))
+                    error[held] = abs(change[held] - line.predict(lags[held]) - rest.predict(inputs[held]))
             tried.append((error, tree))
         error, tree = min(tried, key=lambda pair: float(pair[0].mean()))
         size = HistGradientBoostingRegressor(loss="poisson", **TREES).fit(inputs, error) if error.any() else None
-        return tree.fit(inputs, change), size
+        line.fit(lags, change)
+        return line, tree.fit(inputs, change - line.predict(lags)), size
 
     def forecast(self, past: Series, dt: Tensor) -> tuple[Tensor, Tensor]:
         last, _ = last_values(past)
         mean = last.unsqueeze(1).repeat(1, dt.shape[1], 1)
-        std = torch.full_like(mean, LEAST)
-        for channel, (trees, inputs) in enumerate(zip(self.trees, self._inputs(past, dt), strict=True)):
-            for tree, out in zip(trees or (), (mean, std), strict=False):
-                if tree is not None:
-                    out[..., channel] += torch.as_tensor(tree.predict(inputs.flatten(0, 1).numpy())).view(dt.shape)
+        std, inputs = torch.full_like(mean, LEAST), self._inputs(past, dt)
+        for channel, (parts, each, lags) in enumerate(zip(self.trees, inputs[::2], inputs[1::2], strict=True)):
+            for part, given, out in zip(parts or (), (lags, each, each), (mean, mean, std), strict=False):
+                if part is not None:
+                    out[..., channel] += torch.as_tensor(part.predict(given.flatten(0, 1).numpy())).view(dt.shape)
         return mean, std * math.sqrt(math.pi / 2)
 
     def _history(self, past: Series) -> Tensor:
@@ -346,7 +372,7 @@ class Boosting:
         return torch.stack(averages, -1)
 
     def _inputs(self, past: Series, dt: Tensor) -> list[Tensor]:
-        """Return the inputs of the trees of each channel, (n, K, inputs)."""
+        """Return the inputs of the trees and of the linear model of each channel in turn, (n, K, inputs)."""
         (last, age), history, n = last_values(past), self._history(past), len(past)
         fixed = [last.nan_to_num()]
         if self.is_panel:  # the end of one series lies beyond its own training data
@@ -365,12 +391,19 @@ class Boosting:
             for period in (86400.0, 7 * 86400.0):
                 phase = 2 * math.pi * seconds / period
                 moving += [phase.sin(), phase.cos()]
+        decays = [torch.exp(-dt / (scale * self.gap)).nan_to_num().unsqueeze(-1) for scale in SCALES]
         found = []
         for channel in range(last.shape[1]):
             part = slice(channel, channel + 1)
             each = torch.cat([history[:, channel] - last[:, part], age[:, part], *fixed], 1)
-            own = [torch.stack([*moving, dt + age[:, part]], -1), foreseen(past, dt, age[:, part])]
-            found.append(torch.cat([each.unsqueeze(1).expand(-1, dt.shape[1], -1), *own], -1))
+            own = torch.stack([*moving, dt + age[:, part]], -1)
+            lags = lagged(past, dt, channel, self.gap, self.seasons[channel])
+            lags = torch.cat([foreseen(past, dt, age[:, part]), lags], -1)
+            found.append(torch.cat([each.unsqueeze(1).expand(-1, dt.shape[1], -1), own, lags], -1))
+            lags = lags.nan_to_num()
+            found.append(
+                torch.cat([lags, *(lags * decay for decay in decays)], -1)
+            )  # coefficients fall with the horizon
         return found
 
 

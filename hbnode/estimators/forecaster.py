@@ -31,6 +31,7 @@ from hbnode.estimators.forecast_models import (
     ROUNDING,
     Boosting,
     Calibration,
+    InUnits,
     LastValue,
     Past,
     Questions,
@@ -44,13 +45,15 @@ from hbnode.estimators.forecast_models import (
     questions,
 )
 from hbnode.estimators.networks import ForecastNetwork, config_of, kept_random_state, trained
+from hbnode.estimators.seasonal import Mixture, Seasonal, StatsForecast, mixture
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-Model = Literal["auto", "last", "features", "oscillators", "odernn", "gru"]
-CHEAP = ("last", "features", "oscillators")
+Model = Literal["auto", "last", "features", "seasonal", "oscillators", "statsforecast", "odernn", "gru"]
+CHEAP = ("last", "features", "seasonal", "oscillators")
 NETWORKS = ("odernn", "gru")
+PLAIN = ("seasonal", "statsforecast")  # models that see all series in one unit
 CUTS, AHEAD, MANY = 10, 16, 500  # least starts of forecasts in a held-out series; later samples of each; all starts
 PAIRS = 20_000  # most pairs of a start and a later value from which boosting learns, for each channel
 PART = 256  # held-out starts of which networks forecast at once
@@ -84,11 +87,16 @@ class SeriesForecaster(SeriesEstimator):
         Lei et al., Distribution-Free Predictive Inference for Regression, JASA 113 (2018).
 
     Arguments:
-        model: ``"last"``, the last value; ``"features"``, boosted trees on summaries of the past, the horizon and the
-            calendar, which has the hour of the day and of the week in the time zone of the training table, or in UTC
-            if it has none that pandas knows by name; ``"oscillators"``, a :class:`OscillatorSmoother` for each column;
-            ``"odernn"`` or ``"gru"``, a network that is trained by gradients; ``"auto"``, the one of the first three
-            with the least continuous ranked probability score on held-out series. Default: ``"auto"``
+        model: ``"last"``, the last value; ``"features"``, a linear model and boosted trees on summaries of the past,
+            values one season before, the horizon and the calendar, which has the hour of the day and of the week in the
+            time zone of the training table, or in UTC if it has none that pandas knows by name; ``"seasonal"``, a
+            level, a damped trend and seasons whose periods are found, for regular and irregular series;
+            ``"oscillators"``, a :class:`OscillatorSmoother` for each column; ``"statsforecast"``, the median of
+            AutoETS, AutoTheta, MSTL and AutoARIMA of the package statsforecast, fitted to each series by itself, for
+            regular series; ``"odernn"`` or ``"gru"``, a network that is trained by gradients; ``"auto"``, the one of
+            the first four, or the mean of the best two, with the least continuous ranked probability score on held-out
+            series. ``"statsforecast"`` is compared too if it is installed, and the series are regular and have at most
+            20,000 values together. Default: ``"auto"``
         id: for a table in long form, the column that identifies the series. None for a table of one series.
             Default: ``None``
         time: for a table, the column of times: numbers, durations or dates. None takes the index of a pandas Series, or
@@ -210,32 +218,46 @@ class SeriesForecaster(SeriesEstimator):
             tests = [questions(series, random, 1 - share, MANY // len(series), AHEAD, ahead)]
         is_held = bool((trains[0].lengths > 1).any())
         train, test = trains[0] if is_held else series, tests[0]
-        names = (CHEAP if is_held else CHEAP[:1]) if self.model == "auto" else (self.model,)
+        names: Any = (CHEAP if is_held else CHEAP[:1]) if self.model == "auto" else (self.model,)
+        names += ("statsforecast",) if self.model == "auto" and is_held and StatsForecast.admits(series) else ()
         scale, asked = own(test.series)[1][test.row], self._asked(train, random, ahead)
+        self.units_, units = own, dict.fromkeys(names, own)
 
-        def tested(name: str, train: Series, asked: Questions, test: Questions, units: Units) -> tuple[Any, ...]:
-            self.units_ = units
-            model = self._fitted(name, train, asked, test, random)
-            return units, model, *test.over(lambda past, dt: self._forecast(model, past, dt))
+        def tested(name: str, train: Series, asked: Questions, test: Questions) -> tuple[Any, Tensor, Tensor]:
+            model = self._fitted(name, train, asked, test, random, units)
+            mean, std = test.over(lambda past, dt: self._forecast(model, past, dt))
+            return model, mean, std
 
-        def score(found: tuple[Any, ...]) -> float:  # in units of each series, so that large ones do not decide alone
-            return _score(found[2] / scale, found[3] / scale, test.values / scale)
+        def score(found: tuple[Any, Tensor, Tensor]) -> float:  # in units of each series, so that all weigh the same
+            return _score(found[1] / scale, found[2] / scale, test.values / scale)
 
-        found = {}
-        for name in names:
-            units = (own, plain) if own.is_own and name not in NETWORKS else (own,)
-            found[name] = min((tested(name, train, asked, test, each) for each in units), key=score)
+        found = {name: tested(name, train, asked, test) for name in names}
+        for name in names if own.is_own else ():
+            if name not in (*NETWORKS, *PLAIN):
+                units[name] = plain
+                other = tested(name, train, asked, test)
+                if score(other) < score(found[name]):
+                    found[name] = other
+                else:
+                    units[name] = own
         self.cv_loss_ = {name: score(each) for name, each in found.items()}
+        best = sorted(found, key=self.cv_loss_.__getitem__)[:2]
+        if len(best) > 1:
+            parts, *forecasts = zip(*(found[name] for name in best), strict=True)
+            pair = " + ".join(best)
+            found[pair] = Mixture(list(parts)), *mixture(list(zip(*forecasts, strict=True)))
+            self.cv_loss_[pair] = score(found[pair])
         self.model_ = min(self.cv_loss_, key=self.cv_loss_.__getitem__)
         results = [found[self.model_]]
         if self.model_ not in NETWORKS:
             few = slice(1, None if len(whole) < MANY else 1)
             for train, test in zip(trains[few], tests[few], strict=True):
-                results.append(tested(self.model_, train, self._asked(train, random, ahead), test, results[0][0]))
+                results.append(tested(self.model_, train, self._asked(train, random, ahead), test))
         self._calibrate(tests, results, is_held or self.model_ == "last")
-        self.units_, self.horizon_, model = results[0][0], ahead, results[0][1]
+        self.horizon_, model = ahead, results[0][0]
         if is_held and self.model_ not in NETWORKS:  # whose training ends by the held-out values
-            model = self._fitted(self.model_, series, self._asked(whole, random, ahead), test, random)
+            asked = self._asked(whole, random, ahead)
+            model = self._fitted(self.model_, series, asked, test, random, units)
         self.networks_ = model if self.model_ in NETWORKS else []
         self.fitted_: Any = None if self.model_ in NETWORKS else model
         return self
@@ -243,7 +265,7 @@ class SeriesForecaster(SeriesEstimator):
     def _calibrate(self, tests: list[Questions], results: list[tuple[Any, ...]], is_held: bool) -> None:
         """Calibrate bands by errors of held-out values; a model that was fitted to the values has none."""
         parts = []
-        for test, (_, _, mean, std) in zip(tests, results, strict=False):
+        for test, (_, mean, std) in zip(tests, results, strict=False):
             _, age = test.over(lambda past, dt: last_values(past))
             error = ((test.values - mean) / std).abs() if is_held else torch.full_like(mean, math.nan)
             lead = test.dt.unsqueeze(-1) + age.unsqueeze(1)
@@ -569,14 +591,30 @@ class SeriesForecaster(SeriesEstimator):
 
     @kept_random_state()
     def _fitted(
-        self, name: str, train: Series, asked: Questions, held_out: Questions, random: np.random.RandomState
+        self,
+        name: str,
+        train: Series,
+        asked: Questions,
+        held_out: Questions,
+        random: np.random.RandomState,
+        units: dict[str, Units],
     ) -> Any:
+        if " + " in name:
+            return Mixture([self._fitted(part, train, asked, held_out, random, units) for part in name.split(" + ")])
         seed = int(random.randint(2**31 - 1))
-        train, asked, held_out = self.units_.scaled(train), asked.in_units(self.units_), held_out.in_units(self.units_)
         if name not in NETWORKS:
-            kinds = {"last": LastValue(), "features": Boosting(self.zone_), "oscillators": Smoothing()}
-            model: Any = kinds[name]
+            kinds = {
+                "last": LastValue(),
+                "features": Boosting(self.zone_),
+                "seasonal": Seasonal(-self.mean_ / self.std_),
+                "oscillators": Smoothing(),
+                "statsforecast": StatsForecast(self.mean_, self.std_),
+            }
+            model: Any = kinds[name] if name in PLAIN else InUnits(kinds[name], units[name])
             return model.fit(train, asked, seed)
+        train, asked, held_out = (
+            self.units_.scaled(train), asked.in_units(self.units_), held_out.in_units(self.units_),
+        )  # fmt: skip
         device, networks, parts = self.device or "cpu", [], torch.arange(len(held_out)).split(PART)
         config = config_of(train, name, 1, self.hidden_size, self.dropout)  # type: ignore[arg-type]
         for member in range(self.n_members):
@@ -600,17 +638,17 @@ class SeriesForecaster(SeriesEstimator):
     @kept_random_state()
     def _forecast(self, model: Any, past: Series, dt: Tensor) -> tuple[Tensor, Tensor]:
         """Return means and standard deviations (batch, K, channels) in standardised units; 0 and 1 without a value."""
-        (loc, scale), is_seen = self.units_(past), past.mask.any(1, keepdim=True)
-        past = self.units_.scaled(past)
+        is_seen = past.mask.any(1, keepdim=True)
         if not isinstance(model, list):
             mean, std = model.forecast(past, dt)
         else:
+            (loc, scale), past = self.units_(past), self.units_.scaled(past)
             device, ahead = self.device or "cpu", torch.nan_to_num(dt)
             with torch.no_grad():
                 found = [each.to(device)(_networks_input(past, device), ahead.to(device)) for each in model]
-            means, stds = (torch.stack(each).double().cpu() for each in zip(*found, strict=True))
-            mean, std = means.mean(0), (stds.square().mean(0) + means.var(0, correction=0)).sqrt()
-        return torch.where(is_seen, mean * scale + loc, 0.0), torch.where(is_seen, std * scale, 1.0)
+            means, stds = mixture([(mean.double().cpu(), std.double().cpu()) for mean, std in found])
+            mean, std = means * scale + loc, stds * scale
+        return torch.where(is_seen, mean, 0.0), torch.where(is_seen, std, 1.0)
 
     def _warn(self, lead: NDArray[Any], width: NDArray[Any], unit: float | None) -> None:
         """Warn in the caller of ``predict`` of what the bands cannot say; ``width`` is that of the highest level."""
@@ -749,7 +787,7 @@ def _nll(network: ForecastNetwork, asked: Questions, rows: Tensor, device: torch
 
 def _score(mean: Tensor, std: Tensor, values: Tensor) -> float:
     """Return the mean continuous ranked probability score of normal forecasts (Gneiting and Raftery 2007, eq. 5)."""
-    known = values.isfinite()
+    known = values.isfinite() & mean.isfinite()  # statsforecast forecasts a part
     z = ((values - mean) / std)[known]
     normal = Normal(0.0, 1.0)
     crps = z * (2 * normal.cdf(z) - 1) + 2 * normal.log_prob(z).exp() - 1 / math.sqrt(math.pi)

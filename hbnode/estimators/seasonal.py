@@ -1,0 +1,537 @@
+"""Models of series with seasons: level, trend and Fourier terms by exact likelihood, and those of statsforecast."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from hbnode.data import Series
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from hbnode.estimators.forecast_models import Questions
+
+MEMORY, LEARNED = 2000, 4000  # last samples of a series that are used; samples from which a channel's model is chosen
+BLOCK, SPECTRUM = 4_000_000, 1400  # numbers of a block of problems; last samples whose spectrum is computed
+HARMONICS, EVOLVING, TERMS = 60, 6, 4  # most Fourier terms of a season; those that change with time, and how
+FLAT, FLOOR = 1e4, 1e-6  # variance of coefficients without a prior; least variance
+HEAT = 4.0  # difference of log likelihoods with the weight 1/e
+LEAST, MOST = 8, 20_000  # values of a series, and of all series, for statsforecast
+SIGMA = 68.26894921370858  # level of one deviation in percent
+APART = math.log(2.5)  # of periods, because a season that changes has further peaks near its own
+EFFORT = 60_000  # samples of the tests that statsforecast's models forecast
+LAGS, CYCLES = 8, 4  # lagged values, in usual gaps, and cycles of a mean of one phase
+SNAP, SURE = 1 / 7, 3.0  # share of a gap by which times may differ from a multiple; a clear difference of likelihoods
+DECAYS, CALENDAR = (0.1, 3.0, 10.0, 30.0, 1e6), (86400.0, 7 * 86400.0, 365.2425 * 86400.0)
+SIZES, CHANGES = (0.0, 0.01, 0.1, 1.0, 10.0, 100.0), (0.1, 1.0)  # prior variances of a season, and of its change
+NOISES = (0.01, 0.1, 0.5, 2.0, 30.0)  # variance of a step of the level, over that of the noise
+
+
+class Kind(NamedTuple):
+    """A model: its level and slope in usual gaps and variances of the noise, and the prior variances of its season."""
+
+    trend: str
+    decay: float
+    noise: float
+    slope_decay: float = 1.0
+    slope_noise: float = 0.0
+    is_log: bool = False
+    season: float = 0.0
+    change: float = 0.0
+
+
+KINDS = [
+    *(Kind("constant", decay, noise) for decay in (2.0, 8.0, 30.0) for noise in (0.3, 3.0, 30.0)),
+    Kind("constant", 1.0, 0.0),
+    *(Kind("walk", math.inf, noise) for noise in NOISES),
+    *(Kind("line", math.inf, noise) for noise in NOISES),
+    *(Kind("slope", math.inf, noise, decay, 1e-3 * (1 + noise)) for noise in NOISES for decay in (6.0, 30.0)),
+]
+
+
+class Seasonal:
+    """A level that walks or decays, a damped trend, and seasons of found periods, for each channel by itself.
+
+    The values, or their logarithms, are βx(t) + μ(t) + noise. x(t) has a line and Fourier terms, which may change with
+    time, and μ is a level with a slope. The coefficients β have normal priors, and are integrated out. The likelihood,
+    summed over series, chooses the periods and all variances; it weighs several kinds of level and of scale. A forecast
+    uses the series alone. It stays within one range of the series' values beyond them.
+
+    Arguments:
+        zero: the value of each channel that is 0 in the user's units, for logarithms.
+    """
+
+    def __init__(self, zero: NDArray[Any]) -> None:
+        self.zero = zero
+
+    def fit(self, series: Series, asked: Questions, seed: int) -> Self:
+        self.gaps, self.seasons = list[float](), list[list[float]]()
+        self.kinds: list[list[tuple[Any, ...]]] = []
+        for channel in range(series.x.shape[2]):
+            self.gaps.append(usual_gap(series, channel))
+            u, y, known, *_ = observed(series, channel, self.gaps[-1])
+            order = np.argsort(-known.sum(1), kind="stable")
+            rows = order[: 1 + int(np.searchsorted(np.cumsum(known.sum(1)[order]), LEARNED))]
+            self.seasons.append(seasons_of(series, channel, self.gaps[-1]))
+            self.kinds.append(self._chosen(channel, u[rows], y[rows], known[rows]))
+        return self
+
+    def _chosen(self, channel: int, u: NDArray[Any], y: NDArray[Any], known: NDArray[Any]) -> list[tuple[Any, ...]]:
+        """Return the likeliest kind of each trend, of values and of logarithms, each after its weight."""
+        seasons, found, zero = self.seasons[channel], [], float(self.zero[channel])
+
+        def likelihoods(kinds: list[Kind], sizes: list[tuple[float, float]]) -> NDArray[Any]:
+            totals = np.zeros((len(kinds), len(sizes)))
+            for part in np.array_split(np.arange(len(kinds)), math.ceil(len(kinds) / 8)):
+                for row in range(len(u)):
+                    some, one = [kinds[k] for k in part], [row] * len(part)
+                    problem = Problem(some, u[one], y[one], known[one], zero, seasons, sizes[0][1] > 0)
+                    for column, (season, change) in enumerate(sizes):
+                        totals[part, column] += problem.solve(season, change)
+            return totals
+
+        sizes = [(size, 0.0) for size in (SIZES if seasons else SIZES[:1])]
+        walks = [kind for kind in KINDS if kind.trend == "walk"]
+        scales = [False, True] if (y - zero)[known].min(initial=math.inf) > 1e-6 else [False]
+        tops = [likelihoods([kind._replace(is_log=is_log) for kind in walks], sizes).max() for is_log in scales]
+        for is_log in [scale for scale, top in zip(scales, tops, strict=True) if top > max(tops) - 4 * HEAT]:
+            for trend in dict.fromkeys(kind.trend for kind in KINDS):
+                kinds = [kind._replace(is_log=is_log) for kind in KINDS if kind.trend == trend]
+                totals = likelihoods(kinds, sizes)
+                k, size = np.unravel_index(totals.argmax(), totals.shape)
+                found.append((totals.max(), kinds[k]._replace(season=SIZES[size])))
+                if SIZES[size]:
+                    totals = likelihoods([kinds[k]], [(SIZES[size], change) for change in CHANGES])[0]
+                    if totals.max() > found[-1][0]:
+                        found[-1] = (totals.max(), found[-1][1]._replace(change=CHANGES[totals.argmax()]))
+        top = max(likelihood for likelihood, _ in found)
+        weighed = [(math.exp((each - top) / HEAT), *kind) for each, kind in found]
+        return [each for each in weighed if each[0] > 0.05]
+
+    def forecast(self, past: Series, dt: Tensor) -> tuple[Tensor, Tensor]:
+        mean, std = torch.zeros(*dt.shape, len(self.kinds)).double(), torch.ones(*dt.shape, len(self.kinds)).double()
+        for channel, (usual, seasons, weighed) in enumerate(zip(self.gaps, self.seasons, self.kinds, strict=True)):
+            u, y, known, gap, is_regular, last = observed(past, channel, usual)
+            at, weights = later(past, dt, gap, is_regular, last), np.array([each[0] for each in weighed])
+            weights, kinds = weights / weights.sum(), [Kind(*each[1:]) for each in weighed]
+            width = (2 + 2 * len(harmonics(seasons)[0])) * u.shape[1] * len(kinds)
+            for rows in np.array_split(np.arange(len(u)), max(1, min(len(u), len(u) * width // BLOCK))):
+                each = np.repeat(rows, len(kinds))
+                is_evolving, parts = any(kind.change for kind in kinds), (u[each], y[each], known[each])
+                problem = Problem(kinds * len(rows), *parts, float(self.zero[channel]), seasons, is_evolving)
+                problem.solve()
+                m, s = (part.reshape(len(rows), len(kinds), -1) for part in problem.forecast(at[each]))
+                middle = np.einsum("k,nkt->nt", weights, m)
+                spread = np.einsum("k,nkt->nt", weights, s**2 + (m - middle[:, None]) ** 2)
+                mean[rows, :, channel], std[rows, :, channel] = torch.from_numpy(middle), torch.from_numpy(spread**0.5)
+        return mean, std
+
+
+class Problem:
+    """Series (B, T) with a kind of model each, seen through the Kalman filters of their levels."""
+
+    def __init__(
+        self, kinds: list[Kind], u: Any, y: Any, known: Any, zero: float, seasons: list[float], is_evolving: bool
+    ) -> None:
+        self.kinds, self.zero, self.seasons, self.is_evolving = kinds, zero, seasons, is_evolving
+        self.level = np.array([kind[1:5] for kind in kinds]).T
+        self.is_log, self.count = np.array([[kind.is_log] for kind in kinds]), known.sum(1)
+        count = np.maximum(self.count, 1)[:, None]
+        self.low = np.where(known, y, math.inf).min(1, keepdims=True)
+        self.high = np.where(known, y, -math.inf).max(1, keepdims=True)
+        log = np.where(self.is_log, np.log(np.maximum(y - zero, 1e-6)), 0.0) * known
+        z = np.where(self.is_log, log, y) * known
+        self.shift = z.sum(1, keepdims=True) / count
+        spread = ((z - self.shift) ** 2 * known).sum(1, keepdims=True)
+        self.scale = np.sqrt(np.where(spread > 0, spread / count, 1.0))
+        z = (z - self.shift) / self.scale
+        self.jacobian = -self.count * np.log(self.scale[:, 0]) - log.sum(1)
+        self.span = np.maximum(-u[:, :1], 1.0)
+        columns = np.append(design(u, seasons, self.span, is_evolving), z[..., None], 2) * known[..., None]
+        out, self.log, self.m, self.s, self.state = filtered(self.level, u, known, columns)
+        self.gram = out.swapaxes(1, 2) @ out
+
+    def solve(self, season: float | None = None, change: float = 0.0) -> NDArray[Any]:
+        """Find the coefficients for these variances of the season, or the kinds' own; return log likelihoods (B,)."""
+        kinds = [k if season is None else k._replace(season=season, change=change) for k in self.kinds]
+        self.prior = np.stack([prior(kind, self.seasons, self.is_evolving) for kind in kinds])
+        gram, right = self.gram[:, :-1, :-1], self.gram[:, :-1, -1] * self.prior
+        root = np.linalg.cholesky(np.eye(gram.shape[1]) + self.prior[:, :, None] * gram * self.prior[:, None])
+        self.inverse = np.linalg.inv(root)
+        part = np.einsum("bij,bj->bi", self.inverse, right)
+        self.beta = self.prior * np.einsum("bji,bj->bi", self.inverse, part)
+        rest = np.maximum(self.gram[:, -1, -1] - (part**2).sum(1), 0)
+        self.variance = (rest + FLOOR) / np.maximum(self.count, 1)
+        determinant = np.log(np.diagonal(root, axis1=1, axis2=2)).sum(1)
+        return self.jacobian - (self.log + self.count * np.log(self.variance)) / 2 - determinant
+
+    def forecast(self, at: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return means and standard deviations at times (B, K)."""
+        level, state = self.level[..., None], (each[:, None] for each in self.state)
+        a, _, c, (variance, *_) = advance(level, at, *state)
+        x = design(at, self.seasons, self.span, self.is_evolving)
+        along = a[..., None] * self.m[:, None] + c[..., None] * self.s[:, None]
+        x -= along[..., :-1]
+        mean = np.einsum("bkp,bp->bk", x, self.beta) + along[..., -1]
+        known = np.einsum("bij,bkj->bki", self.inverse, x * self.prior[:, None])
+        doubt = (1 / (1 + self.level[1]) + self.count * self.variance) / (1 + self.count)  # as if one more value
+        std = np.sqrt(doubt[:, None] * (1 + variance + (known**2).sum(-1))) * self.scale
+        mean = mean * self.scale + self.shift
+        value = np.where(self.is_log, np.exp(np.minimum(mean, 300.0)) + self.zero, mean)
+        std = np.where(self.is_log, np.exp(np.minimum(mean, 300.0)) * np.minimum(std, 10.0), std)
+        margin = np.maximum(self.high - self.low, 1e-9)
+        value = np.clip(value, self.low - margin, self.high + margin)
+        return value, np.clip(std, 1e-6, 10 * np.maximum(margin, 1.0))
+
+
+def clock(times: NDArray[Any], usual: float) -> tuple[NDArray[Any], float, bool]:
+    """Return times before the last one in units of a gap, this gap, and whether the times are regular.
+
+    Times that are near multiples of the usual gap, such as the months of a calendar, are regular and moved there.
+    """
+    count = np.round(np.diff(times) / usual)
+    is_regular = len(times) > 1 and bool((count > 0).all() and count.sum() < 1.5 * len(times))
+    gap = float((times[-1] - times[0]) / count.sum()) if is_regular else usual
+    u = (times - times[-1]) / gap
+    is_regular = is_regular and bool(abs(u - np.round(u)).max() < SNAP)
+    return (np.round(u) if is_regular else u), gap, is_regular
+
+
+def observed(series: Series, channel: int, usual: float) -> tuple[NDArray[Any], ...]:
+    """Return the last values of a channel as (batch, T) that ends with the last one: their times, values and mask.
+
+    Also returned are, of each series, the usual gap, whether it is regular, and the time of the last value.
+    """
+    mask = series.mask[..., channel].numpy()
+    width = int(mask.sum(1).clip(1, MEMORY).max())
+    u, y, known = np.zeros((len(mask), width)), np.zeros((len(mask), width)), np.zeros((len(mask), width), dtype=bool)
+    gap, is_regular, last = np.full(len(mask), usual), np.zeros(len(mask), dtype=bool), np.zeros(len(mask))
+    for row, here in enumerate(mask):
+        index = np.flatnonzero(here)[-width:]
+        if len(index):
+            times = series.t[row].double().numpy()[index]
+            u[row, -len(index) :], gap[row], is_regular[row] = clock(times, usual)
+            u[row, : -len(index)], last[row] = u[row, -len(index)], times[-1]
+            y[row, -len(index) :] = series.x[row, :, channel].double().numpy()[index]
+            known[row, -len(index) :] = True
+    return u, y, known, gap, is_regular, last
+
+
+def usual_gap(series: Series, channel: int) -> float:
+    """Return the median gap of a channel, or the mean step if gaps are nearly equal, as months are."""
+    each = [t[here].diff() for t, here in zip(series.t.double(), series.mask[..., channel], strict=True)]
+    gaps = torch.cat(each)
+    gaps = gaps[gaps > 0]
+    if not len(gaps):
+        return 1.0
+    near = gaps[(gaps / gaps.median() - 1).abs() < SNAP]
+    return float(near.mean() if len(near) > len(gaps) / 2 else gaps.median())
+
+
+def later(past: Series, dt: Tensor, gap: NDArray[Any], is_regular: NDArray[Any], last: NDArray[Any]) -> NDArray[Any]:
+    """Return the times of forecasts after the last value, in units of the usual gap."""
+    at = (past.t.amax(1, keepdim=True) + dt).double().nan_to_num().numpy()
+    u = np.maximum(at - last[:, None], 0) / gap[:, None]
+    return np.where(is_regular[:, None] & (abs(u - np.round(u)) < SNAP), np.round(u), u)
+
+
+def filtered(level: NDArray[Any], u: NDArray[Any], known: NDArray[Any], columns: NDArray[Any]) -> tuple[Any, ...]:
+    """Return innovations (B, T, columns) of the Kalman filter, log determinants (B,), and the level at the end.
+
+    Each of B problems has a level (decay, noise, decay of the slope, noise of the slope) and noise of variance 1.
+    """
+    size, total, width = columns.shape
+    steps = np.diff(u, axis=1, prepend=u[:, :1])
+    out, log, m, s = np.zeros(columns.shape), np.zeros(size), *np.zeros((2, size, width))
+    state = np.where(np.isinf(level[0]), 0.0, level[1]), np.zeros(size), level[3] * level[2] / 2
+    for k in range(total):
+        a, b, c, (p, cov, slope) = advance(level, steps[:, k], *state)
+        m, s = a[:, None] * m + c[:, None] * s, b[:, None] * s
+        here, error = known[:, k], (columns[:, k] - m) * known[:, k, None]
+        out[:, k] = error / np.sqrt(p + 1)[:, None]
+        log += np.log(p + 1) * here
+        gain, slope_gain = p / (p + 1) * here, cov / (p + 1) * here
+        m, s = m + gain[:, None] * error, s + slope_gain[:, None] * error
+        state = p * (1 - gain), cov * (1 - gain), slope - slope_gain * cov
+    return out, log, m, s, state
+
+
+def advance(level: NDArray[Any], step: Any, p: Any, cov: Any, slope: Any) -> tuple[Any, Any, Any, tuple[Any, Any, Any]]:
+    """Return the coefficients of level and slope after a step, and their variances."""
+    decay, noise, tau, v = level[0], level[1], level[2], level[3] * level[2] / 2
+    a, b = np.exp(-step / decay), np.exp(-step / tau)
+    c = tau * (1 - b)
+    added = np.where(np.isinf(decay), noise * step, noise * (1 - a * a))
+    added = added + v * tau**2 * np.maximum(2 * step / tau - 3 + 4 * b - b * b, 0)
+    p = a * a * p + 2 * a * c * cov + c * c * slope + added
+    return a, b, c, (p, a * b * cov + b * c * slope + v * c * (1 - b), b * b * slope + v * (1 - b * b))
+
+
+def design(u: NDArray[Any], seasons: list[float], span: NDArray[Any], is_evolving: bool) -> NDArray[Any]:
+    """Return a constant, a line, Fourier terms and these times functions of time, which are 0 at and after the end.
+
+    The line ends after the last sample as slowly as it grew. A coefficient that changes is a Brownian motion back from
+    the end, by the first terms of its Karhunen-Loeve series.
+    """
+    frequency, rank = harmonics(seasons)
+    line = np.where(u > 0, -span / 2 * np.expm1(-np.maximum(u, 0) / (span / 2)), u) / span
+    terms = fourier(u, frequency)
+    parts = [np.ones((*u.shape, 1)), line[..., None], terms]
+    if is_evolving:
+        slow = terms[..., np.tile(rank <= EVOLVING, 2)]
+        share = np.clip(-u / span, 0, 1)[..., None]
+        parts += [slow * math.sqrt(2) * np.sin(k * math.pi * share) / (k * math.pi) for k in np.arange(TERMS) + 0.5]
+    return np.concatenate(parts, -1)
+
+
+def harmonics(seasons: list[float]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return the frequencies of all seasons, each once, and their numbers within a season."""
+    found: dict[float, int] = {}
+    for period in seasons:
+        for j in range(1, 1 + min(HARMONICS, int(period / 2 + 1e-6))):
+            found.setdefault(round(j / period, 7), j)
+    return np.array(list(found)), np.array(list(found.values()))
+
+
+def prior(kind: Kind, seasons: list[float], is_evolving: bool) -> NDArray[Any]:
+    """Return the standard deviations of the coefficients of a design, over that of the noise."""
+    rank = np.tile(harmonics(seasons)[1], 2)
+    terms, flat = kind.season / np.maximum(rank, 1) ** 2, np.array([FLAT, FLAT * (kind.trend == "line")])
+    slow = [kind.change * terms[rank <= EVOLVING]] * TERMS if is_evolving else []
+    return np.sqrt((1 + kind.noise) * np.concatenate([flat, terms, *slow]))
+
+
+def fourier(u: NDArray[Any], frequency: NDArray[Any]) -> NDArray[Any]:
+    """Return sines and cosines of times, (..., 2 frequencies)."""
+    angle = 2 * math.pi * u[..., None] * frequency
+    return np.concatenate([np.sin(angle), np.cos(angle)], -1)
+
+
+def seasons_of(series: Series, channel: int, gap: float) -> list[float]:
+    """Return the periods of a channel in usual gaps, from its longest series."""
+    u, y, known, _, is_regular, _ = observed(series, channel, gap)
+    rows = [row for row in np.argsort(-known.sum(1), kind="stable")[:8] if known[row].sum() >= LEAST]
+    calendar = [each / series.unit / gap for each in CALENDAR] if series.unit else []
+    parts = [(u[row][known[row]], y[row][known[row]]) for row in rows]
+    return periods(parts, bool(is_regular[rows].all()), calendar)
+
+
+def periods(parts: list[tuple[NDArray[Any], NDArray[Any]]], is_regular: bool, calendar: list[float]) -> list[float]:
+    """Return at most two periods of the seasons that series share, in the unit of their times.
+
+    A season is Fourier terms. The rest is a line and an Ornstein-Uhlenbeck process, from white noise to a random walk.
+    A period is taken if it has the greatest likelihood by the Bayesian information criterion, and a greater one than
+    none. Candidates are the highest peaks of the spectrum, twice and three times their periods, and the periods of the
+    calendar, which are preferred if others are hardly likelier.
+    """
+    parts = [(u[-SPECTRUM:], y[-SPECTRUM:]) for u, y in parts]
+    if not parts:
+        return []
+    u, y = max(parts, key=lambda part: part[0][-1] - part[0][0])
+    span, found = float(u[-1] - u[0]), list[float]()
+    frequency = np.linspace(1.9 / span, 0.5, int(np.clip(2 * span, 8, 2 * SPECTRUM)))
+    calendar = [float(round(p)) if is_regular and abs(p - round(p)) < 0.03 else float(p) for p in calendar]
+
+    def terms(u: NDArray[Any], period: float) -> NDArray[Any]:
+        count = min(int(period / 2 + 1e-6), 16, max(1, len(u) // 6))
+        return np.stack(np.split(fourier(u, np.arange(1, count + 1) / period), 2, 1), -1).reshape(len(u), -1)
+
+    def base(u: NDArray[Any]) -> NDArray[Any]:
+        return np.concatenate([np.ones((len(u), 1)), u[:, None], *(terms(u, period) for period in found)], 1)
+
+    def likelihood(period: float | None, decay: float) -> float:
+        """Return the likelihood with a further period, of the best number of terms."""
+        total, fixed = np.zeros(1), 2
+        for u, y in parts:
+            x, z = base(u), white(y[:, None], u, decay)[:, 0]
+            fixed, x = x.shape[1], x if period is None else np.append(x, terms(u, period), 1)
+            q, r = np.linalg.qr(white(x, u, decay))
+            size = abs(np.diag(r))
+            fitted = np.cumsum((q.T @ z) ** 2 * (size > 1e-7 * size.max()))[fixed - 1 :: 2]
+            n, free = len(z), 2 * np.arange(len(fitted))
+            each = -(n * np.log(np.maximum(z @ z - fitted, 0) / n + 1e-9) + free * math.log(n)) / 2
+            each -= np.log(-np.expm1(-2 * np.diff(u) / decay)).sum() / 2
+            total = total + each if len(total) == 1 else total[: len(each)] + each[: len(total)]
+        return float(total[0] if period is None else total[1:].max(initial=-math.inf))
+
+    def best(period: float | None) -> float:
+        return max(likelihood(period, decay) for decay in DECAYS)
+
+    while len(found) < 2:
+        peaks, none = list[float](), [likelihood(None, decay) for decay in DECAYS]
+        for decay in {DECAYS[int(np.argmax(none))], DECAYS[0]}:
+            x, z = white(base(u), u, decay), white(y[:, None], u, decay)
+            rest = z - x @ np.linalg.lstsq(x, z, rcond=1e-8)[0]
+            parts_of = (white(fourier(u, each), u, decay) for each in np.array_split(frequency, 8))
+            power = np.concatenate([_power(each, rest) for each in parts_of])
+            is_peak = (power >= np.append(power[1:], 0)) & (power >= np.append(0, power[:-1]))
+            order = np.flatnonzero(is_peak)[np.argsort(-power[is_peak], kind="stable")][:5]
+            peaks += [k / f for f in frequency[order] for k in (1, 2, 3)]
+        preferred = {*calendar, *(float(round(p)) for p in peaks if is_regular)}
+        shorter = {p for p in (*peaks, *preferred) if 2 <= p <= span / (2 if p in calendar else 3)}
+        candidates = sorted(p for p in shorter if all(abs(math.log(p / one)) > APART for one in found))
+        scores = [best(p) + SURE * (p in preferred) for p in candidates]
+        if not candidates or max(scores) < max(none) + SURE + math.log(len(frequency)):
+            break
+        period, top = candidates[int(np.argmax(scores))], max(scores)
+        fine = np.maximum(period / (1 + period / span * np.linspace(-0.5, 0.5, 21)), 2.0)
+        refined = [best(float(p)) for p in fine]
+        is_better = max(refined) > top + SURE * (period in preferred)
+        found.append(float(fine[int(np.argmax(refined))]) if is_better else period)
+    return found
+
+
+def white(columns: NDArray[Any], u: NDArray[Any], decay: float) -> NDArray[Any]:
+    """Return the innovations of columns, if they are Ornstein-Uhlenbeck processes of variance 1."""
+    rho = np.exp(-np.diff(u) / decay)[:, None]
+    innovation: NDArray[Any] = (columns[1:] - rho * columns[:-1]) / np.sqrt(-np.expm1(-2 * np.diff(u) / decay))[:, None]
+    return innovation
+
+
+def _power(terms: NDArray[Any], rest: NDArray[Any]) -> NDArray[Any]:
+    power = (terms * rest).sum(0) ** 2 / ((terms**2).sum(0) + 1e-12)
+    sine, cosine = np.split(power, 2)
+    return sine + cosine
+
+
+class StatsForecast:
+    """The median of statsforecast's models, fitted to each series alone; gaps are filled linearly.
+
+    With one season of at most 24 samples these are AutoETS, AutoTheta, MSTL and, up to 12, AutoARIMA. Without one there
+    is no MSTL. With a longer one, or two, it is MSTL alone. A series with fewer than :data:`LEAST` values, or that is
+    constant, has its last value. Of several pasts of one series, which are tests, each is forecast by models that were
+    fitted to a shorter one, which has at least half of its values, and if the pasts have many samples only some are
+    forecast, the others being NaN.
+
+    Arguments:
+        mean, std: the mean and the standard deviation of each channel in the user's units.
+    """
+
+    def __init__(self, mean: NDArray[Any], std: NDArray[Any]) -> None:
+        self.mean, self.std = mean, std
+
+    @staticmethod
+    def admits(series: Series) -> bool:
+        """Return whether statsforecast is installed, and the series are regular, long and few enough."""
+        if importlib.util.find_spec("statsforecast") is None or int(series.lengths.sum()) * series.x.shape[2] > MOST:
+            return False
+        found = [observed(series, c, usual_gap(series, c)) for c in range(series.x.shape[2])]
+        return all(
+            (is_regular | (known.sum(1) < 2)).all() and (known.sum(1) >= LEAST).any()
+            for _, _, known, _, is_regular, _ in found
+        )
+
+    def fit(self, series: Series, asked: Questions, seed: int) -> Self:
+        statsforecast_models()
+        self.gaps = [usual_gap(series, channel) for channel in range(series.x.shape[2])]
+        found = [seasons_of(series, channel, gap) for channel, gap in enumerate(self.gaps)]
+        self.seasons = [sorted({max(2, round(period)) for period in each}) for each in found]
+        return self
+
+    def forecast(self, past: Series, dt: Tensor) -> tuple[Tensor, Tensor]:
+        mean, std = (
+            torch.zeros(*dt.shape, len(self.seasons)).double(),
+            torch.ones(*dt.shape, len(self.seasons)).double(),
+        )
+        ids = past.ids or range(len(past))
+        few = max(len({*ids}), EFFORT // past.x.shape[1])
+        chosen_rows = np.unique(np.linspace(0, len(past) - 1, min(few, len(past))).astype(int))
+        mean[np.setdiff1d(range(len(past)), chosen_rows)] = math.nan
+        for channel, seasons in enumerate(self.seasons):
+            u, y, known, gap, is_regular, last = observed(past, channel, self.gaps[channel])
+            at, fitted = later(past, dt, gap, is_regular, last), dict[Any, tuple[int, list[Any]]]()
+            for row in chosen_rows[np.argsort(known[chosen_rows].sum(1), kind="stable")]:
+                times, values = u[row][known[row]], y[row][known[row]] * self.std[channel] + self.mean[channel]
+                if not len(values):
+                    continue
+                whole = np.interp(np.arange(math.ceil(times[0]), 1), times, values)
+                path, width = np.repeat(values[-1], 2), np.full(2, 1e-6)
+                if len(whole) >= LEAST and np.ptp(whole) > 0:
+                    count, models = fitted.get(ids[row], (0, []))
+                    if 2 * count < len(whole):
+                        models = [model.fit(whole) for model in chosen(seasons, len(whole))]
+                        fitted[ids[row]] = count, models = len(whole), models
+                    steps = max(1, math.ceil(at[row].max()))
+                    is_new = count == len(whole)
+                    found = [
+                        m.predict(steps, level=[SIGMA]) if is_new else m.forward(whole, steps, level=[SIGMA])
+                        for m in models
+                    ]
+                    path = np.append(values[-1], np.median([each["mean"] for each in found], 0))
+                    width = np.append(0, np.median([each[f"hi-{SIGMA}"] - each["mean"] for each in found], 0))
+                path, width = (path - self.mean[channel]) / self.std[channel], width / self.std[channel]
+                mean[row, :, channel] = torch.from_numpy(np.interp(at[row], np.arange(len(path)), path))
+                std[row, :, channel] = torch.from_numpy(np.interp(at[row], np.arange(len(path)), width).clip(1e-6))
+        return mean, std
+
+
+def chosen(seasons: list[int], count: int) -> list[Any]:
+    """Return statsforecast's models for a series of seasons and a number of samples."""
+    models = statsforecast_models()
+    seasons = [season for season in seasons if 2 * season <= count]
+    if len(seasons) > 1 or max(seasons, default=1) > 24:
+        return [models.MSTL(seasons)]
+    season = max(seasons, default=1)
+    found = [models.AutoETS(season), models.AutoTheta(season)]
+    found += [models.MSTL(season)] if season > 1 else []
+    return found + ([models.AutoARIMA(season_length=season)] if season <= 12 and count <= 500 else [])
+
+
+def statsforecast_models() -> Any:
+    try:
+        import statsforecast.models
+    except ImportError as error:
+        raise ImportError(
+            "model='statsforecast' needs the package statsforecast. Fix: pip install statsforecast"
+        ) from error
+    return statsforecast.models
+
+
+class Mixture:
+    """The mean of several models' forecasts."""
+
+    def __init__(self, models: list[Any]) -> None:
+        self.models = models
+
+    def forecast(self, past: Series, dt: Tensor) -> tuple[Tensor, Tensor]:
+        return mixture([model.forecast(past, dt) for model in self.models])
+
+
+def mixture(found: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Return the mean and the standard deviation of a mixture, from those of its parts."""
+    means, stds = (torch.stack(each) for each in zip(*found, strict=True))
+    return means.mean(0), (stds.square().mean(0) + means.var(0, correction=0)).sqrt()
+
+
+def lagged(past: Series, dt: Tensor, channel: int, gap: float, seasons: list[float]) -> Tensor:
+    """Return values before the end and one period before the forecast, less the last value, (n, K, inputs).
+
+    Values are interpolated in time. The first are at multiples of the usual gap before the end. For each season there
+    are the value one period before the end, the last value of the forecast's phase, and the mean of the last of them.
+    """
+    n, count = dt.shape
+    found = np.full((n, count, LAGS + 3 * len(seasons)), np.nan)
+    ahead, t, x = (each.double().numpy() for each in (dt, past.t, past.x[..., channel]))
+    for row, here in enumerate(past.mask[..., channel].numpy()):
+        if not here.any():
+            continue
+        times, values = t[row][here], x[row][here] - x[row][here][-1]
+        end = t[row].max()
+        found[row, :, :LAGS] = np.interp(end - gap * np.arange(1, LAGS + 1), times, values, left=np.nan)
+        for k, period in enumerate(seasons):
+            phase = end + ahead[row] - period * np.ceil(np.maximum((end + ahead[row] - times[-1]) / period, 1e-9))
+            cycles = np.stack([np.interp(phase - j * period, times, values, left=np.nan) for j in range(CYCLES)])
+            known = np.isfinite(cycles)
+            found[row, :, LAGS + k] = np.interp(end - period, times, values, left=np.nan)
+            found[row, :, LAGS + len(seasons) + 2 * k] = cycles[0]
+            found[row, :, LAGS + len(seasons) + 2 * k + 1] = np.where(known, cycles, 0).sum(0) / np.maximum(
+                known.sum(0), 1
+            )
+    return torch.from_numpy(found)

@@ -1,0 +1,118 @@
+"""Forecasts of seasons, trends and levels against closed forms, and statsforecast against itself."""
+
+import sys
+
+import numpy
+import pandas
+import pytest
+import torch
+
+from hbnode.data import as_series
+from hbnode.estimators import SeriesForecaster
+from hbnode.estimators.seasonal import Seasonal
+
+
+def forecast(t, y, at):
+    """Forecast a series in standardised units, and return means and deviations in its own."""
+    mean, std = y.mean(), y.std() or 1.0
+    series = as_series([(t, (y - mean) / std)])
+    model = Seasonal(numpy.array([-mean / std])).fit(series, None, 0)
+    found = model.forecast(series, torch.tensor(at - t[-1]).view(1, -1))
+    return model, found[0].flatten().numpy() * std + mean, found[1].flatten().numpy() * std
+
+
+@pytest.mark.parametrize("period", [7.3, 12.0, 30.0])
+def test_a_sine_with_gaps_is_continued(period):
+    random = numpy.random.default_rng(0)
+    t = numpy.sort(random.permutation(240)[:160]).astype(float)
+
+    def wave(t):
+        return 5 + 2 * numpy.sin(2 * numpy.pi * t / period + 1)
+
+    at = t[-1] + numpy.linspace(0.5, 2 * period, 25)
+    model, mean, std = forecast(t, wave(t) + 0.1 * random.normal(size=160), at)
+    assert model.seasons[0][0] == pytest.approx(period, rel=0.01)
+    assert numpy.abs(mean - wave(at)).max() < 0.3  # three deviations of the noise
+    assert (numpy.abs(mean - wave(at)) < 4 * std).all()
+
+
+def test_a_sine_at_random_times_is_continued():
+    random = numpy.random.default_rng(1)
+    t = numpy.sort(random.uniform(0, 100, 300))
+    at = t[-1] + numpy.linspace(0.1, 12, 20)
+    model, mean, _ = forecast(t, numpy.sin(t) + 0.05 * random.normal(size=300), at)
+    assert model.seasons[0][0] * numpy.median(numpy.diff(t)) == pytest.approx(2 * numpy.pi, rel=0.01)
+    assert numpy.abs(mean - numpy.sin(at)).max() < 0.15
+
+
+def test_two_seasons_are_found_and_continued():
+    random = numpy.random.default_rng(2)
+    t = numpy.arange(900.0)
+
+    def both(t):
+        return 3 * numpy.sin(2 * numpy.pi * t / 24) + 2 * numpy.cos(2 * numpy.pi * t / 168)
+
+    model, mean, _ = forecast(t[:800], (both(t) + 0.2 * random.normal(size=900))[:800], t[800:])
+    assert model.seasons[0] == pytest.approx([24, 168], rel=0.005)
+    assert numpy.abs(mean - both(t[800:])).max() < 0.6
+
+
+def test_a_line_is_continued_and_then_flattens():
+    t = numpy.arange(80.0)
+    _, mean, _ = forecast(t, 10 + 0.5 * t, numpy.array([80.0, 84.0, 1000.0]))
+    assert mean[:2] == pytest.approx([50, 52], rel=0.01)
+    assert mean[2] < 10 + 0.5 * 160  # within one range beyond the values
+
+
+def test_noise_has_no_season_and_is_forecast_by_its_level():
+    y = numpy.random.default_rng(3).normal(size=300)
+    model, mean, std = forecast(numpy.arange(300.0), y, numpy.arange(300.0, 320))
+    assert model.seasons == [[]]
+    assert numpy.abs(mean).max() < 0.25  # the standard error of the level's estimate from some dozens of values
+    assert std == pytest.approx(1, abs=0.15)
+
+
+def test_months_are_regular_and_have_the_season_of_a_year():
+    months = pandas.date_range("2000-01-01", periods=96, freq="MS")
+    y = numpy.tile(numpy.arange(12.0) % 5, 8) + 0.1 * numpy.random.default_rng(4).normal(size=96)
+    table = pandas.DataFrame({"id": 0, "time": months, "y": y})
+    model = SeriesForecaster("seasonal", id="id", time="time", random_state=0).fit(table[:84])
+    found = model.predict(table[:84], [pandas.Timestamp(each) for each in months[84:]])["mean"]
+    assert found.to_numpy() == pytest.approx(numpy.arange(12.0) % 5, abs=0.4)
+
+
+def monthly(count=96):
+    y = 100 + numpy.arange(count) + 10 * numpy.sin(numpy.arange(count) * numpy.pi / 6)
+    y += numpy.random.default_rng(5).normal(size=count)
+    return pandas.DataFrame({"id": 0, "time": pandas.date_range("2000-01-01", periods=count, freq="MS"), "y": y})
+
+
+def test_statsforecast_is_called_as_it_is(tmp_path):
+    models = pytest.importorskip("statsforecast.models")
+    table, ahead = monthly(), [pandas.Timestamp(each) for each in pandas.date_range("2008-01-01", periods=6, freq="MS")]
+    names = [models.AutoETS(12), models.AutoTheta(12), models.MSTL(12), models.AutoARIMA(season_length=12)]
+    expected = numpy.median([each.forecast(table["y"].to_numpy(), 6)["mean"] for each in names], 0)
+    model = SeriesForecaster("statsforecast", id="id", time="time", random_state=0).fit(table)
+    assert model.predict(table, ahead)["mean"].to_numpy() == pytest.approx(expected, rel=1e-6)
+    model.save(tmp_path / "model")
+    again = SeriesForecaster.load(tmp_path / "model").predict(table, ahead)
+    pandas.testing.assert_frame_equal(again, model.predict(table, ahead))
+
+
+def test_without_statsforecast_auto_works_and_its_name_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "statsforecast", None)
+    monkeypatch.setitem(sys.modules, "statsforecast.models", None)
+    model = SeriesForecaster(id="id", time="time", random_state=0).fit(monthly(60))
+    assert not any("statsforecast" in name for name in model.cv_loss_)
+    with pytest.raises(ImportError, match=r"Fix: pip install statsforecast"):
+        SeriesForecaster("statsforecast", id="id", time="time", random_state=0).fit(monthly(60))
+
+
+def test_the_mean_of_the_best_two_is_a_candidate_and_is_saved(tmp_path):
+    model = SeriesForecaster(id="id", time="time", random_state=0).fit(monthly(60))
+    first, second, *_ = sorted((name for name in model.cv_loss_ if "+" not in name), key=model.cv_loss_.get)
+    assert f"{first} + {second}" in model.cv_loss_
+    assert model.model_ == min(model.cv_loss_, key=model.cv_loss_.get)
+    model.save(tmp_path / "model")
+    again = SeriesForecaster.load(tmp_path / "model").predict(monthly(60), "10D")
+    pandas.testing.assert_frame_equal(again, model.predict(monthly(60), "10D"))
