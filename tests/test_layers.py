@@ -40,7 +40,7 @@ LAYERS = [
     ["hbnode"],
     ["hbnode.estimators"],
     ["hbnode.diagnostics", "hbnode.features"],
-    ["hbnode.optim"],
+    ["hbnode.optim", "hbnode.training"],
     ["hbnode.distributions"],
     ["hbnode.nn"],
     ["hbnode.solve"],

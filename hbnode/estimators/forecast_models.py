@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from sklearn.base import clone
 from sklearn.ensemble import HistGradientBoostingRegressor
-from sklearn.linear_model import RidgeCV
+from sklearn.linear_model import Ridge, RidgeCV
 from torch import Tensor
 from typing_extensions import Self, override
 
@@ -336,19 +336,17 @@ class Boosting:
         """
         if not len(change):
             return None
-        line, tried = RidgeCV(ALPHAS), []
+        tried = []
         for loss in ("squared_error", "absolute_error"):
             error, tree = abs(change - np.median(change)), HistGradientBoostingRegressor(loss=loss, **TREES)
             for held in (folds == fold for fold in np.unique(folds)):
                 if not held.all():
-                    line.fit(lags[~held], change[~held])
-                    rest = clone(tree).fit(inputs[~held], change[~held] - line.predict(lags[~held]))
-                    error[held] = abs(change[held] - line.predict(lags[held]) - rest.predict(inputs[held]))
+                    parts = _both(lags[~held], inputs[~held], change[~held], clone(tree))
+                    error[held] = abs(change[held] - parts[0].predict(lags[held]) - parts[1].predict(inputs[held]))
             tried.append((error, tree))
         error, tree = min(tried, key=lambda pair: float(pair[0].mean()))
         size = HistGradientBoostingRegressor(loss="poisson", **TREES).fit(inputs, error) if error.any() else None
-        line.fit(lags, change)
-        return line, tree.fit(inputs, change - line.predict(lags)), size
+        return *_both(lags, inputs, change, tree), size
 
     def forecast(self, past: Series, dt: Tensor) -> tuple[Tensor, Tensor]:
         last, _ = last_values(past)
@@ -398,13 +396,19 @@ class Boosting:
             each = torch.cat([history[:, channel] - last[:, part], age[:, part], *fixed], 1)
             own = torch.stack([*moving, dt + age[:, part]], -1)
             lags = lagged(past, dt, channel, self.gap, self.seasons[channel])
-            lags = torch.cat([foreseen(past, dt, age[:, part]), lags], -1)
+            lags = torch.cat([foreseen(past, dt, age[:, part]), lags], -1).nan_to_num()
             found.append(torch.cat([each.unsqueeze(1).expand(-1, dt.shape[1], -1), own, lags], -1))
-            lags = lags.nan_to_num()
             found.append(
                 torch.cat([lags, *(lags * decay for decay in decays)], -1)
             )  # coefficients fall with the horizon
         return found
+
+
+def _both(lags: NDArray[Any], inputs: NDArray[Any], change: NDArray[Any], tree: Any) -> tuple[Any, Any]:
+    """Return a linear model of the change, and trees of the rest."""
+    line = RidgeCV(ALPHAS) if len(change) > 2 else Ridge(ALPHAS[-1])
+    line.fit(lags, change)
+    return line, tree.fit(inputs, change - line.predict(lags))
 
 
 class Smoothing:

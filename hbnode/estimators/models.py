@@ -119,8 +119,6 @@ class _SeriesModel(SeriesEstimator):
         self.device, self.random_state, self.progress = device, random_state, progress
 
     @kept_random_state()
-    @torch.inference_mode(False)
-    @torch.enable_grad()
     def _fit(self, data: Any, y: Any, sample_weight: Any, groups: Any) -> tuple[NDArray[Any], _Aims]:
         """Fit the model, and return its outputs for series that were held out, (batch, outputs), else NaN."""
         kinds = get_args(Model)

@@ -707,7 +707,7 @@ def test_a_backtest_is_a_loop_of_fit_and_predict(refit):
     for steps in (8, 4):
         past = table.groupby("who").head(40 - steps)
         if refit or model is None:
-            model = SeriesForecaster("features", **options).fit(past)
+            model = SeriesForecaster("features", **options).fit(past, horizon=4.0)
         rows.append(model.predict(past, [1.0, 2.0, 3.0, 4.0]).merge(table, on=["who", "hour"]))
         rows[-1]["origin"] = rows[-1]["who"].map(past.groupby("who")["hour"].max())
     expected = pandas.concat(rows, ignore_index=True).rename(columns={"y": "truth"})
