@@ -16,8 +16,6 @@ from hbnode.data import Series
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from hbnode.estimators.forecast_models import Questions
-
 MEMORY, LEARNED = 2000, 4000  # last samples of a series that are used; samples from which a channel's model is chosen
 BLOCK, SPECTRUM = 4_000_000, 1400  # numbers of a block of problems; last samples whose spectrum is computed
 HARMONICS, EVOLVING, TERMS = 60, 6, 4  # most Fourier terms of a season; those that change with time, and how
@@ -71,7 +69,7 @@ class Seasonal:
     def __init__(self, zero: NDArray[Any]) -> None:
         self.zero = zero
 
-    def fit(self, series: Series, asked: Questions, seed: int) -> Self:
+    def fit(self, series: Series, asked: Any, seed: int) -> Self:
         self.gaps, self.seasons = list[float](), list[list[float]]()
         self.kinds: list[list[tuple[Any, ...]]] = []
         for channel in range(series.x.shape[2]):
@@ -428,7 +426,7 @@ class StatsForecast:
             for _, _, known, _, is_regular, _ in found
         )
 
-    def fit(self, series: Series, asked: Questions, seed: int) -> Self:
+    def fit(self, series: Series, asked: Any, seed: int) -> Self:
         statsforecast_models()
         self.gaps = [usual_gap(series, channel) for channel in range(series.x.shape[2])]
         found = [seasons_of(series, channel, gap) for channel, gap in enumerate(self.gaps)]
