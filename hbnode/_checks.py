@@ -8,6 +8,7 @@ import inspect
 import math
 import numbers
 import operator
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, SupportsIndex, TypeAlias
@@ -369,8 +370,16 @@ def warn_if_swapped(data: Any) -> None:
         warnings.warn(
             f"X must be (batch, channels, T), got {tuple(data.shape)}: {data.shape[1]} channels of {data.shape[2]} "
             "samples. Fix: X.swapaxes(1, 2) for an array (batch, T, channels); list(X), if the order is right.",
-            stacklevel=3,
+            stacklevel=level_of_user(),
         )
+
+
+def level_of_user() -> int:
+    """Return the stacklevel of a warning at the first caller outside of hbnode, scikit-learn and decorators."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back and str(frame.f_globals.get("__name__")).split(".")[0] in ("hbnode", "sklearn", "contextlib"):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def diagnose_call(error: Exception, field: object) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from typing_extensions import Self, override
 
-from hbnode._checks import as_count, as_numbers, warn_if_swapped
+from hbnode._checks import as_count, as_numbers, level_of_user, warn_if_swapped
 from hbnode.data import Series, aligned, as_series, is_list_of_series, on_clock
 
 try:
@@ -47,7 +47,7 @@ _VALUES = 16_777_216  # values on the grid in memory, for the thresholds of Mini
 _DIGITS = 9  # decimals of states in units of their scales: what is less is rounding
 _FLOOR = 1e-6  # a state with a smaller spread, in units of the training values' spread, is constant
 _FAR = 10  # times the typical duration and the typical gap: such a series has a wrong time
-_MARGIN = 0.1  # of the span of a grid, by which a series may lie outside
+_MARGIN = 0.1  # of the span of a range of times by which a series may lie outside, and of its samples that may
 _MULTIPLE = 20  # gaps of more steps do not say whether times lie on a lattice
 _LONGEST = 2048  # points of a grid that is chosen by the times
 _SHORTEST = 9  # points that a kernel of MiniRocket needs
@@ -467,7 +467,7 @@ class OscillatorFeatures(_Transformer):
         series = self._series(X, is_new=True)
         random = check_random_state(self.random_state)
         size = as_count(self.num_oscillators, "num_oscillators")
-        self.step_, self.span_ = _step_and_span(series)
+        self.step_, self.span_ = _step_and_span(usual(series))
         high = 0.25 / self.step_
         low = min(high, 1 / (30 * self.span_))
         low, high = (low, high) if self.frequency is None else _range(self.frequency, "frequency", np.inf)
@@ -579,28 +579,35 @@ class Summaries(_Transformer):
 
 
 def _step_and_span(series: Series) -> tuple[float, float]:
-    """Return the time between points at which states are pooled, and the longest duration, without wrong times.
+    """Return the time between points at which states are pooled, and the longest duration.
 
     The step is the median gap of the samples, or a half, third or quarter of it. It is the longest of these of which
     nearly all gaps are multiples, else the last. Without two times in a series both are 1.
     """
-    gaps, spans, is_far = _gaps(series)
+    gaps, spans, _ = _gaps(series)
     if not len(gaps):
         return 1.0, 1.0
-    if is_far.any():
-        row = int(is_far.argmax())
-        warnings.warn(
-            f"{is_far.sum()} of {len(series)} series last much longer than others, with much longer gaps, first "
-            f"{_name(series, row)}: {spans[row]:.4g}, where the others last at most {spans[~is_far].max():.4g}. They "
-            "do not count for the range of frequencies. Fix: correct their times.",
-            stacklevel=3,
-        )
     median = np.quantile(gaps, 0.5, method="lower")
     for step in median / np.arange(1, 5):
         steps = gaps[gaps < _MULTIPLE * step] / step
         if (np.abs(steps - np.maximum(np.rint(steps), 1)) < 0.05).mean() > 0.95:
             break
-    return float(step), float(spans[~is_far].max())
+    return float(step), float(spans.max())
+
+
+def usual(series: Series) -> Series:
+    """Return the series without those that have a wrong time, and warn of these."""
+    _, spans, is_far = _gaps(series)
+    if not is_far.any():
+        return series
+    row = int(is_far.argmax())
+    warnings.warn(
+        f"{is_far.sum()} of {len(series)} series last much longer than others, with much longer gaps, first "
+        f"{_name(series, row)}: {spans[row]:.4g}, where the others last at most {spans[~is_far].max():.4g}. They do "
+        "not count for the range of times. Fix: correct their times.",
+        stacklevel=level_of_user(),
+    )
+    return series.select(np.flatnonzero(~is_far).tolist())
 
 
 def _gaps(series: Series) -> tuple[Array, Array, Array]:
@@ -650,9 +657,9 @@ class RocketFeatures(_Transformer):
     the first call (20 seconds, then cached). The static features of a :class:`hbnode.data.Series` come last; a missing
     one is the training mean.
 
-    All series share one grid, so t = 0 must have the same meaning in every series. There is a warning if a series
-    extends beyond the times of fit by more than a tenth of their span. A training series with a wrong time, whose
-    duration and mean gap are ten times their medians, does not extend the grid.
+    All series share one grid, so t = 0 must have the same meaning in every series. There is a warning if a
+    tenth of the samples of a series are outside the times of fit, widened by a tenth. A training series with a wrong
+    time, whose duration and mean gap are ten times their medians, does not extend the grid.
 
     References:
         Dempster, Schmidt and Webb, MiniRocket, KDD 2021, arXiv:2012.08791.
@@ -745,8 +752,7 @@ class RocketFeatures(_Transformer):
             )
         else:
             self.reconstruction_ = clone(self.reconstruction, safe=False).fit(series)
-        self.grid_, self._range = grid_of(self.grid, series)
-        check_range(series, *self._range)
+        self.grid_, self._range = grid_of(self.grid, usual(series))
         random = check_random_state(self.random_state)
         kernels = MiniRocket(as_count(self.num_features, "num_features"), random_state=int(random.randint(2**31 - 1)))
         rows, most = np.arange(len(series)), max(1, _VALUES // (len(self.grid_) * self.n_features_in_))
@@ -766,7 +772,7 @@ class RocketFeatures(_Transformer):
         """
         check_is_fitted(self)
         series = self._series(X)
-        check_range(series, *self._range)
+        check_range(series, *self._range, "times that count from the beginning of each series; or correct its times")
         return self._features(series)
 
     def _features(self, series: Series) -> Array:
@@ -800,36 +806,34 @@ class RocketFeatures(_Transformer):
         return np.array([*(f"minirocket{i}" for i in range(count)), *self.static_channels_], dtype=object)
 
 
-def check_range(series: Series, first: float, last: float) -> None:
-    """Raise ValueError for a series that lies outside of a range of times; warn if more than a tenth of it is outside.
+def check_range(series: Series, first: float, last: float, fix: str) -> None:
+    """Raise ValueError for a series without a value in a range of times; warn if a tenth of its samples is outside.
 
-    The tenth is of the span of the range. Series without an observed value are ignored.
+    The range is widened by a tenth, because ten random times leave about a tenth of their range open at each end.
     """
-    seen = series.mask.any(2).numpy(force=True) & _is_sample(series)
-    rows = np.flatnonzero(seen.any(1))
-    t, seen, margin = series.t.double().numpy(force=True)[rows], seen[rows], _MARGIN * (last - first)
-    start, end = np.where(seen, t, np.inf).min(1, initial=np.inf), np.where(seen, t, -np.inf).max(1, initial=-np.inf)
-    outside, apart = np.maximum(first - start, end - last), np.maximum(start - last, first - end)
-    is_lost, is_out = apart > margin, (outside > margin) | (apart > 0)
-    if is_out.any():
-        row = int((is_lost if is_lost.any() else is_out).argmax())
-        message = (
-            f"the series must lie in the times of fit, {first:.6g} to {last:.6g}, got {_name(series, rows[row])} from "
-            f"{start[row]:.6g} to {end[row]:.6g}, and {is_out.sum() - 1} others. Fix: times that count from the "
-            "beginning of each series; or correct its times."
-        )
-        if is_lost.any():
-            raise ValueError(message)
-        warnings.warn(message, stacklevel=3)
+    seen, t, margin = series.mask.any(2).numpy(force=True), series.t.numpy(force=True), _MARGIN * (last - first)
+    seen = seen & _is_sample(series)
+    is_out = seen & ((t < first - margin) | (t > last + margin))
+    share = is_out.sum(1) / np.maximum(seen.sum(1), 1)
+    row, others = int(share.argmax()), (share > _MARGIN).sum() - 1
+    if others < 0:
+        return
+    times = [first, last, *t[row][seen[row]][[0, -1]]]
+    names = [f"{each:.10g}" for each in times] if series.origin is None else list(map(str, series.dates(times)))
+    lost = "fit saw nothing there" if share[row] == 1 else f"fit did not see {100 * share[row]:.0f} % of it"
+    message = (
+        f"times must be those of fit, from {names[0]} to {names[1]}, but {_name(series, row)} lasts from {names[2]} to "
+        f"{names[3]}, and there are {others} others: {lost}. Fix: {fix}."
+    )
+    if share[row] == 1:
+        raise ValueError(message)
+    warnings.warn(message, stacklevel=level_of_user())
 
 
 def grid_of(grid: Any, series: Series) -> tuple[Array, tuple[float, float]]:
-    """Return the times of the grid, and the range of times in which series must lie.
-
-    A series with a wrong time does not count.
-    """
-    t, lengths, is_far = series.t.double().numpy(force=True), series.lengths.numpy(force=True), _gaps(series)[2]
-    times = np.unique(t[_is_sample(series) & ~is_far[:, None]])
+    """Return the times of the grid, and the range of times in which series must lie."""
+    t, lengths = series.t.double().numpy(force=True), series.lengths.numpy(force=True)
+    times = np.unique(t[_is_sample(series)])
     times = times if len(times) else np.zeros(1)
     if np.ndim(grid) == 1:
         points: Array = as_numbers(np.asarray(grid), "grid", f"grid={_SHORTEST}").numpy()

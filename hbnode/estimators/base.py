@@ -19,7 +19,7 @@ from sklearn.utils.validation import check_is_fitted
 from torch.nn.functional import pad
 from typing_extensions import Self
 
-from hbnode._checks import as_count
+from hbnode._checks import as_count, level_of_user
 from hbnode.data import Series, aligned, as_series, by_id, is_list_of_series, on_clock
 from hbnode.estimators.networks import SeriesNetwork
 from hbnode.nn import Standardize
@@ -134,7 +134,7 @@ class SeriesEstimator(BaseEstimator):
             warnings.warn(
                 f"values=None takes the columns {self.features_}, and {list(fixed)} are constant in each series. Fix: "
                 f"static={list(fixed)}, or name the columns of values=.",
-                stacklevel=5,
+                stacklevel=level_of_user(),
             )
 
     # Files

@@ -6,7 +6,8 @@ import dataclasses
 import importlib.util
 import numbers
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
@@ -30,13 +31,13 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, mse_loss
 from typing_extensions import Self, override
 
-from hbnode._checks import as_real, nearest, warn_if_swapped
+from hbnode._checks import as_real, level_of_user, nearest, warn_if_swapped
 from hbnode.data import Series
 from hbnode.estimators.base import SeriesEstimator, moments, targets_of
 from hbnode.estimators.forecast_models import bound
 from hbnode.estimators.networks import SeriesNetwork, batched, common_start, config_of, kept_random_state, trained
 from hbnode.estimators.smoother import OscillatorSmoother
-from hbnode.features import OscillatorFeatures, RocketFeatures, Summaries, grid_of
+from hbnode.features import OscillatorFeatures, RocketFeatures, Summaries, check_range, grid_of, usual
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -51,7 +52,6 @@ TREES = {"learning_rate": 0.05, "max_leaf_nodes": 15, "max_features": 0.3, "l2_r
 MEMBERS = 3  # most models whose mean is the answer
 LONGEST = 40.0  # seconds on one core that the counts of the data may predict for a candidate beyond the first
 PARTS = 5  # of the series, one of which is for the validation of a network
-OUTSIDE = 0.1  # share of the time seen in fit by which later series may leave it
 FEW, GAPPY = 16, 3  # samples of a series, or points of the grid for each of them, with which the smoother is tried
 ENOUGH = 0.15  # cross-validated loss below which "auto" does not try the smoother, which takes seconds
 
@@ -99,6 +99,14 @@ class _Scaler(StandardScaler):
         return found
 
 
+@contextmanager
+def _told() -> Iterator[None]:
+    """Ignore warnings of the times of series, which the estimator gives itself."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"times must be those of fit|\d+ of \d+ series last much longer")
+        yield
+
+
 class _SeriesModel(SeriesEstimator):
     """What the classifier and the regressor share: the choice of a model, and its fit."""
 
@@ -144,11 +152,12 @@ class _SeriesModel(SeriesEstimator):
             raise ValueError("X must have at least 2 series, got one sample. Fix: a list of all series, [(t, x), ...].")
         self._check_columns(series, targets)
         aims = self._set_targets(targets, weights, groups)
-        is_together = series.origin is None and common_start(series) is not None
+        kept = usual(series)
+        is_together = series.origin is None and common_start(kept) is not None
         self.is_absolute_ = is_together if self.clock is None else self.clock == "absolute"
-        times = series.t[series.mask.any(-1)]
+        series, kept, random = self._on_axis(series), self._on_axis(kept), check_random_state(self.random_state)
+        times = kept.t[kept.mask.any(-1)]
         self.seen_ = (float(times.min()), float(times.max())) if len(times) else (0.0, 0.0)
-        series, random = self._on_axis(series), check_random_state(self.random_state)
         if self.model in NETWORKS:
             self.model_ = self.model
             return self._fit_networks(series, aims, random), aims
@@ -156,32 +165,11 @@ class _SeriesModel(SeriesEstimator):
 
     def _on_axis(self, series: Series) -> Series:
         """Return the series with times as they are, or with times since the first sample of each."""
-        return series if self.is_absolute_ else dataclasses.replace(series, t=series.t - series.t[:, :1])
-
-    def _check_times(self, series: Series) -> None:
-        """Raise ValueError for a series outside the times of fit, and warn in the caller of ``predict`` of a part.
-
-        A tenth is allowed, because ten random times leave about a tenth of their range open at each end.
-        """
-        is_observed, low, high = series.mask.any(-1), *self.seen_
-        margin = OUTSIDE * (high - low)
-        is_out = is_observed & ((series.t < low - margin) | (series.t > high + margin))
-        share = is_out.sum(1) / is_observed.sum(1).clamp(min=1)
-        row = int(share.argmax())
-        if share[row] <= OUTSIDE:
-            return
-        times = [low, high, *series.t[row][is_observed[row]][[0, -1]].tolist()]
-        names = [f"{each:.10g}" for each in times] if series.origin is None else list(map(str, series.dates(times)))
-        text = (
-            f"times must be those of fit, from {names[0]} to {names[1]}, but series {row} lasts from {names[2]} to "
-            f"{names[3]}: {{}}. Fix: clock='relative', for times since the first sample of each series."
-        )
-        if share[row] == 1:
-            raise ValueError(text.format("fit saw nothing there"))
-        warnings.warn(text.format(f"fit did not see {100 * share[row]:.0f} % of it"), stacklevel=4)
+        return series if self.is_absolute_ else dataclasses.replace(series, t=series.t - series.t[:, :1], origin=None)
 
     # Features
 
+    @_told()
     def _fit_features(self, series: Series, aims: _Aims, random: np.random.RandomState) -> NDArray[Any]:
         """Fit the candidates, and keep the best, and with it the next ones that are as good or make the mean better."""
         budget = np.inf if self.time_budget is None else as_real(self.time_budget, "time_budget", "time_budget=60")
@@ -204,7 +192,8 @@ class _SeriesModel(SeriesEstimator):
         late = [name for name, why in self.left_out_.items() if why == "time_budget"]
         if late:
             warnings.warn(
-                f"time_budget={self.time_budget} left out the models {late}. Fix: time_budget=None.", stacklevel=5
+                f"time_budget={self.time_budget} left out the models {late}. Fix: time_budget=None.",
+                stacklevel=level_of_user(),
             )
         found.sort(key=lambda each: self.cv_loss_[each[0]])
         self.model_, outputs, member = found[0]
@@ -242,16 +231,17 @@ class _SeriesModel(SeriesEstimator):
                 f"{is_empty.sum()} of {len(series)} series have no observed value, first series {first}: they get the "
                 "class shares or the mean of y of fit. Fix: leave them out, for a Series "
                 "X.select(X.mask.any(-1).any(-1)).",
-                stacklevel=3,
+                stacklevel=level_of_user(),
             )
-        if self.is_absolute_:
-            self._check_times(series)
+        series = self._on_axis(series)
+        fix = "clock='relative', for times since the first sample of each series"
+        check_range(series, *self.seen_, fix if self.is_absolute_ else "fit to series that last as long")
         return np.where(is_empty[:, None], self.prior_, self._outputs_of(series))
 
     @kept_random_state()
+    @_told()
     def _outputs_of(self, series: Series) -> NDArray[Any]:
         """Return the mean of the members' or the networks' outputs, (batch, outputs)."""
-        series = self._on_axis(series)
         if self.model_ in NETWORKS:
             return self._network_outputs(series)
         found = [self._output(head, of.transform(series)) / scale for of, head, scale in self.members_]
@@ -272,7 +262,7 @@ class _SeriesModel(SeriesEstimator):
             if series.static is not None or count >= MANY:
                 found.append(("features, boosting", Summaries(), boosting, 1e-4 * count * channels * self._outputs))
         if self.model == "rocket" or (self.model == "auto" and importlib.util.find_spec("aeon") is not None):
-            kinds, points = [self.reconstruction], len(grid_of(None, series)[0])
+            kinds, points = [self.reconstruction], len(grid_of(None, usual(series))[0])
             if self.reconstruction == "auto":
                 kinds = ["linear"] if _is_regular(series) else ["linear", "last"]
                 samples = float(series.mask.any(-1).sum(1).double().median())
@@ -321,6 +311,7 @@ class _SeriesModel(SeriesEstimator):
 
     # Networks
 
+    @_told()
     def _fit_networks(self, series: Series, aims: _Aims, random: np.random.RandomState) -> NDArray[Any]:
         device, outputs = self.device or "cpu", torch.full((self.n_members, len(series), self._outputs), torch.nan)
         self.mean_, self.std_ = moments(series.x)
@@ -344,7 +335,7 @@ class _SeriesModel(SeriesEstimator):
                 return float(mean_loss(batched(network, scaled.select(held)).to(device), held))
 
             torch.manual_seed(seed)
-            config = config_of(scaled, self.model, self._outputs, self.hidden_size, self.dropout)
+            config = config_of(usual(scaled), self.model, self._outputs, self.hidden_size, self.dropout)
             if self.is_absolute_ and config["start"] is None:  # because the series start far apart
                 config |= {"start": self.seen_[0], "span": self.seen_[1] - self.seen_[0] or 1.0}
             network = trained(
@@ -419,7 +410,8 @@ class SeriesClassifier(ClassifierMixin, _SeriesModel):
             ``"absolute"``: they count from their date or their zero, so that the hour of an event can matter. Then
             later series must lie within the times that ``fit`` saw. None: dates are relative. Numbers and durations are
             absolute if the series in ``fit`` start together, which is if their starts are no farther apart than the
-            longest series; else they are relative. Default: ``None``
+            longest series; else they are relative. With both, a series that is in part outside the times of ``fit``
+            gives a warning. Default: ``None``
         reconstruction: for ``"rocket"``, how a series is put on a regular grid: ``"linear"`` interpolation, the
             ``"last"`` value, ``"oscillators"`` (:class:`OscillatorSmoother` with two oscillators and 15 iterations), or
             ``"auto"``, which tries them all. Then oscillators are tried only if series have at most 16 samples, or the
@@ -498,7 +490,7 @@ class SeriesClassifier(ClassifierMixin, _SeriesModel):
             warnings.warn(
                 f"the classes {self.classes_[lost].tolist()} have one series each, or one group: it stays in training, "
                 "and the losses that choose the model leave it out. Fix: more series of these classes, or none.",
-                stacklevel=2,
+                stacklevel=level_of_user(),
             )
         return self
 
@@ -602,7 +594,8 @@ class SeriesRegressor(RegressorMixin, _SeriesModel):
             ``"absolute"``: they count from their date or their zero, so that the hour of an event can matter. Then
             later series must lie within the times that ``fit`` saw. None: dates are relative. Numbers and durations are
             absolute if the series in ``fit`` start together, which is if their starts are no farther apart than the
-            longest series; else they are relative. Default: ``None``
+            longest series; else they are relative. With both, a series that is in part outside the times of ``fit``
+            gives a warning. Default: ``None``
         reconstruction: for ``"rocket"``, how a series is put on a regular grid: ``"linear"`` interpolation, the
             ``"last"`` value, ``"oscillators"`` (:class:`OscillatorSmoother` with two oscillators and 15 iterations), or
             ``"auto"``, which tries them all. Then oscillators are tried only if series have at most 16 samples, or the

@@ -246,7 +246,7 @@ def test_dates_count_from_the_first_sample_of_each_series(model):
         shifted = [(t + shift, x) for t, x in series]
         numpy.testing.assert_allclose(of_hours.predict_proba(shifted), expected, rtol=1e-5)
     absolute = small(model, clock="absolute").set_params(**options).fit(dated(series, "2024-01-01"), labels)
-    with pytest.raises(ValueError, match=r"from 2024-01-01T00:.* to 2024-01-02T23:.*series 0 lasts from 2024-02-01T"):
+    with pytest.raises(ValueError, match=r"from 2024-01-01T00:.* to 2024-01-02T23:.*series 0 .* from 2024-02-01T"):
         absolute.predict(dated(series, "2024-02-01"))
 
 
@@ -262,13 +262,31 @@ def test_numbers_and_durations_outside_those_of_fit_raise_or_warn(unit):
     assert model.score(at(1.7e9 + 4), labels) == 1.0  # within a tenth
     with pytest.warns(UserWarning, match="of fit") as caught:
         model.predict(at(1.7e9 + 20))
-    assert re.search(r"series \d+ lasts from 17000000.* % of it.*clock='relative'", str(caught[0].message))
+    assert re.search(r"series \d+ \(id \d+\) lasts from 17000000.* % of it.*clock='relative'", str(caught[0].message))
     assert caught[0].filename == __file__
     for shift in (0.0, 1.8e9):
         with pytest.raises(ValueError, match=r"fit saw nothing there.*clock='relative'"):
             model.predict(at(shift))
     with pytest.raises(ValueError, match="clock must be"):
         small("features", clock="local").fit(series, labels)
+
+
+@pytest.mark.parametrize("model", ["features", "auto", "gru"])
+def test_each_warning_of_times_comes_once_and_at_the_caller(model, recwarn):
+    series, labels = bumps()
+    wrong = [*series[:-1], (numpy.r_[series[-1][0][:-1], 1e7], series[-1][1])]
+    options = {"model": model, "reconstruction": "linear", "n_members": 1, "max_epochs": 1, "random_state": 0}
+    found = SeriesClassifier(**options).fit(wrong, labels)
+    assert found.seen_[1] == 47
+    with pytest.raises(ValueError, match="fit saw nothing there"):
+        found.predict([(t + 1000, x) for t, x in series])
+    found.score([(t + 20, x) for t, x in series], labels)
+    apart = SeriesClassifier(**options).fit([(t + 1e4 * i, x) for i, (t, x) in enumerate(wrong)], labels)
+    assert not apart.is_absolute_
+    apart.predict([(1.3 * t, x) for t, x in series])
+    expected = ["1 of 24 series last", "times must.*'relative'", "1 of 24 series last", "times must.*as long"]
+    assert [warning.filename for warning in recwarn] == [__file__] * 4
+    assert all(re.match(text, str(warning.message)) for text, warning in zip(expected, recwarn, strict=True))
 
 
 def test_labels_follow_the_ids_of_a_table_and_the_order_of_a_list():
