@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree
 
 from hbnode._checks import as_count
 from hbnode._progress import progress_bar
@@ -37,8 +39,8 @@ def train(
 ) -> list[dict[str, float]]:
     r"""Train a module by gradients and leave in it the parameters of the epoch with the least validation loss.
 
-    Batches are moved to the device of the model's parameters. In each epoch the model is in training mode for all
-    batches, then in evaluation mode for the validation. It is left in evaluation mode. Without ``validation`` all
+    Batches are moved to the device of the model's parameters, also within dicts, tuples and lists. In each epoch the
+    model is in training mode for all batches, then in evaluation mode for the validation. It is left in evaluation mode. Without ``validation`` all
     epochs are run, and the last parameters are kept.
 
     Arguments:
@@ -48,7 +50,8 @@ def train(
         batches: an iterable over the batches of an epoch, which is iterated in each epoch: a DataLoader, such as
             :meth:`hbnode.data.Dataset.batches`, or a list.
         validation: batches whose mean loss is minimised, or a function of the model that returns the validation loss.
-            Each batch counts by its length, that of its first entry if it is a tuple or a list. Default: ``None``.
+            Each batch counts by its length, that of its first entry if it is a dict, a tuple or a list.
+            Default: ``None``.
         optimizer: an optimizer of the model's parameters. None is ``torch.optim.AdamW(model.parameters(), lr=1e-3)``.
             Default: ``None``.
         scheduler: a schedule of the learning rate (``torch.optim.lr_scheduler``), which makes a step after each epoch;
@@ -58,8 +61,8 @@ def train(
             Default: ``10``.
         clip_norm: gradients with a larger 2-norm are scaled to it. None scales none. Default: ``1.0``.
         checkpoint: a file that is replaced after each epoch, whole or not at all. If it exists, training goes on from
-            it. The result is that of a run without a break, if the random numbers of the batches come from torch's
-            default generator or from a ``generator`` of the loader, its sampler or its batch sampler.
+            it. The result is that of a run without a break, if all random numbers come from torch's default generator
+            on the CPU or from a ``generator`` of the loader, its sampler or its batch sampler.
             Default: ``None``.
         progress: whether a progress bar is shown. None shows it on a terminal, if tqdm is installed.
             Default: ``None``.
@@ -71,7 +74,8 @@ def train(
 
     Raises:
         FloatingPointError: if a loss is infinite or NaN. The model then has the best parameters so far.
-        ValueError: if there are no batches, or the checkpoint is of another model or not by this function.
+        ValueError: if there are no batches, the optimizer has no parameter of the model, the scheduler is of another
+            optimizer, or the checkpoint is of another model or not by this function.
 
     Example:
         >>> import torch, hbnode
@@ -88,7 +92,16 @@ def train(
     as_count(max_epochs, "max_epochs")
     if not callable(loss):
         raise TypeError(f"loss must be a function, got {type(loss).__name__}. Fix: loss=lambda model, x, y: ....")
+    if patience is not None:
+        as_count(patience, "patience")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3) if optimizer is None else optimizer
+    known = {id(parameter) for parameter in model.parameters()}
+    if known.isdisjoint(id(each) for group in optimizer.param_groups for each in group["params"]):
+        raise ValueError(
+            "optimizer has no parameter of the model. Fix: torch.optim.AdamW(model.parameters(), lr=1e-3)."
+        )
+    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+        raise ValueError("scheduler must be of the optimizer, got one of another. Fix: optimizer=scheduler.optimizer.")
     run = _Run(model, optimizer, scheduler, batches)
     if checkpoint is not None and Path(checkpoint).exists():
         run.load(checkpoint)
@@ -179,7 +192,10 @@ class _Run:
             partial.unlink(missing_ok=True)
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        stored = torch.load(path, map_location="cpu", weights_only=True)
+        try:
+            stored = torch.load(path, map_location="cpu", weights_only=True)
+        except (RuntimeError, pickle.UnpicklingError, EOFError, LookupError, ValueError):
+            stored = None  # no file of torch, or a part of one
         parts = self._parts()
         if not isinstance(stored, dict) or not {*parts, "record", "random"} <= {*stored}:
             raise ValueError(f"{path} must be a checkpoint of the same run. Fix: another file, or remove this one.")
@@ -203,10 +219,15 @@ class _Run:
     def _moved(self, batches: Iterable[Any]) -> Iterator[tuple[tuple[Any, ...], int]]:
         """Yield the entries of each batch on the device of the model, and the length of the first one."""
         device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
+
+        def move(each: Any) -> Any:
+            return each.to(device) if hasattr(each, "to") else each
+
         for batch in batches:
+            batch = _pytree.tree_map(move, batch, is_leaf=lambda each: hasattr(each, "to"))
             entries = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
-            size = len(entries[0]) if hasattr(entries[0], "__len__") else 1
-            yield tuple(each.to(device) if hasattr(each, "to") else each for each in entries), size
+            first = next(iter(entries[0].values())) if isinstance(entries[0], Mapping) else entries[0]
+            yield entries, len(first) if hasattr(first, "__len__") else 1
 
     @staticmethod
     def _count(count: int, what: str) -> int:

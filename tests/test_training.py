@@ -109,6 +109,16 @@ def test_faults_are_named(tmp_path):
     torch.save({"model": {}}, path)
     with pytest.raises(ValueError, match="checkpoint of the same run"):
         train(net, squared, loader, checkpoint=path)
+    path.write_text("epoch,loss")
+    with pytest.raises(ValueError, match="checkpoint of the same run"):
+        train(net, squared, loader, checkpoint=path)
+    other = torch.optim.SGD(nn.Linear(3, 1).parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="optimizer has no parameter of the model"):
+        train(net, squared, loader, optimizer=other)
+    with pytest.raises(ValueError, match="scheduler must be of the optimizer"):
+        train(net, squared, loader, scheduler=torch.optim.lr_scheduler.StepLR(other, 1))
+    with pytest.raises(ValueError, match="patience must be"):
+        train(net, squared, loader, loader, patience=0)
     with pytest.raises(ValueError, match="at least one batch"):
         train(net, squared, [])
     with pytest.raises(TypeError, match="loss must be a function"):
@@ -126,6 +136,21 @@ def test_faults_are_named(tmp_path):
     with pytest.raises(FloatingPointError, match="the loss of batch 0 in epoch 2 is nan"):
         train(net, loss, loader, validation)
     assert all(value.equal(weights[0][name]) for name, value in net.state_dict().items())
+
+
+def test_dicts_are_moved_and_count_by_the_length_of_their_entries():
+    class Moved:
+        def to(self, device):
+            return device
+
+    batches = [{"x": torch.zeros(n, 1), "pair": (Moved(), "name")} for n in (1, 3)]
+
+    def loss(net, batch):
+        assert batch["pair"] == (torch.device("cpu"), "name")
+        return (net(batch["x"]) * 0 + len(batch["x"])).square().mean()
+
+    record = train(nn.Linear(1, 1), loss, batches, batches, max_epochs=1)
+    assert record[0]["loss"] == record[0]["validation"] == (1 * 1**2 + 3 * 3**2) / 4
 
 
 def test_series_are_batches():
