@@ -40,8 +40,8 @@ def train(
     r"""Train a module by gradients and leave in it the parameters of the epoch with the least validation loss.
 
     Batches are moved to the device of the model's parameters, also within dicts, tuples and lists. In each epoch the
-    model is in training mode for all batches, then in evaluation mode for the validation. It is left in evaluation mode. Without ``validation`` all
-    epochs are run, and the last parameters are kept.
+    model is in training mode for all batches, then in evaluation mode for the validation. It is left in evaluation
+    mode. Without ``validation`` all epochs are run, and the last parameters are kept.
 
     Arguments:
         model: the module.
