@@ -488,7 +488,7 @@ class OscillatorSmoother(BaseEstimator):
             return torch.full((len(rows.x),), self.widening_, dtype=torch.float64)
         count, square, _ = _statistics(self.layer_._kalman_filter(), rows)
         excess = math.exp(self.log_excess_[0])
-        return self.widening_ * torch.where(count > 0, (2 + excess + square) / (excess + count), 1.0).sqrt()
+        return self.widening_ * ((2 + excess + square) / (excess + count)).sqrt()
 
 
 def _scale(values: Tensor) -> float:

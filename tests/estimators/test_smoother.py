@@ -71,6 +71,9 @@ def test_likelihood_and_posterior_are_those_of_the_dense_distribution(fitted, st
     with_noise = np.sqrt(posterior.diagonal() + factor * smoother.noise_std[0] ** 2)
     np.testing.assert_allclose(ahead.std[0, :, 0], with_noise, rtol=0, atol=1e-8)
     np.testing.assert_allclose(smoother.posterior([(t, x)], grid, noise=True).std[0, 0], with_noise, rtol=0, atol=1e-8)
+    empty = smoother.posterior([(t, np.full(12, np.nan))], grid).std[0, 0] ** 2
+    prior = 360 / (360 - 8) * (nu / (nu - 2) if student else 1.0) * scale**2 * kernel(smoother, grid, grid).diagonal()
+    np.testing.assert_allclose(empty, prior, rtol=1e-9, atol=0)
 
 
 def test_the_fit_finds_the_noise_and_its_bands_hold_what_they_say():
