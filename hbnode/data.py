@@ -200,7 +200,7 @@ class Series(Record):
     def to_frame(self, *, id: str = "id", time: str = "time") -> Any:
         """Return the series as a table of pandas in long form, with a row for each sample.
 
-        Times are dates (UTC) or durations as in the table that was given, or numbers. Missing values are NaN.
+        Times are numbers, or durations, or dates (UTC) as :meth:`dates` rounds them. Missing values are NaN.
         ``from_long(series.to_frame(), id="id", time="time", values=series.features)``, with the same ``static``,
         ``unit`` and ``origin``, returns the series, but those of length 0.
 
@@ -220,7 +220,9 @@ class Series(Record):
         columns = [[whole.ids[i] for i in row], times if self.origin is None else self.dates(t)]
         columns += [*np.where(mask, x, np.nan).T]
         columns += [] if self.static is None else [*self.static.double().numpy(force=True)[row].T]
-        names = _names([id, time, *whole.features, *whole.static_features], "to_frame")
+        names = [id, time, *whole.features, *whole.static_features]
+        if len({*names}) < len(names):
+            raise ValueError(f"columns must have different names, got {names}. Fix: to_frame(id='_id', time='_time').")
         return pandas.DataFrame(dict(zip(names, columns, strict=True)))
 
     def _known(self, value: Known | None, got: str) -> Known:

@@ -798,7 +798,7 @@ def test_tables_of_series_without_names_and_with_hidden_values():
     frame = hidden.to_frame()
     expected = pandas.DataFrame({"id": [0, 0], "time": [0.5, 1.0], "x0": [1.0, math.nan]})
     pandas.testing.assert_frame_equal(frame, expected)
-    with pytest.raises(ValueError, match=r"each column once, got \['x0', 'time', 'x0'\]"):
+    with pytest.raises(ValueError, match=r"different names, got \['x0', 'time', 'x0'\]"):
         plain.to_frame(id="x0")
 
 
