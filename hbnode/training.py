@@ -55,7 +55,7 @@ def train(
         optimizer: an optimizer of the model's parameters. None is ``torch.optim.AdamW(model.parameters(), lr=1e-3)``.
             Default: ``None``.
         scheduler: a schedule of the learning rate (``torch.optim.lr_scheduler``), which makes a step after each epoch;
-            ``ReduceLROnPlateau`` gets the validation loss. Default: ``None``.
+            ``torch.optim.lr_scheduler.ReduceLROnPlateau`` gets the validation loss. Default: ``None``.
         max_epochs: limit of the epochs. Default: ``100``.
         patience: epochs without a smaller validation loss, after which training ends. None is no limit.
             Default: ``10``.

@@ -178,8 +178,8 @@ def test_fsdp_computes_the_gradient_of_one_process(tmp_path):
 
 @pytest.mark.slow
 def test_the_script_of_the_docs_trains_by_ddp_and_fsdp(tmp_path):
-    (tmp_path / "train.py").write_text(SCRIPTS[0])
-    out = run(*TORCHRUN, "train.py", folder=tmp_path)
+    (tmp_path / "script.py").write_text(SCRIPTS[0])
+    out = run(*TORCHRUN, "script.py", folder=tmp_path)
     assert re.search(r"DistributedDataParallel: loss 0\.\d+\s+fully_shard: loss 0\.\d+", out), out
 
 
