@@ -73,8 +73,9 @@ class _Aims(NamedTuple):
         """Return an estimator that is fitted to the features of some series."""
         name = f"{head.steps[-1][0]}__sample_weight" if isinstance(head, Pipeline) else "sample_weight"
         weights = None if (self.weights == 1).all() else self.weights[rows]  # which some estimators are faster without
+        known = np.where(np.isnan(features[rows]).all(0), 0.0, features[rows])  # trees refuse a column without a value
         with config_context(enable_metadata_routing=False):  # the weights are given to the last step by name
-            return clone(head).fit(features[rows], self.values[rows], **{name: weights})
+            return clone(head).fit(known, self.values[rows], **{name: weights})
 
 
 class _Scaler(StandardScaler):
@@ -314,9 +315,9 @@ class _SeriesModel(SeriesEstimator):
     @_told()
     def _fit_networks(self, series: Series, aims: _Aims, random: np.random.RandomState) -> NDArray[Any]:
         device, outputs = self.device or "cpu", torch.full((self.n_members, len(series), self._outputs), torch.nan)
-        self.mean_, self.std_ = moments(series.x)
+        self.mean_, self.std_ = _varying_moments(series.x)
         if series.static is not None:
-            self.static_mean_, self.static_std_ = moments(series.static)
+            self.static_mean_, self.static_std_ = _varying_moments(series.static)
         scaled, goals = self._scaled(series), torch.as_tensor(aims.values).to(device)
         goals, weights = goals if goals.dim() == 1 else goals.float(), torch.as_tensor(aims.weights).float().to(device)
         self.networks_ = []
@@ -360,7 +361,8 @@ class _SeriesModel(SeriesEstimator):
         static = series.static
         if static is not None:
             static = (static - torch.as_tensor(self.static_mean_)) / torch.as_tensor(self.static_std_)
-        return dataclasses.replace(series, x=x, static=static).to(self.device or "cpu", torch.float32)
+        mask = series.mask & torch.as_tensor(~np.isnan(self.mean_))
+        return dataclasses.replace(series, x=x, mask=mask, static=static).to(self.device or "cpu", torch.float32)
 
     def _network_outputs(self, series: Series) -> NDArray[Any]:
         """Return the mean of the networks' outputs, (batch, outputs)."""
@@ -729,6 +731,16 @@ class SeriesRegressor(RegressorMixin, _SeriesModel):
     @staticmethod
     def _loss(outputs: Tensor, values: Tensor) -> Tensor:
         return mse_loss(outputs, values, reduction="none").mean(1)
+
+
+def _varying_moments(x: Tensor) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return moments with which a constant is always 0 and a feature without a value always missing.
+
+    The weights of a network for them are random numbers, because training does not change them.
+    """
+    (mean, std), values = moments(x), x.flatten(0, -2).numpy()
+    low, high = np.fmin.reduce(values), np.fmax.reduce(values)
+    return np.where(np.isnan(low), np.nan, mean), np.where(high - low > 1e-12 * abs(mean), std, np.inf)
 
 
 def _wide(decision: NDArray[Any]) -> NDArray[Any]:

@@ -541,6 +541,21 @@ def test_the_values_behind_the_mask_do_not_matter(model):
     numpy.testing.assert_array_equal(fitted.predict_proba(missing), answer(torch.nan))
 
 
+@pytest.mark.parametrize("model", ["features", "rocket", "gru"])
+def test_what_did_not_vary_in_fit_is_not_read(model):
+    series, labels = swings(20)
+    data = as_series([(t, numpy.c_[x, x]) for t, x in series])
+    data = dataclasses.replace(data, static=torch.rand(20, 2), static_features=["age", "site"])
+    fixed = dataclasses.replace(data, x=data.x.clone(), mask=data.mask.clone(), static=data.static.clone())
+    fixed.x[..., 2], fixed.mask[..., 3], fixed.static[:, 1] = 7.0, False, 5.0
+    classifier = small(model, reconstruction="linear").fit(fixed, labels)
+    expected = classifier.predict_proba(fixed)
+    fixed.x[..., 2], fixed.x[..., 3], fixed.static[:, 1] = 1e6 * data.x[..., 2], 1e6, -3.0
+    numpy.testing.assert_allclose(classifier.predict_proba(fixed), expected, atol=1e-9)
+    found = classifier.predict_proba(dataclasses.replace(fixed, mask=data.mask))
+    numpy.testing.assert_allclose(found, expected, atol=1e-9)
+
+
 @pytest.mark.parametrize("model", ["features", *NETWORKS])
 def test_modes_of_autograd_change_nothing_and_no_gradient_reaches_the_data(model):
     series, labels = bumps(12)
