@@ -6,7 +6,7 @@ import copy
 import math
 import os
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -50,8 +50,7 @@ def train(
         batches: an iterable over the batches of an epoch, which is iterated in each epoch: a DataLoader, such as
             :meth:`hbnode.data.Dataset.batches`, or a list.
         validation: batches whose mean loss is minimised, or a function of the model that returns the validation loss.
-            Each batch counts by its length, that of its first entry if it is a dict, a tuple or a list.
-            Default: ``None``.
+            Each batch counts by its length: that of the first array in a dict, a tuple or a list. Default: ``None``.
         optimizer: an optimizer of the model's parameters. None is ``torch.optim.AdamW(model.parameters(), lr=1e-3)``.
             Default: ``None``.
         scheduler: a schedule of the learning rate (``torch.optim.lr_scheduler``), which makes a step after each epoch;
@@ -217,17 +216,14 @@ class _Run:
         return {name: part for name, part in parts.items() if part is not None}
 
     def _moved(self, batches: Iterable[Any]) -> Iterator[tuple[tuple[Any, ...], int]]:
-        """Yield the entries of each batch on the device of the model, and the length of the first one."""
+        """Yield the entries of each batch on the device of the model, and its length."""
         device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
-
-        def move(each: Any) -> Any:
-            return each.to(device) if hasattr(each, "to") else each
-
         for batch in batches:
-            batch = _pytree.tree_map(move, batch, is_leaf=lambda each: hasattr(each, "to"))
-            entries = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
-            first = next(iter(entries[0].values())) if isinstance(entries[0], Mapping) else entries[0]
-            yield entries, len(first) if hasattr(first, "__len__") else 1
+            leaves, tree = _pytree.tree_flatten(batch, is_leaf=lambda each: hasattr(each, "to"))
+            leaves = [each.to(device) if hasattr(each, "to") else each for each in leaves]
+            batch = _pytree.tree_unflatten(leaves, tree)
+            sized = (each for each in leaves if getattr(each, "ndim", hasattr(each, "to")) and hasattr(each, "__len__"))
+            yield tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), next(map(len, sized), 1)
 
     @staticmethod
     def _count(count: int, what: str) -> int:

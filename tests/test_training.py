@@ -143,7 +143,7 @@ def test_dicts_are_moved_and_count_by_the_length_of_their_entries():
         def to(self, device):
             return device
 
-    batches = [{"x": torch.zeros(n, 1), "pair": (Moved(), "name")} for n in (1, 3)]
+    batches = [{"pair": (Moved(), "name"), "step": torch.tensor(1), "x": torch.zeros(n, 1)} for n in (1, 3)]
 
     def loss(net, batch):
         assert batch["pair"] == (torch.device("cpu"), "name")
