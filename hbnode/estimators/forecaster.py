@@ -423,8 +423,8 @@ class SeriesForecaster(SeriesEstimator):
         """Return minus the mean continuous ranked probability score of forecasts of later values of the series.
 
         It is in standard deviations of the training data, and 0 is best. Forecasts start after 30 % of each series. For
-        a table use a split by series, ``GroupKFold`` with ``groups=table[id]``; or ``TimeSeriesSplit``, if it is sorted
-        by time.
+        a table use a split by series, scikit-learn's group k-fold with ``groups=table[id]``; or its time series split,
+        if the table is sorted by time.
 
         Arguments:
             X: series, as for :meth:`predict`.
