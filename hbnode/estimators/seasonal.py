@@ -70,11 +70,13 @@ class Seasonal:
         self.zero = zero
 
     def fit(self, series: Series, asked: Any, seed: int) -> Self:
-        self.gaps, self.seasons = list[float](), list[list[float]]()
+        self.gaps, self.scales, self.seasons = list[float](), list[float](), list[list[float]]()
         self.kinds: list[list[tuple[Any, ...]]] = []
         for channel in range(series.x.shape[2]):
             self.gaps.append(usual_gap(series, channel))
             u, y, known, *_ = observed(series, channel, self.gaps[-1])
+            spread = np.array([value[here].std() for value, here in zip(y, known, strict=True) if here.any()])
+            self.scales.append(float(np.median(spread[spread > 0])) if spread.any() else 1.0)
             order = np.argsort(-known.sum(1), kind="stable")
             rows = order[: 1 + int(np.searchsorted(np.cumsum(known.sum(1)[order]), LEARNED))]
             self.seasons.append(seasons_of(series, channel, self.gaps[-1]))
@@ -84,13 +86,14 @@ class Seasonal:
     def _chosen(self, channel: int, u: NDArray[Any], y: NDArray[Any], known: NDArray[Any]) -> list[tuple[Any, ...]]:
         """Return the likeliest kind of each trend, of values and of logarithms, each after its weight."""
         seasons, found, zero = self.seasons[channel], [], float(self.zero[channel])
+        usual = self.scales[channel]
 
         def likelihoods(kinds: list[Kind], sizes: list[tuple[float, float]]) -> NDArray[Any]:
             totals = np.zeros((len(kinds), len(sizes)))
             for part in np.array_split(np.arange(len(kinds)), math.ceil(len(kinds) / 8)):
                 for row in range(len(u)):
                     some, one = [kinds[k] for k in part], [row] * len(part)
-                    problem = Problem(some, u[one], y[one], known[one], zero, seasons, sizes[0][1] > 0)
+                    problem = Problem(some, u[one], y[one], known[one], zero, usual, seasons, sizes[0][1] > 0)
                     for column, (season, change) in enumerate(sizes):
                         totals[part, column] += problem.solve(season, change)
             return totals
@@ -123,7 +126,8 @@ class Seasonal:
             for rows in np.array_split(np.arange(len(u)), max(1, min(len(u), len(u) * width // BLOCK))):
                 each = np.repeat(rows, len(kinds))
                 is_evolving, parts = any(kind.change for kind in kinds), (u[each], y[each], known[each])
-                problem = Problem(kinds * len(rows), *parts, float(self.zero[channel]), seasons, is_evolving)
+                numbers = float(self.zero[channel]), self.scales[channel]
+                problem = Problem(kinds * len(rows), *parts, *numbers, seasons, is_evolving)
                 problem.solve()
                 m, s = (part.reshape(len(rows), len(kinds), -1) for part in problem.forecast(at[each]))
                 middle = np.einsum("k,nkt->nt", weights, m)
@@ -133,10 +137,21 @@ class Seasonal:
 
 
 class Problem:
-    """Series (B, T) with a kind of model each, seen through the Kalman filters of their levels."""
+    """Series (B, T) with a kind of model each, seen through the Kalman filters of their levels.
+
+    A series whose values are all equal, or a single one, has the usual deviation of the training data.
+    """
 
     def __init__(
-        self, kinds: list[Kind], u: Any, y: Any, known: Any, zero: float, seasons: list[float], is_evolving: bool
+        self,
+        kinds: list[Kind],
+        u: Any,
+        y: Any,
+        known: Any,
+        zero: float,
+        usual: float,
+        seasons: list[float],
+        is_evolving: bool,
     ) -> None:
         self.kinds, self.zero, self.seasons, self.is_evolving = kinds, zero, seasons, is_evolving
         self.level = np.array([kind[1:5] for kind in kinds]).T
@@ -148,7 +163,9 @@ class Problem:
         z = np.where(self.is_log, log, y) * known
         self.shift = z.sum(1, keepdims=True) / count
         spread = ((z - self.shift) ** 2 * known).sum(1, keepdims=True)
-        self.scale = np.sqrt(np.where(spread > 0, spread / count, 1.0))
+        self.usual = usual
+        deviation = usual / np.where(self.is_log, np.maximum(self.high - zero, usual), 1.0)  # of logarithms, relative
+        self.scale = np.where(self.high > self.low, np.sqrt(spread / count), deviation)
         z = (z - self.shift) / self.scale
         self.jacobian = -self.count * np.log(self.scale[:, 0]) - log.sum(1)
         self.span = np.maximum(-u[:, :1], 1.0)
@@ -186,7 +203,7 @@ class Problem:
         std = np.where(self.is_log, np.exp(np.minimum(mean, 300.0)) * np.minimum(std, 10.0), std)
         margin = np.maximum(self.high - self.low, 1e-9)
         value = np.clip(value, self.low - margin, self.high + margin)
-        return value, np.clip(std, 1e-6, 10 * np.maximum(margin, 1.0))
+        return value, np.clip(std, 1e-6 * self.usual, 10 * np.maximum(margin, self.usual))
 
 
 def clock(times: NDArray[Any], usual: float) -> tuple[NDArray[Any], float, bool]:

@@ -116,3 +116,16 @@ def test_the_mean_of_the_best_two_is_a_candidate_and_is_saved(tmp_path):
     model.save(tmp_path / "model")
     again = SeriesForecaster.load(tmp_path / "model").predict(monthly(60), "10D")
     pandas.testing.assert_frame_equal(again, model.predict(monthly(60), "10D"))
+
+
+@pytest.mark.parametrize("lowest", [-10, 1])
+def test_a_single_value_has_the_usual_deviation_of_a_series(lowest):
+    steps = numpy.random.default_rng(0).normal(size=(20, 30))
+    y = 1000 * (lowest + numpy.arange(20.0))[:, None] + steps.cumsum(1)
+    mean, std = y.mean(), y.std()
+    model = Seasonal(numpy.array([-mean / std]))
+    model.fit(as_series([(numpy.arange(30.0), (each - mean) / std) for each in y]), None, 0)
+    last = as_series([(numpy.zeros(1), (y[10, -1:] - mean) / std)])
+    found, deviation = (each.item() * std for each in model.forecast(last, torch.ones(1, 1)))
+    assert found + mean == pytest.approx(y[10, -1], abs=1e-6)
+    assert 0.3 < deviation < 10  # of steps with the deviation 1, in series whose levels have the deviation 5766
