@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 Model = Literal["auto", "last", "features", "seasonal", "oscillators", "statsforecast", "odernn", "gru"]
 CHEAP = ("last", "features", "seasonal", "oscillators")
 NETWORKS = ("odernn", "gru")
+WIDE = 8  # most channels for which all candidates are compared, and from PAIRS pairs each
 PLAIN = ("seasonal", "statsforecast")  # models that see all series in one unit
 CUTS, AHEAD, MANY = 10, 16, 500  # least starts of forecasts in a held-out series; later samples of each; all starts
 PAIRS = 20_000  # most pairs of a start and a later value from which boosting learns, for each channel
@@ -96,7 +97,8 @@ class SeriesForecaster(SeriesEstimator):
             regular series; ``"odernn"`` or ``"gru"``, a network that is trained by gradients; ``"auto"``, the one of
             the first four, or the mean of the best two, with the least continuous ranked probability score on held-out
             series. ``"statsforecast"`` is compared too if it is installed, and the series are regular and have at most
-            20,000 values together. Default: ``"auto"``
+            20,000 values together. With more than eight columns, only the first two are compared, in own units, and
+            the trees learn from fewer values of each column, so that the time stays bounded. Default: ``"auto"``
         id: for a table in long form, the column that identifies the series. None for a table of one series.
             Default: ``None``
         time: for a table, the column of times: numbers, durations or dates. None takes the index of a pandas Series, or
@@ -218,8 +220,10 @@ class SeriesForecaster(SeriesEstimator):
             tests = [questions(series, random, 1 - share, MANY // len(series), AHEAD, ahead)]
         is_held = bool((trains[0].lengths > 1).any())
         train, test = trains[0] if is_held else series, tests[0]
-        names: Any = (CHEAP if is_held else CHEAP[:1]) if self.model == "auto" else (self.model,)
-        names += ("statsforecast",) if self.model == "auto" and is_held and StatsForecast.admits(series) else ()
+        is_wide = series.x.shape[2] > WIDE
+        names: Any = CHEAP[: (2 if is_wide else None) if is_held else 1] if self.model == "auto" else (self.model,)
+        if self.model == "auto" and is_held and not is_wide and StatsForecast.admits(series):
+            names += ("statsforecast",)
         scale, asked = own(test.series)[1][test.row], self._asked(train, random, ahead)
         self.units_, units = own, dict.fromkeys(names, own)
 
@@ -232,7 +236,7 @@ class SeriesForecaster(SeriesEstimator):
             return _score(found[1] / scale, found[2] / scale, test.values / scale)
 
         found = {name: tested(name, train, asked, test) for name in names}
-        for name in names if own.is_own else ():
+        for name in names if own.is_own and not is_wide else ():
             if name not in (*NETWORKS, *PLAIN):
                 units[name] = plain
                 other = tested(name, train, asked, test)
@@ -587,7 +591,8 @@ class SeriesForecaster(SeriesEstimator):
         return dt
 
     def _asked(self, series: Series, random: np.random.RandomState, ahead: float) -> Questions:
-        return questions(series, random, 0.0, max(3, PAIRS // 8 // len(series)), 8, ahead)
+        pairs = PAIRS * WIDE // max(WIDE, series.x.shape[2])
+        return questions(series, random, 0.0, max(3, pairs // 8 // len(series)), 8, ahead)
 
     @kept_random_state()
     def _fitted(

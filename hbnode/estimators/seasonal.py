@@ -157,8 +157,9 @@ class Problem:
         self.level = np.array([kind[1:5] for kind in kinds]).T
         self.is_log, self.count = np.array([[kind.is_log] for kind in kinds]), known.sum(1)
         count = np.maximum(self.count, 1)[:, None]
-        self.low = np.where(known, y, math.inf).min(1, keepdims=True)
-        self.high = np.where(known, y, -math.inf).max(1, keepdims=True)
+        is_used = known | ~known.any(1, keepdims=True)  # a series without any value has zeros
+        self.low = np.where(is_used, y, math.inf).min(1, keepdims=True)
+        self.high = np.where(is_used, y, -math.inf).max(1, keepdims=True)
         log = np.where(self.is_log, np.log(np.maximum(y - zero, 1e-6)), 0.0) * known
         z = np.where(self.is_log, log, y) * known
         self.shift = z.sum(1, keepdims=True) / count

@@ -760,3 +760,18 @@ def test_scores_of_tables_are_cross_validated_by_id_and_by_time():
         scores = {name: cross_val_score(forecaster(name), table, **options) for name in ("last", "features")}
         assert all(each.shape == (options["cv"].n_splits,) for each in scores.values())
         assert scores["last"].mean() < scores["features"].mean() < 0.0
+
+
+def test_many_columns_admit_few_candidates(monkeypatch):
+    tried = []
+
+    def fitted(self, name, train, asked, *rest):
+        tried.append((name, len(asked)))
+        return forecast_models.LastValue().fit(train, asked, 0)
+
+    monkeypatch.setattr(SeriesForecaster, "_fitted", fitted)
+    x = numpy.random.default_rng(0).normal(size=(2, 3000, 9)).cumsum(1)
+    forecaster = SeriesForecaster(random_state=0).fit([(numpy.arange(3000.0), each) for each in x])
+    assert [name for name in forecaster.cv_loss_ if "+" not in name] == ["last", "features"]
+    assert len(tried) == 3
+    assert max(count for _, count in tried) == 2 * (20_000 * 8 // 9 // 8 // 2)

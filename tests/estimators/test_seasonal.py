@@ -129,3 +129,11 @@ def test_a_single_value_has_the_usual_deviation_of_a_series(lowest):
     found, deviation = (each.item() * std for each in model.forecast(last, torch.ones(1, 1)))
     assert found + mean == pytest.approx(y[10, -1], abs=1e-6)
     assert 0.3 < deviation < 10  # of steps with the deviation 1, in series whose levels have the deviation 5766
+
+
+def test_a_series_without_a_value_is_forecast_without_a_warning():
+    x = numpy.random.default_rng(0).normal(size=(3, 20))
+    x[0] = numpy.nan
+    series = as_series([(numpy.arange(20.0), each) for each in x])
+    found = Seasonal(numpy.array([-9.0])).fit(series, None, 0).forecast(series, torch.ones(3, 2))
+    assert all(bool(each.isfinite().all()) for each in found)
