@@ -166,7 +166,7 @@ def celerite(t: Any, x: Any, at: Any) -> tuple[Any, Any]:
     found = []
     for k in (2, 3, 4):
         spread = np.exp(np.linspace(np.log(4 / span), np.log(1 / gap), k + 2))[1:-1]
-        starts = [([4 / span, *peaks[: k - 1]], 0.7, 20), (spread, 1, 1), ([10 / span, *peaks[1:k]], 0.5, 5)]
+        starts: Any = [([4 / span, *peaks[: k - 1]], 0.7, 20), (spread, 1, 1), ([10 / span, *peaks[1:k]], 0.5, 5)]
         bounds = k * [(-8, 4)] + k * [(np.log(0.3 / span), np.log(np.pi / gap))] + k * [(-3, 8)] + [(-8, 2), (-5, 5)]
         for w0, q, more in starts:
             start = [np.full(k, -np.log(k) / 2), np.log(w0), np.log([q, *[more] * (k - 1)]), [np.log(0.2), 0]]
@@ -209,7 +209,7 @@ def gaps(name: str) -> Cells:
 
 def text(found: dict[str, Cells]) -> str:
     """Return the table in Markdown, with the least error in bold."""
-    kinds = list(max(found.values(), key=len))
+    kinds = list(max(found.values(), key=lambda cells: len(cells)))
     lines = [["set", *kinds, "seconds"], ["---"] * (len(kinds) + 2)]
     for name, cells in found.items():
         least, entries = min(f"{cell['error']:.2f}" for cell in cells.values()), dict.fromkeys(kinds, "–")
