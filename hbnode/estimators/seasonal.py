@@ -33,13 +33,11 @@ NOISES = (0.01, 0.1, 0.5, 2.0, 30.0)  # variance of a step of the level, over th
 
 
 class Kind(NamedTuple):
-    """A model: its level and slope in usual gaps and variances of the noise, and the prior variances of its season."""
+    """A model: the decay of its level in usual gaps, its variance in those of the noise, and the season's variances."""
 
     trend: str
     decay: float
     noise: float
-    slope_decay: float = 1.0
-    slope_noise: float = 0.0
     is_log: bool = False
     season: float = 0.0
     change: float = 0.0
@@ -50,15 +48,14 @@ KINDS = [
     Kind("constant", 1.0, 0.0),
     *(Kind("walk", math.inf, noise) for noise in NOISES),
     *(Kind("line", math.inf, noise) for noise in NOISES),
-    *(Kind("slope", math.inf, noise, decay, 1e-3 * (1 + noise)) for noise in NOISES for decay in (6.0, 30.0)),
 ]
 
 
 class Seasonal:
-    """A level that walks or decays, a damped trend, and seasons of found periods, for each channel by itself.
+    """A level that walks or decays, a damped line, and seasons of found periods, for each channel by itself.
 
     The values, or their logarithms, are βx(t) + μ(t) + noise. x(t) has a line and Fourier terms, which may change with
-    time, and μ is a level with a slope. The coefficients β have normal priors, and are integrated out. The likelihood,
+    time, and μ is a level. The coefficients β have normal priors, and are integrated out. The likelihood,
     summed over series, chooses the periods and all variances; it weighs several kinds of level and of scale. A forecast
     uses the series alone. It stays within one range of the series' values beyond them.
 
@@ -154,7 +151,7 @@ class Problem:
         is_evolving: bool,
     ) -> None:
         self.kinds, self.zero, self.seasons, self.is_evolving = kinds, zero, seasons, is_evolving
-        self.level = np.array([kind[1:5] for kind in kinds]).T
+        self.level = np.array([(kind.decay, kind.noise) for kind in kinds]).T
         self.is_log, self.count = np.array([[kind.is_log] for kind in kinds]), known.sum(1)
         count = np.maximum(self.count, 1)[:, None]
         is_used = known | ~known.any(1, keepdims=True)  # a series without any value has zeros
@@ -171,7 +168,7 @@ class Problem:
         self.jacobian = -self.count * np.log(self.scale[:, 0]) - log.sum(1)
         self.span = np.maximum(-u[:, :1], 1.0)
         columns = np.append(design(u, seasons, self.span, is_evolving), z[..., None], 2) * known[..., None]
-        out, self.log, self.m, self.s, self.state = filtered(self.level, u, known, columns)
+        out, self.log, self.m, self.p = filtered(self.level, u, known, columns)
         self.gram = out.swapaxes(1, 2) @ out
 
     def solve(self, season: float | None = None, change: float = 0.0) -> NDArray[Any]:
@@ -190,10 +187,9 @@ class Problem:
 
     def forecast(self, at: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
         """Return means and standard deviations at times (B, K)."""
-        level, state = self.level[..., None], (each[:, None] for each in self.state)
-        a, _, c, (variance, *_) = advance(level, at, *state)
+        a, variance = advance(self.level[..., None], at, self.p[:, None])
         x = design(at, self.seasons, self.span, self.is_evolving)
-        along = a[..., None] * self.m[:, None] + c[..., None] * self.s[:, None]
+        along = a[..., None] * self.m[:, None]
         x -= along[..., :-1]
         mean = np.einsum("bkp,bp->bk", x, self.beta) + along[..., -1]
         known = np.einsum("bij,bkj->bki", self.inverse, x * self.prior[:, None])
@@ -261,33 +257,28 @@ def later(past: Series, dt: Tensor, gap: NDArray[Any], is_regular: NDArray[Any],
 def filtered(level: NDArray[Any], u: NDArray[Any], known: NDArray[Any], columns: NDArray[Any]) -> tuple[Any, ...]:
     """Return innovations (B, T, columns) of the Kalman filter, log determinants (B,), and the level at the end.
 
-    Each of B problems has a level (decay, noise, decay of the slope, noise of the slope) and noise of variance 1.
+    Each of B problems has a level (decay, variance of the noise) and noise of variance 1. The level at the end has a
+    mean (B, columns) and a variance (B,).
     """
-    size, total, width = columns.shape
     steps = np.diff(u, axis=1, prepend=u[:, :1])
-    out, log, m, s = np.zeros(columns.shape), np.zeros(size), *np.zeros((2, size, width))
-    state = np.where(np.isinf(level[0]), 0.0, level[1]), np.zeros(size), level[3] * level[2] / 2
-    for k in range(total):
-        a, b, c, (p, cov, slope) = advance(level, steps[:, k], *state)
-        m, s = a[:, None] * m + c[:, None] * s, b[:, None] * s
-        here, error = known[:, k], (columns[:, k] - m) * known[:, k, None]
+    out, log, m = np.zeros(columns.shape), np.zeros(len(u)), np.zeros(columns[:, 0].shape)
+    p = np.where(np.isinf(level[0]), 0.0, level[1])
+    for k in range(u.shape[1]):
+        a, p = advance(level, steps[:, k], p)
+        m, here = a[:, None] * m, known[:, k]
+        error = (columns[:, k] - m) * here[:, None]
         out[:, k] = error / np.sqrt(p + 1)[:, None]
         log += np.log(p + 1) * here
-        gain, slope_gain = p / (p + 1) * here, cov / (p + 1) * here
-        m, s = m + gain[:, None] * error, s + slope_gain[:, None] * error
-        state = p * (1 - gain), cov * (1 - gain), slope - slope_gain * cov
-    return out, log, m, s, state
+        gain = p / (p + 1) * here
+        m, p = m + gain[:, None] * error, p * (1 - gain)
+    return out, log, m, p
 
 
-def advance(level: NDArray[Any], step: Any, p: Any, cov: Any, slope: Any) -> tuple[Any, Any, Any, tuple[Any, Any, Any]]:
-    """Return the coefficients of level and slope after a step, and their variances."""
-    decay, noise, tau, v = level[0], level[1], level[2], level[3] * level[2] / 2
-    a, b = np.exp(-step / decay), np.exp(-step / tau)
-    c = tau * (1 - b)
-    added = np.where(np.isinf(decay), noise * step, noise * (1 - a * a))
-    added = added + v * tau**2 * np.maximum(2 * step / tau - 3 + 4 * b - b * b, 0)
-    p = a * a * p + 2 * a * c * cov + c * c * slope + added
-    return a, b, c, (p, a * b * cov + b * c * slope + v * c * (1 - b), b * b * slope + v * (1 - b * b))
+def advance(level: NDArray[Any], step: Any, p: Any) -> tuple[Any, Any]:
+    """Return the coefficient of the level after a step, and its variance."""
+    decay, noise = level
+    a = np.exp(-step / decay)
+    return a, a * a * p + np.where(np.isinf(decay), noise * step, noise * (1 - a * a))
 
 
 def design(u: NDArray[Any], seasons: list[float], span: NDArray[Any], is_evolving: bool) -> NDArray[Any]:
