@@ -436,17 +436,25 @@ def from_long(
             f"{names[one]!r} of series {ids[codes[point]]!r} at t={times[point]:.9g}. "
             "Fix: duplicates='mean', 'first' or 'last'."
         )
+    series = _padded(codes, times, merged, ids, names, dtype)
+    _check_digits(table[time], series.t.numpy(), f"table[{time!r}]")
+    constant = _in_dtype(np.stack(fixed, 1), dtype, statics) if fixed else None
+    return dataclasses.replace(series, static=constant, static_features=statics, unit=length, origin=zero)
+
+
+def _padded(
+    codes: NDArray[Any], t: NDArray[Any], x: NDArray[Any], ids: list[Any], names: list[Any], dtype: torch.dtype
+) -> Series:
+    """Return sorted samples, (rows,) and (rows, features), of the series ``codes`` (rows,) as a Series of all ids."""
     counts = np.bincount(codes, minlength=len(ids))
     place = np.arange(len(codes)) - (counts.cumsum() - counts)[codes]
-    x = np.full((len(ids), counts.max(), len(names)), np.nan)
-    t = np.full(x.shape[:2], -np.inf)
-    x[codes, place], t[codes, place] = merged, times
-    t[counts == 0] = 0.0
-    t = np.maximum.accumulate(t, axis=1)
-    _check_digits(table[time], t, f"table[{time!r}]")
-    constant = _in_dtype(np.stack(fixed, 1), dtype, statics) if fixed else None
-    padded, mask, total = _in_dtype(x, dtype, names), torch.from_numpy(~np.isnan(x)), torch.from_numpy(counts).long()
-    return Series(padded, torch.from_numpy(t), mask, total, constant, ids, names, statics, length, zero)
+    values = np.full((len(ids), max(1, counts.max()), x.shape[1]), np.nan)
+    times = np.full(values.shape[:2], -np.inf)
+    values[codes, place], times[codes, place] = x, t
+    times[counts == 0] = 0.0
+    times = np.maximum.accumulate(times, axis=1)
+    padded, mask = _in_dtype(values, dtype, names), torch.from_numpy(~np.isnan(values))
+    return Series(padded, torch.from_numpy(times), mask, torch.from_numpy(counts).long(), None, ids, names)
 
 
 def _in_dtype(values: NDArray[Any], dtype: torch.dtype, names: Sequence[Any]) -> Tensor:
@@ -988,28 +996,20 @@ def as_series(
                 "times must be numbers in all series, or dates in all, with a time zone in all or in none, got both in "
                 f"the series {list(kinds.values())}. Fix: pandas.to_datetime(t), or pandas.to_datetime(t, utc=True)."
             )
-        pairs = [_sorted_pair(t, x, i) for i, (t, (_, x)) in enumerate(zip(exact, data, strict=True))]
-        lengths = [len(t) for t in exact]
-        joined = np.concatenate([t for t, _ in pairs if len(t)] or exact)
-        times, length, zero = _times(joined, np.repeat(np.arange(len(pairs)), lengths), "t", unit, origin)
-        parts = np.split(times, np.cumsum(lengths)[:-1])
-        pairs = [(t, x) for t, (_, x) in zip(parts, pairs, strict=True)]
-        for i, t in enumerate(parts):
-            if len(t):
-                _check_digits(data[i][0], t, f"data[{i}][0]")
-        return dataclasses.replace(_padded(pairs, dtype), unit=length, origin=zero)
+        pairs = [_sorted_pair(*pair, t, i) for i, (t, pair) in enumerate(zip(exact, data, strict=True))]
+        return _joined(pairs, unit, origin, dtype)
     _refuse_lists_for_pairs(data)
     if isinstance(data, (list, tuple)) and data and all(getattr(one, "ndim", 0) == 2 for one in data):
         rows = [_numbers_of(one, f"series {i}").T for i, one in enumerate(data)]
-        return _padded([(np.arange(len(x), dtype=np.float64), _without_end(x)) for x in rows], dtype)
-    array = _numbers_of(data, "an array of series")
-    if array.ndim not in (2, 3) or 0 in array.shape:
-        raise ValueError(
-            f"an array of series must be (batch, channels, T), or (batch, T) for one channel, with at least one "
-            f"sample, got shape {array.shape}. Fix: x[None] for one series (channels, T), x[None, None] for (T,)."
-        )
-    rows = list((array[:, None] if array.ndim == 2 else array).swapaxes(1, 2))
-    return _padded([(np.arange(len(x), dtype=np.float64), _without_end(x)) for x in rows], dtype)
+    else:
+        array = _numbers_of(data, "an array of series")
+        if array.ndim not in (2, 3) or 0 in array.shape:
+            raise ValueError(
+                f"an array of series must be (batch, channels, T), or (batch, T) for one channel, with at least one "
+                f"sample, got shape {array.shape}. Fix: x[None] for one series (channels, T), x[None, None] for (T,)."
+            )
+        rows = list((array[:, None] if array.ndim == 2 else array).swapaxes(1, 2))
+    return _joined([(np.arange(len(x)), x) for x in map(_without_end, rows)], None, None, dtype)
 
 
 def _named(series: Series) -> Series:
@@ -1098,16 +1098,17 @@ def _numbers_of(value: Any, name: str) -> NDArray[Any]:
     return array
 
 
-def _sorted_pair(times: NDArray[Any], x: Any, i: int) -> tuple[NDArray[Any], NDArray[Any]]:
+def _sorted_pair(times: Any, x: Any, exact: NDArray[Any], i: int) -> tuple[NDArray[Any], NDArray[Any]]:
     values = _numbers_of(x, f"x of series {i}")
     values = values[:, None] if values.ndim == 1 else values
-    if values.ndim != 2 or len(values) != len(times):
+    if values.ndim != 2 or len(values) != len(exact):
         raise ValueError(
-            f"series {i} must be (t, x) with t (n,) and x (n,) or (n, channels), got {times.shape} and "
+            f"series {i} must be (t, x) with t (n,) and x (n,) or (n, channels), got {exact.shape} and "
             f"{np.shape(x)}. Fix: (t, x.T) for x of shape (channels, n)."
         )
-    order = np.argsort(times, kind="stable")
-    return times[order], values[order]
+    order = np.argsort(exact, kind="stable")
+    _check_digits(times, exact[order], f"data[{i}][0]")
+    return exact[order], values[order]
 
 
 def _without_end(x: NDArray[Any]) -> NDArray[Any]:
@@ -1116,15 +1117,16 @@ def _without_end(x: NDArray[Any]) -> NDArray[Any]:
     return x[: max(1, len(x) - int(seen[::-1].argmax()) if seen.any() else 1)]
 
 
-def _padded(pairs: list[tuple[NDArray[Any], NDArray[Any]]], dtype: torch.dtype) -> Series:
+def _joined(
+    pairs: list[tuple[NDArray[Any], NDArray[Any]]], unit: Unit | None, origin: Date | None, dtype: torch.dtype
+) -> Series:
+    """Return pairs of sorted times and values (n, channels); one without samples has a missing one."""
     widths = sorted({x.shape[1] for _, x in pairs})
     if len(widths) > 1:
         raise ValueError(f"all series must have one number of channels, got {widths}. Fix: NaN for absent channels.")
-    pairs = [(t, x) if len(x) else (np.zeros(1), np.full((1, widths[0]), np.nan)) for t, x in pairs]
-    lengths = np.array([len(x) for _, x in pairs])
-    values, times = np.full((len(pairs), lengths.max(), widths[0]), np.nan), np.empty((len(pairs), lengths.max()))
-    for i, (t, x) in enumerate(pairs):
-        values[i, : len(x)], times[i, : len(x)], times[i, len(x) :] = x, t[: len(x)], t[len(x) - 1]
-    ids, features = list(range(len(pairs))), _default("features", widths[0])
-    padded, mask = _in_dtype(values, dtype, features), torch.from_numpy(~np.isnan(values))
-    return Series(padded, torch.from_numpy(times), mask, torch.from_numpy(lengths), None, ids, features)
+    codes = np.repeat(np.arange(len(pairs)), [len(t) for t, _ in pairs])
+    exact = np.concatenate([t for t, _ in pairs if len(t)] or [np.zeros(0)])
+    times, length, zero = _times(exact, codes, "t", unit, origin)
+    names = _default("features", widths[0])
+    series = _padded(codes, times, np.concatenate([x for _, x in pairs]), list(range(len(pairs))), names, dtype)
+    return dataclasses.replace(series, lengths=series.lengths.clamp(min=1), unit=length, origin=zero)
