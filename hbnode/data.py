@@ -996,7 +996,7 @@ def as_series(
                 "times must be numbers in all series, or dates in all, with a time zone in all or in none, got both in "
                 f"the series {list(kinds.values())}. Fix: pandas.to_datetime(t), or pandas.to_datetime(t, utc=True)."
             )
-        pairs = [_sorted_pair(*pair, t, i) for i, (t, pair) in enumerate(zip(exact, data, strict=True))]
+        pairs = [_sorted_pair(of, x, t, i) for i, (t, (of, x)) in enumerate(zip(exact, data, strict=True))]
         return _joined(pairs, unit, origin, dtype)
     _refuse_lists_for_pairs(data)
     if isinstance(data, (list, tuple)) and data and all(getattr(one, "ndim", 0) == 2 for one in data):
