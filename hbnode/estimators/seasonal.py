@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from scipy.signal import find_peaks, lombscargle
 from torch import Tensor
 from typing_extensions import Self
 
@@ -55,9 +57,9 @@ class Seasonal:
     """A level that walks or decays, a damped line, and seasons of found periods, for each channel by itself.
 
     The values, or their logarithms, are βx(t) + μ(t) + noise. x(t) has a line and Fourier terms, which may change with
-    time, and μ is a level. The coefficients β have normal priors, and are integrated out. The likelihood,
-    summed over series, chooses the periods and all variances; it weighs several kinds of level and of scale. A forecast
-    uses the series alone. It stays within one range of the series' values beyond them.
+    time, and μ is a level. The coefficients β have normal priors, and are integrated out. The likelihood, summed over
+    series, chooses the periods and all variances; it weighs several kinds of level and of scale. A forecast uses the
+    series alone. It stays within one range of the series' values beyond them.
 
     Arguments:
         zero: the value of each channel that is 0 in the user's units, for logarithms.
@@ -82,39 +84,33 @@ class Seasonal:
 
     def _chosen(self, channel: int, u: NDArray[Any], y: NDArray[Any], known: NDArray[Any]) -> list[tuple[Any, ...]]:
         """Return the likeliest kind of each trend, of values and of logarithms, each after its weight."""
-        seasons, found, zero = self.seasons[channel], [], float(self.zero[channel])
-        usual = self.scales[channel]
+        seasons, found, zero = self.seasons[channel], list[tuple[float, Kind]](), float(self.zero[channel])
 
-        def likelihoods(kinds: list[Kind], sizes: list[tuple[float, float]]) -> NDArray[Any]:
-            totals = np.zeros((len(kinds), len(sizes)))
-            for part in np.array_split(np.arange(len(kinds)), math.ceil(len(kinds) / 8)):
-                for row in range(len(u)):
-                    some, one = [kinds[k] for k in part], [row] * len(part)
-                    problem = Problem(some, u[one], y[one], known[one], zero, usual, seasons, sizes[0][1] > 0)
-                    for column, (season, change) in enumerate(sizes):
-                        totals[part, column] += problem.solve(season, change)
-            return totals
+        def likelihoods(kinds: list[Kind], sizes: Sequence[float | None] = (None,)) -> NDArray[Any]:
+            """Return log likelihoods of all series, (sizes, kinds)."""
+            total = np.zeros((len(sizes), len(kinds)))
+            for row in range(len(u)):
+                one = [row] * len(kinds)
+                problem = Problem(kinds, u[one], y[one], known[one], zero, self.scales[channel], seasons)
+                total += np.stack([problem.solve(size) for size in sizes])
+            return total
 
-        sizes = [(size, 0.0) for size in (SIZES if seasons else SIZES[:1])]
-        walks = [kind for kind in KINDS if kind.trend == "walk"]
         scales = [False, True] if (y - zero)[known].min(initial=math.inf) > 1e-6 else [False]
-        tops = [likelihoods([kind._replace(is_log=is_log) for kind in walks], sizes).max() for is_log in scales]
-        for is_log in [scale for scale, top in zip(scales, tops, strict=True) if top > max(tops) - 4 * HEAT]:
+        for is_log in scales:
             for trend in dict.fromkeys(kind.trend for kind in KINDS):
                 kinds = [kind._replace(is_log=is_log) for kind in KINDS if kind.trend == trend]
-                totals = likelihoods(kinds, sizes)
-                k, size = np.unravel_index(totals.argmax(), totals.shape)
-                found.append((totals.max(), kinds[k]._replace(season=SIZES[size])))
-                if SIZES[size]:
-                    totals = likelihoods([kinds[k]], [(SIZES[size], change) for change in CHANGES])[0]
-                    if totals.max() > found[-1][0]:
-                        found[-1] = (totals.max(), found[-1][1]._replace(change=CHANGES[totals.argmax()]))
+                totals = likelihoods(kinds, SIZES if seasons else SIZES[:1])
+                size, k = np.unravel_index(totals.argmax(), totals.shape)
+                kind = kinds[k]._replace(season=SIZES[size])
+                choices = [kind, *(kind._replace(change=change) for change in CHANGES if kind.season)]
+                likelihood = likelihoods(choices)[0]
+                found.append((likelihood.max(), choices[likelihood.argmax()]))
         top = max(likelihood for likelihood, _ in found)
         weighed = [(math.exp((each - top) / HEAT), *kind) for each, kind in found]
         return [each for each in weighed if each[0] > 0.05]
 
     def forecast(self, past: Series, dt: Tensor) -> tuple[Tensor, Tensor]:
-        mean, std = torch.zeros(*dt.shape, len(self.kinds)).double(), torch.ones(*dt.shape, len(self.kinds)).double()
+        mean, std = torch.zeros(2, *dt.shape, len(self.kinds), dtype=torch.float64)
         for channel, (usual, seasons, weighed) in enumerate(zip(self.gaps, self.seasons, self.kinds, strict=True)):
             u, y, known, gap, is_regular, last = observed(past, channel, usual)
             at, weights = later(past, dt, gap, is_regular, last), np.array([each[0] for each in weighed])
@@ -122,9 +118,8 @@ class Seasonal:
             width = (2 + 2 * len(harmonics(seasons)[0])) * u.shape[1] * len(kinds)
             for rows in np.array_split(np.arange(len(u)), max(1, min(len(u), len(u) * width // BLOCK))):
                 each = np.repeat(rows, len(kinds))
-                is_evolving, parts = any(kind.change for kind in kinds), (u[each], y[each], known[each])
-                numbers = float(self.zero[channel]), self.scales[channel]
-                problem = Problem(kinds * len(rows), *parts, *numbers, seasons, is_evolving)
+                parts = u[each], y[each], known[each], float(self.zero[channel]), self.scales[channel]
+                problem = Problem(kinds * len(rows), *parts, seasons)
                 problem.solve()
                 m, s = (part.reshape(len(rows), len(kinds), -1) for part in problem.forecast(at[each]))
                 middle = np.einsum("k,nkt->nt", weights, m)
@@ -140,17 +135,10 @@ class Problem:
     """
 
     def __init__(
-        self,
-        kinds: list[Kind],
-        u: Any,
-        y: Any,
-        known: Any,
-        zero: float,
-        usual: float,
-        seasons: list[float],
-        is_evolving: bool,
+        self, kinds: list[Kind], u: Any, y: Any, known: Any, zero: float, usual: float, seasons: list[float]
     ) -> None:
-        self.kinds, self.zero, self.seasons, self.is_evolving = kinds, zero, seasons, is_evolving
+        self.kinds, self.zero, self.seasons = kinds, zero, seasons
+        self.is_evolving = any(kind.change for kind in kinds)
         self.level = np.array([(kind.decay, kind.noise) for kind in kinds]).T
         self.is_log, self.count = np.array([[kind.is_log] for kind in kinds]), known.sum(1)
         count = np.maximum(self.count, 1)[:, None]
@@ -167,13 +155,13 @@ class Problem:
         z = (z - self.shift) / self.scale
         self.jacobian = -self.count * np.log(self.scale[:, 0]) - log.sum(1)
         self.span = np.maximum(-u[:, :1], 1.0)
-        columns = np.append(design(u, seasons, self.span, is_evolving), z[..., None], 2) * known[..., None]
+        columns = np.append(design(u, seasons, self.span, self.is_evolving), z[..., None], 2) * known[..., None]
         out, self.log, self.m, self.p = filtered(self.level, u, known, columns)
         self.gram = out.swapaxes(1, 2) @ out
 
-    def solve(self, season: float | None = None, change: float = 0.0) -> NDArray[Any]:
-        """Find the coefficients for these variances of the season, or the kinds' own; return log likelihoods (B,)."""
-        kinds = [k if season is None else k._replace(season=season, change=change) for k in self.kinds]
+    def solve(self, season: float | None = None) -> NDArray[Any]:
+        """Find the coefficients for this variance of the season, or the kinds' own; return log likelihoods (B,)."""
+        kinds = [kind if season is None else kind._replace(season=season) for kind in self.kinds]
         self.prior = np.stack([prior(kind, self.seasons, self.is_evolving) for kind in kinds])
         gram, right = self.gram[:, :-1, :-1], self.gram[:, :-1, -1] * self.prior
         root = np.linalg.cholesky(np.eye(gram.shape[1]) + self.prior[:, :, None] * gram * self.prior[:, None])
@@ -372,17 +360,16 @@ def periods(parts: list[tuple[NDArray[Any], NDArray[Any]]], is_regular: bool, ca
         return max(likelihood(period, decay) for decay in DECAYS)
 
     while len(found) < 2:
-        peaks, none = list[float](), [likelihood(None, decay) for decay in DECAYS]
+        likely, none = list[float](), [likelihood(None, decay) for decay in DECAYS]
         for decay in {DECAYS[int(np.argmax(none))], DECAYS[0]}:
             x, z = white(base(u), u, decay), white(y[:, None], u, decay)
             rest = z - x @ np.linalg.lstsq(x, z, rcond=1e-8)[0]
-            parts_of = (white(fourier(u, each), u, decay) for each in np.array_split(frequency, 8))
-            power = np.concatenate([_power(each, rest) for each in parts_of])
-            is_peak = (power >= np.append(power[1:], 0)) & (power >= np.append(0, power[:-1]))
-            order = np.flatnonzero(is_peak)[np.argsort(-power[is_peak], kind="stable")][:5]
-            peaks += [k / f for f in frequency[order] for k in (1, 2, 3)]
-        preferred = {*calendar, *(float(round(p)) for p in peaks if is_regular)}
-        shorter = {p for p in (*peaks, *preferred) if 2 <= p <= span / (2 if p in calendar else 3)}
+            power = lombscargle(u[1:], rest[:, 0], 2 * math.pi * frequency)
+            peaks = find_peaks(np.pad(power, 1))[0] - 1
+            highest = frequency[peaks[np.argsort(-power[peaks], kind="stable")[:5]]]
+            likely += [k / f for f in highest for k in (1, 2, 3)]
+        preferred = {*calendar, *(float(round(p)) for p in likely if is_regular)}
+        shorter = {p for p in (*likely, *preferred) if 2 <= p <= span / (2 if p in calendar else 3)}
         candidates = sorted(p for p in shorter if all(abs(math.log(p / one)) > APART for one in found))
         scores = [best(p) + SURE * (p in preferred) for p in candidates]
         if not candidates or max(scores) < max(none) + SURE + math.log(len(frequency)):
@@ -400,12 +387,6 @@ def white(columns: NDArray[Any], u: NDArray[Any], decay: float) -> NDArray[Any]:
     rho = np.exp(-np.diff(u) / decay)[:, None]
     innovation: NDArray[Any] = (columns[1:] - rho * columns[:-1]) / np.sqrt(-np.expm1(-2 * np.diff(u) / decay))[:, None]
     return innovation
-
-
-def _power(terms: NDArray[Any], rest: NDArray[Any]) -> NDArray[Any]:
-    power = (terms * rest).sum(0) ** 2 / ((terms**2).sum(0) + 1e-12)
-    sine, cosine = np.split(power, 2)
-    return sine + cosine
 
 
 class StatsForecast:
@@ -443,10 +424,8 @@ class StatsForecast:
         return self
 
     def forecast(self, past: Series, dt: Tensor) -> tuple[Tensor, Tensor]:
-        mean, std = (
-            torch.zeros(*dt.shape, len(self.seasons)).double(),
-            torch.ones(*dt.shape, len(self.seasons)).double(),
-        )
+        std = torch.ones(*dt.shape, len(self.seasons), dtype=torch.float64)
+        mean = torch.zeros_like(std)
         ids = past.ids or range(len(past))
         few = max(len({*ids}), EFFORT // past.x.shape[1])
         chosen_rows = np.unique(np.linspace(0, len(past) - 1, min(few, len(past))).astype(int))
