@@ -106,21 +106,13 @@ class _Transformer(TransformerMixin, BaseEstimator):
 
     def _series(self, data: Any, is_new: bool = False) -> Series:
         """Return ``data`` as series; with ``is_new`` remember their channels, the scale of each, and their clock."""
-        if hasattr(data, "columns"):
+        if hasattr(data, "columns") or is_dict(data):
             raise TypeError(
                 f"X must be series, got a table, {type(data).__name__}, without the names of its columns. "
                 "Fix: hbnode.data.from_long(table, id=..., time=..., values=...); table.to_numpy() for one series in "
                 "each row."
             )
-        if not (isinstance(data, (Series, torch.Tensor)) or is_list_of_series(data)):
-            try:
-                data = check_array(data, dtype=np.float64, allow_nd=True, ensure_all_finite="allow-nan")
-            except (TypeError, ValueError) as error:
-                kind = TypeError if isinstance(error, TypeError) else ValueError
-                raise kind(
-                    f"X must be series: {error} Fix: an array (batch, T) or (batch, channels, T), or a list of pairs "
-                    "(t, x), one for each series."
-                ) from None
+        data = checked(data)
         series = as_series(data)
         channels = series.x.shape[2]
         if not len(series):
@@ -192,6 +184,25 @@ class _Transformer(TransformerMixin, BaseEstimator):
         tags = super().__sklearn_tags__()
         tags.input_tags.allow_nan = tags.input_tags.three_d_array = True
         return tags
+
+
+def checked(data: Any) -> Any:
+    """Return data with arrays checked by scikit-learn; NaN is allowed."""
+    if isinstance(data, Series) or is_dict(data) or is_list_of_series(data):
+        return data
+    try:
+        array = data.detach().cpu().numpy() if isinstance(data, torch.Tensor) else data
+        return check_array(array, dtype=np.float64, allow_nd=True, ensure_all_finite="allow-nan", input_name="X")
+    except (TypeError, ValueError, NotImplementedError) as error:
+        kind = ValueError if isinstance(error, ValueError) else TypeError
+        raise kind(
+            f"X must be series: {error} Fix: an array (batch, T) or (batch, channels, T), or a list of pairs (t, x), "
+            "one for each series."
+        ) from None
+
+
+def is_dict(data: Any) -> bool:
+    return isinstance(data, dict) and not hasattr(data, "toarray")  # which sparse matrices have
 
 
 def _places(counts: Array) -> Array:

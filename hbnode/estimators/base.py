@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from sklearn.base import BaseEstimator
-from sklearn.utils import check_array
 from sklearn.utils.validation import check_is_fitted
 from torch.nn.functional import pad
 from typing_extensions import Self
 
 from hbnode._checks import as_count, level_of_user
-from hbnode.data import Series, aligned, as_series, by_id, is_list_of_series, on_clock
+from hbnode.data import Series, aligned, as_series, by_id, on_clock
 from hbnode.estimators.networks import SeriesNetwork
+from hbnode.features import checked, is_dict
 from hbnode.nn import Standardize
 
 if TYPE_CHECKING:
@@ -63,13 +63,13 @@ class SeriesEstimator(BaseEstimator):
         """Return the data as series; with ``reset`` store their features, else compare them with the stored ones."""
         id, time = self._keys
         names: dict[str, Any] = {"id": id, "time": time, "values": self.values, "static": self.static}
-        is_table = hasattr(data, "columns") or _is_dict(data)
+        is_table = hasattr(data, "columns") or is_dict(data)
         as_count(self.n_members, "n_members")
         if is_table:
             data, names["static"] = self._encoded(data, reset)
             if not reset:
                 names["values"] = self.features_
-        data = _checked(data)
+        data = checked(data)
         series = _with_samples(as_series(data, **names).to("cpu").detach().outside_inference_mode())
         static = list(series.static_features)
         if is_table and series.static is not None:
@@ -236,21 +236,6 @@ def moments(x: torch.Tensor) -> tuple[NDArray[Any], NDArray[Any]]:
     return scale.mean.numpy(), scale.std.numpy()
 
 
-def _checked(data: Any) -> Any:
-    """Return data with arrays checked by scikit-learn; NaN is allowed."""
-    if isinstance(data, Series) or _is_dict(data) or is_list_of_series(data):
-        return data
-    try:
-        array = data.detach().cpu().numpy() if isinstance(data, torch.Tensor) else data
-        return check_array(array, dtype=np.float64, allow_nd=True, ensure_all_finite="allow-nan", input_name="X")
-    except (TypeError, ValueError, NotImplementedError) as error:
-        kind = ValueError if isinstance(error, ValueError) else TypeError
-        raise kind(
-            f"X must be series: {error} Fix: an array (batch, T) or (batch, channels, T), or a list of pairs (t, x), "
-            "one for each series."
-        ) from None
-
-
 def _with_samples(series: Series) -> Series:
     """Return the series with NaN where the mask or the lengths exclude a value, and its mask; none has the length 0."""
     if not series.x.shape[1]:
@@ -261,10 +246,6 @@ def _with_samples(series: Series) -> Series:
     x, lengths = torch.where(mask, series.x, torch.nan), series.lengths.clamp(min=1)
     t = torch.where(is_sample, series.t, series.t.gather(1, lengths.unsqueeze(1) - 1))
     return dataclasses.replace(series, x=x, t=t, mask=mask, lengths=lengths)
-
-
-def _is_dict(data: Any) -> bool:
-    return isinstance(data, dict) and not hasattr(data, "toarray")  # which sparse matrices have
 
 
 def _width(data: Any, series: Series) -> int:
