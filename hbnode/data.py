@@ -407,8 +407,7 @@ def from_long(
     exact = _exact_times(_column(table, time), f"table[{time!r}]", unit, origin)
     names, feature = columns, np.arange(len(columns))[None]  # feature indices that broadcast to (rows, columns)
     if variable is not None:
-        names, of_rows = _features(_column(table, variable), variable, features)
-        feature = of_rows[:, None]
+        names, feature = _features(_column(table, variable), variable, features)
     wrong = [name for name in columns if kind_of(_array(_column(table, name), f"column {name!r}"))]
     if wrong:
         rest = [name for name in columns if name not in wrong]
@@ -511,11 +510,11 @@ def _codes(column: Any, name: str) -> tuple[list[Any], NDArray[Any]]:
 
 
 def _features(column: Any, name: str, wanted: str | Sequence[str] | None) -> tuple[list[str], NDArray[Any]]:
-    """Return the names of the features, and for each row the index of its feature, or -1 if it is not in ``wanted``."""
+    """Return the names of the features, and the index of each row's (rows, 1), or -1 if it is not in ``wanted``."""
     found, codes = _codes(column, name)
     names = sorted(found) if wanted is None else _names(wanted, "features")
     index = {feature: i for i, feature in enumerate(names)}
-    of_rows = np.array([index.get(feature, -1) for feature in found])[codes]
+    of_rows = np.array([index.get(feature, -1) for feature in found])[codes, None]
     if (of_rows < 0).all():
         raise ValueError(f"column {name!r} has none of the features {names}; it has {found}. Fix: features=None.")
     return names, of_rows
@@ -553,10 +552,6 @@ def _times(
         gaps = np.diff(exact.astype(np.int64)).view(np.uint64)[is_gap]
     else:
         gaps = np.diff(exact)[is_gap] / (SECOND if exact.dtype.kind in "mM" else 1.0)
-
-    def is_rounded(times: NDArray[np.float64]) -> bool:
-        return bool((abs(np.diff(times)[is_gap] - gaps) > ROUNDING * gaps).any())
-
     length = _seconds_per(unit) if exact.dtype.kind in "mM" else None
     zero: Any = None
     if exact.dtype.kind == "M":
@@ -566,7 +561,7 @@ def _times(
         if origin is None and (SPACINGS * np.spacing(abs(seconds_since(exact)).max()) > gaps).any():
             zero = exact.min().astype("datetime64[s]").astype(exact.dtype)
     times = exact.astype(np.float64) if length is None else seconds_since(exact, EPOCH if zero is None else zero)
-    if is_rounded(times):
+    if (abs(np.diff(times)[is_gap] - gaps) > ROUNDING * gaps).any():
         raise ValueError(
             f"{name} has times that are too close to each other for float64. Fix: origin=None for dates, "
             f"{name} - {name}.min() for numbers and durations."
