@@ -209,7 +209,8 @@ def gaps(name: str) -> Cells:
 
 def text(found: dict[str, Cells]) -> str:
     """Return the table in Markdown, with the least error in bold."""
-    kinds = list(max(found.values(), key=lambda cells: len(cells)))
+    widest: Cells = max(found.values(), key=len)
+    kinds = list(widest)
     lines = [["set", *kinds, "seconds"], ["---"] * (len(kinds) + 2)]
     for name, cells in found.items():
         least, entries = min(f"{cell['error']:.2f}" for cell in cells.values()), dict.fromkeys(kinds, "–")

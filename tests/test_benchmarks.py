@@ -255,13 +255,14 @@ def test_series_tools(run, monkeypatch, capsys):
     }
     monkeypatch.setattr(series_tools, "data", lambda package, name: frames[name])
     monkeypatch.setattr(series_tools, "SeriesForecaster", functools.partial(series_tools.SeriesForecaster, "last"))
+    monkeypatch.setattr(series_tools, "OscillatorSmoother", functools.partial(series_tools.OscillatorSmoother, 1))
     report = run(series_tools, "--cases", "UKgas", "pbcseq", "Nile, blocks")
     cells = report["forecasts"]["UKgas"]
     assert cells["seasonal naive"]["error"] == pytest.approx(1.5)  # 4 in four quarters, 8 in the next four, over 4
     assert report["forecasts"]["pbcseq"]["seasonal naive"]["error"] == pytest.approx(2)
     assert max(cells[kind]["error"] for kind in ("AutoETS", "AutoARIMA", "boosted lags")) < 0.1
     assert report["forecasts"]["pbcseq"]["auto"]["chosen"] == "last"
-    assert max(cell["error"] for cell in report["gaps"]["Nile, blocks"].values()) < 0.1
+    assert max(cell["error"] for cell in report["gaps"]["Nile, blocks"].values()) < 0.2
     assert "| UKgas |" in capsys.readouterr().out
 
 
