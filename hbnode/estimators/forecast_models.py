@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 BLOCK = 1_000_000  # values of pasts that are in memory at once
 TREES: dict[str, Any] = {"max_iter": 100, "learning_rate": 0.05, "max_leaf_nodes": 15, "random_state": 0}
+WIDE = 8  # most channels for which all candidates are compared, with trees of two losses
 FOLDS, LEAST = 2, 1e-6  # parts of the pasts whose errors are those of trees that did not see them; the least error
 FEW = 10  # series below which the end of each series is held out, instead of whole series
 MEMORY = 1000  # last samples from which oscillators and networks forecast
@@ -325,27 +326,30 @@ class Boosting:
             change = (asked.values[..., channel] - last[:, channel : channel + 1]).numpy()
             known = np.isfinite(change)
             parts = lags.numpy()[known], each.numpy()[known], change[known], folds[np.nonzero(known)[0]]
-            self.trees.append(self._trees(*parts))
+            self.trees.append(self._trees(*parts, is_wide=last.shape[1] > WIDE))
         return self
 
     @staticmethod
-    def _trees(lags: NDArray[Any], inputs: NDArray[Any], change: NDArray[Any], folds: NDArray[Any]) -> Any:
+    def _trees(
+        lags: NDArray[Any], inputs: NDArray[Any], change: NDArray[Any], folds: NDArray[Any], is_wide: bool
+    ) -> Any:
         """Return a linear model of the change, trees of the rest, and trees of the absolute error of unseen values.
 
-        Of two losses of the trees, squared and absolute, the one is taken with the smaller errors. None without values.
+        Of two losses of the trees, squared and absolute, the one is taken with the smaller errors. With many channels
+        there is one loss, and fewer trees. None without values.
         """
         if not len(change):
             return None
-        tried = []
-        for loss in ("squared_error", "absolute_error"):
-            error, tree = abs(change - np.median(change)), HistGradientBoostingRegressor(loss=loss, **TREES)
+        tried, options = [], {**TREES, "max_iter": 40, "learning_rate": 0.1} if is_wide else TREES
+        for loss in ("squared_error",) if is_wide else ("squared_error", "absolute_error"):
+            error, tree = abs(change - np.median(change)), HistGradientBoostingRegressor(loss=loss, **options)
             for held in (folds == fold for fold in np.unique(folds)):
                 if not held.all():
                     parts = _both(lags[~held], inputs[~held], change[~held], clone(tree))
                     error[held] = abs(change[held] - parts[0].predict(lags[held]) - parts[1].predict(inputs[held]))
             tried.append((error, tree))
         error, tree = min(tried, key=lambda pair: float(pair[0].mean()))
-        size = HistGradientBoostingRegressor(loss="poisson", **TREES).fit(inputs, error) if error.any() else None
+        size = HistGradientBoostingRegressor(loss="poisson", **options).fit(inputs, error) if error.any() else None
         return *_both(lags, inputs, change, tree), size
 
     def forecast(self, past: Series, dt: Tensor) -> tuple[Tensor, Tensor]:

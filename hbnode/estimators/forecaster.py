@@ -29,6 +29,7 @@ from hbnode.estimators.forecast_models import (
     FEW,
     MEMORY,
     ROUNDING,
+    WIDE,
     Boosting,
     Calibration,
     InUnits,
@@ -53,7 +54,6 @@ if TYPE_CHECKING:
 Model = Literal["auto", "last", "features", "seasonal", "oscillators", "statsforecast", "odernn", "gru"]
 CHEAP = ("last", "features", "seasonal", "oscillators")
 NETWORKS = ("odernn", "gru")
-WIDE = 8  # most channels for which all candidates are compared, and from PAIRS pairs each
 PLAIN = ("seasonal", "statsforecast")  # models that see all series in one unit
 CUTS, AHEAD, MANY = 10, 16, 500  # least starts of forecasts in a held-out series; later samples of each; all starts
 PAIRS = 20_000  # most pairs of a start and a later value from which boosting learns, for each channel
@@ -91,7 +91,7 @@ class SeriesForecaster(SeriesEstimator):
         model: ``"last"``, the last value; ``"features"``, a linear model and boosted trees on summaries of the past,
             values one season before, the horizon and the calendar, which has the hour of the day and of the week in the
             time zone of the training table, or in UTC if it has none that pandas knows by name; ``"seasonal"``, a
-            level, a damped trend and seasons whose periods are found, for regular and irregular series;
+            level, a line that flattens and seasons whose periods are found, for regular and irregular series;
             ``"oscillators"``, a :class:`OscillatorSmoother` for each column; ``"statsforecast"``, the median of
             AutoETS, AutoTheta, MSTL and AutoARIMA of the package statsforecast, fitted to each series by itself, for
             regular series; ``"odernn"`` or ``"gru"``, a network that is trained by gradients; ``"auto"``, the one of
