@@ -436,7 +436,8 @@ class SeriesClassifier(ClassifierMixin, _SeriesModel):
         progress: whether a progress bar is shown; None shows it on a terminal. Default: ``None``
 
     Attributes:
-        features_, static_features_: the names of the channels and static features.
+        features_: the names of the channels.
+        static_features_: the names of the static features.
         classes_: the labels.
         model_: the models whose mean is the answer, joined by " + ".
         cv_loss_: cross-validated log loss of each candidate and of means, without the classes that have one series or
