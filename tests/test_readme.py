@@ -8,6 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 CONTINUED = {"forecasting", "irregular", "series"}  # pages whose snippets belong together
+SLOW = {"forecasting", "series"}  # of these, pages that take more than a few seconds
 
 
 def snippets(page):
@@ -16,7 +17,9 @@ def snippets(page):
 
 
 SNIPPETS = [
-    pytest.param(code, id=f"{page.stem}-{index}") for page in PAGES for index, code in enumerate(snippets(page))
+    pytest.param(code, id=f"{page.stem}-{index}", marks=[pytest.mark.slow] * (page.stem in SLOW))
+    for page in PAGES
+    for index, code in enumerate(snippets(page))
 ]
 
 

@@ -36,6 +36,11 @@ def drifting(count, seed, dates=True):
     return table
 
 
+def slow(*values):
+    """Cases that take more than a few seconds."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
 def forecaster(model, **options):
     return SeriesForecaster(model, id="id", time="time", random_state=0, **options)
 
@@ -187,7 +192,7 @@ def test_the_name_of_a_time_zone(zone, name):
     assert zone_name(zone) == name
 
 
-@pytest.mark.parametrize("model", ["last", "features", "oscillators", "gru", "odernn"])
+@pytest.mark.parametrize("model", ["last", "gru", *slow("features", "oscillators", "odernn")])
 def test_a_forecast_depends_on_its_series_alone_and_on_no_unit_of_a_static_feature(model):
     table = drifting(12, 0, dates=False).groupby("id").head(8)
     table["year"] = table["id"].str[1:].astype(float)
@@ -211,7 +216,7 @@ def test_a_forecast_depends_on_its_series_alone_and_on_no_unit_of_a_static_featu
         numpy.testing.assert_allclose(again["mean"], found["mean"], rtol=1e-4)
 
 
-@pytest.mark.parametrize("model", ["last", "features", "oscillators"])
+@pytest.mark.parametrize("model", ["last", *slow("features", "oscillators")])
 def test_bands_cover_their_levels_on_new_series(model):
     levels = (50, 80, 90)
     fitted = forecaster(model, values="hr", level=levels).fit(drifting(150, 0, dates=False))
@@ -227,6 +232,7 @@ def test_bands_cover_their_levels_on_new_series(model):
         assert abs(numpy.concatenate(hits[level]).mean() - level / 100) < 0.06
 
 
+@pytest.mark.slow
 def test_better_models_are_chosen():
     table = drifting(60, 0, dates=False)
     model = forecaster("auto", values="hr").fit(table)
@@ -257,7 +263,7 @@ def test_few_long_series_hold_out_their_ends():
     assert abs(found["mean"].to_numpy() - numpy.sin(numpy.array([300, 301]) / 5)).max() < 0.3
 
 
-@pytest.mark.parametrize("model", ["last", "features"])
+@pytest.mark.parametrize("model", ["last", *slow("features")])
 def test_a_band_without_observations_has_the_width_of_the_data(model):
     table = drifting(30, 0)
     fitted = forecaster(model, values=["hr", "sbp"]).fit(table)
@@ -270,7 +276,7 @@ def test_a_band_without_observations_has_the_width_of_the_data(model):
     assert abs(found["mean"]["s3"] - table["hr"].mean()) < 2
 
 
-@pytest.mark.parametrize("model", ["last", "features"])
+@pytest.mark.parametrize("model", ["last", *slow("features")])
 def test_bands_of_random_walks_hold_whatever_the_age_of_the_last_value(model):
     random = numpy.random.default_rng(0)
     train, new = (random.normal(size=(count, 1, length)).cumsum(-1) for count, length in ((120, 40), (700, 31)))
@@ -353,7 +359,7 @@ def walks(count, length, level, step, seed):
     return [(numpy.arange(float(length)), level + step * random.normal(size=length).cumsum()) for _ in range(count)]
 
 
-@pytest.mark.parametrize("model", ["last", "features", "oscillators"])
+@pytest.mark.parametrize("model", ["last", *slow("features", "oscillators")])
 def test_series_of_all_scales_are_forecast_in_their_own(model):
     """Steps of 1 at 10 and of 1e5 at 1e7: the deviation one step ahead is that of a step in both groups."""
     fitted = SeriesForecaster(model, level=68, random_state=0).fit(walks(20, 40, 10, 1, 0) + walks(20, 40, 1e7, 1e5, 1))
@@ -388,6 +394,7 @@ def test_bands_of_one_random_walk_widen_with_the_horizon():
     numpy.testing.assert_allclose((found["upper"] - found["lower"]) / 2, 1.2816 * numpy.sqrt([1, 4, 10]), rtol=0.2)
 
 
+@pytest.mark.slow
 def test_bands_of_one_autoregression_are_exact_at_all_horizons():
     """x_t = .8 x_{t-1} + e has an error of variance (1 - .64^h) / .36 after h steps."""
     random, x = numpy.random.default_rng(1), numpy.zeros(3000)
@@ -410,7 +417,7 @@ def test_the_last_values_are_learned_from():
     assert abs(found["mean"] + old).mean() < abs(found["mean"] - old).mean()
 
 
-@pytest.mark.parametrize("model", ["last", "features"])
+@pytest.mark.parametrize("model", ["last", *slow("features")])
 def test_the_order_of_rows_and_series_does_not_matter(model):
     table = drifting(30, 0)
     shuffled = table.sample(frac=1, random_state=1)
@@ -418,7 +425,7 @@ def test_the_order_of_rows_and_series_does_not_matter(model):
     pandas.testing.assert_frame_equal(found, again)
 
 
-@pytest.mark.parametrize("model", ["last", "features", "oscillators", "gru"])
+@pytest.mark.parametrize("model", ["last", "gru", *slow("features", "oscillators")])
 def test_hidden_values_and_padding_do_not_matter(model):
     random = numpy.random.default_rng(0)
     x, t = random.normal(size=(12, 10, 2)).cumsum(1), numpy.sort(random.uniform(0, 9, (12, 10)), 1)
@@ -441,7 +448,7 @@ def test_hidden_values_and_padding_do_not_matter(model):
         pandas.testing.assert_frame_equal(other, found[0])
 
 
-@pytest.mark.parametrize("model", ["last", "oscillators"])  # boosted trees have ties
+@pytest.mark.parametrize("model", ["last", *slow("oscillators")])  # boosted trees have ties
 def test_pasts_in_blocks_are_the_same(model, monkeypatch):
     series, found = walks(2, 60, 0, 1, 0), []
     for size in (10**6, 1):
@@ -693,7 +700,7 @@ def test_a_future_covariate_that_is_not_known_is_refused():
         SeriesForecaster("oscillators", future="temperature", **options).fit(past)
 
 
-@pytest.mark.parametrize("refit", [False, True])
+@pytest.mark.parametrize("refit", [False, *slow(True)])
 def test_a_backtest_is_a_loop_of_fit_and_predict(refit):
     table = pandas.concat(
         [
@@ -750,6 +757,7 @@ def test_later_changes_of_the_table_do_not_change_what_is_remembered():
     pandas.testing.assert_frame_equal(model.predict(ahead="1h"), expected)
 
 
+@pytest.mark.slow
 def test_scores_of_tables_are_cross_validated_by_id_and_by_time():
     hours = numpy.arange(40.0)
     table = pandas.concat(

@@ -99,6 +99,7 @@ def test_statsforecast_is_called_as_it_is(tmp_path):
     pandas.testing.assert_frame_equal(again, model.predict(table, ahead))
 
 
+@pytest.mark.slow
 def test_without_statsforecast_auto_works_and_its_name_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "statsforecast", None)
     monkeypatch.setitem(sys.modules, "statsforecast.models", None)
@@ -108,6 +109,7 @@ def test_without_statsforecast_auto_works_and_its_name_says_what_to_install(monk
         SeriesForecaster("statsforecast", id="id", time="time", random_state=0).fit(monthly(60))
 
 
+@pytest.mark.slow
 def test_the_mean_of_the_best_two_is_a_candidate_and_is_saved(tmp_path):
     model = SeriesForecaster(id="id", time="time", random_state=0).fit(monthly(60))
     first, second, *_ = sorted((name for name in model.cv_loss_ if "+" not in name), key=model.cv_loss_.get)
