@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -67,11 +68,28 @@ def exports_any(length: int) -> bool:
     return not has_static_value(length)
 
 
-def in_eager_mode() -> AbstractContextManager[Any]:
-    """Run functions of torch.compile eagerly: the gradient of a compiled function has no graph, or a partial one."""
-    if "torch._dynamo" not in sys.modules or not hasattr(torch.compiler, "set_stance"):  # torch 2.6
-        return nullcontext()
-    return torch.compiler.set_stance("force_eager")
+_EAGER_LOCK, _EAGER = threading.Lock(), ExitStack()  # the stance of torch.compile, which is one for all threads
+_EAGER_COUNT = 0
+
+
+@contextmanager
+def in_eager_mode() -> Iterator[None]:
+    """Run functions of torch.compile eagerly: the gradient of a compiled function has no graph, or a partial one.
+
+    The first of several contexts, also of other threads, sets the stance of torch, and the last one restores it.
+    """
+    global _EAGER_COUNT
+    with _EAGER_LOCK:
+        if not _EAGER_COUNT and may_have_compiled() and hasattr(torch.compiler, "set_stance"):  # torch 2.6
+            _EAGER.enter_context(torch.compiler.set_stance("force_eager"))
+        _EAGER_COUNT += 1
+    try:
+        yield
+    finally:
+        with _EAGER_LOCK:
+            _EAGER_COUNT -= 1
+            if not _EAGER_COUNT:
+                _EAGER.close()
 
 
 @contextmanager

@@ -186,3 +186,16 @@ def test_functional_call_takes_a_state_dict(make, arguments):
     state = other.state_dict(keep_vars=True)
     found = attempt(lambda given: torch.func.functional_call(one, state, given))
     torch.testing.assert_close(found, attempt(lambda given: other(*given)))
+
+
+def test_the_stance_of_torch_is_restored_whatever_the_order_in_which_threads_end():
+    import torch._dynamo
+
+    first, second = _torch.in_eager_mode(), _torch.in_eager_mode()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)  # as a thread that began first and ends first
+    second.__exit__(None, None, None)
+    graphs = []
+    torch.compile(torch.sin, backend=lambda graph, inputs: graphs.append(graph) or graph.forward)(torch.ones(2))
+    assert graphs

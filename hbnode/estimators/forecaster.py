@@ -132,7 +132,7 @@ class SeriesForecaster(SeriesEstimator):
         >>> table = pd.concat([pd.DataFrame({"id": i, "hour": hours, "y": np.sin(hours / 4 + i)}) for i in range(20)])
         >>> forecaster = hbnode.estimators.SeriesForecaster("features", id="id", time="hour", level=80, random_state=0)
         >>> forecaster.fit(table).predict(table, ahead=[1.5, 3.0]).columns.tolist()
-        ['id', 'time', 'column', 'mean', 'lower', 'upper']
+        ['id', 'hour', 'column', 'mean', 'lower', 'upper']
     """
 
     def __init__(
