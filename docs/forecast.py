@@ -39,8 +39,8 @@ pd.DataFrame(rows, columns=["patient", "time", "pulse"]).to_csv(
 # %% [markdown]
 # ## Six lines
 #
-# The forecaster holds out 36 patients, chooses a model by its errors on them, and widens or narrows its bands until
-# they hold 50 % and 90 % of their values.
+# The forecaster holds out a third of the patients at a time. It chooses a model by its errors on them, and sets the
+# width of the bands so that they hold 50 % and 90 % of the values. Then it fits the model to all patients.
 
 # %%
 table = pd.read_csv("pulse.csv", parse_dates=["time"])
