@@ -140,11 +140,12 @@ class Problem:
         self.kinds, self.zero, self.seasons = kinds, zero, seasons
         self.is_evolving = any(kind.change for kind in kinds)
         self.level = np.array([(kind.decay, kind.noise) for kind in kinds]).T
-        self.is_log, self.count = np.array([[kind.is_log] for kind in kinds]), known.sum(1)
+        self.count = known.sum(1)
         count = np.maximum(self.count, 1)[:, None]
         is_used = known | ~known.any(1, keepdims=True)  # a series without any value has zeros
         self.low = np.where(is_used, y, math.inf).min(1, keepdims=True)
         self.high = np.where(is_used, y, -math.inf).max(1, keepdims=True)
+        self.is_log = np.array([[kind.is_log] for kind in kinds]) & (self.low > zero)  # else there are no logarithms
         log = np.where(self.is_log, np.log(np.maximum(y - zero, 1e-6)), 0.0) * known
         z = np.where(self.is_log, log, y) * known
         self.shift = z.sum(1, keepdims=True) / count

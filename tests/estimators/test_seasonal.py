@@ -9,7 +9,7 @@ import torch
 
 from hbnode.data import as_series
 from hbnode.estimators import SeriesForecaster
-from hbnode.estimators.seasonal import Seasonal
+from hbnode.estimators.seasonal import Kind, Seasonal
 
 
 def forecast(t, y, at):
@@ -139,3 +139,14 @@ def test_a_series_without_a_value_is_forecast_without_a_warning():
     series = as_series([(numpy.arange(20.0), each) for each in x])
     found = Seasonal(numpy.array([-9.0])).fit(series, None, 0).forecast(series, torch.ones(3, 2))
     assert all(bool(each.isfinite().all()) for each in found)
+
+
+def test_logarithms_are_left_out_for_a_series_below_zero():
+    random, steps = numpy.random.default_rng(0), numpy.arange(78.0)
+    swing = numpy.sin(2 * numpy.pi * steps / 12)
+    grown = [(steps, numpy.exp(0.03 * steps + 0.5 * swing + 0.05 * random.normal(size=78) + k)) for k in range(4)]
+    model = SeriesForecaster("seasonal", random_state=0).fit(grown)
+    assert all(Kind(*kind[1:]).is_log for kind in model.fitted_.kinds[0])
+    below = 5 * swing - 2
+    found = model.predict([(steps[:72], below[:72])], list(range(1, 7)))["mean"]
+    numpy.testing.assert_allclose(found, below[72:], atol=0.1)
