@@ -203,7 +203,10 @@ def gaps(name: str) -> Cells:
         return {"mean": mean, "lower_90": mean - 1.6449 * std, "upper_90": mean + 1.6449 * std}
 
     tools = {"OscillatorSmoother": smoother, "celerite2": celerite}
-    error = lambda miss: np.sqrt(((miss / scale) ** 2).mean())  # noqa: E731
+
+    def error(miss: Any) -> Any:
+        return np.sqrt(((miss / scale) ** 2).mean())
+
     return {tool: scored(partial(filled, fill), x[hidden], error) for tool, fill in tools.items()}
 
 
