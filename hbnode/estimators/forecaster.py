@@ -65,19 +65,20 @@ START = 0.3  # share of a held-out series after which forecasts start
 class SeriesForecaster(SeriesEstimator):
     """Forecasts of irregular series with calibrated bands, in the user's units and dates.
 
-    The forecast of a value is its mean and a band for each level. Bands are calibrated by split conformal prediction.
-    Let e be the errors on held-out series, divided by the model's standard deviation. The lead of a forecast is the
-    time since the last observed value of its column: the horizon plus the age of this value. The half width of a band
-    is the standard deviation times a quantile of e at similar leads of the same column. The models learn, and e is
-    measured, with and without the last values of the series. Each third of the series is held out in turn, and a third
-    alone with 500 series or more, or a network. With fewer than ten series, the last 30 % of each are held out instead,
-    or twice ``horizon``, but at most 60 %. The model is then fitted to all series, except for a network, whose
-    training ends by the held-out values.
+    The forecast of a value is its mean and a band for each level. Let e be the errors on held-out series, divided by
+    the model's standard deviation. The lead of a forecast is the time since the last observed value of its column: the
+    horizon plus the age of this value. The half width of a band is the standard deviation times a quantile of e at
+    similar leads of the same column, as in split conformal prediction. The models learn, and e is measured, with and
+    without the last values of the series. Each third of the series is held out in turn, and a third alone with 500
+    series or more, or a network. With fewer than ten series, the last 30 % of each are held out instead, or twice
+    ``horizon``, but at most 60 %. The model is then fitted to all series, except for a network, whose training ends by
+    the held-out values. So the guarantee of conformal prediction for new series is only approximate: it assumes that
+    the final model errs as those that did not see the held-out series, and e at similar leads is one distribution.
 
     A model sees each column of a series in units of its own past: its median, and the size of its steps. Both are
     shrunk to those of all series, entirely if the series differ by chance only. Scores are in units of each series, so
-    that large series do not decide alone. Each model that is no network is also tried in one unit for all
-    series.
+    that large series do not decide alone. ``"last"``, ``"features"`` and ``"oscillators"`` are also tried in one unit
+    for all series, if there are at most eight columns. ``"seasonal"`` and ``"statsforecast"`` always have one unit.
 
     A band of a level L in percent needs at least L / (100 - L) held-out values: 9 for 90 %, 19 for 95 %, 99 for 99 %.
     With fewer it is infinite, as in the theory of conformal prediction: a finite one would rest on an assumption about
@@ -235,15 +236,13 @@ class SeriesForecaster(SeriesEstimator):
         def score(found: tuple[Any, Tensor, Tensor]) -> float:  # in units of each series, so that all weigh the same
             return _score(found[1] / scale, found[2] / scale, test.values / scale)
 
-        found = {name: tested(name, train, asked, test) for name in names}
-        for name in names if own.is_own and not is_wide else ():
-            if name not in (*NETWORKS, *PLAIN):
-                units[name] = plain
-                other = tested(name, train, asked, test)
-                if score(other) < score(found[name]):
-                    found[name] = other
-                else:
-                    units[name] = own
+        found = {}
+        for name in names:
+            tried = []
+            for each in (own,) if is_wide or not own.is_own or name in (*NETWORKS, *PLAIN) else (own, plain):
+                units[name] = each
+                tried.append((each, tested(name, train, asked, test)))
+            units[name], found[name] = min(tried, key=lambda pair: score(pair[1]))
         self.cv_loss_ = {name: score(each) for name, each in found.items()}
         best = sorted(found, key=self.cv_loss_.__getitem__)[:2]
         if len(best) > 1:
