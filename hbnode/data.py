@@ -937,7 +937,8 @@ def as_series(
             - a list with a pair (t, x) for each series, with times t (n,) in any order and values x (n,) or
               (n, channels); a list [t, x] is a pair if t are dates or durations, or x is an array (n, channels);
             - a list with an array (channels, n) for each series, at the times 0, 1, 2, ...;
-            - an array or tensor (batch, channels, T), or (batch, T) for one channel, at the times 0, 1, 2, ....
+            - an array or tensor (batch, channels, T), or (batch, T) for one channel, at the times 0, 1, 2, ...;
+            - a pandas Series, one series at the times of its index.
 
             NaN is a missing value. Samples without a value at the end of a series of an array are padding.
         id: for a table, the column that identifies the series. Default: ``None``.
@@ -966,6 +967,8 @@ def as_series(
     if isinstance(data, Series):
         check_digits(data.t, data.t.diff(), "t", 1.0)
         return _finite(_named(data))
+    if hasattr(data, "iloc") and data.ndim == 1:
+        data = [(data.index, data)]
     if hasattr(data, "columns") or isinstance(data, dict):
         if id is None or time is None:
             missing = "id" if id is None else "time"

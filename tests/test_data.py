@@ -893,3 +893,13 @@ def test_series_without_values_keep_one_missing_sample():
 def test_other_data_are_refused_by_name(given, message):
     with pytest.raises((TypeError, ValueError), match=message):
         data.as_series(given)
+
+
+def test_a_series_of_pandas_is_one_series_at_the_times_of_its_index():
+    pandas = pytest.importorskip("pandas")
+    index = pandas.to_datetime(["2024-01-03", "2024-01-01", "2024-01-02"])
+    found = hbnode.data.as_series(pandas.Series([3.0, 1.0, numpy.nan], index=index), unit="D")
+    assert found.t.diff().tolist() == [[1.0, 1.0]]
+    assert found.x[0, [0, 2], 0].tolist() == [1.0, 3.0]
+    assert found.mask[0, :, 0].tolist() == [True, False, True]
+    assert found.dates(found.t)[0, 0] == numpy.datetime64("2024-01-01")
