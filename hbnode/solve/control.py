@@ -121,21 +121,6 @@ class PIController:
         then = xp.where(left == 1.0, target, c.now + taken)
         return then, c._replace(taken=taken, left=left, target=target, passed=passed)
 
-    def factor(self, xp: Any, c: Control, ratio: Array) -> tuple[Array, Control]:
-        """Return the next step size over the last one, and the state with the ratio."""
-        accepted, is_finite = ratio <= 1.0, xp.isfinite(ratio)
-        k = 1.0 / (self.error_order + 1)
-        plain = SAFETY * xp.where(ratio > 1e-10, ratio, 1e-10) ** -k
-        up, most = plain * c.previous ** (PROPORTIONAL * k), xp.where(c.rejected, 1.0, LARGEST)
-        up, down = xp.where(up < most, up, most), xp.where(plain < SAFETY, plain, SAFETY)
-        factor = xp.where(accepted, up, xp.where(is_finite, down, SMALLEST))
-        c = c._replace(
-            previous=xp.where(accepted, xp.where(ratio > 1e-4, ratio, 1e-4), c.previous),
-            rejected=~accepted,
-            failures=xp.where(is_finite, 0.0, c.failures + 1.0),
-        )
-        return xp.where(factor > SMALLEST, factor, SMALLEST), c
-
     def judge(
         self, xp: Any, c: Control, then: Array, ratio: Array, repeats: Array | None = None
     ) -> tuple[Array, Control]:
@@ -143,10 +128,20 @@ class PIController:
 
         ``ratio`` is error over tolerance, inf if it is not finite. Lanes of ``repeats`` take an accepted step again.
         """
-        factor, after = self.factor(xp, c, ratio)
-        size, accepted, is_new = c.taken * factor, ratio <= 1.0, c.taken > 0.0
+        accepted, is_finite, is_new = ratio <= 1.0, xp.isfinite(ratio), c.taken > 0.0
+        k = 1.0 / (self.error_order + 1)
+        plain = SAFETY * xp.where(ratio > 1e-10, ratio, 1e-10) ** -k
+        up, most = plain * c.previous ** (PROPORTIONAL * k), xp.where(c.rejected, 1.0, LARGEST)
+        up, down = xp.where(up < most, up, most), xp.where(plain < SAFETY, plain, SAFETY)
+        factor = xp.where(accepted, up, xp.where(is_finite, down, SMALLEST))
+        size = c.taken * xp.where(factor > SMALLEST, factor, SMALLEST)
         is_cut = accepted & (c.taken < 0.5 * c.size) & (size < c.size)  # by its target; its error may be far too small
-        size = xp.where(is_cut, c.size, size)
+        size, previous = xp.where(is_cut, c.size, size), xp.where(ratio > 1e-4, ratio, 1e-4)
+        after = c._replace(
+            previous=xp.where(accepted, previous, c.previous),
+            rejected=~accepted,
+            failures=xp.where(is_finite, 0.0, c.failures + 1.0),
+        )
         if repeats is not None:
             accepted, is_new = accepted & ~repeats, is_new & ~repeats
         after = after._replace(

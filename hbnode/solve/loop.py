@@ -44,7 +44,8 @@ def integrate(begun: Begun, take: Take | None = None, *, every: int = 1_000_000)
     adaptive = AdaptiveSteps(setup, state) if events is None and setup.settings.steps is None else events
     saved = Outputs(setup, state)
     for attempt in fixed_steps(setup, every) if adaptive is None else iter(adaptive.next, None):
-        taken, accepted = take(state, attempt), True
+        taken: Taken = take(state, attempt)
+        accepted: Any = True
         if adaptive is None:
             stepper.term.counter.add("accepted", len(attempt.times))
             if open_records:
@@ -54,7 +55,7 @@ def integrate(begun: Begun, take: Take | None = None, *, every: int = 1_000_000)
             accepted = adaptive.accept(attempt, state, taken)
         if accepted is True or accepted.all():
             state = taken.state
-        elif accepted.any():
+        elif adaptive is not None and accepted.any():
             if taken.state[0].requires_grad and (adaptive.control.failures[~accepted] > 0).any():
                 attempt = adaptive.exclude(
                     attempt, ~accepted, control
@@ -77,7 +78,7 @@ def fixed_steps(setup: Setup, every: int) -> Iterator[Attempt]:
     """Yield the fixed steps of a solve as attempts, each at most ``every`` equal steps of one output interval."""
     stepper, grid, number, times = setup.stepper, setup.grid, 0, setup.grid.points  # (T,) or (T, lanes)
     term, method, no_times = stepper.term, stepper.method, stepper.no_times
-    nodes, every, has_limit = method.nodes, 1 if open_records else every, setup.option("max_nfe") is not None
+    nodes, every = method.nodes, 1 if open_records else every
     for interval, part, count in grid.pieces(setup.counts):
         for done in range(0, count, every):
             steps = min(every, count - done)
@@ -103,7 +104,7 @@ def fixed_steps(setup: Setup, every: int) -> Iterator[Attempt]:
                 fractions = [min((i + node) / count, 1.0) for i in range(done, done + steps) for node in nodes]
                 stages, k = term.stages([begin * (1.0 - c) + end * c for c in fractions]), len(nodes)
                 attempt.times = [stages[i : i + k] for i in range(0, len(stages), k)]
-            if has_limit:
+            if setup.max_nfe is not None:
                 evaluations = steps * method.evaluations + (attempt.restart is not None)
                 setup.check_nfe(attempt.time, size, evaluations)
             if done + steps == count and (part is None or (part[1] == grid.outputs[..., interval]).all()):

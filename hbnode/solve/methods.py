@@ -95,6 +95,10 @@ class Method:
         """Take one step with function evaluations at ``times``; estimate its error and return columns if requested."""
         raise NotImplementedError
 
+    def blend(self, xp: Any, gamma: Array, size: Array, theta: Array) -> Array:
+        """Return the weights (k, ..., rows, columns) of dense output at fractions θ (k, ...) of steps (k, ...)."""
+        raise NotImplementedError
+
     def undo(
         self, state: tuple[Tensor, ...], coefficients: tuple[Tensor, ...], times: Sequence[Tensor], field: Field
     ) -> tuple[Tensor, ...]:
@@ -134,10 +138,6 @@ class Explicit(Method):
 
     def matrix(self, xp: Any, gamma: Array, size: Array) -> Array:
         """Return the matrix C, (..., stages + other rows + error rows, columns), for step sizes (...)."""
-        raise NotImplementedError
-
-    def blend(self, xp: Any, gamma: Array, size: Array, theta: Array) -> Array:
-        """Return the weights (k, ..., rows, columns) of dense output at fractions θ (k, ...) of steps (k, ...)."""
         raise NotImplementedError
 
     def packed(self, xp: Any, gamma: Array, size: Array, error: bool) -> Array:

@@ -270,9 +270,9 @@ def _solve(field: Any, y0: State, t: Times, settings: Settings, nfe: NFE, end: b
     if settings.steps is None and settings.method not in (*EXPONENTIAL, *ROSENBROCK):
         check_damping(setup, field)
     if settings.compile and _torch.may_look() and not events:
-        setup, trajectory = compile_steps(setup, field, y0, times, snapshot)
-        if trajectory is not None:
-            return last_of(trajectory) if end else trajectory
+        setup, solution = compile_steps(setup, field, y0, times, snapshot)
+        if solution is not None:
+            return last_of(solution) if end else solution
     with solving(snapshot, template.device.type):
         rows, steps, objects = gradient.solve(setup, y0, snapshot)
         if settings.steps is not None:

@@ -88,7 +88,7 @@ def _knots(setup: Setup, asked: Sequence[tuple[Signal, Tensor]], t: Tensor, x: T
         is_known = len(q) == 3 and q[0].size in (1, term.lanes)
         q0, q1, q2 = (x.reshape(grid.end.shape) if is_known and x.size == grid.end.size else x for x in q)
         if not is_known or (abs((q2 - q0) * places[1] - (q1 - q0) * places[2]) > slack).any():
-            if setup.option("max_step") is None and not setup.settings.jump_times:
+            if "max_step" not in (setup.settings.options or {}) and not setup.settings.jump_times:
                 warnings.warn(UNKNOWN_QUERIES, stacklevel=2)
             continue
         with np.errstate(all="ignore"):

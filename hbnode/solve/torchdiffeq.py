@@ -64,8 +64,7 @@ TOO_MANY = "the solve needed more than max_steps={} {}. Fix: loosen rtol and ato
 def solve(field: Any, y0: State, t: Tensor, settings: Settings, counter: Tally, snapshot: Snapshot) -> State:
     """Solve with one of torchdiffeq's methods, given the checked arguments of :func:`hbnode.odeint`."""
     method, is_adjoint = settings.method, settings.gradient == "adjoint"
-    term = ODETerm(field, y0, counter, second_order=False)
-    term.per_channel = isinstance(y0, Tensor)  # torchdiffeq gets a tensor in its own shape
+    term = ODETerm(field, y0, counter, second_order=False, keeps_shape=isinstance(y0, Tensor))
     (row,), options = term.flatten(y0), checked_options(settings, t.detach())
     counted = CountedField(term, row, t, settings, snapshot)
     given: dict[str, Any] = {"rtol": settings.rtol, "atol": settings.atol, "method": method}
