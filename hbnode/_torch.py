@@ -48,20 +48,15 @@ def outside_inference_mode() -> AbstractContextManager[Any]:
     return stack
 
 
-def is_exporting() -> bool:
-    """Return whether torch.export is recording a graph; before torch 2.7, always return False."""
-    return hasattr(torch.compiler, "is_exporting") and torch.compiler.is_exporting()
-
-
 def refuse_export(what: str, fix: str) -> None:
     """Raise ValueError in torch.export and torch.jit.trace, which cannot record derivatives."""
-    if torch.jit.is_tracing() or is_exporting():
+    if torch.jit.is_tracing() or torch.compiler.is_exporting():
         raise ValueError(f"torch.export and torch.jit.trace cannot record {what}. Fix: {fix}.")
 
 
 def exports_any(length: int) -> bool:
     """Return whether torch.export records a graph for any value of a length."""
-    if not is_exporting():
+    if not torch.compiler.is_exporting():
         return False
     from torch.fx.experimental.symbolic_shapes import has_static_value  # here, because it imports sympy
 
@@ -80,7 +75,7 @@ def in_eager_mode() -> Iterator[None]:
     """
     global _EAGER_COUNT
     with _EAGER_LOCK:
-        if not _EAGER_COUNT and may_have_compiled() and hasattr(torch.compiler, "set_stance"):  # torch 2.6
+        if not _EAGER_COUNT and may_have_compiled():
             _EAGER.enter_context(torch.compiler.set_stance("force_eager"))
         _EAGER_COUNT += 1
     try:
@@ -163,9 +158,8 @@ def backward_pass() -> int:
 
 
 def keeps_graph() -> bool:
-    """Return whether the running backward pass has ``retain_graph=True``; in torch 2.4, always return False."""
-    asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)  # not yet in torch 2.4
-    return asked is not None and asked()
+    """Return whether the running backward pass has ``retain_graph=True``."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def sequence_number(node: Node | None) -> int:

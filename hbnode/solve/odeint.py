@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hbnode import _torch
 from hbnode._checks import as_real, check_call, check_real, conversion, diagnose_call, with_hints
-from hbnode._torch import is_exporting, is_tracing, untraced
+from hbnode._torch import is_tracing, untraced
 from hbnode._tree import State, Times, apply, describe, is_finite, last_of, parts
 from hbnode.errors import ONLY_FIXED_GRIDS, MaxStepsError, NonFiniteError
 from hbnode.fields import GHBNODE, HBNODE
@@ -409,10 +409,8 @@ def is_traceable(settings: Settings, is_dynamo: bool) -> bool:
     """
     if settings.steps is None or settings.jump_times or settings.method not in (None, *METHODS, *TORCHDIFFEQ_GRIDS):
         return False
-    if not is_dynamo or is_exporting():
+    if not is_dynamo or torch.compiler.is_exporting():
         return True
-    if not hasattr(torch.compiler, "is_exporting"):  # torch.compile of torch < 2.7 rounds the solve
-        return False
     return settings.gradient in (None, "direct") and not open_counters
 
 
