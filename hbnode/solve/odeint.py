@@ -21,7 +21,7 @@ from hbnode._tree import State, Times, apply, describe, is_finite, last_of, part
 from hbnode.errors import ONLY_FIXED_GRIDS, MaxStepsError, NonFiniteError
 from hbnode.fields import GHBNODE, HBNODE
 from hbnode.nfe import NFE, Tally, open_counters, open_records
-from hbnode.solve import compiled, torchdiffeq
+from hbnode.solve import compiled, torchdiffeq_methods
 from hbnode.solve.adjoints import Direct, gradient_mode, owning
 from hbnode.solve.control import LONGEST_DECAY, Attempt, first_index
 from hbnode.solve.events import Event, EventRecord, checked_events
@@ -249,11 +249,11 @@ def _solve(field: Any, y0: State, t: Times, settings: Settings, nfe: NFE, end: b
     if not is_native:
         nfe.keeps_graph = settings.gradient == "direct" and torch.is_grad_enabled()
         with _torch.refusing(f"method={settings.method!r}", "a native method with gradient='direct'"):
-            trajectory = torchdiffeq.solve(field, y0, times, settings, counter, snapshot)
+            trajectory = torchdiffeq_methods.solve(field, y0, times, settings, counter, snapshot)
         return last_of(trajectory) if end else trajectory
-    for name in torchdiffeq.CALLBACKS:
+    for name in torchdiffeq_methods.CALLBACKS:
         if hasattr(field, name):
-            torchdiffeq.warn_of_callbacks(field, settings.method, torchdiffeq.CALLBACKS)
+            torchdiffeq_methods.warn_of_callbacks(field, settings.method, torchdiffeq_methods.CALLBACKS)
             break
     if events and times.requires_grad and settings.method in SPLITTING:
         raise ValueError(
