@@ -29,7 +29,7 @@ from hbnode._tree import State
 from hbnode.nfe import NFE, Tally, open_counters, open_records
 from hbnode.solve.methods import ROSENBROCK, SPLITTING
 from hbnode.solve.odeint import odeint as solve_natively
-from hbnode.solve.torchdiffeq import CALLBACKS, original
+from hbnode.solve.torchdiffeq_methods import CALLBACKS, count_step, original, solver_of, step_events
 
 __all__ = ["odeint", "odeint_adjoint", "odeint_event", "odeint_dense"]
 
@@ -252,13 +252,6 @@ def __getattr__(name: str) -> Any:
     return getattr(ORIGINAL, name)
 
 
-def solver_of(method: str | None) -> Any:
-    """Return torchdiffeq's class for a method, or None if it has none of this name."""
-    if method is not None and not isinstance(method, str):
-        raise TypeError(f"method must be a name, got {method!r}. Fix: method='dopri5'.")
-    return ORIGINAL._impl.adjoint.SOLVERS.get(method)
-
-
 def solve_native(
     func: Function, y0: State, t: Tensor, rtol: Any, atol: Any, method: Any, options: dict[str, Any] | None,
     gradient: str, event_fn: Function | None,
@@ -328,7 +321,7 @@ class CountedFunction:
             for callback in CALLBACKS:
                 own = getattr(func, callback + suffix, None)
                 if callback in events:
-                    own = functools.partial(count_step, self.counter, events[callback], own, times)
+                    own = functools.partial(call_back, self.counter, events[callback], own, times)
                 if own is not None:
                     setattr(self, callback + suffix, own)
 
@@ -338,23 +331,12 @@ class CountedFunction:
         return self.func(t, y)
 
 
-def step_events(method: str | None) -> dict[str, str]:
-    """Return the callbacks for accepted and rejected steps of a method; fixed steps are all accepted."""
-    solver = solver_of(method)
-    names = solver.valid_callbacks() if solver is not None else ()
-    if "callback_accept_step" in names:
-        return {"callback_accept_step": "accepted", "callback_reject_step": "rejected"}
-    return {"callback_step": "accepted"} if "callback_step" in names else {}
-
-
-def count_step(
+def call_back(
     counter: Tally, event: str, own: Function | None, times: Tensor | None, t0: Tensor, y0: State, dt: Tensor
 ) -> None:
     """Count a step of size ``dt`` from ``(t0, y0)``, and call the user's ``own`` callback."""
-    if open_counters:
-        counter.add(event)
-    if open_records:
-        is_mirrored = times is not None and bool(times[0] > times[-1])  # the adjoint negates decreasing times
-        counter.report(-t0 if is_mirrored else t0, dt, event == "accepted")
+    if open_counters or open_records:
+        is_mirrored = open_records and times is not None and bool(times[0] > times[-1])  # in the adjoint
+        count_step(counter, event, -t0 if is_mirrored else t0, dt)
     if own is not None:
         own(t0, y0, dt)

@@ -171,7 +171,6 @@ def run(*arguments, folder):
 
 @pytest.mark.slow
 def test_fsdp_computes_the_gradient_of_one_process(tmp_path):
-    pytest.importorskip("torch.distributed.tensor", reason="FSDP2 is of torch 2.6")
     (tmp_path / "shards.py").write_text("from tests.test_distributed import compare_shards\n\ncompare_shards()\n")
     run(*TORCHRUN, "shards.py", folder=tmp_path)
 

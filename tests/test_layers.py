@@ -48,7 +48,7 @@ LAYERS = [
     ["hbnode.solve.sde"],
     ["hbnode.solve.torchsde"],
     ["hbnode.solve.odeint"],
-    ["hbnode.solve.adjoints", "hbnode.solve.compiled", "hbnode.solve.torchdiffeq"],
+    ["hbnode.solve.adjoints", "hbnode.solve.compiled", "hbnode.solve.torchdiffeq_methods"],
     ["hbnode.solve.loop"],
     ["hbnode.solve.events"],
     ["hbnode.solve.adaptive"],

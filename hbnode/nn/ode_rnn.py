@@ -6,7 +6,7 @@ import dataclasses
 import math
 import numbers
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -160,7 +160,6 @@ class ODERNN(ModuleWithConstants):
         (torch.Size([4, 10, 8]), torch.Size([4, 2, 8]))
     """
 
-    defaults: ClassVar[dict[str, float]] = {"_time_unit": 1.0}
     field: Field
     cell: nn.Module
     start: nn.Parameter | None

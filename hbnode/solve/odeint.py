@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from hbnode import _torch
 from hbnode._checks import as_real, check_call, check_real, conversion, diagnose_call, with_hints
-from hbnode._torch import is_exporting, is_tracing, untraced
+from hbnode._torch import is_tracing, untraced
 from hbnode._tree import State, Times, apply, describe, is_finite, last_of, parts
 from hbnode.errors import ONLY_FIXED_GRIDS, MaxStepsError, NonFiniteError
 from hbnode.fields import GHBNODE, HBNODE
 from hbnode.nfe import NFE, Tally, open_counters, open_records
-from hbnode.solve import compiled, torchdiffeq
+from hbnode.solve import compiled, torchdiffeq_methods
 from hbnode.solve.adjoints import Direct, gradient_mode, owning
 from hbnode.solve.events import Event, EventRecord, checked_events
 from hbnode.solve.loop import integrate
@@ -250,11 +250,11 @@ def _solve(field: Any, y0: State, t: Times, settings: Settings, nfe: NFE, end: b
     if not is_native:
         nfe.keeps_graph = settings.gradient == "direct" and torch.is_grad_enabled()
         with _torch.refusing(f"method={settings.method!r}", "a native method with gradient='direct'"):
-            trajectory = torchdiffeq.solve(field, y0, times, settings, counter, snapshot)
+            trajectory = torchdiffeq_methods.solve(field, y0, times, settings, counter, snapshot)
         return last_of(trajectory) if end else trajectory
-    for name in torchdiffeq.CALLBACKS:
+    for name in torchdiffeq_methods.CALLBACKS:
         if hasattr(field, name):
-            torchdiffeq.warn_of_callbacks(field, settings.method, torchdiffeq.CALLBACKS)
+            torchdiffeq_methods.warn_of_callbacks(field, settings.method, torchdiffeq_methods.CALLBACKS)
             break
     if events and times.requires_grad and settings.method in SPLITTING:
         raise ValueError(
@@ -408,10 +408,8 @@ def is_traceable(settings: Settings, is_dynamo: bool) -> bool:
     """
     if settings.steps is None or settings.jump_times or settings.method not in (None, *METHODS, *TORCHDIFFEQ_GRIDS):
         return False
-    if not is_dynamo or is_exporting():
+    if not is_dynamo or torch.compiler.is_exporting():
         return True
-    if not hasattr(torch.compiler, "is_exporting"):  # torch.compile of torch < 2.7 rounds the solve
-        return False
     return settings.gradient in (None, "direct") and not open_counters
 
 

@@ -2,7 +2,7 @@
 
 They include torchdiffeq's explicit methods with fixed steps, which hbnode implements for compiled and exported graphs.
 The adaptive methods dopri5 (Dormand-Prince), dopri8 and bosh3 run in torchdiffeq, with its coefficients: see
-``solve/torchdiffeq.py``.
+``solve/torchdiffeq_methods.py``.
 """
 
 from __future__ import annotations

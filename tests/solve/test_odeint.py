@@ -12,7 +12,7 @@ from torch import nn
 
 import hbnode
 from hbnode.solve import settings as backend
-from hbnode.solve.torchdiffeq import CALLBACKS
+from hbnode.solve.torchdiffeq_methods import CALLBACKS
 from tests.models import make_field, make_input
 
 

@@ -271,7 +271,6 @@ def test_the_jacobians_agree_also_for_samples_with_own_times():
         assert not of_t.any()
 
 
-@pytest.mark.skipif(not hasattr(torch.compiler, "set_stance"), reason="needs torch 2.6")
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo's own
 def test_the_gradient_through_a_compiled_function_is_complete():
     """Autograd gives the gradient of a compiled function a partial graph, or none."""

@@ -14,7 +14,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -108,6 +108,30 @@ def original() -> SimpleNamespace:
     return SimpleNamespace(**vars(torchdiffeq))
 
 
+def solver_of(method: str | None) -> Any:
+    """Return torchdiffeq's class for a method, or None if it has none of this name; raise TypeError for no name."""
+    if method is not None and not isinstance(method, str):
+        raise TypeError(f"method must be a name, got {method!r}. Fix: method='dopri5'.")
+    return original()._impl.adjoint.SOLVERS.get(method)
+
+
+def step_events(method: str | None) -> dict[str, str]:
+    """Return the callbacks for accepted and rejected steps of a method; fixed steps are all accepted."""
+    names: set[str] = getattr(solver_of(method), "valid_callbacks", set)()
+    if "callback_accept_step" in names:
+        return {"callback_accept_step": "accepted", "callback_reject_step": "rejected"}
+    return {"callback_step": "accepted"} if "callback_step" in names else {}
+
+
+def count_step(
+    counter: Tally, event: str, t0: Tensor, dt: Tensor, in_time: Callable[..., tuple[Tensor, Tensor]] | None = None
+) -> None:
+    """Count a step of size ``dt`` from ``t0``; ``in_time`` maps both to the time of a field with rescaled time."""
+    counter.add(event)
+    if open_records:
+        counter.report(*(in_time(t0, dt) if in_time else (t0, dt)), event == "accepted")
+
+
 def norm(term: Any, own: Callable[[Any], Tensor] | None, row: Tensor) -> Tensor:
     """Return the user's norm ``own`` of a row, or the RMS over its elements if ``own`` is None.
 
@@ -128,10 +152,11 @@ class CountedField:
         self.term, self.counter, self.snapshot, self.settings = term, term.counter, snapshot, settings
         self.method, self.dtype = settings.method, row.dtype
         self.limit = settings.max_steps + max(len(t) - 2, 0)  # the adjoint takes at least one step per output interval
-        callbacks = CALLBACKS if self.method in ADAPTIVE else CALLBACKS[:1] if self.method in FIXED else ()
+        callbacks, own = solver_of(self.method).valid_callbacks(), cast(Any, weakref.proxy(self))
         warn_of_callbacks(term.field, self.method, [name for name in CALLBACKS if name not in callbacks])
-        self.callbacks = (*callbacks, *(f"{name}_adjoint" for name in callbacks))
-        self.reports_steps = bool(callbacks)  # otherwise, limit evaluations
+        for name in (*callbacks, *(f"{name}_adjoint" for name in callbacks)):
+            setattr(self, name, functools.partial(CountedField._call_back, own, name))
+        self.events = step_events(self.method)  # without any, evaluations have a limit
         self.forward_pass = backward_pass()  # >= 0 if the backward pass of an outer adjoint runs this solve
         self.known: frozenset[int] = frozenset()  # ids of the leaves whose gradients the adjoint computes
         self.recent: deque[tuple[Tensor, Tensor]] = deque(maxlen=32)  # evaluations since the start of the step
@@ -151,7 +176,7 @@ class CountedField:
         in_backward = self.settings.gradient == "adjoint" and self.forward_pass != backward_pass()
         value = self._evaluate_in_backward(t, y) if in_backward else self._evaluate(t, y)
         self.recent.append((t.detach(), value.detach()))
-        if not self.reports_steps:
+        if not self.events:
             if not is_finite(value):
                 raise self.failure(NonFiniteError, FIELD, t)
             self._limit(t, self.counter.nfe.total, "evaluations")
@@ -184,25 +209,14 @@ class CountedField:
         self.known = frozenset(found)
         return tuple(found.values())
 
-    def __getattr__(self, name: str) -> Callable[[Tensor, State, Tensor], None]:
-        """Return a callback if the method calls it; for others torchdiffeq would warn."""
-        if name not in self.__dict__.get("callbacks", ()):
-            raise AttributeError(name)
-        own: Any = weakref.proxy(self)
-        return functools.partial(CountedField._call_back, own, name)
-
     def _call_back(self, name: str, t0: Tensor, y0: State, dt: Tensor) -> None:
         """Handle a callback: a step of size ``dt`` from ``(t0, y0)`` starts, is accepted or is rejected."""
-        is_start, in_adjoint = name.startswith("callback_step"), name.endswith("_adjoint")
+        in_adjoint, called = name.endswith("_adjoint"), name.removesuffix("_adjoint")
         t0 = -t0 if in_adjoint and self.is_down else t0  # torchdiffeq's adjoint negates decreasing times
-        if is_start:
+        if called == "callback_step":
             self._begin_step(t0.detach(), y0, dt.detach(), "adjoint state" if in_adjoint else "state")
-        if not is_start or self.method in FIXED:  # these methods accept every step
-            accepted = "reject" not in name
-            self.counter.add("accepted" if accepted else "rejected")
-            if open_records:
-                in_time = getattr(self.term.field, "_in_time", lambda *step: step)  # for a field with rescaled time
-                self.counter.report(*(*in_time(t0, dt), accepted))
+        if called in self.events:
+            count_step(self.counter, self.events[called], t0, dt, getattr(self.term.field, "_in_time", None))
         if (callback := getattr(self.term.field, name, None)) is not None:
             callback(t0, y0 if in_adjoint else self.term.unflatten((y0,)), dt)  # type: ignore[arg-type] # a row
 
