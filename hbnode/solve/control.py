@@ -34,7 +34,6 @@ FIRST_LOOK = 100  # the remaining steps are estimated after 100, 200, 400, ... a
 TOO_MANY = 5  # a solve fails if the estimate exceeds max_steps by this factor; below it, steps may still grow
 GROWTH, DECAY = 1.2, 0.5  # between two estimates; step sizes that change by more are not extrapolated
 
-LONGEST_DECAY = 16.0  # largest γH of a Nystrom step; beyond 32 the decay makes the error estimate vanish
 BESIDE_JUMP = 4.0  # distance of a jump's left and right times from it, in rounding errors of the largest time
 
 FIELD_NOT_FINITE = (

@@ -20,7 +20,6 @@ from hbnode.signal import Signal, queries, refuse_queries_outside
 from hbnode.solve.control import (
     BESIDE_JUMP,
     FIELD_NOT_FINITE,
-    LONGEST_DECAY,
     TRIALS,
     AdaptiveSteps,
     Array,
@@ -29,7 +28,7 @@ from hbnode.solve.control import (
     inside_of,
 )
 from hbnode.solve.events import EventSteps
-from hbnode.solve.methods import NYSTROM, Field, HostFormula, Method, Rosenbrock, Splitting, combined, on_host
+from hbnode.solve.methods import Field, HostFormula, Method, Rosenbrock, Splitting, combined, on_host
 from hbnode.solve.settings import Settings
 from hbnode.solve.term import ODETerm
 
@@ -110,11 +109,11 @@ class Problem:
         options = settings.options or {}
         self.max_nfe = options.get("max_nfe")
         self.strongest, self.longest_step = 0.0, float(options.get("max_step", math.inf))
-        if settings.method in NYSTROM:
+        if method.damping_limit < math.inf:
             largest = _torch.plain(torch.as_tensor(self.gamma)).abs().max() if self.number is None else self.number
             self.strongest = abs(float(largest))
             if self.strongest:
-                self.longest_step = min(self.longest_step, LONGEST_DECAY / self.strongest)
+                self.longest_step = min(self.longest_step, method.damping_limit / self.strongest)
         needs_gradient = t.requires_grad and torch.is_grad_enabled()
         needs_gradient |= _torch.is_transformed() and _torch.has_tangent(t)
         self.t = t.to(self.template.device) if needs_gradient and t.shape[-1] > 1 else None
