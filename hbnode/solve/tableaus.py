@@ -227,7 +227,7 @@ TSIT5 = RungeKuttaTableau(
     order=5,
     error_order=4,
     dense_order=4,
-    dense_error_factor=3.0,
+    dense_error_factor=4.0,
     c=(0, 0.161, 0.327, 0.9, 0.9800255409045097, 1, 1),
     a=(
         (0.161,),

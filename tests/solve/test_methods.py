@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 from fractions import Fraction
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from torch import nn
 
 import hbnode
 from hbnode.nn.nets import MLP
-from hbnode.solve.methods import METHODS, Explicit, RungeKutta, phi_functions
+from hbnode.solve.methods import METHODS, Explicit, Rosenbrock, RungeKutta, phi_functions
 from hbnode.solve.tableaus import RungeKuttaTableau
 from tests.models import make_field, make_input
 from tests.order_conditions import THETAS, Weights, check_orders, nystrom_trees, rooted_trees
@@ -112,6 +113,69 @@ def test_compositions_of_any_two_flows(name):
     np.testing.assert_allclose(composed(-0.3) @ composed(0.3), np.eye(5), atol=1e-14)
     assert sum(tableau.drifts) == pytest.approx(1)
     assert sum(tableau.kicks) == pytest.approx(1)
+
+
+# Errors between the ends of a step
+
+
+def kinds_of_fields(samples=40, dim=8):
+    """Functions of t and y (samples, dim), each sample with coefficients of its own."""
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(samples, *shape, generator=generator, dtype=torch.float64)
+    a, w, v = (draw(dim, dim) / dim**0.5 for _ in range(3))
+    bias, rate, phase = draw(dim), 3 * draw(dim), 6 * draw(dim)
+    times = lambda matrix, y: (matrix @ y.unsqueeze(-1)).squeeze(-1)
+    return {
+        "linear": lambda t, y: times(a, y),
+        "rotation": lambda t, y: 2 * times(a - a.mT, y),
+        "decay": lambda t, y: -times(a @ a.mT, y),
+        "of time only": lambda t, y: (rate * t + phase).sin() + 0 * y,
+        "parametric": lambda t, y: (rate * t + phase).sin() * times(a, y),
+        "network": lambda t, y: times(v, (2 * times(w, y) + bias).tanh()),
+        "network of time": lambda t, y: times(v, (2 * times(w, y) + rate * t).tanh()),
+        "cubic": lambda t, y: y - y**3 + 0.5 * times(a - a.mT, y),
+        "sine": lambda t, y: 0.3 * times(a, y) - (2 * y).sin(),
+    }
+
+
+def dense_ratios(method, damping):
+    """The largest error of dense output over the error estimate of the step, for each kind of field and step size.
+
+    Both are root mean squares over the elements. Only steps are kept whose estimate belongs to a usual tolerance.
+    """
+    theta, ratios, double = np.linspace(0.1, 0.9, 5), [], {"dtype": torch.float64}
+    rows = 2 * torch.rand(method.rows, 40, 8, generator=torch.Generator().manual_seed(1), **double) - 1
+    if isinstance(method, Rosenbrock):
+        method = method.for_term(SimpleNamespace(like=rows[0], second_order=False, lanes=40, rows=1, template=rows[0]))
+    for f in kinds_of_fields().values():
+        start, reference = (rows[0], "tsit5") if method.rows == 1 else (tuple(rows), "nystrom8")
+        field = f if method.rows == 1 else hbnode.HBNODE(f, damping=damping, learn_damping=False)
+        for size in (0.05, 0.1, 0.2, 0.4):
+            numbers = np.array(damping), np.array(size)
+            coefficients = method.unpack(torch.from_numpy(method.packed(np, *numbers, True)), 2, error=True)
+            times = [torch.tensor(c * size, **double) for c in method.nodes]
+            step = method.step((*rows, f(0.0, rows[0])), coefficients, times, f, error=True, dense=True)
+            estimate = step.error.square().mean().sqrt()
+            if 1e-9 < estimate < 1e-4:
+                blend = torch.from_numpy(method.blend(np, *numbers, theta))
+                inside = torch.einsum("trc,cnd->trnd", blend, step.columns)
+                exact = hbnode.odeint(field, start, [0.0, *theta * size], method=reference, steps=4)  # of short steps
+                exact = exact[1:, None] if method.rows == 1 else torch.stack(exact, 1)[1:]
+                ratios.append(((inside - exact).square().mean((1, 2, 3)).sqrt().max() / estimate).item())
+    return ratios
+
+
+@pytest.mark.parametrize("name", ADAPTIVE)
+def test_the_factor_of_dense_output(name):
+    """It covers what the order conditions and most fields ask for, and half of what any asks for, and is not too large.
+
+    The estimate of a Rosenbrock method measures the error of dense output itself.
+    """
+    method = METHODS[name]
+    ratios = [x for damping in ([0.0, 3.0, 30.0] if method.rows == 2 else [0.0]) for x in dense_ratios(method, damping)]
+    usual, largest, factor = np.sqrt(np.mean(np.square(ratios))), max(ratios), method.dense_error_factor
+    derived = Weights(method).dense_ratio(method.error_order + 1) if isinstance(method, Explicit) else 0.0
+    assert max(1.0, derived, usual, largest / 2) <= factor <= max(1.0, 2 * derived)
 
 
 # Coefficients of a step
