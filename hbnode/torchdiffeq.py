@@ -24,10 +24,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hbnode._checks import check_callable, is_one_of
+from hbnode._checks import check_callable
 from hbnode._tree import State
 from hbnode.nfe import NFE, Tally, open_counters, open_records
-from hbnode.solve.methods import ROSENBROCK, SPLITTING
+from hbnode.solve.methods import METHODS
 from hbnode.solve.odeint import odeint as solve_natively
 from hbnode.solve.torchdiffeq_methods import CALLBACKS, count_step, original, solver_of, step_events
 
@@ -143,12 +143,12 @@ def odeint_adjoint(
         (4, 4)
     """
     own = {"adjoint_rtol": adjoint_rtol, "adjoint_atol": adjoint_atol, "adjoint_method": adjoint_method}
-    if is_one_of(method, tuple(ROSENBROCK)):
-        raise ValueError(
-            f"method={method!r} has no adjoint, because what decays fast forwards grows as fast backwards. "
-            f"Fix: odeint(func, y0, t, method={method!r}), whose gradients are exact."
-        )
     if solver_of("dopri5" if method is None else method) is None:
+        if method in METHODS and "adjoint" not in METHODS[method].gradients:
+            raise ValueError(
+                f"method={method!r} has no adjoint, because what decays fast forwards grows as fast backwards. "
+                f"Fix: odeint(func, y0, t, method={method!r}), whose gradients are exact."
+            )
         usual: dict[str, list[Any]] = {
             "adjoint_rtol": [rtol],
             "adjoint_atol": [atol],
@@ -281,7 +281,8 @@ def solve_native(
     for name in [*others]:
         if (renamed := RENAMED.get(name, name)) in ARGUMENTS:
             arguments[renamed] = others.pop(name)
-    if "grid_constructor" in others or (method in SPLITTING and "steps" not in arguments):
+    needs_steps = method in METHODS and METHODS[method].needs_fixed_steps
+    if "grid_constructor" in others or (needs_steps and "steps" not in arguments):
         fix = "options={'step_size': 0.1}, or options={'steps': 8} for the number of steps per interval of t"
         raise ValueError(f"method={method!r} has equal steps, whose size must be given. Fix: {fix}.")
     return solve_natively(func, y0, t, method=method, options=others or None, **arguments)

@@ -9,12 +9,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hbnode
 from hbnode._tree import parts
-from hbnode.solve.methods import EXPONENTIAL, NYSTROM, RUNGE_KUTTA, SPLITTING
+from hbnode.solve.methods import METHODS as NATIVE
+from hbnode.solve.methods import Explicit
 from tests.models import AGAIN, SHAPES, every_field, every_model, make_field, make_input
 from tests.momentum_layers import GRID, kind
 from tests.pretend_device import pretended_device
 
-ADAPTIVE = [*NYSTROM, *EXPONENTIAL, *RUNGE_KUTTA]
+ADAPTIVE = [name for name, method in NATIVE.items() if isinstance(method, Explicit)]
+REVERSIBLE = [name for name, method in NATIVE.items() if method.is_reversible]
 A_SOLVE = 3  # synchronisations beside those of its steps: damping, first step, gradient of the damping
 A_LOOK = 1  # for forces to come, where the first guess rests on nothing
 
@@ -115,9 +117,9 @@ def test_every_model_and_gradient(device, model, gradient):
     assert waited <= attempts(nfe) + A_SOLVE + A_LOOK + backward + again
 
 
-@pytest.mark.parametrize("method", [*ADAPTIVE, *SPLITTING])
+@pytest.mark.parametrize("method", [*ADAPTIVE, *REVERSIBLE])
 def test_a_fixed_grid_waits_for_its_end_alone(device, method):
-    for gradient in ("checkpoint", AGAIN, "reversible") if method in SPLITTING else ("checkpoint", AGAIN):
+    for gradient in ("checkpoint", AGAIN, "reversible") if method in REVERSIBLE else ("checkpoint", AGAIN):
         block = hbnode.ODEBlock(make_field("hbnode").float(), method=method, gradient=gradient, steps=5)
         _, waited = train(device, device.move(block))
         looks = {"reversible": 1, AGAIN: 2}.get(gradient, 0)  # whether it came back to the start, or ended as before

@@ -143,8 +143,8 @@ class AdaptiveSteps:
         if not len(which):
             return
         attempt.outputs, attempt.lanes = which, lanes[0] if lanes else np.zeros_like(which)
-        index = tuple(lanes)
-        t = grid.outputs[(*index, which)]
+        index, output = tuple(lanes), (*lanes, which)
+        t = grid.outputs[output]
         theta = np.where(t == then[index], 1.0, (t - now[index]) / self.control.taken[index])
         if (theta != 1.0).any():
             attempt.theta = theta

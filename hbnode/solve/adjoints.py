@@ -1,6 +1,6 @@
 """The gradient modes of native methods: direct, checkpoint, reversible and adjoint.
 
-The adjoint of torchdiffeq's methods, such as dopri5, is in ``solve/torchdiffeq.py``.
+The adjoint of torchdiffeq's methods, such as dopri5, is in ``solve/torchdiffeq_methods.py``.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ from hbnode.solve import compiled, torchdiffeq_methods
 from hbnode.solve.adjoints import Direct, gradient_mode, owning
 from hbnode.solve.events import Event, EventRecord, checked_events
 from hbnode.solve.loop import integrate
-from hbnode.solve.methods import EXPONENTIAL, METHODS, ROSENBROCK, SECOND_ORDER, SPLITTING, TORCHDIFFEQ_GRIDS
-from hbnode.solve.settings import FIXED, TORCHDIFFEQ, Gradient, Method, NativeMethod, Save, Settings
+from hbnode.solve.methods import ALL_METHODS, TRACEABLE, ForeignMethod, NativeMethod, Rosenbrock
+from hbnode.solve.settings import Gradient, Method, Save, Settings
 from hbnode.solve.start import start_of
 from hbnode.solve.stepper import STRONG, Attempt, Rows, Setup, Taken, first_index
 from hbnode.solve.term import (
@@ -239,15 +239,15 @@ def _solve(field: Any, y0: State, t: Times, settings: Settings, nfe: NFE, end: b
     y0 = checked_state(field, y0, snapshot)
     events = () if given is None else checked_events(given, settings)
     template = y0 if isinstance(y0, Tensor) else y0[0]
-    is_native = settings.method not in TORCHDIFFEQ
+    is_native = settings.is_native
     has_times = events or getattr(unwrap_compiled(field), "time_dependent", True)
     times = checked_times(t, template.device, rows=is_native, dtype=template.dtype if has_times else None)
     settings = resolve(settings, field, times)
-    if settings.steps is None and settings.method not in FIXED and settings.rtol < torch.finfo(template.dtype).eps:
+    method, on_grid = ALL_METHODS[settings.method], settings.steps is not None
+    if not (on_grid or method.needs_fixed_steps) and settings.rtol < torch.finfo(template.dtype).eps:
         check_precision(settings.rtol, template.dtype)
     counter = Tally(field, nfe)
-    is_native &= settings.method not in TORCHDIFFEQ
-    if not is_native:
+    if isinstance(method, ForeignMethod):
         nfe.keeps_graph = settings.gradient == "direct" and torch.is_grad_enabled()
         with _torch.refusing(f"method={settings.method!r}", "a native method with gradient='direct'"):
             trajectory = torchdiffeq_methods.solve(field, y0, times, settings, counter, snapshot)
@@ -256,7 +256,7 @@ def _solve(field: Any, y0: State, t: Times, settings: Settings, nfe: NFE, end: b
         if hasattr(field, name):
             torchdiffeq_methods.warn_of_callbacks(field, settings.method, torchdiffeq_methods.CALLBACKS)
             break
-    if events and times.requires_grad and settings.method in SPLITTING:
+    if events and times.requires_grad and method.needs_fixed_steps:
         raise ValueError(
             f"method={settings.method!r} with events has no gradient of t. Fix: t.detach(), or method='nystrom4'."
         )
@@ -266,8 +266,8 @@ def _solve(field: Any, y0: State, t: Times, settings: Settings, nfe: NFE, end: b
         lanes = count_samples(y0, times, settings)
     term = ODETerm(field, y0, counter, second_order=is_second_order(settings.method, field), lanes=lanes)
     end_only = end and times.shape[-1] == 2
-    setup = Setup.of(term, METHODS[settings.method], times, settings, end_only=end_only, events=events)
-    if settings.steps is None and settings.method not in (*EXPONENTIAL, *ROSENBROCK):
+    setup = Setup.of(term, method, times, settings, end_only=end_only, events=events)
+    if not (on_grid or method.is_stiff):
         check_damping(setup, field)
     if settings.compile and _torch.may_look() and not events:
         setup, solution = compile_steps(setup, field, y0, times, snapshot)
@@ -275,7 +275,7 @@ def _solve(field: Any, y0: State, t: Times, settings: Settings, nfe: NFE, end: b
             return last_of(solution) if end else solution
     with solving(snapshot, template.device.type):
         rows, steps, objects = gradient.solve(setup, y0, snapshot)
-        if settings.steps is not None:
+        if on_grid:
             check_finite(setup, y0, rows)
     trajectory = term.unflatten(rows) if end_only else term.unflatten(rows, (len(rows[0]),))
     trajectory = last_of(trajectory) if end and not end_only else trajectory
@@ -301,7 +301,7 @@ def resolve(settings: Settings, field: Callable[..., Any], t: Tensor | None = No
     """
     method, gradient = settings.method, settings.gradient
     if method is not None:
-        if method in SECOND_ORDER:
+        if ALL_METHODS[method].field != "any":
             check_field(method, field)
     elif gradient == "reversible":
         method = "blanes_moan4"
@@ -316,13 +316,16 @@ def resolve(settings: Settings, field: Callable[..., Any], t: Tensor | None = No
     if gradient != "direct" and _torch.double_backward_enabled():
         gradient = "direct"
     if gradient is None:
-        gradient = "direct" if method in TORCHDIFFEQ or _torch.is_transformed() else "checkpoint"
+        gradient = (
+            "direct" if "checkpoint" not in ALL_METHODS[method].gradients or _torch.is_transformed() else "checkpoint"
+        )
     return dataclasses.replace(settings, method=method, gradient=gradient)
 
 
 def is_second_order(method: str, field: Callable[..., Any]) -> bool:
     """Return whether a method solves h'' + γh' = f(h, t) of the field, with the rows h and m."""
-    return method in SECOND_ORDER or (method in ROSENBROCK and is_heavy_ball(field, HBNODE))
+    of_name = TRACEABLE[method]
+    return of_name.rows == 2 or (isinstance(of_name, Rosenbrock) and is_heavy_ball(field, HBNODE))
 
 
 def constant_damping(field: Callable[..., Any]) -> float:
@@ -339,7 +342,7 @@ def check_field(method: str, field: Callable[..., Any]) -> None:
     kinds: tuple[type, ...] = (HBNODE,)
     what = "solves h'' + γh' = f(h, t), an HBNODE"
     fix = "Fix: method='tsit5', or method=None for the default."
-    if method in SPLITTING:
+    if "GHBNODE" in ALL_METHODS[method].field:
         kinds, what = (HBNODE, GHBNODE), "splits the equation of an HBNODE or GHBNODE"
         fix = "Fix: method='tsit5' with gradient='checkpoint'."
     if not isinstance(unwrap_compiled(field), kinds):
@@ -357,7 +360,7 @@ def compile_steps(setup: Setup, field: Any, y0: State, t: Tensor, snapshot: Snap
     Return the trajectory, too, or None if the setup still has to be solved.
     """
     settings, stepper, method, term = setup.settings, setup.stepper, setup.stepper.method, setup.stepper.term
-    if snapshot.masks or settings.method in ROSENBROCK:
+    if snapshot.masks or isinstance(method, Rosenbrock):
         compiled.warn("func draws random numbers" if snapshot.masks else "the steps of Rosenbrock methods run eagerly")
         return setup, None
     steps = (settings.steps or 0) * (t.shape[-1] - 1)
@@ -406,7 +409,7 @@ def is_traceable(settings: Settings, is_dynamo: bool) -> bool:
     Only fixed steps can. Exported graphs ignore the gradient modes that save memory, that is, all except ``"direct"``.
     torch.compile runs these modes, and solves inside ``count_nfe``, outside its graphs.
     """
-    if settings.steps is None or settings.jump_times or settings.method not in (None, *METHODS, *TORCHDIFFEQ_GRIDS):
+    if settings.steps is None or settings.jump_times or settings.method not in (None, *TRACEABLE):
         return False
     if not is_dynamo or torch.compiler.is_exporting():
         return True
@@ -421,7 +424,7 @@ def _traced(field: Callable[..., State], y0: State, t: Times, settings: Settings
     times = traced_times(t, parts(y0)[0].device)
     lanes = count_samples(y0, times, settings) if times.dim() == 2 else None
     term = ODETerm(field, y0, counter, second_order=is_second_order(settings.method, field), lanes=lanes)
-    setup = Setup.of(term, {**METHODS, **TORCHDIFFEQ_GRIDS}[settings.method], times, settings)
+    setup = Setup.of(term, TRACEABLE[settings.method], times, settings)
     with solving(snapshot, parts(y0)[0].device.type):
         rows = Direct().solve(setup, y0, snapshot).rows
     trajectory = term.unflatten(rows, (times.shape[-1],))
@@ -430,11 +433,10 @@ def _traced(field: Callable[..., State], y0: State, t: Times, settings: Settings
 
 def check_damping(setup: Setup, field: Callable[..., Any]) -> None:
     """Raise MaxStepsError before the solve if the damping alone requires more than ``max_steps`` steps."""
-    settings, end, reach = setup.settings, setup.grid.end, setup.stepper.method.damping_limit
-    is_limited = reach < math.inf
-    damping, reach = (setup.stepper.strongest, reach) if is_limited else (constant_damping(field), 4.0)
+    settings, end, limit = setup.settings, setup.grid.end, setup.stepper.method.damping_limit
+    damping, reach = (setup.stepper.strongest, limit) if limit < math.inf else (constant_damping(field), 4.0)
     span = float(end.max()) if damping and end.size else 0.0
-    needed = damping * span / (1.0 if is_limited else reach)
+    needed = damping * span / (1.0 if limit < math.inf else reach)
     if not needed >= settings.max_steps:  # a NaN is reported by the solve
         return
     if is_heavy_ball(field, HBNODE):

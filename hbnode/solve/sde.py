@@ -25,9 +25,9 @@ from hbnode.nfe import NFE, Tally
 from hbnode.solve import torchsde
 from hbnode.solve.adjoints import Checkpoint, Direct, Reversible, gradient_mode, owning
 from hbnode.solve.grid import Grid
-from hbnode.solve.methods import METHODS, NYSTROM, Field, Method, StepResult
+from hbnode.solve.methods import ALL_METHODS, METHODS, Field, Method, StepResult
 from hbnode.solve.odeint import check_finite, check_resolution, checked_state, checked_times, count_samples
-from hbnode.solve.settings import TORCHDIFFEQ, Gradient, Settings
+from hbnode.solve.settings import Gradient, Settings
 from hbnode.solve.stepper import Attempt, Setup, Stepper
 from hbnode.solve.term import ODETerm, Snapshot, change_of_call, materialize, solving, unwrap_compiled
 from hbnode.solve.torchsde import TorchsdeMethod
@@ -227,7 +227,7 @@ class ShiftedNystrom(SDEMethod):
         Foster, Lyons and Oberhauser, The shifted ODE method for underdamped Langevin MCMC, arXiv:2101.03446.
     """
 
-    ode, is_fsal, normals = NYSTROM["nystrom4"], True, 3
+    ode, is_fsal, normals = METHODS["nystrom4"], True, 3
     nodes = ode.nodes
     reach = 2.0  # for a spring, the error of the stationary variance of h is 0.2 % at 1, 10 % at 2 and 83 % at 4
 
@@ -657,7 +657,7 @@ def method_error(method: str, gradient: str) -> ValueError:
     methods = tuple(GRADIENTS)
     if method not in methods:
         fix = f"method={nearest(method, methods) or 'ubu'!r}"
-        if method in (*METHODS, *TORCHDIFFEQ):
+        if method in ALL_METHODS:
             fix = f"{fix}, or hbnode.odeint, which solves the ODE without noise"
         return ValueError(f"unknown method {method!r}; expected one of {methods}. Fix: {fix}.")
     gradients = GRADIENTS[method]

@@ -34,17 +34,18 @@ from hbnode.errors import (
 from hbnode.nfe import Tally, open_records
 from hbnode.signal import refuse_queries_outside
 from hbnode.solve.adjoints import closed_over_leaves, own_parameters, owning, refuse_unknown
-from hbnode.solve.settings import ADAMS, ADAPTIVE, ARGUMENTS, FIXED, SCIPY, Settings
+from hbnode.solve.methods import TORCHDIFFEQ_METHODS
+from hbnode.solve.settings import ARGUMENTS, Settings
 from hbnode.solve.term import ODETerm, Snapshot, solving
 
 CALLBACKS = ("callback_step", "callback_accept_step", "callback_reject_step")  # torchdiffeq's names
 GRID = ("step_size", "grid_constructor")
 STEPS = ("first_step", "min_step", "max_step", "safety", "ifactor", "dfactor", "norm", "step_t", "jump_t", "dtype")
-OPTIONS = {
-    **dict.fromkeys(ADAPTIVE, STEPS),
-    **dict.fromkeys(FIXED, (*GRID, "norm", "interp", "perturb")),
-    **dict.fromkeys(ADAMS, (*GRID, "norm", "interp", "perturb", "max_iters", "max_order")),
-    **dict.fromkeys(SCIPY, ("min_step", "max_step", "norm", "solver")),
+OPTIONS = {  # of each kind of methods
+    "adaptive": STEPS,
+    "fixed": (*GRID, "norm", "interp", "perturb"),
+    "adams": (*GRID, "norm", "interp", "perturb", "max_iters", "max_order"),
+    "scipy": ("min_step", "max_step", "norm", "solver"),
 }
 INSTEAD = {  # replacements of options that a method does not have
     **ARGUMENTS,
@@ -64,6 +65,7 @@ TOO_MANY = "the solve needed more than max_steps={} {}. Fix: loosen rtol and ato
 def solve(field: Any, y0: State, t: Tensor, settings: Settings, counter: Tally, snapshot: Snapshot) -> State:
     """Solve with one of torchdiffeq's methods, given the checked arguments of :func:`hbnode.odeint`."""
     method, is_adjoint = settings.method, settings.gradient == "adjoint"
+    is_scipy = TORCHDIFFEQ_METHODS[method].kind == "scipy"
     term = ODETerm(field, y0, counter, second_order=False, keeps_shape=isinstance(y0, Tensor))
     (row,), options = term.flatten(y0), checked_options(settings, t.detach())
     counted = CountedField(term, row, t, settings, snapshot)
@@ -72,12 +74,12 @@ def solve(field: Any, y0: State, t: Tensor, settings: Settings, counter: Tally, 
 
     with solving(snapshot, row.device.type):
         leaves: tuple[Tensor, ...] = ()
-        if torch.is_grad_enabled() and (is_adjoint or method in SCIPY):
+        if torch.is_grad_enabled() and (is_adjoint or is_scipy):
             leaves = counted.leaves(t, row, options.get("perturb", False))
             snapshot.changed()  # counters leave it
         if is_adjoint:
             given |= {"adjoint_params": leaves, "adjoint_options": adjoint_options(options, settings, counted)}
-        elif method in SCIPY and torch.is_grad_enabled() and any(x.requires_grad for x in (t, row, *leaves)):
+        elif is_scipy and torch.is_grad_enabled() and any(x.requires_grad for x in (t, row, *leaves)):
             raise ValueError(
                 "method='scipy_solver' runs outside torch, so it has no direct gradient; expected gradient='adjoint'. "
                 "Fix: pass gradient='adjoint', or solve under torch.no_grad()."
@@ -150,7 +152,7 @@ class CountedField:
 
     def __init__(self, term: ODETerm, row: Tensor, t: Tensor, settings: Settings, snapshot: Snapshot) -> None:
         self.term, self.counter, self.snapshot, self.settings = term, term.counter, snapshot, settings
-        self.method, self.dtype = settings.method, row.dtype
+        self.method, self.dtype, self.of_name = settings.method, row.dtype, TORCHDIFFEQ_METHODS[settings.method]
         self.limit = settings.max_steps + max(len(t) - 2, 0)  # the adjoint takes at least one step per output interval
         callbacks, own = solver_of(self.method).valid_callbacks(), cast(Any, weakref.proxy(self))
         warn_of_callbacks(term.field, self.method, [name for name in CALLBACKS if name not in callbacks])
@@ -224,7 +226,7 @@ class CountedField:
         """Raise an error if the state is not finite, the step is too small, or there are too many steps."""
         numbers = [x.double().reshape(()) for x in (dt, all_finite(y0), (t0 + dt == t0) | (t0 - dt == t0))]
         self.step_size, finite, stuck = torch.stack(numbers).tolist()  # with one synchronisation
-        is_adaptive = self.method in ADAPTIVE
+        is_adaptive = self.of_name.kind == "adaptive"
         if not finite or (is_adaptive and self.step_size == 0):  # a NaN error estimate gives step size 0
             raise self.failure(NonFiniteError, STATE.format(what), t0)
         if is_adaptive:
@@ -281,28 +283,28 @@ def warn_of_callbacks(field: Callable[..., Any], method: str | None, names: Sequ
 def checked_options(settings: Settings, t: Tensor) -> dict[str, Any]:
     """Return the options for torchdiffeq: the given ones, and those for ``steps``, ``save`` and ``jump_times``."""
     method, steps, jumps, exact = settings.method, settings.steps, settings.jump_times, settings.save == "exact"
-    options = known_options(settings.options, method, "options")
+    options, of_name = known_options(settings.options, method, "options"), TORCHDIFFEQ_METHODS[method]
     on_grid = next((name for name in GRID if name in options), None)
-    if steps is not None and method not in FIXED:
+    if steps is not None and not of_name.needs_fixed_steps:
         raise ValueError(f"steps={steps} needs fixed steps, which method={method!r} does not have. Fix: method='rk4'.")
     if steps is not None and on_grid:
         raise ValueError(f"steps was given, and options has {on_grid!r}. Fix: give one of them.")
-    if jumps and method in (*ADAMS, *SCIPY):
+    if jumps and of_name.kind in ("adams", "scipy"):
         what = f"method={method!r}, which uses values of f from before a jump after it"
         raise ValueError(f"jump_times are not possible with {what}. Fix: method='dopri5'.")
     if jumps and (also := next((name for name in ("jump_t", *GRID) if name in options), None)):
         fix = "give only jump_times" if also == "jump_t" else "steps=n instead, n steps between two outputs or jumps"
         raise ValueError(f"jump_times was given, and options has {also!r}. Fix: {fix}.")
-    if exact and (method in SCIPY or on_grid):
+    if exact and (of_name.kind == "scipy" or on_grid):
         what = f"options={{{on_grid!r}: ...}}" if on_grid else f"method={method!r}"
         raise ValueError(f"save='exact' is not possible with {what}. Fix: leave save out.")
-    if steps is not None or (jumps and method in FIXED):
+    if steps is not None or (jumps and of_name.needs_fixed_steps):
         options["grid_constructor"] = functools.partial(equal_steps, steps=steps or 1, jumps=jumps)
-    if jumps and method in FIXED:
+    if jumps and of_name.needs_fixed_steps:
         options["perturb"] = True  # stages at the ends of a step are just inside it
     elif jumps:
         options["jump_t"] = torch.tensor(jumps, dtype=t.dtype, device=t.device)
-    if exact and method in ADAPTIVE:  # torchdiffeq rejects step times that are jumps
+    if exact and of_name.kind == "adaptive":  # torchdiffeq rejects step times that are jumps
         options["step_t"] = t[~torch.isin(t, options["jump_t"].to(t))] if "jump_t" in options else t
     return options
 
@@ -339,7 +341,7 @@ def adjoint_options(own: dict[str, Any], settings: Settings, counted: CountedFie
 
 def known_options(given: Any, method: str, name: str) -> dict[str, Any]:
     """Return a copy of the options ``given`` for ``method``; raise ValueError for unknown names and invalid values."""
-    known = OPTIONS[method]
+    known = OPTIONS[TORCHDIFFEQ_METHODS[method].kind]
     if given is not None and not isinstance(given, dict):
         raise TypeError(f"{name} must be a dict, got {type(given).__name__}. Fix: {name}={{{known[0]!r}: 0.1}}.")
     options = dict(given or {})
