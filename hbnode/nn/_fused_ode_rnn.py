@@ -34,6 +34,7 @@ from hbnode.nn.nets import MLP
 from hbnode.solve.adaptive import FIRST_LOOK, NON_FINITE_ATTEMPTS, TOO_MANY
 from hbnode.solve.control import Clip, PIController, first_size
 from hbnode.solve.methods import METHODS, Explicit, Method, Splitting
+from hbnode.solve.odeint import resolve
 from hbnode.solve.settings import Settings
 
 Array = np.ndarray
@@ -814,9 +815,7 @@ def fuse(layer: Any, s: Tensor, times: Tensor, solver: Solver) -> FusedODERNN | 
         return None
     if torch.is_autocast_enabled(s.device.type) or (times.requires_grad and torch.is_grad_enabled()):
         return None
-    name = settings.method  # None selects the same method as hbnode.solve
-    if name is None:
-        name = "tsit5" if kind is not HBNODE else "nystrom4" if settings.rtol >= 1e-3 else "nystrom8"
+    name = resolve(settings, field).method
     if (
         not isinstance(METHODS.get(name), (Explicit, Splitting))
         or settings.options

@@ -549,11 +549,28 @@ def test_steps_that_grow_are_waited_for():
     close(y[-1], y0 / (1 + 100 * t[-1]), rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"field": "ghbnode", "per_sample": False}, {"field": timed_field}, {"options": {"step_size": 0.1}}],
+    ids=["hbnode", "ghbnode", "time", "step_size"],
+)
+def test_the_adjoint_of_native_methods(options):
+    """The gradients, those of the times too, are those of "direct" up to the tolerance."""
+    (x, t), found = make_series(), []
+    for gradient in ("direct", "adjoint"):
+        rnn, t = make_rnn(**options, rtol=1e-9, atol=1e-9, gradient=gradient), t.detach().requires_grad_()
+        rnn(x, t)[0].square().sum().backward()
+        found.append([t.grad, *(p.grad for p in rnn.parameters())])
+    close(found[1], found[0], rtol=1e-6, atol=1e-7)
+
+
 def test_an_adjoint_without_gradients_of_times_says_so():
     options = {**SOLVERS["dopri5-adjoint"], "rtol": 1e-3, "atol": 1e-3}
     rnn, (x, t) = make_rnn(**options), make_series()
     _, state = rnn(x, t)
-    with pytest.raises(ValueError, match=r"no gradient with respect to times.*Fix: gradient='direct', or t.detach\(\)"):
+    with pytest.raises(
+        ValueError, match=r"no gradient with respect to times.*Fix: gradient='direct', a native method, or t"
+    ):
         rnn(x, t.requires_grad_())
     with pytest.raises(ValueError, match="no gradient with respect to times"):
         rnn.forecast(state, torch.ones(1, requires_grad=True))
@@ -573,7 +590,6 @@ def test_an_adjoint_without_gradients_of_times_says_so():
         ({"initial_state": "ones"}, ValueError, "initial_state must be"),
         ({"method": "dopri5"}, ValueError, "per_sample"),
         ({"field": hbnode.ANODE(nn.Linear(9, 9), augment=9)}, ValueError, "more than hidden_size=4"),
-        ({"gradient": "adjoint"}, ValueError, "does not support different times per sample"),
         ({"missing": "holds"}, ValueError, "missing must be one of.*Fix: 'hold'"),
         ({"dropout": 0.5}, ValueError, "dropout needs num_layers >= 2"),
         ({"dropout": 1.0, "num_layers": 2}, ValueError, r"dropout must be in \[0, 1\)"),
