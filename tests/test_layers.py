@@ -52,7 +52,6 @@ LAYERS = [
     ["hbnode.solve.loop"],
     ["hbnode.solve.events"],
     ["hbnode.solve.adaptive"],
-    ["hbnode.solve.start"],
     ["hbnode.solve.stepper"],
     ["hbnode.solve.control", "hbnode.solve.grid", "hbnode.solve.settings"],
     ["hbnode.solve.methods", "hbnode.solve.term"],

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from hbnode.errors import DIVERGES, DivergenceError, MaxStepsError, StepSizeUnderflowError, diverges
 from hbnode.nfe import open_records
-from hbnode.solve.control import Clip, Control, PIController, first_size
+from hbnode.solve.control import TRIALS, Clip, Control, PIController, first_size
 from hbnode.solve.grid import Array, to_device
-from hbnode.solve.start import TRIALS
 from hbnode.solve.stepper import Attempt, Rows, Setup, Taken, first_index
 
 NON_FINITE_ATTEMPTS = 5  # attempts in a row, each ten times shorter, before a NonFiniteError

@@ -19,7 +19,9 @@ Array = Any  # of NumPy or torch
 SAFETY = 0.9
 SMALLEST, LARGEST = 0.1, 8.0  # factors by which the step size may change
 PROPORTIONAL = 0.2
-UNEVEN = 0.9 + 0.1 * (5**0.5 - 1) / 2  # the first of several equal steps is shorter by this factor
+GOLDEN = (5**0.5 - 1) / 2
+TRIALS = tuple(sorted(k * GOLDEN % 1 for k in range(1, 5)))  # fractions of the span; no harmonic is 0 at all four
+UNEVEN = 0.9 + 0.1 * GOLDEN  # the first of several equal steps is shorter by this factor
 AHEAD = 1.05  # a step may end on a jump that is that many step sizes away
 
 

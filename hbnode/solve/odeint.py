@@ -24,10 +24,9 @@ from hbnode.nfe import NFE, Tally, open_counters, open_records
 from hbnode.solve import compiled, torchdiffeq_methods
 from hbnode.solve.adjoints import Direct, gradient_mode, owning
 from hbnode.solve.events import Event, EventRecord, checked_events
-from hbnode.solve.loop import integrate
+from hbnode.solve.loop import integrate, start_of
 from hbnode.solve.methods import ALL_METHODS, TRACEABLE, ForeignMethod, NativeMethod, Rosenbrock
 from hbnode.solve.settings import Gradient, Method, Save, Settings
-from hbnode.solve.start import start_of
 from hbnode.solve.stepper import STRONG, Attempt, Rows, Setup, Taken, first_index
 from hbnode.solve.term import (
     ODETerm,

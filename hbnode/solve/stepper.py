@@ -108,7 +108,9 @@ class Stepper:
     noise: Callable[[int], Tensor] | None = None
     program: Callable[..., Any] | None = None
     has_events: bool = False
-    latest: list[Any] = field(init=False, default_factory=lambda: [None] * 3)  # the last size, error and coefficients
+    latest: list[Any] = field(
+        init=False, default_factory=functools.partial(list, [None] * 3)
+    )  # the last size, error and coefficients
 
     @classmethod
     def of(cls, term: ODETerm, method: Method, settings: Settings, gamma: Any = None, **others: Any) -> Self:
