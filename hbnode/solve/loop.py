@@ -22,6 +22,7 @@ from hbnode.solve.stepper import Attempt, Rows, Setup, Taken
 
 Take = Callable[[Rows, Attempt], Taken]
 
+PLACES = (0.0, TRIALS[0], TRIALS[-1])  # fractions of the span at which f is asked for the times of its signals
 UNKNOWN_QUERIES = (
     "func asks a Signal at times that are not one linear function of t for all samples, or one for each sample with "
     "per_sample=True. Steps do not end on its sample times, and may miss its pulses. Fix: "
@@ -75,29 +76,38 @@ def _knots(setup: Setup, asked: Sequence[tuple[Signal, Tensor]], t: Tensor, x: T
     address, *asked_at = (_torch.plain(x).untyped_storage()._cdata for x in (t, *(q for _, q in asked)))
     if all(place == address for place in asked_at):
         return [grid.sign[..., None] * (np.array(signal.knots) - grid.begin[..., None]) for signal, _ in asked]
-    queries_at, before, places = [[q for _, q in asked]], queries.asked, (0.0, TRIALS[0], TRIALS[-1])
+    queries_at, before = [[q for _, q in asked]], queries.asked
     try:
-        for place in places[1:]:
+        for place in PLACES[1:]:
             queries.asked = []
             term.trial(term.stages([grid.time(place * grid.end)])[0], x.clone())
             queries_at.append([q for _, q in queries.asked])
     finally:
         queries.asked = before
-    found: list[Array] = []
+    found = []
     for k, (signal, _) in enumerate(asked):
-        q = [_torch.to_numpy(of_time[k]).reshape(-1) for of_time in queries_at if k < len(of_time)]
-        slack = 64 * torch.finfo(term.template.dtype).eps * max(abs(x).max() for x in q)
-        if all(x.shape == q[0].shape and (abs(x - q[0]) <= slack).all() for x in q):  # it does not depend on t
-            continue
-        is_known = len(q) == 3 and q[0].size in (1, term.lanes)
-        q0, q1, q2 = (x.reshape(grid.end.shape) if is_known and x.size == grid.end.size else x for x in q)
-        if not is_known or (abs((q2 - q0) * places[1] - (q1 - q0) * places[2]) > slack).any():
-            if "max_step" not in (setup.settings.options or {}) and not setup.settings.jump_times:
-                warnings.warn(UNKNOWN_QUERIES, stacklevel=2)
-            continue
-        with np.errstate(all="ignore"):
-            found.append((np.array(signal.knots) - q0[..., None]) / ((q1 - q0) / (places[1] * grid.end))[..., None])
-    return found
+        times = [_torch.to_numpy(of_time[k]).reshape(-1) for of_time in queries_at if k < len(of_time)]
+        found.append(_knots_of(setup, signal, times))
+    return [knots for knots in found if knots is not None]
+
+
+def _knots_of(setup: Setup, signal: Signal, asked: list[Array]) -> Array | None:
+    """Return the times since the start at which a signal that was ``asked`` at :data:`PLACES` has its samples."""
+    grid, lanes = setup.grid, setup.stepper.term.lanes
+    slack = 64 * torch.finfo(setup.stepper.like.dtype).eps * max(abs(q).max() for q in asked)
+    if all(q.shape == asked[0].shape and (abs(q - asked[0]) <= slack).all() for q in asked):
+        return None  # it does not depend on t
+    is_known = len(asked) == len(PLACES) and asked[0].size in (1, lanes)
+    if is_known:
+        q0, q1, q2 = (q.reshape(grid.end.shape) if q.size == grid.end.size else q for q in asked)
+        is_known = bool((abs((q2 - q0) * PLACES[1] - (q1 - q0) * PLACES[2]) <= slack).all())
+    if not is_known:
+        if "max_step" not in (setup.settings.options or {}) and not setup.settings.jump_times:
+            warnings.warn(UNKNOWN_QUERIES, stacklevel=2)
+        return None
+    with np.errstate(all="ignore"):
+        knots: Array = (np.array(signal.knots) - q0[..., None]) / ((q1 - q0) / (PLACES[1] * grid.end))[..., None]
+    return knots
 
 
 class Solution(NamedTuple):

@@ -217,17 +217,20 @@ class Stepper:
         of_events = columns.detach() if self.has_events and columns is not None else None
         if attempt.outputs is None:
             return Taken(state, error, (), of_events)
-        outputs: list[Tensor] = []  # the state at the end of the step, once per output
-        for row in state[: self.term.rows]:
-            outputs.append(row.unsqueeze(0) if lanes is None or attempt.lanes is None else row[attempt.lanes])
-        if attempt.late is not None:  # y + y' (t - end) at an output time t, which equals the end of the step
-            slopes, late = self.slopes(state), attempt.late.to(state[0]).view(-1, *[1] * (outputs[0].dim() - 1))
-            index = None if lanes is None else to_device(attempt.lanes, self.like)
-            slopes = tuple([slope.unsqueeze(0) if index is None else slope[index] for slope in slopes])
-            outputs = [row + late * slope for row, slope in zip(outputs, slopes, strict=False)]
+        outputs = self._at_end(state, attempt)
         if blend is not None and columns is not None:
             outputs = self._interpolated(outputs, columns, blend, attempt)
         return Taken(state, error, tuple(outputs), of_events)
+
+    def _at_end(self, state: Rows, attempt: Attempt) -> list[Tensor]:
+        """Return the rows of the state at the end of a step, once per output, with gradients of the output times."""
+        index = None if self.term.lanes is None or attempt.lanes is None else attempt.lanes
+        outputs = [row.unsqueeze(0) if index is None else row[index] for row in state[: self.term.rows]]
+        if attempt.late is None:
+            return outputs
+        late = attempt.late.to(state[0]).view(-1, *[1] * (outputs[0].dim() - 1))
+        slopes = [slope.unsqueeze(0) if index is None else slope[index] for slope in self.slopes(state)]
+        return [row + late * slope for row, slope in zip(outputs, slopes, strict=False)]  # y + y' (t - end), t = end
 
     def _restarted(self, state: Rows, attempt: Attempt, field: Field) -> Rows:
         """Return the state with the value of the field just after a jump.
