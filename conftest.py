@@ -19,6 +19,17 @@ if DATA.is_dir():  # real data kept beside the checkout
     os.environ.setdefault("HBNODE_DATA", str(DATA))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of tests marked sparse, the fast tier runs what differs from the first value of each parameter in one at most."""
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("sparse"):
+            names = [mark.args[0] for mark in item.iter_markers("parametrize")]
+            firsts = [name.split(",")[0] if isinstance(name, str) else name[0] for name in names]
+            if sum(item.callspec.indices[name] > 0 for name in firsts) > 1:
+                item.add_marker("slow")
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)

@@ -71,6 +71,12 @@ def compile_without_back_end(patch):
     )
 
 
+def slow(*values):
+    """Values of a parameter, or tuples of several, that are tried in the slow tier only."""
+    cases = (value if isinstance(value, tuple) else (value,) for value in values)
+    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
+
+
 every_model = pytest.mark.parametrize("model", MODELS)
 every_field = pytest.mark.parametrize("model", [*MODELS, *LATER])
 

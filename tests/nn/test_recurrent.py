@@ -733,6 +733,7 @@ def test_traced_layers_take_any_length(cell, rule):
         close(torch.export.export(Output(layer), (x,), strict=False).module()(x), layer(x)[0], 1e-12)
 
 
+@pytest.mark.slow
 def test_the_filter_is_exported_for_any_length_and_batch():
     for rule in ("nag", "adaptive"):
         (before,) = make_pair("lstm", rule)[0].to_torch().filters
