@@ -190,6 +190,7 @@ def test_throughput_writes_a_table_with_ratios_to_softmax(tmp_path, capsys, monk
 # Recall
 
 
+@pytest.mark.slow
 def test_one_command_makes_the_table(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(recall, "run_side_by_side", one_after_another)
     options = (
