@@ -22,11 +22,14 @@ if DATA.is_dir():  # real data kept beside the checkout
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of tests marked sparse, the fast tier runs what differs from the first value of each parameter in one at most."""
+    firsts: dict[object, dict[str, object]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and item.get_closest_marker("sparse"):
+            first = firsts.setdefault(item.function, item.callspec.params)
             names = [mark.args[0] for mark in item.iter_markers("parametrize")]
-            firsts = [name.split(",")[0] if isinstance(name, str) else name[0] for name in names]
-            if sum(item.callspec.indices[name] > 0 for name in firsts) > 1:
+            groups = [[name] if isinstance(name, str) else name for name in names]
+            others = [any(item.callspec.params[name] is not first[name] for name in group) for group in groups]
+            if sum(others) > 1:
                 item.add_marker("slow")
 
 

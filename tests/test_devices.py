@@ -66,6 +66,7 @@ def test_the_device_refuses_to_mix_and_counts(device):
 # Solves
 
 
+@pytest.mark.sparse
 @pytest.mark.parametrize("per_sample", [False, True])
 @pytest.mark.parametrize("method", [None, *ADAPTIVE])
 def test_an_adaptive_solve_waits_once_for_each_step(device, method, per_sample):
@@ -103,6 +104,7 @@ def test_torchdiffeqs_methods_wait_once_more_for_each_step(device, method, optio
     assert waited <= theirs + attempts(nfe) + nfe.backward_steps + nfe.backward_rejected + 5 * passes
 
 
+@pytest.mark.sparse
 @every_field
 @pytest.mark.parametrize(
     "gradient", ["direct", "checkpoint", AGAIN, "adjoint"], ids=["direct", "kept", "again", "adjoint"]
