@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hbnode
 from hbnode._tree import parts
 from hbnode.solve.methods import EXPONENTIAL, NYSTROM, RUNGE_KUTTA, SPLITTING
-from tests.models import AGAIN, SHAPES, every_field, every_model, make_field, make_input
+from tests.models import AGAIN, MODELS, SHAPES, every_field, make_field, make_input
 from tests.momentum_layers import GRID, kind
 from tests.pretend_device import pretended_device
 
@@ -168,8 +168,9 @@ def test_an_integral_along_the_path_and_states_of_unlike_shapes(device, solver):
     assert all(part.is_cuda for part in (h, q, *path, *ends))
 
 
-@every_model
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.sparse
+@pytest.mark.parametrize("model", [*MODELS[3:], *MODELS[:3]])  # hbnode first
+@pytest.mark.parametrize("shape", ["image", "vector"])
 def test_diagnostics_and_images(device, model, shape):
     """The numbers of diagnostics end on the host."""
     block = device.move(hbnode.ODEBlock(make_field(model, shape).float(), method="tsit5", steps=2))
