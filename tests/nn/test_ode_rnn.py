@@ -36,7 +36,7 @@ INPUTS = {
 OPTIONS = {
     **{model: {"field": model} for model in MODELS},
     **INPUTS,
-    "layers": {"num_layers": 2},
+    "layers": {"num_layers": 2, "residual": True},
     "three-layers": {"missing": "hold", "num_layers": 3, "field": "node"},
 }
 LENGTHS = torch.tensor([5, 3, 1, 4])

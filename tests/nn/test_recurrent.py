@@ -55,7 +55,7 @@ def test_values_and_gradients(cell, rule):
     assert_equal_to_twin(layer, twin, x, make_state(layer, x))
 
 
-@some_layers
+@pytest.mark.parametrize(("cell", "rule"), [*PAIRS, ("gru", "restart"), ("lstm", "rmsprop")])
 def test_layers_directions_and_lengths(cell, rule):
     layer, twin = make_pair(cell, rule, layers=2, bidirectional=True)
     x = make_input(9, 4)
