@@ -252,7 +252,7 @@ class Module(torch.nn.Module):
         return attend(q, k, v, momentum=0.9, chunk_size=8, return_state=True)
 
 
-@pytest.mark.parametrize("strict", [False, *slow(True)])
+@pytest.mark.parametrize("strict", slow(False, True))
 def test_export_with_an_open_length(strict):
     q, k, v, _ = (None if x is None else x.detach() for x in make(length=20))
     length = torch.export.Dim("length", min=2, max=1000)

@@ -37,7 +37,7 @@ def test_logistic_regression_is_likelihood_times_prior():
     assert at_zero == pytest.approx(569 * math.log(0.5) - 15.5 * math.log(2 * math.pi), rel=1e-5)
 
 
-@pytest.mark.parametrize("sampler", ["heavy ball", *slow("overdamped")])
+@pytest.mark.parametrize("sampler", slow(*annealing.DAMPINGS))
 def test_training_raises_the_bound(sampler):
     options = annealing.AnnealingOptions(paths=800, iterations=80)
     model = annealing.tune(annealing.many_well(), sampler, 4, options)
