@@ -26,10 +26,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if isinstance(item, pytest.Function) and item.get_closest_marker("sparse"):
             first = firsts.setdefault(item.function, item.callspec.params)
-            names = [mark.args[0] for mark in item.iter_markers("parametrize")]
-            groups = [[name] if isinstance(name, str) else name for name in names]
-            others = [any(item.callspec.params[name] is not first[name] for name in group) for group in groups]
-            if sum(others) > 1:
+            other = {name for name, value in item.callspec.params.items() if value is not first[name]}
+            names = (mark.args[0] for mark in item.iter_markers("parametrize"))
+            if sum(not other.isdisjoint([each] if isinstance(each, str) else each) for each in names) > 1:
                 item.add_marker("slow")
 
 

@@ -73,8 +73,7 @@ def compile_without_back_end(patch):
 
 def slow(*values):
     """Values of a parameter, or tuples of several, that are tried in the slow tier only."""
-    cases = (value if isinstance(value, tuple) else (value,) for value in values)
-    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
+    return [pytest.param(*(x if isinstance(x, tuple) else (x,)), marks=pytest.mark.slow) for x in values]
 
 
 every_model = pytest.mark.parametrize("model", MODELS)
