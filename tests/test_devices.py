@@ -11,7 +11,7 @@ import hbnode
 from hbnode._tree import parts
 from hbnode.solve.methods import METHODS as NATIVE
 from hbnode.solve.methods import Explicit
-from tests.models import AGAIN, SHAPES, every_field, every_model, make_field, make_input
+from tests.models import AGAIN, MODELS, SHAPES, every_field, make_field, make_input
 from tests.momentum_layers import GRID, kind
 from tests.pretend_device import pretended_device
 
@@ -68,6 +68,7 @@ def test_the_device_refuses_to_mix_and_counts(device):
 # Solves
 
 
+@pytest.mark.sparse
 @pytest.mark.parametrize("per_sample", [False, True])
 @pytest.mark.parametrize("method", [None, *ADAPTIVE])
 def test_an_adaptive_solve_waits_once_for_each_step(device, method, per_sample):
@@ -105,6 +106,7 @@ def test_torchdiffeqs_methods_wait_once_more_for_each_step(device, method, optio
     assert waited <= theirs + attempts(nfe) + nfe.backward_steps + nfe.backward_rejected + 5 * passes
 
 
+@pytest.mark.sparse
 @every_field
 @pytest.mark.parametrize(
     "gradient", ["direct", "checkpoint", AGAIN, "adjoint"], ids=["direct", "kept", "again", "adjoint"]
@@ -168,8 +170,9 @@ def test_an_integral_along_the_path_and_states_of_unlike_shapes(device, solver):
     assert all(part.is_cuda for part in (h, q, *path, *ends))
 
 
-@every_model
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.sparse
+@pytest.mark.parametrize("model", [*MODELS[3:], *MODELS[:3]])  # hbnode first
+@pytest.mark.parametrize("shape", ["image", "vector"])
 def test_diagnostics_and_images(device, model, shape):
     """The numbers of diagnostics end on the host."""
     block = device.move(hbnode.ODEBlock(make_field(model, shape).float(), method="tsit5", steps=2))

@@ -103,6 +103,7 @@ def worker(rank, folder):
     distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_processes_compute_the_gradient_of_one(tmp_path):
     x = torch.randn(8, 3)
     torch.save(x, tmp_path / "x.pt")

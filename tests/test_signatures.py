@@ -42,12 +42,8 @@ def _parameters(public):
 
 
 @pytest.mark.parametrize("public", PUBLIC, ids=lambda public: getattr(public, "__qualname__", "property"))
-def test_what_is_public_is_documented(public):
+def test_what_is_public_and_every_argument_with_its_default_is_documented(public):
     assert inspect.getdoc(public)
-
-
-@pytest.mark.parametrize("public", PUBLIC, ids=lambda public: getattr(public, "__qualname__", "property"))
-def test_every_argument_is_documented_with_its_default(public):
     if isinstance(public, property) or "Arguments:\n" not in inspect.getdoc(public):
         return
     parameters = _parameters(public)
