@@ -734,6 +734,22 @@ def _constant(numbers: NDArray[Any], codes: NDArray[Any], ids: list[Any], names:
 # Batches
 
 
+def observed(data: Any, **options: Any) -> Series:
+    """Return the series of :func:`as_series` on the CPU, without a graph, with NaN for all values that are no samples.
+
+    The mask excludes NaN, padding has the time of the last sample, and no series has the length 0.
+    """
+    series = as_series(data, **options).to("cpu").detach().outside_inference_mode()
+    if not series.x.shape[1]:
+        x, t, mask = pad(series.x, (0, 0, 0, 1)), pad(series.t, (0, 1)), pad(series.mask, (0, 0, 0, 1))
+        series = dataclasses.replace(series, x=x, t=t, mask=mask)
+    is_sample = torch.arange(series.x.shape[1]) < series.lengths.unsqueeze(1)
+    mask = series.mask & is_sample.unsqueeze(-1) & ~series.x.isnan()
+    x, lengths = torch.where(mask, series.x, torch.nan), series.lengths.clamp(min=1)
+    t = torch.where(is_sample, series.t, series.t.gather(1, lengths.unsqueeze(1) - 1))
+    return dataclasses.replace(series, x=x, t=t, mask=mask, lengths=lengths)
+
+
 class Dataset(TorchDataset[Any]):
     """A dataset of single series with optional targets, for a DataLoader with ``collate_fn=hbnode.data.collate``.
 
@@ -1087,6 +1103,22 @@ def is_table(data: Any) -> bool:
 
 def _is_indexed(data: Any) -> bool:
     return hasattr(data, "iloc") and data.ndim == 1
+
+
+def has_zone(data: Any, time: Any = None) -> bool | None:
+    """Return whether dates have a time zone; None for forms of data that count in UTC, or not from a date."""
+    zones = zones_in(data, time)
+    return None if zones is None else any(zone is not None for zone in zones.values())
+
+
+def check_zone(found: bool | None, in_fit: bool | None) -> None:
+    """Raise ValueError if dates have a time zone and those of fit have none, or the reverse; None fits both."""
+    if None not in (found, in_fit) and found != in_fit:
+        fault, fix = ("with", "") if in_fit else ("without", ".tz_localize(None)")
+        raise ValueError(
+            f"dates must be {fault} a time zone, as in fit. Fix: pandas.DatetimeIndex(pandas.to_datetime(dates, "
+            f"utc=True)){fix}."
+        )
 
 
 def zones_in(data: Any, time: Any = None) -> dict[str, Any] | None:

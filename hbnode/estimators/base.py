@@ -15,13 +15,12 @@ import numpy as np
 import torch
 from sklearn.base import BaseEstimator
 from sklearn.utils.validation import check_is_fitted
-from torch.nn.functional import pad
 from typing_extensions import Self
 
 from hbnode._checks import as_count, level_of_user
-from hbnode.data import Series, aligned, as_series, by_id, on_clock
+from hbnode.data import Series, aligned, by_id, check_zone, has_zone, is_table, observed, on_clock
 from hbnode.estimators.networks import SeriesNetwork
-from hbnode.features import checked, is_dict
+from hbnode.features import checked
 from hbnode.nn import Standardize
 
 if TYPE_CHECKING:
@@ -43,6 +42,7 @@ class SeriesEstimator(BaseEstimator):
     static_features_: list[str]
     clock_: tuple[float | None, np.datetime64 | None]
     networks_: list[Any]
+    is_absolute_ = True  # whether times count from a date or from zero, not from the first sample of each series
     _network: type[SeriesNetwork] = SeriesNetwork
 
     def __sklearn_tags__(self) -> Any:
@@ -63,16 +63,15 @@ class SeriesEstimator(BaseEstimator):
         """Return the data as series; with ``reset`` store their features, else compare them with the stored ones."""
         id, time = self._keys
         names: dict[str, Any] = {"id": id, "time": time, "values": self.values, "static": self.static}
-        is_table = hasattr(data, "columns") or is_dict(data)
         as_count(self.n_members, "n_members")
-        if is_table:
+        has_columns = is_table(data)
+        if has_columns:
             data, names["static"] = self._encoded(data, reset)
             if not reset:
                 names["values"] = self.features_
-        data = checked(data)
-        series = _with_samples(as_series(data, **names).to("cpu").detach().outside_inference_mode())
+        series, zone = observed(checked(data), **names), has_zone(data, time)
         static = list(series.static_features)
-        if is_table and series.static is not None:
+        if has_columns and series.static is not None:
             levels = {f"{name}={level}" for name in self.levels_ for level in self.levels_[name]}
             is_level = torch.tensor([name in levels for name in static])
             series = dataclasses.replace(
@@ -80,14 +79,17 @@ class SeriesEstimator(BaseEstimator):
             )
         if reset:
             self.features_, self.static_features_ = list(series.features), static
-            self.clock_ = (series.unit, series.origin)
+            self.clock_, self.has_zone_ = (series.unit, series.origin), zone
             self.n_features_in_ = _width(data, series)
         elif _width(data, series) != self.n_features_in_ and _width(data, series) != len(series.features):
             raise ValueError(
                 f"X has {_width(data, series)} features, but {type(self).__name__} is expecting {self.n_features_in_} "
                 "features as input. Fix: arrays (n, channels, T) for series of another length."
             )
-        return aligned(on_clock(series, self.clock_), self.features_, self.static_features_)
+        series = on_clock(series, self.clock_)
+        if self.is_absolute_:
+            check_zone(zone, self.has_zone_)
+        return aligned(series, self.features_, self.static_features_)
 
     def _encoded(self, table: Any, reset: bool) -> tuple[Any, list[str]]:
         """Return a table whose static columns of categories are columns of 0 and 1, and the names of static columns.
@@ -234,18 +236,6 @@ def moments(x: torch.Tensor) -> tuple[NDArray[Any], NDArray[Any]]:
     """Return the mean and the standard deviation of each feature; a constant has the deviation 1."""
     scale = Standardize(x.shape[-1]).double().fit(x)
     return scale.mean.numpy(), scale.std.numpy()
-
-
-def _with_samples(series: Series) -> Series:
-    """Return the series with NaN where the mask or the lengths exclude a value, and its mask; none has the length 0."""
-    if not series.x.shape[1]:
-        x, t, mask = pad(series.x, (0, 0, 0, 1)), pad(series.t, (0, 1)), pad(series.mask, (0, 0, 0, 1))
-        series = dataclasses.replace(series, x=x, t=t, mask=mask)
-    is_sample = torch.arange(series.x.shape[1]) < series.lengths.unsqueeze(1)
-    mask = series.mask & is_sample.unsqueeze(-1) & ~series.x.isnan()
-    x, lengths = torch.where(mask, series.x, torch.nan), series.lengths.clamp(min=1)
-    t = torch.where(is_sample, series.t, series.t.gather(1, lengths.unsqueeze(1) - 1))
-    return dataclasses.replace(series, x=x, t=t, mask=mask, lengths=lengths)
 
 
 def _width(data: Any, series: Series) -> int:
