@@ -119,15 +119,13 @@ class _Transformer(TransformerMixin, BaseEstimator):
             raise ValueError("X must have at least one series, got none. Fix: leave the call out.")
         if is_new:
             self.clock_, self.has_zone_ = (series.unit, series.origin), has_zone(data)
-            x = series.x.double().flatten(0, 1)
-            mean = x.nanmean(0).nan_to_num()
-            spread = (x - mean).square().nanmean(0).sqrt()
-            self.mean_, self.scale_ = mean.numpy(), spread.where(spread > 1e-12 * mean.abs(), torch.inf).numpy()
+            mean, spread = moments(series.x)
+            self.mean_, self.scale_ = np.nan_to_num(mean), np.where(spread > 0, spread, np.inf)
             self.n_features_in_, self._width = channels, data.shape[1] if getattr(data, "ndim", 0) == 2 else None
             self.channels_ = _unique(series.features, channels, "x")
             self.static_channels_ = list(map(str, series.static_features))
             if series.static is not None:
-                self.static_mean_ = series.static.double().nanmean(0).nan_to_num().numpy()
+                self.static_mean_ = np.nan_to_num(moments(series.static)[0])
         if not self._is_relative:
             check_zone(has_zone(data), self.has_zone_)
         return on_clock(aligned(series, self.channels_, self.static_channels_), self.clock_)
@@ -157,7 +155,7 @@ class _Transformer(TransformerMixin, BaseEstimator):
         result = np.empty((len(series), found[0].shape[1]))
         for rows, part in zip(chunks, found, strict=True):
             result[rows] = part
-        return result
+        return self._with_static(result, series)
 
     def _with_static(self, found: Array, series: Series) -> Array:
         """Return the features with the static ones at the end; a missing one is the training mean."""
@@ -186,6 +184,14 @@ def checked(data: Any) -> Any:
             f"X must be series: {error} Fix: an array (batch, T) or (batch, channels, T), or a list of pairs (t, x), "
             "one for each series."
         ) from None
+
+
+def moments(x: torch.Tensor) -> tuple[Array, Array]:
+    """Return mean and deviation of each column of (..., columns) but NaN; a constant up to rounding has deviation 0."""
+    x = x.double().flatten(0, -2)
+    mean = x.nanmean(0)
+    spread = (x - mean).square().nanmean(0).sqrt()
+    return mean.numpy(), torch.where(spread > 1e-12 * mean.abs(), spread, 0.0).numpy()
 
 
 def _places(counts: Array) -> Array:
@@ -509,8 +515,7 @@ class OscillatorFeatures(_Transformer):
         gaps, lengths = np.diff(series.t.numpy(), axis=1), series.lengths.numpy()
         points = _parts(gaps, lengths, self.step_).sum(1) + 1
         cost = np.minimum(points, _WINDOW) * len(self.frequency_) + points * self.n_features_in_
-        found = self._rows(self._bank.features, lambda rows: self._block(series, rows), series, cost)
-        return self._with_static(found, series)
+        return self._rows(self._bank.features, lambda rows: self._block(series, rows), series, cost)
 
     def get_feature_names_out(self, input_features: Any = None) -> Array:
         """Return the names of the features, such as ``"oscillator3_velocity_mean"`` and ``"pulse_last"``.
@@ -544,8 +549,9 @@ class Summaries(_Transformer):
     random_state = n_jobs = None
 
     def fit(self, X: Any, y: Any = None) -> Self:
-        """Remember the scale of each channel."""
-        self._series(X, is_new=True)
+        """Remember the scale of each channel; a missing static feature stays missing."""
+        if self._series(X, is_new=True).static is not None:
+            self.static_mean_ = np.full_like(self.static_mean_, np.nan)
         return self
 
     def transform(self, X: Any) -> Array:
@@ -553,9 +559,7 @@ class Summaries(_Transformer):
         check_is_fitted(self)
         series = self._series(X)
         cost = series.lengths.numpy() * self.n_features_in_
-        found = self._rows(self._summaries, lambda rows: self._block(series, rows), series, cost)
-        static = [] if series.static is None else [series.static.double().numpy()]
-        return np.concatenate([found, *static], 1)
+        return self._rows(self._summaries, lambda rows: self._block(series, rows), series, cost)
 
     @staticmethod
     def _summaries(block: _Block) -> Array:
@@ -768,8 +772,7 @@ class RocketFeatures(_Transformer):
     def _features(self, series: Series) -> Array:
         cost = np.full(len(series), len(self.grid_) * self.n_features_in_)
         transform = partial(_with_numba, self.kernels_.transform)
-        found = self._rows(transform, lambda rows: self._values(series, rows), series, cost)
-        return self._with_static(found, series)
+        return self._rows(transform, lambda rows: self._values(series, rows), series, cost)
 
     def _values(self, series: Series, rows: Array) -> Array:
         """Return the standardised values of some series on the grid, (n, channels, points)."""

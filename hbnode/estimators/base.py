@@ -15,19 +15,22 @@ import numpy as np
 import torch
 from sklearn.base import BaseEstimator
 from sklearn.utils.validation import check_is_fitted
+from torch.utils.data import DataLoader
 from typing_extensions import Self
 
 from hbnode._checks import as_count, level_of_user
-from hbnode.data import Series, aligned, by_id, check_zone, has_zone, is_table, observed, on_clock
-from hbnode.estimators.networks import SeriesNetwork
+from hbnode.data import Series, aligned, bucketed_batches, by_id, check_zone, has_zone, is_table, observed, on_clock
+from hbnode.estimators.networks import BATCH, SeriesNetwork
 from hbnode.features import checked
 from hbnode.nn import Standardize
+from hbnode.training import train
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 TRUSTED = ("hbnode.", "sklearn.", "aeon.", "torch.device")  # packages whose classes a file may contain
 FORMAT = 2  # of files
+STEPS = 8  # least batches in an epoch, of four series or more
 
 
 class SeriesEstimator(BaseEstimator):
@@ -38,6 +41,12 @@ class SeriesEstimator(BaseEstimator):
     values: str | Sequence[str] | None
     static: str | Sequence[str] | None
     n_members: int
+    learning_rate: float
+    weight_decay: float
+    max_epochs: int
+    patience: int
+    device: torch.device | str | None
+    progress: bool | None
     features_: list[str]
     static_features_: list[str]
     clock_: tuple[float | None, np.datetime64 | None]
@@ -138,6 +147,36 @@ class SeriesEstimator(BaseEstimator):
                 f"static={list(fixed)}, or name the columns of values=.",
                 stacklevel=level_of_user(),
             )
+
+    # Networks
+
+    def _trained(
+        self, network: Any, loss: Any, lengths: torch.Tensor, validation: Any, seed: int, name: str
+    ) -> SeriesNetwork:
+        """Train a network by AdamW (:func:`hbnode.training.train`) on batches of series of similar length.
+
+        Arguments:
+            network: the network.
+            loss: the loss of a network for the series of some indices.
+            lengths: lengths of the series.
+            validation: the validation loss of a network.
+            seed: of the batches.
+            name: of the progress bar.
+        """
+        size, rows = min(BATCH, max(4, len(lengths) // STEPS)), torch.arange(len(lengths))
+        batches = bucketed_batches(lengths, size, generator=torch.Generator().manual_seed(seed))
+        train(
+            network.to(self.device or "cpu"),
+            loss,
+            DataLoader(rows, batch_sampler=batches, collate_fn=torch.stack),  # type: ignore[arg-type]  # a tensor
+            validation,
+            optimizer=torch.optim.AdamW(network.parameters(), lr=self.learning_rate, weight_decay=self.weight_decay),
+            max_epochs=self.max_epochs,
+            patience=self.patience,
+            progress=self.progress,
+            name=name,
+        )
+        return network
 
     # Files
 

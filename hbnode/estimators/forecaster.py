@@ -45,7 +45,7 @@ from hbnode.estimators.forecast_models import (
     leads,
     questions,
 )
-from hbnode.estimators.networks import ForecastNetwork, config_of, kept_random_state, trained
+from hbnode.estimators.networks import ForecastNetwork, config_of, kept_random_state
 from hbnode.estimators.seasonal import Mixture, Seasonal, StatsForecast, mixture
 
 if TYPE_CHECKING:
@@ -614,18 +614,13 @@ class SeriesForecaster(SeriesEstimator):
         config = config_of(train, name, 1, self.hidden_size, self.dropout)  # type: ignore[arg-type]
         for member in range(self.n_members):
             torch.manual_seed(seed + member)
-            network = trained(
-                ForecastNetwork(**config).to(device),
+            network = self._trained(
+                ForecastNetwork(**config),
                 lambda network, rows: _nll(network, asked, rows, device),
                 asked.ends,
                 lambda network: float(np.mean([float(_nll(network, held_out, part, device)) for part in parts])),
-                learning_rate=self.learning_rate,
-                weight_decay=self.weight_decay,
-                max_epochs=self.max_epochs,
-                patience=self.patience,
-                generator=torch.Generator().manual_seed(seed + member),
-                progress=self.progress,
-                name=f"{name} {member + 1}/{self.n_members}",
+                seed + member,
+                f"{name} {member + 1}/{self.n_members}",
             )
             networks.append(network)
         return networks

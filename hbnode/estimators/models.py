@@ -33,11 +33,11 @@ from typing_extensions import Self, override
 
 from hbnode._checks import as_real, level_of_user, nearest, warn_if_swapped
 from hbnode.data import Series
-from hbnode.estimators.base import SeriesEstimator, moments, targets_of
+from hbnode.estimators.base import SeriesEstimator, targets_of
 from hbnode.estimators.forecast_models import bound
-from hbnode.estimators.networks import SeriesNetwork, batched, common_start, config_of, kept_random_state, trained
+from hbnode.estimators.networks import SeriesNetwork, batched, common_start, config_of, kept_random_state
 from hbnode.estimators.smoother import OscillatorSmoother
-from hbnode.features import OscillatorFeatures, RocketFeatures, Summaries, check_range, grid_of, usual
+from hbnode.features import OscillatorFeatures, RocketFeatures, Summaries, check_range, grid_of, moments, usual
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -339,19 +339,8 @@ class _SeriesModel(SeriesEstimator):
             config = config_of(usual(scaled), self.model, self._outputs, self.hidden_size, self.dropout)
             if self.is_absolute_ and config["start"] is None:  # because the series start far apart
                 config |= {"start": self.seen_[0], "span": self.seen_[1] - self.seen_[0] or 1.0}
-            network = trained(
-                SeriesNetwork(**config).to(device),
-                loss,
-                scaled.lengths[train],
-                validation,
-                learning_rate=self.learning_rate,
-                weight_decay=self.weight_decay,
-                max_epochs=self.max_epochs,
-                patience=self.patience,
-                generator=torch.Generator().manual_seed(seed),
-                progress=self.progress,
-                name=f"{self.model} {member + 1}/{self.n_members}",
-            )
+            name, network = f"{self.model} {member + 1}/{self.n_members}", SeriesNetwork(**config)
+            network = self._trained(network, loss, scaled.lengths[train], validation, seed, name)
             self.networks_.append(network)
             outputs[member, held] = batched(network, scaled.select(held))
         return outputs.nanmean(0).double().numpy()
@@ -739,9 +728,8 @@ def _varying_moments(x: Tensor) -> tuple[NDArray[Any], NDArray[Any]]:
 
     The weights of a network for them are random numbers, because training does not change them.
     """
-    (mean, std), values = moments(x), x.flatten(0, -2).numpy()
-    low, high = np.fmin.reduce(values), np.fmax.reduce(values)
-    return np.where(np.isnan(low), np.nan, mean), np.where(high - low > 1e-12 * abs(mean), std, np.inf)
+    mean, std = moments(x)
+    return mean, np.where(std > 0, std, np.inf)
 
 
 def _wide(decision: NDArray[Any]) -> NDArray[Any]:
