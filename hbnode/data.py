@@ -416,22 +416,19 @@ def from_long(
     if features is not None and variable is None:
         raise ValueError("features= needs variable=, got None. Fix: features=None; values= sets the order of features.")
     used = [id, time, *columns, *statics, *([] if variable is None else [variable])] if isinstance(table, dict) else []
-    sizes = {name: len(_array(_column(table, name), f"column {name!r}")) for name in used}
+    sizes = {name: len(_array(column_of(table, name), f"column {name!r}")) for name in used}
     if len({*sizes.values()}) > 1:
         fix = f"[value] * {max(sizes.values())} for a constant"
         raise ValueError(f"columns must have one entry per row, got lengths {sizes}. Fix: {fix}.")
-    ids, codes = _codes(_column(table, id), id)
-    exact = _exact_times(_column(table, time), f"table[{time!r}]", unit, origin)
+    ids, codes = _codes(column_of(table, id), id)
+    exact = _exact_times(column_of(table, time), f"table[{time!r}]", unit, origin)
     names, feature = columns, np.arange(len(columns))[None]  # feature indices that broadcast to (rows, columns)
     if variable is not None:
-        names, feature = _features(_column(table, variable), variable, features)
+        names, feature = _features(column_of(table, variable), variable, features)
     numbers = _matrix(table, columns, "values")
-    constant = (
-        _in_dtype(_constant(_matrix(table, statics, "static"), codes, ids, statics), dtype, statics)
-        if statics
-        else None
-    )
-
+    constant = None
+    if statics:
+        constant = _in_dtype(_constant(_matrix(table, statics, "static"), codes, ids, statics), dtype, statics)
     feature = np.broadcast_to(feature, numbers.shape)
     order = np.lexsort((exact, codes))
     order = order[feature[order, 0] >= 0]
@@ -479,7 +476,7 @@ def _in_dtype(values: NDArray[Any], dtype: torch.dtype, names: Sequence[Any]) ->
     return converted
 
 
-def _column(table: Any, name: str) -> Any:
+def column_of(table: Any, name: str) -> Any:
     for has, fix in (("collect", "collect"), ("column_names", "to_pandas")):  # a LazyFrame of polars, pyarrow's table
         if hasattr(table, has):
             raise TypeError(f"table must be a DataFrame, got {type(table).__name__}. Fix: table.{fix}().")
@@ -668,7 +665,7 @@ def _as_numbers(values: Any, name: str) -> Tensor:
 
 def _matrix(table: Any, names: list[Any], argument: str) -> NDArray[Any]:
     """Return columns of numbers as (rows, columns)."""
-    columns = {name: _array(_column(table, name), f"column {name!r}") for name in names}
+    columns = {name: _array(column_of(table, name), f"column {name!r}") for name in names}
     wrong = [name for name, column in columns.items() if kind_of(column)]
     rest = [name for name in names if name not in wrong]
     fix = "codes or pandas.get_dummies for categories, differences from another date for dates"
@@ -826,13 +823,11 @@ def collate(items: Sequence[Series] | Sequence[tuple[Series, Any]]) -> Series | 
     """
     if not items:
         raise ValueError("there are no items. Fix: a batch of at least one item.")
-    for item in items:
-        is_pair = isinstance(item, (tuple, list)) and len(item) == 2 and isinstance(item[0], Series)
-        if not isinstance(item, Series) and not is_pair:
-            name = type(item).__name__
-            raise TypeError(f"an item must be Series, or (series, target), got {name}. Fix: collate([dataset[0]]).")
-    series = [item if isinstance(item, Series) else item[0] for item in items]
-    targets = [item[1] for item in items if not isinstance(item, Series)]
+    pairs = [item if isinstance(item, (tuple, list)) and len(item) == 2 else (item,) for item in items]
+    series, targets = [each[0] for each in pairs], [each[1] for each in pairs if len(each) == 2]
+    strange = [type(item).__name__ for item, one in zip(items, series, strict=True) if not isinstance(one, Series)]
+    if strange:
+        raise TypeError(f"an item must be Series, or (series, target), got {strange[0]}. Fix: collate([dataset[0]]).")
     if len(targets) not in (0, len(series)):
         raise ValueError(
             f"all items must have a target, or none, got {len(targets)} targets of {len(series)} series. "
@@ -851,9 +846,9 @@ def collate(items: Sequence[Series] | Sequence[tuple[Series, Any]]) -> Series | 
             f"series of one batch must have one unit and origin of time, got {sorted(axes, key=str)}. Fix: the same "
             "unit= and origin= in each from_long."
         )
-    short = [max(each.x.shape[1] for each in series) - one.x.shape[1] for one in series]
-    x, mask, t = [], [], []
-    for one, missing in zip(series, short, strict=True):
+    total, x, mask, t = max(one.x.shape[1] for one in series), [], [], []
+    for one in series:
+        missing = total - one.x.shape[1]
         x.append(pad(one.x, (0, 0, 0, missing), value=torch.nan))
         mask.append(pad(one.mask, (0, 0, 0, missing)))
         t.append(pad(one.t, (0, missing), value=-torch.inf))
@@ -861,11 +856,9 @@ def collate(items: Sequence[Series] | Sequence[tuple[Series, Any]]) -> Series | 
     times = torch.cat(t).cummax(1).values.nan_to_num(neginf=0.0)
     parts = torch.cat(x), times, torch.cat(mask), torch.cat([one.lengths for one in series]), static
     batch = _finite(Series(*parts, ids, features, statics, *axes.pop()))
-    return (
-        (batch, torch.stack([to_tensor(x, "a target", "one number per series", None, None) for x in targets]))
-        if targets
-        else batch
-    )
+    if not targets:
+        return batch
+    return batch, torch.stack([to_tensor(x, "a target", "one number per series", None, None) for x in targets])
 
 
 def _most_named(series: Sequence[Series], name: str) -> list[Any]:
@@ -1025,7 +1018,7 @@ def as_series(
             _exact_times(t, f"data[{i}][0]", unit, origin) if len(t) else np.zeros(0) for i, (t, _) in enumerate(data)
         ]
         given = enumerate(zip(exact, data, strict=True))
-        kinds = {("mM".find(t.dtype.kind), any(zones_of(of).values())): i for i, (t, (of, _)) in given if len(t)}
+        kinds = {("mM".find(t.dtype.kind), has_zone([one])): i for i, (t, one) in given if len(t)}
         if len(kinds) > 1:
             raise TypeError(
                 "times must be numbers in all series, or dates in all, with a time zone in all or in none, got both in "

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import os
-import pickle
 import warnings
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,11 +16,22 @@ from torch.utils.data import DataLoader
 from typing_extensions import Self
 
 from hbnode._checks import as_count, level_of_user
-from hbnode.data import Series, aligned, bucketed_batches, by_id, check_zone, has_zone, is_table, observed, on_clock
+from hbnode.data import (
+    Series,
+    aligned,
+    bucketed_batches,
+    by_id,
+    check_zone,
+    column_of,
+    has_zone,
+    is_table,
+    observed,
+    on_clock,
+)
 from hbnode.estimators.networks import BATCH, SeriesNetwork
 from hbnode.features import checked
 from hbnode.nn import Standardize
-from hbnode.training import train
+from hbnode.training import stored_in, train, write_whole
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -108,7 +116,9 @@ class SeriesEstimator(BaseEstimator):
         wanted = [self.static] if isinstance(self.static, str) else list(() if self.static is None else self.static)
         if reset:
             self.levels_: dict[str, list[str]] = {}
-        _no_index(table, (*self._keys, *wanted))
+        for name in (*self._keys, *wanted):
+            if name is not None:
+                column_of(table, name)  # which must not be in the index
         columns, names = {name: table[name] for name in getattr(table, "columns", table)}, []
         for name in wanted:
             if name not in columns or (name not in self.levels_ if not reset else not _is_category(columns[name])):
@@ -199,14 +209,7 @@ class SeriesEstimator(BaseEstimator):
         rest |= {name: list(rest[name]) for name in of_index}
         networks = [(each.config, each.cpu().state_dict()) for each in getattr(self, "networks_", ())]
         entries = torch.frombuffer(bytearray(skops.io.dumps(rest)), dtype=torch.uint8)
-        buffer = io.BytesIO()
-        torch.save({"format": FORMAT, "kind": type(self).__name__, "rest": entries, "networks": networks}, buffer)
-        partial = Path(f"{path}.partial")
-        try:
-            partial.write_bytes(buffer.getvalue())
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+        write_whole({"format": FORMAT, "kind": type(self).__name__, "rest": entries, "networks": networks}, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -222,11 +225,8 @@ class SeriesEstimator(BaseEstimator):
         """
         import skops.io
 
-        try:
-            stored = torch.load(path, weights_only=True)
-        except (RuntimeError, pickle.UnpicklingError, EOFError, LookupError, ValueError):
-            stored = None  # no file of torch, or a part of one
-        if not isinstance(stored, dict) or stored.get("format") != FORMAT:
+        stored = stored_in(path)
+        if stored.get("format") != FORMAT:
             raise ValueError(f"{path} must be a file made by save, whole and of this version. Fix: save it again.")
         if stored["kind"] != cls.__name__:
             kind = stored["kind"]
@@ -280,14 +280,6 @@ def moments(x: torch.Tensor) -> tuple[NDArray[Any], NDArray[Any]]:
 def _width(data: Any, series: Series) -> int:
     """Return the number of columns of a 2-D array, which scikit-learn calls features, else of channels."""
     return data.shape[1] if isinstance(data, np.ndarray) and data.ndim == 2 else len(series.features)
-
-
-def _no_index(table: Any, names: Sequence[Any]) -> None:
-    """Raise KeyError if a column of a DataFrame is in its index."""
-    index = [name for name in getattr(getattr(table, "index", None), "names", ()) if name is not None]
-    lost = [name for name in names if name in index and name not in table.columns]
-    if lost:
-        raise KeyError(f"the table has {lost[0]!r} in its index, not in a column. Fix: table.reset_index().")
 
 
 def _tells(column: NDArray[Any], targets: NDArray[Any]) -> bool:
