@@ -889,20 +889,17 @@ class BucketedBatches(Sampler[list[int]]):
         return whole + (rest > 0 and not self.drop_last)
 
     def __iter__(self) -> Iterator[list[int]]:
-        count, size = len(self.lengths), self.batch_size
-        if not self.shuffle:
-            order = sorted(range(count), key=self.lengths.__getitem__)
-            yield from [order[i : i + size] for i in range(0, count, size)][: len(self)]
-            return
-        order = torch.randperm(count, generator=self.generator).tolist()
-        order = order[: len(self) * size]  # with drop_last, a random remainder is dropped
-        pools = [order[i : i + POOL * size] for i in range(0, len(order), POOL * size)]
+        pools, size = [list(range(len(self.lengths)))], self.batch_size
+        if self.shuffle:
+            order = torch.randperm(len(self.lengths), generator=self.generator).tolist()
+            order = order[: len(self) * size]  # with drop_last, a random remainder is dropped
+            pools = [order[i : i + POOL * size] for i in range(0, len(order), POOL * size)]
         batches = []
         for pool in pools:
             pool.sort(key=self.lengths.__getitem__)
             batches += [pool[i : i + size] for i in range(0, len(pool), size)]
-        for i in torch.randperm(len(batches), generator=self.generator).tolist():
-            yield batches[i]
+        places = torch.randperm(len(batches), generator=self.generator).tolist() if self.shuffle else range(len(self))
+        yield from [batches[i] for i in places]
 
 
 def bucketed_batches(

@@ -679,7 +679,8 @@ class RocketFeatures(_Transformer):
     Raises:
         ImportError: if aeon is not installed.
         ValueError: if the series do not have the channels, the static features or the unit of time of those in fit,
-            have infinite values, or lie outside of the times of fit.
+            have infinite values, lie outside of the times of fit, or have dates with a time zone and those of fit have
+            none, or the reverse.
 
     Example:
         >>> from hbnode.features import RocketFeatures
@@ -833,6 +834,6 @@ def grid_of(grid: Any, series: Series) -> tuple[Array, tuple[float, float]]:
                 f"grid must be at least {_SHORTEST} increasing times, got {grid!r}. Fix: grid={_SHORTEST}."
             )
         return points, (min(points[0], times[0]), max(points[-1], times[-1]))
-    most = min(_LONGEST, 16 * series.x.shape[1])
+    most = min(_LONGEST, 16 * int(series.lengths.max()))
     count = min(len(times), most) if grid is None else as_count(grid, "grid", _SHORTEST)
     return np.linspace(times[0], times[-1], max(_SHORTEST, count)), (times[0], times[-1])

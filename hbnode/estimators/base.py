@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 TRUSTED = ("hbnode.", "sklearn.", "aeon.", "torch.device")  # packages whose classes a file may contain
-FORMAT = 2  # of files
+FORMAT = 3  # of files
 STEPS = 8  # least batches in an epoch, of four series or more
 
 

@@ -417,7 +417,8 @@ class SeriesClassifier(ClassifierMixin, _SeriesModel):
             ``"balanced"``: the inverse of the share of each class. Default: ``None``
         clock: ``"relative"``: times count from the first sample of each series, with or without a value.
             ``"absolute"``: they count from their date or their zero, so that the hour of an event can matter. Then
-            later series must lie within the times that ``fit`` saw. None: dates are relative. Numbers and durations are
+            later series must lie within the times that ``fit`` saw, and their dates have a time zone if those in
+            ``fit`` have one, else none. None: dates are relative. Numbers and durations are
             absolute if the series in ``fit`` start together, which is if their starts are no farther apart than the
             longest series; else they are relative. With both, a series that is in part outside the times of ``fit``
             gives a warning. Default: ``None``

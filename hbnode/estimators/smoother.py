@@ -118,7 +118,8 @@ class OscillatorSmoother(BaseEstimator):
 
     A channel whose training values are all equal, or are one value, is taken as constant, and the mean of one without
     any is NaN. All of these have infinite standard deviations, because the data show no spread. Times count from
-    ``unit`` and ``origin`` as in the training data. Other series are refused.
+    ``unit`` and ``origin`` as in the training data. Other series are refused. With a shared mean, so are dates with a
+    time zone if those of the training data have none, or the reverse.
 
     Attributes:
         is_shared_: which channels have a shared mean, (channels,).
@@ -291,7 +292,7 @@ class OscillatorSmoother(BaseEstimator):
         data = self._checked(series)
         at = self._times(data, grid)
         mean, std, error = self._smoothed(data, at)
-        drawn = self._drawn(data, at, as_count(paths, "paths")).numpy() if paths else None
+        drawn = self._drawn(data, at, mean, as_count(paths, "paths")).numpy() if paths else None
         means = self._clipped(mean)
         if self.keep_observed:
             means = _with_observed(means, at, data)
@@ -460,8 +461,8 @@ class OscillatorSmoother(BaseEstimator):
         return self._clipped(self._in_units(z.squeeze(-1), data.t))
 
     @torch.no_grad()
-    def _drawn(self, data: Series, at: Tensor, paths: int) -> Tensor:
-        """Return draws of the signal, (paths, batch, channels, K)."""
+    def _drawn(self, data: Series, at: Tensor, mean: Tensor, paths: int) -> Tensor:
+        """Return draws of the signal with a mean, (paths, batch, channels, K)."""
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         generator, layer, rows = torch.Generator().manual_seed(seed), self.layer_, self._rows(data)
         drawn = [
@@ -469,7 +470,7 @@ class OscillatorSmoother(BaseEstimator):
             for each, times in _parts(rows, at, paths)
         ]
         found = self._in_units(torch.cat(drawn, 1).squeeze(-1), at)
-        mean, spread = self._smoothed(data, at)[0], self._spread(rows).unflatten(0, (len(data), -1)).unsqueeze(-1)
+        spread = self._spread(rows).unflatten(0, (len(data), -1)).unsqueeze(-1)
         return mean + (found - mean) * spread
 
     @torch.no_grad()
