@@ -113,7 +113,8 @@ class _Transformer(TransformerMixin, BaseEstimator):
                 "Fix: hbnode.data.from_long(table, id=..., time=..., values=...); table.to_numpy() for one series in "
                 "each row."
             )
-        series = observed(checked(data))
+        data = checked(data)
+        series = observed(data)
         channels = series.x.shape[2]
         if not len(series):
             raise ValueError("X must have at least one series, got none. Fix: leave the call out.")

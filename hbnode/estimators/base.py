@@ -86,7 +86,8 @@ class SeriesEstimator(BaseEstimator):
             data, names["static"] = self._encoded(data, reset)
             if not reset:
                 names["values"] = self.features_
-        series, zone = observed(checked(data), **names), has_zone(data, time)
+        data = checked(data)
+        series, zone = observed(data, **names), has_zone(data, time)
         static = list(series.static_features)
         if has_columns and series.static is not None:
             levels = {f"{name}={level}" for name in self.levels_ for level in self.levels_[name]}
