@@ -249,6 +249,24 @@ def test_dates_count_from_the_first_sample_of_each_series(model):
         absolute.predict(dated(series, "2024-02-01"))
 
 
+@pytest.mark.parametrize(("zone", "other"), [(None, "UTC"), ("Asia/Tokyo", None)])
+@pytest.mark.parametrize("kind", [SeriesClassifier, SeriesRegressor, RocketFeatures])
+def test_dates_that_count_have_a_time_zone_as_in_fit_or_none(kind, zone, other):
+    series, labels = bumps(10)
+    options = {"num_features": 84} if kind is RocketFeatures else {"model": "features", "clock": "absolute"}
+    model = kind(random_state=0, **options).fit(dated(series, "2024-01-01", zone), labels)
+    answer = model.transform if kind is RocketFeatures else model.predict
+    with pytest.raises(ValueError, match=f"with{'out' if zone is None else ''} a time zone, as in fit") as error:
+        answer(dated(series, "2024-01-01", other))
+    fix = str(error.value).split("Fix: ")[1].removesuffix(".")
+    fixed = [(eval(fix, {"pandas": pandas, "dates": t}), x) for t, x in dated(series, "2024-01-01", other)]
+    assert {str(t.tz) for t, _ in fixed} == {"None" if zone is None else "UTC"}
+    if zone is None:
+        numpy.testing.assert_array_equal(answer(fixed), answer(dated(series, "2024-01-01")))
+        relative = small("features").fit(dated(series, "2024-01-01"), labels)
+        assert relative.score(dated(series, "2024-01-01", other), labels) == 1.0
+
+
 @pytest.mark.parametrize("unit", [None, "s"])
 def test_numbers_and_durations_outside_those_of_fit_raise_or_warn(unit):
     series, labels = bumps()
