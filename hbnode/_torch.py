@@ -262,7 +262,7 @@ def root_mean_square(x: Tensor, dims: Sequence[int]) -> Tensor:
     if dtype == torch.float64 or not count:
         return torch.linalg.vector_norm(x, dim=dims, dtype=dtype) / math.sqrt(max(count, 1))
     x = x.to(dtype)
-    largest = x.abs().amax(dims, keepdim=True)
+    largest = x.abs().amax(tuple(dims), keepdim=True)
     largest = torch.where((largest > 0) & largest.isfinite(), largest, 1.0)
     return torch.linalg.vector_norm(x / largest, dim=dims) / math.sqrt(count) * largest.squeeze(tuple(dims))
 
