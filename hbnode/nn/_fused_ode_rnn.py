@@ -827,7 +827,11 @@ def fuse(layer: Any, s: Tensor, times: Tensor, solver: Solver) -> FusedODERNN | 
     if settings.steps is None:  # chosen on the host, with a tolerance that the dtype can represent
         is_possible = is_cpu and settings.rtol >= torch.finfo(s.dtype).eps
     else:
-        needed = torch.ones(1) if solver.step_size is None else steps_needed(times.double(), solver.step_size)
+        needed = (
+            torch.ones(1)
+            if solver.step_size is None
+            else steps_needed(times.to("cpu", torch.float64), solver.step_size)
+        )
         is_possible = bool((needed <= settings.max_steps).all())
     is_force, damping = METHODS[name].rows == 2, field.damping if kind in (HBNODE, GHBNODE) else 0.0
     if is_force:

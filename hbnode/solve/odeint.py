@@ -645,7 +645,7 @@ def checked_times(t: Times, device: torch.device, *, rows: bool, dtype: torch.dt
         )
     if dtype is not None:
         check_resolution(values, dtype)
-    return t.cpu() if rows else t.to(device)
+    return t.cpu() if rows else _torch.to_device(t, device)
 
 
 def check_resolution(times: np.ndarray, dtype: torch.dtype) -> None:

@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from hbnode import _torch
 from hbnode._checks import nearest
 from hbnode._torch import backward_pass
 from hbnode._tree import State, all_finite, is_finite, parts
@@ -224,7 +225,7 @@ class CountedField:
 
     def _begin_step(self, t0: Tensor, y0: State, dt: Tensor, what: str) -> None:
         """Raise an error if the state is not finite, the step is too small, or there are too many steps."""
-        numbers = [x.double().reshape(()) for x in (dt, all_finite(y0), (t0 + dt == t0) | (t0 - dt == t0))]
+        numbers = [x.to(dt).reshape(()) for x in (dt, all_finite(y0), (t0 + dt == t0) | (t0 - dt == t0))]
         self.step_size, finite, stuck = torch.stack(numbers).tolist()  # with one synchronisation
         is_adaptive = self.of_name.kind == "adaptive"
         if not finite or (is_adaptive and self.step_size == 0):  # a NaN error estimate gives step size 0
@@ -304,6 +305,8 @@ def checked_options(settings: Settings, t: Tensor) -> dict[str, Any]:
         options["perturb"] = True  # stages at the ends of a step are just inside it
     elif jumps:
         options["jump_t"] = torch.tensor(jumps, dtype=t.dtype, device=t.device)
+    if of_name.kind == "adaptive":  # torchdiffeq's own is float64
+        options.setdefault("dtype", _torch.widest(t.device))
     if exact and of_name.kind == "adaptive":  # torchdiffeq rejects step times that are jumps
         options["step_t"] = t[~torch.isin(t, options["jump_t"].to(t))] if "jump_t" in options else t
     return options
