@@ -90,7 +90,7 @@ def monthly(count=96):
 def test_statsforecast_is_called_as_it_is(tmp_path):
     models = pytest.importorskip("statsforecast.models")
     table, ahead = monthly(), [pandas.Timestamp(each) for each in pandas.date_range("2008-01-01", periods=6, freq="MS")]
-    names = [models.AutoETS(12), models.AutoTheta(12), models.MSTL(12), models.AutoARIMA(season_length=12)]
+    names = [models.AutoETS(12), models.AutoTheta(12), models.MSTL(12)]
     expected = numpy.median([each.forecast(table["y"].to_numpy(), 6)["mean"] for each in names], 0)
     model = SeriesForecaster("statsforecast", id="id", time="time", random_state=0).fit(table)
     assert model.predict(table, ahead)["mean"].to_numpy() == pytest.approx(expected, rel=1e-6)
