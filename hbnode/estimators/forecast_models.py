@@ -17,7 +17,7 @@ from typing_extensions import Self, override
 
 from hbnode._tree import record
 from hbnode.data import Series
-from hbnode.estimators.seasonal import lagged, seasons_of, usual_gap
+from hbnode.estimators.seasonal import gaps_and_seasons, lagged
 from hbnode.estimators.smoother import OscillatorSmoother
 
 if TYPE_CHECKING:
@@ -326,8 +326,7 @@ class Boosting:
         gaps = series.t.diff()[torch.arange(1, series.t.shape[1]) < series.lengths.unsqueeze(1)]
         gaps = gaps[gaps > 0]
         self.gap, self.is_panel = float(gaps.median()) if len(gaps) else 1.0, len(series) >= FEW
-        usual = [usual_gap(series, channel) for channel in range(series.x.shape[2])]
-        self.seasons = [[gap * each for each in seasons_of(series, c, gap)] for c, gap in enumerate(usual)]
+        self.seasons = [[gap * each for each in found] for gap, found in zip(*gaps_and_seasons(series), strict=True)]
         last, _, *inputs = asked.over(lambda past, dt: (*last_values(past), *self._inputs(past, dt)))
         places = asked.row % FOLDS if self.is_panel else torch.arange(len(asked)) * FOLDS // len(asked)
         self.trees, folds = [], places.numpy()  # halves of the series, which are in order, or of the time

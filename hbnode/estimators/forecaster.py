@@ -77,9 +77,10 @@ class SeriesForecaster(SeriesEstimator):
     the final model errs as those that did not see the held-out series, and e at similar leads is one distribution.
 
     A model sees each column of a series in units of its own past: its median, and the size of its steps. Both are
-    shrunk to those of all series, entirely if the series differ by chance only. Scores are in units of each series, so
-    that large series do not decide alone. ``"last"``, ``"features"`` and ``"oscillators"`` are also tried in one unit
-    for all series, if there are at most eight columns. ``"seasonal"`` and ``"statsforecast"`` always have one unit.
+    shrunk to those of all series, entirely if the series differ by chance only. Scores are those of pasts with their
+    last values, in units of each series, so that large series do not decide alone. ``"last"``, ``"features"`` and
+    ``"oscillators"`` are also tried in one unit for all series, if there are at most eight columns. ``"seasonal"`` and
+    ``"statsforecast"`` always have one unit.
 
     A band of a level L in percent needs at least L / (100 - L) held-out values: 9 for 90 %, 19 for 95 %, 99 for 99 %.
     With fewer it is infinite, as in the theory of conformal prediction: a finite one would rest on an assumption about
@@ -95,8 +96,8 @@ class SeriesForecaster(SeriesEstimator):
             time zone of the training table, or in UTC if it has none that pandas knows by name; ``"seasonal"``, a
             level, a line that flattens and seasons whose periods are found, for regular and irregular series;
             ``"oscillators"``, a :class:`OscillatorSmoother` for each column; ``"statsforecast"``, the median of
-            AutoETS, AutoTheta, MSTL and AutoARIMA of the package statsforecast, fitted to each series by itself, for
-            regular series; ``"odernn"`` or ``"gru"``, a network that is trained by gradients; ``"auto"``, the one of
+            AutoETS, AutoTheta and MSTL of the package statsforecast, fitted to each series by itself, for regular
+            series; ``"odernn"`` or ``"gru"``, a network that is trained by gradients; ``"auto"``, the one of
             the first four, or the mean of the best two, with the least continuous ranked probability score on held-out
             series. ``"statsforecast"`` is compared too if it is installed, and the series are regular and have at most
             20,000 values together. With more than eight columns, only the first two are compared, in own units, and
@@ -220,13 +221,15 @@ class SeriesForecaster(SeriesEstimator):
         if self.model == "auto" and is_held and not is_wide and StatsForecast.admits(series):
             names += ("statsforecast",)
         scale = self.units_(test.series)[1][test.row]  # of each series, so that all weigh the same
+        is_scored = (test.lost == 0).all(1) & test.values.isfinite().any(-1).any(-1)  # as forecasts are asked for
+        is_scored |= ~is_scored.any()
 
         def tested(model: Any, train: Series, test: Questions) -> tuple[Any, Tensor, Tensor]:
             model = self._fitted(model, train, self._asked(train, random, ahead), test, random)
             return model, *test.over(lambda past, dt: self._forecast(model, past, dt))
 
         def score(found: tuple[Any, Tensor, Tensor]) -> float:
-            return _score(found[1] / scale, found[2] / scale, test.values / scale)
+            return _score(*((each / scale)[is_scored] for each in (*found[1:], test.values)))
 
         found = {
             name: min((tested(model, trains[0], test) for model in self._models(name, is_wide)), key=score)

@@ -70,16 +70,14 @@ class Seasonal:
         self.zero = zero
 
     def fit(self, series: Series, asked: Any, seed: int) -> Self:
-        self.gaps, self.scales, self.seasons = list[float](), list[float](), list[list[float]]()
-        self.kinds: list[list[tuple[Any, ...]]] = []
-        for channel in range(series.x.shape[2]):
-            self.gaps.append(usual_gap(series, channel))
-            u, y, known, *_ = observed(series, channel, self.gaps[-1])
+        self.gaps, self.seasons = gaps_and_seasons(series)
+        self.scales, self.kinds = list[float](), list[list[tuple[Any, ...]]]()
+        for channel, gap in enumerate(self.gaps):
+            u, y, known, *_ = observed(series, channel, gap)
             spread = np.array([value[here].std() for value, here in zip(y, known, strict=True) if here.any()])
             self.scales.append(float(np.median(spread[spread > 0])) if spread.any() else 1.0)
             order = np.argsort(-known.sum(1), kind="stable")
             rows = order[: 1 + int(np.searchsorted(np.cumsum(known.sum(1)[order]), LEARNED))]
-            self.seasons.append(seasons_of(series, channel, self.gaps[-1]))
             self.kinds.append(self._chosen(channel, u[rows], y[rows], known[rows]))
         return self
 
@@ -311,6 +309,12 @@ def fourier(u: NDArray[Any], frequency: NDArray[Any]) -> NDArray[Any]:
     return np.concatenate([np.sin(angle), np.cos(angle)], -1)
 
 
+def gaps_and_seasons(series: Series) -> tuple[list[float], list[list[float]]]:
+    """Return the usual gap of each channel, and its periods in usual gaps."""
+    gaps = [usual_gap(series, channel) for channel in range(series.x.shape[2])]
+    return gaps, [seasons_of(series, channel, gap) for channel, gap in enumerate(gaps)]
+
+
 def seasons_of(series: Series, channel: int, gap: float) -> list[float]:
     """Return the periods of a channel in usual gaps, from its longest series."""
     u, y, known, _, is_regular, _ = observed(series, channel, gap)
@@ -426,8 +430,7 @@ class StatsForecast:
 
     def fit(self, series: Series, asked: Any, seed: int) -> Self:
         statsforecast_models()
-        self.gaps = [usual_gap(series, channel) for channel in range(series.x.shape[2])]
-        found = [seasons_of(series, channel, gap) for channel, gap in enumerate(self.gaps)]
+        self.gaps, found = gaps_and_seasons(series)
         self.seasons = [sorted({max(2, round(period)) for period in each}) for each in found]
         return self
 
