@@ -88,7 +88,7 @@ def test_the_season_of_the_calendar_needs_no_proof(step, period):
     grown = numpy.exp(0.3 * k / period + 0.5 * numpy.sin(2 * numpy.pi * k / period))
     for y in (grown, numpy.random.default_rng(0).normal(size=len(k))):
         model = SeriesForecaster("seasonal", time="time", level=50, random_state=0)
-        model.fit(pandas.DataFrame({"time": times[:-period], "y": y[:-period]}))
+        model.fit(pandas.DataFrame({"time": times[:-period], "y": y[:-period]}), horizon=list(times[-period:]))
         assert model.fitted_.seasons == [[period]]
         if y is grown:
             found = model.predict(ahead=list(times[-period:]))["mean"]
