@@ -244,7 +244,8 @@ class SeriesForecaster(SeriesEstimator):
             self.cv_loss_[pair] = score(found[pair])
         self.model_ = min(self.cv_loss_, key=self.cv_loss_.__getitem__)
         model, *forecast = found[self.model_]
-        results, is_network = [forecast], self.model_ in NETWORKS
+        results: list[Any] = [forecast]
+        is_network = self.model_ in NETWORKS
         if not is_network:  # whose training ends by the held-out values
             few = slice(1, None if len(whole) < MANY else 1)
             results += [tested(model, *each)[1:] for each in zip(trains[few], tests[few], strict=True)]
@@ -594,7 +595,7 @@ class SeriesForecaster(SeriesEstimator):
         if name in NETWORKS:
             return [name]
         units = [self.units_] if is_wide or not self.units_.is_own else [self.units_, Units(len(self.mean_))]
-        kinds = {"last": LastValue, "features": partial(Boosting, self.zone_), "oscillators": Smoothing}
+        kinds: dict[str, Any] = {"last": LastValue, "features": partial(Boosting, self.zone_), "oscillators": Smoothing}
         return [InUnits(kinds[name](), each) for each in units]
 
     @kept_random_state()
@@ -608,7 +609,7 @@ class SeriesForecaster(SeriesEstimator):
         name = model
         asked, held_out = asked.in_units(self.units_), held_out.in_units(self.units_)
         device, networks, parts = self.device or "cpu", [], torch.arange(len(held_out)).split(PART)
-        config = config_of(self.units_.scaled(train), name, 1, self.hidden_size, self.dropout)  # type: ignore[arg-type]
+        config = config_of(self.units_.scaled(train), name, 1, self.hidden_size, self.dropout)
         for member in range(self.n_members):
             torch.manual_seed(seed + member)
             network = trained(
