@@ -99,9 +99,9 @@ class SeriesForecaster(SeriesEstimator):
             AutoETS, AutoTheta and MSTL of the package statsforecast, fitted to each series by itself, for regular
             series; ``"odernn"`` or ``"gru"``, a network that is trained by gradients; ``"auto"``, the one of
             the first four, or the mean of the best two, with the least continuous ranked probability score on held-out
-            series. ``"statsforecast"`` replaces ``"oscillators"`` if it is installed, and the series are regular and have at most
-            20,000 values together. With more than eight columns, only the first two are compared, in own units, and
-            the trees learn from fewer values of each column, to save time. Default: ``"auto"``
+            series. ``"statsforecast"`` replaces ``"oscillators"`` if it is installed, and the series are regular and
+            have at most 20,000 values together. With more than eight columns, only the first two are compared, in own
+            units, and the trees learn from fewer values of each column, to save time. Default: ``"auto"``
         id: for a table in long form, the column that identifies the series. None for a table of one series.
             Default: ``None``
         time: for a table, the column of times: numbers, durations or dates. None takes the index of a pandas Series, or
