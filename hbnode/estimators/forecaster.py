@@ -224,15 +224,17 @@ class SeriesForecaster(SeriesEstimator):
         is_scored = (test.lost == 0).all(1) & test.values.isfinite().any(-1).any(-1)  # as forecasts are asked for
         is_scored |= ~is_scored.any()
 
-        def tested(model: Any, train: Series, test: Questions) -> tuple[Any, Tensor, Tensor]:
-            model = self._fitted(model, train, self._asked(train, random, ahead), test, random)
+        asked = self._asked(trains[0], random, ahead)
+
+        def tested(model: Any, train: Series, asked: Questions, test: Questions) -> tuple[Any, Tensor, Tensor]:
+            model = self._fitted(model, train, asked, test, random)
             return model, *test.over(lambda past, dt: self._forecast(model, past, dt))
 
         def score(found: tuple[Any, Tensor, Tensor]) -> float:
             return _score(*((each / scale)[is_scored] for each in (*found[1:], test.values)))
 
         found = {
-            name: min((tested(model, trains[0], test) for model in self._models(name, is_wide)), key=score)
+            name: min((tested(model, trains[0], asked, test) for model in self._models(name, is_wide)), key=score)
             for name in names
         }
         self.cv_loss_ = {name: score(each) for name, each in found.items()}
@@ -248,7 +250,8 @@ class SeriesForecaster(SeriesEstimator):
         is_network = self.model_ in NETWORKS
         if not is_network:  # whose training ends by the held-out values
             few = slice(1, None if len(whole) < MANY else 1)
-            results += [tested(model, *each)[1:] for each in zip(trains[few], tests[few], strict=True)]
+            for train, other in zip(trains[few], tests[few], strict=True):
+                results.append(tested(model, train, self._asked(train, random, ahead), other)[1:])
         self._calibrate(tests, results, is_held or self.model_ == "last")
         if is_held and not is_network:
             model = self._fitted(model, series, self._asked(whole, random, ahead), test, random)
