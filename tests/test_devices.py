@@ -217,7 +217,6 @@ def test_no_square_overflows_in_a_root_mean_square():
     torch.testing.assert_close(each, x.square().mean((0, 2)).sqrt())
 
 
-@pytest.mark.xfail(reason="norms and coefficients of solves are float64 on the device", strict=False)
 @pytest.mark.parametrize("options", [{}, {"per_sample": True}, {"steps": 4}, {"method": "dopri5"}], ids=str)
 @pytest.mark.parametrize("damping", [{}, {"damping": 0.3, "learn_damping": False}], ids=["learned", "constant"])
 def test_a_block_trains_on_a_device_without_float64(damping, options):
@@ -234,7 +233,6 @@ def test_a_block_trains_on_a_device_without_float64(damping, options):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.xfail(reason="norms and coefficients of solves are float64 on the device", strict=False)
 @pytest.mark.parametrize("per_sample", [True, False])
 @pytest.mark.parametrize("field", ["node", "hbnode", "ghbnode"])
 def test_an_ode_rnn_trains_on_a_device_without_float64(field, per_sample):
