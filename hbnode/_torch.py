@@ -257,10 +257,11 @@ def root_mean_square(x: Tensor, dims: Sequence[int]) -> Tensor:
 
     The sums are in float64. On a device without it they are in float32, of x divided by its largest magnitude.
     """
-    count = math.prod(x.shape[dim] for dim in dims)
     dtype = widest(x.device)
-    if dtype == torch.float64 or not count:
-        return torch.linalg.vector_norm(x, dim=dims, dtype=dtype) / math.sqrt(max(count, 1))
+    norm = torch.linalg.vector_norm(x, dim=dims, dtype=dtype)
+    count = max(x.numel() // max(norm.numel(), 1), 1)
+    if dtype == torch.float64 or not x.numel():
+        return norm / math.sqrt(count)
     x = x.to(dtype)
     largest = x.abs().amax(tuple(dims), keepdim=True)
     largest = torch.where((largest > 0) & largest.isfinite(), largest, 1.0)

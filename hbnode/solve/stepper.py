@@ -108,9 +108,7 @@ class Stepper:
     noise: Callable[[int], Tensor] | None = None
     program: Callable[..., Any] | None = None
     has_events: bool = False
-    latest: list[Any] = field(
-        init=False, default_factory=functools.partial(list, [None] * 3)
-    )  # the last size, error and coefficients
+    latest: list[Any] = field(init=False, default_factory=list)  # the last step size, error flag and coefficients
 
     @classmethod
     def of(cls, term: ODETerm, method: Method, settings: Settings, gamma: Any = None, **others: Any) -> Self:
@@ -153,7 +151,7 @@ class Stepper:
         Both are differentiable in γ and the times.
         """
         method, size, theta, lanes = self.method, attempt.size, attempt.theta, attempt.lanes
-        last_size, error, coefficients = self.latest
+        last_size, error, coefficients = self.latest or (None, None, None)
         if isinstance(size, Tensor) or error != attempt.error or (last_size is not size and (last_size != size).any()):
             packed = self.of_gamma(functools.partial(method.packed, error=attempt.error), size)
             coefficients = method.unpack(packed, self.term.dims_of_row, error=attempt.error)
@@ -280,8 +278,8 @@ class Stepper:
         with torch.no_grad():
             scale = torch.maximum(torch.stack(before[:n]).abs(), torch.stack(after[:n]).abs())
             x = error / scale.mul_(self.rtol).add_(self.atol)
-            dims = [dim for dim in range(x.dim()) if dim != 1 or self.term.lanes is None]
-            norms = [_torch.root_mean_square(x[..., group], dims) for group in self.term.error_groups]
+            dims, groups = self.term.dims_of_norm, self.term.error_groups
+            norms = [_torch.root_mean_square(x[..., group], dims) for group in groups]
             ratio = to_host(norms[0] if len(norms) == 1 else torch.stack(norms).amax(0))
         return np.where(np.isfinite(ratio), ratio, np.inf)
 
