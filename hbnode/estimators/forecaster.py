@@ -99,8 +99,8 @@ class SeriesForecaster(SeriesEstimator):
             AutoETS, AutoTheta and MSTL of the package statsforecast, fitted to each series by itself, for regular
             series; ``"odernn"`` or ``"gru"``, a network that is trained by gradients; ``"auto"``, the one of
             the first four, or the mean of the best two, with the least continuous ranked probability score on held-out
-            series. ``"statsforecast"`` replaces ``"oscillators"`` if it is installed, and the series are regular and
-            have at most 20,000 values together. With more than eight columns, only the first two are compared, in own
+            series. ``"statsforecast"`` is compared too if it is installed, and the series are regular and have at most
+            20,000 values together. With more than eight columns, only the first two are compared, in own
             units, and the trees learn from fewer values of each column, to save time. Default: ``"auto"``
         id: for a table in long form, the column that identifies the series. None for a table of one series.
             Default: ``None``
@@ -218,7 +218,7 @@ class SeriesForecaster(SeriesEstimator):
         trains[0] = trains[0] if is_held else series
         names: Any = CHEAP[: (2 if is_wide else None) if is_held else 1] if self.model == "auto" else (self.model,)
         if self.model == "auto" and is_held and not is_wide and StatsForecast.admits(series):
-            names = (*CHEAP[:-1], "statsforecast")  # instead of the oscillators, which are slower
+            names = (*CHEAP, "statsforecast")
         scale = self.units_(test.series)[1][test.row]  # of each series, so that all weigh the same
         is_scored = (test.lost == 0).all(1) & test.values.isfinite().any(-1).any(-1)  # as forecasts are asked for
         is_scored |= ~is_scored.any()
