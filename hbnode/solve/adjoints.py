@@ -587,7 +587,7 @@ class Adjoint:
             states = list(zip(*trajectory, strict=True))
             states = [start, *states] if setup.end_only else states
             adjoint: Rows = tuple([torch.zeros_like(row) for row in start])
-            sums: Rows = tuple([torch.zeros_like(leaf, dtype=start[0].dtype) for leaf in leaves])
+            sums: Rows = tuple([torch.zeros_like(as_real(leaf.detach()), dtype=start[0].dtype) for leaf in leaves])
             of_t = torch.zeros_like(times)
             for k in reversed(range(1, len(times))):
                 of_output = [g[k - setup.end_only] for g in gradients]
@@ -601,7 +601,10 @@ class Adjoint:
                 adjoint, sums = end[n : 2 * n], end[2 * n :]
             if t.requires_grad:
                 of_t[0] = -augmented.rate(times[0], states[0], adjoint)
-        of_leaves = [x.to(leaf) for x, leaf in zip(sums, leaves, strict=True)]
+        of_leaves = [
+            (torch.view_as_complex(x.clone()) if leaf.is_complex() else x).to(leaf)
+            for x, leaf in zip(sums, leaves, strict=True)
+        ]
         return None, of_t.movedim(0, -1).to(t) if t.requires_grad else None, adjoint, of_leaves
 
 
@@ -634,7 +637,7 @@ class _Augmented:
             value = tuple([pace * v for v in value])
         rest = zip((*y, *self.leaves), gradients, strict=True)
         dense = [torch.zeros_like(x) if g is None else g.to_dense() if g.is_sparse else g for x, g in rest]
-        return (*(v.detach() for v in value), *(g.to(rows[0]) for g in dense))
+        return (*(v.detach() for v in value), *(as_real(g).to(rows[0]) for g in dense))
 
     def rate(self, t: Tensor, rows: Rows, adjoint: Any) -> Tensor:
         """Return the time derivative of a function of the state whose gradient is ``adjoint``."""
@@ -677,6 +680,11 @@ class _Augmented:
             jumps = (abs(begin - grid.begin)[..., None] - grid.jumps) / pace[..., None]
         inside = np.unique(jumps[(jumps > -slack) & (jumps <= length + slack)])
         return inside if inside.size else None
+
+
+def as_real(x: Tensor) -> Tensor:
+    """Return a complex tensor as real numbers, (..., 2), and another one as it is."""
+    return torch.view_as_real(x) if x.is_complex() else x
 
 
 def vjp(outputs: Rows, inputs: list[Tensor], gradients: Rows) -> list[Tensor | None]:

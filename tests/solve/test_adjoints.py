@@ -869,3 +869,23 @@ def test_a_tensor_that_f_kept_when_the_outputs_are_dropped():
     hbnode.odeint(field, torch.ones(1, 3, dtype=torch.float64), [0.0, 1.0], gradient=AGAIN)
     with pytest.raises(RuntimeError, match="outputs of the solve were dropped before the backward pass"):
         kept[-1].sum().backward()
+
+
+@pytest.mark.parametrize("gradient", ["direct", "checkpoint", "adjoint"])
+def test_a_complex_parameter(gradient):
+    """z' = i a z from 1 + i, as two real numbers, has |z(1)|² = 2 exp(-2 Im a)."""
+    a = nn.Parameter(torch.tensor(0.3 + 0.8j, dtype=torch.complex128))
+
+    class Rotation(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = a
+
+        def forward(self, t, y):
+            slope = 1j * self.a * torch.complex(y[:, 0], y[:, 1])
+            return torch.stack([slope.real, slope.imag], -1)
+
+    hbnode.odeint(Rotation(), torch.ones(3, 2).double(), [0.0, 1.0], gradient=gradient, **TIGHT)[
+        -1
+    ].square().sum().backward()
+    assert a.grad.item() == pytest.approx(-12j * math.exp(-1.6), abs=1e-8)
