@@ -93,15 +93,26 @@ class Method:
             self.dense_error_factor = tableau.dense_error_factor
 
     def bind(self, term: Any) -> Self:
-        """Return this method for the rows of a term."""
+        """Return this method with what it needs to know of an :class:`~hbnode.solve.term.ODETerm`.
+
+        A splitting method asks it for the activation σ, and a Rosenbrock method for the shapes of its linear systems.
+        """
         return self
 
     def packed(self, xp: Any, gamma: Array, size: Array, error: bool) -> Array:
-        """Return the coefficients of a step as an array (elements, ...), for γ and sizes that broadcast to (...)."""
+        """Return the coefficients of a step as an array (elements, ...), for γ and sizes that broadcast to (...).
+
+        Both are arrays of NumPy if ``xp`` is NumPy, and float64 tensors if it is torch. The size H is signed; its shape
+        is () for all samples, or (lanes,) and as many further dimensions as a γ per channel has. With ``error`` there
+        are those of the error estimate, too.
+        """
         raise NotImplementedError
 
     def unpack(self, packed: Tensor, dims: int, *, error: bool) -> tuple[Tensor, ...]:
-        """Return the coefficients of :meth:`packed` as :meth:`step` needs them, for rows of ``dims`` dimensions."""
+        """Return the coefficients of :meth:`packed` as :meth:`step` needs them, for rows of ``dims`` dimensions.
+
+        A method of an SDE gets the normal variables of the step after them, as its last coefficient.
+        """
         raise NotImplementedError
 
     def step(

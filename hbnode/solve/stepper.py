@@ -80,7 +80,9 @@ class Taken(NamedTuple):
 
 @dataclass(frozen=True)
 class Stepper:
-    """A term, a method and a damping, with functions of single steps, which change nothing.
+    """A term, a method and a damping, with functions of single steps.
+
+    The functions change nothing but ``latest``, in which equal steps find their coefficients.
 
     Attributes:
         term: the right-hand side.
@@ -89,7 +91,8 @@ class Stepper:
         gamma: the damping γ, a number or a tensor, which is float64 on the CPU unless it is traced.
         number: γ as a Python number, if it is a scalar that can be read from the host; else None.
         rtol, atol: the tolerances.
-        noise: maps the index of a step to its standard normal variables; None for an ODE.
+        noise: maps the index of a fixed step to its standard normal variables, which the step gets as its last
+            coefficient, (normals, ...); None for an ODE.
         program: the compiled step; None if steps are not compiled.
         has_events: whether each step returns the columns of dense output, for the search for events.
         like: a tensor of the shape, dtype and device of the state, without a graph.
@@ -328,9 +331,9 @@ class Setup:
 
     Attributes:
         stepper: the equation and the method.
-        grid: the times.
+        grid: the times, a :class:`~hbnode.solve.grid.Grid`, or a ``TracedGrid`` inside a graph.
         settings: the arguments of :func:`hbnode.odeint`.
-        counts: the number of fixed steps in each output interval.
+        counts: the number of fixed steps in each output interval. Steps are fixed if ``settings.steps`` is not None.
         end_only: whether to return the final state only.
         events: the events of each sample.
         max_nfe: the largest number of function evaluations; None if there is no limit.

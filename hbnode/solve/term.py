@@ -82,6 +82,14 @@ class ODETerm:
     A row has the shape (elements,) if all elements share one step size and one γ. It has the shape (batch, elements) if
     samples have their own steps, and the shape of the state with ``keeps_shape``, or if γ differs between channels.
     ``lanes`` is the number of samples with their own steps, or None if all samples share their steps.
+
+    Attributes:
+        like: the initial state, whose structure and shapes those of later states are.
+        template: its first tensor, whose dtype, device and batch are those of the solve.
+        rows: number of rows.
+        dims: number of dimensions of the tensors of the state, the most of any.
+        dims_of_row: number of dimensions of a row.
+        error_groups: slices of a row with separate error norms.
     """
 
     def __init__(
