@@ -558,3 +558,11 @@ def test_steps_and_the_jumps_in_their_way(method, per_sample):
     assert taken[0][0] == 0.0
     assert taken[-1][1] == pytest.approx(1.0)
     assert all(any(abs(end - jump) < 1e-9 for _, end in taken) for jump in jumps)
+
+
+@pytest.mark.parametrize("method", ["nystrom4", "nystrom6", "nystrom8", "exponential", "tsit5"])
+def test_times_with_gradients_do_not_change_the_values(method):
+    field = hbnode.HBNODE(lambda h: -h, damping=0.3, learn_damping=False)
+    y0, t = (float64(1, 2).view(2, 1), float64(0, 1).view(2, 1)), float64(0, 1, 2.5)
+    found = [hbnode.odeint(field, y0, times, method=method)[0] for times in (t, t.clone().requires_grad_())]
+    torch.testing.assert_close(found[1].detach(), found[0], rtol=0, atol=1e-14)
