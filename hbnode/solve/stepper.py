@@ -140,6 +140,11 @@ class Stepper:
     @property
     def constants(self) -> Tensor:
         """The tensor through which gradients reach the constants of the equation: γ."""
+        return self.damping
+
+    @property
+    def damping(self) -> Tensor:
+        """γ as a tensor, in float64 if it is a number."""
         return self.gamma if isinstance(self.gamma, Tensor) else torch.tensor(self.gamma, dtype=torch.float64)
 
     def with_constants(self, constants: Tensor) -> Self:
@@ -184,7 +189,7 @@ class Stepper:
             return on_host(formula, self.number, args, xp, self.like)
         at = self.like.device if _torch.widest(self.like.device) == torch.float64 else torch.device("cpu")
         args = tuple([(x if isinstance(x, Tensor) else torch.tensor(x)).to(at, torch.float64) for x in args])
-        gamma = torch.as_tensor(gamma).to(at, torch.float64)
+        gamma = self.damping.to(at, torch.float64)
         if gamma.dim() and has_lanes and lanes is not None and len(gamma) > 1:
             gamma = gamma[torch.tensor(lanes, device=at)]
         if gamma.dim():  # its dimensions follow those of lanes or outputs
@@ -259,7 +264,7 @@ class Stepper:
         if not self.term.second_order:
             return state[1:]
         _, m, f = state
-        gamma = torch.as_tensor(self.gamma).to(m)
+        gamma = self.damping.to(m)
         return m, f - gamma * m
 
     # Norms
