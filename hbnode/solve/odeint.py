@@ -599,7 +599,7 @@ def checked_times(t: Times, device: torch.device, *, rows: bool, dtype: torch.dt
     check_order(values, t.dtype)
     if dtype is not None:
         check_resolution(values, dtype)
-    return t.cpu() if rows else t.to(device)
+    return t.cpu() if rows else _torch.to_device(t, device)
 
 
 def as_times(t: Times, device: torch.device) -> Tensor:
