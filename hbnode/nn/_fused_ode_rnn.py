@@ -31,8 +31,9 @@ from hbnode.errors import NonFiniteError
 from hbnode.fields import ANODE, GHBNODE, HBNODE, NODE, SONODE
 from hbnode.nfe import NFE, Tally, open_records
 from hbnode.nn.nets import MLP
-from hbnode.solve.control import FIRST_LOOK, LONGEST_DECAY, NON_FINITE_ATTEMPTS, TOO_MANY, PIController, first_size
-from hbnode.solve.methods import METHODS, NYSTROM, SECOND_ORDER, Explicit, Method, Splitting
+from hbnode.solve.adaptive import FIRST_LOOK, NON_FINITE_ATTEMPTS, TOO_MANY
+from hbnode.solve.control import Clip, PIController, first_size
+from hbnode.solve.methods import METHODS, SECOND_ORDER, Explicit, Method, Splitting
 from hbnode.solve.settings import Settings
 
 Array = np.ndarray
@@ -383,7 +384,7 @@ class FusedODERNN:
         self.xi = torch.as_tensor(layer.field.xi, dtype=s.dtype) if equation.is_bounded else None
         self.gamma = self.damping.detach().cpu()
         self.number = float(self.gamma)
-        self.longest = LONGEST_DECAY / abs(self.number) if name in NYSTROM and self.number else math.inf
+        self.longest = self.method.damping_limit / abs(self.number) if self.number else math.inf
         self.shortest = 4 * np.finfo(float).eps * abs(t).max(initial=0.0)
         self.group: tuple[int, Sequence[Tensor]] = (-1, ())  # number and coefficients of the last group of table rows
 
@@ -464,7 +465,7 @@ class FusedODERNN:
     def adaptive(self, gap: int, y: Tensor, p: Parameters, steps: list[FusedStep], save: bool) -> tuple[Tensor, int]:
         """Append the accepted steps of a gap to ``steps``; return the state at its end and the number of attempts.
 
-        Attempts are accepted or rejected steps. Their sizes are those of :class:`hbnode.solve.control.AdaptiveSteps`
+        Attempts are accepted or rejected steps. Their sizes are those of :class:`hbnode.solve.adaptive.AdaptiveSteps`
         for a field that does not depend on time, which ``fuse`` ensures.
         """
         length, most, common = self.lengths[gap], self.settings.max_steps, not self.settings.per_sample
@@ -483,13 +484,12 @@ class FusedODERNN:
         size, longest = np.minimum(size, self.longest), np.full_like(h, self.longest)
         if common:
             size, longest = least_fraction(size, length), least_fraction(longest, length)
-        now = taken = left = np.zeros_like(h)
-        control = None
+        controller, clip = PIController(self.q, longest), Clip(length)
+        c = controller.start(np, size, h < 0, 0 * h)
         for attempt in range(1, most + 1):
-            number = np.maximum(np.ceil((length - now) / size - 0.05), 1.0)
-            taken = np.where(number == left - 1.0, taken, (length - now) / number)  # keep the size of equal steps
-            left, moves = number, taken > 0
-            if attempt == 1 and (number == 1.0).all():
+            then, c = controller.plan(np, clip, c)
+            taken, moves = c.taken, c.taken > 0
+            if attempt == 1 and (c.left == 1.0).all():
                 step = FusedStep(length, gap)
             elif moves.sum() > FEW * len(moves):
                 step = FusedStep(taken)
@@ -512,16 +512,11 @@ class FusedODERNN:
             if (accepted & moves).any():
                 y = step.end(y, after)
                 steps.append(step if save else step.without_residuals)
-            now = np.where(accepted, np.where(number == 1.0, length, now + taken), now)
-            if (now == length).all():
+            _, c = controller.judge(np, c, then, ratio)
+            if (c.now == length).all():
                 return y, attempt
-            control = control or PIController(self.q, h)
-            new = taken * control.factor(ratio, accepted)
-            is_cut = accepted & (taken < 0.5 * size)  # shortened to end at the gap's end, so it limits no later step
-            new = np.where(is_cut, np.maximum(new, size), new)
-            size = np.where(moves, np.minimum(new, longest), size)
-            is_stuck = ~accepted & ((size < self.shortest) | (control.failures >= NON_FINITE_ATTEMPTS))
-            if is_stuck.any() or (attempt % FIRST_LOOK == 0 and ((length - now) / size).max() > TOO_MANY * most):
+            is_stuck = ~accepted & ((c.size < self.shortest) | (c.failures >= NON_FINITE_ATTEMPTS))
+            if is_stuck.any() or (attempt % FIRST_LOOK == 0 and ((length - c.now) / c.size).max() > TOO_MANY * most):
                 break
         raise FallbackError
 

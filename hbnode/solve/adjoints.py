@@ -22,11 +22,13 @@ from hbnode import _torch
 from hbnode._torch import fast_form, new_sequence_number, random_state, saved_tensors, sequence_number
 from hbnode._tree import State, apply, parts
 from hbnode.errors import RecomputationError, ReversalError
-from hbnode.solve.control import Array, Attempt
 from hbnode.solve.events import as_column
-from hbnode.solve.loop import Outputs, Problem, Rows, fixed_steps, integrate
+from hbnode.solve.grid import Array, Grid, to_device
+from hbnode.solve.loop import Outputs, Solution, fixed_steps, integrate
 from hbnode.solve.methods import METHODS
 from hbnode.solve.settings import Settings
+from hbnode.solve.start import Begun, start_of
+from hbnode.solve.stepper import Attempt, Rows, Setup, Stepper, Taken
 from hbnode.solve.term import ODETerm, Snapshot
 
 Kind = TypeVar("Kind")
@@ -62,9 +64,9 @@ class Direct:
 
     name = "direct"
 
-    def solve(self, problem: Problem, y0: Any, snapshot: Snapshot) -> Rows:
-        problem.counter.nfe.keeps_graph = torch.is_grad_enabled()
-        return integrate(problem, problem.start(y0))
+    def solve(self, setup: Setup, y0: Any, snapshot: Snapshot) -> Solution:
+        setup.stepper.term.counter.nfe.keeps_graph = torch.is_grad_enabled()
+        return integrate(start_of(setup, y0))
 
 
 @dataclass(frozen=True)
@@ -88,34 +90,35 @@ class Checkpoint:
     every: int = 4
     name = "checkpoint"
 
-    def solve(self, problem: Problem, y0: Any, snapshot: Snapshot) -> Rows:
+    def solve(self, setup: Setup, y0: Any, snapshot: Snapshot) -> Solution:
         if not torch.is_grad_enabled():
-            return Direct().solve(problem, y0, snapshot)
-        start = problem.start(y0)
+            return Direct().solve(setup, y0, snapshot)
+        begun = start_of(setup, y0)
         if snapshot.changed():
             raise ValueError(_CHANGES_BUFFERS.format(self.name))
-        count = 1 if problem.settings.steps is None else sum(count for *_, count in problem.pieces())
-        taken, bytes_per_step = 0, -1.0
-        stores_all = not getattr(problem.term.inner, "supports_hooks", True)
-        problem.counter.nfe.keeps_graph = True
+        setup, stepper, nfe = begun.setup, begun.setup.stepper, begun.setup.stepper.term.counter.nfe
+        count = 1 if setup.settings.steps is None else sum(count for *_, count in setup.grid.pieces(setup.counts))
+        taken, bytes_per_step, owned_objects = 0, -1.0, list[Any]()
+        stores_all = not getattr(stepper.term.inner, "supports_hooks", True)
+        nfe.keeps_graph = True
 
-        def take(state: Rows, attempt: Attempt) -> tuple[Rows, Any, Rows]:
+        def take(state: Rows, attempt: Attempt) -> Taken:
             nonlocal taken, bytes_per_step, stores_all
-            coefficients, steps = problem.coefficients(attempt), len(attempt.times)
+            coefficients, steps = stepper.coefficients(attempt), len(attempt.times)
             taken += steps
-            if stores_all or (max(taken, count) * problem.method.evaluations <= SHORT and self.keep_bytes):
-                return problem.step(state, coefficients, attempt)
+            if stores_all or (max(taken, count) * stepper.method.evaluations <= SHORT and self.keep_bytes):
+                return stepper.step(state, coefficients, attempt)
             try:
                 if bytes_per_step < 0 and self.keep_bytes:
                     first = new_sequence_number()
-                    after, error, outputs = problem.step(state, coefficients, attempt)
+                    found = stepper.step(state, coefficients, attempt)
                     own = [tensor for _, _, tensor in snapshot.slots]
-                    bytes_per_step = _saved_bytes((*after, *outputs), state, own, first) / steps
-                    return after, error, outputs
+                    bytes_per_step = _saved_bytes((*found.state, *found.outputs), state, own, first) / steps
+                    return found
                 if not self.keep_bytes or max(taken, count) * bytes_per_step > self.keep_bytes:
-                    problem.counter.nfe.keeps_graph = False
-                    recompute = _Recomputation(problem, attempt, snapshot)
-                    problem.owned = [problem, snapshot]
+                    nfe.keeps_graph = False
+                    recompute = _Recomputation(stepper, attempt, snapshot)
+                    owned_objects[:] = [stepper, snapshot]
                     with set_checkpoint_early_stop(False):
                         return checkpoint(
                             recompute, state, coefficients, use_reentrant=False, preserve_rng_state=True,
@@ -124,42 +127,42 @@ class Checkpoint:
             except RuntimeError as error:
                 if "saved tensor hooks" not in str(error):
                     raise
-                stores_all = problem.counter.nfe.keeps_graph = True  # torch.func does not work inside a checkpoint
-            return problem.step(state, coefficients, attempt)
+                stores_all = nfe.keeps_graph = True  # torch.func does not work inside a checkpoint
+            return stepper.step(state, coefficients, attempt)
 
-        rows = integrate(problem, start, take, every=self.every)
+        solution = integrate(begun, take, every=self.every)
         if snapshot.changed():
             raise ValueError(_CHANGES_BUFFERS.format(self.name))
-        return rows
+        return solution._replace(owned=tuple(owned_objects))
 
 
 class _Recomputation:
     """A step that is computed in both passes and must end in the same state each time."""
 
-    def __init__(self, problem: Problem, attempt: Attempt, snapshot: Snapshot) -> None:
-        self.problem, self.snapshot, self.attempt = weakref.ref(problem), weakref.ref(snapshot), attempt
+    def __init__(self, stepper: Stepper, attempt: Attempt, snapshot: Snapshot) -> None:
+        self.stepper, self.snapshot, self.attempt = weakref.ref(stepper), weakref.ref(snapshot), attempt
         self.end: Rows | None = None
 
-    def __call__(self, state: Rows, coefficients: Any) -> tuple[Rows, Any, Rows]:
-        problem, snapshot, end = owned(self.problem), owned(self.snapshot), self.end
+    def __call__(self, state: Rows, coefficients: Any) -> Taken:
+        stepper, snapshot, end = owned(self.stepper), owned(self.snapshot), self.end
         times: Any = [[t.clone() for t in of_step] for of_step in self.attempt.times]  # f may change them
         restart = None if self.attempt.restart is None else self.attempt.restart.clone()
         with nullcontext() if end is None else snapshot:
-            result = problem.step(state, coefficients, replace(self.attempt, times=times, restart=restart))
+            taken = stepper.step(state, coefficients, replace(self.attempt, times=times, restart=restart))
             if end is None:
-                self.end = tuple([x.detach() for x in result[0]])
-                return result
-            problem.counter.add("accepted", len(self.attempt.times))
-            if snapshot.changed() or not is_same(result[0], end):
-                raise problem.failure(
+                self.end = tuple([x.detach() for x in taken.state])
+                return taken
+            stepper.term.counter.add("accepted", len(self.attempt.times))
+            if snapshot.changed() or not is_same(taken.state, end):
+                raise stepper.failure(
                     RecomputationError,
                     "a step that the backward pass recomputed ends in another state. A parameter, a hook, a module or "
                     "an activation of the field was changed after the forward pass. Fix: call backward() before the "
                     "change, or use gradient='direct'",
-                    problem.time(self.attempt.begin) if self.attempt.error else self.attempt.begin,
+                    self.attempt.time,
                     self.attempt.size,
                 )
-        return result
+        return taken
 
 
 def is_same(new: Rows, old: Rows) -> bool:
@@ -268,32 +271,34 @@ class _Solve:
     """
 
     gradient: Any
-    problem: Problem
+    setup: Setup
     snapshot: Snapshot
     leaves: list[Tensor]
     known: frozenset[int]
     carried: Rows
     rows: Rows | None = None  # the solution, if it is known
 
+    def with_graph(self, rows: Rows) -> Rows:
+        """Return the solution from initial rows, whose VJP is that of the gradient mode."""
+        stepper, t = self.setup.stepper, self.setup.grid.t
+        return _rows_without_graph(weakref.ref(self), stepper.constants, _none(t), *rows, *self.leaves)
 
-def _solve_without_graph(gradient: Any, problem: Problem, y0: Any, snapshot: Snapshot) -> Rows:
+
+def _none(t: Tensor | None) -> Tensor:
+    return torch.zeros(()) if t is None else t
+
+
+def _solve_without_graph(gradient: Any, setup: Setup, y0: Any, snapshot: Snapshot) -> Solution:
     """Solve without a graph; ``gradient`` then computes the VJP for damping, times, initial rows and the field."""
     if not torch.is_grad_enabled():
-        return Direct().solve(problem, y0, snapshot)
-    rows = _initial_rows(problem, y0)
-    return _with_gradient(_Solve(gradient, problem, snapshot, *_leaves(gradient, problem, rows, snapshot)), rows)
+        return Direct().solve(setup, y0, snapshot)
+    rows = _initial_rows(setup, y0)
+    solve = _Solve(gradient, *_leaves(gradient, setup, rows, snapshot))
+    return Solution(solve.with_graph(rows), owned=(solve,))
 
 
-def _initial_rows(problem: Problem, y0: Any) -> Rows:
-    return tuple([row.clone() if row.is_inference() else row for row in problem.term.flatten(y0)])
-
-
-def _with_gradient(solve: _Solve, rows: Rows) -> Rows:
-    problem = solve.problem
-    problem.owned.append(solve)
-    gamma = problem.gamma if isinstance(problem.gamma, Tensor) else torch.tensor(problem.gamma, dtype=torch.float64)
-    t = torch.zeros(()) if problem.t is None else problem.t
-    return _rows_without_graph(weakref.ref(solve), gamma, t, *rows, *solve.leaves)
+def _initial_rows(setup: Setup, y0: Any) -> Rows:
+    return tuple([row.clone() if row.is_inference() else row for row in setup.stepper.term.flatten(y0)])
 
 
 def _refuse_higher(of: weakref.ref[_Solve], *tensors: Tensor) -> Rows:
@@ -304,31 +309,32 @@ def _vjp_of_solve(
     of: weakref.ref[_Solve], tensors: Rows, residuals: Rows, gradients: Any, needed: Any
 ) -> tuple[Any, ...]:
     solve = owned(of)
-    problem, n = solve.problem, solve.problem.term.rows
-    (gamma, t, *start), trajectory = tensors[: n + 2], residuals[:n]
+    setup, n = solve.setup, solve.setup.stepper.term.rows
+    (constants, t, *start), trajectory = tensors[: n + 2], residuals[:n]
     gradients = [torch.zeros_like(x) if g is None else g for x, g in zip(trajectory, gradients, strict=True)]
-    gamma, t = (x.detach().requires_grad_(x.requires_grad) for x in (gamma, t))
-    before = problem.gamma, problem.t
-    problem.replace(gamma, t if t.requires_grad else None)
-    try:
-        # without a cache, an autocast inside f casts the weights in each evaluation
-        no_autocast = torch.autocast(trajectory[0].device.type, enabled=False, cache_enabled=False)
-        with solve.snapshot, no_autocast, torch.enable_grad():
-            of_gamma, of_t, adjoint, of_leaves = solve.gradient.backward(solve, start, trajectory, gradients, gamma, t)
-    finally:
-        problem.replace(*before)
-    if not problem.end_only:
+    constants, t = (x.detach().requires_grad_(x.requires_grad) for x in (constants, t))
+    setup = replace(
+        setup,
+        stepper=setup.stepper.with_constants(constants),
+        grid=replace(setup.grid, t=t if t.requires_grad else None),
+    )
+    # without a cache, an autocast inside f casts the weights in each evaluation
+    no_autocast = torch.autocast(trajectory[0].device.type, enabled=False, cache_enabled=False)
+    with solve.snapshot, no_autocast, torch.enable_grad():
+        found = solve.gradient.backward(replace(solve, setup=setup), start, trajectory, gradients, constants, t)
+    of_constants, of_t, adjoint, of_leaves = found
+    if not setup.end_only:
         adjoint = tuple([c + g[0] for c, g in zip(adjoint, gradients, strict=True)])
-    return of_gamma, of_t, *adjoint, *of_leaves
+    return of_constants, of_t, *adjoint, *of_leaves
 
 
 @fast_form(reference=_refuse_higher, vjp=_vjp_of_solve)
 def _rows_without_graph(
-    of: weakref.ref[_Solve], _: bool, gamma: Tensor, t: Tensor, *tensors: Tensor
+    of: weakref.ref[_Solve], _: bool, constants: Tensor, t: Tensor, *tensors: Tensor
 ) -> tuple[Rows, Rows]:
     solve = owned(of)
     if solve.rows is None:
-        rows = integrate(solve.problem, (*tensors[: solve.problem.term.rows], *solve.carried))
+        rows = integrate(Begun(solve.setup, (*tensors[: solve.setup.stepper.term.rows], *solve.carried))).rows
     else:
         rows = tuple([row.detach() for row in solve.rows])  # autograd gives the outputs a graph, which owns solve
     slots = [x for _, _, x in solve.snapshot.slots if not x.is_inference()]  # autograd reports changes in place
@@ -336,27 +342,30 @@ def _rows_without_graph(
 
 
 def _leaves(
-    gradient: Any, problem: Problem, rows: Rows, snapshot: Snapshot
-) -> tuple[list[Tensor], frozenset[int], Rows]:
+    gradient: Any, setup: Setup, rows: Rows, snapshot: Snapshot
+) -> tuple[Setup, Snapshot, list[Tensor], frozenset[int], Rows]:
     """Evaluate the field at the start of a solve, and find the leaf tensors on which it depends.
 
-    Return the leaves that need a gradient, the ids of all leaves, and the field's value if the method reuses it (FSAL).
+    Return the setup with the jumps of f, the snapshot, the leaves that need a gradient, the ids of all leaves, and the
+    field's value if the method reuses it (FSAL).
     """
-    term, name, is_fsal = problem.term, gradient.name, problem.method.is_fsal
+    term, method, name, is_fsal = setup.stepper.term, setup.stepper.method, gradient.name, setup.stepper.method.is_fsal
     start = tuple([row.detach().requires_grad_() for row in rows])
-    random = random_state(rows[0].device)
+    random, begun = random_state(rows[0].device), [setup]
     with torch.enable_grad():
         x = start[0].clone()
-        activation = getattr(problem.method, "activation", None)
+        activation = getattr(method, "activation", None)
 
         def evaluate() -> Any:
             if is_fsal:
-                return problem.start(term.unflatten((x, *start[1:])))[term.rows :]
-            (t,) = problem.stages([problem.grid()[0]])
+                begun[0], state = start_of(setup, term.unflatten((x, *start[1:])))
+                return state[term.rows :]
+            (t,) = term.stages([setup.grid.points[0]])
             value = term(t.detach(), x)
             return value if activation is None else (value, activation(start[1].clone()))
 
-        found, value = closed_over_leaves(evaluate, (*start, x, *([] if problem.t is None else [problem.t])))
+        times = [] if setup.grid.t is None else [setup.grid.t]
+        found, value = closed_over_leaves(evaluate, (*start, x, *times))
     if snapshot.changed():
         raise ValueError(_CHANGES_BUFFERS.format(name))
     if not all(map(torch.equal, random, random_state(rows[0].device))) and not snapshot.masks:
@@ -368,7 +377,7 @@ def _leaves(
     leaves = [x for x in known.values() if x.requires_grad]
     if any(leaf._backward_hooks for leaf in leaves):
         raise ValueError(_HOOKS.format(name))
-    return leaves, frozenset(known), tuple([x.detach() for x in value]) if is_fsal else ()
+    return begun[0], snapshot, leaves, frozenset(known), tuple([x.detach() for x in value]) if is_fsal else ()
 
 
 @dataclass(frozen=True)
@@ -377,19 +386,20 @@ class Reversible:
 
     name = "reversible"
 
-    def solve(self, problem: Problem, y0: Any, snapshot: Snapshot) -> Rows:
-        return _solve_without_graph(self, problem, y0, snapshot)
+    def solve(self, setup: Setup, y0: Any, snapshot: Snapshot) -> Solution:
+        return _solve_without_graph(self, setup, y0, snapshot)
 
     def backward(
-        self, solve: _Solve, start: Rows, trajectory: Rows, gradients: Rows, gamma: Tensor, t: Tensor
+        self, solve: _Solve, start: Rows, trajectory: Rows, gradients: Rows, constants: Tensor, t: Tensor
     ) -> tuple[Any, ...]:
         """Reverse all steps, restarting from each output, with one function evaluation per momentum update."""
-        problem, leaves, place = solve.problem, solve.leaves, len(gradients[0])
-        n, is_fsal = problem.term.rows, problem.method.is_fsal
-        sums = _GradientSums([gamma, t, *leaves])
-        reversal = _Reversal(problem, sums, solve.known)
-        attempts = [*fixed_steps(problem, 1)]
-        times = [*problem.stages([problem.grid()[0]]), *(attempt.times[0][-1] for attempt in attempts)]
+        setup, leaves, place = solve.setup, solve.leaves, len(gradients[0])
+        n, is_fsal = setup.stepper.term.rows, setup.stepper.method.is_fsal
+        sums = _GradientSums([constants, t, *leaves])
+        reversal = _Reversal(setup.stepper, sums, solve.known)
+        attempts = [*fixed_steps(setup, 1)]
+        first = setup.stepper.term.stages([setup.grid.points[0]])
+        times = [*first, *(attempt.times[0][-1] for attempt in attempts)]
         adjoint: Rows = tuple([torch.zeros_like(row) for row in (*start, *start[:is_fsal])])
         state = end = tuple(start)
         for i, attempt in reversed([*enumerate(attempts)]):
@@ -397,7 +407,7 @@ class Reversible:
                 place -= 1
                 output = tuple([x[place] for x in trajectory])
                 if i < len(attempts) - 1:
-                    _check_missed(problem, state[:n], output, end, REVERSAL_TOLERANCE, _REVERSED)
+                    _check_missed(setup, state[:n], output, end, REVERSAL_TOLERANCE, _REVERSED)
                 elif is_fsal:
                     state = (*state, reversal.evaluate(times[-1], output[0]))
                 state, end = (*output, *state[n:]), output
@@ -409,9 +419,9 @@ class Reversible:
                 known = trajectory[0][place - 1]
             state, adjoint = reversal.reverse(attempt, times[i], state, adjoint, known)
         if attempts:
-            _check_missed(problem, state[:n], start, end, REVERSAL_TOLERANCE, _REVERSED)
+            _check_missed(setup, state[:n], start, end, REVERSAL_TOLERANCE, _REVERSED)
             adjoint = reversal.first(adjoint)
-        return sums.get(gamma), sums.get(t), adjoint[:n], [sums.get(leaf) for leaf in leaves]
+        return sums.get(constants), sums.get(t), adjoint[:n], [sums.get(leaf) for leaf in leaves]
 
 
 class _Reversal:
@@ -420,15 +430,15 @@ class _Reversal:
     Reversing a step evaluates the field. Recomputing the step for its gradient reuses these values and their graphs.
     """
 
-    def __init__(self, problem: Problem, sums: _GradientSums, known: frozenset[int]) -> None:
-        self.problem, self.sums, self.known = problem, sums, known
+    def __init__(self, stepper: Stepper, sums: _GradientSums, known: frozenset[int]) -> None:
+        self.stepper, self.sums, self.known = stepper, sums, known
         self.records: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def evaluate(self, time: Tensor, x: Tensor) -> Tensor:
         """Return the value of the field and record it with its graph."""
         time, x = time.detach().requires_grad_(time.requires_grad), x.detach().requires_grad_()
         with torch.enable_grad():
-            found, value = closed_over_leaves(lambda: self.problem.term(time, x.clone()), (time, x))
+            found, value = closed_over_leaves(lambda: self.stepper.term(time, x.clone()), (time, x))
         refuse_unknown(found, self.known)
         self.records.append((time, x, value))
         return value.detach()
@@ -438,28 +448,27 @@ class _Reversal:
 
         ``h`` is the position at ``t`` if it is stored, else None.
         """
-        problem, is_fsal = self.problem, self.problem.method.is_fsal
+        stepper, method, is_fsal = self.stepper, self.stepper.method, self.stepper.method.is_fsal
 
         def at(time: Tensor, x: Tensor) -> Tensor:
             return self.evaluate(time, x if h is None or not is_fsal else h)
 
         def recompute(time: Tensor, x: Tensor) -> Tensor:
-            return _known_value((problem.term, self.records.pop(-2 if is_fsal else -1), self.sums), x, time)[0]
+            return _known_value((stepper.term, self.records.pop(-2 if is_fsal else -1), self.sums), x, time)[0]
 
-        problem.replace(problem.gamma, problem.t)  # each step needs its own graph
-        coefficients, _ = problem.coefficients(attempt)
-        if problem.noise is not None:  # the reversed and the recomputed step need equal noise
-            coefficients = (*coefficients, problem.noise(attempt.number))
+        coefficients, _ = replace(stepper).coefficients(attempt)  # of a new stepper, because each needs its own graph
+        if stepper.noise is not None:  # the reversed and the recomputed step need equal noise
+            coefficients = (*coefficients, stepper.noise(attempt.number))
         with torch.no_grad():
-            before = problem.method.undo(state, coefficients, [t] if is_fsal else attempt.times[0], at)
+            before = method.undo(state, coefficients, [t] if is_fsal else attempt.times[0], at)
         start = tuple([x.detach().requires_grad_() for x in before])
-        after = problem.method.step(start, coefficients, attempt.times[0], recompute).state
-        problem.counter.add("accepted")
+        after = method.step(start, coefficients, attempt.times[0], recompute).state
+        stepper.term.counter.add("accepted")
         return before, self.sums.vjp(after, adjoint, start)
 
     def first(self, adjoint: Rows) -> Rows:
         """Return the gradient with respect to the initial rows, given that with respect to the initial solver state."""
-        if not self.problem.method.is_fsal:
+        if not self.stepper.method.is_fsal:
             return adjoint
         *rows, of_value = adjoint
         ((_, x, value),) = self.records
@@ -515,74 +524,81 @@ class Adjoint:
 
     name = "adjoint"
 
-    def solve(self, problem: Problem, y0: Any, snapshot: Snapshot) -> Rows:
-        if problem.events and torch.is_grad_enabled():
-            return self._solve_with_events(problem, _initial_rows(problem, y0), snapshot)
-        return _solve_without_graph(self, problem, y0, snapshot)
+    def solve(self, setup: Setup, y0: Any, snapshot: Snapshot) -> Solution:
+        if setup.events and torch.is_grad_enabled():
+            return self._solve_with_events(setup, _initial_rows(setup, y0), snapshot)
+        return _solve_without_graph(self, setup, y0, snapshot)
 
-    def _solve_with_events(self, problem: Problem, rows: Rows, snapshot: Snapshot) -> Rows:
-        p, t = problem, problem.t
-        p.replace(p.gamma, None)  # steps end at constant times; the Newton steps from there to the events have a graph
-        leaves, ids, carried = _leaves(self, p, rows, snapshot)
+    def _solve_with_events(self, setup: Setup, rows: Rows, snapshot: Snapshot) -> Solution:
+        t = setup.grid.t  # steps end at constant times; the Newton steps from there to the events have a graph
+        setup = replace(setup, grid=replace(setup.grid, t=None))
+        setup, _, leaves, ids, carried = _leaves(self, setup, rows, snapshot)
         with torch.no_grad():
-            known = integrate(p, (*rows, *carried))
-        saved, now, moving = Outputs(p, rows), np.full_like(p.end, -1.0), np.ones_like(p.end, bool)
-        for landing in p.stepper.rounds():
-            then, goes, landed = np.where(moving, p.end, now), p._on_device(moving), p._on_device(landing.lanes)
+            known, events, _ = integrate(Begun(setup, (*rows, *carried)))
+        assert events is not None
+        grid, like, owned_objects = setup.grid, setup.stepper.like, list[Any]()
+        saved, now, moving = Outputs(setup, rows), np.full_like(grid.end, -1.0), np.ones_like(grid.end, bool)
+        for landing in events.rounds():
+            then, goes, landed = (
+                np.where(moving, grid.end, now),
+                to_device(moving, like),
+                to_device(landing.lanes, like),
+            )
             then[landing.lanes] = landing.now
-            inside = moving[:, None] & (p.outputs > now[:, None]) & (p.outputs <= then[:, None])
+            inside = moving[:, None] & (grid.outputs > now[:, None]) & (grid.outputs <= then[:, None])
             lanes, outputs = inside.nonzero()
             column = inside.cumsum(1)[inside]
             elapsed = np.repeat(then[:, None], column.max(initial=0) + 2, 1)
-            elapsed[:, 0], elapsed[lanes, column] = np.maximum(now, 0.0), p.outputs[lanes, outputs]
-            times = p._on_device(p.begin[:, None] + p.sign[:, None] * elapsed)
-            lane, output, place = (p._on_device(x) for x in (lanes, outputs, column))
+            elapsed[:, 0], elapsed[lanes, column] = np.maximum(now, 0.0), grid.outputs[lanes, outputs]
+            times = to_device(grid.begin[:, None] + grid.sign[:, None] * elapsed, like)
+            lane, output, place = (to_device(x, like) for x in (lanes, outputs, column))
             if t is not None:
-                of_lanes = t.to(times).expand(p.lanes, -1)
+                of_lanes = t.to(times).expand(len(now), -1)
                 times = times.index_put((lane, place), of_lanes[lane, output + 1])
                 times = torch.cat([of_lanes[:, :1], times[:, 1:]], 1) if (now < 0).all() else times
-            flight = Problem(p.term, METHODS[p.settings.method], times, p.settings)
-            flight.jumps = None if p.jumps is None else p.jumps - elapsed[:, :1]
+            flight = Grid.of(times, like, grid.lanes)
+            flight = replace(flight, jumps=None if grid.jumps is None else grid.jumps - elapsed[:, :1])
             path: list[Tensor] = []
             for row, y, after in zip(rows, known, landing.rows, strict=True):
                 end = torch.where(as_column(goes, row), y[-1], row.detach()).index_copy(0, landed, after)
                 path.append(torch.stack([row.detach(), *[end] * (times.shape[1] - 1)]))
                 path[-1][place, lane] = y[output + 1, lane]
-            values = _with_gradient(_Solve(self, flight, snapshot, leaves, ids, (), tuple(path)), rows)
-            p.owned, flight.owned = p.owned + flight.owned, []  # else it would own itself
-            at = Attempt(None, [], None, lanes=lanes, outputs=outputs)
-            saved.add(at, tuple([x[place, lane] for x in values]), np.ones_like(moving))
-            now, moving = then, moving & (then < p.end)
-            rows = p.stepper.repeat(landing, now, tuple([x[-1] for x in values]))
-            if p.stepper.ended is not None:
-                lanes, last = p.stepper.ended
+            of_flight = replace(setup, grid=flight, events=(), end_only=False)
+            solve = _Solve(self, of_flight, snapshot, leaves, ids, (), tuple(path))
+            values = solve.with_graph(rows)
+            owned_objects.append(solve)
+            saved.add(tuple([x[place, lane] for x in values]), lanes, outputs)
+            now, moving = then, moving & (then < grid.end)
+            rows = events.repeat(landing, now, tuple([x[-1] for x in values]))
+            if events.ended is not None:
+                lanes, last = events.ended
                 saved.hold(lanes, last, now)
                 moving[lanes] = False
-        return saved.rows()
+        return Solution(saved.rows(), events, tuple(owned_objects))
 
     def backward(
-        self, solve: _Solve, start: Rows, trajectory: Rows, gradients: Rows, gamma: Tensor, t: Tensor
+        self, solve: _Solve, start: Rows, trajectory: Rows, gradients: Rows, constants: Tensor, t: Tensor
     ) -> tuple[Any, ...]:
         """Solve the adjoint ODE in each interval between outputs, from the last interval to the first."""
-        problem, leaves, n = solve.problem, solve.leaves, len(gradients)
-        augmented = _Augmented(problem, leaves, solve.known)
+        setup, grid, leaves, n = solve.setup, solve.setup.grid, solve.leaves, len(gradients)
+        augmented = _Augmented(setup, leaves, solve.known)
         with torch.no_grad():
-            elapsed = np.insert(problem.outputs, 0, 0.0, -1)
-            times = torch.from_numpy(problem.time(np.moveaxis(elapsed, -1, 0)))  # (T,) or (T, lanes)
+            elapsed = np.insert(grid.outputs, 0, 0.0, -1)
+            times = torch.from_numpy(grid.time(np.moveaxis(elapsed, -1, 0)))  # (T,) or (T, lanes)
             states = list(zip(*trajectory, strict=True))
-            states = [start, *states] if problem.end_only else states
+            states = [start, *states] if setup.end_only else states
             adjoint: Rows = tuple([torch.zeros_like(row) for row in start])
             sums: Rows = tuple([torch.zeros_like(leaf, dtype=start[0].dtype) for leaf in leaves])
             of_t = torch.zeros_like(times)
             for k in reversed(range(1, len(times))):
-                of_output = [g[k - problem.end_only] for g in gradients]
+                of_output = [g[k - setup.end_only] for g in gradients]
                 if t.requires_grad:
                     of_t[k] = augmented.rate(times[k], states[k], of_output)
                 adjoint = tuple([a + g for a, g in zip(adjoint, of_output, strict=True)])
                 if times[k].equal(times[k - 1]):
                     continue
                 end = augmented.solve(times[k - 1 : k + 1].flip(0), (*states[k], *adjoint, *sums))
-                _check_missed(problem, end[:n], states[k - 1], states[k], MOST_MISSED, _SOLVED_BACK)
+                _check_missed(setup, end[:n], states[k - 1], states[k], MOST_MISSED, _SOLVED_BACK)
                 adjoint, sums = end[n : 2 * n], end[2 * n :]
             if t.requires_grad:
                 of_t[0] = -augmented.rate(times[0], states[0], adjoint)
@@ -597,17 +613,16 @@ class _Augmented:
     length of their interval as a fraction of the longest.
     """
 
-    def __init__(self, problem: Problem, leaves: list[Tensor], known: frozenset[int]) -> None:
-        self.problem, self.leaves, self.known = problem, leaves, known
-        self.time_dependent = problem.term.time_dependent
-        self.counted_as = problem.term.field
+    def __init__(self, setup: Setup, leaves: list[Tensor], known: frozenset[int]) -> None:
+        self.setup, self.term, self.leaves, self.known = setup, setup.stepper.term, leaves, known
+        self.time_dependent, self.counted_as = self.term.time_dependent, self.term.field
         self.pace: Any = None
 
     def __call__(self, t: Tensor, state: Rows) -> Rows:
-        n, derivative = self.problem.term.rows, self.problem.term.derivative
+        n, derivative = self.term.rows, self.term.derivative
         rows, adjoint = state[:n], state[n : 2 * n]
         if self.pace is not None:
-            t = self.problem.stages([self.begin + self.pace * (t.double() - self.begin[self.longest])])[0]
+            t = self.term.stages([self.begin + self.pace * (t.double() - self.begin[self.longest])])[0]
             pace = as_column(self.pace, rows[0])
             rows = tuple([torch.where(pace > 0, x, x[self.longest]) for x in rows])  # f may be singular at an end
             adjoint = tuple([pace * a for a in adjoint])
@@ -624,16 +639,16 @@ class _Augmented:
 
     def rate(self, t: Tensor, rows: Rows, adjoint: Any) -> Tensor:
         """Return the time derivative of a function of the state whose gradient is ``adjoint``."""
-        self.problem.counter.add("evaluation")
-        of_samples = self.problem.lanes is not None
-        slope = self.problem.term.derivative(self.problem.stages([t])[0], tuple(rows))
+        self.term.counter.add("evaluation")
+        of_samples = self.term.lanes is not None
+        slope = self.term.derivative(self.term.stages([t])[0], tuple(rows))
         products = [s * a for s, a in zip(slope, adjoint, strict=True)]
         return sum(x.flatten(1).sum(1) if of_samples else x.sum() for x in products).to(t)
 
     def solve(self, t: Tensor, state: Rows) -> Rows:
         """Solve the adjoint ODE over an interval ``t`` of two times and return the state at its end."""
-        s, n = self.problem.settings, self.problem.term.rows
-        term = ODETerm(self, state, self.problem.counter, second_order=False)
+        s, n = self.setup.settings, self.term.rows
+        term = ODETerm(self, state, self.term.counter, second_order=False)
         term.error_groups = [slice(sum(x.numel() for x in state[: 2 * n]))]  # the integrals do not feed back
         options = {name: value for name, value in (s.options or {}).items() if name != "first_step"}
         begin, pace, share = t[0], torch.ones(()), 1.0  # the error norm is that of the samples that move
@@ -647,20 +662,20 @@ class _Augmented:
             "tsit5", s.rtol * share, s.atol * share, steps=s.steps, jump_times=s.jump_times, max_steps=s.max_steps,
             options=options,
         )  # fmt: skip
-        problem = Problem(term, METHODS["tsit5"], t, settings, end_only=True)
-        problem.near, problem.knows_jumps = self.problem.near / pace[pace > 0].min().item(), True
-        slack = problem.near if s.steps is not None else 0.0
-        problem.jumps = self._jumps(begin.numpy(), pace.numpy(), problem.end, slack)
-        rows = integrate(problem, problem.start(state))
+        setup = Setup.of(term, METHODS["tsit5"], t, settings, end_only=True)
+        near = self.setup.grid.near / pace[pace > 0].min().item()
+        jumps = self._jumps(begin.numpy(), pace.numpy(), setup.grid.end, near if s.steps is not None else 0.0)
+        setup = replace(setup, grid=replace(setup.grid, near=near, jumps=jumps))
+        rows = integrate(start_of(setup, state, asks_signals=False)).rows
         return tuple([x[0] for x in parts(term.unflatten(rows, (1,)))])
 
     def _jumps(self, begin: Array, pace: Array, length: Array, slack: float) -> Any:
         """Return the jumps of f that a sample passes, as times in the longest interval, or None without jumps."""
-        p = self.problem
-        if p.jumps is None:
+        grid = self.setup.grid
+        if grid.jumps is None:
             return None
         with np.errstate(all="ignore"):
-            jumps = (abs(begin - p.begin)[..., None] - p.jumps) / pace[..., None]
+            jumps = (abs(begin - grid.begin)[..., None] - grid.jumps) / pace[..., None]
         inside = np.unique(jumps[(jumps > -slack) & (jumps <= length + slack)])
         return inside if inside.size else None
 
@@ -688,16 +703,16 @@ _SOLVED_BACK = (
 )
 
 
-def _check_missed(problem: Problem, reached: Any, start: Any, end: Any, most: float, message: str) -> None:
+def _check_missed(setup: Setup, reached: Any, start: Any, end: Any, most: float, message: str) -> None:
     """Raise ReversalError if a backward solve from ``end`` reached a state too far from ``start``.
 
     The distance is relative to the larger norm of ``start`` and ``end``, because one of them may be 0.
     """
     reached, start, end = (torch.stack(list(rows)).detach() for rows in (reached, start, end))
     norm = functools.partial(torch.linalg.vector_norm, dtype=torch.float64)  # squares may overflow in float32
-    missed = float(norm(reached - start) / (torch.maximum(norm(start), norm(end)) + problem.settings.atol))
+    missed = float(norm(reached - start) / (torch.maximum(norm(start), norm(end)) + setup.settings.atol))
     if not missed <= most:
-        raise problem.failure(ReversalError, message.format(missed), problem.begin, float("nan"))
+        raise setup.stepper.failure(ReversalError, message.format(missed), setup.grid.begin, float("nan"))
 
 
 GRADIENTS: dict[str, Callable[[], Any]] = {

@@ -72,7 +72,8 @@ class Clip:
         """Return the time that the next steps must end on, and the number of jumps that such a step contains."""
         target, now, jumps = self.end, c.now, self.jumps
         if self.stops is not None:
-            target = xp.amin(xp.where(self.stops > now[..., None], self.stops, target[..., None]), -1)
+            stop = xp.amin(xp.where(self.stops > now[..., None], self.stops, math.inf), -1)
+            target = xp.where(stop < target, stop, target)
         if jumps is None:
             return target, c.passed
         first = (jumps <= (now + self.rounding)[..., None]).sum(-1)
@@ -104,7 +105,7 @@ class PIController:
 
     def start(self, xp: Any, size: Array, uneven: Array, most: Array) -> Control:
         """Return the first state, for a step size, whether it may be uneven, and how many jumps a step may contain."""
-        zero = 0.0 * size
+        zero = xp.zeros_like(size)
         none = zero < 0.0
         return Control(zero, size, zero, zero, zero, uneven, zero + 1.0, none, zero, most, 0 * most)
 

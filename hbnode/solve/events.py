@@ -17,7 +17,7 @@ from __future__ import annotations
 import inspect
 import numbers
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,8 +28,12 @@ from hbnode._checks import as_count
 from hbnode._torch import is_transformed
 from hbnode._tree import State, apply, describe, parts
 from hbnode.errors import NonFiniteError, SolverError, ZenoError
-from hbnode.solve.control import GOLDEN, AdaptiveSteps, Attempt
+from hbnode.solve.adaptive import AdaptiveSteps
+from hbnode.solve.control import Clip
+from hbnode.solve.grid import to_device
 from hbnode.solve.methods import combined
+from hbnode.solve.start import GOLDEN
+from hbnode.solve.stepper import Attempt, Setup, Taken
 
 Array = Any
 Rows = tuple[Tensor, ...]
@@ -165,31 +169,30 @@ class EventSteps(AdaptiveSteps):
         first: the initial rows as constants. Ended samples return to them, because f may be singular at their end.
     """
 
-    def __init__(self, problem: Any, state: Rows) -> None:
-        p, s, self.events = problem, problem.settings, problem.events
-        super().__init__(problem, state)
-        none = np.zeros(p.lanes)
-        if s.steps is not None:
-            ends = [p.stops()] if p.jumps is None else [p.stops(), np.minimum(p.jumps, p.end[:, None])]
+    def __init__(self, setup: Setup, state: Rows) -> None:
+        grid, steps, self.events = setup.grid, setup.settings.steps, setup.events
+        super().__init__(setup, state)
+        none = np.zeros_like(grid.end)
+        if steps is not None:
+            ends = [grid.stops] if grid.jumps is None else [grid.stops, np.minimum(grid.jumps, grid.end[:, None])]
             times = np.sort(np.concatenate([none[:, None], *ends], -1), -1)
             gaps = np.diff(times)
-            gaps = np.where((gaps < 2.2 * p.near) & (p.jumps is not None), 0.0, gaps)  # one step over a jump
-            self.fixed = np.sort(
-                np.concatenate([times[:, :-1] + gaps * (i / s.steps) for i in range(s.steps)] + ends, -1), -1
-            )
+            gaps = np.where((gaps < 2.2 * grid.near) & (grid.jumps is not None), 0.0, gaps)  # one step over a jump
+            stops = [times[:, :-1] + gaps * (i / steps) for i in range(steps)]
+            self.clip = Clip(grid.end, np.sort(np.concatenate(stops + ends, -1), -1))
         self.goal = none + np.nan  # the time of the next events of each sample
-        self.due = np.zeros((len(self.events), p.lanes), bool)  # the events that happen there
+        self.due = np.zeros((len(self.events), len(none)), bool)  # the events that happen there
         self.counts = [none for _ in self.events]
         self.found: list[list[tuple[Array, Tensor, Rows]]] = [[] for _ in self.events]
         self.ended: tuple[Array, Rows] | None = None
-        self.first = tuple([row.detach() for row in state[: p.term.rows]])
-        eps = torch.finfo(p.template.dtype).eps
+        self.first = tuple([row.detach() for row in state[: self.stepper.term.rows]])
+        eps = torch.finfo(self.stepper.like.dtype).eps
         self.at_zero, self.tolerance = max(AT_ZERO, 64 * eps), max(ROOT_TOLERANCE, 4 * eps)
         self.width = none  # size of the step in which the last event of a sample was found
         self.short = none + np.inf  # limit of the next step, if an event follows another closely
         self.signs = [none for _ in self.events]
         self.quiet = [none - 1 for _ in self.events]  # until then, the sign of c is that of errors
-        t, rows = self._time(self.now), state[: p.term.rows]
+        t, rows = self._time(none), state[: self.stepper.term.rows]
         nobody, masks = none[:0], np.zeros((0, len(self.events)), bool)
         self.landings = [Landing(nobody.astype(int), nobody, nobody, masks, tuple([row[:0].detach() for row in rows]))]
         new = [none + np.inf for _ in self.events]
@@ -197,33 +200,33 @@ class EventSteps(AdaptiveSteps):
 
     # Steps
 
-    def _first_size(self, state: Rows, norm: Array) -> Array:
-        return super()._first_size(state, norm) if self.problem.settings.steps is None else norm[0] + np.inf
+    def _first_size(self, state: Rows, norm: Array, longest: Array) -> tuple[Array, Array]:
+        if self.setup.settings.steps is None:
+            return super()._first_size(state, norm, longest)
+        return norm[0] + np.inf, longest
 
-    def _stop(self) -> Array:
-        target = super()._stop()
-        if self.problem.settings.steps is not None:
-            self.size = self.short
-            target = np.where(self.fixed > self.now[:, None], self.fixed, target[:, None]).min(-1)
-        return np.where(np.isnan(self.goal), target, np.minimum(self.goal, target))
+    def _plan(self) -> None:
+        end, c = np.fmin(self.goal, self.grid.end), self.control
+        c = c if self.setup.settings.steps is None else c._replace(size=self.short)
+        self.then, self.control = self.controller.plan(np, replace(self.clip, end=end), c)
 
-    def _ratio(self, attempt: Attempt, before: Rows, after: Rows, error: Any) -> Array:
-        if self.problem.settings.steps is None:
-            return super()._ratio(attempt, before, after, error)
-        return np.where(np.isfinite(self.problem.norms(after)).all(0), 0.0, np.inf)
+    def _ratio(self, attempt: Attempt, before: Rows, taken: Taken) -> Array:
+        if self.setup.settings.steps is None:
+            return super()._ratio(attempt, before, taken)
+        return np.where(np.isfinite(self.stepper.norms(taken.state)).all(0), 0.0, np.inf)
 
     # Search
 
-    def _refuse(self, before: Rows, after: Rows, accepted: Array) -> Array:
+    def _refuse(self, before: Rows, taken: Taken, accepted: Array) -> Array:
         """Return the samples that must repeat the step because it has an event, and set their goals."""
-        p, size = self.problem, self.taken
+        n, now, size = self.stepper.term.rows, self.control.now, self.control.taken
         wanted = accepted & (size > 0) & np.isnan(self.goal)
         self.short = np.where(accepted, np.inf, self.short)
         if not wanted.any():
             return wanted
         with torch.no_grad():
-            dense = self._interpolant(before, after)
-            at_nodes = [before[: p.term.rows], *dense(NODES[1:-1, None] + 0 * size), after[: p.term.rows]]
+            dense = self._interpolant(before, taken)
+            at_nodes = [before[:n], *dense(NODES[1:-1, None] + 0 * size), taken.state[:n]]
             found = [self._first_zero(k, dense, at_nodes, wanted) for k in range(len(self.events))]
             zeros, values, sides = (np.stack(x) for x in zip(*found, strict=True))
             first = zeros.min(0)
@@ -237,48 +240,48 @@ class EventSteps(AdaptiveSteps):
                 scale = tuple([torch.maximum(a.abs(), b.abs()) for a, b in zip(at_nodes[0], at_nodes[-1], strict=True)])
                 due |= wanted & self._is_zero_at(first, dense, scale, zeros, values, sides)
             self.due = np.where(is_hit, due, self.due)
-        is_close = is_hit & (first < CLOSE) & (self.due & (np.stack(self.quiet) >= self.now)).any(0)
-        is_zeno = is_close & (first * size <= 4 * p.resolution * np.maximum(abs(p.time(self.now)), p.end))
+        is_close = is_hit & (first < CLOSE) & (self.due & (np.stack(self.quiet) >= now)).any(0)
+        is_zeno = is_close & (first * size <= 4 * self.resolution * np.maximum(abs(self.grid.time(now)), self.grid.end))
         if is_zeno.any():
             lane = int(is_zeno.argmax())
-            raise p.failure(
+            raise self.stepper.failure(
                 ZenoError,
                 f"the events of sample {lane} pile up: their distance is a rounding error of t. Fix: "
                 "Event(..., max_count=n), which ends the solve of a sample at its n-th event, or a shorter solve",
-                p.time(self.now)[lane],
+                self.grid.time(now)[lane],
                 size[lane],
             )
-        self.goal = np.where(is_hit & ~is_close, np.clip(self.now + first * size, self.now, self.then), self.goal)
+        self.goal = np.where(is_hit & ~is_close, np.clip(now + first * size, now, self.then), self.goal)
         self.width = np.where(is_hit, size, self.width)
         self.short = np.where(is_close, size * np.maximum(4 * first, CLOSE), self.short)
-        self.size = np.minimum(self.size, self.short)
+        self.control = self.control._replace(size=np.minimum(self.control.size, self.short))
         passed = np.where(is_hit, np.maximum(first * (len(NODES) - 1), 0.0), len(NODES) - 1).astype(int)
         passed = np.where(is_close, 0, passed)  # the nodes before the first event
         self.signs = [np.take_along_axis(side, passed[None], 0)[0] for side in sides]
         return is_hit
 
-    def _interpolant(self, before: Rows, after: Rows) -> Callable[[Array], list[Rows]]:
+    def _interpolant(self, before: Rows, taken: Taken) -> Callable[[Array], list[Rows]]:
         """Return a function that gives the rows at fractions θ (k, lanes) of the step, k times.
 
         Methods without dense output use the cubic through the rows and their derivatives at both ends (Hermite).
         """
-        p, columns, size = self.problem, self.problem.columns, self.problem.sign * self.taken
+        columns, size = taken.columns, self.grid.sign * self.control.taken
         if columns is not None:
 
             def dense(theta: Array) -> list[Rows]:
-                blends = p._of_gamma(p.method.blend, size, theta, lanes=np.arange(p.lanes))
+                blends = self.stepper.of_gamma(self.stepper.method.blend, size, theta, lanes=np.arange(len(size)))
                 return [combined(blend, columns).unbind(1) for blend in blends]
 
             return dense
-        y0, y1 = (torch.stack(rows[: p.term.rows]).detach() for rows in (before, after))
-        length = as_column(p._on_device(size), y0[0])
-        d0 = length * torch.stack(self._slopes(self._time(self.now), tuple(y0)))
+        y0, y1 = (torch.stack(rows[: self.stepper.term.rows]).detach() for rows in (before, taken.state))
+        length = as_column(to_device(size, self.stepper.like), y0[0])
+        d0 = length * torch.stack(self._slopes(self._time(self.control.now), tuple(y0)))
         d1 = length * torch.stack(self._slopes(self._time(self.then), tuple(y1)))
 
         def cubic(theta: Array) -> list[Rows]:
             found = []
             for x in theta:
-                a = as_column(p._on_device(x), y0[0])
+                a = as_column(to_device(x, self.stepper.like), y0[0])
                 b = 1 - a
                 found.append((b * b * ((1 + 2 * a) * y0 + a * d0) + a * a * ((1 + 2 * b) * y1 - b * d1)).unbind(0))
             return found
@@ -292,25 +295,27 @@ class EventSteps(AdaptiveSteps):
 
         The side is the last known sign of c. An event whose time has passed, by errors, lies before the step.
         """
-        p, size, event = self.problem, self.taken, self.events[k]
+        size, event = self.control.taken, self.events[k]
 
         def value(theta: Array, rows: Rows) -> Array:
-            c = self._values(event, self._time(self.now + theta * size), rows)
+            c = self._values(event, self._time(self.control.now + theta * size), rows)
             if np.isnan(c[wanted]).any():
-                raise p.failure(NonFiniteError, NAN_FUNCTION, p.time(self.now)[wanted & np.isnan(c)], size)
+                raise self.stepper.failure(
+                    NonFiniteError, NAN_FUNCTION, self.grid.time(self.control.now)[wanted & np.isnan(c)], size
+                )
             return c
 
         values = np.stack([value(theta, rows) for theta, rows in zip(NODES, at_nodes, strict=True)])
         sides, crosses = [self.signs[k]], []
         for theta, c in zip(NODES[1:], np.sign(values[1:]), strict=True):
-            c = np.where(wanted & (self.now + theta * size > self.quiet[k]), c, sides[-1])
+            c = np.where(wanted & (self.control.now + theta * size > self.quiet[k]), c, sides[-1])
             crosses.append(self._crosses(event, sides[-1], c))
             sides.append(np.where(c != 0, c, sides[-1]))
         is_hit, i = np.any(crosses, 0), np.argmax(crosses, 0)
-        zero = np.full_like(self.now, np.inf)
+        zero = np.full_like(self.control.now, np.inf)
         if is_hit.any():
             side = np.take_along_axis(np.stack(sides), i[None], 0)[0]
-            has_passed = (i == 0) & (side * values[0] < 0) & (self.now > self.quiet[k])
+            has_passed = (i == 0) & (side * values[0] < 0) & (self.control.now > self.quiet[k])
             low = np.where(has_passed, -NODES[1], NODES[i])
             high = np.where(is_hit, NODES[i + 1], 1.0)
             found = root(lambda x: side * value(x, dense(x[None])[0]), low, high, side * values, self.tolerance)
@@ -324,7 +329,7 @@ class EventSteps(AdaptiveSteps):
 
         Such a zero may lie just after the step.
         """
-        found, t, rows = [], self._time(self.now + theta * self.taken), dense(theta[None])[0]
+        found, t, rows = [], self._time(self.control.now + theta * self.control.taken), dense(theta[None])[0]
         for k, event in enumerate(self.events):
             rounding, side = self._rounding(event, t, rows, self._values(event, t, rows), scale), sides[k, -1]
             slope = _horner(slope_of(TO_POLYNOMIAL @ values[k]), np.minimum(zeros[k], 1.0))
@@ -335,7 +340,7 @@ class EventSteps(AdaptiveSteps):
 
     def _rounding(self, event: Event, t: Tensor, rows: Rows, c: Array, scale: Rows) -> Array:
         """Return the change of c by rounding errors of t and of a state of size ``scale``."""
-        error, moved = ROUNDINGS * torch.finfo(self.problem.template.dtype).eps, []
+        error, moved = ROUNDINGS * torch.finfo(self.stepper.like.dtype).eps, []
         for row, size in zip(rows, scale, strict=True):
             uneven = (1 + GOLDEN * torch.arange(row[:1].numel(), device=row.device) % 1) / 2  # else y_1 - y_2 stays
             moved.append(row + error * size * uneven.view(row[:1].shape).to(row))
@@ -350,24 +355,24 @@ class EventSteps(AdaptiveSteps):
 
     def happen(self, state: Rows) -> Rows:
         """Return the state after the events of the samples that have reached their goals, and record the events."""
-        p, landed, self.ended = self.problem, self.goal == self.now, None
+        landed, self.ended, term = self.goal == self.control.now, None, self.stepper.term
         if not landed.any():
             return state
         lanes, masks, ends = landed.nonzero()[0], [], np.zeros_like(landed)
-        t, rows = self._time(self.now), state[: p.term.rows]
+        t, rows = self._time(self.control.now), state[: term.rows]
         slopes = self._slopes(t, rows)
         for k, event in enumerate(self.events):
             masks.append(landed & ~ends & self.due[k])
             ends = ends | (masks[k] & (self.counts[k] + 1 >= event.limit))
         if not torch.is_grad_enabled():  # as in the solve of an adjoint, which repeats the landings with a graph
-            of_lanes = tuple([row.detach()[p._on_device(lanes)] for row in rows])
+            of_lanes = tuple([row.detach()[to_device(lanes, self.stepper.like)] for row in rows])
             of_events = np.stack(masks, 1)[lanes]
-            self.landings.append(Landing(lanes, self.now[lanes], self.width[lanes], of_events, of_lanes))
+            self.landings.append(Landing(lanes, self.control.now[lanes], self.width[lanes], of_events, of_lanes))
         rows = self._pass(t, rows, slopes, masks)
         self.goal = np.where(landed, np.nan, self.goal)
-        if p.method.is_fsal:
-            f = p.term(self._stage(t), rows[0])
-            rows = (*rows, torch.where(as_column(p._on_device(landed), f), f, state[-1]))
+        if self.stepper.method.is_fsal:
+            f = term(self._stage(t), rows[0])
+            rows = (*rows, torch.where(as_column(to_device(landed, self.stepper.like), f), f, state[-1]))
         return rows
 
     def _pass(self, t: Tensor, rows: Rows, slopes: Rows, masks: Sequence[Array]) -> Rows:
@@ -375,7 +380,7 @@ class EventSteps(AdaptiveSteps):
 
         The times of all events are those of the state before the first jump.
         """
-        p, before, none = self.problem, (rows, slopes), torch.zeros_like(t)
+        before, none, like = (rows, slopes), torch.zeros_like(t), self.stepper.like
         landed, ends = np.any(masks, 0), np.zeros_like(masks[0])
         delays = [
             self._delay(event, t, rows, slopes, happens) if happens.any() else none
@@ -385,7 +390,7 @@ class EventSteps(AdaptiveSteps):
         for k, (event, happens, delay) in enumerate(zip(self.events, masks, delays, strict=True)):
             if not happens.any():
                 continue
-            which, mask = p._on_device(happens.nonzero()[0]), as_column(p._on_device(happens), rows[0])
+            which, mask = to_device(happens.nonzero()[0], like), as_column(to_device(happens, like), rows[0])
             shift = as_column(torch.where(mask.flatten(), delay - lag, 0.0), rows[0])
             lag = torch.where(mask.flatten(), delay, lag)
             rows = tuple([row + shift * slope for row, slope in zip(rows, slopes, strict=True)])
@@ -397,27 +402,27 @@ class EventSteps(AdaptiveSteps):
             self.counts[k] = self.counts[k] + happens
             ending = happens & (self.counts[k] >= event.limit)
             if ending.any():
-                of_end = as_column(p._on_device(ending), rows[0])
+                of_end = as_column(to_device(ending, like), rows[0])
                 ends = ends | ending
                 final = tuple([torch.where(of_end, x, y) for x, y in zip(rows, final, strict=True)])
         if landed.any():
-            shift, mask = (as_column(x, rows[0]) for x in (lag, p._on_device(jumps)))
+            shift, mask = (as_column(x, rows[0]) for x in (lag, to_device(jumps, like)))
             at_events = tuple([(row + shift * slope).detach() for row, slope in zip(*before, strict=True)])
             c = [self._values(event, t + lag, at_events) for event in self.events]
-            lags = p.sign * lag.detach().cpu().numpy()
+            lags = self.grid.sign * lag.detach().cpu().numpy()
             self._set_signs(t + lag, rows, slopes, c, lags, masks, landed)
             back = [row - shift * slope for row, slope in zip(rows, slopes, strict=True)]
             rows = tuple([torch.where(mask, x, row) for x, row in zip(back, before[0], strict=True)])
         self.ended = None
         if ends.any():
-            which, of_end = p._on_device(ends.nonzero()[0]), as_column(p._on_device(ends), rows[0])
+            which, of_end = to_device(ends.nonzero()[0], like), as_column(to_device(ends, like), rows[0])
             self.ended = ends.nonzero()[0], tuple([row[which] for row in final])
             rows = tuple([torch.where(of_end, first, row) for first, row in zip(self.first, rows, strict=True)])
         return rows
 
     def rounds(self) -> Iterator[Landing]:
         """Forget the events, and yield the n-th landings of all samples together; the last round has no samples."""
-        seen, number = np.zeros(self.problem.lanes, int), []
+        seen, number = np.zeros(len(self.grid.end), int), []
         self.counts, self.found = [0 * count for count in self.counts], [[] for _ in self.events]
         for landing in self.landings:
             number.append(seen[landing.lanes])
@@ -427,62 +432,63 @@ class EventSteps(AdaptiveSteps):
         columns = [torch.cat(row) for row in zip(*rows, strict=True)]
         for n in range(seen.max(initial=0) + 1):
             i = (np.concatenate(number) == n).nonzero()[0]
-            of_round = tuple([column[self.problem._on_device(i)] for column in columns])
+            of_round = tuple([column[to_device(i, self.stepper.like)] for column in columns])
             yield Landing(lanes[i], now[i], width[i], masks[i], of_round)
 
     def repeat(self, landing: Landing, now: Array, rows: Rows) -> Rows:
         """Return rows at the times ``now`` (all lanes,) after the events of a landing, which happen with a graph."""
-        self.now, self.width, masks = now, self.width.copy(), np.zeros((len(now), len(self.events)), bool)
+        self.control, masks = self.control._replace(now=now), np.zeros((len(now), len(self.events)), bool)
+        self.width = self.width.copy()
         self.width[landing.lanes], masks[landing.lanes] = landing.width, landing.masks
         t = self._time(now)
         return self._pass(t, rows, self._slopes(t, rows) if masks.any() else (), masks.T)
 
     def end(self) -> None:
         """End the solves of the samples in ``ended``."""
-        lanes = self.ended[0] if self.ended is not None else []
-        self.now = self.now.copy()
-        self.now[lanes] = self.problem.end[lanes]
+        if self.ended is not None:
+            now = self.control.now.copy()
+            now[self.ended[0]] = self.grid.end[self.ended[0]]
+            self.control = self.control._replace(now=now)
 
     def _delay(self, event: Event, t: Tensor, rows: Rows, slopes: Rows, happens: Array) -> Tensor:
         """Return the Newton step from t to the event time, which has the graph of the implicit function theorem."""
-        p, mask = self.problem, self.problem._on_device(happens)
+        mask = to_device(happens, self.stepper.like)
         rate = self._rate(event, t, rows, slopes)
         c = self._condition(event, t, self._only(mask, rows))
         is_crossing = mask & (rate != 0)
         if c.requires_grad and not torch.equal(is_crossing, mask):
-            at = p.time(self.now)[happens & (rate == 0).cpu().numpy()]
-            raise p.failure(
+            at = self.grid.time(self.control.now)[happens & (rate == 0).cpu().numpy()]
+            raise self.stepper.failure(
                 SolverError,
                 "the event function touches 0 with dc/dt = 0, so the event time has no derivative. "
                 "Fix: solve under torch.no_grad(), or use a function that crosses 0",
                 at,
-                self.taken,
+                self.control.taken,
             )
         delay = torch.where(is_crossing, -c.to(t) / torch.where(is_crossing, rate, 1.0), 0.0)
-        delay = torch.where(delay.abs() <= p._on_device(self.width).to(t), delay, 0.0 * delay)
+        delay = torch.where(delay.abs() <= to_device(self.width, self.stepper.like).to(t), delay, 0.0 * delay)
         if delay.requires_grad:
             delay.register_hook(_refuse_higher)
         return delay
 
     def _jumped(self, jump: Callable[[Tensor, Any], State], t: Tensor, rows: Rows, mask: Tensor) -> Rows:
-        p = self.problem
-        state = p.term.unflatten(self._only(mask.flatten(), rows))
-        jumped = jump(t.to(p.template), state)
+        state = self.stepper.term.unflatten(self._only(mask.flatten(), rows))
+        jumped = jump(t.to(self.stepper.like), state)
         same = isinstance(jumped, type(state)) and len(parts(jumped)) == len(parts(state))
         pairs = list(zip(parts(jumped), parts(state), strict=True)) if same else []
         if not same or any(x.shape != y.shape or x.dtype != y.dtype for x, y in pairs):
             kinds = ", ".join(str(x.dtype) for x, _ in pairs)
             raise ValueError(
-                f"jump must return a state like its argument, {describe(state)} in {p.template.dtype}, got "
+                f"jump must return a state like its argument, {describe(state)} in {self.stepper.like.dtype}, got "
                 f"{describe(jumped)} {kinds}. "
                 f"Fix: jump=lambda t, y: {'(y[0], -y[1])' if isinstance(state, tuple) else '-y'}."
             )
-        jumped = p.term.flatten(jumped)
+        jumped = self.stepper.term.flatten(jumped)
         if not all(bool(torch.isfinite(x[mask.flatten()]).all()) for x in jumped):
             message = (
                 "a jump returned a state that is not finite. Fix: check it for log, sqrt or a division at this state"
             )
-            raise p.failure(NonFiniteError, message, t[mask.flatten()], self.taken)
+            raise self.stepper.failure(NonFiniteError, message, t[mask.flatten()], self.control.taken)
         return tuple([torch.where(mask, new, old) for new, old in zip(jumped, rows, strict=True)])
 
     def _set_signs(
@@ -496,43 +502,50 @@ class EventSteps(AdaptiveSteps):
         """
         for k, event in enumerate(self.events):
             c = self._values(event, t, rows)
-            rate = self._rate(event, t, rows, slopes).double().cpu().numpy() * self.problem.sign
+            rate = self._rate(event, t, rows, slopes).double().cpu().numpy() * self.grid.sign
             rounding = self._rounding(event, t, rows, c, tuple([row.abs() for row in rows]))
             band = self.at_zero * self.width * abs(rate) + rounding
             is_moved = abs(c - before[k]) > band
             is_far, is_set = is_moved & (abs(c) > band), lanes & (fired[k] | is_moved)
             self.signs[k] = np.where(is_set, np.sign(np.where(is_far, c, rate)), self.signs[k])
             wait = np.maximum(lag, 0.0) + np.minimum(band / np.where(rate != 0, abs(rate), np.inf), self.width)
-            self.quiet[k] = np.where(is_set & (fired[k] | ~is_far), self.now + wait, self.quiet[k])
+            self.quiet[k] = np.where(is_set & (fired[k] | ~is_far), self.control.now + wait, self.quiet[k])
 
     def record(self) -> Any:
         """Return the events as an :class:`EventRecord`, or a tuple of one per event function."""
-        p, records = self.problem, []
+        records, term, like = [], self.stepper.term, self.stepper.like
         for event, counts, found in zip(self.events, self.counts, self.found, strict=True):
             width = int(event.limit if event.limit < np.inf else counts.max(initial=0))
-            place, done, seen = np.full((p.lanes, width), -1), 0, np.zeros(p.lanes, int)  # -1 is a row of NaN
+            place, done, seen = (
+                np.full((len(self.grid.end), width), -1),
+                0,
+                np.zeros(len(self.grid.end), int),
+            )  # -1 is a row of NaN
             for lanes, *_ in found:
                 place[lanes, seen[lanes]] = done + np.arange(len(lanes))
                 seen[lanes] += 1
                 done += len(lanes)
-            index = p._on_device(place.T)
-            times = torch.cat([*(t for _, t, _ in found), p._on_device(np.full(1, np.nan))])
+            index = to_device(place.T, like)
+            times = torch.cat([*(t for _, t, _ in found), to_device(np.full(1, np.nan), like)])
             rows: list[Tensor] = []
-            for i, row in enumerate(p.term.flatten(p.term.like)):
+            for i, row in enumerate(term.flatten(term.like)):
                 rows.append(torch.cat([*(states[i] for *_, states in found), row[:1].detach() * torch.nan])[index])
-            state = apply(lambda x: x.movedim(1, 0), p.term.unflatten(tuple(rows), (width,)))
-            records.append(EventRecord(times[index].T, state, p._on_device(counts.astype(int))))
+            state = apply(lambda x: x.movedim(1, 0), term.unflatten(tuple(rows), (width,)))
+            records.append(EventRecord(times[index].T, state, to_device(counts.astype(int), like)))
         return tuple(records)
 
     # Values
 
     def _time(self, elapsed: Array) -> Tensor:
         """Return the time (lanes,) in float64, with its gradient if the output times have one."""
-        p = self.problem
-        return p._on_device(p.time(elapsed)) if p.t is None else p.differentiable(elapsed).double()
+        return (
+            to_device(self.grid.time(elapsed), self.stepper.like)
+            if self.grid.t is None
+            else self.grid.differentiable(elapsed).double()
+        )
 
     def _stage(self, t: Tensor) -> Tensor:
-        return t.to(self.problem.template).view(-1, *[1] * (self.problem.term.dims - 1))
+        return t.to(self.stepper.like).view(-1, *[1] * (self.stepper.term.dims - 1))
 
     def _only(self, mask: Tensor, rows: Rows) -> Rows:
         """Return rows whose samples outside of ``mask`` are constant copies of one inside.
@@ -544,14 +557,13 @@ class EventSteps(AdaptiveSteps):
 
     def _slopes(self, t: Tensor, rows: Rows) -> Rows:
         """Return dy/dt as constants; the evaluation of the field is counted."""
-        self.problem.counter.add("evaluation")
+        self.stepper.term.counter.add("evaluation")
         with torch.no_grad():
-            return self.problem.term.derivative(self._stage(t.detach()), tuple([row.detach() for row in rows]))
+            return self.stepper.term.derivative(self._stage(t.detach()), tuple([row.detach() for row in rows]))
 
     def _condition(self, event: Event, t: Tensor, rows: Rows) -> Tensor:
-        p = self.problem
         try:
-            c = event.fn(t.to(p.template), p.term.unflatten(rows))
+            c = event.fn(t.to(self.stepper.like), self.stepper.term.unflatten(rows))
         except RuntimeError as error:
             if "does not require grad" not in str(error):
                 raise
@@ -559,10 +571,10 @@ class EventSteps(AdaptiveSteps):
                 "an event function is also evaluated without a graph, so it must not call torch.autograd.grad. "
                 "Fix: torch.func.grad(lambda y: V(y).sum())(y), for a function V."
             ) from error
-        if not isinstance(c, Tensor) or c.shape != (p.lanes,):
+        if not isinstance(c, Tensor) or c.shape != (len(self.grid.end),):
             got = f"shape {tuple(c.shape)}" if isinstance(c, Tensor) else type(c).__name__
             raise ValueError(
-                f"an event function must return a tensor of shape (batch,) = ({p.lanes},), got {got}. "
+                f"an event function must return a tensor of shape (batch,) = ({len(self.grid.end)},), got {got}. "
                 "Fix: Event(lambda t, y: y[:, 0]), or c.squeeze(-1); y0.unsqueeze(0) for a state without a batch."
             )
         return c
@@ -574,7 +586,9 @@ class EventSteps(AdaptiveSteps):
     def _rate(self, event: Event, t: Tensor, rows: Rows, slopes: Rows) -> Tensor:
         """Return dc/dt along the solution, (lanes,), as a constant."""
         if torch.is_inference_mode_enabled():  # fn may use tensors that autograd cannot save
-            step = DIFFERENCE * self.problem._on_device(np.where(self.taken > 0, self.taken, self.problem.end))
+            step = DIFFERENCE * to_device(
+                np.where(self.control.taken > 0, self.control.taken, self.grid.end), self.stepper.like
+            )
             shift = as_column(step, rows[0])
             ends = [tuple([row + i * shift * s for row, s in zip(rows, slopes, strict=True)]) for i in (-1, 1)]
             before, after = (self._condition(event, t + i * step, end) for i, end in zip((-1, 1), ends, strict=True))

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from hbnode._torch import is_transformed, may_look
 from hbnode._tree import parts
@@ -60,6 +61,7 @@ class Method:
         error_order: order of the embedded solution; None for methods that need fixed steps.
         is_fsal: whether the state ends with the field's value (first same as last).
         dense_error_factor: largest ratio of the error of dense output to the error estimate of the step.
+        damping_limit: the largest γH of a step of size H.
     """
 
     rows: int
@@ -67,11 +69,16 @@ class Method:
     error_order: int | None = None
     is_fsal = False
     dense_error_factor = 1.0
+    damping_limit = math.inf
 
     def __init__(self, nodes: Sequence[float]) -> None:
         self.nodes = tuple(map(float, nodes))
         self.evaluations = len(self.nodes)  # no cached property, whose lock torch.compile cannot enter
         self.widest_gap = max((b - a for a, b in itertools.pairwise(sorted({0.0, *self.nodes}))), default=0.0)
+
+    def bind(self, term: Any) -> Self:
+        """Return this method for the rows of a term."""
+        return self
 
     def packed(self, xp: Any, gamma: Array, size: Array, error: bool) -> Array:
         """Return the coefficients of a step as an array (elements, ...), for γ and sizes that broadcast to (...)."""
@@ -223,6 +230,7 @@ class Nystrom(Explicit):
     """
 
     rows = 2
+    damping_limit = 16.0  # beyond 32 the decay makes the error estimate vanish
 
     def __init__(self, tableau: NystromTableau) -> None:
         super().__init__(tableau.c[1:])
@@ -509,11 +517,14 @@ class Splitting(Method):
         super().__init__(np.cumsum(drifts)[:-1].tolist())
         self.activation: Callable[[Tensor], Tensor] | None = None
 
-    def with_activation(self, activation: Callable[[Tensor], Tensor]) -> Splitting:
-        """Return this method for h' = σ(m) with the activation σ."""
-        other = object.__new__(Splitting)
-        other.__dict__.update(self.__dict__, activation=activation)
-        return other
+    def bind(self, term: Any) -> Self:
+        """Return this method for h' = σ(m) with the activation σ of a field, if it has one."""
+        activation, shape = getattr(term.inner, "activation", None), term.template.shape
+        if activation is None:
+            return self
+        method = copy.copy(self)  # rows may be flat, and σ need not be elementwise
+        method.activation = lambda m: activation(m.view(shape)).reshape(m.shape)
+        return method
 
     def packed(self, xp: Any, gamma: Array, size: Array, error: bool) -> Array:
         """Return the times of the drifts, then decays and weights of the kicks."""
@@ -582,7 +593,7 @@ class Rosenbrock(Method):
 
     rows = 1
     is_fsal = True
-    shape: tuple[int, int]  # (samples, unknowns); this and the following are set by for_term
+    shape: tuple[int, int]  # (samples, unknowns); this and the following are set by bind
     order: Tensor | None  # indices of the elements of a row as a matrix of that shape; None if they are in order
     inverse: Tensor
     weights: Tensor
@@ -597,7 +608,7 @@ class Rosenbrock(Method):
         middle = np.stack([a[-1] / 2 + 0.5**k @ dense / 4, a[-1] + k * 0.5**k @ dense / 2])  # dense output, its slope
         self.constants = constant_arrays(np.stack([a.T, C.T], 1), a[-1], dense, middle)
 
-    def for_term(self, term: Any) -> Rosenbrock:
+    def bind(self, term: Any) -> Self:
         """Return this method for the rows of a term, whose samples it solves separately."""
         method = copy.copy(self)
         tensors = parts(term.like)[: 1 if term.second_order else None]

@@ -23,11 +23,12 @@ from hbnode.fields import GHBNODE, HBNODE
 from hbnode.nfe import NFE, Tally, open_counters, open_records
 from hbnode.solve import compiled, torchdiffeq
 from hbnode.solve.adjoints import Direct, gradient_mode, owning
-from hbnode.solve.control import LONGEST_DECAY, Attempt, first_index
 from hbnode.solve.events import Event, EventRecord, checked_events
-from hbnode.solve.loop import STRONG, Problem, Rows, integrate
-from hbnode.solve.methods import EXPONENTIAL, METHODS, NYSTROM, ROSENBROCK, SECOND_ORDER, SPLITTING, TORCHDIFFEQ_GRIDS
+from hbnode.solve.loop import integrate
+from hbnode.solve.methods import EXPONENTIAL, METHODS, ROSENBROCK, SECOND_ORDER, SPLITTING, TORCHDIFFEQ_GRIDS
 from hbnode.solve.settings import FIXED, TORCHDIFFEQ, Gradient, Method, NativeMethod, Save, Settings
+from hbnode.solve.start import start_of
+from hbnode.solve.stepper import STRONG, Attempt, Rows, Setup, Taken, first_index
 from hbnode.solve.term import (
     ODETerm,
     Snapshot,
@@ -264,27 +265,25 @@ def _solve(field: Any, y0: State, t: Times, settings: Settings, nfe: NFE, end: b
     if times.dim() == 2 or events or (settings.per_sample and settings.steps is None and not is_empty):
         lanes = count_samples(y0, times, settings)
     term = ODETerm(field, y0, counter, second_order=is_second_order(settings.method, field), lanes=lanes)
-    problem = Problem(
-        term, METHODS[settings.method], times, settings, end_only=end and times.shape[-1] == 2, events=events
-    )
+    end_only = end and times.shape[-1] == 2
+    setup = Setup.of(term, METHODS[settings.method], times, settings, end_only=end_only, events=events)
     if settings.steps is None and settings.method not in (*EXPONENTIAL, *ROSENBROCK):
-        check_damping(problem, field)
+        check_damping(setup, field)
     if settings.compile and _torch.may_look() and not events:
-        solution = compile_steps(problem, field, y0, times, snapshot)
-        if solution is not None:
-            return last_of(solution) if end else solution
+        setup, trajectory = compile_steps(setup, field, y0, times, snapshot)
+        if trajectory is not None:
+            return last_of(trajectory) if end else trajectory
     with solving(snapshot, template.device.type):
-        rows = gradient.solve(problem, y0, snapshot)
+        rows, steps, objects = gradient.solve(setup, y0, snapshot)
         if settings.steps is not None:
-            check_finite(problem, y0, rows)
-    trajectory = term.unflatten(rows) if problem.end_only else term.unflatten(rows, (len(rows[0]),))
-    trajectory = last_of(trajectory) if end and not problem.end_only else trajectory
-    objects, problem.owned = problem.owned, []  # else it would own itself
+            check_finite(setup, y0, rows)
+    trajectory = term.unflatten(rows) if end_only else term.unflatten(rows, (len(rows[0]),))
+    trajectory = last_of(trajectory) if end and not end_only else trajectory
     if objects:
         trajectory = owning(trajectory, objects)
     if not events:
         return trajectory
-    records, problem.stepper = problem.stepper.record(), None  # a circle would keep the graph
+    records = steps.record()
     if objects:
         records = tuple(
             dataclasses.replace(record, t=owning(record.t, objects), state=owning(record.state, objects))
@@ -352,23 +351,23 @@ def check_field(method: str, field: Callable[..., Any]) -> None:
         )
 
 
-def compile_steps(problem: Problem, field: Any, y0: State, t: Tensor, snapshot: Snapshot) -> State | None:
-    """Solve with one compiled program if there are few fixed steps; otherwise give ``problem`` a compiled step.
+def compile_steps(setup: Setup, field: Any, y0: State, t: Tensor, snapshot: Snapshot) -> tuple[Setup, State | None]:
+    """Solve with one compiled program if there are few fixed steps; otherwise return a setup with a compiled step.
 
-    Return the trajectory, or None if ``problem`` still has to be solved.
+    Return the trajectory, too, or None if the setup still has to be solved.
     """
-    settings, method, term = problem.settings, problem.method, problem.term
+    settings, stepper, method, term = setup.settings, setup.stepper, setup.stepper.method, setup.stepper.term
     if snapshot.masks or settings.method in ROSENBROCK:
         compiled.warn("func draws random numbers" if snapshot.masks else "the steps of Rosenbrock methods run eagerly")
-        return None
+        return setup, None
     steps = (settings.steps or 0) * (t.shape[-1] - 1)
     evaluations = steps * method.evaluations + method.is_fsal
     if settings.steps is None or settings.jump_times or evaluations > LONGEST_GRID or t.requires_grad or open_records:
         activation, error = getattr(term.inner, "activation", None), settings.steps is None
         make = functools.partial(compiled.attempt, term, method, settings.rtol, settings.atol, error=error)
         step_key = (settings.method, settings.rtol, settings.atol, error, activation, term.lanes is None)
-        problem.program = compiled.program(term, step_key, make)
-        return None
+        program = compiled.program(term, step_key, make)
+        return dataclasses.replace(setup, stepper=dataclasses.replace(stepper, program=program)), None
 
     def grid(y0: State, t: Tensor) -> State:
         return _traced(field, y0, t, settings, Tally(compiled.uncounted, NFE()), False)
@@ -376,10 +375,10 @@ def compile_steps(problem: Problem, field: Any, y0: State, t: Tensor, snapshot: 
     key = (settings.method, settings.steps, t.shape[-1], getattr(term.inner, "activation", None))
     trajectory = compiled.program(term, key, lambda: grid)(y0, t.to(term.template.device))
     if trajectory is not None:
-        problem.counter.add("evaluation", evaluations)
-        problem.counter.add("accepted", steps)
-        problem.counter.nfe.keeps_graph = torch.is_grad_enabled()
-    return trajectory
+        term.counter.add("evaluation", evaluations)
+        term.counter.add("accepted", steps)
+        term.counter.nfe.keeps_graph = torch.is_grad_enabled()
+    return setup, trajectory
 
 
 def count_samples(y0: State, t: Tensor, settings: Settings) -> int:
@@ -424,19 +423,20 @@ def _traced(field: Callable[..., State], y0: State, t: Times, settings: Settings
     times = traced_times(t, parts(y0)[0].device)
     lanes = count_samples(y0, times, settings) if times.dim() == 2 else None
     term = ODETerm(field, y0, counter, second_order=is_second_order(settings.method, field), lanes=lanes)
-    problem = Problem(term, {**METHODS, **TORCHDIFFEQ_GRIDS}[settings.method], times, settings)
+    setup = Setup.of(term, {**METHODS, **TORCHDIFFEQ_GRIDS}[settings.method], times, settings)
     with solving(snapshot, parts(y0)[0].device.type):
-        rows = Direct().solve(problem, y0, snapshot)
+        rows = Direct().solve(setup, y0, snapshot).rows
     trajectory = term.unflatten(rows, (times.shape[-1],))
     return last_of(trajectory) if end else trajectory
 
 
-def check_damping(problem: Problem, field: Callable[..., Any]) -> None:
+def check_damping(setup: Setup, field: Callable[..., Any]) -> None:
     """Raise MaxStepsError before the solve if the damping alone requires more than ``max_steps`` steps."""
-    settings, nystrom = problem.settings, problem.settings.method in NYSTROM
-    damping, reach = (problem.strongest, LONGEST_DECAY) if nystrom else (constant_damping(field), 4.0)
-    span = float(problem.end.max()) if damping and problem.end.size else 0.0
-    needed = damping * span / (1.0 if nystrom else reach)
+    settings, end, reach = setup.settings, setup.grid.end, setup.stepper.method.damping_limit
+    is_limited = reach < math.inf
+    damping, reach = (setup.stepper.strongest, reach) if is_limited else (constant_damping(field), 4.0)
+    span = float(end.max()) if damping and end.size else 0.0
+    needed = damping * span / (1.0 if is_limited else reach)
     if not needed >= settings.max_steps:  # a NaN is reported by the solve
         return
     if is_heavy_ball(field, HBNODE):
@@ -445,16 +445,16 @@ def check_damping(problem: Problem, field: Callable[..., Any]) -> None:
         advice = f"max_steps={math.ceil(damping * span / 3)}"
         if is_heavy_ball(field, GHBNODE):
             advice += ", or method='leapfrog' with steps=n (exact damping)"
-    raise problem.failure(
+    raise setup.stepper.failure(
         MaxStepsError,
         f"the damping of {damping:g} over a time of {span:g} takes about {needed:.0f} steps, and "
         f"max_steps={settings.max_steps}. Fix: {advice}, or a shorter time",
-        problem.begin,
+        setup.grid.begin,
         reach / damping,
     )
 
 
-def check_finite(problem: Problem, y0: State, rows: Rows) -> None:
+def check_finite(setup: Setup, y0: State, rows: Rows) -> None:
     """Raise NonFiniteError if a solution ``rows`` with fixed steps is not finite.
 
     Fixed steps are checked only after the solve. If the check fails, a second solve finds the first step that is not
@@ -462,22 +462,23 @@ def check_finite(problem: Problem, y0: State, rows: Rows) -> None:
     """
     if is_finite(rows):
         return
+    stepper = setup.stepper
 
-    def take(state: Rows, attempt: Attempt) -> tuple[Rows, Any, Rows]:
-        after = problem.take(state, attempt)
-        if not is_finite(after[0]):
-            bad = ~np.isfinite(problem.norms(after[0]))
-            raise problem.not_finite(attempt, state, first_index(bad.any(0)))
-        return after
+    def take(state: Rows, attempt: Attempt) -> Taken:
+        taken = stepper.take(state, attempt)
+        if not is_finite(taken.state):
+            bad = ~np.isfinite(stepper.norms(taken.state))
+            raise stepper.not_finite(attempt, state, first_index(bad.any(0)))
+        return taken
 
     with torch.no_grad():
-        start = problem.start(y0)
-        norm = problem.norms(start)
+        begun = start_of(setup, y0)
+        norm = stepper.norms(begun.state)
         if not np.isfinite(norm).all():
-            raise problem.start_not_finite(norm)
-        integrate(problem, start, take, every=1)
-    raise problem.failure(
-        NonFiniteError, "the solution is not finite. Fix: bound func, or use more steps", problem.begin, math.nan
+            raise stepper.start_not_finite(norm, setup.grid.begin)
+        integrate(begun, take, every=1)
+    raise stepper.failure(
+        NonFiniteError, "the solution is not finite. Fix: bound func, or use more steps", setup.grid.begin, math.nan
     )
 
 

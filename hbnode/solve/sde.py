@@ -24,11 +24,11 @@ from hbnode.fields import HeavyBallSDE, diffusion
 from hbnode.nfe import NFE, Tally
 from hbnode.solve import torchsde
 from hbnode.solve.adjoints import Checkpoint, Direct, Reversible, gradient_mode, owning
-from hbnode.solve.control import Attempt
-from hbnode.solve.loop import Problem
+from hbnode.solve.grid import Grid
 from hbnode.solve.methods import METHODS, NYSTROM, Field, Method, StepResult
 from hbnode.solve.odeint import check_finite, check_resolution, checked_state, checked_times, count_samples
 from hbnode.solve.settings import TORCHDIFFEQ, Gradient, Settings
+from hbnode.solve.stepper import Attempt, Setup, Stepper
 from hbnode.solve.term import ODETerm, Snapshot, change_of_call, materialize, solving, unwrap_compiled
 from hbnode.solve.torchsde import TorchsdeMethod
 
@@ -453,60 +453,77 @@ class BrownianIncrements:
 # The solve
 
 
-class SDEProblem(Problem):
-    """A heavy-ball SDE with a method, output times, the number of steps per interval, and the noise of each step.
+@dataclass(frozen=True)
+class SDEStepper(Stepper):
+    """The steps of a heavy-ball SDE.
 
-    The attribute ``gamma`` holds the coefficients of all intervals in place of γ. Gradients of γ and η pass through it.
+    Attributes:
+        packed: the coefficients of a step in each output interval, (coefficients, intervals, ...), which have the
+            gradients of γ and η.
+        ends: the number of steps up to the end of each interval.
     """
 
-    def __init__(self, term: ODETerm, method: str, t: Tensor, counts: np.ndarray, noise: Noise) -> None:
-        eta = term.inner.solver_temperature()
-        eta = term.aligned(eta, "temperature", "η") if isinstance(eta, Tensor) else eta
-        eta = torch.as_tensor(eta, dtype=torch.float64, device="cpu")
-        gamma = term.damping = torch.as_tensor(term.damping, dtype=torch.float64, device="cpu")
-        term.per_channel = True  # rows keep the shape of h
-        of_sde = NATIVE[method]
-        super().__init__(term, of_sde, t, Settings(method, steps=1))
-        self.noise, self.steps, self.ends = noise, counts.tolist(), counts.cumsum()
-        self.strongest_decay = to_numpy(gamma).max(initial=0.0)
-        sizes = np.diff(self.grid(), axis=0) / counts.reshape(-1, *[1] * self.begin.ndim)
-        if self.strongest_decay * sizes.max(initial=0.0) > of_sde.reach:
-            raise ValueError(
-                f"method={method!r} needs steps of at most {of_sde.reach:g}/γ, got a damping of "
-                f"{self.strongest_decay:g} and steps of {sizes.max():g}. "
-                f"Fix: dt={0.99 * of_sde.reach / self.strongest_decay:.3g}, or method='ubu', which solves the damping "
-                "exactly."
-            )
-        dims = max(gamma.dim(), eta.dim()) if term.lanes is None else self.dims - 1
-        size = torch.from_numpy(sizes).reshape(*sizes.shape, *[1] * dims)
-        of_sizes = functools.partial(of_sde.coefficients, gamma, diffusion(gamma, eta))
-        packed = of_sizes(size.clamp(min=TINY))
-        if not size.all():  # a sample does not move between equal times
-            packed = torch.where(size > 0, packed, of_sizes(size).detach().nan_to_num())
-        self.gamma: Any = packed.to(self.template)
+    packed: Any = None
+    ends: Any = None
 
-    def counts(self) -> Sequence[int]:
-        return self.steps
+    @property
+    def constants(self) -> Tensor:
+        packed: Tensor = self.packed
+        return packed
+
+    def with_constants(self, constants: Tensor) -> SDEStepper:
+        return replace(self, packed=constants)
 
     def coefficients(self, attempt: Attempt) -> tuple[Rows, None]:
         interval = int(self.ends.searchsorted(attempt.number, "right"))
-        return self.method.unpack(self.gamma[:, interval], self.dims, error=False), None
+        return self.method.unpack(self.packed[:, interval], self.term.dims_of_row, error=False), None
 
     def failure(self, kind: type[SolverError], message: str, t: Any, size: Any) -> SolverError:
         fix = "" if "Fix:" in message else ". Fix: a smaller dt"
         return super().failure(kind, message + fix, t, size)
 
-    def check_growth(self) -> None:
-        """Raise ReversalError if rounding errors, times e^{γT} over a time T between outputs, would exceed 1e-4."""
-        dtype, longest = self.template.dtype, np.diff(self.grid(), axis=0).max(initial=0.0)
-        eps, growth = torch.finfo(dtype).eps, self.strongest_decay * longest
-        if math.log(eps) + growth > math.log(MOST_ROUNDING):
-            message = (
-                f"reversing the damping of {self.strongest_decay:g} over {longest:g} between two output times grows "
-                f"rounding errors, {eps:.1g} in {dtype}, by e^{growth:.3g}; expected less than {MOST_ROUNDING:g} of "
-                "the state. Fix: gradient='checkpoint', float64, or output times closer together"
-            )
-            raise self.failure(ReversalError, message, self.begin, math.nan)
+
+def sde_setup(term: ODETerm, method: str, t: Tensor, counts: np.ndarray, noise: Noise) -> Setup:
+    """Return the setup of a heavy-ball SDE, given the number of steps per interval and the noise of each step."""
+    eta = term.inner.solver_temperature()
+    eta = term.aligned(eta, "temperature", "η") if isinstance(eta, Tensor) else eta
+    eta = torch.as_tensor(eta, dtype=torch.float64, device="cpu")
+    gamma = term.damping = torch.as_tensor(term.damping, dtype=torch.float64, device="cpu")
+    term.per_channel = True  # rows keep the shape of h
+    of_sde = NATIVE[method]
+    grid = Grid.of(t, term.template.detach(), term.lanes)
+    strongest = to_numpy(gamma).max(initial=0.0)
+    sizes = np.diff(grid.points, axis=0) / counts.reshape(-1, *[1] * grid.begin.ndim)
+    if strongest * sizes.max(initial=0.0) > of_sde.reach:
+        raise ValueError(
+            f"method={method!r} needs steps of at most {of_sde.reach:g}/γ, got a damping of {strongest:g} and steps of "
+            f"{sizes.max():g}. Fix: dt={0.99 * of_sde.reach / strongest:.3g}, or method='ubu', which solves the "
+            "damping exactly."
+        )
+    dims = max(gamma.dim(), eta.dim()) if term.lanes is None else term.dims_of_row - 1
+    size = torch.from_numpy(sizes).reshape(*sizes.shape, *[1] * dims)
+    of_sizes = functools.partial(of_sde.coefficients, gamma, diffusion(gamma, eta))
+    packed = of_sizes(size.clamp(min=TINY))
+    if not size.all():  # a sample does not move between equal times
+        packed = torch.where(size > 0, packed, of_sizes(size).detach().nan_to_num())
+    settings = Settings(method, steps=1)
+    parts = {"packed": packed.to(term.template), "ends": counts.cumsum(), "noise": noise}
+    stepper = SDEStepper.of(term, of_sde, method, settings.rtol, settings.atol, **parts)
+    return Setup(stepper, grid, settings, counts.tolist())
+
+
+def check_growth(setup: Setup) -> None:
+    """Raise ReversalError if rounding errors, times e^{γT} over a time T between outputs, would exceed 1e-4."""
+    dtype, longest = setup.stepper.like.dtype, np.diff(setup.grid.points, axis=0).max(initial=0.0)
+    strongest = to_numpy(setup.stepper.gamma).max(initial=0.0)
+    eps, growth = torch.finfo(dtype).eps, strongest * longest
+    if math.log(eps) + growth > math.log(MOST_ROUNDING):
+        message = (
+            f"reversing the damping of {strongest:g} over {longest:g} between two output times grows rounding errors, "
+            f"{eps:.1g} in {dtype}, by e^{growth:.3g}; expected less than {MOST_ROUNDING:g} of the state. "
+            "Fix: gradient='checkpoint', float64, or output times closer together"
+        )
+        raise setup.stepper.failure(ReversalError, message, setup.grid.begin, math.nan)
 
 
 @untraced
@@ -626,13 +643,12 @@ def sdeint(
         of_step: Noise = functools.partial(step_normals, step_seeds(seed, counts.sum()), shape, h)
     else:
         of_step = noise.normals.__getitem__
-    problem = SDEProblem(term, method, times, counts, of_step)
+    setup = sde_setup(term, method, times, counts, of_step)
     if name == "reversible" and torch.is_grad_enabled():
-        problem.check_growth()
+        check_growth(setup)
     with solving(snapshot, h.device.type):
-        rows = gradient_mode(gradient).solve(problem, state, snapshot)
-        check_finite(problem, state, rows)
-    objects, problem.owned = problem.owned, []  # else it would own itself
+        rows, _, objects = gradient_mode(gradient).solve(setup, state, snapshot)
+        check_finite(setup, state, rows)
     h, m = term.unflatten(rows, (times.shape[-1],))
     return owning((h, m), objects) if objects else (h, m)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -192,6 +193,24 @@ class ODETerm:
                 self.address = 0
             f = f.clone() if self.address and before in (None, self.address) else f
         return f if f.shape == row.shape else f.reshape(row.shape)
+
+    @property
+    def wants_time(self) -> bool:
+        """Whether a call needs the time."""
+        return not self.second_order or self.time_dependent
+
+    @property
+    def dims_of_row(self) -> int:
+        return self.template.dim() if self.per_channel else 1 if self.lanes is None else 2
+
+    def stages(self, times: Sequence[Any]) -> Sequence[Tensor]:
+        """Return times as arguments of the field: scalar tensors, or (lanes, 1, ...) to broadcast with the state."""
+        like = self.template
+        stages = torch.stack(list(times)) if isinstance(times[0], Tensor) else torch.from_numpy(np.stack(times))
+        stages = stages.to(like.device, like.dtype)
+        if stages.dim() > 1:
+            stages = stages.reshape(*stages.shape, *[1] * (self.dims - 1))
+        return stages.unbind(0)
 
     def trial(self, t: Tensor, row: Tensor) -> Tensor:
         """Return the value at a time that the solve may not reach; it is NaN if a signal has no sample there."""

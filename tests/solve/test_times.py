@@ -13,7 +13,7 @@ from torch import nn
 
 import hbnode
 from hbnode.solve import methods
-from hbnode.solve.control import TRIALS
+from hbnode.solve.start import TRIALS
 from tests.models import AGAIN
 from tests.problems import Forced, damped_oscillator
 

@@ -1,0 +1,289 @@
+"""The adaptive steps of a solve in a loop in Python: the controller in NumPy, the first step, and what may fail."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hbnode.errors import DIVERGES, DivergenceError, MaxStepsError, StepSizeUnderflowError, diverges
+from hbnode.nfe import open_records
+from hbnode.solve.control import Clip, Control, PIController, first_size
+from hbnode.solve.grid import Array, to_device
+from hbnode.solve.start import TRIALS
+from hbnode.solve.stepper import Attempt, Rows, Setup, Taken, first_index
+
+NON_FINITE_ATTEMPTS = 5  # attempts in a row, each ten times shorter, before a NonFiniteError
+NEGLIGIBLE, VISIBLE = 10.0, 0.01  # displacements over the span, in units of the tolerance
+LONGEST_GAP = 1 / 6  # largest gap between two nodes of a step, as a fraction of the span
+
+FIRST_LOOK = 100  # the remaining steps are estimated after 100, 200, 400, ... attempts
+TOO_MANY = 5  # a solve fails if the estimate exceeds max_steps by this factor; below it, steps may still grow
+GROWTH, DECAY = 1.2, 0.5  # between two estimates; step sizes that change by more are not extrapolated
+
+
+class AdaptiveSteps:
+    """The adaptive steps of a solve: step sizes by PI control, equal up to the next time that a step must end on.
+
+    An error estimate samples f only at the nodes of a step. If the state is zero, it would miss a force that is zero at
+    those nodes. Therefore, if f depends on time:
+
+    - If f is negligible at the start, it is evaluated at four further times, with the initial state.
+    - If the initial state is zero, or these evaluations find a force, the nodes of a step are at most a sixth of the
+      span apart. Errors must then be below the tolerance by the factor ``dense_error_factor`` of the method. A force
+      that was found also shortens the first step, so that it moves the state by about the tolerance.
+    - The first of several equal steps is an irrational fraction of the rest, so that its nodes miss no harmonic.
+
+    Attributes:
+        control: the state of the controller.
+        then: the time at which the planned step ends.
+    """
+
+    @np.errstate(all="ignore")
+    def __init__(self, setup: Setup, state: Rows) -> None:
+        self.setup, self.stepper, self.grid = setup, setup.stepper, setup.grid
+        settings, method, grid, norm = setup.settings, setup.stepper.method, setup.grid, setup.stepper.norms(state)
+        if not np.isfinite(norm).all():
+            raise self.stepper.start_not_finite(norm, grid.begin)
+        h, self.start = norm[0], norm
+        self.is_common = settings.common_steps and grid.lanes is not None
+        self.error_factor, longest = np.ones_like(h), np.full_like(h, setup.longest_step)
+        size, longest = self._first_size(state, norm, longest)
+        size = np.minimum(size, longest)
+        if self.is_common:
+            size, longest = self._least_fraction(size), self._least_fraction(longest)
+        rounding = np.finfo(float).eps * grid.furthest
+        self.clip = Clip(grid.end, grid.stops if settings.save == "exact" else None, grid.jumps, rounding)
+        self.controller = PIController(method.error_order or 1, longest)
+        most = 0 if settings.jump_times or grid.ends_on_knots else max(int(0.999 / method.widest_gap) - 1, 0)
+        uneven = np.full_like(h, self.stepper.term.time_dependent, bool)
+        self.control: Control = self.controller.start(np, size, uneven, np.full_like(h, most, int))
+        self.then = self.control.now
+        self.attempts = self.last_look = 0
+        self.last_taken = self.last_now = self.control.now
+
+    def _first_size(self, state: Rows, norm: Array, longest: Array) -> tuple[Array, Array]:
+        """Return the first and the longest step size, and set the error factor."""
+        setup, settings, method, h, f = self.setup, self.setup.settings, self.stepper.method, norm[0], norm[-1]
+        if self.is_common:
+            h, f = self._in_common(h), self._in_common(f)
+        size = first_size(h, f, settings.rtol, settings.atol, method.rows, method.error_order or 1)
+        size = np.where(np.isfinite(size), size, self.grid.end)
+        if self.stepper.term.time_dependent:
+            size, longest = self._cautious(state[0].detach(), h, f, size, longest)
+        if setup.option("first_step"):
+            size = np.full_like(h, setup.option("first_step"))
+        return size, longest
+
+    def _in_common(self, x: Array) -> Array:
+        """Return the root mean square of ``x`` over the lanes whose span is not 0, in every lane."""
+        moving = self.grid.end > 0
+        return np.full_like(x, np.sqrt((x[moving] ** 2).mean())) if moving.any() else x
+
+    def _least_fraction(self, size: Array) -> Array:
+        """Return step sizes at most as long as ``size`` that are the same fraction of the span in all lanes."""
+        end = self.grid.end
+        moving = end > 0
+        return np.where(moving, end * (size[moving] / end[moving]).min(initial=np.inf), size)
+
+    def _cautious(self, x: Tensor, h: Array, f: Array, size: Array, longest: Array) -> tuple[Array, Array]:
+        """Return the first and the longest step size for a force that depends on time, and set the error factor."""
+        stepper, settings, term = self.stepper, self.setup.settings, self.stepper.term
+        tolerance, span = settings.atol + settings.rtol * h, self.grid.end
+        time = span**stepper.method.rows  # a force times this is its displacement of the state, up to a constant
+        is_negligible = f * time <= NEGLIGIBLE * tolerance
+        is_forced = (h <= NEGLIGIBLE * settings.atol) & ~is_negligible
+        if (is_negligible & (span > 0)).any():
+            values = tuple([term.trial(term.stages([self.grid.time(c * span)])[0], x) for c in TRIALS])
+            found = np.fmax.reduce(stepper.norms(values))  # without NaNs
+            is_found = is_negligible & (found * time > VISIBLE * tolerance)
+            size = np.where(is_found, np.minimum(size, 2.0 * np.sqrt(tolerance / found)), size)
+            is_forced |= is_found
+        gap = span * (LONGEST_GAP / stepper.method.widest_gap)
+        self.error_factor = np.where(is_forced, stepper.method.dense_error_factor, 1.0)
+        return size, np.where(is_forced, np.minimum(longest, gap), longest)
+
+    # Plan
+
+    @np.errstate(all="ignore")
+    def next(self) -> Attempt | None:
+        """Return the next attempted step, or None at the end of the solve."""
+        grid, stepper = self.grid, self.stepper
+        if (self.control.now >= grid.end).all():
+            return None
+        self._check_limits()
+        self._plan()
+        now, taken = self.control.now, self.control.taken
+        times, nodes, wants_time = stepper.no_times, stepper.method.nodes, stepper.term.wants_time
+        if grid.t is not None:
+            begin, end = grid.differentiable(now), grid.differentiable(self.then, empty=1.0)
+            if wants_time:
+                times = stepper.term.stages([begin * (1.0 - c) + end * c for c in nodes])
+            attempt = Attempt(grid.time(now), end - begin, [times])
+        else:
+            if wants_time:
+                times = stepper.term.stages([grid.time(np.minimum(now + c * taken, self.then)) for c in nodes])
+            attempt = Attempt(grid.time(now), grid.sign * taken, [times])
+        if not self.setup.end_only or (self.then == grid.end).any():
+            self._find_outputs(attempt)
+        return attempt
+
+    def _plan(self) -> None:
+        self.then, self.control = self.controller.plan(np, self.clip, self.control)
+
+    def _find_outputs(self, attempt: Attempt) -> None:
+        grid, now, then = self.grid, self.control.now, self.then
+        found = (grid.outputs > now[..., None]) & (grid.outputs <= then[..., None])
+        *lanes, which = np.nonzero(found)
+        if not len(which):
+            return
+        attempt.outputs, attempt.lanes = which, lanes[0] if lanes else np.zeros_like(which)
+        begin, end, size = (x[tuple(lanes)] for x in (now, then, self.control.taken))
+        t = grid.outputs[(*lanes, which)]
+        theta = np.where(t == end, 1.0, (t - begin) / size)
+        if (theta != 1.0).any():
+            attempt.theta = theta
+        self._place(attempt)
+
+    def _place(self, attempt: Attempt) -> None:
+        """Set the positions of the outputs in a step with gradients, if the times have gradients."""
+        grid, size = self.grid, attempt.size
+        if grid.t is None:
+            return
+        t, begin, which = grid.of_lanes, grid.differentiable(self.control.now), to_device(attempt.outputs, grid.t) + 1
+        if grid.lanes is None:
+            t, size = t[which], size.expand(len(which))
+        else:
+            index = to_device(attempt.lanes, t)
+            t, begin, size = t[index, which], begin[index], size[index]
+        late = t - (begin + size)
+        attempt.late, attempt.place = late - late.detach(), ((t - begin) / size, size)
+
+    def exclude(self, attempt: Attempt, refused: Array, before: Control) -> Attempt:
+        """Return the step with size 0 in the lanes that ``refused`` it because its error is not finite.
+
+        ``before`` is the state of the controller at the start of the step.
+        """
+        grid, stepper, size, begin = self.grid, self.stepper, attempt.size, attempt.time
+        if grid.t is None:
+            size = np.where(refused, 0.0, size)
+        else:
+            size = torch.where(to_device(refused, size), 0.0, size)
+            begin = grid.differentiable(before.now)
+        times = stepper.no_times
+        if stepper.term.wants_time:
+            times = stepper.term.stages([begin + c * size for c in stepper.method.nodes])
+        taken = replace(attempt, size=size, times=[times])
+        if attempt.outputs is not None and attempt.lanes is not None:
+            stays = ~refused[attempt.lanes]
+            taken.outputs, taken.lanes = attempt.outputs[stays] if stays.any() else None, attempt.lanes[stays]
+            taken.theta = attempt.theta[stays] if attempt.theta is not None and stays.any() else None
+            if taken.outputs is not None:
+                self.control, after = before, self.control
+                self._place(taken)
+                self.control = after
+        return taken
+
+    # Judgement
+
+    @np.errstate(all="ignore")
+    def accept(self, attempt: Attempt, state: Rows, taken: Taken) -> Array:
+        """Return whether each lane accepts the step, (lanes,) or (), and choose the next step size.
+
+        Raises a SolverError if the solve cannot continue.
+        """
+        counter, size = self.stepper.term.counter, self.control.taken
+        ratio, is_moving = self._ratio(attempt, state, taken), size > 0
+        is_fine = (ratio <= 1.0) | ~is_moving
+        repeats = self._refuse(state, taken, np.asarray(ratio <= 1.0))
+        accepted, self.control = self.controller.judge(np, self.control, self.then, ratio, repeats)
+        counter.add("accepted" if (accepted & is_moving).any() else "rejected")
+        if open_records:
+            counter.report(attempt.time, size, accepted)
+        if not is_fine.all():
+            self._check_progress(attempt, state, is_fine)
+        return accepted
+
+    def _refuse(self, before: Rows, taken: Taken, accepted: Array) -> Array | None:
+        """Return which lanes must repeat an accepted step, those that have an event; None for none."""
+        return None
+
+    def _ratio(self, attempt: Attempt, before: Rows, taken: Taken) -> Array:
+        """Return the error of each lane over its tolerance."""
+        grid, factor, margin = self.grid, self.stepper.method.dense_error_factor, self.error_factor
+        if attempt.theta is not None and factor != 1.0:  # dense output is less accurate
+            inside = attempt.inside(len(self.then)) if self.then.ndim else True
+            margin = np.where(inside, factor, margin)
+        ratio = self.stepper.ratio(before, taken) * margin
+        if self.setup.settings.jump_times and grid.jumps is not None:
+            ends = (grid.jumps == self.then[..., None]).any(-1)
+            over_jump = ends & (self.control.taken < 2.2 * grid.near) & np.isfinite(ratio)
+            ratio = np.where(over_jump, np.minimum(ratio, 1.0), ratio)  # a shorter step is below the rounding of times
+        return self._in_common(ratio) if self.is_common else ratio
+
+    # Failures
+
+    @property
+    def resolution(self) -> float:
+        """Relative rounding error of times, in the dtype of the state if f depends on time."""
+        term = self.stepper.term
+        return torch.finfo(term.template.dtype if term.time_dependent else torch.float64).eps
+
+    def _check_progress(self, attempt: Attempt, before: Rows, fine: Array) -> None:
+        """Raise if a rejected step has an error that is not finite, or the next step size underflows."""
+        setup, stepper, c, least = self.setup, self.stepper, self.control, self.setup.option("min_step", 0.0)
+        now = self.grid.time(c.now)
+        floor = np.maximum(4 * self.resolution * abs(now), max(least, 1e-300))
+        small = ~fine & (c.size < floor)
+        stuck = ~fine & ((c.failures >= NON_FINITE_ATTEMPTS) | (small & (c.failures > 0)))
+        if not (stuck.any() or small.any()):
+            return
+        lane = first_index(stuck | small)
+        (*_, y, f), start = stepper.norms(before)[(slice(None), *lane)], self.start[(slice(None), *lane)]
+        if diverges(y, f, max(start[-2], stepper.atol / stepper.rtol), c.now[lane]):
+            raise stepper.failure(DivergenceError, DIVERGES.format(y, y / f), now[lane], c.size[lane])
+        if stuck.any():
+            raise stepper.not_finite(attempt, before, first_index(stuck))
+        lane = first_index(small)
+        jumps = "" if setup.settings.jump_times else "jump_times=[...] for a known jump, "
+        raise stepper.failure(
+            StepSizeUnderflowError,
+            "step size underflow: no step meets the tolerance; func may be discontinuous, or the tolerance below "
+            f"rounding errors. Fix: {setup.advice}{jumps}loosen rtol and atol, or use float64",
+            now[lane],
+            c.size[lane],
+        )
+
+    def _check_limits(self) -> None:
+        """Raise if the next step exceeds ``max_nfe`` or ``max_steps``, or far too many steps are left."""
+        setup, c, most = self.setup, self.control, self.setup.settings.max_steps
+        setup.check_nfe(self.grid.time(c.now), c.size, self.stepper.method.evaluations)
+        self.attempts += 1
+        if setup.settings.steps is not None:
+            return
+        if setup.settings.save == "exact":
+            most += self.grid.outputs.shape[-1] - 1
+        if self.attempts > most:
+            raise self._too_many(f"the solve needed more than max_steps={setup.settings.max_steps} steps")
+        looks, remainder = divmod(self.attempts, FIRST_LOOK)
+        if remainder or looks & (looks - 1):
+            return
+        before, self.last_taken = self.last_taken, c.taken
+        pace, self.last_now = (c.now - self.last_now) / (self.attempts - self.last_look), c.now
+        self.last_look = self.attempts
+        steady = (c.taken < GROWTH * before) & (c.taken > DECAY * before) & (c.now < self.grid.end)
+        needed = np.where(steady, (self.grid.end - c.now) / np.maximum(c.taken, pace), 0.0).max()
+        if needed > TOO_MANY * setup.settings.max_steps:
+            raise self._too_many(
+                f"after {self.attempts} steps of steady size about {needed:.1g} more are needed, and "
+                f"max_steps={setup.settings.max_steps}"
+            )
+
+    def _too_many(self, message: str) -> MaxStepsError:
+        fix = f"{self.setup.advice}loosen rtol and atol, shorten the time span or divide t by a typical gap or period"
+        t, size = self.grid.time(self.control.now), self.control.taken
+        failure: Any = self.stepper.failure(MaxStepsError, f"{message}. Fix: {fix}, or raise max_steps", t, size)
+        return failure

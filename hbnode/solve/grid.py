@@ -1,0 +1,197 @@
+"""The times of a solve: the start, the output times and the jumps of f.
+
+Times are NumPy arrays on the host, measured from the start of the solve. Their shape is () if all samples have the same
+times, and (lanes,) if every sample, a lane, has its own steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hbnode import _torch
+
+Array = Any  # of NumPy
+Piece = tuple[int, tuple[Array, Array] | None, int]
+
+BESIDE_JUMP = 4.0  # distance of a jump's left and right times from it, in rounding errors of the largest time
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The times of a solve.
+
+    Attributes:
+        begin, sign: initial time, and 1.0 or -1.0 for solving forward or backward, () or (lanes,).
+        outputs, end: output times measured from the start, (T - 1,) or (lanes, T - 1), and the last of them.
+        lanes: the number of samples with their own steps, or None.
+        furthest: the largest absolute time.
+        near: distance of the two sides of a jump from it; output times are on a jump if they are not farther from it.
+        t: the times as a tensor (T,) or (lanes, T) on the device of the state if they need gradients; else None.
+        jumps: sorted times of the jumps of f, padded by inf, (K,) or (lanes, K); None without jumps. Adaptive steps
+            and those of events end just before and just after a jump, which are two times of the array.
+        ends_on_knots: whether steps end on every sample time of a signal, whose values need gradients.
+    """
+
+    begin: Array
+    sign: Array
+    outputs: Array
+    end: Array
+    lanes: int | None
+    furthest: float
+    near: float
+    t: Tensor | None = None
+    jumps: Array = None
+    ends_on_knots: bool = False
+
+    @classmethod
+    def of(cls, t: Tensor, like: Tensor, lanes: int | None) -> Grid:
+        """Return the grid of output times ``t``, (T,) or (lanes, T), for a state ``like`` a tensor."""
+        needs_gradient = t.requires_grad and torch.is_grad_enabled()
+        needs_gradient |= _torch.is_transformed() and _torch.has_tangent(t)
+        values = _torch.to_numpy(t)
+        begin, sign = values[..., 0], np.where(values[..., -1] >= values[..., 0], 1.0, -1.0)
+        elapsed = abs(values - begin[..., None])
+        if lanes is not None and values.ndim == 1:
+            begin, sign = np.broadcast_to(begin, lanes), np.broadcast_to(sign, lanes)
+            elapsed = np.broadcast_to(elapsed, (lanes, len(values)))
+        furthest = abs(values).max() if values.size else 0.0
+        near = BESIDE_JUMP * torch.finfo(like.dtype).eps * max(furthest, 1e-300)
+        known = t.to(like.device) if needs_gradient and t.shape[-1] > 1 else None
+        return cls(begin, sign, elapsed[..., 1:], elapsed[..., -1], lanes, furthest, near, known)
+
+    def with_jumps(self, times: Sequence[float], knots: Sequence[Array] = (), *, both_sides: bool) -> Grid:
+        """Return the grid with the jumps of f at ``times`` and at ``knots``, which are measured from the start.
+
+        With ``both_sides``, for steps that end on a jump, its two sides are two times. Without, for fixed steps, a
+        jump within rounding of the start or the end counts, too.
+        """
+        sides, slack = ((-self.near, self.near), 0.0) if both_sides else ((0.0,), self.near)
+        moved = {jump + side for jump in times for side in sides}
+        elapsed = self.sign[..., None] * (np.array(sorted(moved)) - self.begin[..., None])
+        elapsed = np.concatenate([elapsed, *knots], -1)
+        inside = (elapsed > -slack) & (elapsed <= self.end[..., None] + slack)
+        jumps = np.sort(np.where(inside, elapsed, np.inf), -1) if inside.any() else None
+        return dataclasses.replace(self, jumps=jumps)
+
+    @property
+    def points(self) -> Any:
+        """The times, including the initial time, in the shape (T,) or (T, lanes)."""
+        if self.t is not None:
+            return self.t.movedim(-1, 0)
+        times = np.concatenate([np.zeros_like(self.end)[..., None], self.outputs], -1)
+        return np.moveaxis(self.begin[..., None] + self.sign[..., None] * times, -1, 0)
+
+    def time(self, elapsed: Array) -> Array:
+        """Return the time t, () or (lanes,), for a time ``elapsed`` since the start."""
+        return self.begin + self.sign * elapsed
+
+    def pieces(self, counts: Sequence[int]) -> Iterator[Piece]:
+        """Yield the parts of the output intervals between jumps of f, each with its own fixed steps.
+
+        They are the index of the interval, the start and end of the part, and its number of steps, which is that of
+        the interval in ``counts``. Without jumps the part is None, the whole interval. If a lane has fewer jumps than
+        others, its last parts have length 0.
+        """
+        for interval, count in enumerate(counts):
+            if self.jumps is None:
+                yield interval, None, count
+                continue
+            begin, end = self.outputs[..., interval - 1] if interval else 0 * self.end, self.outputs[..., interval]
+            inside = (self.jumps > (begin + self.near)[..., None]) & (self.jumps < (end - self.near)[..., None])
+            cuts = np.sort(np.where(inside, self.jumps, end[..., None]), -1)[..., : inside.sum(-1).max()]
+            for part in itertools.pairwise([begin, *np.moveaxis(cuts, -1, 0), end]):
+                yield interval, part, count
+
+    def bound(self, elapsed: Array, interval: int) -> Any:
+        """Return the time for a bound of a part of an interval; jumps have no gradient."""
+        time, points = self.time(elapsed), self.points
+        if self.t is None:
+            return time
+        time = to_device(time, self.t).to(self.t)
+        for k in (interval, interval + 1):
+            is_output = elapsed == (self.outputs[..., k - 1] if k else 0.0)
+            time = torch.where(to_device(is_output, self.t), points[k], time)
+        return time
+
+    def is_on_jump(self, elapsed: Array) -> Array:
+        return (abs(self.jumps - elapsed[..., None]) <= self.near).any(-1)
+
+    def lag(self, begin: Tensor, elapsed: Array, interval: int) -> Tensor | None:
+        """Return 0 with the gradient of ``begin``, in the lanes in which it is an output time on a jump; or None."""
+        if self.t is None or interval == 0 or not (elapsed == self.outputs[..., interval - 1]).all():
+            return None
+        return torch.where(to_device(self.is_on_jump(elapsed), self.t), begin - begin.detach(), 0.0)
+
+    def beside_jump(self, elapsed: Array) -> Any:
+        """Return a short time, signed as a step, if ``elapsed`` is the time of a jump, else 0."""
+        short = np.where(self.is_on_jump(elapsed), self.sign * 2.0 * self.near, 0.0)
+        return short if self.t is None else to_device(short, self.t).to(self.t)
+
+    @property
+    def stops(self) -> Array:
+        """The output times on which steps end, padded by the end.
+
+        If the times need gradients, a step passes an output time on a jump of f, which stays fixed.
+        """
+        if self.t is None or self.jumps is None:
+            return self.outputs
+        distance = abs(self.jumps[..., None, :] - self.outputs[..., None]).min(-1)
+        return np.where(distance <= 2.0 * self.near, self.end[..., None], self.outputs)
+
+    def differentiable(self, elapsed: Array, empty: float = 0.0) -> Tensor:
+        """Return the time for ``elapsed`` as a tensor with gradients with respect to the output times.
+
+        The time lies at a constant fraction between its neighbouring output times, or ``empty`` if those are equal.
+        Jumps of f are treated as output times without gradients.
+        """
+        values, known = np.concatenate([np.zeros_like(self.end)[..., None], self.outputs], -1), self.of_lanes
+        if self.jumps is not None:
+            jumps = np.minimum(self.jumps, self.end[..., None])
+            fixed = to_device(self.begin[..., None] + self.sign[..., None] * jumps, known)
+            values, known = np.concatenate([values, self.jumps], -1), torch.cat([known, fixed.to(known)], -1)
+            order = values.argsort(-1, kind="stable")
+            values = np.take_along_axis(values, order, -1)
+            known = known.gather(-1, to_device(order, known))
+        i = np.clip((values <= elapsed[..., None]).sum(-1) - 1, 0, values.shape[-1] - 2)
+        i = np.where(elapsed == 0, 0, i)[..., None]  # the first time, even if the next output times equal it
+        first, last = (np.take_along_axis(values, i + k, -1)[..., 0] for k in (0, 1))
+        with np.errstate(all="ignore"):
+            fraction = to_device(np.where(last > first, (elapsed - first) / (last - first), empty), known)
+        begin, end = (known.gather(-1, to_device(i + k, known)).squeeze(-1) for k in (0, 1))
+        return begin + fraction * (end - begin)
+
+    @property
+    def of_lanes(self) -> Tensor:
+        """The times with gradients, (T,) or (lanes, T)."""
+        if self.t is None:
+            raise TypeError("the times of this grid have no gradients")
+        return self.t if self.lanes is None or self.t.dim() > 1 else self.t.expand(self.lanes, -1)
+
+
+@dataclass(frozen=True)
+class TracedGrid:
+    """The times ``t`` of a solve with fixed steps inside a graph of torch.compile or torch.export."""
+
+    t: Tensor
+    jumps = None
+
+    @property
+    def points(self) -> Tensor:
+        return self.t.movedim(-1, 0)
+
+    def pieces(self, counts: Sequence[int]) -> Iterator[Piece]:
+        for interval, count in enumerate(counts):
+            yield interval, None, count
+
+
+def to_device(x: Array, like: Tensor) -> Tensor:
+    """Return an array as a tensor on the device of ``like``."""
+    return torch.from_numpy(np.array(x)).to(like.device)  # np.array copies, also from arrays without dims

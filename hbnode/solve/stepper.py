@@ -1,0 +1,419 @@
+"""A step of a solve: the coefficients of a method, its stages, its outputs and the norm of its error."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from hbnode import _torch
+from hbnode.errors import MaxNFEError, NonFiniteError, SolverError
+from hbnode.signal import refuse_queries_outside
+from hbnode.solve.grid import Array, Grid, TracedGrid, to_device
+from hbnode.solve.methods import Field, HostFormula, Method, Rosenbrock, combined, on_host
+from hbnode.solve.settings import Settings
+from hbnode.solve.term import ODETerm
+
+STRONG = 50.0  # smallest γT for which the damping limits the steps of Nystrom methods
+Rows = tuple[Tensor, ...]
+
+FIELD_NOT_FINITE = (
+    "the field returned non-finite values. Look for: log, sqrt or a division in func, or growth without bound "
+    "(GHBNODE's activation bounds it)"
+)
+
+
+@dataclass
+class Attempt:
+    """An attempted step, or several equal fixed steps, without the initial state.
+
+    Attributes:
+        time: the time t at which it starts.
+        size: signed step size: an array, () or (lanes,). A tensor if the times need gradients or a graph is traced.
+        times: the times of the function evaluations, one sequence per step.
+        error: whether to estimate the error.
+        lanes: the lane of each output time inside the step; None if all lanes have the same.
+        outputs: indices of the output times inside the step; None if there are none.
+        theta: positions of the outputs, as fractions of the step; None if all are at its end.
+        place: these positions with gradients, and the size of the step of each output; None without gradients.
+        late: output times at the end of the step minus this end, which is 0 with a gradient; else None.
+        number: index of the first of these steps, counted from the start of a solve with fixed steps.
+        restart: the time just after a jump of f, at which the first stage is evaluated again; None without a jump.
+        lag: the time of a jump on an output time minus its value, which is 0 with a gradient; else None.
+    """
+
+    time: Any
+    size: Any
+    times: list[Sequence[Tensor]]
+    error: bool = True
+    lanes: Any = None
+    outputs: Any = None
+    theta: Any = None
+    place: tuple[Tensor, Tensor] | None = None
+    late: Tensor | None = None
+    number: int = 0
+    restart: Any = None
+    lag: Tensor | None = None
+
+    def inside(self, lanes: int) -> Array:
+        """Return which lanes have an output strictly inside the step, whose dense output they use."""
+        found = np.zeros(lanes, bool)
+        found[self.lanes[self.theta != 1.0]] = True
+        return found
+
+
+class Taken(NamedTuple):
+    """The result of an attempt: the new state, its error, the rows of the outputs, and the columns for events."""
+
+    state: Rows
+    error: Any
+    outputs: Rows = ()
+    columns: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Stepper:
+    """A term, a method and a damping, with functions of single steps, which change nothing.
+
+    Attributes:
+        term: the right-hand side.
+        method: the method, bound to the term.
+        name: its name.
+        gamma: the damping γ, a number or a tensor, which is float64 on the CPU unless it is traced.
+        number: γ as a Python number, if it is a scalar that can be read from the host; else None.
+        rtol, atol: the tolerances.
+        noise: maps the index of a step to its standard normal variables; None for an ODE.
+        program: the compiled step; None if steps are not compiled.
+        has_events: whether each step returns the columns of dense output, for the search for events.
+        like: a tensor of the shape, dtype and device of the state, without a graph.
+    """
+
+    term: ODETerm
+    method: Method
+    name: str
+    gamma: Any
+    number: float | None
+    rtol: float
+    atol: float
+    like: Tensor
+    noise: Callable[[int], Tensor] | None = None
+    program: Callable[..., Any] | None = None
+    has_events: bool = False
+    latest: dict[str, Any] = field(init=False, default_factory=dict, compare=False)  # coefficients of the last size
+
+    @classmethod
+    def of(cls, term: ODETerm, method: Method, name: str, rtol: float, atol: float, **others: Any) -> Stepper:
+        """Return the stepper of a term and a method."""
+        gamma, number = term.damping, None
+        if not isinstance(gamma, Tensor):
+            number = gamma
+        elif not term.traced:
+            if not gamma.dim() and not _torch.is_transformed():
+                number = gamma.item()
+            if number is None or gamma.is_cpu:  # else gradients of γ would wait for the device
+                gamma = gamma.to("cpu", torch.float64)
+        like = term.template.detach()  # else it would add a graph edge
+        return cls(term, method.bind(term), name, gamma, number, rtol, atol, like, **others)
+
+    @property
+    def strongest(self) -> float:
+        """The largest γ if it limits the step size; else 0."""
+        if self.method.damping_limit == math.inf:
+            return 0.0
+        gamma = self.gamma if self.number is None else self.number
+        return abs(float(_torch.plain(torch.as_tensor(gamma)).abs().max()))
+
+    @property
+    def constants(self) -> Tensor:
+        """The tensor through which gradients reach the constants of the equation: γ."""
+        return self.gamma if isinstance(self.gamma, Tensor) else torch.tensor(self.gamma, dtype=torch.float64)
+
+    def with_constants(self, constants: Tensor) -> Self:
+        """Return this stepper with a tensor of the same values as :attr:`constants`."""
+        return replace(self, gamma=constants)
+
+    @property
+    def no_times(self) -> list[Tensor]:
+        return [self.like.new_zeros(())] * self.method.evaluations
+
+    # Coefficients
+
+    def coefficients(self, attempt: Attempt) -> tuple[Any, Tensor | None]:
+        """Return the coefficients of a step, and those of its outputs; both are differentiable in γ and the times."""
+        method, size, latest = self.method, attempt.size, self.latest
+        is_known = latest and not isinstance(size, Tensor) and latest["error"] == attempt.error
+        if not is_known or (latest["size"] is not size and (latest["size"] != size).any()):
+            packed = self.of_gamma(functools.partial(method.packed, error=attempt.error), size)
+            found = method.unpack(packed, self.term.dims_of_row, error=attempt.error)
+            latest.clear()
+            if isinstance(size, Tensor):
+                return found, self.blend(attempt)
+            latest.update(size=size, error=attempt.error, coefficients=found)
+        return latest["coefficients"], self.blend(attempt)
+
+    def blend(self, attempt: Attempt) -> Tensor | None:
+        """Return the weights of dense output at the outputs of an attempt; None if they are at its end."""
+        theta, size, lanes = attempt.theta, attempt.size, attempt.lanes
+        if theta is None:
+            return None
+        if attempt.place is not None:
+            theta, size = attempt.place
+        else:
+            size = size[lanes] if size.ndim else np.full_like(theta, size)
+        return self.of_gamma(self.method.blend, size, theta, lanes=lanes)
+
+    def of_gamma(self, formula: Callable[..., Any], *args: Any, lanes: Any = None) -> Tensor:
+        """Return ``formula(xp, γ, *args)`` as a tensor; ``lanes`` are the lanes of the elements of ``args``.
+
+        The module xp is NumPy or torch. The formula runs on the host if γ is a known number and gradients allow it.
+        """
+        gamma, has_lanes = self.gamma, self.term.lanes is not None
+        needs_gradient = isinstance(gamma, Tensor) and gamma.requires_grad and torch.is_grad_enabled()
+        is_host = self.number is not None and not self.term.traced and not isinstance(args[0], Tensor)
+        if is_host and needs_gradient and args[0].ndim and not self.like.is_cpu:
+            is_host = False  # the backward pass of HostFormula would wait for the device
+        if self.number is not None and is_host:
+            xp = torch if args[0].ndim else np
+            if needs_gradient:
+                return HostFormula.apply(gamma, self.number, formula, args, xp, self.like)
+            return on_host(formula, self.number, args, xp, self.like)
+        args = tuple([x.double() if isinstance(x, Tensor) else to_device(x, self.like) for x in args])
+        gamma = torch.as_tensor(gamma, dtype=torch.float64, device=args[0].device)
+        if gamma.dim() and has_lanes and lanes is not None and len(gamma) > 1:
+            gamma = gamma[to_device(lanes, self.like)]
+        if gamma.dim():  # its dimensions follow those of lanes or outputs
+            ones = [1] * (gamma.dim() - (args[0].dim() if has_lanes else 0))
+            args = tuple([x.reshape(*x.shape, *ones) for x in args])
+        return formula(torch, gamma, *args).to(self.like)
+
+    # Steps
+
+    def take(self, state: Rows, attempt: Attempt) -> Taken:
+        return self.step(state, self.coefficients(attempt), attempt)
+
+    def step(
+        self, state: Rows, coefficients: tuple[Any, Tensor | None], attempt: Attempt, field: Field | None = None
+    ) -> Taken:
+        """Take the steps of an attempt."""
+        packed, blend = coefficients
+        program = self.program if blend is None and field is None and not self.has_events else None
+        field, error, columns, lanes = self.term if field is None else field, None, None, self.term.lanes
+        dense: Any = blend is not None or self.has_events
+        if dense and lanes is not None and not self.has_events and isinstance(self.method, Rosenbrock):
+            dense = to_device(attempt.inside(lanes), self.like)
+        if attempt.restart is not None:
+            state = self._restarted(state, attempt, field)
+        for number, times in enumerate(attempt.times, attempt.number):
+            if program is not None and (result := program(state, packed, list(times), self.term.like)) is not None:
+                self.term.counter.add("evaluation", self.method.evaluations)
+                state, error = result
+                continue
+            own = packed if self.noise is None else (*packed, self.noise(number))
+            state, error, columns = self.method.step(state, own, times, field, error=attempt.error, dense=dense)
+        of_events = columns.detach() if self.has_events and columns is not None else None
+        if attempt.outputs is None:
+            return Taken(state, error, (), of_events)
+        outputs: list[Tensor] = []  # the state at the end of the step, once per output
+        for row in state[: self.term.rows]:
+            outputs.append(row.unsqueeze(0) if lanes is None or attempt.lanes is None else row[attempt.lanes])
+        if attempt.late is not None:  # y + y' (t - end) at an output time t, which equals the end of the step
+            slopes, late = self.slopes(state), attempt.late.to(state[0]).view(-1, *[1] * (outputs[0].dim() - 1))
+            index = None if lanes is None else to_device(attempt.lanes, self.like)
+            slopes = tuple([slope.unsqueeze(0) if index is None else slope[index] for slope in slopes])
+            outputs = [row + late * slope for row, slope in zip(outputs, slopes, strict=False)]
+        if blend is not None and columns is not None:
+            outputs = self._interpolated(outputs, columns, blend, attempt)
+        return Taken(state, error, tuple(outputs), of_events)
+
+    def _restarted(self, state: Rows, attempt: Attempt, field: Field) -> Rows:
+        """Return the state with the value of the field just after a jump.
+
+        If the jump is on an output time, its ``lag`` takes the gradient of this time from the later states.
+        """
+        *rows, _ = state
+        if attempt.lag is not None:
+            lag = attempt.lag.to(rows[0]).reshape(-1, *[1] * (rows[0].dim() - 1))
+            rows = [row - lag * slope for row, slope in zip(rows, self.slopes(state), strict=True)]
+        return (*rows, field(attempt.restart, rows[0]))
+
+    def _interpolated(self, ends: list[Tensor], columns: Tensor, blend: Tensor, attempt: Attempt) -> list[Tensor]:
+        """Return the rows of the outputs inside a step, (outputs, ...), from dense output, or ``ends`` at its end."""
+        of_outputs = columns.unsqueeze(1) if self.term.lanes is None else columns[:, attempt.lanes]
+        inside, is_end = combined(blend, of_outputs).unbind(1), attempt.theta == 1.0
+        if not is_end.any():
+            return list(inside)
+        is_end = to_device(is_end, self.like).view(-1, *[1] * (inside[0].dim() - 1))
+        return [torch.where(is_end, end, x) for end, x in zip(ends, inside, strict=True)]
+
+    def slopes(self, state: Rows) -> Rows:
+        """Return the time derivatives of the rows of a state; the last entry of ``state`` is the field's value."""
+        if not self.term.second_order:
+            return state[1:]
+        _, m, f = state
+        gamma = torch.as_tensor(self.gamma).to(m)
+        return m, f - gamma * m
+
+    # Norms
+
+    def norms(self, rows: Rows) -> Array:
+        """Return the root mean square of each row, (rows,) or (rows, lanes)."""
+        x, lanes = torch.stack(rows).detach(), self.term.lanes
+        x = x.unsqueeze(-1).flatten(1 if lanes is None else 2)
+        for dtype in (None if lanes is None else torch.float64, torch.float64):  # squares may overflow in float32
+            norms = to_host(torch.linalg.vector_norm(x, dim=-1, dtype=dtype) / math.sqrt(max(x.shape[-1], 1)))
+            if np.isfinite(norms).all():
+                break
+        return norms
+
+    def ratio(self, before: Rows, taken: Taken) -> Array:
+        """Return the root mean square of error / tolerance, () or (lanes,), the largest of all ``error_groups``.
+
+        This is the only transfer to the host in a step.
+        """
+        n, term, after, error = self.term.rows, self.term, taken.state, taken.error
+        if self.program is not None and error.dim() < after[0].dim():  # the compiled step returns the norm
+            ratio = to_host(error.detach())
+            return np.where(np.isfinite(ratio), ratio, np.inf)
+        with torch.no_grad():
+            scale = torch.maximum(torch.stack(before[:n]).abs(), torch.stack(after[:n]).abs())
+            x = error / scale.mul_(self.rtol).add_(self.atol)
+            for dtype in (None, torch.float64):  # squares may overflow in float32
+                norms: list[Tensor] = []
+                for group in term.error_groups:
+                    piece = x[..., group]
+                    if term.lanes is None:
+                        norms.append(torch.linalg.vector_norm(piece, dtype=dtype) / math.sqrt(max(piece.numel(), 1)))
+                        continue
+                    dims, elements = [0, *range(2, piece.dim())], max(piece[:, :1].numel(), 1)
+                    norms.append(torch.linalg.vector_norm(piece, dim=dims, dtype=torch.float64) / math.sqrt(elements))
+                ratio = to_host(norms[0] if len(norms) == 1 else torch.stack(norms).amax(0))
+                if np.isfinite(ratio).all():
+                    break
+        return np.where(np.isfinite(ratio), ratio, np.inf)
+
+    # Failures
+
+    def failure(self, kind: type[SolverError], message: str, t: Any, size: Any) -> SolverError:
+        """Return an error with time, step size and NFE; raise instead if a signal was queried outside its times."""
+        refuse_queries_outside()
+        t, size = (float(np.ravel(as_array(x))[0]) for x in (t, size))
+        return kind(f"{message} (method {self.name!r})", t=t, step_size=abs(size), nfe=self.term.counter.nfe.total)
+
+    def start_not_finite(self, norm: Array, begin: Array) -> SolverError:
+        """Return the error for an initial state that is not finite, given the norms of its rows and the time."""
+        bad = ~np.isfinite(norm)
+        lane = first_index(bad.any(0))
+        message = FIELD_NOT_FINITE
+        of_rows = (slice(self.term.rows), *lane)
+        if bad[of_rows].any():
+            message = "the initial state is not finite. Fix: look at the block's input, or at the cell of an ODERNN"
+        return self.failure(NonFiniteError, message, begin[lane], math.nan)
+
+    def not_finite(self, attempt: Attempt, state: Rows, lane: tuple[int, ...] = ()) -> SolverError:
+        """Return the error for a step that is not finite, after repeating it to find the first such evaluation."""
+        found: list[Any] = []
+        begin, size = (float(as_array(x)[lane]) for x in (attempt.time, attempt.size))
+        nodes = iter((*[0.0] * (attempt.restart is not None), *self.method.nodes * len(attempt.times)))
+
+        def checked(t: Tensor, x: Tensor) -> Tensor:
+            f, node = self.term(t, x), next(nodes, 0.5)  # dense output of rodas5p has one more, in the middle
+            if not found and bool(torch.isfinite(x[lane]).all()) and not bool(torch.isfinite(f[lane]).all()):
+                found.append(begin + node * size)
+            return f
+
+        with torch.no_grad():
+            coefficients, _ = self.coefficients(attempt)
+            self.step(state, (coefficients, None), attempt, checked)
+        if found:
+            return self.failure(NonFiniteError, FIELD_NOT_FINITE, found[0], size)
+        message = "the state or its error is not finite. Look for: a field that grows without bound"
+        return self.failure(NonFiniteError, message, begin, size)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The parts of a solve, before it starts.
+
+    Attributes:
+        stepper: the equation and the method.
+        grid: the times.
+        settings: the arguments of :func:`hbnode.odeint`.
+        counts: the number of fixed steps in each output interval.
+        end_only: whether to return the final state only.
+        events: the events of each sample.
+    """
+
+    stepper: Stepper
+    grid: Any  # a Grid, or a TracedGrid inside a graph
+    settings: Settings
+    counts: Sequence[int]
+    end_only: bool = False
+    events: Sequence[Any] = ()
+
+    @classmethod
+    def of(cls, term: ODETerm, method: Method, t: Tensor, settings: Settings, **others: Any) -> Setup:
+        """Return the setup of a term, a method and output times (T,) or (lanes, T)."""
+        has_events = bool(others.get("events"))
+        stepper = Stepper.of(term, method, settings.method, settings.rtol, settings.atol, has_events=has_events)
+        grid = TracedGrid(t) if term.traced else Grid.of(t, stepper.like, term.lanes)
+        if settings.jump_times and settings.steps is not None and isinstance(grid, Grid):
+            grid = grid.with_jumps(settings.jump_times, both_sides=has_events)
+        return cls(stepper, grid, settings, [settings.steps or 1] * (t.shape[-1] - 1), **others)
+
+    def option(self, name: str, default: Any = None) -> Any:
+        return (self.settings.options or {}).get(name, default)
+
+    @property
+    def longest_step(self) -> float:
+        """The largest adaptive step size H, which also limits γH."""
+        longest, strongest = float(self.option("max_step", math.inf)), self.stepper.strongest
+        return min(longest, self.stepper.method.damping_limit / strongest) if strongest else longest
+
+    @property
+    def advice(self) -> str:
+        """A method as a further fix for error messages: for strong damping, or for a stiff field."""
+        strongest = self.stepper.strongest
+        if strongest > max(1.0, STRONG / max(float(self.grid.end.max()), 1e-300)):
+            return (
+                f"method='exponential', because the damping of {strongest:g} limits the steps of "
+                f"{self.stepper.name!r}, or "
+            )
+        return "" if isinstance(self.stepper.method, Rosenbrock) else "method='rodas5p' if func is stiff, or "
+
+    def check_nfe(self, t: Any, size: Any, evaluations: int) -> None:
+        """Raise MaxNFEError if that many further evaluations would exceed ``max_nfe``."""
+        most, nfe = self.option("max_nfe"), self.stepper.term.counter.nfe
+        if most is None:
+            return
+        spent = nfe.forward if _torch.backward_pass() == -1 else nfe.backward
+        if spent + evaluations > most:
+            message = (
+                f"the solve needs more than max_nfe={most} function evaluations. "
+                "Fix: loosen rtol and atol, shorten the time span, or raise max_nfe"
+            )
+            raise self.stepper.failure(MaxNFEError, message, t, size)
+
+
+def first_index(mask: Array) -> tuple[int, ...]:
+    """Return the index of the first True in an array of any number of dimensions."""
+    return tuple(int(i[0]) for i in np.nonzero(mask)) if mask.ndim else ()
+
+
+def as_array(x: Any) -> Array:
+    return _torch.to_numpy(x) if isinstance(x, Tensor) else np.asarray(x)
+
+
+def to_host(x: Tensor) -> Array:
+    """Return norms as a NumPy array, as root mean squares over the batch dimensions of torch.func transforms."""
+    if _torch.is_transformed():
+        return np.sqrt((_torch.to_numpy(x) ** 2).reshape(-1, *x.shape).mean(0))
+    if x.is_meta and type(x) is Tensor:
+        raise ValueError("adaptive steps need numbers, and the device meta stores none. Fix: steps=8, or a device.")
+    return x.double().cpu().numpy()
