@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,18 +36,26 @@ class Program:
     def __init__(self, function: Callable[..., Any], device_type: str) -> None:
         code = function.__code__.replace()  # a copy, because dynamo limits the graphs per code object
         own = types.FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)
-        # steps on the CPU are short, so the calls of kernels are compiled, too
-        self.run = torch.compile(own, fullgraph=True, options={"cpp_wrapper": True} if device_type == "cpu" else None)
+        options: dict[str, Any] = {"guard_filter_fn": _needed_guards}
+        if device_type == "cpu":
+            options["cpp_wrapper"] = True  # steps on the CPU are short, so the calls of kernels are compiled, too
+        self.run = torch.compile(own, fullgraph=True, options=options)
         self.failed = self.is_full = False
 
     def __call__(self, *args: Any) -> Any:
         if self.failed:
             return None
         try:
-            with recompile_limit(GRAPHS), warnings.catch_warnings():
+            with warnings.catch_warnings():
                 # dynamo reads .grad of every input
                 warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
-                return self.run(*args)
+                try:
+                    return self.run(*args)
+                except Exception as error:
+                    if not is_recompile_limit(error):
+                        raise
+                with recompile_limit(GRAPHS):  # only now, because a change of the limit takes longer than a step
+                    return self.run(*args)
         except Exception as error:  # the solve runs without compilation
             if not is_recompile_limit(error):
                 self.failed = True
@@ -61,20 +69,32 @@ class Program:
             return None
 
 
+def _needed_guards(guards: Sequence[Any]) -> list[bool]:
+    """Return which guards of a graph are checked in each call: not those of hbnode's and torch's own constants."""
+    ours = ("method", "G['__builtins", "G['__import_hbnode", "G['__import_torch")
+    return [not g.name.startswith(ours) and not (g.is_global and "G['__import" not in g.name) for g in guards]
+
+
 def warn(reason: str, fix: str = "compile=False, or replace in func what torch.compile cannot trace") -> None:
     warnings.warn(f"compile=True has no effect: {reason}. Fix: {fix}.", CompilationWarning, stacklevel=2)
 
 
 def program(term: ODETerm, key: tuple[Any, ...], make: Callable[[], Callable[..., Any]]) -> Program:
     """Return the compiled program of a field for a key, and create it with ``make`` at the first call."""
-    field = term.inner
-    if not isinstance(field, Field):
-        raise ValueError(f"compile=True needs an hbnode field, got {type(field).__name__}. Fix: hbnode.NODE(func).")
-    modes = tuple([module.training for module in field.modules()])
+    programs = store(term)
+    modes = tuple([module.training for module in term.inner.modules()])
     key = (*key, modes, term.template.device.type, term.autocast, torch.is_grad_enabled())
-    if key not in field.compiled:
-        field.compiled[key] = Program(make(), term.template.device.type)
-    return field.compiled[key]
+    if key not in programs:
+        programs[key] = Program(make(), term.template.device.type)
+    return programs[key]
+
+
+def store(term: ODETerm) -> dict[Any, Any]:
+    """Return the programs of a field, and what is known of them."""
+    if not isinstance(term.inner, Field):
+        kind = type(term.inner).__name__
+        raise ValueError(f"compile=True needs an hbnode field, got {kind}. Fix: hbnode.NODE(func).")
+    return term.inner.compiled
 
 
 def attempt(term: ODETerm, method: Method, rtol: float, atol: float, *, error: bool) -> Callable[..., Any]:

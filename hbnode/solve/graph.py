@@ -8,25 +8,32 @@ is done.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+from hbnode._torch import new_sequence_number
 from hbnode._tree import State, apply, parts
-from hbnode.nfe import NFE, Tally
+from hbnode.errors import RecomputationError
+from hbnode.nfe import NFE, Tally, open_records
 from hbnode.solve import compiled
+from hbnode.solve.adaptive import NON_FINITE_ATTEMPTS, AdaptiveSteps
+from hbnode.solve.adjoints import CHANGED, CHANGES_BUFFERS, SHORT, is_same, owned, saved_bytes
 from hbnode.solve.control import Array, Clip, Control, PIController, first_size
-from hbnode.solve.methods import Method, combined
-from hbnode.solve.term import ODETerm
+from hbnode.solve.grid import Grid, to_device
+from hbnode.solve.methods import Explicit, Method, combined
+from hbnode.solve.start import start_of
+from hbnode.solve.stepper import Rows, Setup
+from hbnode.solve.term import ODETerm, Snapshot
 
-Rows = tuple[Tensor, ...]
-
-FAILURES = 5  # attempts in a row whose error is not finite, before the solve fails
 STABLE = 3  # solves in a row with the same number of attempts, before a graph of that many is made
 LONGEST = 16  # attempts in one graph
+MOST_OUTPUTS = 16  # output times of a solve in graphs, whose attempts interpolate all of them
 
 
 class Limits(NamedTuple):
@@ -47,11 +54,11 @@ class Limits(NamedTuple):
     end: Any
     rtol: Any
     atol: Any
-    longest: Any = math.inf
-    shortest: Any = 0.0
-    margin: Any = 1.0
-    rounding: Any = 0.0
-    resolution: Any = 2.0**-52
+    longest: Any
+    shortest: Any
+    margin: Any
+    rounding: Any
+    resolution: Any
 
 
 class Times(NamedTuple):
@@ -77,9 +84,12 @@ class Report(NamedTuple):
     done: int
 
 
-def packed(control: Control, shape: tuple[int, ...]) -> Array:
-    """Return the state of a controller as one array, (fields, *shape), from arrays that broadcast to ``shape``."""
-    return np.stack([np.broadcast_to(np.asarray(x, float), shape) for x in control])
+def joined(numbers: tuple[Array, ...], shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return arrays or numbers that broadcast to ``shape`` as one tensor, (numbers, *shape)."""
+    packed = np.empty((len(numbers), *shape))
+    for k, number in enumerate(numbers):
+        packed[k] = number
+    return torch.from_numpy(packed).to(device)
 
 
 def _joined(control: Control) -> Tensor:
@@ -104,16 +114,16 @@ class Attempts:
     def __init__(self, term: ODETerm, method: Method, times: Times, *, is_exact: bool = False) -> None:
         self.term, self.method, self.times, self.is_exact = term, method, times, is_exact
         self.limits = Limits(*times.limits.unbind(0))
-        self.dims = term.template.dim() if term.per_channel else 1 if term.lanes is None else 2
         self.control = PIController(method.error_order or 1, self.limits.longest)
         stops = times.outputs if is_exact else None
         self.clip = Clip(self.limits.end, stops, times.jumps, self.limits.rounding)
 
     def start(self, y0: State) -> tuple[Rows, Tensor]:
         """Return the initial state of the method and of the controller, for a field that does not depend on time."""
-        rows, limits = self.term.flatten(y0), self.limits
-        (t,) = self._stages([limits.begin])
-        rows = (*rows, self.term(t, rows[0]))
+        term, limits = self.term, self.limits
+        rows = term.flatten(y0)
+        (t,) = term.stages([limits.begin])
+        rows = (*rows, term(t, rows[0]))
         with torch.no_grad():
             norms = torch.stack([self._norm(row) for row in rows])
             size = first_size(norms[0], norms[-1], limits.rtol, limits.atol, self.method.rows, self.method.error_order)
@@ -125,12 +135,11 @@ class Attempts:
 
     def saved(self, rows: Rows) -> Rows | None:
         """Return the rows of all output times, (T, ...) or (lanes, T, ...), with the initial state in them."""
-        if self.times.outputs is None:
+        outputs, place = self.times.outputs, int(self.term.lanes is not None)
+        if outputs is None:
             return None
-        count = self.times.outputs.shape[-1]
-        if self.term.lanes is None:
-            return tuple([row.expand(count, *row.shape).contiguous() for row in rows[: self.term.rows]])
-        return tuple([row.unsqueeze(1).repeat(1, count, *[1] * (row.dim() - 1)) for row in rows[: self.term.rows]])
+        rows = rows[: self.term.rows]
+        return tuple([row.unsqueeze(place).repeat_interleave(outputs.shape[-1], place) for row in rows])
 
     def attempt(
         self, rows: Rows, control: Tensor, saved: Rows | None, excluded: Tensor | None = None
@@ -146,9 +155,9 @@ class Attempts:
             then, c = self.control.plan(torch, self.clip, before)
             size = c.taken if excluded is None else torch.where(excluded, 0.0, c.taken)
             ends = [before.now + node * size for node in method.nodes]
-            stages = self._stages([limits.begin + limits.sign * torch.where(t < then, t, then) for t in ends])
+            stages = term.stages([limits.begin + limits.sign * torch.where(t < then, t, then) for t in ends])
         of_step = self._of_gamma(lambda *args: method.packed(*args, error=True), limits.sign * size)
-        coefficients = method.unpack(of_step, self.dims, error=True)
+        coefficients = method.unpack(of_step, term.dims_of_row, error=True)
         dense = saved is not None and not self.is_exact
         result = method.step(rows, coefficients, stages, term, error=True, dense=dense)
         with torch.no_grad():
@@ -178,18 +187,11 @@ class Attempts:
         now = abs(self.limits.begin + self.limits.sign * c.now)
         floor = 4 * self.limits.resolution * now
         floor = torch.where(floor > self.limits.shortest, floor, self.limits.shortest)
-        failed = (~accepted & ((c.failures >= FAILURES) | (c.size < floor))) | torch.isnan(before.size)
+        failed = (~accepted & ((c.failures >= NON_FINITE_ATTEMPTS) | (c.size < floor))) | torch.isnan(before.size)
         excluded = ~accepted & (c.failures > 0)
         moved = (accepted & moving).any()
         rejected = active.any() & ~moved
         return torch.stack([moved, rejected, excluded.any(), failed.any(), (c.now >= self.limits.end).all()]).long()
-
-    def _stages(self, times: list[Tensor]) -> tuple[Tensor, ...]:
-        """Return times as arguments of the field: scalars, or (lanes, 1, ...) to broadcast with the state."""
-        stages = torch.stack(times).to(self.term.template)
-        if stages.dim() > 1:
-            stages = stages.reshape(*stages.shape, *[1] * (self.term.dims - 1))
-        return stages.unbind(0)
 
     def _of_gamma(self, formula: Callable[..., Tensor], *args: Tensor, count: int = 1) -> Tensor:
         """Return ``formula(torch, γ, *args)``; ``args`` have ``count`` elements of each lane, one after the other."""
@@ -258,94 +260,189 @@ def attempts(
     return run
 
 
-class Solution(NamedTuple):
-    """The rows at the end, or at all output times after the first, (T, ...), and the counts of a solve."""
+class GraphSolution(NamedTuple):
+    """The rows of a solve as :func:`hbnode.solve.loop.integrate` returns them, and what their gradient needs."""
 
     rows: Rows
-    evaluations: int
-    accepted: int
-    rejected: int
+    owned: tuple[Any, ...]
 
 
-def solve(
-    term: ODETerm, method: Method, times: Times, y0: State, start: tuple[Rows, Tensor] | None, *,
-    is_exact: bool = False, most: int = 10_000, max_nfe: float = math.inf, call: Callable[..., Any] | None = None,
-) -> Solution | None:  # fmt: skip
-    """Solve by compiled attempts; return None if they cannot be compiled, or fail, so that a solve says why.
+def is_possible(setup: Setup, y0: State) -> bool:
+    """Return whether graphs can solve: adaptive explicit methods, at few times without gradients, without events."""
+    settings, grid, gradient = setup.settings, setup.grid, setup.settings.gradient
+    if not isinstance(setup.stepper.method, Explicit) or not isinstance(grid, Grid) or grid.t is not None:
+        return False
+    if settings.steps is not None or settings.jump_times or settings.common_steps or setup.events or open_records:
+        return False
+    if getattr(gradient, "name", gradient) not in ("direct", "checkpoint"):
+        return False
+    return 0 < grid.outputs.shape[-1] <= MOST_OUTPUTS and parts(y0)[0].numel() > 0
+
+
+def solve(setup: Setup, y0: State, snapshot: Snapshot, keep_bytes: int | None) -> GraphSolution | None:
+    """Solve by compiled attempts; return None if they cannot be compiled or fail, for a solve in Python that says why.
 
     A graph of one attempt is called until the solve is done. If the last solves took the same number of attempts, one
-    graph has all of them.
-
-    Arguments:
-        term: the equation.
-        method: an adaptive method whose state ends with the field's value.
-        times: what is constant during the solve.
-        y0: the initial state.
-        start: the initial state of the method and of the controller; None computes them for a field that does not
-            depend on time.
-        is_exact: whether steps end on the output times.
-        most: the largest number of attempts.
-        max_nfe: the largest number of function evaluations.
-        call: calls a program with its arguments; it may store less for the backward pass. Default: None, a plain call.
+    graph has all of them. With gradients, more than ``keep_bytes`` of their graph are recomputed, if it is not None.
     """
-    field, needs_gradient = term.inner, torch.is_grad_enabled()
-    like = apply(Tensor.detach, y0)
-    key = (method, is_exact, term.lanes is None, times.outputs is None, times.jumps is None)
-    history: list[int] = field.compiled.setdefault((*key, "attempts", needs_gradient), [])
+    run = _Run(setup, y0, snapshot, keep_bytes)
+    counter = setup.stepper.term.counter
+    before = counter.nfe.forward
+    found = run.whole() or run.one_by_one()
+    if run.keep_bytes is not None and snapshot.changed():
+        raise ValueError(CHANGES_BUFFERS.format("checkpoint"))
+    if found is None:
+        counter.add("evaluation", before - counter.nfe.forward)
+    return found
 
-    def run(count: int, starts: bool, *args: Any) -> Any:
-        make = lambda: attempts(term, method, count, starts=starts, is_exact=is_exact)  # noqa: E731
-        program = compiled.program(term, (*key, count, starts), make)
-        return program(*args) if call is None else call(program, *args)
 
-    count = history[-1] if len(history) == STABLE and len({*history}) == 1 and history[-1] <= LONGEST else 0
-    result: Any = None
-    spent = accepted = rejected = 0
-    if count:
-        rows, control, saved = _begin(term, method, times, y0, start) if start is not None else (None, None, None)
-        result = run(count, start is None, like if start is not None else y0, times, rows, control, saved, None)
-        report = Report(*result[3].tolist()) if result is not None else None
-        if report is None or (report.excluded and needs_gradient):
-            result = None
-        else:
-            spent, accepted, rejected = int(start is None), report.accepted, report.rejected
-    if result is None:
-        rows, control, saved = _begin(term, method, times, y0, start)
-        report = Report(0, 0, 0, 0, 0)
-    else:
-        rows, control, saved, _ = result
-    while not report.done:
-        if report.failed or accepted + rejected >= most or spent + (accepted + rejected) * method.evaluations > max_nfe:
+class _Run:
+    """A solve by compiled attempts."""
+
+    def __init__(self, setup: Setup, y0: State, snapshot: Snapshot, keep_bytes: int | None) -> None:
+        self.setup, self.y0, self.snapshot, self.needs_gradient = setup, y0, snapshot, torch.is_grad_enabled()
+        self.keep_bytes = keep_bytes if self.needs_gradient else None
+        term, self.method, self.is_exact = setup.stepper.term, setup.stepper.method, setup.settings.save == "exact"
+        self.term, self.is_exact = term, self.is_exact and not setup.end_only
+        self.key = (setup.settings.method, self.is_exact, term.lanes is None, setup.end_only)
+        self.like, self.owned, self.bytes = apply(Tensor.detach, y0), (), -1.0
+        self.history: list[int] = compiled.store(term).setdefault((*self.key, self.needs_gradient), [])
+
+    def times(self, setup: Setup, longest: Array, margin: Array) -> Times:
+        """Return what the graphs need to know of a setup."""
+        grid, settings, device = setup.grid, setup.settings, setup.stepper.like.device
+        resolution = torch.finfo(setup.stepper.like.dtype if self.term.time_dependent else torch.float64).eps
+        limits = Limits(
+            grid.begin, grid.sign, grid.end, settings.rtol, settings.atol, longest, setup.option("min_step", 1e-300),
+            margin, np.finfo(float).eps * grid.furthest, resolution,
+        )  # fmt: skip
+        outputs, jumps = None if setup.end_only else to_device(grid.outputs, setup.stepper.like), grid.jumps
+        if jumps is not None:  # padded to few lengths, each of which has a graph
+            more = 2 ** (jumps.shape[-1] - 1).bit_length() - jumps.shape[-1]
+            jumps = to_device(
+                np.pad(jumps, [(0, 0)] * (jumps.ndim - 1) + [(0, more)], constant_values=math.inf), outputs
+            )
+        gamma = torch.as_tensor(setup.stepper.gamma, dtype=torch.float64, device=device)
+        return Times(joined(limits, np.shape(grid.end), device), gamma, outputs, jumps)
+
+    def program(self, count: int, *, starts: bool) -> compiled.Program:
+        make = lambda: attempts(self.term, self.method, count, starts=starts, is_exact=self.is_exact)  # noqa: E731
+        return compiled.program(self.term, (*self.key, count, starts), make)
+
+    def solution(self, rows: Rows, saved: Rows | None) -> GraphSolution:
+        """Return the rows at all times, or at the end."""
+        if saved is None:
+            return GraphSolution(tuple([row.unsqueeze(0) for row in rows[: self.term.rows]]), self.owned)
+        if self.term.lanes is not None:
+            saved = tuple([row.movedim(1, 0) for row in saved])
+        first = self.term.flatten(self.y0)
+        return GraphSolution(
+            tuple([torch.cat([a.unsqueeze(0), b]) for a, b in zip(first, saved, strict=True)]), self.owned
+        )
+
+    def count(self, evaluations: int, accepted: int, rejected: int) -> None:
+        counter = self.term.counter
+        counter.nfe.keeps_graph = self.needs_gradient and not self.owned
+        for event, number in (("evaluation", evaluations), ("accepted", accepted), ("rejected", rejected)):
+            counter.add(event, number)
+        self.history[:] = [*self.history, accepted + rejected][-STABLE:]
+
+    def whole(self) -> GraphSolution | None:
+        """Solve by one graph that has the start and as many attempts as the last solves; None if they differed."""
+        attempts, setup = self.history[-1] if self.history else 0, self.setup
+        if len(self.history) < STABLE or len({*self.history}) > 1 or attempts > LONGEST:
             return None
-        result = run(1, False, like, times, rows, control, saved, None)
+        if self.term.time_dependent or setup.option("first_step") or not self.stores(attempts):
+            return None
+        times = self.times(setup, setup.longest_step, 1.0)
+        result = self.program(attempts, starts=True)(self.y0, times, None, None, None, None)
         if result is None:
             return None
         report = Report(*result[3].tolist())
-        if report.excluded and report.accepted and needs_gradient:
-            c = _split(result[1])
-            result = run(1, False, like, times, rows, control, saved, c.rejected & (c.failures > 0))
+        if not report.done or report.failed or (report.excluded and self.needs_gradient):
+            self.history.clear()
+            return None
+        self.count(1 + attempts * self.method.evaluations, report.accepted, report.rejected)
+        return self.solution(result[0], result[2])
+
+    def one_by_one(self) -> GraphSolution | None:
+        """Solve by a graph of one attempt, with the start in Python."""
+        program = self.program(1, starts=False)
+        if program.failed:
+            return None
+        setup, rows = start_of(self.setup, self.y0)
+        steps, grid, most = AdaptiveSteps(setup, rows), setup.grid, setup.settings.max_steps
+        times = self.times(setup, steps.controller.longest, steps.error_factor)
+        control = joined(steps.control, np.shape(grid.end), setup.stepper.like.device)
+        if self.needs_gradient:  # as after an attempt, else it would need a graph of its own
+            rows = tuple([row if row.requires_grad else row.detach().requires_grad_() for row in rows])
+        saved = Attempts(self.term, self.method, times).saved(rows)
+        most += grid.outputs.shape[-1] - 1 if self.is_exact else 0
+        left = setup.option("max_nfe", math.inf) - self.term.counter.nfe.forward
+        evaluations = accepted = rejected = 0
+        report = Report(0, 0, 0, 0, int((grid.end <= 0).all()))
+        while not report.done:
+            evaluations += self.method.evaluations
+            if report.failed or accepted + rejected >= most or evaluations > left:
+                return None
+            given, done = (self.like, times, rows, control, saved), accepted + rejected + 1
+            result = self.take(program, done, *given, None)
             if result is None:
                 return None
-            spent += method.evaluations
-        control = result[1]
-        if report.accepted:
-            rows, _, saved, _ = result
-        accepted, rejected = accepted + report.accepted, rejected + report.rejected
-    if report.failed:
-        return None
-    history[:] = [*history, accepted + rejected][-STABLE:]
-    found = rows[: term.rows] if saved is None else saved
-    if saved is not None and term.lanes is not None:
-        found = tuple([row.movedim(1, 0) for row in found])
-    return Solution(found, spent + (accepted + rejected) * method.evaluations, accepted, rejected)
+            report = Report(*result[3].tolist())
+            if report.excluded and report.accepted and self.needs_gradient:
+                c = _split(result[1])
+                result = self.take(program, done, *given, c.rejected & (c.failures > 0))
+                evaluations += self.method.evaluations
+            control = result[1]
+            if report.accepted:
+                rows, _, saved, _ = result
+            accepted, rejected = accepted + report.accepted, rejected + report.rejected
+        self.count(evaluations, accepted, rejected)
+        return self.solution(rows, saved)
+
+    # Gradients
+
+    def stores(self, attempts: int) -> bool:
+        """Return whether the graph of that many attempts is stored."""
+        if self.keep_bytes is None or attempts * self.method.evaluations <= SHORT * (self.keep_bytes > 0):
+            return True
+        self.bytes = compiled.store(self.term).get((*self.key, "bytes", parts(self.y0)[0].shape), -1.0)
+        return 0 <= attempts * self.bytes <= self.keep_bytes
+
+    def take(self, program: compiled.Program, attempts: int, *args: Any) -> Any:
+        """Call the program, and store its graph, or recompute it in the backward pass if it becomes too large."""
+        if self.stores(attempts):
+            return program(*args)
+        if self.bytes < 0 and self.keep_bytes:
+            first, own = new_sequence_number(), [tensor for _, _, tensor in self.snapshot.slots]
+            result = program(*args)
+            if result is not None:
+                saved = saved_bytes((*result[0], *(result[2] or ())), (*args[2], *(args[4] or ())), own, first)
+                compiled.store(self.term)[(*self.key, "bytes", parts(self.y0)[0].shape)] = saved
+            return result
+        self.owned = (self.setup.stepper, self.snapshot, program)
+        with set_checkpoint_early_stop(False):
+            again = _recomputed(*self.owned)
+            return checkpoint(again, *args, use_reentrant=False, preserve_rng_state=False, determinism_check="none")
 
 
-def _begin(
-    term: ODETerm, method: Method, times: Times, y0: State, start: tuple[Rows, Tensor] | None
-) -> tuple[Rows, Tensor, Rows | None]:
-    """Return the rows, the controller's state and the outputs at the start, as an attempt returns them."""
-    steps = Attempts(term, method, times)
-    rows, control = steps.start(y0) if start is None else start
-    if torch.is_grad_enabled():  # as after an attempt, else it would need a graph of its own
-        rows = tuple([row if row.requires_grad else row.detach().requires_grad_() for row in rows])
-    return rows, control, steps.saved(rows)
+def _recomputed(stepper: Any, snapshot: Snapshot, program: compiled.Program) -> Callable[..., Any]:
+    """Return a call of the program that must end in the same state in both passes."""
+    references, end = [weakref.ref(x) for x in (stepper, snapshot, program)], []
+
+    def run(*args: Any) -> Any:
+        stepper, snapshot, program = map(owned, references)
+        if not end:
+            result = program(*args)
+            end.extend(() if result is None else [x.detach() for x in result[0]])
+            return result
+        with snapshot:
+            result = program(*args)
+            stepper.term.counter.add("evaluation", stepper.method.evaluations)
+            stepper.term.counter.add("accepted")
+            if snapshot.changed() or result is None or not is_same(result[0], tuple(end)):
+                raise stepper.failure(RecomputationError, CHANGED, math.nan, math.nan)
+        return result
+
+    return run

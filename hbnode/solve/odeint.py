@@ -21,7 +21,7 @@ from hbnode._tree import State, Times, apply, describe, is_finite, last_of, part
 from hbnode.errors import ONLY_FIXED_GRIDS, MaxStepsError, NonFiniteError
 from hbnode.fields import GHBNODE, HBNODE
 from hbnode.nfe import NFE, Tally, open_counters, open_records
-from hbnode.solve import compiled, torchdiffeq
+from hbnode.solve import compiled, graph, torchdiffeq
 from hbnode.solve.adjoints import Direct, gradient_mode, owning
 from hbnode.solve.events import Event, EventRecord, checked_events
 from hbnode.solve.loop import integrate
@@ -269,12 +269,15 @@ def _solve(field: Any, y0: State, t: Times, settings: Settings, nfe: NFE, end: b
     setup = Setup.of(term, METHODS[settings.method], times, settings, end_only=end_only, events=events)
     if settings.steps is None and settings.method not in (*EXPONENTIAL, *ROSENBROCK):
         check_damping(setup, field)
-    if settings.compile and _torch.may_look() and not events:
+    if settings.compile and _torch.may_look() and not events and not graph.is_possible(setup, y0):
         setup, trajectory = compile_steps(setup, field, y0, times, snapshot)
         if trajectory is not None:
             return last_of(trajectory) if end else trajectory
     with solving(snapshot, template.device.type):
-        rows, steps, objects = gradient.solve(setup, y0, snapshot)
+        found: Any = None
+        if settings.compile and _torch.may_look() and graph.is_possible(setup, y0) and can_compile(settings, snapshot):
+            found = graph.solve(setup, y0, snapshot, getattr(gradient, "keep_bytes", None))
+        rows, steps, objects = gradient.solve(setup, y0, snapshot) if found is None else (found.rows, None, found.owned)
         if settings.steps is not None:
             check_finite(setup, y0, rows)
     trajectory = term.unflatten(rows) if end_only else term.unflatten(rows, (len(rows[0]),))
@@ -351,14 +354,21 @@ def check_field(method: str, field: Callable[..., Any]) -> None:
         )
 
 
+def can_compile(settings: Settings, snapshot: Snapshot) -> bool:
+    """Return whether steps can be compiled; warn otherwise."""
+    if snapshot.masks or settings.method in ROSENBROCK:
+        compiled.warn("func draws random numbers" if snapshot.masks else "the steps of Rosenbrock methods run eagerly")
+        return False
+    return True
+
+
 def compile_steps(setup: Setup, field: Any, y0: State, t: Tensor, snapshot: Snapshot) -> tuple[Setup, State | None]:
     """Solve with one compiled program if there are few fixed steps; otherwise return a setup with a compiled step.
 
     Return the trajectory, too, or None if the setup still has to be solved.
     """
     settings, stepper, method, term = setup.settings, setup.stepper, setup.stepper.method, setup.stepper.term
-    if snapshot.masks or settings.method in ROSENBROCK:
-        compiled.warn("func draws random numbers" if snapshot.masks else "the steps of Rosenbrock methods run eagerly")
+    if not can_compile(settings, snapshot):
         return setup, None
     steps = (settings.steps or 0) * (t.shape[-1] - 1)
     evaluations = steps * method.evaluations + method.is_fsal
