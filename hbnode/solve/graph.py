@@ -1,39 +1,33 @@
 """A whole adaptive solve in graphs of torch: attempts with the controller inside.
 
 The controller is that of :mod:`hbnode.solve.control`, with torch instead of NumPy, so an attempt, a step that is then
-accepted or rejected, is one function of tensors. :func:`solve` compiles such functions and calls them until the solve
-is done.
+accepted or rejected, is one function of tensors. :func:`attempts` returns functions of several attempts, which
+torch.compile compiles, and :func:`loop` takes any number of them in one graph of torch.export.
 """
 
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch import Tensor, nn
+from torch._higher_order_ops.while_loop import while_loop
 
-from hbnode._torch import new_sequence_number
-from hbnode._tree import State, apply, parts
-from hbnode.errors import RecomputationError
-from hbnode.nfe import NFE, Tally, open_records
-from hbnode.solve import compiled
-from hbnode.solve.adaptive import NON_FINITE_ATTEMPTS, AdaptiveSteps
-from hbnode.solve.adjoints import CHANGED, CHANGES_BUFFERS, SHORT, is_same, owned, saved_bytes
+from hbnode._torch import is_exporting
+from hbnode._tree import State, parts
+from hbnode.nfe import Tally, count_nfe
+from hbnode.solve.adaptive import LONGEST_GAP, NEGLIGIBLE, NON_FINITE_ATTEMPTS, VISIBLE
 from hbnode.solve.control import Array, Clip, Control, PIController, first_size
-from hbnode.solve.grid import Grid, to_device
-from hbnode.solve.methods import Explicit, Method, combined
-from hbnode.solve.start import start_of
-from hbnode.solve.stepper import Rows, Setup
-from hbnode.solve.term import ODETerm, Snapshot
+from hbnode.solve.methods import Method, combined
+from hbnode.solve.settings import Settings
+from hbnode.solve.start import TRIALS
+from hbnode.solve.stepper import Rows
+from hbnode.solve.term import ODETerm
 
-STABLE = 3  # solves in a row with the same number of attempts, before a graph of that many is made
-LONGEST = 16  # attempts in one graph
-MOST_OUTPUTS = 16  # output times of a solve in graphs, whose attempts interpolate all of them
+NOT_FINITE, UNDERFLOW, TOO_MANY_STEPS = 1, 2, 3  # why the solve of a graph failed
 
 
 class Limits(NamedTuple):
@@ -96,9 +90,57 @@ def _joined(control: Control) -> Tensor:
     return torch.stack([x.double() for x in control])
 
 
-def _split(packed: Tensor) -> Control:
+def split(packed: Tensor) -> Control:
+    """Return the state of a controller, from one tensor."""
     c = Control(*packed.unbind(0))
     return c._replace(uneven=c.uneven > 0, rejected=c.rejected > 0, most=c.most.long(), passed=c.passed.long())
+
+
+def start(term: ODETerm, method: Method, times: Times, y0: State) -> tuple[Rows, Tensor, Times, Tensor]:
+    """Return the initial state of the method and of the controller, the times, and the number of evaluations.
+
+    A field that depends on time is evaluated at four further times, of which the eager solve needs the results only if
+    the force is negligible at the start (see :class:`hbnode.solve.adaptive.AdaptiveSteps`).
+    """
+    limits, rows = Limits(*times.limits.unbind(0)), term.flatten(y0)
+    (t,) = term.stages([limits.begin])
+    rows = (*rows, term(t, rows[0]))
+    with torch.no_grad():
+        norms = torch.stack([norm(term, row) for row in rows])
+        h, f, end, longest = norms[0], norms[-1], limits.end, limits.longest
+        size = first_size(h, f, limits.rtol, limits.atol, method.rows, method.error_order or 1)
+        size, spent = (
+            torch.where(torch.isfinite(size), size, end),
+            torch.ones((), dtype=torch.int64, device=size.device),
+        )
+        if term.time_dependent:
+            tolerance, time = limits.atol + limits.rtol * h, end**method.rows
+            is_negligible = f * time <= NEGLIGIBLE * tolerance
+            values = [
+                norm(term, term(t, rows[0]))
+                for t in term.stages([limits.begin + limits.sign * c * end for c in TRIALS])
+            ]
+            found = torch.stack([torch.where(torch.isnan(x), 0.0, x) for x in values]).amax(0)
+            is_found = is_negligible & (found * time > VISIBLE * tolerance)
+            shorter = 2.0 * (tolerance / torch.where(is_found, found, 1.0)).sqrt()
+            size = torch.where(is_found & (shorter < size), shorter, size)
+            is_forced = is_found | ((h <= NEGLIGIBLE * limits.atol) & ~is_negligible)
+            gap = end * (LONGEST_GAP / method.widest_gap)
+            longest = torch.where(is_forced & (gap < longest), gap, longest)
+            margin = torch.where(is_forced, method.dense_error_factor, limits.margin)
+            times = times._replace(limits=torch.stack(limits._replace(longest=longest, margin=margin)))
+            spent = spent + len(TRIALS) * (is_negligible & (end > 0)).any()
+        size = torch.where(size < longest, size, longest)
+        size = torch.where(torch.isfinite(norms).all(0), size, math.nan)
+        none = torch.zeros_like(size)
+        is_uneven = none >= 0 if term.time_dependent else none > 0
+        return rows, _joined(PIController(method.error_order or 1).start(torch, size, is_uneven, none)), times, spent
+
+
+def norm(term: ODETerm, x: Tensor) -> Tensor:
+    """Return the root mean square, () or (lanes,), in float64, because squares may overflow in float32."""
+    x = x.double().square()
+    return (x.mean() if term.lanes is None else x.flatten(1).mean(1)).sqrt()
 
 
 class Attempts:
@@ -118,21 +160,6 @@ class Attempts:
         stops = times.outputs if is_exact else None
         self.clip = Clip(self.limits.end, stops, times.jumps, self.limits.rounding)
 
-    def start(self, y0: State) -> tuple[Rows, Tensor]:
-        """Return the initial state of the method and of the controller, for a field that does not depend on time."""
-        term, limits = self.term, self.limits
-        rows = term.flatten(y0)
-        (t,) = term.stages([limits.begin])
-        rows = (*rows, term(t, rows[0]))
-        with torch.no_grad():
-            norms = torch.stack([self._norm(row) for row in rows])
-            size = first_size(norms[0], norms[-1], limits.rtol, limits.atol, self.method.rows, self.method.error_order)
-            size = torch.where(torch.isfinite(size), size, limits.end)
-            size = torch.where(size < limits.longest, size, limits.longest)
-            size = torch.where(torch.isfinite(norms).all(0), size, math.nan)
-            none = torch.zeros_like(size)
-            return rows, _joined(self.control.start(torch, size, none > 0, none))
-
     def saved(self, rows: Rows) -> Rows | None:
         """Return the rows of all output times, (T, ...) or (lanes, T, ...), with the initial state in them."""
         outputs, place = self.times.outputs, int(self.term.lanes is not None)
@@ -143,15 +170,17 @@ class Attempts:
 
     def attempt(
         self, rows: Rows, control: Tensor, saved: Rows | None, excluded: Tensor | None = None
-    ) -> tuple[Rows, Tensor, Rows | None, Tensor]:
-        """Return the state, that of the controller, the outputs and the :class:`Report` after an attempt.
+    ) -> tuple[Rows, Tensor, Rows | None, tuple[Tensor, Tensor]]:
+        """Return the state, that of the controller and the outputs after an attempt.
+
+        The last part of the result are the accepted lanes, and the lanes that no step size can solve.
 
         Lanes that are done take a step of size 0, and so do lanes that are ``excluded``, which reject it. An error that
         is not finite would otherwise reach the gradients of all lanes, as 0 * NaN.
         """
         term, method, limits, n = self.term, self.method, self.limits, self.term.rows
         with torch.no_grad():
-            before = _split(control)
+            before = split(control)
             then, c = self.control.plan(torch, self.clip, before)
             size = c.taken if excluded is None else torch.where(excluded, 0.0, c.taken)
             ends = [before.now + node * size for node in method.nodes]
@@ -170,28 +199,20 @@ class Attempts:
             ratio = self._ratio(rows[:n], result.state[:n], result.error) * margin
             is_finite = torch.isfinite(ratio) if excluded is None else torch.isfinite(ratio) & ~excluded
             accepted, c = self.control.judge(torch, c, then, torch.where(is_finite, ratio, math.inf))
-            report = self._report(before, c, accepted)
+            now = abs(limits.begin + limits.sign * c.now)
+            floor = 4 * limits.resolution * now
+            floor = torch.where(floor > limits.shortest, floor, limits.shortest)
+            fails = (~accepted & ((c.failures >= NON_FINITE_ATTEMPTS) | (c.size < floor))) | torch.isnan(before.size)
         if saved is not None:
             ends = [self._of_lanes(row) for row in result.state[:n]]
             if dense:
                 theta = (t - before.now[..., None]) / torch.where(size > 0, size, 1.0)[..., None]
                 rows_inside = self._interpolated(result.columns, size, torch.where(inside, theta, 1.0))
-                ends = [torch.where(self._wide(inside, x), x, end) for x, end in zip(rows_inside, ends, strict=True)]
+                ends = [torch.where(self.wide(inside, x), x, end) for x, end in zip(rows_inside, ends, strict=True)]
             new = found & (accepted if term.lanes is None else accepted[:, None])
-            saved = tuple([torch.where(self._wide(new, x), end, x) for end, x in zip(ends, saved, strict=True)])
-        after = [torch.where(self._wide(accepted, a), a, b) for a, b in zip(result.state, rows, strict=True)]
-        return tuple(after), _joined(c), saved, report
-
-    def _report(self, before: Control, c: Control, accepted: Tensor) -> Tensor:
-        active, moving = before.now < self.limits.end, c.taken > 0
-        now = abs(self.limits.begin + self.limits.sign * c.now)
-        floor = 4 * self.limits.resolution * now
-        floor = torch.where(floor > self.limits.shortest, floor, self.limits.shortest)
-        failed = (~accepted & ((c.failures >= NON_FINITE_ATTEMPTS) | (c.size < floor))) | torch.isnan(before.size)
-        excluded = ~accepted & (c.failures > 0)
-        moved = (accepted & moving).any()
-        rejected = active.any() & ~moved
-        return torch.stack([moved, rejected, excluded.any(), failed.any(), (c.now >= self.limits.end).all()]).long()
+            saved = tuple([torch.where(self.wide(new, x), end, x) for end, x in zip(ends, saved, strict=True)])
+        after = [torch.where(self.wide(accepted, a), a, b) for a, b in zip(result.state, rows, strict=True)]
+        return tuple(after), _joined(c), saved, (accepted, fails)
 
     def _of_gamma(self, formula: Callable[..., Tensor], *args: Tensor, count: int = 1) -> Tensor:
         """Return ``formula(torch, γ, *args)``; ``args`` have ``count`` elements of each lane, one after the other."""
@@ -217,21 +238,16 @@ class Attempts:
     def _of_lanes(self, row: Tensor) -> Tensor:
         return row.unsqueeze(0 if self.term.lanes is None else 1)
 
-    def _wide(self, mask: Tensor, like: Tensor) -> Tensor:
+    def wide(self, mask: Tensor, like: Tensor) -> Tensor:
         return mask.reshape(*mask.shape, *[1] * (like.dim() - mask.dim())) if mask.dim() else mask
-
-    def _norm(self, x: Tensor) -> Tensor:
-        """Return the root mean square, () or (lanes,), in float64, because squares may overflow in float32."""
-        x = x.double().square()
-        return (x.mean() if self.term.lanes is None else x.flatten(1).mean(1)).sqrt()
 
     def _ratio(self, before: Rows, after: Rows, error: Any) -> Tensor:
         """Return the root mean square of error / tolerance, () or (lanes,), the largest of all ``error_groups``."""
         scale = torch.maximum(torch.stack(before).abs(), torch.stack(after).abs())
-        wide = [self._wide(x, error[0]) for x in (self.limits.rtol, self.limits.atol)]
+        wide = [self.wide(x, error[0]) for x in (self.limits.rtol, self.limits.atol)]
         x = error / (scale * wide[0].to(error) + wide[1].to(error))
         x = x if self.term.lanes is None else x.movedim(1, 0)
-        norms = [self._norm(x[..., group]) for group in self.term.error_groups]
+        norms = [norm(self.term, x[..., group]) for group in self.term.error_groups]
         return norms[0] if len(norms) == 1 else torch.stack(norms).amax(0)
 
 
@@ -244,205 +260,130 @@ def attempts(
 
     def run(y0: State, times: Times, rows: Any, control: Any, saved: Any, excluded: Tensor | None) -> Any:
         lanes = len(parts(y0)[0]) if own_steps else None
-        evaluate = ODETerm(field, y0, Tally(compiled.uncounted, NFE()), second_order=second_order, lanes=lanes)
+        evaluate = ODETerm(field, y0, Uncounted(), second_order=second_order, lanes=lanes)
         evaluate.in_autocast = in_autocast  # autocast is disabled outside the field
-        steps = Attempts(evaluate, method, times, is_exact=is_exact)
         if starts:
-            rows, control = steps.start(y0)
-            saved = steps.saved(rows)
-        reports = []
+            rows, control, times, _ = start(evaluate, method, times, y0)
+        steps = Attempts(evaluate, method, times, is_exact=is_exact)
+        saved, reports = steps.saved(rows) if starts else saved, []
         for _ in range(count):
-            rows, control, saved, report = steps.attempt(rows, control, saved, excluded)
-            reports.append(report)
+            now = control[0]
+            rows, control, saved, (accepted, fails) = steps.attempt(rows, control, saved, excluded)
+            with torch.no_grad():
+                c, end = split(control), steps.limits.end
+                moved = (accepted & (c.taken > 0)).any()
+                rejected, excludes = (now < end).any() & ~moved, (~accepted & (c.failures > 0)).any()
+                reports.append(torch.stack([moved, rejected, excludes, fails.any(), (c.now >= end).all()]).long())
         total = torch.stack(reports).sum(0)
         return rows, control, saved, torch.cat([total[:-1], reports[-1][-1:]])
 
     return run
 
 
-class GraphSolution(NamedTuple):
-    """The rows of a solve as :func:`hbnode.solve.loop.integrate` returns them, and what their gradient needs."""
+def loop(
+    term: ODETerm, method: Method, times: Times, y0: State, most: int, *, is_exact: bool = False
+) -> tuple[Rows, Tensor, Tensor]:
+    """Solve in one graph of any number of attempts, at most ``most``, for torch.export.
 
-    rows: Rows
-    owned: tuple[Any, ...]
-
-
-def is_possible(setup: Setup, y0: State) -> bool:
-    """Return whether graphs can solve: adaptive explicit methods, at few times without gradients, without events."""
-    settings, grid, gradient = setup.settings, setup.grid, setup.settings.gradient
-    if not isinstance(setup.stepper.method, Explicit) or not isinstance(grid, Grid) or grid.t is not None:
-        return False
-    if settings.steps is not None or settings.jump_times or settings.common_steps or setup.events or open_records:
-        return False
-    if getattr(gradient, "name", gradient) not in ("direct", "checkpoint"):
-        return False
-    return 0 < grid.outputs.shape[-1] <= MOST_OUTPUTS and parts(y0)[0].numel() > 0
-
-
-def solve(setup: Setup, y0: State, snapshot: Snapshot, keep_bytes: int | None) -> GraphSolution | None:
-    """Solve by compiled attempts; return None if they cannot be compiled or fail, for a solve in Python that says why.
-
-    A graph of one attempt is called until the solve is done. If the last solves took the same number of attempts, one
-    graph has all of them. With gradients, more than ``keep_bytes`` of their graph are recomputed, if it is not None.
+    Return the rows at the end, or at the output times, (T, ...), which are NaN in lanes whose solve failed; the number
+    of function evaluations; and 0, or why the solve failed, () or (lanes,).
     """
-    run = _Run(setup, y0, snapshot, keep_bytes)
-    counter = setup.stepper.term.counter
-    before = counter.nfe.forward
-    found = run.whole() or run.one_by_one()
-    if run.keep_bytes is not None and snapshot.changed():
-        raise ValueError(CHANGES_BUFFERS.format("checkpoint"))
-    if found is None:
-        counter.add("evaluation", before - counter.nfe.forward)
-    return found
+    rows, control, times, spent = start(term, method, times, y0)
+    steps, n = Attempts(term, method, times, is_exact=is_exact), len(rows)
+    saved, end = steps.saved(rows) or (), Limits(*times.limits).end.clone()  # tensors of a loop must not share memory
+    code = torch.where(torch.isnan(control[1]), NOT_FINITE, 0)
+
+    def goes_on(count: Tensor, code: Tensor, control: Tensor, *others: Tensor) -> Tensor:
+        return ((control[0] < end) & (code == 0)).any() & (count < most)
+
+    def body(count: Tensor, code: Tensor, control: Tensor, *others: Tensor) -> Rows:
+        inner = Attempts(term, method, times, is_exact=is_exact)
+        rows, control, saved, (_, fails) = inner.attempt(others[:n], control, others[n:] or None, code > 0)
+        why = torch.where(split(control).failures > 0, NOT_FINITE, UNDERFLOW)
+        code = torch.where((code == 0) & fails, why, code)
+        return tuple([x.clone() for x in (count + 1, code, control, *rows, *(saved or ()))])
+
+    count, code, control, *others = while_loop(
+        goes_on, body, tuple([x.clone() for x in (0 * spent, code, control, *rows, *saved)])
+    )
+    is_done = control[0] >= end
+    found = others[n:] if saved else others[: term.rows]
+    found = [torch.where(steps.wide(is_done, x), x, math.nan) for x in found]
+    if saved and term.lanes is not None:
+        found = [row.movedim(1, 0) for row in found]
+    code = torch.where(is_done, 0, torch.where(code > 0, code, TOO_MANY_STEPS))
+    return tuple(found), spent + count * method.evaluations, code
 
 
-class _Run:
-    """A solve by compiled attempts."""
-
-    def __init__(self, setup: Setup, y0: State, snapshot: Snapshot, keep_bytes: int | None) -> None:
-        self.setup, self.y0, self.snapshot, self.needs_gradient = setup, y0, snapshot, torch.is_grad_enabled()
-        self.keep_bytes = keep_bytes if self.needs_gradient else None
-        term, self.method, self.is_exact = setup.stepper.term, setup.stepper.method, setup.settings.save == "exact"
-        self.term, self.is_exact = term, self.is_exact and not setup.end_only
-        self.key = (setup.settings.method, self.is_exact, term.lanes is None, setup.end_only)
-        self.like, self.owned, self.bytes = apply(Tensor.detach, y0), (), -1.0
-        self.history: list[int] = compiled.store(term).setdefault((*self.key, self.needs_gradient), [])
-
-    def times(self, setup: Setup, longest: Array, margin: Array) -> Times:
-        """Return what the graphs need to know of a setup."""
-        grid, settings, device = setup.grid, setup.settings, setup.stepper.like.device
-        resolution = torch.finfo(setup.stepper.like.dtype if self.term.time_dependent else torch.float64).eps
-        limits = Limits(
-            grid.begin, grid.sign, grid.end, settings.rtol, settings.atol, longest, setup.option("min_step", 1e-300),
-            margin, np.finfo(float).eps * grid.furthest, resolution,
-        )  # fmt: skip
-        outputs, jumps = None if setup.end_only else to_device(grid.outputs, setup.stepper.like), grid.jumps
-        if jumps is not None:  # padded to few lengths, each of which has a graph
-            more = 2 ** (jumps.shape[-1] - 1).bit_length() - jumps.shape[-1]
-            jumps = to_device(
-                np.pad(jumps, [(0, 0)] * (jumps.ndim - 1) + [(0, more)], constant_values=math.inf), outputs
-            )
-        gamma = torch.as_tensor(setup.stepper.gamma, dtype=torch.float64, device=device)
-        return Times(joined(limits, np.shape(grid.end), device), gamma, outputs, jumps)
-
-    def program(self, count: int, *, starts: bool) -> compiled.Program:
-        make = lambda: attempts(self.term, self.method, count, starts=starts, is_exact=self.is_exact)  # noqa: E731
-        return compiled.program(self.term, (*self.key, count, starts), make)
-
-    def solution(self, rows: Rows, saved: Rows | None) -> GraphSolution:
-        """Return the rows at all times, or at the end."""
-        if saved is None:
-            return GraphSolution(tuple([row.unsqueeze(0) for row in rows[: self.term.rows]]), self.owned)
-        if self.term.lanes is not None:
-            saved = tuple([row.movedim(1, 0) for row in saved])
-        first = self.term.flatten(self.y0)
-        return GraphSolution(
-            tuple([torch.cat([a.unsqueeze(0), b]) for a, b in zip(first, saved, strict=True)]), self.owned
-        )
-
-    def count(self, evaluations: int, accepted: int, rejected: int) -> None:
-        counter = self.term.counter
-        counter.nfe.keeps_graph = self.needs_gradient and not self.owned
-        for event, number in (("evaluation", evaluations), ("accepted", accepted), ("rejected", rejected)):
-            counter.add(event, number)
-        self.history[:] = [*self.history, accepted + rejected][-STABLE:]
-
-    def whole(self) -> GraphSolution | None:
-        """Solve by one graph that has the start and as many attempts as the last solves; None if they differed."""
-        attempts, setup = self.history[-1] if self.history else 0, self.setup
-        if len(self.history) < STABLE or len({*self.history}) > 1 or attempts > LONGEST:
-            return None
-        if self.term.time_dependent or setup.option("first_step") or not self.stores(attempts):
-            return None
-        times = self.times(setup, setup.longest_step, 1.0)
-        result = self.program(attempts, starts=True)(self.y0, times, None, None, None, None)
-        if result is None:
-            return None
-        report = Report(*result[3].tolist())
-        if not report.done or report.failed or (report.excluded and self.needs_gradient):
-            self.history.clear()
-            return None
-        self.count(1 + attempts * self.method.evaluations, report.accepted, report.rejected)
-        return self.solution(result[0], result[2])
-
-    def one_by_one(self) -> GraphSolution | None:
-        """Solve by a graph of one attempt, with the start in Python."""
-        program = self.program(1, starts=False)
-        if program.failed:
-            return None
-        setup, rows = start_of(self.setup, self.y0)
-        steps, grid, most = AdaptiveSteps(setup, rows), setup.grid, setup.settings.max_steps
-        times = self.times(setup, steps.controller.longest, steps.error_factor)
-        control = joined(steps.control, np.shape(grid.end), setup.stepper.like.device)
-        if self.needs_gradient:  # as after an attempt, else it would need a graph of its own
-            rows = tuple([row if row.requires_grad else row.detach().requires_grad_() for row in rows])
-        saved = Attempts(self.term, self.method, times).saved(rows)
-        most += grid.outputs.shape[-1] - 1 if self.is_exact else 0
-        left = setup.option("max_nfe", math.inf) - self.term.counter.nfe.forward
-        evaluations = accepted = rejected = 0
-        report = Report(0, 0, 0, 0, int((grid.end <= 0).all()))
-        while not report.done:
-            evaluations += self.method.evaluations
-            if report.failed or accepted + rejected >= most or evaluations > left:
-                return None
-            given, done = (self.like, times, rows, control, saved), accepted + rejected + 1
-            result = self.take(program, done, *given, None)
-            if result is None:
-                return None
-            report = Report(*result[3].tolist())
-            if report.excluded and report.accepted and self.needs_gradient:
-                c = _split(result[1])
-                result = self.take(program, done, *given, c.rejected & (c.failures > 0))
-                evaluations += self.method.evaluations
-            control = result[1]
-            if report.accepted:
-                rows, _, saved, _ = result
-            accepted, rejected = accepted + report.accepted, rejected + report.rejected
-        self.count(evaluations, accepted, rejected)
-        return self.solution(rows, saved)
-
-    # Gradients
-
-    def stores(self, attempts: int) -> bool:
-        """Return whether the graph of that many attempts is stored."""
-        if self.keep_bytes is None or attempts * self.method.evaluations <= SHORT * (self.keep_bytes > 0):
-            return True
-        self.bytes = compiled.store(self.term).get((*self.key, "bytes", parts(self.y0)[0].shape), -1.0)
-        return 0 <= attempts * self.bytes <= self.keep_bytes
-
-    def take(self, program: compiled.Program, attempts: int, *args: Any) -> Any:
-        """Call the program, and store its graph, or recompute it in the backward pass if it becomes too large."""
-        if self.stores(attempts):
-            return program(*args)
-        if self.bytes < 0 and self.keep_bytes:
-            first, own = new_sequence_number(), [tensor for _, _, tensor in self.snapshot.slots]
-            result = program(*args)
-            if result is not None:
-                saved = saved_bytes((*result[0], *(result[2] or ())), (*args[2], *(args[4] or ())), own, first)
-                compiled.store(self.term)[(*self.key, "bytes", parts(self.y0)[0].shape)] = saved
-            return result
-        self.owned = (self.setup.stepper, self.snapshot, program)
-        with set_checkpoint_early_stop(False):
-            again = _recomputed(*self.owned)
-            return checkpoint(again, *args, use_reentrant=False, preserve_rng_state=False, determinism_check="none")
+def exported(
+    term: ODETerm, method: Method, t: Tensor, y0: State, settings: Settings, *, end_only: bool
+) -> tuple[State, Tensor, Tensor]:
+    """Return the trajectory, or the state at the end, and the number of evaluations and the code of :func:`loop`."""
+    begin, options = t[..., 0], settings.options or {}
+    sign, elapsed = torch.where(t[..., -1] >= begin, 1.0, -1.0), abs(t - begin[..., None])
+    none = 0.0 * elapsed[..., -1]
+    if term.lanes is not None and t.dim() == 1:
+        none, elapsed = none.expand(term.lanes), elapsed.expand(term.lanes, -1)
+    gamma = torch.as_tensor(term.damping, dtype=torch.float64, device=t.device)
+    longest: Any = options.get("max_step", math.inf)
+    if method.damping_limit < math.inf:
+        strongest = gamma.abs().amax()
+        limit = torch.where(strongest > 0, method.damping_limit / strongest, math.inf)
+        longest = torch.where(limit < longest, limit, longest)
+    eps = torch.finfo(torch.float64).eps
+    limits = Limits(
+        begin, sign, elapsed[..., -1], settings.rtol, settings.atol, longest, options.get("min_step", 1e-300), 1.0,
+        eps * abs(t).amax(), torch.finfo(term.template.dtype).eps if term.time_dependent else eps,
+    )  # fmt: skip
+    times = Times(torch.stack([none + x for x in limits]), gamma, None if end_only else elapsed[..., 1:])
+    found, spent, code = loop(term, method, times, y0, settings.max_steps, is_exact=settings.save == "exact")
+    if end_only:
+        return term.unflatten(found), spent, code
+    rows = tuple([torch.cat([a.unsqueeze(0), b]) for a, b in zip(term.flatten(y0), found, strict=True)])
+    return term.unflatten(rows, (t.shape[-1],)), spent, code
 
 
-def _recomputed(stepper: Any, snapshot: Snapshot, program: compiled.Program) -> Callable[..., Any]:
-    """Return a call of the program that must end in the same state in both passes."""
-    references, end = [weakref.ref(x) for x in (stepper, snapshot, program)], []
+class Reported(nn.Module):
+    """A module whose call also returns the number of function evaluations of its solves, and 0 or why one failed.
 
-    def run(*args: Any) -> Any:
-        stepper, snapshot, program = map(owned, references)
-        if not end:
-            result = program(*args)
-            end.extend(() if result is None else [x.detach() for x in result[0]])
-            return result
-        with snapshot:
-            result = program(*args)
-            stepper.term.counter.add("evaluation", stepper.method.evaluations)
-            stepper.term.counter.add("accepted")
-            if snapshot.changed() or result is None or not is_same(result[0], tuple(end)):
-                raise stepper.failure(RecomputationError, CHANGED, math.nan, math.nan)
-        return result
+    It is for torch.export, in whose graphs no exception is raised: a solve that fails answers NaN. The reasons are
+    1: the state or the field is not finite; 2: no step size meets the tolerance; 3: there are more than ``max_steps``
+    steps. With ``per_sample=True`` each sample has its own reason.
 
-    return run
+    Arguments:
+        module: the module, with at least one adaptive solve.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any) -> tuple[Any, Tensor, Tensor]:
+        """Return the output of the module, the number of evaluations (), and the reason, () or (batch,)."""
+        if not is_exporting():
+            with count_nfe(self.module) as nfe:
+                return self.module(*args), torch.tensor(nfe.forward), torch.tensor(0)
+        told.append([])
+        try:
+            output = self.module(*args)
+        finally:
+            found = told.pop()
+        spent, codes = zip(*found, strict=True)
+        return output, torch.stack(spent).sum(), torch.stack(codes).amax(0)
+
+
+told: list[list[tuple[Tensor, Tensor]]] = []  # what the solves inside a Reported say while they are exported
+
+
+def tell(spent: Tensor, code: Tensor) -> None:
+    """Tell the innermost Reported of a solve."""
+    if told:
+        told[-1].append((spent, code))
+
+
+class Uncounted(Tally):
+    """The counter of a term inside a graph, whose evaluations are counted outside it."""
+
+    def __init__(self) -> None: ...
+
+    def add(self, event: str, count: int = 1) -> None: ...

@@ -829,6 +829,7 @@ SPLITTING = {
 }
 RUNGE_KUTTA = {"tsit5": RungeKutta(tableaus.TSIT5)}
 ROSENBROCK = {"rodas5p": Rosenbrock(tableaus.RODAS5P)}  # for y, or for h and m of an HBNODE
+EXPLICIT: dict[str, Method] = {**NYSTROM, **EXPONENTIAL, **RUNGE_KUTTA}
 SECOND_ORDER: dict[str, Method] = {**NYSTROM, **EXPONENTIAL, **SPLITTING}  # methods with the rows h and m
 METHODS: dict[str, Method] = {**SECOND_ORDER, **RUNGE_KUTTA, **ROSENBROCK}
 TORCHDIFFEQ_GRIDS: dict[str, Method] = {

@@ -25,7 +25,7 @@ from hbnode.solve import compiled, graph, torchdiffeq
 from hbnode.solve.adjoints import Direct, gradient_mode, owning
 from hbnode.solve.events import Event, EventRecord, checked_events
 from hbnode.solve.loop import integrate
-from hbnode.solve.methods import EXPONENTIAL, METHODS, ROSENBROCK, SECOND_ORDER, SPLITTING, TORCHDIFFEQ_GRIDS
+from hbnode.solve.methods import EXPLICIT, EXPONENTIAL, METHODS, ROSENBROCK, SECOND_ORDER, SPLITTING, TORCHDIFFEQ_GRIDS
 from hbnode.solve.settings import FIXED, TORCHDIFFEQ, Gradient, Method, NativeMethod, Save, Settings
 from hbnode.solve.start import start_of
 from hbnode.solve.stepper import STRONG, Attempt, Rows, Setup, Taken, first_index
@@ -222,6 +222,9 @@ def solve(
     if not is_tracing():
         return _solve(field, y0, t, settings, nfe, end, events)
     is_dynamo = torch.compiler.is_dynamo_compiling()
+    is_adaptive = settings.steps is None and settings.method in (None, *EXPLICIT)
+    if is_exporting() and is_adaptive and events is None and not settings.jump_times:
+        return _exported(field, y0, t, settings, end)
     if events is None and is_traceable(settings, is_dynamo):
         return _traced(field, y0, t, settings, Tally(field, nfe), end)
     if not is_dynamo:  # torch.compile can call the solve outside its graphs
@@ -269,14 +272,19 @@ def _solve(field: Any, y0: State, t: Times, settings: Settings, nfe: NFE, end: b
     setup = Setup.of(term, METHODS[settings.method], times, settings, end_only=end_only, events=events)
     if settings.steps is None and settings.method not in (*EXPONENTIAL, *ROSENBROCK):
         check_damping(setup, field)
-    if settings.compile and _torch.may_look() and not events and not graph.is_possible(setup, y0):
+    if settings.compile and _torch.may_look() and not events and not compiled.is_possible(setup, y0):
         setup, trajectory = compile_steps(setup, field, y0, times, snapshot)
         if trajectory is not None:
             return last_of(trajectory) if end else trajectory
     with solving(snapshot, template.device.type):
         found: Any = None
-        if settings.compile and _torch.may_look() and graph.is_possible(setup, y0) and can_compile(settings, snapshot):
-            found = graph.solve(setup, y0, snapshot, getattr(gradient, "keep_bytes", None))
+        if (
+            settings.compile
+            and _torch.may_look()
+            and compiled.is_possible(setup, y0)
+            and can_compile(settings, snapshot)
+        ):
+            found = compiled.solve(setup, y0, snapshot, getattr(gradient, "keep_bytes", None))
         rows, steps, objects = gradient.solve(setup, y0, snapshot) if found is None else (found.rows, None, found.owned)
         if settings.steps is not None:
             check_finite(setup, y0, rows)
@@ -380,7 +388,7 @@ def compile_steps(setup: Setup, field: Any, y0: State, t: Tensor, snapshot: Snap
         return dataclasses.replace(setup, stepper=dataclasses.replace(stepper, program=program)), None
 
     def grid(y0: State, t: Tensor) -> State:
-        return _traced(field, y0, t, settings, Tally(compiled.uncounted, NFE()), False)
+        return _traced(field, y0, t, settings, graph.Uncounted(), False)
 
     key = (settings.method, settings.steps, t.shape[-1], getattr(term.inner, "activation", None))
     trajectory = compiled.program(term, key, lambda: grid)(y0, t.to(term.template.device))
@@ -438,6 +446,22 @@ def _traced(field: Callable[..., State], y0: State, t: Times, settings: Settings
         rows = Direct().solve(setup, y0, snapshot).rows
     trajectory = term.unflatten(rows, (times.shape[-1],))
     return last_of(trajectory) if end else trajectory
+
+
+def _exported(field: Callable[..., State], y0: State, t: Times, settings: Settings, end: bool) -> State:
+    """Solve with adaptive steps in one loop of torch.export, without gradients."""
+    snapshot = Snapshot(field, for_backward=False)
+    y0 = checked_state(field, y0, snapshot)
+    settings = resolve(dataclasses.replace(settings, gradient="direct"), field)
+    times, template = traced_times(t, parts(y0)[0].device), parts(y0)[0]
+    lanes = template.shape[0] if settings.per_sample or times.dim() == 2 else None
+    counter = graph.Uncounted()
+    term = ODETerm(field, y0, counter, second_order=is_second_order(settings.method, field), lanes=lanes)
+    end_only = end and times.shape[-1] == 2
+    with solving(snapshot, template.device.type):
+        solution, spent, code = graph.exported(term, METHODS[settings.method], times, y0, settings, end_only=end_only)
+    graph.tell(spent, code)
+    return last_of(solution) if end and not end_only else solution
 
 
 def check_damping(setup: Setup, field: Callable[..., Any]) -> None:
