@@ -19,6 +19,19 @@ if DATA.is_dir():  # real data kept beside the checkout
     os.environ.setdefault("HBNODE_DATA", str(DATA))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of tests marked sparse, the fast tier runs what differs from the first value of each parameter in one at most."""
+    firsts: dict[object, dict[str, object]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("sparse"):
+            first = firsts.setdefault(item.function, item.callspec.params)
+            other = {name for name, value in item.callspec.params.items() if value is not first[name]}
+            names = (mark.args[0] for mark in item.iter_markers("parametrize"))
+            if sum(not other.isdisjoint([each] if isinstance(each, str) else each) for each in names) > 1:
+                item.add_marker("slow")
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)

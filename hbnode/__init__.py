@@ -2,13 +2,10 @@
 
 import difflib
 import importlib
-import sys
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from hbnode import data, diagnostics, distributions, errors, nn, optim, solve, training
-from hbnode._checks import with_hints
+from hbnode import errors, solve
+from hbnode._checks import add_hints
 from hbnode.errors import SolverError
 from hbnode.fields import (
     ANODE,
@@ -23,14 +20,16 @@ from hbnode.fields import (
     PortHamiltonian,
 )
 from hbnode.nfe import count_nfe
-from hbnode.nn import ODERNN, HeavyBallODEBlock, ODEBlock
 from hbnode.signal import Signal
 from hbnode.solve import odeint, sdeint
 from hbnode.solve.events import Event
 from hbnode.solve.registry import methods
 
 if TYPE_CHECKING:
-    from hbnode import estimators, features, torchdiffeq  # noqa: F401
+    from hbnode import data, diagnostics, distributions, nn, optim, torchdiffeq, training
+    from hbnode import estimators as estimators
+    from hbnode import features as features
+    from hbnode.nn import ODERNN, HeavyBallODEBlock, ODEBlock
 
 __version__ = "0.1.0"
 
@@ -71,25 +70,36 @@ __all__ = [
 ]
 
 
+# What is imported when it is first used: modules, and layers with the module that has them.
+_LAZY = {
+    **dict.fromkeys(("data", "diagnostics", "distributions", "estimators", "features", "nn", "optim"), ""),
+    **dict.fromkeys(("torchdiffeq", "training"), ""),
+    **dict.fromkeys(("ODEBlock", "HeavyBallODEBlock", "ODERNN"), "nn"),
+}
+
+
 def __getattr__(name: str) -> Any:
-    """Import the modules that need scikit-learn or torchdiffeq when they are first used; say where other names are."""
-    if name in ("estimators", "features", "torchdiffeq"):
-        return importlib.import_module(f"hbnode.{name}")
-    modules = (nn, optim, distributions, diagnostics, solve, errors, data, training)
-    near = [other for other in __all__ if other.lower() == name.lower()]
-    fixes = [f"hbnode.{other}" for other in near or difflib.get_close_matches(name, __all__, 1, 0.8)]
-    fixes += [f"{module.__name__}.{name}" for module in modules if name in module.__all__]
+    """Import a name that is first used, or say where a name is that this module does not have."""
+    if (module := _LAZY.get(name)) is not None:
+        found = importlib.import_module(f"hbnode.{module or name}")
+        return globals().setdefault(name, getattr(found, name) if module else found)
+    fixes: list[str] = []
+    if not name.startswith("_"):
+        near = [other for other in __all__ if other.lower() == name.lower()]
+        fixes = [f"hbnode.{other}" for other in near or difflib.get_close_matches(name, __all__, 1, 0.8)]
+        places = ("nn", "optim", "distributions", "diagnostics", "solve", "errors", "data", "training")
+        modules = [importlib.import_module(f"hbnode.{place}") for place in places]
+        fixes += [f"{module.__name__}.{name}" for module in modules if name in module.__all__]
     if name == "odeint_adjoint":
         fixes = ["hbnode.odeint(field, y0, t, gradient='adjoint')", "hbnode.torchdiffeq.odeint_adjoint"]
     if name == "odeint_event":
         fixes = ["hbnode.odeint(field, y0, t, events=hbnode.Event(fn))", "hbnode.torchdiffeq.odeint_event"]
-    fix = f". Fix: {', or '.join(fixes)}." if fixes and not name.startswith("_") else ""
+    fix = f". Fix: {', or '.join(fixes)}." if fixes else ""
     raise AttributeError(f"module 'hbnode' has no attribute {name!r}{fix}")
 
 
-for _module in (sys.modules[__name__], nn, distributions):
-    _kind: Any  # vars() leaves out the modules that are imported when they are first used
-    for _kind in (vars(_module).get(name) for name in _module.__all__):
-        _is_module = isinstance(_kind, type) and issubclass(_kind, torch.nn.Module)
-        if _is_module and not hasattr(_kind.__init__, "__wrapped__"):
-            _kind.__init__ = with_hints(_kind.__init__)  # an error for an unknown argument names the right one
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})
+
+
+add_hints(globals())

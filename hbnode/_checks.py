@@ -10,7 +10,7 @@ import numbers
 import operator
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, SupportsIndex, TypeAlias
 
 import numpy as np
@@ -362,6 +362,13 @@ def with_hints(call: Callable[..., Any]) -> Callable[..., Any]:
             raise TypeError(f"{str(error).partition('. Did you')[0]}. Fix: {fix}.") from None
 
     return hinted
+
+
+def add_hints(names: Mapping[str, Any]) -> None:
+    """Change the ``__init__`` of the modules among ``names``, as :func:`with_hints` does."""
+    for kind in names.values():
+        if isinstance(kind, type) and issubclass(kind, nn.Module) and not hasattr(kind.__init__, "__wrapped__"):
+            kind.__init__ = with_hints(kind.__init__)  # type: ignore[method-assign]
 
 
 def warn_if_swapped(data: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import math
-import zoneinfo
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -147,6 +146,8 @@ def zones_of(value: object) -> dict[str, Any]:
     dtype = getattr(value, "dtype", None)
     zone = getattr(dtype, "tz", None) or getattr(dtype, "time_zone", None)  # of pandas; of polars, a name
     if zone is not None:
+        import zoneinfo  # here, because it is slow to import
+
         return {str(zone): zoneinfo.ZoneInfo(zone) if isinstance(zone, str) else zone}
     entries = _entries(value)
     dates = [each for each in entries.flat if isinstance(each, datetime.date)] if entries.dtype.kind == "O" else []

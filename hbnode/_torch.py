@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any, ClassVar, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -48,20 +48,15 @@ def outside_inference_mode() -> AbstractContextManager[Any]:
     return stack
 
 
-def is_exporting() -> bool:
-    """Return whether torch.export is recording a graph; before torch 2.7, always return False."""
-    return hasattr(torch.compiler, "is_exporting") and torch.compiler.is_exporting()
-
-
 def refuse_export(what: str, fix: str) -> None:
     """Raise ValueError in torch.export and torch.jit.trace, which cannot record derivatives."""
-    if torch.jit.is_tracing() or is_exporting():
+    if torch.jit.is_tracing() or torch.compiler.is_exporting():
         raise ValueError(f"torch.export and torch.jit.trace cannot record {what}. Fix: {fix}.")
 
 
 def exports_any(length: int) -> bool:
     """Return whether torch.export records a graph for any value of a length."""
-    if not is_exporting():
+    if not torch.compiler.is_exporting():
         return False
     from torch.fx.experimental.symbolic_shapes import has_static_value  # here, because it imports sympy
 
@@ -80,7 +75,7 @@ def in_eager_mode() -> Iterator[None]:
     """
     global _EAGER_COUNT
     with _EAGER_LOCK:
-        if not _EAGER_COUNT and may_have_compiled() and hasattr(torch.compiler, "set_stance"):  # torch 2.6
+        if not _EAGER_COUNT and may_have_compiled():
             _EAGER.enter_context(torch.compiler.set_stance("force_eager"))
         _EAGER_COUNT += 1
     try:
@@ -163,9 +158,8 @@ def backward_pass() -> int:
 
 
 def keeps_graph() -> bool:
-    """Return whether the running backward pass has ``retain_graph=True``; in torch 2.4, always return False."""
-    asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)  # not yet in torch 2.4
-    return asked is not None and asked()
+    """Return whether the running backward pass has ``retain_graph=True``."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def sequence_number(node: Node | None) -> int:
@@ -457,17 +451,12 @@ class ModuleWithConstants(nn.Module):
     """A module with constants in its ``state_dict``, which are Python floats or float64 tensors.
 
     Constants are not buffers, because ``.half()`` or ``.float()`` would round buffers. The attribute of a constant is
-    a float or a tensor on the CPU. A tensor also has a float64 copy on the module's device. Loading a ``state_dict`` of
-    version 1, which has no constants, issues a warning and leaves the constants unchanged.
+    a float or a tensor on the CPU. A tensor also has a float64 copy on the module's device.
 
     A tensor with a gradient belongs to another module. It stays as it is, and is not part of the ``state_dict``.
     ``torch.func.functional_call`` replaces constants by their names in the ``state_dict``, which are those of the
     attributes without a leading underscore.
     """
-
-    _version = 2
-    defaults: ClassVar[dict[str, float]] = {}  # values of constants that need no warning for version 1
-    renamed: ClassVar[dict[str, str]] = {}  # keys of version 1 and their new names
 
     def constants(self) -> dict[str, str]:
         """Return a dict from the keys of the constants in the ``state_dict`` to their attributes."""
@@ -527,25 +516,13 @@ class ModuleWithConstants(nn.Module):
         error_msgs: list[str],
     ) -> None:
         constants = {prefix + name: attribute for name, attribute in self.own_constants().items()}
-        for before, name in self.renamed.items():
-            if prefix + before in state_dict and prefix + name in constants:
-                state_dict = {**state_dict, prefix + name: state_dict[prefix + before]}
-                del state_dict[prefix + before]
         others = {key: value for key, value in state_dict.items() if key not in constants}
         super()._load_from_state_dict(others, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         for key, attribute in constants.items():
             if key in state_dict:
                 self._load_constant(key, attribute, state_dict[key], error_msgs)
-            elif (local_metadata.get("version") or 1) >= 2:
+            else:
                 missing_keys.append(key)
-            elif self.defaults.get(attribute) != getattr(self, attribute):
-                warnings.warn(
-                    f"the state_dict does not hold the constant {key!r}: it was saved by an earlier version, or by "
-                    "another module. "
-                    f"{type(self).__name__} keeps its value, {_tensor(getattr(self, attribute)).tolist()}. "
-                    "Fix: check that this is the value used in training, then save the state_dict again.",
-                    stacklevel=2,
-                )
 
     def _load_constant(self, key: str, attribute: str, value: Tensor, error_msgs: list[str]) -> None:
         value, own = torch.as_tensor(value).detach(), _tensor(getattr(self, attribute))

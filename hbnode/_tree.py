@@ -194,6 +194,5 @@ def record(kind: type[Kind]) -> type[Kind]:
 def register_state(kind: Named) -> Named:
     """Register a NamedTuple of tensors for ``torch.load(weights_only=True)`` and ``torch.export.save``."""
     torch.serialization.add_safe_globals([kind])
-    if hasattr(_pytree, "_register_namedtuple"):  # not in the oldest torch
-        _pytree._register_namedtuple(kind, serialized_type_name=f"hbnode.{kind.__name__}")
+    _pytree._register_namedtuple(kind, serialized_type_name=f"hbnode.{kind.__name__}")
     return kind

@@ -5,15 +5,12 @@ Only a running torch.compile imports this module, because torch.compiler.disable
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 import torch
 
 from hbnode.errors import ONLY_FIXED_GRIDS
-
-_GIVES_REASON = "reason" in inspect.signature(torch.compiler.disable).parameters  # since torch 2.7
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -23,4 +20,4 @@ def _run(function: Callable[Arguments, Result], *args: Arguments.args, **kwargs:
     return function(*args, **kwargs)
 
 
-run = torch.compiler.disable(_run, **({"reason": ONLY_FIXED_GRIDS} if _GIVES_REASON else {}))
+run = torch.compiler.disable(_run, reason=ONLY_FIXED_GRIDS)

@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.data import DataLoader, Sampler
 from torch.utils.data import Dataset as TorchDataset
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from hbnode._checks import as_count, as_integers, as_tensor, check_bool, is_one_of, nearest, to_tensor
 from hbnode._times import EPOCH, SECOND, SPACINGS, as_times, check_digits, exact_times, kind_of, seconds_since, zones_of
+from hbnode._torch import may_look
 from hbnode._tree import Record, record
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ Unit = str | datetime.timedelta | np.timedelta64
 Date = str | datetime.date | np.datetime64
 UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0, "D": 86400.0, "W": 604800.0}
 ROUNDING = 0.01  # the most by which float64 may change a gap between two samples
+ARRAYS = "a list of pairs (t, x), or an array (batch, channels, T)"
 POOL = 50  # batches per pool; the series of a pool are sorted by length
 
 
@@ -121,6 +123,22 @@ class Series(Record):
     def inputs(self) -> SeriesInputs:
         """Return the arguments of a layer as a dict: x, t, mask, lengths and static (or None)."""
         return {"x": self.x, "t": self.t, "mask": self.mask, "lengths": self.lengths, "static": self.static}
+
+    @override
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Return the series on another device or in another dtype, with the arguments of :meth:`torch.Tensor.to`.
+
+        The entries t, mask and lengths keep their dtypes.
+
+        Raises:
+            ValueError: if a finite value or static feature would be infinite in the new dtype.
+        """
+        moved = super().to(*args, **kwargs)
+        if moved.x.dtype != self.x.dtype and may_look() and not moved.x.is_meta:
+            fault = f"numbers that are infinite in {moved.x.dtype}. Fix: series.to({self.x.dtype})."
+            for (is_infinite, names), (was, _) in zip(_infinite(_named(moved)), _infinite(self), strict=True):
+                _refuse_infinite(is_infinite & ~was.to(is_infinite.device), names, fault)
+        return moved
 
     def select(self, index: Tensor | Sequence[int] | slice) -> Series:
         """Return some of the series, padded to the length of the longest one that is selected.
@@ -276,14 +294,13 @@ def aligned(series: Series, features: Sequence[Any], static_features: Sequence[A
         ValueError: if names are missing or not in fit.
     """
     order = _order(series.features, features, "channels", "features")
-    if order != list(range(len(order))):
-        names = [series.features[i] for i in order]
-        series = dataclasses.replace(series, x=series.x[..., order], mask=series.mask[..., order], features=names)
-    order = _order(series.static_features, static_features, "static features", "static_features")
-    if series.static is not None and order != list(range(len(order))):
-        names = [series.static_features[i] for i in order]
-        series = dataclasses.replace(series, static=series.static[:, order], static_features=names)
-    return series
+    static = _order(series.static_features, static_features, "static features", "static_features")
+    if order == sorted(order) and static == sorted(static):
+        return series
+    names = [series.features[i] for i in order], [series.static_features[i] for i in static]
+    x, mask, fixed = series.x[..., order], series.mask[..., order], series.static
+    fixed = None if fixed is None else fixed[:, static]
+    return dataclasses.replace(series, x=x, mask=mask, static=fixed, features=names[0], static_features=names[1])
 
 
 def _order(found: Sequence[Any], wanted: Sequence[Any] | None, kind: str, argument: str) -> list[int]:
@@ -399,52 +416,45 @@ def from_long(
     if features is not None and variable is None:
         raise ValueError("features= needs variable=, got None. Fix: features=None; values= sets the order of features.")
     used = [id, time, *columns, *statics, *([] if variable is None else [variable])] if isinstance(table, dict) else []
-    sizes = {name: len(_array(_column(table, name), f"column {name!r}")) for name in used}
+    sizes = {name: len(_array(column_of(table, name), f"column {name!r}")) for name in used}
     if len({*sizes.values()}) > 1:
         fix = f"[value] * {max(sizes.values())} for a constant"
         raise ValueError(f"columns must have one entry per row, got lengths {sizes}. Fix: {fix}.")
-    ids, codes = _codes(_column(table, id), id)
-    exact = _exact_times(_column(table, time), f"table[{time!r}]", unit, origin)
+    ids, codes = _codes(column_of(table, id), id)
+    exact = _exact_times(column_of(table, time), f"table[{time!r}]", unit, origin)
     names, feature = columns, np.arange(len(columns))[None]  # feature indices that broadcast to (rows, columns)
     if variable is not None:
-        names, feature = _features(_column(table, variable), variable, features)
-    wrong = [name for name in columns if kind_of(_array(_column(table, name), f"column {name!r}"))]
-    if wrong:
-        rest = [name for name in columns if name not in wrong]
-        without = f"values={rest}; " if rest else ""
-        raise TypeError(
-            f"columns {wrong} must hold numbers, got text, dates or durations. Fix: {without}codes or "
-            "pandas.get_dummies for categories, differences from another date for dates."
-        )
-    numbers = np.stack([_numbers(_column(table, name), f"column {name!r}") for name in columns], 1)
-    fixed = [_constant(_numbers(_column(table, name), f"column {name!r}"), codes, ids, name) for name in statics]
-
+        names, feature = _features(column_of(table, variable), variable, features)
+    numbers = _matrix(table, columns, "values")
+    constant = None
+    if statics:
+        constant = _in_dtype(_constant(_matrix(table, statics, "static"), codes, ids, statics), dtype, statics)
     feature = np.broadcast_to(feature, numbers.shape)
     order = np.lexsort((exact, codes))
     order = order[feature[order, 0] >= 0]
     codes, exact, numbers, feature = codes[order], exact[order], numbers[order], feature[order]
-    times, length, zero = _times(exact, codes, f"table[{time!r}]", unit, origin)
     is_new = np.ones(len(codes), dtype=bool)  # whether a row is the first at its time
     is_new[1:] = (np.diff(codes) != 0) | (exact[1:] != exact[:-1])
     merged, count = _merge(numbers, is_new.cumsum() - 1, feature, len(names), duplicates)
-    codes, times = codes[is_new], times[is_new]
+    codes, exact = codes[is_new], exact[is_new]
     if duplicates == "error" and (count > 1).any():
         point, one = np.argwhere(count > 1)[0]
         raise ValueError(
             f"{int((count > 1).sum())} values of a feature have more than one row for one series and time, first "
-            f"{names[one]!r} of series {ids[codes[point]]!r} at t={times[point]:.9g}. "
+            f"{names[one]!r} of series {ids[codes[point]]!r} at t={exact[point]}. "
             "Fix: duplicates='mean', 'first' or 'last'."
         )
-    series = _padded(codes, times, merged, ids, names, dtype)
+    series = _padded(codes, exact, merged, ids, names, dtype, f"table[{time!r}]", unit, origin)
     _check_digits(table[time], series.t.numpy(), f"table[{time!r}]")
-    constant = _in_dtype(np.stack(fixed, 1), dtype, statics) if fixed else None
-    return dataclasses.replace(series, static=constant, static_features=statics, unit=length, origin=zero)
+    return dataclasses.replace(series, static=constant, static_features=statics)
 
 
 def _padded(
-    codes: NDArray[Any], t: NDArray[Any], x: NDArray[Any], ids: list[Any], names: list[Any], dtype: torch.dtype
-) -> Series:
+    codes: NDArray[Any], exact: NDArray[Any], x: NDArray[Any], ids: list[Any], names: list[Any], dtype: torch.dtype,
+    name: str, unit: Unit | None, origin: Date | None,
+) -> Series:  # fmt: skip
     """Return sorted samples, (rows,) and (rows, features), of the series ``codes`` (rows,) as a Series of all ids."""
+    t, length, zero = _times(exact, codes, name, unit, origin)
     counts = np.bincount(codes, minlength=len(ids))
     place = np.arange(len(codes)) - (counts.cumsum() - counts)[codes]
     values = np.full((len(ids), max(1, counts.max()), x.shape[1]), np.nan)
@@ -453,7 +463,8 @@ def _padded(
     times[counts == 0] = 0.0
     times = np.maximum.accumulate(times, axis=1)
     padded, mask = _in_dtype(values, dtype, names), torch.from_numpy(~np.isnan(values))
-    return Series(padded, torch.from_numpy(times), mask, torch.from_numpy(counts).long(), None, ids, names)
+    lengths = torch.from_numpy(counts).long()
+    return Series(padded, torch.from_numpy(times), mask, lengths, None, ids, names, (), length, zero)
 
 
 def _in_dtype(values: NDArray[Any], dtype: torch.dtype, names: Sequence[Any]) -> Tensor:
@@ -465,7 +476,7 @@ def _in_dtype(values: NDArray[Any], dtype: torch.dtype, names: Sequence[Any]) ->
     return converted
 
 
-def _column(table: Any, name: str) -> Any:
+def column_of(table: Any, name: str) -> Any:
     for has, fix in (("collect", "collect"), ("column_names", "to_pandas")):  # a LazyFrame of polars, pyarrow's table
         if hasattr(table, has):
             raise TypeError(f"table must be a DataFrame, got {type(table).__name__}. Fix: table.{fix}().")
@@ -532,7 +543,7 @@ def _exact_times(column: Any, name: str, unit: Unit | None, origin: Date | None)
             )
     if kind is None:
         exact = _array(column, name)
-        exact = _numbers(column, name) if exact.dtype.kind == "O" else exact
+        exact = _numbers(exact, name, f"pandas.to_numeric({name})") if exact.dtype.kind == "O" else exact
         exact = exact if exact.dtype.kind in "iu" else as_times(exact, name).double().numpy()
     else:
         exact = exact_times(column)
@@ -652,22 +663,31 @@ def _as_numbers(values: Any, name: str) -> Tensor:
     return as_tensor(values, name).double()
 
 
-def _numbers(column: Any, name: str) -> NDArray[Any]:
-    """Convert a column to float64, with NaN for missing values."""
-    array = _array(column, name)
-    if array.dtype.kind == "O" and hasattr(column, "to_numpy"):
-        array = np.array([np.nan if str(entry) == "<NA>" else entry for entry in array.tolist()], dtype=object)
+def _matrix(table: Any, names: list[Any], argument: str) -> NDArray[Any]:
+    """Return columns of numbers as (rows, columns)."""
+    columns = {name: _array(column_of(table, name), f"column {name!r}") for name in names}
+    wrong = [name for name, column in columns.items() if kind_of(column)]
+    rest = [name for name in names if name not in wrong]
+    fix = "codes or pandas.get_dummies for categories, differences from another date for dates"
+    fix = f"{argument}={rest}; {fix}" if wrong and rest else fix
+    if wrong:
+        raise TypeError(f"columns {wrong} must hold numbers, got text, dates or durations. Fix: {fix}.")
+    return np.stack([_numbers(column, f"column {name!r}", fix) for name, column in columns.items()], 1)
+
+
+def _numbers(value: Any, name: str, fix: str) -> NDArray[Any]:
+    """Convert numbers to float64, with NaN for missing values."""
+    array: Any = None
     try:
-        if array.dtype.kind not in "biufO" or (
-            array.dtype.kind == "O" and any(isinstance(x, str) for x in array.tolist())
-        ):
+        array = np.asarray(value.detach().cpu() if isinstance(value, Tensor) else value)
+        if array.dtype.kind == "O":
+            array = np.where(array.astype(str) == "<NA>", np.nan, array)
+        if array.dtype.kind not in "biufO" or any(isinstance(x, str) for x in array.flat if array.dtype.kind == "O"):
             raise ValueError
         numbers: NDArray[Any] = array.astype(np.float64)
     except (TypeError, ValueError, OverflowError):
-        raise TypeError(
-            f"{name} must hold numbers, got {array.dtype}. Fix: codes or pandas.get_dummies for categories, "
-            "differences from another date for dates."
-        ) from None
+        kind = getattr(array, "dtype", type(value).__name__)
+        raise TypeError(f"{name} must hold numbers in one shape, got {kind}. Fix: {fix}.") from None
     if np.isinf(numbers).any():
         raise ValueError(f"{name} holds infinite values. Fix: replace them by NaN, a missing value.")
     return numbers
@@ -694,21 +714,37 @@ def _merge(
     return merged.reshape(-1, features), count.reshape(-1, features)
 
 
-def _constant(numbers: NDArray[Any], codes: NDArray[Any], ids: list[Any], name: str) -> NDArray[Any]:
-    """Return the constant value of each series, (batch,); NaN if all its rows are missing."""
-    least, most = (np.full(len(ids), np.nan) for _ in range(2))
+def _constant(numbers: NDArray[Any], codes: NDArray[Any], ids: list[Any], names: list[Any]) -> NDArray[Any]:
+    """Return the constant values of each series, (batch, columns); NaN if all its rows are missing."""
+    least, most = np.full((2, len(ids), len(names)), np.nan)
     np.fmin.at(least, codes, numbers)
     np.fmax.at(most, codes, numbers)
-    changes = least < most
-    if changes.any():
-        one = ids[int(changes.nonzero()[0][0])]
+    if (least < most).any():
+        row, column = np.argwhere(least < most)[0]
         raise ValueError(
-            f"static column {name!r} changes within series {one!r}. Fix: move it to values=, or keep its first value."
+            f"static column {names[column]!r} changes within series {ids[row]!r}. Fix: move it to values=, or keep its "
+            "first value."
         )
     return least
 
 
 # Batches
+
+
+def observed(data: Any, **options: Any) -> Series:
+    """Return the series of :func:`as_series` on the CPU, without a graph, with NaN for all values that are no samples.
+
+    The mask excludes NaN, padding has the time of the last sample, and no series has the length 0.
+    """
+    series = as_series(data, **options).to("cpu").detach().outside_inference_mode()
+    if not series.x.shape[1]:
+        x, t, mask = pad(series.x, (0, 0, 0, 1)), pad(series.t, (0, 1)), pad(series.mask, (0, 0, 0, 1))
+        series = dataclasses.replace(series, x=x, t=t, mask=mask)
+    is_sample = torch.arange(series.x.shape[1]) < series.lengths.unsqueeze(1)
+    mask = series.mask & is_sample.unsqueeze(-1) & ~series.x.isnan()
+    x, lengths = torch.where(mask, series.x, torch.nan), series.lengths.clamp(min=1)
+    t = torch.where(is_sample, series.t, series.t.gather(1, lengths.unsqueeze(1) - 1))
+    return dataclasses.replace(series, x=x, t=t, mask=mask, lengths=lengths)
 
 
 class Dataset(TorchDataset[Any]):
@@ -787,13 +823,11 @@ def collate(items: Sequence[Series] | Sequence[tuple[Series, Any]]) -> Series | 
     """
     if not items:
         raise ValueError("there are no items. Fix: a batch of at least one item.")
-    for item in items:
-        is_pair = isinstance(item, (tuple, list)) and len(item) == 2 and isinstance(item[0], Series)
-        if not isinstance(item, Series) and not is_pair:
-            name = type(item).__name__
-            raise TypeError(f"an item must be Series, or (series, target), got {name}. Fix: collate([dataset[0]]).")
-    series = [item if isinstance(item, Series) else item[0] for item in items]
-    targets = [item[1] for item in items if not isinstance(item, Series)]
+    pairs = [item if isinstance(item, (tuple, list)) and len(item) == 2 else (item,) for item in items]
+    series, targets = [each[0] for each in pairs], [each[1] for each in pairs if len(each) == 2]
+    strange = [type(item).__name__ for item, one in zip(items, series, strict=True) if not isinstance(one, Series)]
+    if strange:
+        raise TypeError(f"an item must be Series, or (series, target), got {strange[0]}. Fix: collate([dataset[0]]).")
     if len(targets) not in (0, len(series)):
         raise ValueError(
             f"all items must have a target, or none, got {len(targets)} targets of {len(series)} series. "
@@ -812,23 +846,19 @@ def collate(items: Sequence[Series] | Sequence[tuple[Series, Any]]) -> Series | 
             f"series of one batch must have one unit and origin of time, got {sorted(axes, key=str)}. Fix: the same "
             "unit= and origin= in each from_long."
         )
-    total = max(one.x.shape[1] for one in series)
-    x, mask, t = [], [], []
+    total, x, mask, t = max(one.x.shape[1] for one in series), [], [], []
     for one in series:
         missing = total - one.x.shape[1]
         x.append(pad(one.x, (0, 0, 0, missing), value=torch.nan))
-        mask.append(pad(one.mask, (0, 0, 0, missing), value=False))
-        last = one.t[:, -1:] if one.t.shape[1] else one.t.new_zeros(len(one), 1)
-        t.append(torch.cat([one.t, last.expand(-1, missing)], 1))
+        mask.append(pad(one.mask, (0, 0, 0, missing)))
+        t.append(pad(one.t, (0, missing), value=-torch.inf))
     static = torch.cat([cast("Tensor", one.static) for one in series]) if statics else None
-    lengths = torch.cat([one.lengths for one in series])
-    parts = torch.cat(x), torch.cat(t), torch.cat(mask), lengths, static
+    times = torch.cat(t).cummax(1).values.nan_to_num(neginf=0.0)
+    parts = torch.cat(x), times, torch.cat(mask), torch.cat([one.lengths for one in series]), static
     batch = _finite(Series(*parts, ids, features, statics, *axes.pop()))
-    return (
-        (batch, torch.stack([to_tensor(x, "a target", "one number per series", None, None) for x in targets]))
-        if targets
-        else batch
-    )
+    if not targets:
+        return batch
+    return batch, torch.stack([to_tensor(x, "a target", "one number per series", None, None) for x in targets])
 
 
 def _most_named(series: Sequence[Series], name: str) -> list[Any]:
@@ -859,20 +889,17 @@ class BucketedBatches(Sampler[list[int]]):
         return whole + (rest > 0 and not self.drop_last)
 
     def __iter__(self) -> Iterator[list[int]]:
-        count, size = len(self.lengths), self.batch_size
-        if not self.shuffle:
-            order = sorted(range(count), key=self.lengths.__getitem__)
-            yield from [order[i : i + size] for i in range(0, count, size)][: len(self)]
-            return
-        order = torch.randperm(count, generator=self.generator).tolist()
-        order = order[: len(self) * size]  # with drop_last, a random remainder is dropped
-        pools = [order[i : i + POOL * size] for i in range(0, len(order), POOL * size)]
+        pools, size = [list(range(len(self.lengths)))], self.batch_size
+        if self.shuffle:
+            order = torch.randperm(len(self.lengths), generator=self.generator).tolist()
+            order = order[: len(self) * size]  # with drop_last, a random remainder is dropped
+            pools = [order[i : i + POOL * size] for i in range(0, len(order), POOL * size)]
         batches = []
         for pool in pools:
             pool.sort(key=self.lengths.__getitem__)
             batches += [pool[i : i + size] for i in range(0, len(pool), size)]
-        for i in torch.randperm(len(batches), generator=self.generator).tolist():
-            yield batches[i]
+        places = torch.randperm(len(batches), generator=self.generator).tolist() if self.shuffle else range(len(self))
+        yield from [batches[i] for i in places]
 
 
 def bucketed_batches(
@@ -967,9 +994,9 @@ def as_series(
     if isinstance(data, Series):
         check_digits(data.t, data.t.diff(), "t", 1.0)
         return _finite(_named(data))
-    if hasattr(data, "iloc") and data.ndim == 1:
+    if _is_indexed(data):
         data = [(data.index, data)]
-    if hasattr(data, "columns") or isinstance(data, dict):
+    if is_table(data):
         if id is None or time is None:
             missing = "id" if id is None else "time"
             raise ValueError(
@@ -988,7 +1015,7 @@ def as_series(
             _exact_times(t, f"data[{i}][0]", unit, origin) if len(t) else np.zeros(0) for i, (t, _) in enumerate(data)
         ]
         given = enumerate(zip(exact, data, strict=True))
-        kinds = {("mM".find(t.dtype.kind), any(zones_of(of).values())): i for i, (t, (of, _)) in given if len(t)}
+        kinds = {("mM".find(t.dtype.kind), has_zone([one])): i for i, (t, one) in given if len(t)}
         if len(kinds) > 1:
             raise TypeError(
                 "times must be numbers in all series, or dates in all, with a time zone in all or in none, got both in "
@@ -998,9 +1025,9 @@ def as_series(
         return _joined(pairs, unit, origin, dtype)
     _refuse_lists_for_pairs(data)
     if isinstance(data, (list, tuple)) and data and all(getattr(one, "ndim", 0) == 2 for one in data):
-        rows = [_numbers_of(one, f"series {i}").T for i, one in enumerate(data)]
+        rows = [_numbers(one, f"series {i}", ARRAYS).T for i, one in enumerate(data)]
     else:
-        array = _numbers_of(data, "an array of series")
+        array = _numbers(data, "an array of series", ARRAYS)
         if array.ndim not in (2, 3) or 0 in array.shape:
             raise ValueError(
                 f"an array of series must be (batch, channels, T), or (batch, T) for one channel, with at least one "
@@ -1030,12 +1057,20 @@ def _named(series: Series) -> Series:
 
 def _finite(series: Series) -> Series:
     """Return the series; raise ValueError if an observed value or a static feature is infinite."""
-    fix = "infinite values. Fix: dataclasses.replace(series, "
-    _refuse_infinite(series.x.isinf() & series.mask, series.features, f"{fix}mask=series.mask & ~series.x.isinf()).")
-    if series.static is not None:
-        mended = "static=torch.where(series.static.isinf(), torch.nan, series.static))."
-        _refuse_infinite(series.static.isinf(), series.static_features, fix + mended)
+    mended = (
+        "mask=series.mask & ~series.x.isinf()",
+        "static=torch.where(series.static.isinf(), torch.nan, series.static)",
+    )
+    for (is_infinite, names), part in zip(_infinite(series), mended, strict=False):
+        _refuse_infinite(is_infinite, names, f"infinite values. Fix: dataclasses.replace(series, {part}).")
     return series
+
+
+def _infinite(series: Series) -> Iterator[tuple[Tensor, Sequence[Any]]]:
+    """Yield which observed values are infinite, then which static features, each with the names of the columns."""
+    yield series.x.isinf() & series.mask, series.features
+    if series.static is not None:
+        yield series.static.isinf(), series.static_features
 
 
 def _refuse_infinite(is_infinite: Tensor, names: Sequence[Any], fault: str) -> None:
@@ -1049,6 +1084,43 @@ def _default(name: str, count: int) -> list[Any]:
     """Return the names of ids, features or static features that have none."""
     prefix = {"features": "x", "static_features": "static"}.get(name)
     return list(range(count)) if prefix is None else [f"{prefix}{i}" for i in range(count)]
+
+
+def is_table(data: Any) -> bool:
+    """Return whether ``data`` is a table in long form; some sparse matrices are dictionaries, too."""
+    return hasattr(data, "columns") or (isinstance(data, dict) and not hasattr(data, "toarray"))
+
+
+def _is_indexed(data: Any) -> bool:
+    return hasattr(data, "iloc") and data.ndim == 1
+
+
+def has_zone(data: Any, time: Any = None) -> bool | None:
+    """Return whether dates have a time zone; None for forms of data that count in UTC, or not from a date."""
+    zones = zones_in(data, time)
+    return None if zones is None else any(zone is not None for zone in zones.values())
+
+
+def check_zone(found: bool | None, in_fit: bool | None) -> None:
+    """Raise ValueError if dates have a time zone and those of fit have none, or the reverse; None fits both."""
+    if None not in (found, in_fit) and found != in_fit:
+        fault, fix = ("with", "") if in_fit else ("without", ".tz_localize(None)")
+        raise ValueError(
+            f"dates must be {fault} a time zone, as in fit. Fix: pandas.DatetimeIndex(pandas.to_datetime(dates, "
+            f"utc=True)){fix}."
+        )
+
+
+def zones_in(data: Any, time: Any = None) -> dict[str, Any] | None:
+    """Return the time zones of a table's column ``time`` or of pairs (t, x) by their names; None for other forms.
+
+    Dates without a time zone have the name "None", but NumPy's have no name.
+    """
+    is_pairs = isinstance(data, (list, tuple)) and all(map(_is_pair, data))
+    if not is_pairs and not is_table(data) and not _is_indexed(data):
+        return None
+    times = [t for t, _ in data] if is_pairs else [data.index if _is_indexed(data) else data[time]]
+    return {name: zone for each in times for name, zone in zones_of(each).items()}
 
 
 def is_list_of_series(data: Any) -> bool:
@@ -1083,21 +1155,8 @@ def _refuse_lists_for_pairs(data: Any) -> None:
         raise TypeError("a series must be a tuple (t, x), got a list [t, x]. Fix: [tuple(one) for one in data].")
 
 
-def _numbers_of(value: Any, name: str) -> NDArray[Any]:
-    try:
-        array: NDArray[Any] = np.asarray(value.detach().cpu() if isinstance(value, Tensor) else value, dtype=np.float64)
-    except (TypeError, ValueError):
-        raise TypeError(
-            f"{name} must hold numbers in one shape, got {type(value).__name__}. Fix: a list of pairs (t, x), or an "
-            "array (batch, channels, T)."
-        ) from None
-    if np.isinf(array).any():
-        raise ValueError(f"{name} holds infinite values. Fix: replace them by NaN, a missing value.")
-    return array
-
-
 def _sorted_pair(times: Any, x: Any, exact: NDArray[Any], i: int) -> tuple[NDArray[Any], NDArray[Any]]:
-    values = _numbers_of(x, f"x of series {i}")
+    values = _numbers(x, f"x of series {i}", ARRAYS)
     values = values[:, None] if values.ndim == 1 else values
     if values.ndim != 2 or len(values) != len(exact):
         raise ValueError(
@@ -1124,7 +1183,6 @@ def _joined(
         raise ValueError(f"all series must have one number of channels, got {widths}. Fix: NaN for absent channels.")
     codes = np.repeat(np.arange(len(pairs)), [len(t) for t, _ in pairs])
     exact = np.concatenate([t for t, _ in pairs if len(t)] or [np.zeros(0)])
-    times, length, zero = _times(exact, codes, "t", unit, origin)
-    names = _default("features", widths[0])
-    series = _padded(codes, times, np.concatenate([x for _, x in pairs]), list(range(len(pairs))), names, dtype)
-    return dataclasses.replace(series, lengths=series.lengths.clamp(min=1), unit=length, origin=zero)
+    ids, x = list(range(len(pairs))), np.concatenate([x for _, x in pairs])
+    series = _padded(codes, exact, x, ids, _default("features", widths[0]), dtype, "t", unit, origin)
+    return dataclasses.replace(series, lengths=series.lengths.clamp(min=1))

@@ -16,7 +16,7 @@ import torch
 from typing_extensions import Self, override
 
 from hbnode._checks import as_count, as_numbers, level_of_user, warn_if_swapped
-from hbnode.data import Series, aligned, as_series, is_list_of_series, on_clock
+from hbnode.data import Series, aligned, check_zone, has_zone, is_list_of_series, is_table, observed, on_clock
 
 try:
     from joblib import Parallel, delayed, effective_n_jobs
@@ -103,53 +103,39 @@ class _Transformer(TransformerMixin, BaseEstimator):
 
     random_state: Any
     n_jobs: int | None
+    _is_relative = True  # whether only the times since the first sample of each series count
 
     def _series(self, data: Any, is_new: bool = False) -> Series:
         """Return ``data`` as series; with ``is_new`` remember their channels, the scale of each, and their clock."""
-        if hasattr(data, "columns") or is_dict(data):
+        if is_table(data):
             raise TypeError(
                 f"X must be series, got a table, {type(data).__name__}, without the names of its columns. "
                 "Fix: hbnode.data.from_long(table, id=..., time=..., values=...); table.to_numpy() for one series in "
                 "each row."
             )
         data = checked(data)
-        series = as_series(data)
+        series = observed(data)
         channels = series.x.shape[2]
         if not len(series):
             raise ValueError("X must have at least one series, got none. Fix: leave the call out.")
         if is_new:
-            self.clock_ = series.unit, series.origin
-            self.mean_, self.scale_ = np.zeros(channels), np.full(channels, np.inf)
-            seen = _is_sample(series)[..., None] & series.mask.numpy(force=True)
-            for i in range(channels):
-                x = series.x[..., i].double().numpy(force=True)[seen[..., i]]
-                x = x[~np.isnan(x)]
-                self.mean_[i] = x.mean() if len(x) else 0.0
-                spread = x.std() if len(x) else 0.0
-                self.scale_[i] = spread if spread > 1e-12 * np.abs(self.mean_[i]) else np.inf
+            self.clock_, self.has_zone_ = (series.unit, series.origin), has_zone(data)
+            mean, spread = moments(series.x)
+            self.mean_, self.scale_ = np.nan_to_num(mean), np.where(spread > 0, spread, np.inf)
             self.n_features_in_, self._width = channels, data.shape[1] if getattr(data, "ndim", 0) == 2 else None
             self.channels_ = _unique(series.features, channels, "x")
             self.static_channels_ = list(map(str, series.static_features))
             if series.static is not None:
-                static = series.static.double().numpy(force=True)
-                seen = ~np.isnan(static)
-                self.static_mean_ = np.where(seen, static, 0.0).sum(0) / np.maximum(seen.sum(0), 1)
-        else:
-            series = aligned(series, self.channels_, self.static_channels_)
-        return on_clock(series, self.clock_)
+                self.static_mean_ = np.nan_to_num(moments(series.static)[0])
+        if not self._is_relative:
+            check_zone(has_zone(data), self.has_zone_)
+        return on_clock(aligned(series, self.channels_, self.static_channels_), self.clock_)
 
     def _block(self, series: Series, rows: Array) -> _Block:
-        """Return some series, standardised, without NaN on padding."""
-        lengths = series.lengths.numpy(force=True)[rows]
-        if not series.x.shape[1]:
-            nothing = np.full((len(rows), 1, len(self.mean_)), np.nan)
-            return _Block(nothing, np.zeros((len(rows), 1)), np.zeros(len(rows)), lengths)
-        index = np.minimum(np.arange(max(1, lengths.max(initial=0))), np.maximum(lengths[:, None] - 1, 0))
-        parts = series.x.to(torch.promote_types(series.x.dtype, torch.float32)), series.t, series.mask
-        x, t, mask = (part.numpy(force=True)[rows[:, None], index] for part in parts)
-        valid = np.arange(index.shape[1]) < lengths[:, None]
-        x = (np.where(mask & valid[..., None], x, np.nan) - self.mean_) / self.scale_
-        return _Block(x, t - t[:, :1], t[:, 0], lengths)
+        """Return some series, standardised."""
+        part = series.select(torch.from_numpy(rows))
+        x, start = (part.x.double().numpy() - self.mean_) / self.scale_, part.t[:, :1]
+        return _Block(x, (part.t - start).numpy(), start[:, 0].numpy(), part.lengths.numpy())
 
     def _rows(
         self, compute: Callable[[Any], Array], prepare: Callable[[Array], Any], series: Series, cost: Array
@@ -170,13 +156,13 @@ class _Transformer(TransformerMixin, BaseEstimator):
         result = np.empty((len(series), found[0].shape[1]))
         for rows, part in zip(chunks, found, strict=True):
             result[rows] = part
-        return result
+        return self._with_static(result, series)
 
     def _with_static(self, found: Array, series: Series) -> Array:
         """Return the features with the static ones at the end; a missing one is the training mean."""
         if series.static is None:
             return found
-        static = series.static.double().numpy(force=True)
+        static = series.static.double().numpy()
         return np.concatenate([found, np.where(np.isnan(static), self.static_mean_, static)], 1)
 
     @override
@@ -188,7 +174,7 @@ class _Transformer(TransformerMixin, BaseEstimator):
 
 def checked(data: Any) -> Any:
     """Return data with arrays checked by scikit-learn; NaN is allowed."""
-    if isinstance(data, Series) or is_dict(data) or is_list_of_series(data):
+    if isinstance(data, Series) or is_table(data) or is_list_of_series(data):
         return data
     try:
         array = data.detach().cpu().numpy() if isinstance(data, torch.Tensor) else data
@@ -201,8 +187,12 @@ def checked(data: Any) -> Any:
         ) from None
 
 
-def is_dict(data: Any) -> bool:
-    return isinstance(data, dict) and not hasattr(data, "toarray")  # which sparse matrices have
+def moments(x: torch.Tensor) -> tuple[Array, Array]:
+    """Return mean and deviation of each column of (..., columns) but NaN; a constant up to rounding has deviation 0."""
+    x = x.double().flatten(0, -2)
+    mean = x.nanmean(0)
+    spread = (x - mean).square().nanmean(0).sqrt()
+    return mean.numpy(), torch.where(spread > 1e-12 * mean.abs(), spread, 0.0).numpy()
 
 
 def _places(counts: Array) -> Array:
@@ -219,11 +209,6 @@ def _parts(gaps: Array, lengths: Array, step: float) -> Array:
     """Return the number of parts of each gap between samples, about ``step`` long, at most 64; 0 on padding."""
     parts = np.clip(np.rint(gaps / step), 1, _PARTS).astype(np.int64)
     return np.where(np.arange(1, gaps.shape[1] + 1) < lengths[:, None], parts, 0)
-
-
-def _is_sample(series: Series) -> Array:
-    """Return which entries are not padding, (batch, T)."""
-    return np.arange(series.t.shape[1]) < series.lengths.numpy(force=True)[:, None]
 
 
 def _name(series: Series, row: int) -> str:
@@ -503,7 +488,7 @@ class OscillatorFeatures(_Transformer):
     def _samples(self, bank: _Bank, series: Series, random: np.random.RandomState) -> Array:
         """Return the states at some points of random series, (points, 3 P)."""
         order = random.permutation(len(series))
-        lengths = series.lengths.numpy(force=True)[order]
+        lengths = series.lengths.numpy()[order]
         count = max(1, min(len(order), int(np.searchsorted(lengths.cumsum(), _SAMPLES)) + 1))
         blocks = []
         for row in np.array_split(order[:count], -(-count // 64)):
@@ -528,11 +513,10 @@ class OscillatorFeatures(_Transformer):
         """
         check_is_fitted(self)
         series = self._series(X)
-        gaps, lengths = np.diff(series.t.numpy(force=True), axis=1), series.lengths.numpy(force=True)
+        gaps, lengths = np.diff(series.t.numpy(), axis=1), series.lengths.numpy()
         points = _parts(gaps, lengths, self.step_).sum(1) + 1
         cost = np.minimum(points, _WINDOW) * len(self.frequency_) + points * self.n_features_in_
-        found = self._rows(self._bank.features, lambda rows: self._block(series, rows), series, cost)
-        return self._with_static(found, series)
+        return self._rows(self._bank.features, lambda rows: self._block(series, rows), series, cost)
 
     def get_feature_names_out(self, input_features: Any = None) -> Array:
         """Return the names of the features, such as ``"oscillator3_velocity_mean"`` and ``"pulse_last"``.
@@ -566,18 +550,17 @@ class Summaries(_Transformer):
     random_state = n_jobs = None
 
     def fit(self, X: Any, y: Any = None) -> Self:
-        """Remember the scale of each channel."""
-        self._series(X, is_new=True)
+        """Remember the scale of each channel; a missing static feature stays missing."""
+        if self._series(X, is_new=True).static is not None:
+            self.static_mean_ = np.full_like(self.static_mean_, np.nan)
         return self
 
     def transform(self, X: Any) -> Array:
         """Return the summaries of each series, (batch, summaries)."""
         check_is_fitted(self)
         series = self._series(X)
-        cost = series.lengths.numpy(force=True) * self.n_features_in_
-        found = self._rows(self._summaries, lambda rows: self._block(series, rows), series, cost)
-        static = [] if series.static is None else [series.static.double().numpy(force=True)]
-        return np.concatenate([found, *static], 1)
+        cost = series.lengths.numpy() * self.n_features_in_
+        return self._rows(self._summaries, lambda rows: self._block(series, rows), series, cost)
 
     @staticmethod
     def _summaries(block: _Block) -> Array:
@@ -626,10 +609,9 @@ def _gaps(series: Series) -> tuple[Array, Array, Array]:
 
     It is if the duration and the mean gap of the series are ten times their medians over all samples.
     """
-    is_sample = _is_sample(series)
-    t = np.where(is_sample, (series.t - series.t[:, :1]).double().numpy(force=True), 0.0)
-    spans, gaps = t.max(1, initial=0.0), np.diff(t, axis=1)
-    is_gap = is_sample[:, 1:] & (gaps > 1e-9 * spans[:, None])
+    t = (series.t - series.t[:, :1]).double().numpy()
+    spans, gaps = t[:, -1], np.diff(t, axis=1)
+    is_gap = gaps > 1e-9 * spans[:, None]
     counts = is_gap.sum(1)
     sizes = np.stack([spans, spans / np.maximum(counts, 1)])
     typical = np.quantile(np.repeat(sizes, counts, 1), 0.5, axis=1, method="lower") if counts.any() else sizes.max(1)
@@ -698,12 +680,15 @@ class RocketFeatures(_Transformer):
     Raises:
         ImportError: if aeon is not installed.
         ValueError: if the series do not have the channels, the static features or the unit of time of those in fit,
-            have infinite values, or lie outside of the times of fit.
+            have infinite values, lie outside of the times of fit, or have dates with a time zone and those of fit have
+            none, or the reverse.
 
     Example:
         >>> from hbnode.features import RocketFeatures
         >>> features = RocketFeatures(num_features=840, random_state=0).fit_transform(series)  # doctest: +SKIP
     """
+
+    _is_relative = False
 
     def __init__(
         self,
@@ -789,8 +774,7 @@ class RocketFeatures(_Transformer):
     def _features(self, series: Series) -> Array:
         cost = np.full(len(series), len(self.grid_) * self.n_features_in_)
         transform = partial(_with_numba, self.kernels_.transform)
-        found = self._rows(transform, lambda rows: self._values(series, rows), series, cost)
-        return self._with_static(found, series)
+        return self._rows(transform, lambda rows: self._values(series, rows), series, cost)
 
     def _values(self, series: Series, rows: Array) -> Array:
         """Return the standardised values of some series on the grid, (n, channels, points)."""
@@ -822,8 +806,7 @@ def check_range(series: Series, first: float, last: float, fix: str) -> None:
 
     The range is widened by a tenth, because ten random times leave about a tenth of their range open at each end.
     """
-    seen, t, margin = series.mask.any(2).numpy(force=True), series.t.numpy(force=True), _MARGIN * (last - first)
-    seen = seen & _is_sample(series)
+    seen, t, margin = series.mask.any(2).numpy(), series.t.numpy(), _MARGIN * (last - first)
     is_out = seen & ((t < first - margin) | (t > last + margin))
     share = is_out.sum(1) / np.maximum(seen.sum(1), 1)
     row, others = int(share.argmax()), (share > _MARGIN).sum() - 1
@@ -843,8 +826,7 @@ def check_range(series: Series, first: float, last: float, fix: str) -> None:
 
 def grid_of(grid: Any, series: Series) -> tuple[Array, tuple[float, float]]:
     """Return the times of the grid, and the range of times in which series must lie."""
-    t, lengths = series.t.double().numpy(force=True), series.lengths.numpy(force=True)
-    times = np.unique(t[_is_sample(series)])
+    times = series.t[series.mask.any(2)].double().unique().numpy()
     times = times if len(times) else np.zeros(1)
     if np.ndim(grid) == 1:
         points: Array = as_numbers(np.asarray(grid), "grid", f"grid={_SHORTEST}").numpy()
@@ -853,6 +835,6 @@ def grid_of(grid: Any, series: Series) -> tuple[Array, tuple[float, float]]:
                 f"grid must be at least {_SHORTEST} increasing times, got {grid!r}. Fix: grid={_SHORTEST}."
             )
         return points, (min(points[0], times[0]), max(points[-1], times[-1]))
-    most = min(_LONGEST, 16 * int(lengths.max(initial=1)))
+    most = min(_LONGEST, 16 * int(series.lengths.max()))
     count = min(len(times), most) if grid is None else as_count(grid, "grid", _SHORTEST)
     return np.linspace(times[0], times[-1], max(_SHORTEST, count)), (times[0], times[-1])

@@ -244,8 +244,6 @@ class SONODE(Field):
 class _Damped(ModuleWithConstants, Field):
     """The base class of HBNODE and GHBNODE, with the damping γ and the initial momentum."""
 
-    defaults: ClassVar = {"max_damping": 1.0}
-    renamed: ClassVar = {"_dampings": "damping"}
     _parts: ClassVar = 1  # number of tensors that func takes besides the time
 
     def __init__(

@@ -24,12 +24,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hbnode._checks import check_callable, is_one_of
+from hbnode._checks import check_callable
 from hbnode._tree import State
 from hbnode.nfe import NFE, Tally, open_counters, open_records
-from hbnode.solve.methods import ROSENBROCK, SPLITTING
+from hbnode.solve.methods import METHODS
 from hbnode.solve.odeint import odeint as solve_natively
-from hbnode.solve.torchdiffeq import CALLBACKS, original
+from hbnode.solve.torchdiffeq_methods import CALLBACKS, count_step, original, solver_of, step_events
 
 __all__ = ["odeint", "odeint_adjoint", "odeint_event", "odeint_dense"]
 
@@ -143,12 +143,12 @@ def odeint_adjoint(
         (4, 4)
     """
     own = {"adjoint_rtol": adjoint_rtol, "adjoint_atol": adjoint_atol, "adjoint_method": adjoint_method}
-    if is_one_of(method, tuple(ROSENBROCK)):
-        raise ValueError(
-            f"method={method!r} has no adjoint, because what decays fast forwards grows as fast backwards. "
-            f"Fix: odeint(func, y0, t, method={method!r}), whose gradients are exact."
-        )
     if solver_of("dopri5" if method is None else method) is None:
+        if method in METHODS and "adjoint" not in METHODS[method].gradients:
+            raise ValueError(
+                f"method={method!r} has no adjoint, because what decays fast forwards grows as fast backwards. "
+                f"Fix: odeint(func, y0, t, method={method!r}), whose gradients are exact."
+            )
         usual: dict[str, list[Any]] = {
             "adjoint_rtol": [rtol],
             "adjoint_atol": [atol],
@@ -252,13 +252,6 @@ def __getattr__(name: str) -> Any:
     return getattr(ORIGINAL, name)
 
 
-def solver_of(method: str | None) -> Any:
-    """Return torchdiffeq's class for a method, or None if it has none of this name."""
-    if method is not None and not isinstance(method, str):
-        raise TypeError(f"method must be a name, got {method!r}. Fix: method='dopri5'.")
-    return ORIGINAL._impl.adjoint.SOLVERS.get(method)
-
-
 def solve_native(
     func: Function, y0: State, t: Tensor, rtol: Any, atol: Any, method: Any, options: dict[str, Any] | None,
     gradient: str, event_fn: Function | None,
@@ -288,7 +281,8 @@ def solve_native(
     for name in [*others]:
         if (renamed := RENAMED.get(name, name)) in ARGUMENTS:
             arguments[renamed] = others.pop(name)
-    if "grid_constructor" in others or (method in SPLITTING and "steps" not in arguments):
+    needs_steps = method in METHODS and METHODS[method].needs_fixed_steps
+    if "grid_constructor" in others or (needs_steps and "steps" not in arguments):
         fix = "options={'step_size': 0.1}, or options={'steps': 8} for the number of steps per interval of t"
         raise ValueError(f"method={method!r} has equal steps, whose size must be given. Fix: {fix}.")
     return solve_natively(func, y0, t, method=method, options=others or None, **arguments)
@@ -328,7 +322,7 @@ class CountedFunction:
             for callback in CALLBACKS:
                 own = getattr(func, callback + suffix, None)
                 if callback in events:
-                    own = functools.partial(count_step, self.counter, events[callback], own, times)
+                    own = functools.partial(call_back, self.counter, events[callback], own, times)
                 if own is not None:
                     setattr(self, callback + suffix, own)
 
@@ -338,23 +332,12 @@ class CountedFunction:
         return self.func(t, y)
 
 
-def step_events(method: str | None) -> dict[str, str]:
-    """Return the callbacks for accepted and rejected steps of a method; fixed steps are all accepted."""
-    solver = solver_of(method)
-    names = solver.valid_callbacks() if solver is not None else ()
-    if "callback_accept_step" in names:
-        return {"callback_accept_step": "accepted", "callback_reject_step": "rejected"}
-    return {"callback_step": "accepted"} if "callback_step" in names else {}
-
-
-def count_step(
+def call_back(
     counter: Tally, event: str, own: Function | None, times: Tensor | None, t0: Tensor, y0: State, dt: Tensor
 ) -> None:
     """Count a step of size ``dt`` from ``(t0, y0)``, and call the user's ``own`` callback."""
-    if open_counters:
-        counter.add(event)
-    if open_records:
-        is_mirrored = times is not None and bool(times[0] > times[-1])  # the adjoint negates decreasing times
-        counter.report(-t0 if is_mirrored else t0, dt, event == "accepted")
+    if open_counters or open_records:
+        is_mirrored = open_records and times is not None and bool(times[0] > times[-1])  # in the adjoint
+        count_step(counter, event, -t0 if is_mirrored else t0, dt)
     if own is not None:
         own(t0, y0, dt)

@@ -125,6 +125,25 @@ def train(
     return run.record
 
 
+def write_whole(entries: dict[str, Any], path: str | os.PathLike[str]) -> None:
+    """Write a file of torch, whole or not at all."""
+    partial = Path(f"{path}.partial")
+    try:
+        torch.save(entries, partial)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def stored_in(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the entries of a file by :func:`write_whole`; none if it is another file, or a part of one."""
+    try:
+        stored = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, pickle.UnpicklingError, EOFError, LookupError, ValueError):
+        return {}
+    return stored if isinstance(stored, dict) else {}
+
+
 class _Run:
     """A model in training, and the parameters of its best epoch."""
 
@@ -183,20 +202,12 @@ class _Run:
         parts = {name: part.state_dict() for name, part in self._parts().items()}
         states = [torch.get_rng_state(), *(each.get_state() for each in self.generators)]
         best = {"least": self.least, "best_epoch": self.best_epoch, "best": self.best}
-        partial = Path(f"{path}.partial")
-        try:
-            torch.save({**parts, **best, "record": self.record, "random": states}, partial)
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+        write_whole({**parts, **best, "record": self.record, "random": states}, path)
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        try:
-            stored = torch.load(path, map_location="cpu", weights_only=True)
-        except (RuntimeError, pickle.UnpicklingError, EOFError, LookupError, ValueError):
-            stored = None  # no file of torch, or a part of one
+        stored = stored_in(path)
         parts = self._parts()
-        if not isinstance(stored, dict) or not {*parts, "record", "random"} <= {*stored}:
+        if not {*parts, "record", "random"} <= {*stored}:
             raise ValueError(f"{path} must be a checkpoint of the same run. Fix: another file, or remove this one.")
         try:
             for name, part in parts.items():

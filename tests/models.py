@@ -71,6 +71,11 @@ def compile_without_back_end(patch):
     )
 
 
+def slow(*values):
+    """Values of a parameter, or tuples of several, that are tried in the slow tier only."""
+    return [pytest.param(*(x if isinstance(x, tuple) else (x,)), marks=pytest.mark.slow) for x in values]
+
+
 every_model = pytest.mark.parametrize("model", MODELS)
 every_field = pytest.mark.parametrize("model", [*MODELS, *LATER])
 

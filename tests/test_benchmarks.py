@@ -88,6 +88,7 @@ def test_wrong_options_end_it(wrong, capsys):
     assert "error" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_many_outputs(run):
     machine, *problems = run(dense, "--quick", "--repeats", "1").values()
     assert machine["threads"] == 1
@@ -96,6 +97,7 @@ def test_many_outputs(run):
         assert all(row["gradient_difference"] < 0.1 for row in rows)
 
 
+@pytest.mark.slow
 def test_bouncing_balls(run, tmp_path):
     report = run(events, "--quick", "--figure", str(tmp_path / "balls.png"))
     assert all(row["time"] < 1e-4 for row in report["accuracy"])
@@ -160,6 +162,7 @@ def test_the_products_are_one(cell):
         torch.testing.assert_close(ways[name](), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_heavy_ball_sde(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sde, "DIFFRAX", {})  # JAX takes seconds to compile
     out = tmp_path / "sde.json"
@@ -242,6 +245,7 @@ def test_the_loop_of_one_evaluation_is_leapfrog():
     torch.testing.assert_close(loop(*batch[:3]), model(*batch[:3]))
 
 
+@pytest.mark.slow
 def test_series_tools(run, monkeypatch, capsys):
     """A line with a season, logarithms 0, 1, 3 at irregular times, and a sine with hidden samples."""
     pandas = pytest.importorskip("pandas")

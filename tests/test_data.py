@@ -462,7 +462,7 @@ def good():
         ({"t": [0.0, math.nan, 1.0]}, {}, ValueError, r"table\['t'\] is missing or infinite in row 1"),
         ({"a": ["x", "y", "z"]}, {}, TypeError, r"\['a'\] must hold numbers.*get_dummies"),
         ({"a": [None, "1", "2"]}, {}, TypeError, r"\['a'\] must hold numbers"),
-        ({"s": ["1", "1", "2"]}, {"static": "s"}, TypeError, "'s' must hold numbers"),
+        ({"s": ["1", "1", "2"]}, {"static": "s"}, TypeError, r"\['s'\] must hold numbers.*get_dummies"),
         ({"a": [1.0, math.inf, 2.0]}, {}, ValueError, "'a' holds infinite values"),
         ({"a": [1, 10**400, 2]}, {}, TypeError, "'a' must hold numbers"),
         (
@@ -487,7 +487,7 @@ def good():
             {"t": [0.0, 0.0, 0.0], "a": [1.0, 2.0, 3.0]},
             {"duplicates": "error"},
             ValueError,
-            "first 'a' of series .* at t=0. Fix",
+            "first 'a' of series .* at t=0.0. Fix",
         ),
         ({}, {"duplicates": "median"}, ValueError, "duplicates must be one of"),
         ({}, {"values": ["a", "s"], "variable": "id"}, ValueError, "values must be one column"),
@@ -763,6 +763,21 @@ def test_infinite_values_are_refused_unless_the_mask_hides_them():
         assert data.from_long(table, id="id", time="t", **options, dtype=torch.float64).x.isfinite().all()
     with pytest.raises(ValueError, match=r"'x0' .* infinite in torch.float16"):
         data.as_series([([0.0], [1e5])], dtype=torch.float16)
+
+
+def test_a_dtype_that_makes_numbers_infinite_is_refused():
+    series = data.as_series([([0.0, 1.0], [[1.0, 2.0], [3.0, 1e39]]), ([0.0], [[1.0, 2.0]])])
+    static = dataclasses.replace(data.as_series([([0.0], [1.0])]), static=torch.tensor([[1e39]], dtype=torch.float64))
+    for wrong, name in ((series, "x1"), (static, "static0")):
+        for call in (lambda s: s.to(torch.float32), lambda s: s.to("cpu", torch.float16)):
+            with pytest.raises(ValueError, match=rf"'{name}' .* infinite in torch.float.*torch.float64\)\.") as error:
+                call(wrong)
+        fixed = eval(str(error.value).split("Fix: ")[1].removesuffix("."), {"series": wrong, "torch": torch})
+        assert fixed.x.dtype == torch.float64
+    hidden = dataclasses.replace(series, mask=series.x < 1e39)
+    assert hidden.to(torch.float32).x.dtype == torch.float32
+    assert series.to("meta", torch.float32).x.is_meta
+    assert dataclasses.replace(series, x=series.x * torch.inf).to(torch.float32).x[0].isinf().all()
 
 
 TIMES = {

@@ -9,12 +9,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hbnode
 from hbnode._tree import parts
-from hbnode.solve.methods import EXPONENTIAL, NYSTROM, RUNGE_KUTTA, SPLITTING
-from tests.models import AGAIN, SHAPES, every_field, every_model, make_field, make_input
+from hbnode.solve.methods import METHODS as NATIVE
+from hbnode.solve.methods import Explicit
+from tests.models import AGAIN, MODELS, SHAPES, every_field, make_field, make_input
 from tests.momentum_layers import GRID, kind
 from tests.pretend_device import pretended_device
 
-ADAPTIVE = [*NYSTROM, *EXPONENTIAL, *RUNGE_KUTTA]
+ADAPTIVE = [name for name, method in NATIVE.items() if isinstance(method, Explicit)]
+REVERSIBLE = [name for name, method in NATIVE.items() if method.is_reversible]
 A_SOLVE = 3  # synchronisations beside those of its steps: damping, first step, gradient of the damping
 A_LOOK = 1  # for forces to come, where the first guess rests on nothing
 
@@ -66,6 +68,7 @@ def test_the_device_refuses_to_mix_and_counts(device):
 # Solves
 
 
+@pytest.mark.sparse
 @pytest.mark.parametrize("per_sample", [False, True])
 @pytest.mark.parametrize("method", [None, *ADAPTIVE])
 def test_an_adaptive_solve_waits_once_for_each_step(device, method, per_sample):
@@ -103,6 +106,7 @@ def test_torchdiffeqs_methods_wait_once_more_for_each_step(device, method, optio
     assert waited <= theirs + attempts(nfe) + nfe.backward_steps + nfe.backward_rejected + 5 * passes
 
 
+@pytest.mark.sparse
 @every_field
 @pytest.mark.parametrize(
     "gradient", ["direct", "checkpoint", AGAIN, "adjoint"], ids=["direct", "kept", "again", "adjoint"]
@@ -115,9 +119,9 @@ def test_every_model_and_gradient(device, model, gradient):
     assert waited <= attempts(nfe) + A_SOLVE + A_LOOK + backward + again
 
 
-@pytest.mark.parametrize("method", [*ADAPTIVE, *SPLITTING])
+@pytest.mark.parametrize("method", [*ADAPTIVE, *REVERSIBLE])
 def test_a_fixed_grid_waits_for_its_end_alone(device, method):
-    for gradient in ("checkpoint", AGAIN, "reversible") if method in SPLITTING else ("checkpoint", AGAIN):
+    for gradient in ("checkpoint", AGAIN, "reversible") if method in REVERSIBLE else ("checkpoint", AGAIN):
         block = hbnode.ODEBlock(make_field("hbnode").float(), method=method, gradient=gradient, steps=5)
         _, waited = train(device, device.move(block))
         looks = {"reversible": 1, AGAIN: 2}.get(gradient, 0)  # whether it came back to the start, or ended as before
@@ -166,8 +170,9 @@ def test_an_integral_along_the_path_and_states_of_unlike_shapes(device, solver):
     assert all(part.is_cuda for part in (h, q, *path, *ends))
 
 
-@every_model
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.sparse
+@pytest.mark.parametrize("model", [*MODELS[3:], *MODELS[:3]])  # hbnode first
+@pytest.mark.parametrize("shape", ["image", "vector"])
 def test_diagnostics_and_images(device, model, shape):
     """The numbers of diagnostics end on the host."""
     block = device.move(hbnode.ODEBlock(make_field(model, shape).float(), method="tsit5", steps=2))

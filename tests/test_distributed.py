@@ -103,6 +103,7 @@ def worker(rank, folder):
     distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_processes_compute_the_gradient_of_one(tmp_path):
     x = torch.randn(8, 3)
     torch.save(x, tmp_path / "x.pt")
@@ -171,7 +172,6 @@ def run(*arguments, folder):
 
 @pytest.mark.slow
 def test_fsdp_computes_the_gradient_of_one_process(tmp_path):
-    pytest.importorskip("torch.distributed.tensor", reason="FSDP2 is of torch 2.6")
     (tmp_path / "shards.py").write_text("from tests.test_distributed import compare_shards\n\ncompare_shards()\n")
     run(*TORCHRUN, "shards.py", folder=tmp_path)
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import hbnode
-from tests.models import LATER, MODELS, make_field
+from tests.models import LATER, MODELS, make_field, slow
 
 
 def net():
@@ -123,7 +123,7 @@ SERIES = {
 
 @QUIET
 @pytest.mark.parametrize(
-    ("name", "times"), [("linear", "none"), ("linear", "own"), ("selective", "shared"), ("stack", "none")]
+    ("name", "times"), [("linear", "own"), ("stack", "none"), *slow(("linear", "none"), ("selective", "shared"))]
 )
 def test_oscillators_are_exported_for_any_length(name, times):
     """From a batch of 3 series of 6 samples; the gradient of the exported graph is that of the layer, too."""
@@ -191,7 +191,7 @@ def test_layers_of_torch_with_filters_as_onnx(tmp_path):
 
 
 @QUIET
-@pytest.mark.parametrize("size", [6, 40])
+@pytest.mark.parametrize("size", [6, *slow(40)])
 def test_a_filter_is_exported_without_cumprod_which_onnx_does_not_have(size):
     model, x = hbnode.nn.MomentumLSTM(2, 4, batch_first=True).to_torch(), torch.randn(1, size, 2)
     exported = torch.export.export(model, (x,))

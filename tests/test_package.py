@@ -3,6 +3,8 @@
 import importlib.metadata
 import importlib.util
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,6 +61,35 @@ def test_the_oldest_releases_are_the_lower_bounds():
     oldest = {line.replace("==", ">=").removesuffix(".*").removesuffix(".0") for line in lines if "==" in line}
     assert oldest == {requirement.removesuffix(".0") for requirement in PROJECT["dependencies"]}
     assert PROJECT["requires-python"] == ">=3.10"  # OLDEST of the Makefile
+
+
+LAZILY = """
+import pickle, sys
+import hbnode
+names = {*hbnode.__all__, "estimators", "features"}
+assert names <= set(dir(hbnode))
+loaded = [name for name in sys.modules if name.startswith(("hbnode.", "torchdiffeq", "torchsde", "scipy"))]
+assert {name.split(".")[1] for name in loaded if "." in name and name.split(".")[1][0] != "_"} == {
+    "errors", "fields", "nfe", "signal", "solve"
+}, loaded
+assert not hasattr(hbnode, "__wrapped__") and "hbnode.nn" not in sys.modules  # what is asked for is not private
+assert hbnode.torchdiffeq.odeint.__module__ == "hbnode.torchdiffeq"
+from hbnode import ODERNN, HeavyBallODEBlock, data
+import hbnode.nn as nn
+assert (hbnode.nn, hbnode.ODERNN, hbnode.data) == (nn, nn.ODERNN, data) == (nn, ODERNN, sys.modules["hbnode.data"])
+block = HeavyBallODEBlock(nn.MLP(2, [3], 2))
+assert type(pickle.loads(pickle.dumps(block))) is type(block) is hbnode.HeavyBallODEBlock
+try:
+    HeavyBallODEBlock(nn.MLP(2, [3], 2), dampin=0.1)
+except TypeError as error:
+    assert "Fix: damping= for dampin=" in str(error), error
+else:
+    raise AssertionError
+"""
+
+
+def test_what_solving_does_not_need_is_imported_when_it_is_first_used():
+    subprocess.run([sys.executable, "-c", LAZILY], check=True)
 
 
 def test_one_licence():

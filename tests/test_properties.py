@@ -1,4 +1,4 @@
-"""What holds for any method, model, layer and settings; Hypothesis draws which."""
+"""What holds for any method, model and settings; Hypothesis draws which."""
 
 import itertools
 
@@ -9,7 +9,6 @@ from torch import nn
 
 import hbnode
 from tests.models import MODELS, make_field
-from tests.momentum_layers import CELLS, RULES, make_pair
 
 NATIVE = {method.name: method for method in hbnode.methods() if method.library == "hbnode"}
 METHODS, ADAPTIVE = [*NATIVE], [name for name, method in NATIVE.items() if method.steps == "adaptive"]
@@ -149,62 +148,3 @@ def test_batch_mates_do_not_matter(pair, gaps, rows, seed):
             of_one = slice(row, row + 1)
             alone = hbnode.odeint(field, each(lambda part, of=of_one: part[of], state), times[of_one], **solver)
             assert_close(alone, each(lambda part, of=of_one: part[:, of], together), 1e-9)
-
-
-# Sequences
-
-
-@given(st.sampled_from(MODELS), st.lists(st.integers(1, 4), min_size=1, max_size=3), st.booleans(), seeds)
-def test_an_ode_rnn_of_a_padded_batch_is_each_series_alone_and_in_parts(field, lengths, residual, seed):
-    torch.manual_seed(seed)
-    rnn = hbnode.ODERNN(2, 4, field=field, residual=residual, time_unit=5.0, rtol=1e-5, atol=1e-5).double()
-    batch, longest = len(lengths), max(lengths)
-    x = torch.randn(batch, longest, 2, dtype=torch.float64)
-    t = (0.1 + torch.rand(batch, longest, dtype=torch.float64)).cumsum(1)
-    with torch.no_grad():
-        packed = [
-            nn.utils.rnn.pack_padded_sequence(z, torch.tensor(lengths), batch_first=True, enforce_sorted=False)
-            for z in (x, t)
-        ]
-        output, end = rnn(*packed)
-        output, _ = nn.utils.rnn.pad_packed_sequence(output, batch_first=True)
-        for row, length in enumerate(lengths):
-            own = slice(row, row + 1)
-            assert not output[row, length:].any()
-            cut = (length + 1) // 2
-            first, state = rnn(x[own, :cut], t[own, :cut])
-            assert_close(first, output[own, :cut], 1e-9)
-            if cut < length:
-                second, state = rnn(x[own, cut:length], t[own, cut:length], state)
-                assert_close(second, output[own, cut:length], 1e-9)
-            assert_close(state.h, end.h[own], 1e-9)
-
-
-# Recurrent layers
-
-
-@given(
-    st.sampled_from([*RULES]),
-    st.sampled_from([*CELLS]),
-    st.lists(st.integers(1, 9), min_size=1, max_size=4),
-    st.booleans(),
-    seeds,
-)
-def test_a_packed_batch_is_each_sequence_alone_and_in_parts(rule, cell, lengths, bidirectional, seed):
-    torch.manual_seed(seed)
-    layer, _ = make_pair(cell, rule, layers=2, bidirectional=bidirectional)
-    x = torch.randn(max(lengths), len(lengths), 2, dtype=torch.float64)
-    with torch.no_grad():
-        output, end = layer(nn.utils.rnn.pack_padded_sequence(x, torch.tensor(lengths), enforce_sorted=False))
-        output, _ = nn.utils.rnn.pad_packed_sequence(output)
-        for row, length in enumerate(lengths):
-            own = slice(row, row + 1)
-            assert not output[length:, row].any()
-            alone, state = layer(x[:length, own])
-            assert_close(alone, output[:length, own], 1e-10)
-            assert_close(state.h, end.h[:, own], 1e-10)
-            if not bidirectional and length > 1:
-                first, state = layer(x[: length // 2, own])
-                second, state = layer(x[length // 2 : length, own], state)
-                assert_close(torch.cat([first, second]), output[:length, own], 1e-10)
-                assert_close(state.h, end.h[:, own], 1e-10)

@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 CONTINUED = {"forecasting", "irregular", "series"}  # pages whose snippets belong together
-SLOW = {"forecasting", "series"}  # of these, pages that take more than a few seconds
+SLOW = {"attention", "forecasting", "hessian_free", "irregular", "series", "solvers", "stiff"}  # take seconds
 
 
 def snippets(page):

@@ -8,7 +8,7 @@ from scipy.interpolate import CubicHermiteSpline
 from torch import nn
 
 import hbnode
-from tests.models import AGAIN
+from tests.models import AGAIN, slow
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def test_shapes_and_gradients(samples, kind):
     assert torch.autograd.gradcheck(lambda u, q: hbnode.Signal(t, u, kind)(q), (flat, query))
 
 
-@pytest.mark.parametrize("gradient", ["checkpoint", AGAIN], ids=["kept", "again"])
+@pytest.mark.parametrize("gradient", ["checkpoint", *slow(AGAIN)], ids=["kept", "again"])
 def test_a_driven_oscillator(gradient):
     """h'' = -4 h + sin(t) from rest: h = (2 sin t - sin 2t) / 6."""
     t = torch.linspace(0, 4, 81, dtype=torch.float64)

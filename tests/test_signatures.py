@@ -10,7 +10,7 @@ from torch import nn
 
 import hbnode
 from hbnode.solve import settings
-from hbnode.solve.methods import METHODS
+from hbnode.solve.methods import ALL_METHODS, METHODS, TORCHDIFFEQ_METHODS, NativeMethod, TorchdiffeqMethod
 
 MODULES = [
     *(hbnode, hbnode.nn, hbnode.nn.functional, hbnode.nn.rules, hbnode.solve, hbnode.optim, hbnode.distributions),
@@ -42,12 +42,8 @@ def _parameters(public):
 
 
 @pytest.mark.parametrize("public", PUBLIC, ids=lambda public: getattr(public, "__qualname__", "property"))
-def test_what_is_public_is_documented(public):
+def test_what_is_public_and_every_argument_with_its_default_is_documented(public):
     assert inspect.getdoc(public)
-
-
-@pytest.mark.parametrize("public", PUBLIC, ids=lambda public: getattr(public, "__qualname__", "property"))
-def test_every_argument_is_documented_with_its_default(public):
     if isinstance(public, property) or "Arguments:\n" not in inspect.getdoc(public):
         return
     parameters = _parameters(public)
@@ -90,8 +86,9 @@ def test_a_misspelt_argument_names_the_class_that_was_called(name):
 
 
 def test_the_literals_are_the_registries():
-    assert set(get_args(settings.NativeMethod)) == set(METHODS)
-    assert get_args(settings.TorchdiffeqMethod) == settings.TORCHDIFFEQ
+    assert get_args(NativeMethod) == tuple(METHODS)
+    assert get_args(TorchdiffeqMethod) == tuple(TORCHDIFFEQ_METHODS)
+    assert get_args(settings.Method) == tuple(ALL_METHODS)
     assert get_args(settings.Gradient) == settings.GRADIENTS
 
 

@@ -70,8 +70,6 @@ def test_fused_layers_are_those_of_torch():
 
 
 def test_passes_that_keep_the_graph_are_noticed():
-    if not hasattr(torch._C._autograd, "_get_current_graph_task_keep_graph"):  # torch 2.4
-        return
     seen = []
     y = 2 * torch.ones(1, requires_grad=True)
     y.register_hook(lambda g: seen.append(_torch.keeps_graph()))

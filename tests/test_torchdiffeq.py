@@ -222,6 +222,7 @@ assert nfe == 4, nfe
 """
 
 
+@pytest.mark.slow
 def test_a_program_gets_it_in_the_place_of_torchdiffeq():
     done = subprocess.run([sys.executable, "-c", REPLACED], capture_output=True, text=True)
     assert not done.returncode, done.stderr

@@ -90,7 +90,7 @@ def hessian_free():
 @pytest.mark.parametrize(
     ("make", "limits"),
     [
-        *((block, (74, 10, 12)), (ode_rnn, (89, 10, 12)), (sdeint, (58, 9, 10)), (lstm, (30, 4, 10))),
+        *((block, (80, 14, 12)), (ode_rnn, (94, 12, 12)), (sdeint, (59, 12, 10)), (lstm, (30, 4, 10))),
         *((oscillators, (68, 6, 10)), (memory, (39, 4, 7)), (hessian_free, (60, 7, 10))),
     ],
     ids=lambda made: getattr(made, "__name__", ""),

@@ -16,7 +16,7 @@ from hbnode.diagnostics._shared import Result, axes, legend, style, ticks_of_sho
 from hbnode.errors import MaxStepsError, SolverError, StepSizeUnderflowError
 from hbnode.nfe import NFE, count_nfe
 from hbnode.nn.blocks import ODEBlock
-from hbnode.solve.methods import ROSENBROCK
+from hbnode.solve.methods import ALL_METHODS, Rosenbrock
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -216,7 +216,7 @@ def _tightest(
 def _tighten(block: ODEBlock, tolerance: float, max_nfe: int, steps: int) -> None:
     """Give a block the solver of the reference, ``steps`` or more steps, and limits of its cost."""
     block.rtol = block.atol = tolerance
-    block.method = block.method if block.method in ROSENBROCK else None
+    block.method = block.method if block.method and isinstance(ALL_METHODS[block.method], Rosenbrock) else None
     block.gradient, block.save, block.max_steps = "checkpoint", "exact", 10**6
     block.steps = block.adjoint_options = None
     block.per_sample = block.compile_steps = False

@@ -21,7 +21,7 @@ from hbnode._tree import describe
 from hbnode.fields import GHBNODE, HBNODE, Field
 from hbnode.nfe import NFE
 from hbnode.nn.nets import MLP
-from hbnode.solve.methods import SPLITTING
+from hbnode.solve.methods import METHODS
 from hbnode.solve.odeint import checked_span, solve
 from hbnode.solve.settings import Settings
 
@@ -200,7 +200,8 @@ class HeavyBallFlow(nn.Module):
         self.register_buffer("anchor", torch.zeros(()), persistent=False)  # stores the dtype and device of samples
 
     def __setattr__(self, name: str, value: Any) -> None:
-        choices = {"method": tuple(SPLITTING), "gradient": GRADIENTS}.get(name, ())
+        reversible = tuple(name for name, method in METHODS.items() if method.is_reversible)
+        choices = {"method": reversible, "gradient": GRADIENTS}.get(name, ())
         if choices and not is_one_of(value, choices):
             raise ValueError(
                 f"{name} must be one of {choices}, got {value!r}: a flow needs reversible steps. "

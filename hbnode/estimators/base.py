@@ -3,32 +3,42 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import os
-import pickle
 import warnings
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from sklearn.base import BaseEstimator
 from sklearn.utils.validation import check_is_fitted
-from torch.nn.functional import pad
+from torch.utils.data import DataLoader
 from typing_extensions import Self
 
 from hbnode._checks import as_count, level_of_user
-from hbnode.data import Series, aligned, as_series, by_id, on_clock
-from hbnode.estimators.networks import SeriesNetwork
-from hbnode.features import checked, is_dict
+from hbnode.data import (
+    Series,
+    aligned,
+    bucketed_batches,
+    by_id,
+    check_zone,
+    column_of,
+    has_zone,
+    is_table,
+    observed,
+    on_clock,
+)
+from hbnode.estimators.networks import BATCH, SeriesNetwork
+from hbnode.features import checked
 from hbnode.nn import Standardize
+from hbnode.training import stored_in, train, write_whole
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 TRUSTED = ("hbnode.", "sklearn.", "aeon.", "torch.device")  # packages whose classes a file may contain
-FORMAT = 2  # of files
+FORMAT = 3  # of files
+STEPS = 8  # least batches in an epoch, of four series or more
 
 
 class SeriesEstimator(BaseEstimator):
@@ -39,10 +49,17 @@ class SeriesEstimator(BaseEstimator):
     values: str | Sequence[str] | None
     static: str | Sequence[str] | None
     n_members: int
+    learning_rate: float
+    weight_decay: float
+    max_epochs: int
+    patience: int
+    device: torch.device | str | None
+    progress: bool | None
     features_: list[str]
     static_features_: list[str]
     clock_: tuple[float | None, np.datetime64 | None]
     networks_: list[Any]
+    is_absolute_ = True  # whether times count from a date or from zero, not from the first sample of each series
     _network: type[SeriesNetwork] = SeriesNetwork
 
     def __sklearn_tags__(self) -> Any:
@@ -63,16 +80,16 @@ class SeriesEstimator(BaseEstimator):
         """Return the data as series; with ``reset`` store their features, else compare them with the stored ones."""
         id, time = self._keys
         names: dict[str, Any] = {"id": id, "time": time, "values": self.values, "static": self.static}
-        is_table = hasattr(data, "columns") or is_dict(data)
         as_count(self.n_members, "n_members")
-        if is_table:
+        has_columns = is_table(data)
+        if has_columns:
             data, names["static"] = self._encoded(data, reset)
             if not reset:
                 names["values"] = self.features_
         data = checked(data)
-        series = _with_samples(as_series(data, **names).to("cpu").detach().outside_inference_mode())
+        series, zone = observed(data, **names), has_zone(data, time)
         static = list(series.static_features)
-        if is_table and series.static is not None:
+        if has_columns and series.static is not None:
             levels = {f"{name}={level}" for name in self.levels_ for level in self.levels_[name]}
             is_level = torch.tensor([name in levels for name in static])
             series = dataclasses.replace(
@@ -80,14 +97,17 @@ class SeriesEstimator(BaseEstimator):
             )
         if reset:
             self.features_, self.static_features_ = list(series.features), static
-            self.clock_ = (series.unit, series.origin)
+            self.clock_, self.has_zone_ = (series.unit, series.origin), zone
             self.n_features_in_ = _width(data, series)
         elif _width(data, series) != self.n_features_in_ and _width(data, series) != len(series.features):
             raise ValueError(
                 f"X has {_width(data, series)} features, but {type(self).__name__} is expecting {self.n_features_in_} "
                 "features as input. Fix: arrays (n, channels, T) for series of another length."
             )
-        return aligned(on_clock(series, self.clock_), self.features_, self.static_features_)
+        series = on_clock(series, self.clock_)
+        if self.is_absolute_:
+            check_zone(zone, self.has_zone_)
+        return aligned(series, self.features_, self.static_features_)
 
     def _encoded(self, table: Any, reset: bool) -> tuple[Any, list[str]]:
         """Return a table whose static columns of categories are columns of 0 and 1, and the names of static columns.
@@ -97,7 +117,9 @@ class SeriesEstimator(BaseEstimator):
         wanted = [self.static] if isinstance(self.static, str) else list(() if self.static is None else self.static)
         if reset:
             self.levels_: dict[str, list[str]] = {}
-        _no_index(table, (*self._keys, *wanted))
+        for name in (*self._keys, *wanted):
+            if name is not None:
+                column_of(table, name)  # which must not be in the index
         columns, names = {name: table[name] for name in getattr(table, "columns", table)}, []
         for name in wanted:
             if name not in columns or (name not in self.levels_ if not reset else not _is_category(columns[name])):
@@ -137,6 +159,36 @@ class SeriesEstimator(BaseEstimator):
                 stacklevel=level_of_user(),
             )
 
+    # Networks
+
+    def _trained(
+        self, network: Any, loss: Any, lengths: torch.Tensor, validation: Any, seed: int, name: str
+    ) -> SeriesNetwork:
+        """Train a network by AdamW (:func:`hbnode.training.train`) on batches of series of similar length.
+
+        Arguments:
+            network: the network.
+            loss: the loss of a network for the series of some indices.
+            lengths: lengths of the series.
+            validation: the validation loss of a network.
+            seed: of the batches.
+            name: of the progress bar.
+        """
+        size, rows = min(BATCH, max(4, len(lengths) // STEPS)), torch.arange(len(lengths))
+        batches = bucketed_batches(lengths, size, generator=torch.Generator().manual_seed(seed))
+        train(
+            network.to(self.device or "cpu"),
+            loss,
+            DataLoader(rows, batch_sampler=batches, collate_fn=torch.stack),  # type: ignore[arg-type]  # a tensor
+            validation,
+            optimizer=torch.optim.AdamW(network.parameters(), lr=self.learning_rate, weight_decay=self.weight_decay),
+            max_epochs=self.max_epochs,
+            patience=self.patience,
+            progress=self.progress,
+            name=name,
+        )
+        return network
+
     # Files
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -158,14 +210,7 @@ class SeriesEstimator(BaseEstimator):
         rest |= {name: list(rest[name]) for name in of_index}
         networks = [(each.config, each.cpu().state_dict()) for each in getattr(self, "networks_", ())]
         entries = torch.frombuffer(bytearray(skops.io.dumps(rest)), dtype=torch.uint8)
-        buffer = io.BytesIO()
-        torch.save({"format": FORMAT, "kind": type(self).__name__, "rest": entries, "networks": networks}, buffer)
-        partial = Path(f"{path}.partial")
-        try:
-            partial.write_bytes(buffer.getvalue())
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+        write_whole({"format": FORMAT, "kind": type(self).__name__, "rest": entries, "networks": networks}, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -181,11 +226,8 @@ class SeriesEstimator(BaseEstimator):
         """
         import skops.io
 
-        try:
-            stored = torch.load(path, weights_only=True)
-        except (RuntimeError, pickle.UnpicklingError, EOFError, LookupError, ValueError):
-            stored = None  # no file of torch, or a part of one
-        if not isinstance(stored, dict) or stored.get("format") != FORMAT:
+        stored = stored_in(path)
+        if stored.get("format") != FORMAT:
             raise ValueError(f"{path} must be a file made by save, whole and of this version. Fix: save it again.")
         if stored["kind"] != cls.__name__:
             kind = stored["kind"]
@@ -236,29 +278,9 @@ def moments(x: torch.Tensor) -> tuple[NDArray[Any], NDArray[Any]]:
     return scale.mean.numpy(), scale.std.numpy()
 
 
-def _with_samples(series: Series) -> Series:
-    """Return the series with NaN where the mask or the lengths exclude a value, and its mask; none has the length 0."""
-    if not series.x.shape[1]:
-        x, t, mask = pad(series.x, (0, 0, 0, 1)), pad(series.t, (0, 1)), pad(series.mask, (0, 0, 0, 1))
-        series = dataclasses.replace(series, x=x, t=t, mask=mask)
-    is_sample = torch.arange(series.x.shape[1]) < series.lengths.unsqueeze(1)
-    mask = series.mask & is_sample.unsqueeze(-1) & ~series.x.isnan()
-    x, lengths = torch.where(mask, series.x, torch.nan), series.lengths.clamp(min=1)
-    t = torch.where(is_sample, series.t, series.t.gather(1, lengths.unsqueeze(1) - 1))
-    return dataclasses.replace(series, x=x, t=t, mask=mask, lengths=lengths)
-
-
 def _width(data: Any, series: Series) -> int:
     """Return the number of columns of a 2-D array, which scikit-learn calls features, else of channels."""
     return data.shape[1] if isinstance(data, np.ndarray) and data.ndim == 2 else len(series.features)
-
-
-def _no_index(table: Any, names: Sequence[Any]) -> None:
-    """Raise KeyError if a column of a DataFrame is in its index."""
-    index = [name for name in getattr(getattr(table, "index", None), "names", ()) if name is not None]
-    lost = [name for name in names if name in index and name not in table.columns]
-    if lost:
-        raise KeyError(f"the table has {lost[0]!r} in its index, not in a column. Fix: table.reset_index().")
 
 
 def _tells(column: NDArray[Any], targets: NDArray[Any]) -> bool:

@@ -424,7 +424,7 @@ class Smoothing:
             one = self._channel(series, channel)
             one = one.select(one.mask.any(-1).any(-1))
             model = OscillatorSmoother(mean="constant", keep_observed=False, random_state=seed)
-            self.models.append(model.fit(one) if int(one.mask.sum()) > 1 else None)
+            self.models.append(model if int(one.mask.sum()) > 1 and model.fit(one).has_scale_.all() else None)
         return self
 
     def forecast(self, past: Series, dt: Tensor) -> tuple[Tensor, Tensor]:

@@ -22,8 +22,8 @@ from torch.distributions import Normal
 from typing_extensions import Self
 
 from hbnode._checks import as_count, nearest, warn_if_swapped
-from hbnode._times import kind_of, zones_of
-from hbnode.data import Series, from_long, on_clock
+from hbnode._times import kind_of
+from hbnode.data import Series, from_long, on_clock, zones_in
 from hbnode.estimators.base import SeriesEstimator, moments
 from hbnode.estimators.forecast_models import (
     FEW,
@@ -45,7 +45,7 @@ from hbnode.estimators.forecast_models import (
     leads,
     questions,
 )
-from hbnode.estimators.networks import ForecastNetwork, config_of, kept_random_state, trained
+from hbnode.estimators.networks import ForecastNetwork, config_of, kept_random_state
 from hbnode.estimators.seasonal import Mixture, Seasonal, StatsForecast, mixture
 
 if TYPE_CHECKING:
@@ -187,7 +187,6 @@ class SeriesForecaster(SeriesEstimator):
         random = check_random_state(self.random_state)
         series = self._to_series(X, reset=True)
         zone = self._zone(X)
-        self.has_zone_ = None if isinstance(X, Series) else zone is not None  # a Series is in UTC
         self.zone_ = _zone_name(zone)
         self.is_known_ = series.mask.any(0).any(0).numpy()
         if not self.is_known_.any():
@@ -505,11 +504,6 @@ class SeriesForecaster(SeriesEstimator):
             self._check_columns(series, np.empty((len(series), 0)))
         known = self._rows(data, future, series.ids) if names else None
         zone = self._zone(data)
-        if not (reset or isinstance(data, Series)) and self.has_zone_ is (zone is None):
-            raise ValueError(
-                f"times must be {'with' if self.has_zone_ else 'without'} a time zone, as in fit. Fix: "
-                f"{'tz_localize' if self.has_zone_ else 'tz_localize(None)'} for the column of times."
-            )
         past = _until_last_value(Past(**vars(series.detach()), known=known, zone=zone))
         if reset:
             self.history_ = data.copy() if is_table else past
@@ -550,10 +544,7 @@ class SeriesForecaster(SeriesEstimator):
         """Return the time zone of the times of a table or of pairs (t, x); UTC if there are several, None if none."""
         if isinstance(data, Past):
             return data.zone
-        data = self._frame(data)
-        is_pairs = isinstance(data, (list, tuple)) and all(isinstance(one, tuple) for one in data)
-        times = [data[self._keys[1]]] if hasattr(data, "columns") else [t for t, _ in data] if is_pairs else []
-        zones = {name: zone for each in times for name, zone in zones_of(each).items()}
+        zones = zones_in(self._frame(data), self._keys[1]) or {}
         return zones.popitem()[1] if len(zones) == 1 else datetime.timezone.utc if zones else None
 
     def _horizons(self, series: Series, ahead: Any, zone: Any, is_unit_known: bool) -> Tensor:
@@ -623,18 +614,13 @@ class SeriesForecaster(SeriesEstimator):
         config = config_of(train, name, 1, self.hidden_size, self.dropout)  # type: ignore[arg-type]
         for member in range(self.n_members):
             torch.manual_seed(seed + member)
-            network = trained(
-                ForecastNetwork(**config).to(device),
+            network = self._trained(
+                ForecastNetwork(**config),
                 lambda network, rows: _nll(network, asked, rows, device),
                 asked.ends,
                 lambda network: float(np.mean([float(_nll(network, held_out, part, device)) for part in parts])),
-                learning_rate=self.learning_rate,
-                weight_decay=self.weight_decay,
-                max_epochs=self.max_epochs,
-                patience=self.patience,
-                generator=torch.Generator().manual_seed(seed + member),
-                progress=self.progress,
-                name=f"{name} {member + 1}/{self.n_members}",
+                seed + member,
+                f"{name} {member + 1}/{self.n_members}",
             )
             networks.append(network)
         return networks

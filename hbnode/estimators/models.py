@@ -33,11 +33,11 @@ from typing_extensions import Self, override
 
 from hbnode._checks import as_real, level_of_user, nearest, warn_if_swapped
 from hbnode.data import Series
-from hbnode.estimators.base import SeriesEstimator, moments, targets_of
+from hbnode.estimators.base import SeriesEstimator, targets_of
 from hbnode.estimators.forecast_models import bound
-from hbnode.estimators.networks import SeriesNetwork, batched, common_start, config_of, kept_random_state, trained
+from hbnode.estimators.networks import SeriesNetwork, batched, common_start, config_of, kept_random_state
 from hbnode.estimators.smoother import OscillatorSmoother
-from hbnode.features import OscillatorFeatures, RocketFeatures, Summaries, check_range, grid_of, usual
+from hbnode.features import OscillatorFeatures, RocketFeatures, Summaries, check_range, grid_of, moments, usual
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -126,6 +126,25 @@ class _SeriesModel(SeriesEstimator):
         self.learning_rate, self.max_epochs, self.patience = learning_rate, max_epochs, patience
         self.n_members, self.time_budget, self.n_jobs = n_members, time_budget, n_jobs
         self.device, self.random_state, self.progress = device, random_state, progress
+
+    def fit(self, X: Any, y: Any, sample_weight: Any = None, *, groups: Any = None) -> Self:
+        """Fit the model.
+
+        A pandas object of targets, weights or groups is paired with the series by id, if its index has their ids.
+
+        Arguments:
+            X: the series.
+            y: a label or a number for each series, (batch,); for the regressor also (batch, targets).
+            sample_weight: weight of each series in all losses, (batch,). Default: ``None``
+            groups: group of each series, (batch,), such as the patient: series of one group are held out together.
+                Default: ``None``
+
+        Raises:
+            ValueError: if an index has other ids than the series, or X, y, weights or groups are not of one length.
+        """
+        warn_if_swapped(X)
+        self._keep(*self._fit(X, y, sample_weight, groups))
+        return self
 
     @kept_random_state()
     def _fit(self, data: Any, y: Any, sample_weight: Any, groups: Any) -> tuple[NDArray[Any], _Aims]:
@@ -244,8 +263,10 @@ class _SeriesModel(SeriesEstimator):
     def _outputs_of(self, series: Series) -> NDArray[Any]:
         """Return the mean of the members' or the networks' outputs, (batch, outputs)."""
         if self.model_ in NETWORKS:
-            return self._network_outputs(series)
-        found = [self._output(head, of.transform(series)) / scale for of, head, scale in self.members_]
+            scaled, device = self._scaled(series), self.device or "cpu"
+            found = [batched(each.to(device), scaled).double().numpy() for each in self.networks_]
+        else:
+            found = [self._output(head, of.transform(series)) / scale for of, head, scale in self.members_]
         return np.mean(found, 0)
 
     def _candidates(self, series: Series, seed: int) -> list[tuple[str, Any, Any, float]]:
@@ -339,19 +360,8 @@ class _SeriesModel(SeriesEstimator):
             config = config_of(usual(scaled), self.model, self._outputs, self.hidden_size, self.dropout)
             if self.is_absolute_ and config["start"] is None:  # because the series start far apart
                 config |= {"start": self.seen_[0], "span": self.seen_[1] - self.seen_[0] or 1.0}
-            network = trained(
-                SeriesNetwork(**config).to(device),
-                loss,
-                scaled.lengths[train],
-                validation,
-                learning_rate=self.learning_rate,
-                weight_decay=self.weight_decay,
-                max_epochs=self.max_epochs,
-                patience=self.patience,
-                generator=torch.Generator().manual_seed(seed),
-                progress=self.progress,
-                name=f"{self.model} {member + 1}/{self.n_members}",
-            )
+            name, network = f"{self.model} {member + 1}/{self.n_members}", SeriesNetwork(**config)
+            network = self._trained(network, loss, scaled.lengths[train], validation, seed, name)
             self.networks_.append(network)
             outputs[member, held] = batched(network, scaled.select(held))
         return outputs.nanmean(0).double().numpy()
@@ -364,19 +374,16 @@ class _SeriesModel(SeriesEstimator):
         mask = series.mask & torch.as_tensor(~np.isnan(self.mean_))
         return dataclasses.replace(series, x=x, mask=mask, static=static).to(self.device or "cpu", torch.float32)
 
-    def _network_outputs(self, series: Series) -> NDArray[Any]:
-        """Return the mean of the networks' outputs, (batch, outputs)."""
-        scaled, device = self._scaled(series), self.device or "cpu"
-        members = [each.to(device) for each in self.networks_]
-
-        return torch.stack([batched(each, scaled) for each in members]).mean(0).double().numpy()
-
     _outputs: int
     prior_: NDArray[Any]
 
     _splitters: tuple[Any, Any]  # of series, and of groups
 
     def _set_targets(self, targets: NDArray[Any], weights: NDArray[Any], groups: NDArray[Any] | None) -> _Aims:
+        raise NotImplementedError
+
+    def _keep(self, outputs: NDArray[Any], aims: _Aims) -> None:
+        """Keep what follows from outputs for series that were held out, (batch, outputs), else NaN."""
         raise NotImplementedError
 
     @staticmethod
@@ -410,7 +417,8 @@ class SeriesClassifier(ClassifierMixin, _SeriesModel):
             ``"balanced"``: the inverse of the share of each class. Default: ``None``
         clock: ``"relative"``: times count from the first sample of each series, with or without a value.
             ``"absolute"``: they count from their date or their zero, so that the hour of an event can matter. Then
-            later series must lie within the times that ``fit`` saw. None: dates are relative. Numbers and durations are
+            later series must lie within the times that ``fit`` saw, and their dates have a time zone if those in
+            ``fit`` have one, else none. None: dates are relative. Numbers and durations are
             absolute if the series in ``fit`` start together, which is if their starts are no farther apart than the
             longest series; else they are relative. With both, a series that is in part outside the times of ``fit``
             gives a warning. Default: ``None``
@@ -471,23 +479,7 @@ class SeriesClassifier(ClassifierMixin, _SeriesModel):
         super().__init__(**shared)
         self.class_weight = class_weight
 
-    def fit(self, X: Any, y: Any, sample_weight: Any = None, *, groups: Any = None) -> Self:
-        """Fit the model.
-
-        A pandas Series of labels, weights or groups is paired with the series by id, if its index has their ids.
-
-        Arguments:
-            X: the series.
-            y: one label for each series, (batch,).
-            sample_weight: weight of each series in all losses, (batch,). Default: ``None``
-            groups: group of each series, (batch,), such as the patient: series of one group are held out together.
-                Default: ``None``
-
-        Raises:
-            ValueError: if an index has other ids than the series, or X, y, weights or groups are not of one length.
-        """
-        warn_if_swapped(X)
-        outputs, aims = self._fit(X, y, sample_weight, groups)
+    def _keep(self, outputs: NDArray[Any], aims: _Aims) -> None:
         lost = np.setdiff1d(aims.values, aims.values[~np.isnan(outputs).any(1)])
         if self.model_ not in NETWORKS and len(lost):
             warnings.warn(
@@ -495,7 +487,6 @@ class SeriesClassifier(ClassifierMixin, _SeriesModel):
                 "and the losses that choose the model leave it out. Fix: more series of these classes, or none.",
                 stacklevel=level_of_user(),
             )
-        return self
 
     def predict_proba(self, X: Any) -> NDArray[Any]:
         """Return the probability of each class in ``classes_``, (batch, classes).
@@ -578,47 +569,8 @@ class SeriesRegressor(RegressorMixin, _SeriesModel):
     Series are given as a :class:`hbnode.data.Series`, a list of pairs (t, x), an array (batch, channels, T), or a table
     in long form. The constructor takes the names of a table's columns (:func:`hbnode.data.as_series`). NaN is missing.
 
-    Arguments:
-        model: ``"features"``, :class:`hbnode.features.OscillatorFeatures` into a ridge, and boosted trees on summaries
-            of each channel if there are static features or at least 1,000 series. ``"rocket"``, MiniRocket's features
-            (of aeon) of series on a regular grid, into a ridge. ``"auto"``, both. Of several candidates the one with
-            the least cross-validated squared error is taken. The answer is its mean with up to two further ones, in the
-            order of their losses: one whose loss is within two standard errors of the least, or that makes the loss of
-            the mean less. Or a network that is trained by gradients: ``"oscillators"``
-            (:class:`hbnode.nn.OscillatorStack`), ``"odernn"`` (:class:`hbnode.ODERNN`) or ``"gru"``.
-            Default: ``"auto"``
-        id: for a table in long form, the column that identifies the series. Default: ``None``
-        time: for a table, the column of times: numbers, or dates. Default: ``None``
-        values: for a table, the columns of values. None takes all that are not named by another argument, but refuses
-            one that tells y, and warns of one that is constant in each series. Default: ``None``
-        static: for a table, columns that are constant within each series; categories are allowed, also ones that were
-            not in the training data. Default: ``None``
-        clock: ``"relative"``: times count from the first sample of each series, with or without a value.
-            ``"absolute"``: they count from their date or their zero, so that the hour of an event can matter. Then
-            later series must lie within the times that ``fit`` saw. None: dates are relative. Numbers and durations are
-            absolute if the series in ``fit`` start together, which is if their starts are no farther apart than the
-            longest series; else they are relative. With both, a series that is in part outside the times of ``fit``
-            gives a warning. Default: ``None``
-        reconstruction: for ``"rocket"``, how a series is put on a regular grid: ``"linear"`` interpolation, the
-            ``"last"`` value, ``"oscillators"`` (:class:`OscillatorSmoother` with two oscillators and 15 iterations), or
-            ``"auto"``, which tries them all. Then oscillators are tried only if series have at most 16 samples, or the
-            grid has three points a sample; with ``model="auto"``, if besides no other loss is below 0.15.
-            Default: ``"auto"``
-        hidden_size: size of a network's state. Default: ``32``
-        dropout: probability that a feature of a network's inputs or state is dropped in training. Default: ``0.1``
-        weight_decay: weight decay of a network. Default: ``0.01``
-        learning_rate: learning rate of a network. Default: ``0.005``
-        max_epochs: most epochs of a network. Default: ``100``
-        patience: epochs of a network without a smaller validation loss, after which training ends. Default: ``10``
-        n_members: number of networks whose outputs are averaged; each has its own validation series.
-            Default: ``3``
-        time_budget: seconds after which no further candidate is begun, with a warning that names those left out. The
-            first one is always fitted, and one in progress is finished. It does not limit networks. The model then
-            depends on the machine. None: no limit but that of the counts of the data. Default: ``None``
-        n_jobs: number of joblib's workers for features. Default: ``None``
-        device: device of the networks. Default: ``None``
-        random_state: seed. Default: ``None``
-        progress: whether a progress bar is shown; None shows it on a terminal. Default: ``None``
+    The arguments are those of :class:`SeriesClassifier`, but for ``class_weight``. Candidates are compared by their
+    cross-validated squared errors in place of log losses, in variances of y.
 
     Attributes:
         model_: the models whose mean is the answer, joined by " + ".
@@ -637,28 +589,11 @@ class SeriesRegressor(RegressorMixin, _SeriesModel):
 
     _splitters = KFold, GroupKFold
 
-    def fit(self, X: Any, y: Any, sample_weight: Any = None, *, groups: Any = None) -> Self:
-        """Fit the model.
-
-        A pandas object of numbers, weights or groups is paired with the series by id, if its index has their ids.
-
-        Arguments:
-            X: the series.
-            y: numbers, (batch,) or (batch, targets).
-            sample_weight: weight of each series in all losses, (batch,). Default: ``None``
-            groups: group of each series, (batch,), such as the patient: series of one group are held out together.
-                Default: ``None``
-
-        Raises:
-            ValueError: if an index has other ids than the series, or X, y, weights or groups are not of one length.
-        """
-        warn_if_swapped(X)
-        outputs, aims = self._fit(X, y, sample_weight, groups)
+    def _keep(self, outputs: NDArray[Any], aims: _Aims) -> None:
         units = np.arange(len(outputs)) if aims.groups is None else aims.groups
         known = ~np.isnan(outputs).any(1)
         errors = abs(outputs - aims.values)[known]
         self.errors_ = (errors, units[known]), (abs(aims.values), units)  # of the model, and of the mean of y
-        return self
 
     def predict(self, X: Any) -> NDArray[Any]:
         """Return the predicted numbers in the shape of y.
@@ -739,9 +674,8 @@ def _varying_moments(x: Tensor) -> tuple[NDArray[Any], NDArray[Any]]:
 
     The weights of a network for them are random numbers, because training does not change them.
     """
-    (mean, std), values = moments(x), x.flatten(0, -2).numpy()
-    low, high = np.fmin.reduce(values), np.fmax.reduce(values)
-    return np.where(np.isnan(low), np.nan, mean), np.where(high - low > 1e-12 * abs(mean), std, np.inf)
+    mean, std = moments(x)
+    return mean, np.where(std > 0, std, np.inf)
 
 
 def _wide(decision: NDArray[Any]) -> NDArray[Any]:

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from hbnode.data import Series, bucketed_batches
 from hbnode.nn.ode_rnn import ODERNN
 from hbnode.nn.oscillators import OscillatorStack, oscillator_ranges
 from hbnode.nn.sequences import Inputs, Sequences, fitted_unit
-from hbnode.training import train
 
 Kind = Literal["gru", "odernn", "oscillators"]
-BATCH, STEPS = 64, 8  # the size of a batch; fewer series make at least so many batches in an epoch, of four or more
-Net = TypeVar("Net", bound=nn.Module)
+BATCH = 64  # most series in a batch
 
 
 class SeriesNetwork(nn.Module):
@@ -156,51 +153,6 @@ def kept_random_state() -> Iterator[None]:
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(devices=list(devices)), torch.inference_mode(False), torch.enable_grad():
         yield
-
-
-def trained(
-    network: Net,
-    loss: Callable[[Net, Tensor], Tensor],
-    lengths: Tensor,
-    validation: Callable[[Net], float],
-    *,
-    learning_rate: float,
-    weight_decay: float,
-    max_epochs: int,
-    patience: int,
-    generator: torch.Generator,
-    progress: bool | None,
-    name: str,
-) -> Net:
-    """Train a network by AdamW (:func:`hbnode.training.train`) on batches of series of similar length.
-
-    Arguments:
-        network: the network.
-        loss: the loss of a network for the series of some indices.
-        lengths: lengths of the series.
-        validation: the validation loss of a network.
-        learning_rate: of AdamW.
-        weight_decay: of AdamW.
-        max_epochs: limit of the epochs.
-        patience: limit of the epochs without a smaller validation loss.
-        generator: of the batches.
-        progress: as for :func:`progress_bar`.
-        name: of the progress bar.
-    """
-    size = min(BATCH, max(4, len(lengths) // STEPS))
-    batches = bucketed_batches(lengths, size, generator=generator)
-    train(
-        network,
-        loss,
-        DataLoader(range(len(lengths)), batch_sampler=batches, collate_fn=torch.as_tensor),  # type: ignore[arg-type]
-        validation,
-        optimizer=torch.optim.AdamW(network.parameters(), lr=learning_rate, weight_decay=weight_decay),
-        max_epochs=max_epochs,
-        patience=patience,
-        progress=progress,
-        name=name,
-    )
-    return network
 
 
 @torch.no_grad()

@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 import torch
 from sklearn.base import BaseEstimator
+from sklearn.gaussian_process import GaussianProcessRegressor
+from sklearn.gaussian_process.kernels import ConstantKernel, Matern
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 from typing_extensions import Self
 
 from hbnode._checks import as_count, check_bool, is_one_of, warn_if_swapped
-from hbnode.data import Series, aligned, as_series
+from hbnode.data import Series, aligned, as_series, check_zone, has_zone, observed
+from hbnode.features import moments
 from hbnode.nn.kalman import Gaussian, KalmanFilter
 from hbnode.nn.oscillators import Oscillators
 from hbnode.nn.sequences import Sequences
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
 WINDOW, WINDOWS = 48, 100  # most samples in a window of the fit, most windows
 FEW, SAMPLES = 10, 2400  # fewer series have no shared mean, and as long windows as this number of samples allows
 SIZES, SIZE = (2, 3, 4, 6), 3  # numbers of oscillators to choose from for few series, and for more
-BINS, MEAN_ITERATIONS = 200, 15  # of the shared mean
+BINS = 200  # of the shared mean
 FLOOR = 1e-3  # least standard deviation of the noise, in standard deviations of the data
 GAPS_PER_CYCLE, MOST_DAMPING = 4.0, 2.0  # a faster or stronger damped oscillator is noise at the samples
 NYQUIST = 2.0  # gaps per cycle of the fastest oscillator of few series, whose long windows tell a weakly damped one
@@ -113,9 +116,10 @@ class OscillatorSmoother(BaseEstimator):
         random_state: seed for the windows of the fit and for paths. There are at most 100 windows of 48 samples, or for
             fewer than ten series one of each, with 2,400 samples in all. Default: ``None``
 
-    A channel with one training value is taken as constant, and the mean of one without any is NaN. Both have infinite
-    standard deviations, because the data show no spread. Times count from ``unit`` and ``origin`` as in the training
-    data. Other series are refused.
+    A channel whose training values are all equal, or are one value, is taken as constant, and the mean of one without
+    any is NaN. All of these have infinite standard deviations, because the data show no spread. Times count from
+    ``unit`` and ``origin`` as in the training data. Other series are refused. With a shared mean, so are dates with a
+    time zone if those of the training data have none, or the reverse.
 
     Attributes:
         is_shared_: which channels have a shared mean, (channels,).
@@ -167,18 +171,18 @@ class OscillatorSmoother(BaseEstimator):
         size, rng = self.num_oscillators, check_random_state(self.random_state)
         size = as_count(size, "num_oscillators") if size is not None else None
         warn_if_swapped(series)
-        data = as_series(series)
+        data = observed(series)
         few = len(data) < FEW
         self.is_shared_ = _at_once(data) >= {"auto": FEW, "shared": 0, "constant": math.inf}[self.mean]
-        values = [data.x[..., i][data.mask[..., i]].double() for i in range(data.x.shape[-1])]
-        if sum(map(len, values)) < 2:
+        if int(data.mask.sum()) < 2:
             raise ValueError("the series have fewer than two observed values. Fix: fit them to more series.")
-        self.clock_, self.features_ = self._clock(data), list(data.features)
-        self.level_ = np.array([float(each.mean()) for each in values])
-        self.scale_ = np.array([_scale(each) for each in values])
-        self.has_scale_ = np.array([len(each) > 1 for each in values])
-        self.range_ = np.array([[*map(float, each.aminmax())] if len(each) else [np.nan] * 2 for each in values]).T
-        self.mean_times_, self.mean_values_ = np.zeros(1), np.zeros((len(values), 1))
+        self.clock_, self.has_zone_, self.features_ = self._clock(data), has_zone(series), list(data.features)
+        self.level_, deviation = moments(data.x)
+        self.has_scale_ = deviation > 0
+        self.scale_ = np.where(self.has_scale_, deviation, 1.0)
+        ends = data.x.nan_to_num(torch.inf).amin((0, 1)), data.x.nan_to_num(-torch.inf).amax((0, 1))
+        self.range_ = torch.stack(ends).double().numpy()
+        self.mean_times_, self.mean_values_ = np.zeros(1), np.zeros((len(self.level_), 1))
         rows = self._rows(data)
         gaps, span = rows.t.diff()[rows.seen[:, 1:]], float((rows.t[:, -1] - rows.t[:, 0]).max())
         gaps = gaps[gaps > 0]
@@ -288,17 +292,12 @@ class OscillatorSmoother(BaseEstimator):
         data = self._checked(series)
         at = self._times(data, grid)
         mean, std, error = self._smoothed(data, at)
-        std = torch.hypot(std, error.unsqueeze(-1)) if check_bool(noise, "noise") else std
-        level, scale = torch.from_numpy(self._mean_at(at.numpy())), torch.from_numpy(self.scale_).unsqueeze(1)
-        drawn = None
-        if paths:
-            z, spread = self._drawn(data, at, as_count(paths, "paths")), self._spread(self._rows(data))
-            z = mean + (z - mean) * spread.unflatten(0, (len(data), -1)).unsqueeze(-1)
-            drawn = (level + scale * z).numpy()
-        means = self._clipped(level + scale * mean)
+        drawn = self._drawn(data, at, mean, as_count(paths, "paths")).numpy() if paths else None
+        means = self._clipped(mean)
         if self.keep_observed:
             means = _with_observed(means, at, data)
-        return Posterior(means.numpy(), (scale * std).numpy(), drawn)
+        std = torch.hypot(std, error) if check_bool(noise, "noise") else std
+        return Posterior(means.numpy(), std.numpy(), drawn)
 
     def reconstruct(self, series: Any, grid: Any) -> NDArray[Any]:
         """Return the means of :meth:`posterior`, (batch, channels, K).
@@ -324,9 +323,7 @@ class OscillatorSmoother(BaseEstimator):
         data = self._checked(series)
         times = self._times(data, at)
         mean, std, error = self._smoothed(data, times)
-        level, scale = torch.from_numpy(self._mean_at(times.numpy())), torch.from_numpy(self.scale_).unsqueeze(1)
-        std = torch.hypot(std, error.unsqueeze(-1))
-        return Gaussian((level + scale * mean).transpose(1, 2), (scale * std).transpose(1, 2))
+        return Gaussian(mean.transpose(1, 2), torch.hypot(std, error).transpose(1, 2))
 
     def impute(self, series: Any, causal: bool = False) -> Any:
         """Return the series with means of the posterior for missing values, in the form that was given.
@@ -366,6 +363,8 @@ class OscillatorSmoother(BaseEstimator):
                 f"the series must have the unit and the origin of time as in fit, {self.clock_}, got "
                 f"{self._clock(data)}. Fix: the same unit= and origin= of as_series, for dates in both or in none."
             )
+        if self.is_shared_.any():
+            check_zone(has_zone(series), self.has_zone_)
         return data
 
     def _clock(self, data: Series) -> tuple[float | None, Any]:
@@ -389,9 +388,9 @@ class OscillatorSmoother(BaseEstimator):
 
     def _clipped(self, means: Tensor) -> Tensor:
         """Return means (batch, channels, K) in the range of the training values, widened."""
-        widened = OVERSHOOT * (self.range_[1] - self.range_[0])
-        low, high = (torch.from_numpy(z).unsqueeze(1) for z in (self.range_[0] - widened, self.range_[1] + widened))
-        return means.clamp(low, high)
+        low, high = torch.from_numpy(self.range_).unsqueeze(-1)
+        widened = OVERSHOOT * (high - low)
+        return means.clamp(low - widened, high + widened)
 
     def _all_rows(self, data: Series) -> _Rows:
         """Return all values of all series and channels, minus the mean and divided by the scale; 0 where unobserved."""
@@ -411,75 +410,68 @@ class OscillatorSmoother(BaseEstimator):
     # Fit
 
     def _fit_mean(self, data: Series) -> None:
-        """Fit μ(t): a critically damped oscillator through the means of all series in bins of time.
+        """Fit μ(t): a critically damped oscillator (Matern 3/2) through the means of all series in bins of time.
 
         The mean of a bin has the variance within bins divided by the number of its values as known noise.
         """
-        channels, times, noises, values = data.x.shape[-1], [], [], []
-        valid = data.mask.any(-1)
-        start, end = float(data.t[valid].min()), float(data.t[valid].max())
-        width = max((end - start) / BINS, 1e-300)
-        for i in range(channels):
-            seen = data.mask[..., i] & bool(self.is_shared_[i])
-            t, x = data.t[seen].numpy(), (data.x[..., i][seen].double().numpy() - self.level_[i]) / self.scale_[i]
-            index = np.minimum(np.round((t - start) / width), BINS).astype(int)
-            count, sums = np.bincount(index, minlength=BINS + 1), np.bincount(index, x, BINS + 1)
-            means = sums / np.maximum(count, 1)
+        seen = data.mask.numpy() & self.is_shared_
+        times = data.t.numpy()[seen.any(2)]
+        start, span = times.min(), max(times.max() - times.min(), 1e-300)
+        centres = np.linspace(0.0, 1.0, BINS + 1)
+        self.mean_times_, self.mean_values_ = start + span * centres, np.zeros((seen.shape[2], BINS + 1))
+        for i in np.flatnonzero(seen.any((0, 1))):
+            x = (data.x[..., i].double().numpy()[seen[..., i]] - self.level_[i]) / self.scale_[i]
+            index = np.rint((data.t.numpy()[seen[..., i]] - start) / span * BINS).astype(int)
+            count = np.bincount(index, minlength=BINS + 1)
+            means = np.bincount(index, x, BINS + 1) / np.maximum(count, 1)
             free = len(x) - (count > 0).sum()
-            within = (((x - means[index]) ** 2).sum() + 1) / (free + 1)  # shrunk to 1, the variance of all values
-            times.append(count > 0)
-            values.append(means)
-            noises.append(np.where(count > 0, within / np.maximum(count, 1), 1.0))
-        centres = torch.from_numpy(start + width * np.arange(BINS + 1)).expand(channels, -1)
-        rows = _Rows(torch.from_numpy(np.stack(values)), centres, torch.from_numpy(np.stack(times)))
-        log_noise = 0.5 * torch.from_numpy(np.stack(noises)).unsqueeze(-1).clamp(min=FLOOR**2).log()
-        span = max(end - start, 1e-300)
-        variance = max(float(rows.x[rows.seen].var(correction=0)), 1e-4)
-        omega = 0.5 * (math.log(math.pi / span) + math.log(2 * math.pi / (6 * span / 20)))
-        first = torch.tensor([omega, 0.5 * math.log(variance)], dtype=torch.float64)
-
-        def kalman(parameters: Tensor) -> KalmanFilter:
-            log_omega, log_spread = parameters.split(1)
-            return _kalman(log_omega, torch.zeros_like(log_omega), log_spread, log_noise)
-
-        def log_density(parameters: Tensor) -> Tensor:
-            return _log_density(kalman(parameters), rows, None).sum()
-
-        found = _maximised(log_density, first, int(rows.seen.sum()), MEAN_ITERATIONS)
-        with torch.no_grad():
-            mean, _ = kalman(found).smooth(rows.sequences(), None)
-        self.mean_times_, self.mean_values_ = centres[0].numpy(), mean.squeeze(-1).numpy()
+            within = (np.square(x - means[index]).sum() + 1) / (free + 1)  # shrunk to 1, the variance of all values
+            kernel = ConstantKernel(1.0, (1e-4, 1e4)) * Matern(0.1, (1e-3, 1e3), nu=1.5)
+            known = count > 0
+            process = GaussianProcessRegressor(kernel, alpha=np.maximum(within / count[known], FLOOR**2))
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "The optimal value found|lbfgs")  # flat likelihoods are no fault
+                process.fit(centres[known, None], means[known])
+            self.mean_values_[i] = process.predict(centres[:, None])
 
     # Posterior
 
     @torch.no_grad()
     def _smoothed(self, data: Series, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the mean and the standard deviation of the scaled signal (batch, channels, K), and of its noise."""
+        """Return means and standard deviations of the signal, and those of its noise, (batch, channels, K) each."""
         layer, rows = self.layer_, self._rows(data)
         found = [layer.smooth(each.x.unsqueeze(-1), each.t, each.seen, at=times) for each, times in _parts(rows, at, 1)]
         mean, std = (torch.cat([getattr(z, name) for z in found]).squeeze(-1) for name in ("mean", "std"))
-        spread = self._spread(rows)
-        noise = spread * math.exp(self.log_noise_[0])
-        mean, std, noise = (z.unflatten(0, (len(data), -1)) for z in (mean, spread.unsqueeze(1) * std, noise))
-        return mean, torch.where(torch.from_numpy(self.has_scale_).unsqueeze(1), std, torch.inf), noise
+        spread = self._spread(rows).unsqueeze(1)
+        std, noise = ((spread * each).unflatten(0, (len(data), -1)) for each in (std, math.exp(self.log_noise_[0])))
+        is_shown, scale = torch.from_numpy(self.has_scale_), torch.from_numpy(self.scale_)
+        std, noise = scale.unsqueeze(1) * std.where(is_shown.unsqueeze(1), torch.inf), scale.unsqueeze(1) * noise
+        return self._in_units(mean, at), std, noise
+
+    def _in_units(self, z: Tensor, at: Tensor) -> Tensor:
+        """Return scaled values (..., batch · channels, K) in units of the data, (..., batch, channels, K)."""
+        scaled = torch.from_numpy(self.scale_).unsqueeze(1) * z.unflatten(-2, (len(at), -1))
+        return torch.from_numpy(self._mean_at(at.numpy())) + scaled
 
     @torch.no_grad()
     def _filtered(self, data: Series) -> Tensor:
         """Return the mean of the signal at each time given the samples up to it, (batch, channels, T)."""
         layer, parts = self.layer_, _parts(self._all_rows(data), data.t.double(), 1)
         z = torch.cat([layer.filter(each.x.unsqueeze(-1), each.t, mask=each.seen).after.mean for each, _ in parts])
-        z = torch.from_numpy(self.scale_).unsqueeze(1) * z.squeeze(-1).unflatten(0, (len(data), -1))
-        return self._clipped(torch.from_numpy(self._mean_at(data.t.numpy())) + z)
+        return self._clipped(self._in_units(z.squeeze(-1), data.t))
 
     @torch.no_grad()
-    def _drawn(self, data: Series, at: Tensor, paths: int) -> Tensor:
+    def _drawn(self, data: Series, at: Tensor, mean: Tensor, paths: int) -> Tensor:
+        """Return draws of the signal with a mean, (paths, batch, channels, K)."""
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
-        generator, layer = torch.Generator().manual_seed(seed), self.layer_
+        generator, layer, rows = torch.Generator().manual_seed(seed), self.layer_, self._rows(data)
         drawn = [
             layer.sample_paths(each.x.unsqueeze(-1), each.t, each.seen, at=times, paths=paths, generator=generator)
-            for each, times in _parts(self._rows(data), at, paths)
+            for each, times in _parts(rows, at, paths)
         ]
-        return torch.cat(drawn, 1).squeeze(-1).unflatten(1, (len(data), -1))
+        found = self._in_units(torch.cat(drawn, 1).squeeze(-1), at)
+        spread = self._spread(rows).unflatten(0, (len(data), -1)).unsqueeze(-1)
+        return mean + (found - mean) * spread
 
     @torch.no_grad()
     def _spread(self, rows: _Rows) -> Tensor:
@@ -489,12 +481,6 @@ class OscillatorSmoother(BaseEstimator):
         count, square, _ = _statistics(self.layer_._kalman_filter(), rows)
         excess = math.exp(self.log_excess_[0])
         return self.widening_ * ((2 + excess + square) / (excess + count)).sqrt()
-
-
-def _scale(values: Tensor) -> float:
-    """Return the standard deviation of values, or 1 if they are equal up to rounding, one or none."""
-    std = float(values.std()) if len(values) > 1 else 0.0
-    return std if std and std > 1e-12 * float(values.abs().max()) else 1.0
 
 
 def _kalman(log_omega: Tensor, log_zeta: Tensor, log_spread: Tensor, log_noise: Tensor) -> KalmanFilter:

@@ -1,5 +1,6 @@
 """The layers: ODE blocks, ODE-RNNs, recurrent layers, attention and memory with momentum, oscillators, networks."""
 
+from hbnode._checks import add_hints
 from hbnode.nn import functional, rules
 from hbnode.nn.attention import HeavyBallMemory, MomentumAttention, SoftmaxAttention
 from hbnode.nn.blocks import HeavyBallODEBlock, ODEBlock
@@ -93,3 +94,5 @@ __all__ = [
     "match_parameters",
     "functional",
 ]
+
+add_hints(globals())

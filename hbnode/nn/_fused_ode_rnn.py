@@ -33,7 +33,8 @@ from hbnode.nfe import NFE, Tally, open_records
 from hbnode.nn.nets import MLP
 from hbnode.solve.adaptive import FIRST_LOOK, NON_FINITE_ATTEMPTS, TOO_MANY
 from hbnode.solve.control import Clip, PIController, first_size
-from hbnode.solve.methods import METHODS, SECOND_ORDER, Explicit, Method, Splitting
+from hbnode.solve.methods import METHODS, Explicit, Method, Splitting
+from hbnode.solve.odeint import resolve
 from hbnode.solve.settings import Settings
 
 Array = np.ndarray
@@ -378,7 +379,7 @@ class FusedODERNN:
         self.nfe = list(map(NFE, [0] * len(self.lengths)))
         self.counters = list(map(Tally, [layer.field] * len(self.nfe), self.nfe))
         self.sizes, self.fixed_steps = (self.lengths, []) if self.is_adaptive else self.make_fixed_steps()
-        self.damping = torch.as_tensor(damping if name in SECOND_ORDER else 0.0, dtype=torch.float64, device=s.device)
+        self.damping = torch.as_tensor(damping if self.method.rows == 2 else 0.0, dtype=torch.float64, device=s.device)
         has_friction = equation.is_pair and not equation.takes_both
         self.friction = torch.as_tensor(damping, dtype=s.dtype) if has_friction else None
         self.xi = torch.as_tensor(layer.field.xi, dtype=s.dtype) if equation.is_bounded else None
@@ -814,9 +815,7 @@ def fuse(layer: Any, s: Tensor, times: Tensor, solver: Solver) -> FusedODERNN | 
         return None
     if torch.is_autocast_enabled(s.device.type) or (times.requires_grad and torch.is_grad_enabled()):
         return None
-    name = settings.method  # None selects the same method as hbnode.solve
-    if name is None:
-        name = "tsit5" if kind is not HBNODE else "nystrom4" if settings.rtol >= 1e-3 else "nystrom8"
+    name = resolve(settings, field).method
     if (
         not isinstance(METHODS.get(name), (Explicit, Splitting))
         or settings.options
@@ -830,7 +829,7 @@ def fuse(layer: Any, s: Tensor, times: Tensor, solver: Solver) -> FusedODERNN | 
     else:
         needed = torch.ones(1) if solver.step_size is None else steps_needed(times.double(), solver.step_size)
         is_possible = bool((needed <= settings.max_steps).all())
-    is_force, damping = name in SECOND_ORDER, field.damping if kind in (HBNODE, GHBNODE) else 0.0
+    is_force, damping = METHODS[name].rows == 2, field.damping if kind in (HBNODE, GHBNODE) else 0.0
     if is_force:
         is_possible &= kind is HBNODE or (kind is GHBNODE and isinstance(METHODS[name], Splitting))
     is_scalar = not isinstance(damping, Tensor) or damping.dim() == 0

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hbnode._torch import is_exporting, no_autocast, plain, reference_vjp
+from hbnode._torch import no_autocast, plain, reference_vjp
 from hbnode.nn._delta_rule import Outputs, forward, reference, residual_shapes, vjp
 
 Tensors = Sequence[Tensor | None]
@@ -206,6 +206,7 @@ _forward_op.register_autograd(_backward, setup_context=_setup)
 def compiled(options: tuple[Any, int], cu_seqlens: Tensor | None, *tensors: Any) -> Outputs:
     """Compute :func:`packed` with the chunked form, by the operator."""
     needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    keep = needs_grad and not is_exporting()  # symbolic shapes of the residuals would constrain an exported program
+    # symbolic shapes of the residuals would constrain an exported program
+    keep = needs_grad and not torch.compiler.is_exporting()
     out, s, p, *_ = _forward_op(options[0] or "", options[1], keep, *tensors, cu_seqlens)
     return out, s, None if tensors[-1] is None else p

@@ -742,6 +742,7 @@ _forward_op.register_autograd(_backward, setup_context=_setup)
 
 
 def _compiled_scan(options: Options, *tensors: Any) -> tuple[Tensor, Tensor, Tensor]:
-    keep = not _torch.is_exporting()  # the symbolic shape of the states would limit the length in an exported graph
+    # the symbolic shape of the states would limit the length in an exported graph
+    keep = not torch.compiler.is_exporting()
     y, v, x, _ = _forward_op(*options, keep, *tensors)
     return y, v, x

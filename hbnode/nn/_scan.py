@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hbnode._torch import is_exporting, needs_reference
+from hbnode._torch import needs_reference
 
 BLOCK = 32  # samples that one matrix filters
 WIDE = 2**11  # numbers per sample from which on, on a CPU, a loop over time is faster than matrices
@@ -24,7 +24,7 @@ def linear_filter(x: Tensor, mu: float | Tensor, s: float, v: Tensor | None = No
     mu is a number, (T,) in float64, or (T, batch). NaN or inf in x_t leaves v before time step t unchanged.
     """
     rates = mu if isinstance(mu, Tensor) else torch.full(x.shape[:1], mu, dtype=torch.float64)
-    takes_any_length = x.shape[0] != 1 and (torch.jit.is_tracing() or is_exporting())
+    takes_any_length = x.shape[0] != 1 and (torch.jit.is_tracing() or torch.compiler.is_exporting())
     if takes_any_length or (  # of a symbolic length no more may be asked
         x.shape[0] > 4 and rates.dim() == 1 and (x.device.type != "cpu" or x[0].numel() < WIDE)
     ):

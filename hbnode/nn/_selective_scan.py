@@ -107,7 +107,7 @@ fast_scan = _torch.fast_form(scan_reference, _vjp)(_forward)
 # For torch.compile the forward and the backward pass are custom operators, which it does not trace.
 
 
-_TENSORS = "Tensor rho, Tensor? phi, Tensor b, Tensor z0"  # torch 2.4 cannot read string annotations
+_TENSORS = "Tensor rho, Tensor? phi, Tensor b, Tensor z0"
 
 
 @torch.library.custom_op("hbnode::selective_scan", mutates_args=(), schema=f"({_TENSORS}) -> Tensor")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from hbnode._checks import as_count
-from hbnode._torch import checking_shapes, is_exporting
+from hbnode._torch import checking_shapes
 from hbnode._tree import State, Times, append_zeros, parts
 from hbnode.fields import GHBNODE, HBNODE, Field
 from hbnode.nfe import NFE
@@ -243,7 +243,7 @@ class ODEBlock(nn.Module):
         self, field: nn.Module, state: State, t: Times | None, settings: Settings | None = None, *, end: bool = False
     ) -> State:
         nfe = NFE()
-        if not is_exporting():  # an exported graph cannot set attributes
+        if not torch.compiler.is_exporting():  # an exported graph cannot set attributes
             self._nfe = nfe
         if settings is None:
             settings = self._settings or self.settings()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hbnode._checks import as_count, check_input
-from hbnode._torch import is_exporting, is_transformed, may_look, no_autocast
+from hbnode._torch import is_transformed, may_look, no_autocast
 from hbnode._tree import register_state
 from hbnode.nn._delta_rule import chunkwise
 from hbnode.nn._memory_op import compiled, packed
@@ -222,7 +222,7 @@ def heavy_ball_memory(
 def _has_one_length(q: Tensor) -> bool:
     """Return whether torch.export records a graph for one length, which consists of torch's own operations."""
     # torch.compile does not tell symbolic lengths apart
-    return is_exporting() and not torch.compiler.is_dynamo_compiling() and isinstance(q.shape[2], int)
+    return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling() and isinstance(q.shape[2], int)
 
 
 def _recurrence(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -164,8 +164,6 @@ class LatentModel(ModuleWithConstants):
         TypeError: if ``encoder`` has no attribute ``hidden_size``.
         ValueError: if ``likelihood`` is unknown.
     """
-
-    defaults: ClassVar[dict[str, float]] = {"_time_unit": 1.0}
 
     def __init__(
         self,

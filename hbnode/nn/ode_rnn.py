@@ -6,7 +6,7 @@ import dataclasses
 import math
 import numbers
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -118,7 +118,8 @@ class ODERNN(ModuleWithConstants):
         atol: absolute tolerance. Default: ``0.001``.
         gradient: gradient mode. With ``"checkpoint"`` the backward pass recomputes the steps one gap at a time. If f is
             a network of known layers, it recomputes about :math:`\sqrt T` gaps at a time. Default: ``None``,
-            ``"direct"``, or ``"adjoint"`` if ``adjoint_options`` is given.
+            ``"direct"``, or ``"adjoint"`` if ``adjoint_options`` is given. ``"adjoint"`` solves each gap backwards, in
+            memory that does not grow with its steps.
         steps: number of equal steps in each gap. Default: ``None``, adaptive steps.
         per_sample: whether each sample has its own step sizes. If ``False``, all samples of the batch step over the
             same fraction of their gaps. Series that have ended are then left out of the batch, so f must not close over
@@ -160,7 +161,6 @@ class ODERNN(ModuleWithConstants):
         (torch.Size([4, 10, 8]), torch.Size([4, 2, 8]))
     """
 
-    defaults: ClassVar[dict[str, float]] = {"_time_unit": 1.0}
     field: Field
     cell: nn.Module
     start: nn.Parameter | None
@@ -578,10 +578,10 @@ class IntervalSolver:
     def __init__(self, field: Field, t: Tensor, solver: Solver, *, second_order: bool) -> None:
         self.field, self.second_order = field, second_order
         settings, self.step_size = resolve(solver.settings, field), solver.step_size
-        if settings.gradient == "adjoint" and t.requires_grad and torch.is_grad_enabled():
+        if settings.gradient == "adjoint" and not settings.is_native and t.requires_grad and torch.is_grad_enabled():
             raise ValueError(
-                "gradient='adjoint' gives no gradient with respect to times per sample, got t that requires grad. "
-                "Fix: gradient='direct', or t.detach()."
+                "gradient='adjoint' of torchdiffeq's methods gives no gradient with respect to times per sample, got t "
+                "that requires grad. Fix: gradient='direct', a native method, or t.detach()."
             )
         if settings.is_native:
             gradient = Checkpoint(keep_bytes=0) if settings.gradient == "checkpoint" else settings.gradient
@@ -675,13 +675,7 @@ def _checked_solver(settings: Settings, field: Field) -> Solver:
         if settings.steps is not None:
             raise ValueError("steps and options={'step_size': h} were both given. Fix: leave steps out.")
         settings, step_size = dataclasses.replace(settings, options=options, steps=1), float(step_size)
-    settings = settings.checked()
-    if settings.is_native and resolve(settings, field).gradient == "adjoint":
-        raise ValueError(
-            "gradient='adjoint' with a native method does not support different times per sample. Fix: leave gradient "
-            "out, or method='dopri5' with per_sample=False."
-        )
-    return Solver(settings, step_size)
+    return Solver(settings.checked(), step_size)
 
 
 def _make_field(field: FieldArgument, n: int) -> Field:

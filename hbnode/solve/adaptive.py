@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +12,8 @@ from torch import Tensor
 
 from hbnode.errors import DIVERGES, DivergenceError, MaxStepsError, StepSizeUnderflowError, diverges
 from hbnode.nfe import open_records
-from hbnode.solve.control import Clip, Control, PIController, first_size
+from hbnode.solve.control import TRIALS, Clip, Control, PIController, first_size
 from hbnode.solve.grid import Array, to_device
-from hbnode.solve.start import TRIALS
 from hbnode.solve.stepper import Attempt, Rows, Setup, Taken, first_index
 
 NON_FINITE_ATTEMPTS = 5  # attempts in a row, each ten times shorter, before a NonFiniteError
@@ -46,11 +46,13 @@ class AdaptiveSteps:
     def __init__(self, setup: Setup, state: Rows) -> None:
         self.setup, self.stepper, self.grid = setup, setup.stepper, setup.grid
         settings, method, grid, norm = setup.settings, setup.stepper.method, setup.grid, setup.stepper.norms(state)
+        self.options, strongest = settings.options or {}, setup.stepper.strongest
+        most = min(self.options.get("max_step", np.inf), method.damping_limit / strongest if strongest else np.inf)
         if not np.isfinite(norm).all():
             raise self.stepper.start_not_finite(norm, grid.begin)
         h, self.start = norm[0], norm
         self.is_common = settings.common_steps and grid.lanes is not None
-        self.error_factor, longest = np.ones_like(h), np.full_like(h, setup.longest_step)
+        self.error_factor, longest = np.ones_like(h), np.full_like(h, most)
         size, longest = self._first_size(state, norm, longest)
         size = np.minimum(size, longest)
         if self.is_common:
@@ -67,16 +69,14 @@ class AdaptiveSteps:
 
     def _first_size(self, state: Rows, norm: Array, longest: Array) -> tuple[Array, Array]:
         """Return the first and the longest step size, and set the error factor."""
-        setup, settings, method, h, f = self.setup, self.setup.settings, self.stepper.method, norm[0], norm[-1]
+        settings, method, h, f = self.setup.settings, self.stepper.method, norm[0], norm[-1]
         if self.is_common:
             h, f = self._in_common(h), self._in_common(f)
         size = first_size(h, f, settings.rtol, settings.atol, method.rows, method.error_order or 1)
         size = np.where(np.isfinite(size), size, self.grid.end)
         if self.stepper.term.time_dependent:
             size, longest = self._cautious(state[0].detach(), h, f, size, longest)
-        if setup.option("first_step"):
-            size = np.full_like(h, setup.option("first_step"))
-        return size, longest
+        return np.full_like(h, self.options.get("first_step", size)), longest
 
     def _in_common(self, x: Array) -> Array:
         """Return the root mean square of ``x`` over the lanes whose span is not 0, in every lane."""
@@ -117,7 +117,8 @@ class AdaptiveSteps:
         self._check_limits()
         self._plan()
         now, taken = self.control.now, self.control.taken
-        times, nodes, wants_time = stepper.no_times, stepper.method.nodes, stepper.term.wants_time
+        times: Sequence[Tensor] = stepper.no_times
+        nodes, wants_time = stepper.method.nodes, stepper.term.wants_time
         if grid.t is not None:
             begin, end = grid.differentiable(now), grid.differentiable(self.then, empty=1.0)
             if wants_time:
@@ -141,18 +142,17 @@ class AdaptiveSteps:
         if not len(which):
             return
         attempt.outputs, attempt.lanes = which, lanes[0] if lanes else np.zeros_like(which)
-        begin, end, size = (x[tuple(lanes)] for x in (now, then, self.control.taken))
-        t = grid.outputs[(*lanes, which)]
-        theta = np.where(t == end, 1.0, (t - begin) / size)
+        index, output = tuple(lanes), (*lanes, which)
+        t = grid.outputs[output]
+        theta = np.where(t == then[index], 1.0, (t - now[index]) / self.control.taken[index])
         if (theta != 1.0).any():
             attempt.theta = theta
-        self._place(attempt)
+        if grid.t is not None:
+            self._place(attempt)
 
     def _place(self, attempt: Attempt) -> None:
-        """Set the positions of the outputs in a step with gradients, if the times have gradients."""
+        """Set the positions of the outputs in a step with gradients."""
         grid, size = self.grid, attempt.size
-        if grid.t is None:
-            return
         t, begin, which = grid.of_lanes, grid.differentiable(self.control.now), to_device(attempt.outputs, grid.t) + 1
         if grid.lanes is None:
             t, size = t[which], size.expand(len(which))
@@ -173,7 +173,7 @@ class AdaptiveSteps:
         else:
             size = torch.where(to_device(refused, size), 0.0, size)
             begin = grid.differentiable(before.now)
-        times = stepper.no_times
+        times: Sequence[Tensor] = stepper.no_times
         if stepper.term.wants_time:
             times = stepper.term.stages([begin + c * size for c in stepper.method.nodes])
         taken = replace(attempt, size=size, times=[times])
@@ -181,7 +181,7 @@ class AdaptiveSteps:
             stays = ~refused[attempt.lanes]
             taken.outputs, taken.lanes = attempt.outputs[stays] if stays.any() else None, attempt.lanes[stays]
             taken.theta = attempt.theta[stays] if attempt.theta is not None and stays.any() else None
-            if taken.outputs is not None:
+            if taken.outputs is not None and grid.t is not None:
                 self.control, after = before, self.control
                 self._place(taken)
                 self.control = after
@@ -234,7 +234,7 @@ class AdaptiveSteps:
 
     def _check_progress(self, attempt: Attempt, before: Rows, fine: Array) -> None:
         """Raise if a rejected step has an error that is not finite, or the next step size underflows."""
-        setup, stepper, c, least = self.setup, self.stepper, self.control, self.setup.option("min_step", 0.0)
+        setup, stepper, c, least = self.setup, self.stepper, self.control, self.options.get("min_step", 0.0)
         now = self.grid.time(c.now)
         floor = np.maximum(4 * self.resolution * abs(now), max(least, 1e-300))
         small = ~fine & (c.size < floor)
@@ -242,7 +242,8 @@ class AdaptiveSteps:
         if not (stuck.any() or small.any()):
             return
         lane = first_index(stuck | small)
-        (*_, y, f), start = stepper.norms(before)[(slice(None), *lane)], self.start[(slice(None), *lane)]
+        index = (slice(None), *lane)
+        (*_, y, f), start = (stepper.norms(before)[index], self.start[index])
         if diverges(y, f, max(start[-2], stepper.atol / stepper.rtol), c.now[lane]):
             raise stepper.failure(DivergenceError, DIVERGES.format(y, y / f), now[lane], c.size[lane])
         if stuck.any():
@@ -260,7 +261,8 @@ class AdaptiveSteps:
     def _check_limits(self) -> None:
         """Raise if the next step exceeds ``max_nfe`` or ``max_steps``, or far too many steps are left."""
         setup, c, most = self.setup, self.control, self.setup.settings.max_steps
-        setup.check_nfe(self.grid.time(c.now), c.size, self.stepper.method.evaluations)
+        if setup.max_nfe is not None:
+            setup.check_nfe(self.grid.time(c.now), c.size, self.stepper.method.evaluations)
         self.attempts += 1
         if setup.settings.steps is not None:
             return

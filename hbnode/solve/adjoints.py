@@ -1,6 +1,6 @@
 """The gradient modes of native methods: direct, checkpoint, reversible and adjoint.
 
-The adjoint of torchdiffeq's methods, such as dopri5, is in ``solve/torchdiffeq.py``.
+The adjoint of torchdiffeq's methods, such as dopri5, is in ``solve/torchdiffeq_methods.py``.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ from hbnode._tree import State, apply, parts
 from hbnode.errors import RecomputationError, ReversalError
 from hbnode.solve.events import as_column
 from hbnode.solve.grid import Array, Grid, to_device
-from hbnode.solve.loop import Outputs, Solution, fixed_steps, integrate
+from hbnode.solve.loop import Begun, Outputs, Solution, fixed_steps, integrate, start_of
 from hbnode.solve.methods import METHODS
 from hbnode.solve.settings import Settings
-from hbnode.solve.start import Begun, start_of
 from hbnode.solve.stepper import Attempt, Rows, Setup, Stepper, Taken
 from hbnode.solve.term import ODETerm, Snapshot
 

@@ -11,7 +11,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,8 +27,8 @@ from hbnode.solve.adaptive import AdaptiveSteps
 from hbnode.solve.adjoints import CHANGED, CHANGES_BUFFERS, SHORT, is_same, owned, saved_bytes
 from hbnode.solve.graph import Attempts, Limits, Report, Times, Uncounted, attempts, joined, split
 from hbnode.solve.grid import Array, Grid, to_device
+from hbnode.solve.loop import Solution, start_of
 from hbnode.solve.methods import Explicit, Method
-from hbnode.solve.start import start_of
 from hbnode.solve.stepper import Rows, Setup
 from hbnode.solve.term import ODETerm, Snapshot
 
@@ -142,13 +142,6 @@ def attempt(term: ODETerm, method: Method, rtol: float, atol: float, *, error: b
 # Adaptive solves
 
 
-class GraphSolution(NamedTuple):
-    """The rows of a solve as :func:`hbnode.solve.loop.integrate` returns them, and what their gradient needs."""
-
-    rows: Rows
-    owned: tuple[Any, ...]
-
-
 def is_possible(setup: Setup, y0: State) -> bool:
     """Return whether graphs can solve: adaptive explicit methods, at few times without gradients, without events."""
     settings, grid, gradient = setup.settings, setup.grid, setup.settings.gradient
@@ -161,7 +154,7 @@ def is_possible(setup: Setup, y0: State) -> bool:
     return 0 < grid.outputs.shape[-1] <= MOST_OUTPUTS and parts(y0)[0].numel() > 0
 
 
-def solve(setup: Setup, y0: State, snapshot: Snapshot, keep_bytes: int | None) -> GraphSolution | None:
+def solve(setup: Setup, y0: State, snapshot: Snapshot, keep_bytes: int | None) -> Solution | None:
     """Solve by compiled attempts; return None if they cannot be compiled or fail, for a solve in Python that says why.
 
     A graph of one attempt is called until the solve is done. If the last solves took the same number of attempts, one
@@ -183,6 +176,7 @@ class _Run:
 
     def __init__(self, setup: Setup, y0: State, snapshot: Snapshot, keep_bytes: int | None) -> None:
         self.setup, self.y0, self.snapshot, self.needs_gradient = setup, y0, snapshot, torch.is_grad_enabled()
+        self.options = setup.settings.options or {}
         self.keep_bytes = keep_bytes if self.needs_gradient else None
         term, self.method, self.is_exact = setup.stepper.term, setup.stepper.method, setup.settings.save == "exact"
         self.term, self.is_exact = term, self.is_exact and not setup.end_only
@@ -194,10 +188,9 @@ class _Run:
         """Return what the graphs need to know of a setup."""
         grid, settings, device = setup.grid, setup.settings, setup.stepper.like.device
         resolution = torch.finfo(setup.stepper.like.dtype if self.term.time_dependent else torch.float64).eps
-        limits = Limits(
-            grid.begin, grid.sign, grid.end, settings.rtol, settings.atol, longest, setup.option("min_step", 1e-300),
-            margin, np.finfo(float).eps * grid.furthest, resolution,
-        )  # fmt: skip
+        shortest, rounding = self.options.get("min_step", 1e-300), np.finfo(float).eps * grid.furthest
+        tolerances = settings.rtol, settings.atol
+        limits = Limits(grid.begin, grid.sign, grid.end, *tolerances, longest, shortest, margin, rounding, resolution)
         outputs, jumps = None if setup.end_only else to_device(grid.outputs, setup.stepper.like), grid.jumps
         if jumps is not None:  # padded to few lengths, each of which has a graph
             more = 2 ** (jumps.shape[-1] - 1).bit_length() - jumps.shape[-1]
@@ -211,15 +204,15 @@ class _Run:
         make = lambda: attempts(self.term, self.method, count, starts=starts, is_exact=self.is_exact)  # noqa: E731
         return program(self.term, (*self.key, count, starts), make)
 
-    def solution(self, rows: Rows, saved: Rows | None) -> GraphSolution:
+    def solution(self, rows: Rows, saved: Rows | None) -> Solution:
         """Return the rows at all times, or at the end."""
         if saved is None:
-            return GraphSolution(tuple([row.unsqueeze(0) for row in rows[: self.term.rows]]), self.owned)
+            return Solution(tuple([row.unsqueeze(0) for row in rows[: self.term.rows]]), None, self.owned)
         if self.term.lanes is not None:
             saved = tuple([row.movedim(1, 0) for row in saved])
         first = self.term.flatten(self.y0)
-        return GraphSolution(
-            tuple([torch.cat([a.unsqueeze(0), b]) for a, b in zip(first, saved, strict=True)]), self.owned
+        return Solution(
+            tuple([torch.cat([a.unsqueeze(0), b]) for a, b in zip(first, saved, strict=True)]), None, self.owned
         )
 
     def count(self, evaluations: int, accepted: int, rejected: int) -> None:
@@ -229,14 +222,16 @@ class _Run:
             counter.add(event, number)
         self.history[:] = [*self.history, accepted + rejected][-STABLE:]
 
-    def whole(self) -> GraphSolution | None:
+    def whole(self) -> Solution | None:
         """Solve by one graph that has the start and as many attempts as the last solves; None if they differed."""
         attempts, setup = self.history[-1] if self.history else 0, self.setup
         if len(self.history) < STABLE or len({*self.history}) > 1 or attempts > LONGEST:
             return None
-        if self.term.time_dependent or setup.option("first_step") or not self.stores(attempts):
+        if self.term.time_dependent or "first_step" in self.options or not self.stores(attempts):
             return None
-        times = self.times(setup, setup.longest_step, 1.0)
+        strongest, longest = setup.stepper.strongest, self.options.get("max_step", math.inf)
+        longest = min(longest, self.method.damping_limit / strongest) if strongest else longest
+        times = self.times(setup, longest, 1.0)
         result = self.program(attempts, starts=True)(self.y0, times, None, None, None, None)
         if result is None:
             return None
@@ -247,7 +242,7 @@ class _Run:
         self.count(1 + attempts * self.method.evaluations, report.accepted, report.rejected)
         return self.solution(result[0], result[2])
 
-    def one_by_one(self) -> GraphSolution | None:
+    def one_by_one(self) -> Solution | None:
         """Solve by a graph of one attempt, with the start in Python."""
         program = self.program(1, starts=False)
         if program.failed:
@@ -260,7 +255,7 @@ class _Run:
             rows = tuple([row if row.requires_grad else row.detach().requires_grad_() for row in rows])
         saved = Attempts(self.term, self.method, times).saved(rows)
         most += grid.outputs.shape[-1] - 1 if self.is_exact else 0
-        left = setup.option("max_nfe", math.inf) - self.term.counter.nfe.forward
+        left = (setup.max_nfe or math.inf) - self.term.counter.nfe.forward
         evaluations = accepted = rejected = 0
         report = Report(0, 0, 0, 0, int((grid.end <= 0).all()))
         while not report.done:

@@ -2,7 +2,7 @@
 
 What changes from one attempt to the next is a :class:`Control`, a tuple of arrays. Their shape is () if one step size
 serves the whole batch, and (lanes,) if every sample, a lane, has its own. Times are measured from the start of the
-solve. ``xp`` is NumPy on the host, for a loop in Python, or torch inside a graph.
+solve. ``xp`` is NumPy on the host, for a loop in Python, or :class:`OfTorch` inside a graph.
 """
 
 from __future__ import annotations
@@ -11,13 +11,35 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 Array = Any  # of NumPy or torch
 
 SAFETY = 0.9
 SMALLEST, LARGEST = 0.1, 8.0  # factors by which the step size may change
 PROPORTIONAL = 0.2
-UNEVEN = 0.9 + 0.1 * (5**0.5 - 1) / 2  # the first of several equal steps is shorter by this factor
+GOLDEN = (5**0.5 - 1) / 2
+TRIALS = tuple(sorted(k * GOLDEN % 1 for k in range(1, 5)))  # fractions of the span; no harmonic is 0 at all four
+UNEVEN = 0.9 + 0.1 * GOLDEN  # the first of several equal steps is shorter by this factor
 AHEAD = 1.05  # a step may end on a jump that is that many step sizes away
+
+
+class OfTorch:
+    """The functions of NumPy that a controller calls, for tensors of torch."""
+
+    where, ceil, isfinite, zeros_like, ones_like, cumsum, amin, amax = (
+        *(torch.where, torch.ceil, torch.isfinite, torch.zeros_like),
+        *(torch.ones_like, torch.cumsum, torch.amin, torch.amax),
+    )
+
+    @staticmethod
+    def minimum(x: Tensor, y: Any) -> Tensor:
+        return x.clamp(max=y)
+
+    @staticmethod
+    def maximum(x: Tensor, y: Any) -> Tensor:
+        return x.clamp(min=y)
 
 
 class Control(NamedTuple):
@@ -72,18 +94,15 @@ class Clip:
         """Return the time that the next steps must end on, and the number of jumps that such a step contains."""
         target, now, jumps = self.end, c.now, self.jumps
         if self.stops is not None:
-            stop = xp.amin(xp.where(self.stops > now[..., None], self.stops, math.inf), -1)
-            target = xp.where(stop < target, stop, target)
+            target = xp.minimum(xp.amin(xp.where(self.stops > now[..., None], self.stops, math.inf), -1), target)
         if jumps is None:
             return target, c.passed
         first = (jumps <= (now + self.rounding)[..., None]).sum(-1)
         last = (jumps <= (now + AHEAD * c.size)[..., None]).sum(-1)
-        last = xp.where(last > first + 1 + c.most, first + 1 + c.most, last)
-        last = xp.where(last > first + 1, last, first + 1)
+        last = xp.maximum(xp.minimum(last, first + 1 + c.most), first + 1)
         number = xp.cumsum(xp.ones_like(jumps), -1)  # of each jump, from 1
         jump = xp.amax(xp.where(number <= last[..., None], jumps, -math.inf), -1)
-        passed = xp.where(last > first + 1, last - first - 1, 0 * last)
-        return xp.where((jump > now) & (jump < target), jump, target), passed
+        return xp.where((jump > now) & (jump < target), jump, target), last - first - 1
 
 
 @dataclass(frozen=True)
@@ -112,29 +131,13 @@ class PIController:
     def plan(self, xp: Any, clip: Clip, c: Control) -> tuple[Array, Control]:
         """Return the time at which the next step ends, and the state with its size ``taken``; 0 in lanes at the end."""
         target, passed = clip.target(xp, c)
-        left = xp.ceil((target - c.now) / c.size - 0.05)
-        left = xp.where(left > 1.0, left, 1.0)
+        left = xp.maximum(xp.ceil((target - c.now) / c.size - 0.05), 1.0)
         is_under_way = (left == c.left - 1.0) & (target == c.target)  # equal steps keep their size
         taken = xp.where(is_under_way, c.taken, (target - c.now) / left)
         uneven = c.uneven & (left > 1.0)
         taken, left = xp.where(uneven, UNEVEN * taken, taken), xp.where(uneven, math.inf, left)
         then = xp.where(left == 1.0, target, c.now + taken)
         return then, c._replace(taken=taken, left=left, target=target, passed=passed)
-
-    def factor(self, xp: Any, c: Control, ratio: Array) -> tuple[Array, Control]:
-        """Return the next step size over the last one, and the state with the ratio."""
-        accepted, is_finite = ratio <= 1.0, xp.isfinite(ratio)
-        k = 1.0 / (self.error_order + 1)
-        plain = SAFETY * xp.where(ratio > 1e-10, ratio, 1e-10) ** -k
-        up, most = plain * c.previous ** (PROPORTIONAL * k), xp.where(c.rejected, 1.0, LARGEST)
-        up, down = xp.where(up < most, up, most), xp.where(plain < SAFETY, plain, SAFETY)
-        factor = xp.where(accepted, up, xp.where(is_finite, down, SMALLEST))
-        c = c._replace(
-            previous=xp.where(accepted, xp.where(ratio > 1e-4, ratio, 1e-4), c.previous),
-            rejected=~accepted,
-            failures=xp.where(is_finite, 0.0, c.failures + 1.0),
-        )
-        return xp.where(factor > SMALLEST, factor, SMALLEST), c
 
     def judge(
         self, xp: Any, c: Control, then: Array, ratio: Array, repeats: Array | None = None
@@ -143,17 +146,25 @@ class PIController:
 
         ``ratio`` is error over tolerance, inf if it is not finite. Lanes of ``repeats`` take an accepted step again.
         """
-        factor, after = self.factor(xp, c, ratio)
-        size, accepted, is_new = c.taken * factor, ratio <= 1.0, c.taken > 0.0
-        is_cut = accepted & (c.taken < 0.5 * c.size) & (size < c.size)  # by its target; its error may be far too small
-        size = xp.where(is_cut, c.size, size)
+        accepted, is_finite, is_new = ratio <= 1.0, xp.isfinite(ratio), c.taken > 0.0
+        k = 1.0 / (self.error_order + 1)
+        plain = SAFETY * xp.maximum(ratio, 1e-10) ** -k
+        up = xp.minimum(plain * c.previous ** (PROPORTIONAL * k), xp.where(c.rejected, 1.0, LARGEST))
+        down = xp.where(is_finite, xp.minimum(plain, SAFETY), SMALLEST)
+        size = c.taken * xp.maximum(xp.where(accepted, up, down), SMALLEST)
+        is_cut = accepted & (c.taken < 0.5 * c.size)  # by its target, so its error may be far too small
+        size = xp.minimum(xp.where(is_cut, xp.maximum(size, c.size), size), self.longest)
+        previous, rejected = xp.where(accepted, xp.maximum(ratio, 1e-4), c.previous), ~accepted
         if repeats is not None:
             accepted, is_new = accepted & ~repeats, is_new & ~repeats
-        after = after._replace(
+        after = c._replace(
             now=xp.where(accepted, then, c.now),
-            size=xp.where(is_new, xp.where(size < self.longest, size, self.longest), c.size),
+            size=xp.where(is_new, size, c.size),
             uneven=c.uneven & ~accepted,
-            most=xp.where(accepted, c.most, xp.where(c.passed > 1, c.passed - 1, 0 * c.passed)),
+            previous=previous,
+            rejected=rejected,
+            failures=xp.where(is_finite, 0.0, c.failures + 1.0),
+            most=xp.where(accepted, c.most, xp.maximum(c.passed - 1, 0)),
         )
         return accepted, after
 

@@ -29,10 +29,9 @@ from hbnode._torch import is_transformed
 from hbnode._tree import State, apply, describe, parts
 from hbnode.errors import NonFiniteError, SolverError, ZenoError
 from hbnode.solve.adaptive import AdaptiveSteps
-from hbnode.solve.control import Clip
+from hbnode.solve.control import GOLDEN, Clip
 from hbnode.solve.grid import to_device
 from hbnode.solve.methods import combined
-from hbnode.solve.start import GOLDEN
 from hbnode.solve.stepper import Attempt, Setup, Taken
 
 Array = Any

@@ -16,14 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch._higher_order_ops.while_loop import while_loop
 
-from hbnode._torch import is_exporting
 from hbnode._tree import State, parts
 from hbnode.nfe import Tally, count_nfe
 from hbnode.solve.adaptive import LONGEST_GAP, NEGLIGIBLE, NON_FINITE_ATTEMPTS, VISIBLE
-from hbnode.solve.control import Array, Clip, Control, PIController, first_size
+from hbnode.solve.control import TRIALS, Array, Clip, Control, OfTorch, PIController, first_size
 from hbnode.solve.methods import Method, combined
 from hbnode.solve.settings import Settings
-from hbnode.solve.start import TRIALS
 from hbnode.solve.stepper import Rows
 from hbnode.solve.term import ODETerm
 
@@ -134,7 +132,7 @@ def start(term: ODETerm, method: Method, times: Times, y0: State) -> tuple[Rows,
         size = torch.where(torch.isfinite(norms).all(0), size, math.nan)
         none = torch.zeros_like(size)
         is_uneven = none >= 0 if term.time_dependent else none > 0
-        return rows, _joined(PIController(method.error_order or 1).start(torch, size, is_uneven, none)), times, spent
+        return rows, _joined(PIController(method.error_order or 1).start(OfTorch, size, is_uneven, none)), times, spent
 
 
 def norm(term: ODETerm, x: Tensor) -> Tensor:
@@ -181,7 +179,7 @@ class Attempts:
         term, method, limits, n = self.term, self.method, self.limits, self.term.rows
         with torch.no_grad():
             before = split(control)
-            then, c = self.control.plan(torch, self.clip, before)
+            then, c = self.control.plan(OfTorch, self.clip, before)
             size = c.taken if excluded is None else torch.where(excluded, 0.0, c.taken)
             ends = [before.now + node * size for node in method.nodes]
             stages = term.stages([limits.begin + limits.sign * torch.where(t < then, t, then) for t in ends])
@@ -198,7 +196,7 @@ class Attempts:
                 margin = torch.where(inside.any(-1), method.dense_error_factor, margin)
             ratio = self._ratio(rows[:n], result.state[:n], result.error) * margin
             is_finite = torch.isfinite(ratio) if excluded is None else torch.isfinite(ratio) & ~excluded
-            accepted, c = self.control.judge(torch, c, then, torch.where(is_finite, ratio, math.inf))
+            accepted, c = self.control.judge(OfTorch, c, then, torch.where(is_finite, ratio, math.inf))
             now = abs(limits.begin + limits.sign * c.now)
             floor = 4 * limits.resolution * now
             floor = torch.where(floor > limits.shortest, floor, limits.shortest)
@@ -360,7 +358,7 @@ class Reported(nn.Module):
 
     def forward(self, *args: Any) -> tuple[Any, Tensor, Tensor]:
         """Return the output of the module, the number of evaluations (), and the reason, () or (batch,)."""
-        if not is_exporting():
+        if not torch.compiler.is_exporting():
             with count_nfe(self.module) as nfe:
                 return self.module(*args), torch.tensor(nfe.forward), torch.tensor(0)
         told.append([])

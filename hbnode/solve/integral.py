@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hbnode._torch import may_look
 from hbnode._tree import State, describe, like, parts
-from hbnode.solve.methods import SECOND_ORDER
+from hbnode.solve.methods import ALL_METHODS
 from hbnode.solve.settings import Settings
 
 Integrand = Callable[[Tensor, Any, Any], Tensor]  # (t, state, derivative) -> (batch,); a state is a tensor or a tuple
@@ -94,7 +94,7 @@ def _check_call(integrand: Integrand) -> None:
 def settings_of_integral(settings: Settings) -> Settings:
     """Return the settings without compilation; raise ValueError if the method is for h'' + γh' = f only."""
     method, gradient = settings.method, settings.gradient
-    if method in SECOND_ORDER or gradient == "reversible":
+    if (method is not None and ALL_METHODS[method].field != "any") or gradient == "reversible":
         raise ValueError(
             f"an integral along the path needs a method for any field, got method={method!r} with "
             f"gradient={gradient!r}. Fix: block.method, block.gradient = 'tsit5', 'checkpoint'."

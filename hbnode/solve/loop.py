@@ -1,22 +1,113 @@
-"""The time loop of a solve: attempt a step, accept or reject it, save the outputs inside it."""
+"""The time loop of a solve: start, attempt a step, accept or reject it, save the outputs inside it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from hbnode import _torch
 from hbnode.nfe import open_records
+from hbnode.signal import Signal, queries
 from hbnode.solve.adaptive import AdaptiveSteps
+from hbnode.solve.control import TRIALS
 from hbnode.solve.events import EventSteps
 from hbnode.solve.grid import Array, to_device
-from hbnode.solve.start import Begun
 from hbnode.solve.stepper import Attempt, Rows, Setup, Taken
 
 Take = Callable[[Rows, Attempt], Taken]
+
+PLACES = (0.0, TRIALS[0], TRIALS[-1])  # fractions of the span at which f is asked for the times of its signals
+UNKNOWN_QUERIES = (
+    "func asks a Signal at times that are not one linear function of t for all samples, or one for each sample with "
+    "per_sample=True. Steps do not end on its sample times, and may miss its pulses. Fix: "
+    "options={'max_step': w} with the width w of the narrowest pulse, or jump_times=[...]."
+)
+
+
+class Begun(NamedTuple):
+    """The initial state of a method, and the setup with the jumps of f."""
+
+    setup: Setup
+    state: Rows
+
+
+def start_of(setup: Setup, y0: Any, *, asks_signals: bool = True) -> Begun:
+    """Return the method's initial state, and the setup with the jumps of the signals that the field evaluates."""
+    term, settings, grid = setup.stepper.term, setup.settings, setup.grid
+    rows, is_fixed = term.flatten(y0), settings.steps is not None
+    if not setup.stepper.method.is_fsal:
+        return Begun(setup, rows)
+    t, asked = setup.stepper.no_times[0], list[tuple[Signal, Tensor]]()
+    if term.wants_time:
+        first = grid.points[0]
+        if is_fixed and grid.jumps is not None:
+            first = first + grid.beside_jump(0.0 * grid.end)
+        (t,) = term.stages([first])
+    if term.traced:
+        return Begun(setup, (*rows, term(t, rows[0])))
+    before, queries.asked = queries.asked, asked
+    try:
+        state = (*rows, term(t, rows[0].clone()))  # a copy, because f may change its input in place
+    finally:
+        queries.asked = before
+    if (settings.jump_times or asked) and not is_fixed and asks_signals:
+        ends_on_knots = torch.is_grad_enabled() and any(signal.u.requires_grad for signal, _ in asked)
+        grid = dataclasses.replace(grid, ends_on_knots=ends_on_knots)
+        grid = grid.with_jumps(settings.jump_times, _knots(setup, asked, t, rows[0]), both_sides=True)
+        setup = dataclasses.replace(setup, grid=grid)
+    return Begun(setup, state)
+
+
+def _knots(setup: Setup, asked: Sequence[tuple[Signal, Tensor]], t: Tensor, x: Tensor) -> list[Array]:
+    """Return the times since the start at which signals are asked for their samples, (K,) or (lanes, K).
+
+    A signal asked at t itself, or a view of it, has them at its sample times. For others, two further evaluations
+    of the field find the query time as a linear function of t.
+    """
+    term, grid = setup.stepper.term, setup.grid
+    if not asked or not term.wants_time:
+        return []
+    address, *asked_at = (_torch.plain(x).untyped_storage()._cdata for x in (t, *(q for _, q in asked)))
+    if all(place == address for place in asked_at):
+        return [grid.sign[..., None] * (np.array(signal.knots) - grid.begin[..., None]) for signal, _ in asked]
+    queries_at, before = [[q for _, q in asked]], queries.asked
+    try:
+        for place in PLACES[1:]:
+            queries.asked = []
+            term.trial(term.stages([grid.time(place * grid.end)])[0], x.clone())
+            queries_at.append([q for _, q in queries.asked])
+    finally:
+        queries.asked = before
+    found = []
+    for k, (signal, _) in enumerate(asked):
+        times = [_torch.to_numpy(of_time[k]).reshape(-1) for of_time in queries_at if k < len(of_time)]
+        found.append(_knots_of(setup, signal, times))
+    return [knots for knots in found if knots is not None]
+
+
+def _knots_of(setup: Setup, signal: Signal, asked: list[Array]) -> Array | None:
+    """Return the times since the start at which a signal that was ``asked`` at :data:`PLACES` has its samples."""
+    grid, lanes = setup.grid, setup.stepper.term.lanes
+    slack = 64 * torch.finfo(setup.stepper.like.dtype).eps * max(abs(q).max() for q in asked)
+    if all(q.shape == asked[0].shape and (abs(q - asked[0]) <= slack).all() for q in asked):
+        return None  # it does not depend on t
+    is_known = len(asked) == len(PLACES) and asked[0].size in (1, lanes)
+    if is_known:
+        q0, q1, q2 = (q.reshape(grid.end.shape) if q.size == grid.end.size else q for q in asked)
+        is_known = bool((abs((q2 - q0) * PLACES[1] - (q1 - q0) * PLACES[2]) <= slack).all())
+    if not is_known:
+        if "max_step" not in (setup.settings.options or {}) and not setup.settings.jump_times:
+            warnings.warn(UNKNOWN_QUERIES, stacklevel=2)
+        return None
+    with np.errstate(all="ignore"):
+        knots: Array = (np.array(signal.knots) - q0[..., None]) / ((q1 - q0) / (PLACES[1] * grid.end))[..., None]
+    return knots
 
 
 class Solution(NamedTuple):
@@ -44,7 +135,8 @@ def integrate(begun: Begun, take: Take | None = None, *, every: int = 1_000_000)
     adaptive = AdaptiveSteps(setup, state) if events is None and setup.settings.steps is None else events
     saved = Outputs(setup, state)
     for attempt in fixed_steps(setup, every) if adaptive is None else iter(adaptive.next, None):
-        taken, accepted = take(state, attempt), True
+        taken: Taken = take(state, attempt)
+        accepted: Any = True
         if adaptive is None:
             stepper.term.counter.add("accepted", len(attempt.times))
             if open_records:
@@ -54,7 +146,7 @@ def integrate(begun: Begun, take: Take | None = None, *, every: int = 1_000_000)
             accepted = adaptive.accept(attempt, state, taken)
         if accepted is True or accepted.all():
             state = taken.state
-        elif accepted.any():
+        elif adaptive is not None and accepted.any():
             if taken.state[0].requires_grad and (adaptive.control.failures[~accepted] > 0).any():
                 attempt = adaptive.exclude(
                     attempt, ~accepted, control
@@ -77,7 +169,7 @@ def fixed_steps(setup: Setup, every: int) -> Iterator[Attempt]:
     """Yield the fixed steps of a solve as attempts, each at most ``every`` equal steps of one output interval."""
     stepper, grid, number, times = setup.stepper, setup.grid, 0, setup.grid.points  # (T,) or (T, lanes)
     term, method, no_times = stepper.term, stepper.method, stepper.no_times
-    nodes, every, has_limit = method.nodes, 1 if open_records else every, setup.option("max_nfe") is not None
+    nodes, every = method.nodes, 1 if open_records else every
     for interval, part, count in grid.pieces(setup.counts):
         for done in range(0, count, every):
             steps = min(every, count - done)
@@ -103,7 +195,7 @@ def fixed_steps(setup: Setup, every: int) -> Iterator[Attempt]:
                 fractions = [min((i + node) / count, 1.0) for i in range(done, done + steps) for node in nodes]
                 stages, k = term.stages([begin * (1.0 - c) + end * c for c in fractions]), len(nodes)
                 attempt.times = [stages[i : i + k] for i in range(0, len(stages), k)]
-            if has_limit:
+            if setup.max_nfe is not None:
                 evaluations = steps * method.evaluations + (attempt.restart is not None)
                 setup.check_nfe(attempt.time, size, evaluations)
             if done + steps == count and (part is None or (part[1] == grid.outputs[..., interval]).all()):

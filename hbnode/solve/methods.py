@@ -15,7 +15,8 @@ import copy
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +27,6 @@ from hbnode._torch import is_transformed, may_look
 from hbnode._tree import parts
 from hbnode.solve import tableaus
 from hbnode.solve.jacobian import derivatives
-from hbnode.solve.tableaus import ExponentialTableau, NystromTableau, RosenbrockTableau, RungeKuttaTableau
 
 Array = Any  # a NumPy array or a tensor
 Field = Callable[[Tensor, Tensor], Tensor]  # (t, row) -> row
@@ -51,30 +51,45 @@ class StepResult(NamedTuple):
 
 
 class Method:
-    """The base class of one-step methods.
+    """The base class of one-step methods: what a method can do, and its pure step.
 
     Attributes:
+        name: the value of ``method=``.
+        tableau: the coefficients that the method was made from.
+        order: order of convergence.
+        error_order: order of the embedded solution; None for methods that need fixed steps.
         rows: number of rows of the state, 1 for y and 2 for h and m.
+        field: the fields that the method can solve: ``"any"``, or names of classes.
         nodes: times of the function evaluations, as fractions of the step.
         evaluations: number of function evaluations of a step.
         widest_gap: largest distance between neighbours among 0 and the nodes, as a fraction of the step.
-        error_order: order of the embedded solution; None for methods that need fixed steps.
         is_fsal: whether the state ends with the field's value (first same as last).
+        is_reversible: whether :meth:`undo` reverses a step.
+        is_stiff: whether strong damping and other fast decay leave the step size free.
+        needs_fixed_steps: whether the method has no error estimate to choose steps by.
+        damping_limit: largest γH of a step of size H.
+        gradients: the possible values of ``gradient=``.
         dense_error_factor: largest ratio of the error of dense output to the error estimate of the step.
-        damping_limit: the largest γH of a step of size H.
     """
 
+    name, field = "", "any"
+    tableau: Any = None
+    order: int
+    error_order: int | None = None
     rows: int
     nodes: tuple[float, ...]
-    error_order: int | None = None
-    is_fsal = False
-    dense_error_factor = 1.0
+    is_fsal = is_reversible = is_stiff = needs_fixed_steps = False
     damping_limit = math.inf
+    gradients: tuple[str, ...] = ("checkpoint", "direct", "adjoint")
+    dense_error_factor = 1.0
 
-    def __init__(self, nodes: Sequence[float]) -> None:
+    def __init__(self, nodes: Sequence[float], name: str = "", tableau: tableaus.Tableau | None = None) -> None:
         self.nodes = tuple(map(float, nodes))
         self.evaluations = len(self.nodes)  # no cached property, whose lock torch.compile cannot enter
         self.widest_gap = max((b - a for a, b in itertools.pairwise(sorted({0.0, *self.nodes}))), default=0.0)
+        if tableau is not None:
+            self.name, self.tableau, self.order, self.error_order = name, tableau, tableau.order, tableau.error_order
+            self.dense_error_factor = tableau.dense_error_factor
 
     def bind(self, term: Any) -> Self:
         """Return this method for the rows of a term."""
@@ -95,6 +110,10 @@ class Method:
         """Take one step with function evaluations at ``times``; estimate its error and return columns if requested."""
         raise NotImplementedError
 
+    def blend(self, xp: Any, gamma: Array, size: Array, theta: Array) -> Array:
+        """Return the weights (k, ..., rows, columns) of dense output at fractions θ (k, ...) of steps (k, ...)."""
+        raise NotImplementedError
+
     def undo(
         self, state: tuple[Tensor, ...], coefficients: tuple[Tensor, ...], times: Sequence[Tensor], field: Field
     ) -> tuple[Tensor, ...]:
@@ -112,8 +131,8 @@ class Explicit(Method):
 
     is_fsal = True
 
-    def __init__(self, nodes: Sequence[float]) -> None:
-        super().__init__(nodes)
+    def __init__(self, nodes: Sequence[float], name: str, tableau: tableaus.Tableau) -> None:
+        super().__init__(nodes, name, tableau)
         self._order = {error: self._order_of_use(error) for error in (False, True)}
 
     def _order_of_use(self, error: bool) -> tuple[np.ndarray, Tensor, list[int]]:
@@ -134,10 +153,6 @@ class Explicit(Method):
 
     def matrix(self, xp: Any, gamma: Array, size: Array) -> Array:
         """Return the matrix C, (..., stages + other rows + error rows, columns), for step sizes (...)."""
-        raise NotImplementedError
-
-    def blend(self, xp: Any, gamma: Array, size: Array, theta: Array) -> Array:
-        """Return the weights (k, ..., rows, columns) of dense output at fractions θ (k, ...) of steps (k, ...)."""
         raise NotImplementedError
 
     def packed(self, xp: Any, gamma: Array, size: Array, error: bool) -> Array:
@@ -189,11 +204,9 @@ class RungeKutta(Explicit):
     """An explicit Runge-Kutta method for y' = f(t, y), with an embedded error estimate."""
 
     rows = 1
-    dense_error_factor = 3.0  # measured on many kinds of fields
 
-    def __init__(self, tableau: RungeKuttaTableau) -> None:
-        super().__init__(tableau.c[1:])
-        self.error_order = tableau.error_order
+    def __init__(self, name: str, tableau: tableaus.RungeKuttaTableau) -> None:
+        super().__init__(tableau.c[1:], name, tableau)
         weights = np.vstack([strictly_lower(tableau.a)[1:], tableau.error])
         of_y = np.hstack([np.ones((len(weights), 1)), 0 * weights])
         of_y[-1] = 0.0  # the error
@@ -229,12 +242,11 @@ class Nystrom(Explicit):
     h(θ) = e^{-zθ/2} u and m(θ) = e^{-zθ/2} (u' - γu/2).
     """
 
-    rows = 2
+    rows, field = 2, "HBNODE"
     damping_limit = 16.0  # beyond 32 the decay makes the error estimate vanish
 
-    def __init__(self, tableau: NystromTableau) -> None:
-        super().__init__(tableau.c[1:])
-        self.error_order = tableau.error_order
+    def __init__(self, name: str, tableau: tableaus.NystromTableau) -> None:
+        super().__init__(tableau.c[1:], name, tableau)
         a, c = strictly_lower(tableau.a), np.array(tableau.c, float)
         s, zero = len(c), np.zeros(len(c))
         theta = np.array([*c[1:], 1, 1, 1])
@@ -345,7 +357,7 @@ class Nystrom(Explicit):
         return xp.exp((gamma * size)[..., None, None] / 2 * (at - theta[..., None])) * rows
 
 
-def _interpolant(tableau: NystromTableau, a: np.ndarray) -> np.ndarray:
+def _interpolant(tableau: tableaus.NystromTableau, a: np.ndarray) -> np.ndarray:
     r"""Return polynomials :math:`\ell_i` with :math:`g(\theta) \approx \sum_i \ell_i(\theta) g_i`, (powers, stages).
 
     They interpolate g = u'' of :class:`Nystrom` at the nodes where ``b_velocity`` is not 0. Integrated from 0 to θ once
@@ -397,13 +409,12 @@ class Exponential(Explicit):
         Hochbruck and Ostermann, "Exponential integrators", Acta Numerica 19 (2010) 209-286.
     """
 
-    rows = 2
+    rows, field, is_stiff = 2, "HBNODE", True
 
-    def __init__(self, tableau: ExponentialTableau) -> None:
+    def __init__(self, name: str, tableau: tableaus.ExponentialTableau) -> None:
         self.c = np.array(tableau.c, float)
         ends = self.c[1:]  # upper limits of the integrals of polynomials
-        super().__init__((*ends, 1.0))  # the last evaluation is at the new state
-        self.error_order = tableau.error_order
+        super().__init__((*ends, 1.0), name, tableau)  # the last evaluation is at the new state
         self.powers = len(self.c)
         rows: list[np.ndarray] = []
         for i, corrections in enumerate(tableau.corrections):
@@ -507,14 +518,15 @@ class Splitting(Method):
 
     Reversing a kick divides by e^{-γτ}, so rounding errors grow by e^{γT} over a time T.
 
-    ``drifts`` and ``kicks`` are the times τ as fractions of the step; there is one more drift.
+    The ``drifts`` and ``kicks`` of the tableau are the times τ as fractions of the step.
     """
 
-    rows = 2
+    rows, field, needs_fixed_steps, is_reversible = 2, "HBNODE, GHBNODE", True, True
+    gradients = ("checkpoint", "direct", "reversible", "adjoint")
 
-    def __init__(self, drifts: Sequence[float], kicks: Sequence[float]) -> None:
-        self.constants = constant_arrays(np.array(drifts, float), np.array(kicks, float))
-        super().__init__(np.cumsum(drifts)[:-1].tolist())
+    def __init__(self, name: str, tableau: tableaus.SplittingTableau) -> None:
+        self.constants = constant_arrays(np.array(tableau.drifts, float), np.array(tableau.kicks, float))
+        super().__init__(np.cumsum(tableau.drifts)[:-1].tolist(), name, tableau)
         self.activation: Callable[[Tensor], Tensor] | None = None
 
     def bind(self, term: Any) -> Self:
@@ -592,16 +604,18 @@ class Rosenbrock(Method):
     """
 
     rows = 1
-    is_fsal = True
+    is_fsal = is_stiff = True
+    gradients = ("checkpoint", "direct")  # what decays fast forwards grows as fast backwards
     shape: tuple[int, int]  # (samples, unknowns); this and the following are set by bind
-    order: Tensor | None  # indices of the elements of a row as a matrix of that shape; None if they are in order
+    places: Tensor | None  # indices of the elements of a row as a matrix of that shape; None if they are in order
     inverse: Tensor
     weights: Tensor
     middle: Tensor
 
-    def __init__(self, tableau: RosenbrockTableau) -> None:
-        super().__init__((0.0, *tableau.c[1:], 1.0))  # the Jacobian, later stages, the first stage of the next step
-        self.error_order, self.diagonal, self.d = tableau.error_order, tableau.diagonal, tableau.d
+    def __init__(self, name: str, tableau: tableaus.RosenbrockTableau) -> None:
+        nodes = (0.0, *tableau.c[1:], 1.0)  # of the Jacobian, later stages, the first stage of the next step
+        super().__init__(nodes, name, tableau)
+        self.diagonal, self.d = tableau.diagonal, tableau.d
         a, C = strictly_lower(tableau.a)[1:, :-1], strictly_lower(tableau.C)
         dense = np.array(tableau.dense)
         k = np.arange(len(dense))
@@ -615,13 +629,13 @@ class Rosenbrock(Method):
         is_batch = all(x.dim() > 1 and x.shape[0] == tensors[0].shape[0] for x in tensors)  # len(x) fixes it in a graph
         is_batch |= term.lanes is not None
         samples = tensors[0].shape[0] if is_batch else 1
-        method.rows, method.order = term.rows, None
+        method.rows, method.places = term.rows, None
         method.shape = samples, sum(math.prod(x.shape[is_batch:]) for x in tensors)
         if term.lanes is None and len(tensors) > 1 and is_batch:  # a flat row holds one tensor after the other
             sizes = [x.numel() for x in tensors]
             indices = torch.arange(sum(sizes), device=term.template.device).split(sizes)
-            method.order = torch.cat([x.reshape(samples, -1) for x in indices], 1)
-            method.inverse = method.order.flatten().argsort()
+            method.places = torch.cat([x.reshape(samples, -1) for x in indices], 1)
+            method.inverse = method.places.flatten().argsort()
         weights, _, _, middle = (x.to(term.template) for x in constants(self, torch, term.template))
         method.weights, method.middle = weights[..., None, None, None], middle[..., None, None, None]
         return method
@@ -642,11 +656,11 @@ class Rosenbrock(Method):
 
     def matrix(self, row: Tensor) -> Tensor:
         """Return a row of the state as a matrix (samples, unknowns)."""
-        return row.reshape(self.shape) if self.order is None else row[self.order]
+        return row.reshape(self.shape) if self.places is None else row[self.places]
 
     def row(self, matrix: Tensor, shape: Any) -> Tensor:
         """Reverse :meth:`matrix`."""
-        return matrix.reshape(shape) if self.order is None else matrix.flatten()[self.inverse]
+        return matrix.reshape(shape) if self.places is None else matrix.flatten()[self.inverse]
 
     def step(
         self, state: tuple[Tensor, ...], coefficients: tuple[Tensor, ...], times: Sequence[Tensor], field: Field,
@@ -710,7 +724,7 @@ class FixedStepRungeKutta(Method):
     ``a`` holds the rows of the Runge-Kutta matrix after the first, and ``b`` the weights.
     """
 
-    rows = 1
+    rows, needs_fixed_steps = 1, True
 
     def __init__(self, a: Sequence[Sequence[float]], b: Sequence[float]) -> None:
         self.a, self.b = ((), *a), b
@@ -819,19 +833,61 @@ def constants(method: Any, xp: Any, size: Array) -> tuple[Array, ...]:
     return of_numpy if xp is np else tuple([x.to(size.device) for x in of_torch])
 
 
-# To add a method: coefficients in tableaus.py, a class above, an entry below, its name in settings.NativeMethod, and
-# its order in registry.py.
-NYSTROM = {"nystrom4": Nystrom(tableaus.RKN4), "nystrom6": Nystrom(tableaus.RKN6), "nystrom8": Nystrom(tableaus.RKN8)}
-EXPONENTIAL = {"exponential": Exponential(tableaus.EXPONENTIAL)}
-SPLITTING = {
-    "leapfrog": Splitting(tableaus.STRANG_DRIFTS, tableaus.STRANG_KICKS),
-    "blanes_moan4": Splitting(tableaus.BLANES_MOAN4_DRIFTS, tableaus.BLANES_MOAN4_KICKS),
-}
-RUNGE_KUTTA = {"tsit5": RungeKutta(tableaus.TSIT5)}
-ROSENBROCK = {"rodas5p": Rosenbrock(tableaus.RODAS5P)}  # for y, or for h and m of an HBNODE
-EXPLICIT: dict[str, Method] = {**NYSTROM, **EXPONENTIAL, **RUNGE_KUTTA}
-SECOND_ORDER: dict[str, Method] = {**NYSTROM, **EXPONENTIAL, **SPLITTING}  # methods with the rows h and m
-METHODS: dict[str, Method] = {**SECOND_ORDER, **RUNGE_KUTTA, **ROSENBROCK}
-TORCHDIFFEQ_GRIDS: dict[str, Method] = {
-    name: FixedStepRungeKutta(*coefficients) for name, coefficients in tableaus.TORCHDIFFEQ_GRIDS.items()
+@dataclass(frozen=True)
+class ForeignMethod:
+    """A method that torchdiffeq implements. Attributes of the same names are those of :class:`Method`.
+
+    Attributes:
+        order: order of convergence; None if it varies.
+        evaluations: function evaluations per step; None if they vary.
+        kind: ``"adaptive"``, ``"fixed"`` for fixed steps, ``"adams"`` for fixed steps of Adams methods, or ``"scipy"``.
+        grid: rows of the Runge-Kutta matrix after the first, and the weights, for compiled and exported graphs.
+    """
+
+    order: int | None = None
+    evaluations: int | None = None
+    kind: Literal["adaptive", "fixed", "adams", "scipy"] = "adaptive"
+    grid: tuple[tuple[tuple[float, ...], ...], tuple[float, ...]] | None = None
+    gradients: tuple[str, ...] = ("direct", "adjoint")
+    field: ClassVar = "any"
+
+    @property
+    def needs_fixed_steps(self) -> bool:
+        return self.kind in ("fixed", "adams")
+
+
+# To add a method: its coefficients in tableaus.py, and here a class (if none fits), a line and the name for type hints.
+NativeMethod = Literal[
+    "nystrom4", "nystrom6", "nystrom8", "exponential", "leapfrog", "blanes_moan4", "tsit5", "rodas5p"
+]
+_NATIVE: tuple[Method, ...] = (
+    Nystrom("nystrom4", tableaus.RKN4),
+    Nystrom("nystrom6", tableaus.RKN6),
+    Nystrom("nystrom8", tableaus.RKN8),
+    Exponential("exponential", tableaus.EXPONENTIAL),
+    Splitting("leapfrog", tableaus.STRANG),
+    Splitting("blanes_moan4", tableaus.BLANES_MOAN4),
+    RungeKutta("tsit5", tableaus.TSIT5),
+    Rosenbrock("rodas5p", tableaus.RODAS5P),
+)
+METHODS = {method.name: method for method in _NATIVE}
+
+TorchdiffeqMethod = Literal[
+    "dopri5", "dopri8", "bosh3", "fehlberg2", "adaptive_heun", "euler", "midpoint", "heun2", "heun3", "rk4",
+    "explicit_adams", "implicit_adams", "fixed_adams", "scipy_solver",
+]  # fmt: skip
+TORCHDIFFEQ_METHODS = {
+    "dopri5": ForeignMethod(5, 6), "dopri8": ForeignMethod(8, 13), "bosh3": ForeignMethod(3, 3),
+    "fehlberg2": ForeignMethod(2, 2), "adaptive_heun": ForeignMethod(2, 1),
+    "euler": ForeignMethod(1, 1, "fixed", ((), (1.0,))),
+    "midpoint": ForeignMethod(2, 2, "fixed", (((0.5,),), (0.0, 1.0))),
+    "heun2": ForeignMethod(2, 2, "fixed", (((1.0,),), (0.5, 0.5))),
+    "heun3": ForeignMethod(3, 3, "fixed", (((1 / 3,), (0.0, 2 / 3)), (0.25, 0.0, 0.75))),
+    "rk4": ForeignMethod(4, 4, "fixed", (((1 / 3,), (-1 / 3, 1.0), (1.0, -1.0, 1.0)), (1 / 8, 3 / 8, 3 / 8, 1 / 8))),
+    **dict.fromkeys(("explicit_adams", "implicit_adams", "fixed_adams"), ForeignMethod(kind="adams")),
+    "scipy_solver": ForeignMethod(kind="scipy", gradients=("adjoint",)),
+}  # fmt: skip
+ALL_METHODS: dict[str, Method | ForeignMethod] = {**METHODS, **TORCHDIFFEQ_METHODS}
+TRACEABLE: dict[str, Method] = METHODS | {  # methods whose fixed steps can be part of a graph
+    name: FixedStepRungeKutta(*method.grid) for name, method in TORCHDIFFEQ_METHODS.items() if method.grid
 }

@@ -16,18 +16,17 @@ from torch import Tensor, nn
 
 from hbnode import _torch
 from hbnode._checks import as_real, check_call, check_real, conversion, diagnose_call, with_hints
-from hbnode._torch import is_exporting, is_tracing, untraced
+from hbnode._torch import is_tracing, untraced
 from hbnode._tree import State, Times, apply, describe, is_finite, last_of, parts
 from hbnode.errors import ONLY_FIXED_GRIDS, MaxStepsError, NonFiniteError
 from hbnode.fields import GHBNODE, HBNODE
 from hbnode.nfe import NFE, Tally, open_counters, open_records
-from hbnode.solve import compiled, graph, torchdiffeq
+from hbnode.solve import compiled, graph, torchdiffeq_methods
 from hbnode.solve.adjoints import Direct, gradient_mode, owning
 from hbnode.solve.events import Event, EventRecord, checked_events
-from hbnode.solve.loop import integrate
-from hbnode.solve.methods import EXPLICIT, EXPONENTIAL, METHODS, ROSENBROCK, SECOND_ORDER, SPLITTING, TORCHDIFFEQ_GRIDS
-from hbnode.solve.settings import FIXED, TORCHDIFFEQ, Gradient, Method, NativeMethod, Save, Settings
-from hbnode.solve.start import start_of
+from hbnode.solve.loop import integrate, start_of
+from hbnode.solve.methods import ALL_METHODS, METHODS, TRACEABLE, Explicit, ForeignMethod, NativeMethod, Rosenbrock
+from hbnode.solve.settings import Gradient, Method, Save, Settings
 from hbnode.solve.stepper import STRONG, Attempt, Rows, Setup, Taken, first_index
 from hbnode.solve.term import (
     ODETerm,
@@ -222,8 +221,8 @@ def solve(
     if not is_tracing():
         return _solve(field, y0, t, settings, nfe, end, events)
     is_dynamo = torch.compiler.is_dynamo_compiling()
-    is_adaptive = settings.steps is None and settings.method in (None, *EXPLICIT)
-    if is_exporting() and is_adaptive and events is None and not settings.jump_times:
+    is_adaptive = settings.steps is None and isinstance(ALL_METHODS[settings.method or "tsit5"], Explicit)
+    if torch.compiler.is_exporting() and is_adaptive and events is None and not settings.jump_times:
         return _exported(field, y0, t, settings, end)
     if events is None and is_traceable(settings, is_dynamo):
         return _traced(field, y0, t, settings, Tally(field, nfe), end)
@@ -242,24 +241,24 @@ def _solve(field: Any, y0: State, t: Times, settings: Settings, nfe: NFE, end: b
     y0 = checked_state(field, y0, snapshot)
     events = () if given is None else checked_events(given, settings)
     template = y0 if isinstance(y0, Tensor) else y0[0]
-    is_native = settings.method not in TORCHDIFFEQ
+    is_native = settings.is_native
     has_times = events or getattr(unwrap_compiled(field), "time_dependent", True)
     times = checked_times(t, template.device, rows=is_native, dtype=template.dtype if has_times else None)
     settings = resolve(settings, field, times)
-    if settings.steps is None and settings.method not in FIXED and settings.rtol < torch.finfo(template.dtype).eps:
+    method, on_grid = ALL_METHODS[settings.method], settings.steps is not None
+    if not (on_grid or method.needs_fixed_steps) and settings.rtol < torch.finfo(template.dtype).eps:
         check_precision(settings.rtol, template.dtype)
     counter = Tally(field, nfe)
-    is_native &= settings.method not in TORCHDIFFEQ
-    if not is_native:
+    if isinstance(method, ForeignMethod):
         nfe.keeps_graph = settings.gradient == "direct" and torch.is_grad_enabled()
         with _torch.refusing(f"method={settings.method!r}", "a native method with gradient='direct'"):
-            trajectory = torchdiffeq.solve(field, y0, times, settings, counter, snapshot)
+            trajectory = torchdiffeq_methods.solve(field, y0, times, settings, counter, snapshot)
         return last_of(trajectory) if end else trajectory
-    for name in torchdiffeq.CALLBACKS:
+    for name in torchdiffeq_methods.CALLBACKS:
         if hasattr(field, name):
-            torchdiffeq.warn_of_callbacks(field, settings.method, torchdiffeq.CALLBACKS)
+            torchdiffeq_methods.warn_of_callbacks(field, settings.method, torchdiffeq_methods.CALLBACKS)
             break
-    if events and times.requires_grad and settings.method in SPLITTING:
+    if events and times.requires_grad and method.needs_fixed_steps:
         raise ValueError(
             f"method={settings.method!r} with events has no gradient of t. Fix: t.detach(), or method='nystrom4'."
         )
@@ -269,24 +268,19 @@ def _solve(field: Any, y0: State, t: Times, settings: Settings, nfe: NFE, end: b
         lanes = count_samples(y0, times, settings)
     term = ODETerm(field, y0, counter, second_order=is_second_order(settings.method, field), lanes=lanes)
     end_only = end and times.shape[-1] == 2
-    setup = Setup.of(term, METHODS[settings.method], times, settings, end_only=end_only, events=events)
-    if settings.steps is None and settings.method not in (*EXPONENTIAL, *ROSENBROCK):
+    setup = Setup.of(term, method, times, settings, end_only=end_only, events=events)
+    if not (on_grid or method.is_stiff):
         check_damping(setup, field)
-    if settings.compile and _torch.may_look() and not events and not compiled.is_possible(setup, y0):
-        setup, trajectory = compile_steps(setup, field, y0, times, snapshot)
-        if trajectory is not None:
-            return last_of(trajectory) if end else trajectory
+    may_compile = settings.compile and _torch.may_look() and not events
+    in_graphs = may_compile and not snapshot.masks and compiled.is_possible(setup, y0)
+    if may_compile and not in_graphs:
+        setup, solution = compile_steps(setup, field, y0, times, snapshot)
+        if solution is not None:
+            return last_of(solution) if end else solution
     with solving(snapshot, template.device.type):
-        found: Any = None
-        if (
-            settings.compile
-            and _torch.may_look()
-            and compiled.is_possible(setup, y0)
-            and can_compile(settings, snapshot)
-        ):
-            found = compiled.solve(setup, y0, snapshot, getattr(gradient, "keep_bytes", None))
-        rows, steps, objects = gradient.solve(setup, y0, snapshot) if found is None else (found.rows, None, found.owned)
-        if settings.steps is not None:
+        found = compiled.solve(setup, y0, snapshot, getattr(gradient, "keep_bytes", None)) if in_graphs else None
+        rows, steps, objects = found or gradient.solve(setup, y0, snapshot)
+        if on_grid:
             check_finite(setup, y0, rows)
     trajectory = term.unflatten(rows) if end_only else term.unflatten(rows, (len(rows[0]),))
     trajectory = last_of(trajectory) if end and not end_only else trajectory
@@ -312,7 +306,7 @@ def resolve(settings: Settings, field: Callable[..., Any], t: Tensor | None = No
     """
     method, gradient = settings.method, settings.gradient
     if method is not None:
-        if method in SECOND_ORDER:
+        if ALL_METHODS[method].field != "any":
             check_field(method, field)
     elif gradient == "reversible":
         method = "blanes_moan4"
@@ -327,13 +321,16 @@ def resolve(settings: Settings, field: Callable[..., Any], t: Tensor | None = No
     if gradient != "direct" and _torch.double_backward_enabled():
         gradient = "direct"
     if gradient is None:
-        gradient = "direct" if method in TORCHDIFFEQ or _torch.is_transformed() else "checkpoint"
+        gradient = (
+            "direct" if "checkpoint" not in ALL_METHODS[method].gradients or _torch.is_transformed() else "checkpoint"
+        )
     return dataclasses.replace(settings, method=method, gradient=gradient)
 
 
 def is_second_order(method: str, field: Callable[..., Any]) -> bool:
     """Return whether a method solves h'' + γh' = f(h, t) of the field, with the rows h and m."""
-    return method in SECOND_ORDER or (method in ROSENBROCK and is_heavy_ball(field, HBNODE))
+    of_name = TRACEABLE[method]
+    return of_name.rows == 2 or (isinstance(of_name, Rosenbrock) and is_heavy_ball(field, HBNODE))
 
 
 def constant_damping(field: Callable[..., Any]) -> float:
@@ -350,7 +347,7 @@ def check_field(method: str, field: Callable[..., Any]) -> None:
     kinds: tuple[type, ...] = (HBNODE,)
     what = "solves h'' + γh' = f(h, t), an HBNODE"
     fix = "Fix: method='tsit5', or method=None for the default."
-    if method in SPLITTING:
+    if "GHBNODE" in ALL_METHODS[method].field:
         kinds, what = (HBNODE, GHBNODE), "splits the equation of an HBNODE or GHBNODE"
         fix = "Fix: method='tsit5' with gradient='checkpoint'."
     if not isinstance(unwrap_compiled(field), kinds):
@@ -362,21 +359,14 @@ def check_field(method: str, field: Callable[..., Any]) -> None:
         )
 
 
-def can_compile(settings: Settings, snapshot: Snapshot) -> bool:
-    """Return whether steps can be compiled; warn otherwise."""
-    if snapshot.masks or settings.method in ROSENBROCK:
-        compiled.warn("func draws random numbers" if snapshot.masks else "the steps of Rosenbrock methods run eagerly")
-        return False
-    return True
-
-
 def compile_steps(setup: Setup, field: Any, y0: State, t: Tensor, snapshot: Snapshot) -> tuple[Setup, State | None]:
     """Solve with one compiled program if there are few fixed steps; otherwise return a setup with a compiled step.
 
     Return the trajectory, too, or None if the setup still has to be solved.
     """
     settings, stepper, method, term = setup.settings, setup.stepper, setup.stepper.method, setup.stepper.term
-    if not can_compile(settings, snapshot):
+    if snapshot.masks or isinstance(method, Rosenbrock):
+        compiled.warn("func draws random numbers" if snapshot.masks else "the steps of Rosenbrock methods run eagerly")
         return setup, None
     steps = (settings.steps or 0) * (t.shape[-1] - 1)
     evaluations = steps * method.evaluations + method.is_fsal
@@ -424,12 +414,10 @@ def is_traceable(settings: Settings, is_dynamo: bool) -> bool:
     Only fixed steps can. Exported graphs ignore the gradient modes that save memory, that is, all except ``"direct"``.
     torch.compile runs these modes, and solves inside ``count_nfe``, outside its graphs.
     """
-    if settings.steps is None or settings.jump_times or settings.method not in (None, *METHODS, *TORCHDIFFEQ_GRIDS):
+    if settings.steps is None or settings.jump_times or settings.method not in (None, *TRACEABLE):
         return False
-    if not is_dynamo or is_exporting():
+    if not is_dynamo or torch.compiler.is_exporting():
         return True
-    if not hasattr(torch.compiler, "is_exporting"):  # torch.compile of torch < 2.7 rounds the solve
-        return False
     return settings.gradient in (None, "direct") and not open_counters
 
 
@@ -441,7 +429,7 @@ def _traced(field: Callable[..., State], y0: State, t: Times, settings: Settings
     times = traced_times(t, parts(y0)[0].device)
     lanes = count_samples(y0, times, settings) if times.dim() == 2 else None
     term = ODETerm(field, y0, counter, second_order=is_second_order(settings.method, field), lanes=lanes)
-    setup = Setup.of(term, {**METHODS, **TORCHDIFFEQ_GRIDS}[settings.method], times, settings)
+    setup = Setup.of(term, TRACEABLE[settings.method], times, settings)
     with solving(snapshot, parts(y0)[0].device.type):
         rows = Direct().solve(setup, y0, snapshot).rows
     trajectory = term.unflatten(rows, (times.shape[-1],))
@@ -466,11 +454,10 @@ def _exported(field: Callable[..., State], y0: State, t: Times, settings: Settin
 
 def check_damping(setup: Setup, field: Callable[..., Any]) -> None:
     """Raise MaxStepsError before the solve if the damping alone requires more than ``max_steps`` steps."""
-    settings, end, reach = setup.settings, setup.grid.end, setup.stepper.method.damping_limit
-    is_limited = reach < math.inf
-    damping, reach = (setup.stepper.strongest, reach) if is_limited else (constant_damping(field), 4.0)
+    settings, end, limit = setup.settings, setup.grid.end, setup.stepper.method.damping_limit
+    damping, reach = (setup.stepper.strongest, limit) if limit < math.inf else (constant_damping(field), 4.0)
     span = float(end.max()) if damping and end.size else 0.0
-    needed = damping * span / (1.0 if is_limited else reach)
+    needed = damping * span / (1.0 if limit < math.inf else reach)
     if not needed >= settings.max_steps:  # a NaN is reported by the solve
         return
     if is_heavy_ball(field, HBNODE):

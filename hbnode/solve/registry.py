@@ -1,15 +1,12 @@
-"""The lists of all methods of :func:`hbnode.odeint` and :func:`hbnode.sdeint`.
-
-A new method is added at the end of ``solve/methods.py``, with its order here.
-"""
+"""The lists of all methods of :func:`hbnode.odeint` and :func:`hbnode.sdeint`."""
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
-from hbnode.solve.methods import METHODS, ROSENBROCK, SECOND_ORDER, SPLITTING
+from hbnode.solve.methods import ALL_METHODS, METHODS, NativeMethod, TorchdiffeqMethod
 from hbnode.solve.sde import GRADIENTS, NativeSDEMethod, SDEMethodName
-from hbnode.solve.settings import FIXED, SCIPY, Gradient, Method, NativeMethod, TorchdiffeqMethod
+from hbnode.solve.settings import Gradient, Method
 
 
 class MethodInfo(NamedTuple):
@@ -73,17 +70,6 @@ def _cell(value: str | float | tuple[str, ...] | None) -> str:
     return "varies" if value is None else ", ".join(value) if isinstance(value, tuple) else str(value)
 
 
-_ORDERS: dict[str, int] = {
-    "nystrom4": 4, "nystrom6": 6, "nystrom8": 8, "exponential": 5, "leapfrog": 2, "blanes_moan4": 4, "tsit5": 5,
-    "rodas5p": 5,
-    "dopri5": 5, "dopri8": 8, "bosh3": 3, "fehlberg2": 2, "adaptive_heun": 2,
-    "euler": 1, "midpoint": 2, "heun2": 2, "heun3": 3, "rk4": 4,
-}  # fmt: skip
-_EVALUATIONS: dict[str, int] = {
-    "dopri5": 6, "dopri8": 13, "bosh3": 3, "fehlberg2": 2, "adaptive_heun": 1,
-    "euler": 1, "midpoint": 2, "heun2": 2, "heun3": 3, "rk4": 4,
-    **{name: method.evaluations for name, method in METHODS.items()},
-}  # fmt: skip
 _OF_SDES: dict[SDEMethodName, tuple[float, int]] = {  # order and evaluations
     "ubu": (2, 1), "baoab": (1, 1), "nystrom4": (3, 3), "euler": (1, 1), "milstein": (1, 1), "srk": (1.5, 3),
     "midpoint": (1, 2), "heun": (1, 2), "euler_heun": (1, 1), "log_ode": (1, 2), "reversible_heun": (1, 1),
@@ -127,20 +113,15 @@ def methods() -> Methods[MethodInfo]:
 
 
 def _info(name: Method) -> MethodInfo:
-    is_native, is_fixed = name in METHODS, name in (*SPLITTING, *FIXED)
-    gradients: tuple[Gradient, ...] = ("direct", "adjoint")
-    if is_native:
-        gradients = ("checkpoint", "direct", *(("reversible",) if name in SPLITTING else ()))
-        gradients += () if name in ROSENBROCK else ("adjoint",)
-    elif name in SCIPY:
-        gradients = ("adjoint",)
+    of_name: Any = ALL_METHODS[name]
+    is_native, is_fixed = name in METHODS, of_name.needs_fixed_steps
     return MethodInfo(
         name,
-        _ORDERS[name] if is_native else _ORDERS.get(name),
-        _EVALUATIONS.get(name),
+        of_name.order,
+        of_name.evaluations,
         "fixed" if is_fixed else "adaptive",
-        "HBNODE, GHBNODE" if name in SPLITTING else "HBNODE" if name in SECOND_ORDER else "any",
-        gradients,
-        "steps=n" if is_fixed else "scipy" if name in SCIPY else "",
+        of_name.field,
+        of_name.gradients,
+        "steps=n" if is_fixed else "scipy" if name == "scipy_solver" else "",
         "hbnode" if is_native else "torchdiffeq",
     )

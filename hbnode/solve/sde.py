@@ -25,9 +25,9 @@ from hbnode.nfe import NFE, Tally
 from hbnode.solve import torchsde
 from hbnode.solve.adjoints import Checkpoint, Direct, Reversible, gradient_mode, owning
 from hbnode.solve.grid import Grid
-from hbnode.solve.methods import METHODS, NYSTROM, Field, Method, StepResult
+from hbnode.solve.methods import ALL_METHODS, METHODS, Field, Method, StepResult
 from hbnode.solve.odeint import check_finite, check_resolution, checked_state, checked_times, count_samples
-from hbnode.solve.settings import TORCHDIFFEQ, Gradient, Settings
+from hbnode.solve.settings import Gradient, Settings
 from hbnode.solve.stepper import Attempt, Setup, Stepper
 from hbnode.solve.term import ODETerm, Snapshot, change_of_call, materialize, solving, unwrap_compiled
 from hbnode.solve.torchsde import TorchsdeMethod
@@ -227,7 +227,7 @@ class ShiftedNystrom(SDEMethod):
         Foster, Lyons and Oberhauser, The shifted ODE method for underdamped Langevin MCMC, arXiv:2101.03446.
     """
 
-    ode, is_fsal, normals = NYSTROM["nystrom4"], True, 3
+    ode, is_fsal, normals = METHODS["nystrom4"], True, 3
     nodes = ode.nodes
     reach = 2.0  # for a spring, the error of the stationary variance of h is 0.2 % at 1, 10 % at 2 and 83 % at 4
 
@@ -488,8 +488,7 @@ def sde_setup(term: ODETerm, method: str, t: Tensor, counts: np.ndarray, noise: 
     eta = term.inner.solver_temperature()
     eta = term.aligned(eta, "temperature", "η") if isinstance(eta, Tensor) else eta
     eta = torch.as_tensor(eta, dtype=torch.float64, device="cpu")
-    gamma = term.damping = torch.as_tensor(term.damping, dtype=torch.float64, device="cpu")
-    term.per_channel = True  # rows keep the shape of h
+    gamma = torch.as_tensor(term.damping, dtype=torch.float64, device="cpu")
     of_sde = NATIVE[method]
     grid = Grid.of(t, term.template.detach(), term.lanes)
     strongest = to_numpy(gamma).max(initial=0.0)
@@ -508,14 +507,14 @@ def sde_setup(term: ODETerm, method: str, t: Tensor, counts: np.ndarray, noise: 
         packed = torch.where(size > 0, packed, of_sizes(size).detach().nan_to_num())
     settings = Settings(method, steps=1)
     parts = {"packed": packed.to(term.template), "ends": counts.cumsum(), "noise": noise}
-    stepper = SDEStepper.of(term, of_sde, method, settings.rtol, settings.atol, **parts)
+    stepper = SDEStepper.of(term, of_sde, settings, gamma, **parts)
     return Setup(stepper, grid, settings, counts.tolist())
 
 
 def check_growth(setup: Setup) -> None:
     """Raise ReversalError if rounding errors, times e^{γT} over a time T between outputs, would exceed 1e-4."""
     dtype, longest = setup.stepper.like.dtype, np.diff(setup.grid.points, axis=0).max(initial=0.0)
-    strongest = to_numpy(setup.stepper.gamma).max(initial=0.0)
+    strongest = to_numpy(torch.as_tensor(setup.stepper.gamma)).max(initial=0.0)
     eps, growth = torch.finfo(dtype).eps, strongest * longest
     if math.log(eps) + growth > math.log(MOST_ROUNDING):
         message = (
@@ -617,7 +616,8 @@ def sdeint(
     state: Any = checked_state(sde, y0, snapshot)
     times, counts = time_grid(t, dt)
     lanes = count_samples(state, times, Settings()) if times.dim() == 2 else None
-    term = ODETerm(sde, state, Tally(sde, NFE()), second_order=True, lanes=lanes)
+    tally = Tally(sde, NFE())
+    term = ODETerm(sde, state, tally, second_order=True, lanes=lanes, keeps_shape=method in NATIVE)
     if term.traced:
         raise ValueError("sdeint cannot be a part of a traced or exported graph. Fix: call it outside of the graph.")
     h = term.template
@@ -657,7 +657,7 @@ def method_error(method: str, gradient: str) -> ValueError:
     methods = tuple(GRADIENTS)
     if method not in methods:
         fix = f"method={nearest(method, methods) or 'ubu'!r}"
-        if method in (*METHODS, *TORCHDIFFEQ):
+        if method in ALL_METHODS:
             fix = f"{fix}, or hbnode.odeint, which solves the ODE without noise"
         return ValueError(f"unknown method {method!r}; expected one of {methods}. Fix: {fix}.")
     gradients = GRADIENTS[method]

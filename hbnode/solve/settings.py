@@ -15,24 +15,12 @@ import torch
 from torch import Tensor
 
 from hbnode._checks import as_count, check_bool, is_one_of, nearest, nearest_method, refuse_gradient
-from hbnode.solve.methods import METHODS, ROSENBROCK, SPLITTING
+from hbnode.solve.methods import ALL_METHODS, METHODS, TORCHDIFFEQ_METHODS, NativeMethod, TorchdiffeqMethod
 
-NativeMethod = Literal[
-    "nystrom4", "nystrom6", "nystrom8", "exponential", "leapfrog", "blanes_moan4", "tsit5", "rodas5p"
-]
-TorchdiffeqMethod = Literal[
-    "dopri5", "dopri8", "bosh3", "fehlberg2", "adaptive_heun", "euler", "midpoint", "heun2", "heun3", "rk4",
-    "explicit_adams", "implicit_adams", "fixed_adams", "scipy_solver",
-]  # fmt: skip
 Method = Literal[NativeMethod, TorchdiffeqMethod]
 Gradient = Literal["checkpoint", "direct", "reversible", "adjoint"]
 Save = Literal["interpolate", "exact"]
 
-ADAPTIVE = ("dopri5", "dopri8", "bosh3", "fehlberg2", "adaptive_heun")  # of torchdiffeq
-ADAMS = ("explicit_adams", "implicit_adams", "fixed_adams")
-FIXED = ("euler", "midpoint", "heun2", "heun3", "rk4", *ADAMS)
-SCIPY = ("scipy_solver",)
-TORCHDIFFEQ = (*ADAPTIVE, *FIXED, *SCIPY)
 GRADIENTS, SAVES = get_args(Gradient), get_args(Save)
 
 ARGUMENTS = {  # names given as options, and the argument of odeint that replaces each
@@ -66,13 +54,12 @@ class Settings:
     @property
     def is_native(self) -> bool:
         """Whether hbnode implements the method."""
-        return self.method not in TORCHDIFFEQ
+        return self.method not in TORCHDIFFEQ_METHODS
 
     def checked(self) -> Settings:
         """Return the settings with normalized types; raise if a value is out of range or two values conflict."""
-        method, of_torchdiffeq = self.method, is_one_of(self.method, TORCHDIFFEQ)
-        if method is not None and not is_one_of(method, (*METHODS, *TORCHDIFFEQ)):
-            methods = (*METHODS, *TORCHDIFFEQ)
+        method, of_torchdiffeq = self.method, is_one_of(self.method, tuple(TORCHDIFFEQ_METHODS))
+        if method is not None and not is_one_of(method, methods := tuple(ALL_METHODS)):
             raise ValueError(
                 f"unknown method {method!r}; expected one of {methods}. Fix: {nearest_method(method, methods)}."
             )
@@ -126,7 +113,8 @@ class Settings:
         if options is not None and not isinstance(options, dict):
             fix = "steps=8 for fixed steps, else options={'max_nfe': 1000}"
             raise TypeError(f"options must be a dict, got {type(options).__name__}. Fix: {fix}.")
-        known = ("max_nfe",) if method in SPLITTING else _NATIVE_OPTIONS
+        of_method = METHODS[method]
+        known = ("max_nfe",) if of_method.needs_fixed_steps else _NATIVE_OPTIONS
         unknown = [name for name in options or {} if name not in known]
         if unknown:
             raise ValueError(
@@ -138,14 +126,15 @@ class Settings:
                 as_count(value, "options['max_nfe']")
             elif not isinstance(value, numbers.Real) or not float(value) > 0:
                 raise ValueError(f"options[{name!r}] must be positive, got {value!r}. Fix: a length of time.")
-        if method in SPLITTING and self.steps is None:
+        if of_method.needs_fixed_steps and self.steps is None:
             raise ValueError(f"method={method!r} needs fixed steps. Fix: steps=n, n steps per output interval.")
-        if gradient == "reversible" and method not in SPLITTING:
+        if gradient == "reversible" and not of_method.is_reversible:
+            reversible = tuple(name for name, other in METHODS.items() if other.is_reversible)
             raise ValueError(
-                f"gradient='reversible' needs a reversible method, one of {tuple(SPLITTING)}, got "
+                f"gradient='reversible' needs a reversible method, one of {reversible}, got "
                 f"method={method!r}. Fix: gradient='checkpoint', or method='leapfrog' with steps=n."
             )
-        if gradient == "adjoint" and method in ROSENBROCK:
+        if gradient == "adjoint" and gradient not in of_method.gradients:
             raise ValueError(
                 f"gradient='adjoint' does not support method={method!r}: components that decay fast forwards grow as "
                 "fast backwards. Fix: gradient='checkpoint', which is exact."

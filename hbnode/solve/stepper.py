@@ -93,6 +93,7 @@ class Stepper:
         program: the compiled step; None if steps are not compiled.
         has_events: whether each step returns the columns of dense output, for the search for events.
         like: a tensor of the shape, dtype and device of the state, without a graph.
+        no_times: stage times for a field that does not depend on them.
     """
 
     term: ODETerm
@@ -103,15 +104,18 @@ class Stepper:
     rtol: float
     atol: float
     like: Tensor
+    no_times: list[Tensor]
     noise: Callable[[int], Tensor] | None = None
     program: Callable[..., Any] | None = None
     has_events: bool = False
-    latest: dict[str, Any] = field(init=False, default_factory=dict, compare=False)  # coefficients of the last size
+    latest: list[Any] = field(
+        init=False, default_factory=functools.partial(list, [None] * 3)
+    )  # the last size, error and coefficients
 
     @classmethod
-    def of(cls, term: ODETerm, method: Method, name: str, rtol: float, atol: float, **others: Any) -> Stepper:
-        """Return the stepper of a term and a method."""
-        gamma, number = term.damping, None
+    def of(cls, term: ODETerm, method: Method, settings: Settings, gamma: Any = None, **others: Any) -> Self:
+        """Return the stepper of a term and a method; ``gamma`` is the damping of the term on another device."""
+        gamma, number = term.damping if gamma is None else gamma, None
         if not isinstance(gamma, Tensor):
             number = gamma
         elif not term.traced:
@@ -120,7 +124,9 @@ class Stepper:
             if number is None or gamma.is_cpu:  # else gradients of γ would wait for the device
                 gamma = gamma.to("cpu", torch.float64)
         like = term.template.detach()  # else it would add a graph edge
-        return cls(term, method.bind(term), name, gamma, number, rtol, atol, like, **others)
+        no_times = [like.new_zeros(())] * method.evaluations
+        parts = settings.method, gamma, number, settings.rtol, settings.atol, like, no_times
+        return cls(term, method.bind(term), *parts, **others)
 
     @property
     def strongest(self) -> float:
@@ -139,35 +145,26 @@ class Stepper:
         """Return this stepper with a tensor of the same values as :attr:`constants`."""
         return replace(self, gamma=constants)
 
-    @property
-    def no_times(self) -> list[Tensor]:
-        return [self.like.new_zeros(())] * self.method.evaluations
-
     # Coefficients
 
     def coefficients(self, attempt: Attempt) -> tuple[Any, Tensor | None]:
-        """Return the coefficients of a step, and those of its outputs; both are differentiable in γ and the times."""
-        method, size, latest = self.method, attempt.size, self.latest
-        is_known = latest and not isinstance(size, Tensor) and latest["error"] == attempt.error
-        if not is_known or (latest["size"] is not size and (latest["size"] != size).any()):
-            packed = self.of_gamma(functools.partial(method.packed, error=attempt.error), size)
-            found = method.unpack(packed, self.term.dims_of_row, error=attempt.error)
-            latest.clear()
-            if isinstance(size, Tensor):
-                return found, self.blend(attempt)
-            latest.update(size=size, error=attempt.error, coefficients=found)
-        return latest["coefficients"], self.blend(attempt)
+        """Return the coefficients of a step, and those of its outputs, None if they are at its end.
 
-    def blend(self, attempt: Attempt) -> Tensor | None:
-        """Return the weights of dense output at the outputs of an attempt; None if they are at its end."""
-        theta, size, lanes = attempt.theta, attempt.size, attempt.lanes
+        Both are differentiable in γ and the times.
+        """
+        method, size, theta, lanes = self.method, attempt.size, attempt.theta, attempt.lanes
+        last_size, error, coefficients = self.latest
+        if isinstance(size, Tensor) or error != attempt.error or (last_size is not size and (last_size != size).any()):
+            packed = self.of_gamma(functools.partial(method.packed, error=attempt.error), size)
+            coefficients = method.unpack(packed, self.term.dims_of_row, error=attempt.error)
+            self.latest[:] = None if isinstance(size, Tensor) else size, attempt.error, coefficients
         if theta is None:
-            return None
+            return coefficients, None
         if attempt.place is not None:
             theta, size = attempt.place
         else:
             size = size[lanes] if size.ndim else np.full_like(theta, size)
-        return self.of_gamma(self.method.blend, size, theta, lanes=lanes)
+        return coefficients, self.of_gamma(method.blend, size, theta, lanes=lanes)
 
     def of_gamma(self, formula: Callable[..., Any], *args: Any, lanes: Any = None) -> Tensor:
         """Return ``formula(xp, γ, *args)`` as a tensor; ``lanes`` are the lanes of the elements of ``args``.
@@ -220,17 +217,20 @@ class Stepper:
         of_events = columns.detach() if self.has_events and columns is not None else None
         if attempt.outputs is None:
             return Taken(state, error, (), of_events)
-        outputs: list[Tensor] = []  # the state at the end of the step, once per output
-        for row in state[: self.term.rows]:
-            outputs.append(row.unsqueeze(0) if lanes is None or attempt.lanes is None else row[attempt.lanes])
-        if attempt.late is not None:  # y + y' (t - end) at an output time t, which equals the end of the step
-            slopes, late = self.slopes(state), attempt.late.to(state[0]).view(-1, *[1] * (outputs[0].dim() - 1))
-            index = None if lanes is None else to_device(attempt.lanes, self.like)
-            slopes = tuple([slope.unsqueeze(0) if index is None else slope[index] for slope in slopes])
-            outputs = [row + late * slope for row, slope in zip(outputs, slopes, strict=False)]
+        outputs = self._at_end(state, attempt)
         if blend is not None and columns is not None:
             outputs = self._interpolated(outputs, columns, blend, attempt)
         return Taken(state, error, tuple(outputs), of_events)
+
+    def _at_end(self, state: Rows, attempt: Attempt) -> list[Tensor]:
+        """Return the rows of the state at the end of a step, once per output, with gradients of the output times."""
+        index = None if self.term.lanes is None or attempt.lanes is None else attempt.lanes
+        outputs = [row.unsqueeze(0) if index is None else row[index] for row in state[: self.term.rows]]
+        if attempt.late is None:
+            return outputs
+        late = attempt.late.to(state[0]).view(-1, *[1] * (outputs[0].dim() - 1))
+        slopes = [slope.unsqueeze(0) if index is None else slope[index] for slope in self.slopes(state)]
+        return [row + late * slope for row, slope in zip(outputs, slopes, strict=False)]  # y + y' (t - end), t = end
 
     def _restarted(self, state: Rows, attempt: Attempt, field: Field) -> Rows:
         """Return the state with the value of the field just after a jump.
@@ -348,6 +348,7 @@ class Setup:
         counts: the number of fixed steps in each output interval.
         end_only: whether to return the final state only.
         events: the events of each sample.
+        max_nfe: the largest number of function evaluations; None if there is no limit.
     """
 
     stepper: Stepper
@@ -356,25 +357,18 @@ class Setup:
     counts: Sequence[int]
     end_only: bool = False
     events: Sequence[Any] = ()
+    max_nfe: int | None = None
 
     @classmethod
     def of(cls, term: ODETerm, method: Method, t: Tensor, settings: Settings, **others: Any) -> Setup:
         """Return the setup of a term, a method and output times (T,) or (lanes, T)."""
         has_events = bool(others.get("events"))
-        stepper = Stepper.of(term, method, settings.method, settings.rtol, settings.atol, has_events=has_events)
+        stepper = Stepper.of(term, method, settings, has_events=has_events)
         grid = TracedGrid(t) if term.traced else Grid.of(t, stepper.like, term.lanes)
         if settings.jump_times and settings.steps is not None and isinstance(grid, Grid):
             grid = grid.with_jumps(settings.jump_times, both_sides=has_events)
-        return cls(stepper, grid, settings, [settings.steps or 1] * (t.shape[-1] - 1), **others)
-
-    def option(self, name: str, default: Any = None) -> Any:
-        return (self.settings.options or {}).get(name, default)
-
-    @property
-    def longest_step(self) -> float:
-        """The largest adaptive step size H, which also limits γH."""
-        longest, strongest = float(self.option("max_step", math.inf)), self.stepper.strongest
-        return min(longest, self.stepper.method.damping_limit / strongest) if strongest else longest
+        counts = [settings.steps or 1] * (t.shape[-1] - 1)
+        return cls(stepper, grid, settings, counts, max_nfe=(settings.options or {}).get("max_nfe"), **others)
 
     @property
     def advice(self) -> str:
@@ -389,7 +383,7 @@ class Setup:
 
     def check_nfe(self, t: Any, size: Any, evaluations: int) -> None:
         """Raise MaxNFEError if that many further evaluations would exceed ``max_nfe``."""
-        most, nfe = self.option("max_nfe"), self.stepper.term.counter.nfe
+        most, nfe = self.max_nfe, self.stepper.term.counter.nfe
         if most is None:
             return
         spent = nfe.forward if _torch.backward_pass() == -1 else nfe.backward

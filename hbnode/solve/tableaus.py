@@ -1,9 +1,4 @@
-"""Published coefficients of the native methods, which the tests check against the order conditions.
-
-They include torchdiffeq's explicit methods with fixed steps, which hbnode implements for compiled and exported graphs.
-The adaptive methods dopri5 (Dormand-Prince), dopri8 and bosh3 run in torchdiffeq, with its coefficients: see
-``solve/torchdiffeq.py``.
-"""
+"""Published coefficients of the native methods, which the tests check against the order conditions."""
 
 from __future__ import annotations
 
@@ -13,8 +8,25 @@ from dataclasses import dataclass
 Row = tuple[float, ...]
 
 
-@dataclass(frozen=True)
-class NystromTableau:
+@dataclass(frozen=True, kw_only=True)
+class Tableau:
+    """What the tableaus of all methods state, and the tests check.
+
+    Attributes:
+        order: order of the method.
+        error_order: order of the embedded solution; None without one, for methods that need fixed steps.
+        dense_order: order of the dense output of y or h. That of m is one less.
+        dense_error_factor: largest ratio, at least 1, of the error of dense output to the error estimate of the step.
+    """
+
+    order: int
+    error_order: int | None = None
+    dense_order: int | None = None
+    dense_error_factor: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class NystromTableau(Tableau):
     r"""An embedded Runge-Kutta-Nystrom pair for :math:`u'' = g(u, s)` whose last stage is the first of the next step.
 
     With step size H and values :math:`g_i` of g at the stages :math:`u_i`, a step ends at u and u':
@@ -24,8 +36,6 @@ class NystromTableau:
         u = u_0 + H u'_0 + H^2 \sum_j b_j g_j, \quad u' = u'_0 + H \sum_j b'_j g_j
 
     Attributes:
-        order: order of the method.
-        error_order: order of the embedded solution.
         c: nodes of the stages, from 0 to 1.
         a: rows of the stages after the first; the last row is ``b`` without its last weight, 0.
         b_velocity: the weights b'.
@@ -33,8 +43,6 @@ class NystromTableau:
         error_velocity: b' minus those of the embedded solution.
     """
 
-    order: int
-    error_order: int
     c: Row
     a: tuple[Row, ...]
     b_velocity: Row
@@ -47,13 +55,11 @@ class NystromTableau:
         return (*self.a[-1], 0.0)
 
 
-@dataclass(frozen=True)
-class RungeKuttaTableau:
+@dataclass(frozen=True, kw_only=True)
+class RungeKuttaTableau(Tableau):
     r"""An embedded Runge-Kutta pair for :math:`y' = f(t, y)` whose last stage is the first of the next step.
 
     Attributes:
-        order: order of the method.
-        error_order: order of the embedded solution.
         c: nodes of the stages, from 0 to 1.
         a: rows of the stages after the first; the last row holds the weights b without the last one, 0.
         error: b minus the weights of the embedded solution.
@@ -62,16 +68,14 @@ class RungeKuttaTableau:
             :math:`\theta^k`.
     """
 
-    order: int
-    error_order: int
     c: Row
     a: tuple[Row, ...]
     error: Row
     dense: tuple[Row, ...]
 
 
-@dataclass(frozen=True)
-class RosenbrockTableau:
+@dataclass(frozen=True, kw_only=True)
+class RosenbrockTableau(Tableau):
     r"""An embedded Rosenbrock pair for :math:`y' = f(t, y)`, in the form without products with the Jacobian.
 
     With step size H, :math:`J = \partial f / \partial y` and :math:`f_t = \partial f / \partial t` at the start
@@ -81,9 +85,9 @@ class RosenbrockTableau:
         (I / (H g) - J) u_i = f(t_0 + c_i H, y_0 + \sum_{j<i} a_{ij} u_j) + \sum_{j<i} C_{ij} u_j / H + d_i H f_t,
         \quad y = y_0 + \sum_j b_j u_j.
 
+    The embedded solution is y without its last stage.
+
     Attributes:
-        order: order of the method.
-        error_order: order of the embedded solution, which is y without its last stage.
         diagonal: g.
         c: nodes of the stages.
         a: rows of the stages after the first; the last row holds the weights b.
@@ -93,8 +97,6 @@ class RosenbrockTableau:
             \sum_{ik} \theta^k` ``dense[k][i]`` :math:`u_i` at the fraction θ of a step.
     """
 
-    order: int
-    error_order: int
     diagonal: float
     c: Row
     a: tuple[Row, ...]
@@ -103,25 +105,29 @@ class RosenbrockTableau:
     dense: tuple[Row, ...]
 
 
-@dataclass(frozen=True)
-class ExponentialTableau:
+@dataclass(frozen=True, kw_only=True)
+class ExponentialTableau(Tableau):
     r"""An embedded pair of the class :class:`~hbnode.solve.methods.Exponential`, for :math:`h'' + \gamma h' = f(h, t)`.
 
     Attributes:
-        order: order of the method for step sizes below 1/γ.
-        stiff_order: order of the method as γ tends to infinity.
-        error_order: order of the embedded solution.
+        stiff_order: order of the method as γ tends to infinity; ``order`` is for step sizes below 1/γ.
         c: nodes of the stages, from 0 to 1.
         corrections: weights κ of each stage after the first, one per stage between the first and itself.
         left_out: index of the value of f that the embedded solution does not use.
     """
 
-    order: int
     stiff_order: int
-    error_order: int
     c: Row
     corrections: tuple[Row, ...]
     left_out: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplittingTableau(Tableau):
+    """A symmetric splitting: the times of its ``drifts`` and ``kicks`` as fractions of the step; one more drift."""
+
+    drifts: Row
+    kicks: Row
 
 
 def _minus(x: Row, y: Row) -> Row:
@@ -133,6 +139,7 @@ def _minus(x: Row, y: Row) -> Row:
 RKN4 = NystromTableau(
     order=4,
     error_order=3,
+    dense_order=4,
     c=(0, 1 / 4, 7 / 10, 1),
     a=((1 / 32,), (7 / 1000, 119 / 500), (1 / 14, 8 / 27, 25 / 189)),
     b_velocity=(1 / 14, 32 / 81, 250 / 567, 5 / 54),
@@ -144,30 +151,23 @@ RKN4 = NystromTableau(
 _R = math.sqrt(8581)
 _RKN6_B = (329 / 4212, 0, (84119543 + 366727 * _R) / 409622616, (84119543 - 366727 * _R) / 409622616, 200 / 17901, 0)
 _RKN6_B_VELOCITY = (
-    329 / 4212,
-    0,
-    (389225579 + 96856 * _R) / 1024056540,
-    (389225579 - 96856 * _R) / 1024056540,
-    2000 / 17901,
-    1 / 20,
-)
+    329 / 4212, 0, (389225579 + 96856 * _R) / 1024056540, (389225579 - 96856 * _R) / 1024056540, 2000 / 17901, 1 / 20,
+)  # fmt: skip
 RKN6 = NystromTableau(
     order=6,
     error_order=4,
+    dense_order=6,
     c=(0, (209 - _R) / 900, (209 - _R) / 450, (209 + _R) / 450, 9 / 10, 1),
     a=(
         ((26131 - 209 * _R) / 810000,),
         ((26131 - 209 * _R) / 607500, (26131 - 209 * _R) / 303750),
         (
-            (980403512254 + 7781688431 * _R) / 11694469921875,
-            -(1262884486208 + 15385481287 * _R) / 11694469921875,
+            (980403512254 + 7781688431 * _R) / 11694469921875, -(1262884486208 + 15385481287 * _R) / 11694469921875,
             (7166233891441 + 78694563299 * _R) / 46777879687500,
         ),
         (
-            -9 * (329260 + 3181 * _R) / 27040000,
-            27 * (35129 + 3331 * _R) / 13520000,
-            -27 * (554358343 + 31040327 * _R) / 464060480000,
-            153 * (8555257 - 67973 * _R) / 2745920000,
+            -9 * (329260 + 3181 * _R) / 27040000, 27 * (35129 + 3331 * _R) / 13520000,
+            -27 * (554358343 + 31040327 * _R) / 464060480000, 153 * (8555257 - 67973 * _R) / 2745920000,
         ),
         _RKN6_B[:5],
     ),
@@ -176,15 +176,11 @@ RKN6 = NystromTableau(
     error_velocity=_minus(
         _RKN6_B_VELOCITY,
         (
-            115 / 2106,
-            0,
-            (84119543 + 366727 * _R) / 256014135,
-            (84119543 - 366727 * _R) / 256014135,
-            6950 / 17901,
-            -1 / 10,
+            115 / 2106, 0, (84119543 + 366727 * _R) / 256014135, (84119543 - 366727 * _R) / 256014135,
+            6950 / 17901, -1 / 10,
         ),
     ),
-)
+)  # fmt: skip
 
 # RKN8(6)9FM of Dormand, El-Mikkawy and Prince, High-order embedded Runge-Kutta-Nystrom formulae, IMA J. Numer. Anal. 7
 # (1987) 423-430.
@@ -193,6 +189,7 @@ _RKN8_B_VELOCITY = (223 / 7938, 0, 5875 / 36288, 4625 / 21168, 41 / 224, 4625 / 
 RKN8 = NystromTableau(
     order=8,
     error_order=6,
+    dense_order=6,
     c=(0, 1 / 20, 1 / 10, 3 / 10, 1 / 2, 7 / 10, 9 / 10, 1, 1),
     a=(
         (1 / 800,),
@@ -202,13 +199,8 @@ RKN8 = NystromTableau(
         (227015747 / 304251000, -54897451 / 30425100, 12942349 / 10141700, -9499 / 304251, 539 / 9250),
         (-1131891597 / 901789000, 41964921 / 12882700, -6663147 / 3220675, 270954 / 644135, -108 / 5875, 114 / 1645),
         (
-            13836959 / 3667458,
-            -17731450 / 1833729,
-            1063919505 / 156478208,
-            -33213845 / 39119552,
-            13335 / 28544,
-            -705 / 14272,
-            1645 / 57088,
+            13836959 / 3667458, -17731450 / 1833729, 1063919505 / 156478208, -33213845 / 39119552, 13335 / 28544,
+            -705 / 14272, 1645 / 57088,
         ),
         _RKN8_B[:8],
     ),
@@ -216,38 +208,26 @@ RKN8 = NystromTableau(
     error=_minus(
         _RKN8_B,
         (
-            7987313 / 109941300,
-            0,
-            1610737 / 44674560,
-            10023263 / 33505920,
-            -497221 / 12409600,
-            10023263 / 78180480,
-            1610737 / 402071040,
-            0,
-            0,
+            7987313 / 109941300, 0, 1610737 / 44674560, 10023263 / 33505920, -497221 / 12409600, 10023263 / 78180480,
+            1610737 / 402071040, 0, 0,
         ),
     ),
     error_velocity=_minus(
         _RKN8_B_VELOCITY,
         (
-            7987313 / 109941300,
-            0,
-            1610737 / 40207104,
-            10023263 / 23454144,
-            -497221 / 6204800,
-            10023263 / 23454144,
-            1610737 / 40207104,
-            -4251941 / 54970650,
-            3 / 20,
+            7987313 / 109941300, 0, 1610737 / 40207104, 10023263 / 23454144, -497221 / 6204800, 10023263 / 23454144,
+            1610737 / 40207104, -4251941 / 54970650, 3 / 20,
         ),
     ),
-)
+)  # fmt: skip
 
 # Tsitouras, Runge-Kutta pairs of order 5(4) satisfying only the first column simplifying assumption, Comput. Math.
 # Appl. 62 (2011) 770-775, with its interpolant of order 4.
 TSIT5 = RungeKuttaTableau(
     order=5,
     error_order=4,
+    dense_order=4,
+    dense_error_factor=4.0,
     c=(0, 0.161, 0.327, 0.9, 0.9800255409045097, 1, 1),
     a=(
         (0.161,),
@@ -283,6 +263,7 @@ _LAST = (-7.502846399306121, 2.561846144803919, -11.627539656261098, -0.18268767
 RODAS5P = RosenbrockTableau(
     order=5,
     error_order=4,
+    dense_order=4,
     diagonal=0.21193756319429014,
     c=(0.0, 0.6358126895828704, 0.4095798393397535, 0.9769306725060716, 0.4288403609558664, 1.0, 1.0, 1.0),
     a=(
@@ -331,10 +312,12 @@ RODAS5P = RosenbrockTableau(
 # 142 (2002) 313-330: the method S6 of order 4, for any split in two; here into drifts and kicks.
 _A1, _A2, _A3 = 0.0792036964311957, 0.353172906049774, -0.0420650803577195
 _B1, _B2 = 0.209515106613362, -0.143851773179818
-BLANES_MOAN4_DRIFTS = (_A1, _A2, _A3, 1 - 2 * (_A1 + _A2 + _A3), _A3, _A2, _A1)
-BLANES_MOAN4_KICKS = (_B1, _B2, 0.5 - _B1 - _B2, 0.5 - _B1 - _B2, _B2, _B1)
-STRANG_DRIFTS = (0.5, 0.5)
-STRANG_KICKS = (1.0,)
+BLANES_MOAN4 = SplittingTableau(
+    order=4,
+    drifts=(_A1, _A2, _A3, 1 - 2 * (_A1 + _A2 + _A3), _A3, _A2, _A1),
+    kicks=(_B1, _B2, 0.5 - _B1 - _B2, 0.5 - _B1 - _B2, _B2, _B1),
+)
+STRANG = SplittingTableau(order=2, drifts=(0.5, 0.5), kicks=(1.0,))
 
 # hbnode's own method, with two published limits. Without damping it is the method of order 5 of Nystrom, Ueber die
 # numerische Integration von Differentialgleichungen, Acta Soc. Sci. Fennicae 50 (1925), in Hairer, Norsett and Wanner,
@@ -346,16 +329,8 @@ EXPONENTIAL = ExponentialTableau(
     order=5,
     stiff_order=4,
     error_order=3,
+    dense_order=5,
     c=(0, 1 / 5, 2 / 3, 1),
     corrections=((), (50 / 27,), (25 / 7, 162 / 35)),
     left_out=1,
 )
-
-# torchdiffeq's explicit methods with fixed steps: rows of A after the first, and b. Its "rk4" is the 3/8 rule.
-TORCHDIFFEQ_GRIDS: dict[str, tuple[tuple[Row, ...], Row]] = {
-    "euler": ((), (1.0,)),
-    "midpoint": (((0.5,),), (0.0, 1.0)),
-    "heun2": (((1.0,),), (0.5, 0.5)),
-    "heun3": (((1 / 3,), (0.0, 2 / 3)), (0.25, 0.0, 0.75)),
-    "rk4": (((1 / 3,), (-1 / 3, 1.0), (1.0, -1.0, 1.0)), (0.125, 0.375, 0.375, 0.125)),
-}

@@ -80,13 +80,14 @@ class ODETerm:
     only F, because the solvers integrate the damping γ themselves.
 
     A row has the shape (elements,) if all elements share one step size and one γ. It has the shape (batch, elements) if
-    samples have their own steps, and the shape of h if γ differs between channels. ``lanes`` is the number of samples
-    with their own steps, or None if all samples share their steps.
+    samples have their own steps, and the shape of the state with ``keeps_shape``, or if γ differs between channels.
+    ``lanes`` is the number of samples with their own steps, or None if all samples share their steps.
     """
 
     def __init__(
-        self, field: Callable[..., Any], y0: State, counter: Tally, *, second_order: bool, lanes: int | None = None
-    ) -> None:
+        self, field: Callable[..., Any], y0: State, counter: Tally, *, second_order: bool, lanes: int | None = None,
+        keeps_shape: bool = False,
+    ) -> None:  # fmt: skip
         self.field: Any = field
         self.inner: Any = unwrap_compiled(field)
         self.counter, self.like, self.lanes, self.traced = counter, y0, lanes, is_tracing()
@@ -107,7 +108,8 @@ class ODETerm:
             self.damping = self.inner.solver_damping()
         if isinstance(self.damping, Tensor) and self.damping.dim():
             self.damping = self.aligned(self.damping, "damping", "γ")
-        self.per_channel = isinstance(self.damping, Tensor) and self.damping.dim() > 0
+        self.keeps_shape = keeps_shape or (isinstance(self.damping, Tensor) and self.damping.dim() > 0)
+        self.dims_of_row = self.template.dim() if self.keeps_shape else 1 if lanes is None else 2
         device = self.template.device.type
         autocast = device != "meta" and torch.is_autocast_enabled(device)
         self.autocast = (device, torch.get_autocast_dtype(device)) if autocast else None
@@ -119,6 +121,7 @@ class ODETerm:
         is_compiled = field is not self.inner or getattr(field, "_compiled_call_impl", None) is not None
         self.calls_field = second_order and is_compiled
         self.time_dependent: bool = getattr(self.inner, "time_dependent", True)
+        self.wants_time = not second_order or self.time_dependent
         self.address: int | None = None  # of the last value of the field
 
     def aligned(self, value: Tensor | float, name: str, symbol: str) -> Tensor | float:
@@ -138,7 +141,7 @@ class ODETerm:
     def flatten(self, state: State) -> tuple[Tensor, ...]:
         rows: list[Tensor] = []
         for part in (state,) if isinstance(state, Tensor) else state:
-            if self.per_channel:
+            if self.keeps_shape:
                 rows.append(part)
             elif self.lanes is None:
                 rows.append(part.reshape(-1))
@@ -193,15 +196,6 @@ class ODETerm:
                 self.address = 0
             f = f.clone() if self.address and before in (None, self.address) else f
         return f if f.shape == row.shape else f.reshape(row.shape)
-
-    @property
-    def wants_time(self) -> bool:
-        """Whether a call needs the time."""
-        return not self.second_order or self.time_dependent
-
-    @property
-    def dims_of_row(self) -> int:
-        return self.template.dim() if self.per_channel else 1 if self.lanes is None else 2
 
     def stages(self, times: Sequence[Any]) -> Sequence[Tensor]:
         """Return times as arguments of the field: scalar tensors, or (lanes, 1, ...) to broadcast with the state."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import hbnode
-from hbnode.solve.settings import FIXED, TORCHDIFFEQ
+from hbnode.solve.methods import ALL_METHODS, TORCHDIFFEQ_METHODS
 
 FIELDS: dict[str, Callable[..., hbnode.Field]] = {
     "node": hbnode.NODE,
@@ -179,12 +179,12 @@ class ODEConfig(TaskConfig):
         """Refuse options that no run can have; a small solve with each model finds the rest."""
         super().check()
         theirs = self.solver == "torchdiffeq"
-        if self.method and theirs != (self.method in TORCHDIFFEQ):
+        if self.method and theirs != (self.method in TORCHDIFFEQ_METHODS):
             raise ValueError(
                 f"--method {self.method} is not one of --solver {self.solver}. "
                 f"Fix: --solver {'native' if theirs else 'torchdiffeq'}, or leave --method out."
             )
-        if self.method in FIXED and not self.steps:
+        if self.method in ALL_METHODS and ALL_METHODS[self.method].needs_fixed_steps and not self.steps:
             raise ValueError(f"--method {self.method} has a fixed grid; say how fine with --steps")
         for model in self.chosen():
             self.try_out(model)

@@ -22,6 +22,7 @@ from torch.distributions import (
 import hbnode
 from hbnode.distributions import HeavyBallAnnealing
 from hbnode.nn.nets import MLP
+from tests.models import slow
 
 DOUBLE = {"dtype": torch.float64}
 MEAN = torch.tensor([1.0, -0.5], **DOUBLE)
@@ -145,7 +146,7 @@ def test_the_mean_weight_is_z(options):
 # Training
 
 
-@pytest.mark.parametrize("damping", [torch.tensor([0.5, 1.5]), math.inf], ids=["underdamped", "overdamped"])
+@pytest.mark.parametrize("damping", [torch.tensor([0.5, 1.5]), *slow(math.inf)], ids=["underdamped", "overdamped"])
 def test_gradients_are_those_of_finite_differences(damping):
     annealing = unequal(5, damping=damping)
     names = [name for name, p in annealing.named_parameters() if p.requires_grad]

@@ -13,12 +13,12 @@ from torch import nn
 from torch.distributions import MultivariateNormal
 
 import hbnode
-from hbnode.solve.tableaus import BLANES_MOAN4_DRIFTS, BLANES_MOAN4_KICKS, STRANG_DRIFTS, STRANG_KICKS
+from hbnode.solve.tableaus import BLANES_MOAN4, STRANG
 from tests.pretend_device import pretended_device
 
 SPLITTINGS = {
-    "leapfrog": (STRANG_DRIFTS, STRANG_KICKS),
-    "blanes_moan4": (BLANES_MOAN4_DRIFTS, BLANES_MOAN4_KICKS),
+    "leapfrog": (STRANG.drifts, STRANG.kicks),
+    "blanes_moan4": (BLANES_MOAN4.drifts, BLANES_MOAN4.kicks),
 }
 FORMS = ["plain", "generalized", "per feature", "conditioned", "conditioned generalized", "backwards"]
 

@@ -102,7 +102,7 @@ def test_dates_keep_the_time_zone_of_the_table():
     numpy.testing.assert_allclose(found["mean"], last["hr"])
     with pytest.raises(TypeError, match="tz='Europe/Berlin'"):
         model.predict(table, ahead="2025-01-01 12:00")
-    with pytest.raises(ValueError, match="tz_localize"):
+    with pytest.raises(ValueError, match="with a time zone, as in fit"):
         model.predict(table.assign(time=table["time"].dt.tz_localize(None)), ahead="1h")
 
 

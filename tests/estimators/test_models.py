@@ -21,6 +21,7 @@ from hbnode.data import Series, as_series, from_long
 from hbnode.estimators import OscillatorSmoother, SeriesClassifier, SeriesForecaster, SeriesRegressor
 from hbnode.estimators.models import ALPHAS, LONGEST
 from hbnode.features import OscillatorFeatures, RocketFeatures
+from tests.models import slow
 
 
 def swings(count=40, seed=0, classes=2):
@@ -40,9 +41,7 @@ def small(model, kind=SeriesClassifier, **options):
     return kind(model, n_members=1, max_epochs=15, hidden_size=8, random_state=0, **options)
 
 
-@pytest.mark.parametrize(
-    "model", ["features", "gru", *(pytest.param(each, marks=pytest.mark.slow) for each in ("oscillators", "odernn"))]
-)
+@pytest.mark.parametrize("model", ["features", "gru", *slow("oscillators", "odernn")])
 def test_frequencies_are_told_apart_and_files_keep_the_answer(model, tmp_path):
     series, labels = swings(180)
     classifier = SeriesClassifier(model, n_members=1, max_epochs=40, learning_rate=0.02, hidden_size=16, random_state=0)
@@ -94,7 +93,7 @@ def test_series_go_through_cross_validation_pipelines_and_grids():
     assert grid.best_params_["hidden_size"] in (4, 8)
 
 
-@pytest.mark.parametrize("model", ["features", "gru"])
+@pytest.mark.parametrize("model", ["features", *slow("gru")])
 def test_targets_keep_their_shape_and_unit(model):
     series, _ = swings(40)
     means = numpy.array([1000 + 50 * numpy.nanmean(x[:, 1]) for _, x in series])
@@ -232,7 +231,7 @@ def dated(series, start, zone=None):
 
 @pytest.mark.parametrize(
     "model",
-    ["features", "rocket", "gru", *(pytest.param(each, marks=pytest.mark.slow) for each in ("oscillators", "odernn"))],
+    ["features", "rocket", "gru", *slow("oscillators", "odernn")],
 )
 def test_dates_count_from_the_first_sample_of_each_series(model):
     series, labels = bumps()
@@ -248,6 +247,24 @@ def test_dates_count_from_the_first_sample_of_each_series(model):
     absolute = small(model, clock="absolute").set_params(**options).fit(dated(series, "2024-01-01"), labels)
     with pytest.raises(ValueError, match=r"from 2024-01-01T00:.* to 2024-01-02T23:.*series 0 .* from 2024-02-01T"):
         absolute.predict(dated(series, "2024-02-01"))
+
+
+@pytest.mark.parametrize(("zone", "other"), [(None, "UTC"), ("Asia/Tokyo", None)])
+@pytest.mark.parametrize("kind", [SeriesClassifier, SeriesRegressor, RocketFeatures])
+def test_dates_that_count_have_a_time_zone_as_in_fit_or_none(kind, zone, other):
+    series, labels = bumps(10)
+    options = {"num_features": 84} if kind is RocketFeatures else {"model": "features", "clock": "absolute"}
+    model = kind(random_state=0, **options).fit(dated(series, "2024-01-01", zone), labels)
+    answer = model.transform if kind is RocketFeatures else model.predict
+    with pytest.raises(ValueError, match=f"with{'out' if zone is None else ''} a time zone, as in fit") as error:
+        answer(dated(series, "2024-01-01", other))
+    fix = str(error.value).split("Fix: ")[1].removesuffix(".")
+    fixed = [(eval(fix, {"pandas": pandas, "dates": t}), x) for t, x in dated(series, "2024-01-01", other)]
+    assert {str(t.tz) for t, _ in fixed} == {"None" if zone is None else "UTC"}
+    if zone is None:
+        numpy.testing.assert_array_equal(answer(fixed), answer(dated(series, "2024-01-01")))
+        relative = small("features").fit(dated(series, "2024-01-01"), labels)
+        assert relative.score(dated(series, "2024-01-01", other), labels) == 1.0
 
 
 @pytest.mark.parametrize("unit", [None, "s"])
@@ -476,9 +493,7 @@ def test_series_without_samples_have_finite_answers():
             assert numpy.isfinite(fitted.predict_proba(none)).all()
 
 
-@pytest.mark.parametrize(
-    "model", ["features", "gru", *(pytest.param(each, marks=pytest.mark.slow) for each in ("rocket", "odernn"))]
-)
+@pytest.mark.parametrize("model", ["features", "gru", *slow("rocket", "odernn")])
 def test_a_series_without_a_value_has_the_prior(model):
     series, labels = swings(24)
     labels[:16] = "common"
@@ -511,17 +526,7 @@ def test_a_series_without_a_value_has_the_prior(model):
         )
 
 
-def test_numbers_in_place_of_missing_values_change_nothing():
-    """The mask of a Series says what was observed, also where x is not NaN."""
-    series, _ = swings(12)
-    one = as_series(series)
-    other = dataclasses.replace(one, x=torch.where(one.mask, one.x, 1e6))
-    forecaster = SeriesForecaster("features", random_state=0)
-    means = [forecaster.fit(each).predict(each, 1.0)["mean"] for each in (one, other)]
-    numpy.testing.assert_array_equal(*means)
-
-
-NETWORKS = ["gru", *(pytest.param(each, marks=pytest.mark.slow) for each in ("oscillators", "odernn"))]
+NETWORKS = ["gru", *slow("oscillators", "odernn")]
 
 
 @pytest.mark.parametrize("model", ["features", "rocket", *NETWORKS])

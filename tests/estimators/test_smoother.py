@@ -5,6 +5,7 @@ import math
 import pickle
 
 import numpy as np
+import pandas
 import pytest
 import torch
 
@@ -248,7 +249,13 @@ def test_times_count_as_in_the_training_data(fitted):
     for other in (as_series(dates), as_series(dates, unit="h"), pairs(6, 20)):
         with pytest.raises(ValueError, match="unit and the origin of time as in fit"):
             smoother.posterior(other, [0.0])
+    local = [(pandas.DatetimeIndex(t).tz_localize("Asia/Tokyo"), x) for t, x in dates]
+    smoother = OscillatorSmoother(1, mean="shared", max_iter=3, random_state=0).fit(dates)
+    for known, other in ((smoother, local), (clone(smoother).fit(local), dates)):
+        with pytest.raises(ValueError, match="a time zone, as in fit"):
+            known.posterior(other, [0.0])
     smoother = OscillatorSmoother(1, mean="constant", max_iter=3, random_state=0).fit(hours)
+    assert np.isfinite(smoother.posterior(as_series(local, unit="h"), [0.0]).mean).all()
     moved = smoother.posterior(as_series(dates, unit="h"), at).mean  # without a mean over time, any origin will do
     np.testing.assert_allclose(moved, smoother.posterior(hours, at).mean, rtol=0, atol=1e-6)
 
@@ -270,6 +277,10 @@ def test_channels_and_series_with_few_values():
     again = smoother.impute(array)
     assert again[0, 2, 3] == 1.0
     np.testing.assert_array_equal(again[:, :2], filled[:, :2])
+    equal = OscillatorSmoother(max_iter=3, random_state=0).fit([([0.0, 1.0, 2.0], [0.1, 0.1, 0.1])])
+    mean, std, _ = equal.posterior([([0.0, 1.0], [0.1, 0.1])], [0.0, 0.5, 9.0], noise=True)
+    np.testing.assert_allclose(mean, 0.1)
+    assert np.isinf(std).all()  # equal values tell nothing of a spread, either
     with pytest.warns(UserWarning, match="no series has two samples of a channel at different times"):
         smoother = OscillatorSmoother(max_iter=3, random_state=0).fit([([i], [i % 3.0]) for i in range(8)])
     assert np.isfinite(smoother.posterior([([1.0], [2.0])], [0.0, 1.0, 50.0]).mean).all()

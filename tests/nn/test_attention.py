@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from hbnode.nn.attention import HeavyBallMemory, KeyValueCache, MomentumAttention, SoftmaxAttention, rotate
+from tests.models import slow
 from tests.pretend_device import pretended_device
 
 E, H = 16, 4
@@ -30,7 +31,9 @@ KINDS = {
     "softmax": (SoftmaxAttention, {"rotary": False}),
 }
 every_kind = pytest.mark.parametrize("kind", KINDS)
-each_module = pytest.mark.parametrize("kind", ["momentum", "heavy_ball", "rotary"])
+MODULES = ["momentum", "heavy_ball", "rotary"]
+each_module = pytest.mark.parametrize("kind", MODULES)
+each_graph = pytest.mark.parametrize("kind", ["momentum", *slow("heavy_ball", "rotary")])
 
 
 def make(kind, batch_first=True, dtype=torch.float64, **options):
@@ -193,8 +196,8 @@ def test_autocast(kind):
     assert (y.float() - wanted[:, 5]).abs().max() < 0.05 * wanted.abs().max() + 0.02
 
 
-@each_module
-@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
+@each_graph
+@pytest.mark.parametrize("backend", ["eager", *slow("aot_eager")])
 def test_compiled_for_any_length(kind, backend):
     """In one graph, with gradients."""
     torch._dynamo.reset()
@@ -211,7 +214,7 @@ def test_compiled_for_any_length(kind, backend):
     assert counted.frame_count == 1
 
 
-@each_module
+@each_graph
 def test_exported(kind):
     """For any batch; one of as many sequences as heads too."""
     module, x, mask = make(kind), inputs(), make_mask()
@@ -303,7 +306,7 @@ def test_wrong_streams_are_refused():
             call()
 
 
-@every_kind
+@pytest.mark.parametrize("kind", [*MODULES, *slow(*(kind for kind in KINDS if kind not in MODULES))])
 def test_a_device_is_not_waited_for(kind):
     with pretended_device() as device:
         module = device.move(make(kind, dtype=torch.float32))

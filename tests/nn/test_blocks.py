@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import hbnode
-from tests.models import AGAIN, SHAPES, Watched, every_field, every_model, make_field, make_input
+from tests.models import AGAIN, SHAPES, Watched, every_field, every_model, make_field, make_input, slow
 from tests.problems import damped_oscillator
 
 ONE = torch.tensor(1.0)
@@ -53,6 +53,7 @@ def output_shape(model, shape):
 # All fields
 
 
+@pytest.mark.sparse
 @every_model
 @pytest.mark.parametrize("shape", SHAPES)
 @every_solver
@@ -84,6 +85,7 @@ def test_copies_compute_the_same(model):
         assert part in repr(block)
 
 
+@pytest.mark.sparse
 @every_model
 @every_solver
 def test_a_trajectory_passes_through_the_end_point(model, solver):
@@ -130,7 +132,8 @@ def test_autocast_with_weights_that_were_used_before():
 
 @pytest.mark.filterwarnings("default:The .grad attribute")  # dynamo's own, about inputs that are not leaves
 @pytest.mark.parametrize(
-    ("model", "name"), [("node", "checkpoint"), ("ghbnode", "checkpoint")] + [("hbnode", name) for name in SOLVERS]
+    ("model", "name"),
+    [*(("hbnode", name) for name in SOLVERS), *slow(("node", "checkpoint"), ("ghbnode", "checkpoint"))],
 )
 def test_torch_compile_with_the_eager_backend(model, name):
     block, x = make_block(model, **SOLVERS[name], rtol=1e-4, atol=1e-4), make_input()

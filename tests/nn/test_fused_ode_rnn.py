@@ -134,6 +134,7 @@ def reference(monkeypatch):
     return run
 
 
+@pytest.mark.sparse
 @every_gradient
 @pytest.mark.parametrize("case", CASES)
 def test_values_gradients_and_counts(case, gradient, reference, monkeypatch):

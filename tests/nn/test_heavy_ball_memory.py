@@ -429,7 +429,8 @@ def graph_inputs(length, batch=2):
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.slow
 def test_compiled_for_changing_lengths(backend):
     """In one graph, with gradients, packed or not."""
     torch._dynamo.reset()

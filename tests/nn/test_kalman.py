@@ -8,6 +8,7 @@ import torch
 from torch.distributions import MultivariateNormal
 
 import hbnode
+from tests.models import slow
 
 
 def make(**options):
@@ -68,7 +69,7 @@ def test_filter_against_the_joint_distribution():
     assert (found.after.std[0][mask[0]] < found.before.std[0][mask[0]]).all()
 
 
-@pytest.mark.parametrize("noise", [False, True])
+@pytest.mark.parametrize("noise", [True, *slow(False)])
 def test_smoother_against_the_joint_distribution(noise):
     layer = make()
     t = (torch.rand(2, 23, dtype=torch.float64) + 0.05).cumsum(1)

@@ -9,6 +9,7 @@ from torch.testing import assert_close
 
 import hbnode
 from tests import reference_attention as reference
+from tests.models import slow
 
 attend = hbnode.nn.functional.momentum_attention
 causal_or_not = pytest.mark.parametrize("causal", [True, False], ids=["causal", "whole"])
@@ -251,7 +252,7 @@ class Module(torch.nn.Module):
         return attend(q, k, v, momentum=0.9, chunk_size=8, return_state=True)
 
 
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", slow(False, True))
 def test_export_with_an_open_length(strict):
     q, k, v, _ = (None if x is None else x.detach() for x in make(length=20))
     length = torch.export.Dim("length", min=2, max=1000)

@@ -55,7 +55,7 @@ def test_values_and_gradients(cell, rule):
     assert_equal_to_twin(layer, twin, x, make_state(layer, x))
 
 
-@some_layers
+@pytest.mark.parametrize(("cell", "rule"), [*PAIRS, ("gru", "restart"), ("lstm", "rmsprop")])
 def test_layers_directions_and_lengths(cell, rule):
     layer, twin = make_pair(cell, rule, layers=2, bidirectional=True)
     x = make_input(9, 4)
@@ -733,6 +733,7 @@ def test_traced_layers_take_any_length(cell, rule):
         close(torch.export.export(Output(layer), (x,), strict=False).module()(x), layer(x)[0], 1e-12)
 
 
+@pytest.mark.slow
 def test_the_filter_is_exported_for_any_length_and_batch():
     for rule in ("nag", "adaptive"):
         (before,) = make_pair("lstm", rule)[0].to_torch().filters

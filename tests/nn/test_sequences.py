@@ -96,10 +96,9 @@ def test_the_unit_is_saved_and_shown():
     for wrong in (0.0, -1, float("nan"), None):
         with pytest.raises(ValueError, match="time_unit must be a positive number"):
             rnn.time_unit = wrong
-    before = {key: value for key, value in fresh.state_dict().items() if key != "time_unit"}
-    hbnode.ODERNN(2, 4).load_state_dict(before)  # of a version that had no unit, which was 1
-    with pytest.warns(UserWarning, match="does not hold the constant 'time_unit'"):
-        fresh.load_state_dict(before)
+    without = {key: value for key, value in fresh.state_dict().items() if key != "time_unit"}
+    with pytest.raises(RuntimeError, match=r'Missing key.*"time_unit"'):
+        fresh.load_state_dict(without)
 
 
 def test_slow_gaps_warn_once():

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import hbnode
 from hbnode.optim import tanh_hidden
 from hbnode.optim.conjugate_gradients import backtrack, conjugate_gradients, line_search
+from tests.models import slow
 
 X, Y = torch.randn(2, 4, 5, 3, generator=torch.Generator().manual_seed(0)).unbind()
 CLASSES = torch.zeros(4, 5, dtype=torch.long)
@@ -530,6 +531,7 @@ ENCODER = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, batch_first=
 PICTURES = (nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 10))
 
 
+SLOW = ["Adam LSTM, wide", "adaptive GRU, wide", "compiled"]
 MODELS = {
     "DTRIV": lambda: (Net(hbnode.nn.DTRIV(3, 4, batch_first=True)), X, Y),
     "momentum GRU": momentum("GRU", "momentum"),
@@ -555,7 +557,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*(name for name in MODELS if name not in SLOW), *slow(*SLOW)])
 def test_models(name):
     """The first step checks that J and J^T are transposes."""
     model, x, y = MODELS[name]()

@@ -16,7 +16,7 @@ import hbnode
 from benchmarks.gradients import Living
 from hbnode.nn import SolveDropout
 from hbnode.solve.adjoints import Checkpoint
-from hbnode.solve.methods import EXPONENTIAL, METHODS, NYSTROM, SPLITTING
+from hbnode.solve.methods import METHODS, Rosenbrock
 from tests.models import AGAIN, MODELS, Watched, every_field, every_model, gradients, make_field, make_input
 
 TIGHT = {"rtol": 1e-10, "atol": 1e-10}
@@ -31,10 +31,14 @@ def name(gradient):
     return "again" if gradient is AGAIN else str(gradient)
 
 
+REVERSIBLE = [name for name, method in METHODS.items() if method.is_reversible]
+NOT_ROSENBROCK = [name for name, method in METHODS.items() if not isinstance(method, Rosenbrock)]
+
+
 def methods_of(model):
-    if model == "hbnode":
-        return [*NYSTROM, *EXPONENTIAL, *SPLITTING, "tsit5"]
-    return ["tsit5", *SPLITTING] if model == "ghbnode" else ["tsit5"]
+    """The adaptive ones first."""
+    suits = lambda name: METHODS[name].field == "any" or model.upper() in METHODS[name].field.split(", ")
+    return sorted(filter(suits, NOT_ROSENBROCK), key=lambda name: METHODS[name].needs_fixed_steps)
 
 
 @pytest.mark.parametrize(("model", "shape"), [*((model, "vector") for model in MODELS), ("hbnode", "image")])
@@ -44,8 +48,8 @@ def test_all_gradients_agree_with_a_tight_reference(model, shape):
     x, t = make_input(shape), float64(0.2, 0.7, 0.71, 0.73, 1.5)  # steps pass the third
     reference, _ = gradients(field, x, t, method="dopri8", save="exact", rtol=1e-12, atol=1e-12, gradient="adjoint")
     for i, method in enumerate(methods_of(model) if shape == "vector" else ["nystrom8", "leapfrog"]):
-        modes = ["direct", *(["reversible"] if method in SPLITTING else []), *(["adjoint"] if i == 0 else [])]
-        steps = 60 if method in SPLITTING else None
+        modes = ["direct", *(["reversible"] if method in REVERSIBLE else []), *(["adjoint"] if i == 0 else [])]
+        steps = 60 if method in REVERSIBLE else None
         for gradient in modes:
             found, _ = gradients(field, x, t, method=method, gradient=gradient, steps=steps, **TIGHT)
             error = (found - reference).norm() / reference.norm()
@@ -60,7 +64,7 @@ def test_checkpoint_and_direct_are_the_same_number(model, solver, per_sample):
     field = make_field(model).double()
     x, t = make_input(), float64(0.0, 0.4, 0.45, 2.0)
     for method in methods_of(model):
-        if method in SPLITTING and "steps" not in solver:
+        if method in REVERSIBLE and "steps" not in solver:
             continue
         settings = {"method": method, "per_sample": per_sample, "rtol": 1e-3, "atol": 1e-3} | solver
         direct, count = gradients(field, x, t, gradient="direct", **settings)
@@ -71,7 +75,7 @@ def test_checkpoint_and_direct_are_the_same_number(model, solver, per_sample):
             assert (again.forward, again.steps, again.rejected) == (count.forward, count.steps, count.rejected)
             steps = 0 if gradient == "checkpoint" else count.steps
             assert (again.backward, again.backward_steps) == (METHODS[method].evaluations * steps, steps)
-        if method in SPLITTING:
+        if method in REVERSIBLE:
             reversed_, third = gradients(field, x, t, gradient="reversible", **settings)
             torch.testing.assert_close(reversed_, direct, rtol=1e-9, atol=1e-11)
             assert third.backward == third.forward - 1
@@ -84,7 +88,7 @@ def test_gradcheck(model, gradient):
     torch.manual_seed(1)
     field = make_field(model).double()
     for method in methods_of(model):
-        if gradient == "reversible" and method not in SPLITTING:
+        if gradient == "reversible" and method not in REVERSIBLE:
             continue
         block = hbnode.ODEBlock(field, method=method, gradient=gradient, steps=2)
         x = torch.randn(1, 4, dtype=torch.float64, requires_grad=True)
@@ -93,7 +97,7 @@ def test_gradcheck(model, gradient):
 
 
 @pytest.mark.parametrize("gradient", ["checkpoint", AGAIN], ids=name)
-@pytest.mark.parametrize("method", [*NYSTROM, *EXPONENTIAL, *SPLITTING, "tsit5"])
+@pytest.mark.parametrize("method", NOT_ROSENBROCK)
 def test_second_derivatives(method, gradient):
     rate, omega = (torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (1.3, 0.4))
     x = torch.randn(1, 2, dtype=torch.float64, requires_grad=True)

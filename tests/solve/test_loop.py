@@ -13,11 +13,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hbnode
-from hbnode.solve.methods import EXPONENTIAL, METHODS, NYSTROM, RUNGE_KUTTA, SPLITTING
+from hbnode.solve.methods import METHODS, Explicit
 from tests.models import AGAIN, compile_without_back_end, every_model, make_field, make_input
 from tests.problems import Driven, damped_oscillator, driven_exact
 
-ADAPTIVE = (*NYSTROM, *EXPONENTIAL, *RUNGE_KUTTA)
+ADAPTIVE = tuple(name for name, method in METHODS.items() if isinstance(method, Explicit))
+REVERSIBLE = tuple(name for name, method in METHODS.items() if method.is_reversible)
 every_method = pytest.mark.parametrize("method", METHODS)
 
 
@@ -38,9 +39,9 @@ def test_a_field_that_returns_one_buffer(method, grad):
     results = []
     for f in (force, buffered):
         y0 = float64([1.0], [0.5]).requires_grad_(grad)
-        is_second = method in (*NYSTROM, *EXPONENTIAL, *SPLITTING)
+        is_second = method in METHODS and METHODS[method].rows == 2
         field = hbnode.HBNODE(f, damping=0.4, learn_damping=False) if is_second else f
-        settings = {"steps": 6} if method in (*SPLITTING, *OTHERS[1:]) else {"options": {"first_step": 1.0}}
+        settings = {"steps": 6} if method in (*REVERSIBLE, *OTHERS[1:]) else {"options": {"first_step": 1.0}}
         start, t = ((y0, 0 * y0) if is_second else y0), torch.linspace(0, 2, 9)
         y = hbnode.odeint(field, start, t, method=method, **settings)
         y = y[0] if is_second else y
@@ -148,7 +149,7 @@ class Counted(nn.Module):
     ("method", "gradient"),
     [
         *((method, gradient) for method in METHODS for gradient in ("checkpoint", AGAIN)),
-        *((method, gradient) for method in SPLITTING for gradient in ("reversible", "adjoint")),
+        *((method, gradient) for method in REVERSIBLE for gradient in ("reversible", "adjoint")),
     ],
 )
 def test_evaluations_are_counted(method, gradient):

@@ -11,8 +11,8 @@ import torchdiffeq
 from torch import nn
 
 import hbnode
-from hbnode.solve import settings as backend
-from hbnode.solve.torchdiffeq import CALLBACKS
+from hbnode.solve.methods import TORCHDIFFEQ_METHODS
+from hbnode.solve.torchdiffeq_methods import CALLBACKS
 from tests.models import make_field, make_input
 
 
@@ -438,15 +438,14 @@ def test_perturb_keeps_away_from_the_start(gradient, t):
 @pytest.mark.parametrize(
     ("method", "gradient"),
     [
-        *((method, "direct") for method in (*backend.ADAPTIVE, *backend.FIXED)),
-        *((m, "adjoint") for m in backend.TORCHDIFFEQ),
+        *((name, gradient) for name, method in TORCHDIFFEQ_METHODS.items() for gradient in method.gradients),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_every_method_solves_the_decay_of_a_scalar(method, gradient, dtype):
     """In time of the state's dtype."""
     rate, times = torch.tensor(1.5, dtype=dtype, requires_grad=True), []
-    steps = None if method not in backend.FIXED else 400 if "adams" in method else 100
+    steps = None if not TORCHDIFFEQ_METHODS[method].needs_fixed_steps else 400 if "adams" in method else 100
     margin = 2e-2 if method == "euler" else 3e-3  # Euler's error is 1.5² · 1.0 · step / 2, relative to the solution
     settings = {"method": method, "gradient": gradient, "steps": steps, "rtol": 1e-6}
     field = lambda t, y: times.append(t) or -rate * y

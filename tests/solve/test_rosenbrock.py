@@ -1,7 +1,5 @@
 """``rodas5p``: its coefficients, stiff problems, the systems it solves, gradients and fields that resist torch.func."""
 
-import itertools
-import math
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,6 +14,7 @@ from hbnode.solve import jacobian
 from hbnode.solve.adjoints import Checkpoint
 from hbnode.solve.methods import METHODS
 from hbnode.solve.tableaus import RODAS5P
+from tests.order_conditions import Weights
 
 DOUBLE = {"dtype": torch.float64}
 
@@ -27,63 +26,16 @@ def solve(field, y0, t, **solver):
 # Coefficients
 
 
-def lower(rows):
-    size = max(map(len, rows)) + 1
-    return np.array([[*row, *[0.0] * (size - len(row))] for row in [(), *rows]])
-
-
-def matrices():
-    """α, Γ and the weights b of the stages k = Γ⁻¹ u, of the new state, in the notation of Hairer and Wanner, IV.7."""
-    gamma = np.linalg.inv(np.eye(8) / RODAS5P.diagonal - lower(RODAS5P.C))
-    a = lower(RODAS5P.a)[:, :8]
-    return a[:8] @ gamma, gamma, a[8] @ gamma
-
-
-def trees(order):
-    """Rooted trees as sorted tuples of their subtrees."""
-    if order == 1:
-        return {()}
-    found = set()
-    for first in range(1, order):
-        for subtree, rest in itertools.product(trees(first), trees(order - first)):
-            found.add(tuple(sorted((subtree, *rest))))
-    return found
-
-
-def order_of(tree):
-    return 1 + sum(map(order_of, tree))
-
-
-def density(tree):
-    return order_of(tree) * math.prod(map(density, tree))
-
-
-def weights_of(tree, alpha, gamma):
-    """Φ_i of a tree: a vertex with one subtree uses α + Γ, one with several uses α."""
-    below = [weights_of(subtree, alpha, gamma) for subtree in tree]
-    matrix = alpha + gamma if len(tree) == 1 else alpha
-    return math.prod((matrix @ x for x in below), start=np.ones(8))
-
-
-def test_order_conditions_of_the_method_its_embedded_solution_and_its_dense_output():
-    alpha, gamma, b = matrices()
-    np.testing.assert_allclose(alpha.sum(1), RODAS5P.c, atol=1e-13)
-    np.testing.assert_allclose(gamma.sum(1), RODAS5P.d, atol=1e-12)
-    embedded = alpha[7]
-    for tree in itertools.chain.from_iterable(trees(k) for k in range(1, RODAS5P.order + 1)):
-        phi, exact, order = weights_of(tree, alpha, gamma), 1 / density(tree), order_of(tree)
-        assert b @ phi == pytest.approx(exact, abs=1e-12), tree
-        if order > RODAS5P.error_order:
-            continue
-        assert embedded @ phi == pytest.approx(exact, abs=1e-12), tree
-        for theta in (0.1, 0.5, 0.83):
-            blend = METHODS["rodas5p"].blend(np, np.array(0.0), np.array(1.0), np.array([theta]))[0, 0, 1:] @ gamma
-            assert blend @ phi == pytest.approx(theta**order * exact, abs=1e-11), (tree, theta)
+def test_the_stages_and_the_embedded_solution_are_those_of_its_tableau():
+    found = Weights(METHODS["rodas5p"])
+    np.testing.assert_allclose(found.alpha.sum(1), RODAS5P.c, atol=1e-13)
+    np.testing.assert_allclose(found.gamma.sum(1), RODAS5P.d, atol=1e-12)
+    np.testing.assert_allclose(found.solution - found.error, found.alpha[7:], atol=1e-12)
 
 
 def test_it_is_L_stable():
-    alpha, gamma, b = matrices()
-    beta, one = alpha + gamma, np.ones(8)
+    found, one = Weights(METHODS["rodas5p"]), np.ones(8)
+    beta, b = found.beta, found.solution[0]
     assert 1 - b @ np.linalg.solve(beta, one) == pytest.approx(0.0, abs=1e-12)  # R(∞)
     for y in np.geomspace(1e-2, 1e6, 200):
         assert abs(1 + 1j * y * b @ np.linalg.solve(np.eye(8) - 1j * y * beta, one)) <= 1 + 1e-12
@@ -271,7 +223,6 @@ def test_the_jacobians_agree_also_for_samples_with_own_times():
         assert not of_t.any()
 
 
-@pytest.mark.skipif(not hasattr(torch.compiler, "set_stance"), reason="needs torch 2.6")
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo's own
 def test_the_gradient_through_a_compiled_function_is_complete():
     """Autograd gives the gradient of a compiled function a partial graph, or none."""

@@ -13,7 +13,7 @@ from torch import nn
 
 import hbnode
 from hbnode.solve import methods
-from hbnode.solve.start import TRIALS
+from hbnode.solve.control import TRIALS
 from tests.models import AGAIN
 from tests.problems import Forced, damped_oscillator
 
@@ -217,7 +217,6 @@ def test_times_of_each_samples_own():
         assert y[-1, :, 0].tolist() == pytest.approx([HEIGHT * (END - JUMP)] * 2, abs=1e-5)
 
 
-FIXED = [*methods.METHODS, "euler", "midpoint", "heun2", "heun3", "rk4"]
 SIDES = {"before": lambda t, jump: t < jump, "until": lambda t, jump: t <= jump}  # where f has its first value
 
 
@@ -225,24 +224,24 @@ def fixed_solve(method, t, is_first, jumps=(1.0,), **settings):
     """The solve, in steps that are exact between jumps, of y' or h'' = 1 before the jump and -1 after it."""
     push = lambda t, y: torch.where(is_first(t, 1.0), 1.0, -1.0) * torch.ones_like(y)
     start, field = torch.zeros(4, 1, dtype=torch.float64), push
-    if method in methods.SECOND_ORDER:
+    if methods.ALL_METHODS[method].field != "any":
         field = hbnode.HBNODE(push, damping=0.0, learn_damping=False)
         start = (start, start)
     with hbnode.count_nfe(field) as nfe:
         y = hbnode.odeint(field, start, t, method=method, steps=3, jump_times=jumps, **settings)
-    return (y[1] if method in methods.SECOND_ORDER else y), nfe.forward
+    return (y[1] if methods.ALL_METHODS[method].field != "any" else y), nfe.forward
 
 
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("t", [[0.0, 2.0], [0.0, 1.0, 2.0], [2.0, 0.5, 0.0], [1.0, 2.0], [0.0, 1.0], [2.0, 1.0]])
-@pytest.mark.parametrize("method", FIXED)
+@pytest.mark.parametrize("method", methods.TRACEABLE)
 def test_fixed_steps_at_a_jump(method, t, side):
     y, nfe = fixed_solve(method, t, SIDES[side])
     hat = lambda time: 1 - abs(time - 1)
     assert y[:, 0, 0].tolist() == pytest.approx([hat(time) - hat(t[0]) for time in t], abs=1e-13)
     parts = len({*t, *({1.0} if min(t) < 1 < max(t) else ())}) - 1
     has_first_same_as_last = method in methods.METHODS and methods.METHODS[method].is_fsal
-    evaluations = {**methods.METHODS, **methods.TORCHDIFFEQ_GRIDS}[method].evaluations
+    evaluations = methods.TRACEABLE[method].evaluations
     restarts = 1 + (1.0 in t[1:-1] or (1.0 not in t)) if has_first_same_as_last else 0
     assert nfe == 3 * parts * evaluations + restarts
 
@@ -255,9 +254,8 @@ def test_fixed_steps_of_samples_with_jumps_at_times_of_their_own(method):
     torch.testing.assert_close(y[..., 0].T, hat - hat[:, :1], rtol=0, atol=1e-13)
 
 
-MODES = [(name, mode) for name in methods.METHODS for mode in ("direct", AGAIN, "adjoint", "reversible")
-         if not (mode == "adjoint" and name in methods.ROSENBROCK)
-         and not (mode == "reversible" and name not in methods.SPLITTING)]  # fmt: skip
+MODES = [(name, mode) for name, method in methods.METHODS.items()
+         for mode in (AGAIN, *method.gradients) if mode != "checkpoint"]  # fmt: skip
 
 
 @pytest.mark.parametrize(("method", "gradient"), MODES)
@@ -267,10 +265,10 @@ def test_gradients_of_fixed_steps_with_a_jump(method, gradient):
     t = float64([0, 2.5], [0.5, 1.5], [0, 0.5], [1.25, 2]).requires_grad_()
     push = lambda t, y: w * torch.where(t < 1.0, 1.0, -1.0).to(y).expand_as(y)
     field, start = push, torch.zeros(4, 1, dtype=torch.float64)
-    if method in methods.SECOND_ORDER:
+    if methods.ALL_METHODS[method].field != "any":
         field, start = hbnode.HBNODE(push, damping=0.0, learn_damping=False), (start, start)
     y = hbnode.odeint(field, start, t, method=method, steps=3, jump_times=[1.0], gradient=gradient)
-    (y[1] if method in methods.SECOND_ORDER else y)[-1].sum().backward()
+    (y[1] if methods.ALL_METHODS[method].field != "any" else y)[-1].sum().backward()
     rise = 1 - (t.detach() - 1).abs()
     assert w.grad.item() == pytest.approx((rise[:, 1] - rise[:, 0]).sum().item(), abs=1e-12)
     slopes = 2.0 * torch.where(t < 1, 1.0, -1.0).double() * float64(-1, 1)

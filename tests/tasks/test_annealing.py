@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tasks import annealing
+from tests.models import slow
 
 
 def test_log_z_of_the_many_well_is_that_of_its_pairs():
@@ -36,7 +37,7 @@ def test_logistic_regression_is_likelihood_times_prior():
     assert at_zero == pytest.approx(569 * math.log(0.5) - 15.5 * math.log(2 * math.pi), rel=1e-5)
 
 
-@pytest.mark.parametrize("sampler", annealing.DAMPINGS)
+@pytest.mark.parametrize("sampler", slow(*annealing.DAMPINGS))
 def test_training_raises_the_bound(sampler):
     options = annealing.AnnealingOptions(paths=800, iterations=80)
     model = annealing.tune(annealing.many_well(), sampler, 4, options)

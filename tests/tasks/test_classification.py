@@ -222,6 +222,7 @@ def batch():
     return classification.as_samples(series, labels, series.x.shape[1])
 
 
+@pytest.mark.sparse
 @pytest.mark.parametrize("pool", ["last", "last and mean"])
 @pytest.mark.parametrize("name", [name for name in CLASSIFIERS if name not in SHALLOW])
 def test_networks_of_equal_parameters_that_padding_does_not_change(name, pool, batch):
@@ -272,6 +273,7 @@ def test_summaries_against_numpy(batch):
     np.testing.assert_allclose(found[:, 8 * count :], static.numpy())
 
 
+@pytest.mark.slow
 def test_models_that_are_no_networks_on_the_clinic():
     pytest.importorskip("aeon")
     series, labels, _ = labelled_series.clinic(150)

@@ -26,6 +26,7 @@ from tasks.models import awd_lstm
 from tasks.models.next_step import NextStep, as_batch
 from tasks.models.recurrent import CELLS, LAYERS, RULES, RecurrentConfig, RuleOptions, make_layer
 from tasks.pixel_mnist import PixelMnistConfig
+from tests.models import slow
 from tests.tasks.small_runs import read_metrics
 
 TABLE = {
@@ -455,6 +456,7 @@ def test_training_goes_through_the_text_once_with_the_state_carried(tmp_path):
     assert float(row["validation_perplexity"]) == pytest.approx(math.exp(float(row["validation_loss"])))
 
 
+@pytest.mark.slow
 def test_the_chain_is_learned_and_iterates_are_averaged(tmp_path):
     options = "--device cpu --data generated --train-size 12000 --embedding 32 --layers 1 --batch-size 10"
     language_model.main([*options.split(), "--model", "momentum", "--epochs", "6", "--out", str(tmp_path / "long")])
@@ -467,7 +469,7 @@ def test_the_chain_is_learned_and_iterates_are_averaged(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("task", "name"), [(language_model, "ptb"), (speech, "timit"), (polyphonic_music, "piano")], ids=str
+    ("task", "name"), [(polyphonic_music, "piano"), *slow((language_model, "ptb"), (speech, "timit"))], ids=str
 )
 def test_missing_data_is_named_and_a_run_is_of_one_source(task, name, tmp_path, monkeypatch):
     monkeypatch.setenv("HBNODE_DATA", str(tmp_path))

@@ -77,6 +77,7 @@ def test_perturbed_images_are_images_and_stay_in_the_box(attack):
         assert (moved - images).abs().max() <= SIZE + 1e-6
 
 
+@pytest.mark.slow
 def test_files_and_clean_accuracy(runs, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(robustness, "SIZES", dict.fromkeys(robustness.SIZES, (0.0, 0.1)))
     robustness.main([str(runs), "--device", "cpu", "--pgd-steps", "2", "--out", str(tmp_path)])

@@ -276,6 +276,7 @@ raise SystemExit(os.waitpid(child, 0)[1])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
 def test_what_runs_are_forked_from_has_no_threads_of_openmp():
     """A child would wait for them for ever in its first large operation on two threads or more."""

@@ -9,6 +9,7 @@ pytest.importorskip("tqdm")
 pytest.importorskip("matplotlib")
 
 from tasks.studies import selective
+from tests.models import slow
 
 
 def test_targets_are_those_of_the_marked_samples():
@@ -24,7 +25,7 @@ def test_targets_are_those_of_the_marked_samples():
     assert (power.argmax(0) == kind).float().mean() > 0.9
 
 
-@pytest.mark.parametrize("problem", ["adding", "tone"])
+@pytest.mark.parametrize("problem", ["adding", *slow("tone")])
 def test_all_models_train(problem, tmp_path):
     small = "--length 20 --size 6 --seconds 0.01 --tuning-seconds 0.01 --tuning-seeds 1 --test-size 8"
     selective.main(f"--problem {problem} {small} --out {tmp_path}".split())

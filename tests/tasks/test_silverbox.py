@@ -88,6 +88,7 @@ def test_the_record_is_read_from_the_data_folder_or_the_package(record, tmp_path
         silverbox_data.read_silverbox()
 
 
+@pytest.mark.slow
 def test_a_whole_record_is_simulated_from_its_first_samples_and_what_diverges_is_infinite(samples, monkeypatch):
     monkeypatch.setattr(silverbox, "FINE", 128)  # so fine that lines between its points are exact enough
     config = silverbox.SilverboxConfig(past=20)

@@ -79,6 +79,7 @@ def test_draws_are_the_dense_layers_of_their_seeds():
     torch.testing.assert_close(draws.dense(torch.tensor(0.0), h, v)[1:], expected)
 
 
+@pytest.mark.slow
 def test_growth_writes_its_files(tmp_path, capsys, monkeypatch):
     record = 0.05 * torch.randn(100, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     monkeypatch.setattr(silverbox_growth, "TOL", 1e-3)

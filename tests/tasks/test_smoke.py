@@ -20,6 +20,7 @@ from tasks import annealing, plane_vibration, silverbox, walker2d
 from tasks.common.train import Trainer
 from tasks.data import labelled_series, polyphonic, speech
 from tasks.data import silverbox as silverbox_data
+from tests.models import slow
 from tests.tasks.small_runs import names_in, read_metrics
 
 TRANSFORMER = "--d-model 8 --heads 2 --layers 1 --feedforward 8"
@@ -36,42 +37,45 @@ TEXT = "--data generated --train-size 600 --test-size 100"
 WORDS = "--embedding 6 --hidden 8 --bptt 12 --batch-size 5 --dropout 0.2 --weight-drop 0.3 --ar 0.1 --tar 0.1"
 PAIRS = "--data generated --vocabulary 80 --train-size 60 --test-size 12 --batch-size 20 --max-words 0 --max-length 0"
 PINWHEEL = "--iterations 2 --batch-size 8 --test-size 6 --hidden 4 --steps 2 --eval-samples 2 --final-samples 3"
+# Of the fast tier, then of the slow one: those whose task is run above, or has tests that train, and cost most.
 RUNS = f"""
 adding --model adam --cell dtriv --schedule step {SEQUENCES}
-adding --model oscillators {SEQUENCES}
 bouncing_balls --model momentum {SEQUENCES}
-bouncing_balls --model plain --cell rnn --optimizer hf --max-cg 5 {SEQUENCES}
-classification --model hbnode --samples 4 --parameters 400 --batch-size 16
 classification --model gru --samples 4 --parameters 400 --batch-size 16
 copying --model momentum {SEQUENCES}
-density --model flow {PINWHEEL}
 image_classification {IMAGES}
-image_classification --model anode --solver torchdiffeq {IMAGES}
 image_generation --side 4 --train-size 24 --test-size 10 --batch-size 8 --drawn 3 {TRANSFORMER}
 language_model {TEXT} {WORDS}
-language_model --model transformer --connection deeper --context 10 --batch-size 8 {TEXT} {TRANSFORMER}
-latent_sde --model hbsde {SDE}
 latent_sde --model kalman --dataset vibration --data generated {SDE}
 lra --min-length 5 --max-length 40 --train-size 60 --test-size 20 --iterations 3 --warmup 2 {TRANSFORMER}
-pathological --problem memorization_5 --model tanh --optimizer hf --max-cg 8 {PATHS}
 pathological --problem addition --model dtriv {PATHS}
-pendulum --model port_hamiltonian --swings 8 --batch-size 4 --times 3 --hidden 4 --periods 2
 pixel_mnist --model forget --permuted {PIXELS}
 pixel_mnist --model adam --cell dtriv --rebase 2 {PIXELS}
-plane_vibration --data generated --schedule constant --tol 0.1 --batch-size 2
-plane_vibration --data generated --schedule constant --model oscillators --batch-size 2
 point_cloud --tol 0.1
 polyphonic_music --data generated --hidden 5 --length 20
 recall --kind again --model heavy_ball --most 8 --iterations 2 --batch-size 4 --test-size 4 {TRANSFORMER}
 silverbox --model hbnode {RECORD}
-silverbox --model oscillators {RECORD}
 speech --model momentum {VOICES}
-speech --model plain --cell rnn --features mfcc --optimizer hf --max-cg 5 {VOICES}
 transformer_copy --length 12 --iterations 3 --batch-size 4 --test-size 6 {TRANSFORMER}
+walker2d --model gru --windows 24 --batch-size 8 --ahead 3
+"""
+MORE_RUNS = f"""
+adding --model oscillators {SEQUENCES}
+bouncing_balls --model plain --cell rnn --optimizer hf --max-cg 5 {SEQUENCES}
+classification --model hbnode --samples 4 --parameters 400 --batch-size 16
+density --model flow {PINWHEEL}
+image_classification --model anode --solver torchdiffeq {IMAGES}
+language_model --model transformer --connection deeper --context 10 --batch-size 8 {TEXT} {TRANSFORMER}
+latent_sde --model hbsde {SDE}
+pathological --problem memorization_5 --model tanh --optimizer hf --max-cg 8 {PATHS}
+pendulum --model port_hamiltonian --swings 8 --batch-size 4 --times 3 --hidden 4 --periods 2
+plane_vibration --data generated --schedule constant --tol 0.1 --batch-size 2
+plane_vibration --data generated --schedule constant --model oscillators --batch-size 2
+silverbox --model oscillators {RECORD}
+speech --model plain --cell rnn --features mfcc --optimizer hf --max-cg 5 {VOICES}
 translation --model adaptive --iterations 2 --schedule constant {PAIRS} {TRANSFORMER}
 walker2d --model hbnode --windows 24 --batch-size 8 --tol 1e-3 --ahead 3
-walker2d --model gru --windows 24 --batch-size 8 --ahead 3
-""".strip().splitlines()
+"""
 FIGURES = {
     "bouncing_balls": "frames.png",
     "density": "density.png",
@@ -117,7 +121,7 @@ def small_data(tmp_path, monkeypatch):
     monkeypatch.setattr(polyphonic, "chords", lambda: whole_chords((4, 2, 2)))
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", [*RUNS.strip().splitlines(), *slow(*MORE_RUNS.strip().splitlines())])
 def test_a_task_trains_resumes_and_leaves_its_files(run, small_data, tmp_path, monkeypatch, capsys):
     task, *options = run.split()
     main = importlib.import_module(f"tasks.{task}").main

@@ -145,6 +145,7 @@ def test_what_there_is_without_momentum(means, is_higher_better, said):
     assert said in momentum_ablation.without_momentum(means, is_higher_better=is_higher_better)
 
 
+@pytest.mark.slow
 def test_the_ablation_runs_the_grid_and_goes_on(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(momentum_ablation, "run_side_by_side", one_after_another)
     options = ["--momenta", "0.6", "0", "--step-sizes", "1", "0.5", "--epochs", "1", "--seeds", "2"]
@@ -190,6 +191,7 @@ def test_throughput_writes_a_table_with_ratios_to_softmax(tmp_path, capsys, monk
 # Recall
 
 
+@pytest.mark.slow
 def test_one_command_makes_the_table(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(recall, "run_side_by_side", one_after_another)
     options = (

@@ -174,6 +174,7 @@ def test_the_loss_scale_leaves_exact_gradients_alone_and_costs_the_adjoint_evalu
     assert float(rows["torchdiffeq", "1024"]["nfe_backward"]) > float(rows["torchdiffeq", "1"]["nfe_backward"])
 
 
+@pytest.mark.slow
 def test_a_point_cloud_moves_in_a_picture_and_in_an_animation(tmp_path, monkeypatch):
     monkeypatch.setattr(point_cloud, "FRAMES", 6)
     for model in ("anode", "node"):  # in space and in the plane

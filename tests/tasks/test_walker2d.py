@@ -292,6 +292,7 @@ def test_adjoint_norms_are_those_of_the_states_in_between(model):
     assert walker2d_gradients.ratios(halved)[2].item() == pytest.approx(0.5**2)
 
 
+@pytest.mark.slow
 def test_gradients_write_their_files(data, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(walker2d, "LENGTH", 4)
     monkeypatch.setattr(walker2d_gradients, "BACK", (2, 60))

@@ -14,7 +14,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -34,17 +34,18 @@ from hbnode.errors import (
 from hbnode.nfe import Tally, open_records
 from hbnode.signal import refuse_queries_outside
 from hbnode.solve.adjoints import closed_over_leaves, own_parameters, owning, refuse_unknown
-from hbnode.solve.settings import ADAMS, ADAPTIVE, ARGUMENTS, FIXED, SCIPY, Settings
+from hbnode.solve.methods import TORCHDIFFEQ_METHODS
+from hbnode.solve.settings import ARGUMENTS, Settings
 from hbnode.solve.term import ODETerm, Snapshot, solving
 
 CALLBACKS = ("callback_step", "callback_accept_step", "callback_reject_step")  # torchdiffeq's names
 GRID = ("step_size", "grid_constructor")
 STEPS = ("first_step", "min_step", "max_step", "safety", "ifactor", "dfactor", "norm", "step_t", "jump_t", "dtype")
-OPTIONS = {
-    **dict.fromkeys(ADAPTIVE, STEPS),
-    **dict.fromkeys(FIXED, (*GRID, "norm", "interp", "perturb")),
-    **dict.fromkeys(ADAMS, (*GRID, "norm", "interp", "perturb", "max_iters", "max_order")),
-    **dict.fromkeys(SCIPY, ("min_step", "max_step", "norm", "solver")),
+OPTIONS = {  # of each kind of methods
+    "adaptive": STEPS,
+    "fixed": (*GRID, "norm", "interp", "perturb"),
+    "adams": (*GRID, "norm", "interp", "perturb", "max_iters", "max_order"),
+    "scipy": ("min_step", "max_step", "norm", "solver"),
 }
 INSTEAD = {  # replacements of options that a method does not have
     **ARGUMENTS,
@@ -64,8 +65,8 @@ TOO_MANY = "the solve needed more than max_steps={} {}. Fix: loosen rtol and ato
 def solve(field: Any, y0: State, t: Tensor, settings: Settings, counter: Tally, snapshot: Snapshot) -> State:
     """Solve with one of torchdiffeq's methods, given the checked arguments of :func:`hbnode.odeint`."""
     method, is_adjoint = settings.method, settings.gradient == "adjoint"
-    term = ODETerm(field, y0, counter, second_order=False)
-    term.per_channel = isinstance(y0, Tensor)  # torchdiffeq gets a tensor in its own shape
+    is_scipy = TORCHDIFFEQ_METHODS[method].kind == "scipy"
+    term = ODETerm(field, y0, counter, second_order=False, keeps_shape=isinstance(y0, Tensor))
     (row,), options = term.flatten(y0), checked_options(settings, t.detach())
     counted = CountedField(term, row, t, settings, snapshot)
     given: dict[str, Any] = {"rtol": settings.rtol, "atol": settings.atol, "method": method}
@@ -73,12 +74,12 @@ def solve(field: Any, y0: State, t: Tensor, settings: Settings, counter: Tally, 
 
     with solving(snapshot, row.device.type):
         leaves: tuple[Tensor, ...] = ()
-        if torch.is_grad_enabled() and (is_adjoint or method in SCIPY):
+        if torch.is_grad_enabled() and (is_adjoint or is_scipy):
             leaves = counted.leaves(t, row, options.get("perturb", False))
             snapshot.changed()  # counters leave it
         if is_adjoint:
             given |= {"adjoint_params": leaves, "adjoint_options": adjoint_options(options, settings, counted)}
-        elif method in SCIPY and torch.is_grad_enabled() and any(x.requires_grad for x in (t, row, *leaves)):
+        elif is_scipy and torch.is_grad_enabled() and any(x.requires_grad for x in (t, row, *leaves)):
             raise ValueError(
                 "method='scipy_solver' runs outside torch, so it has no direct gradient; expected gradient='adjoint'. "
                 "Fix: pass gradient='adjoint', or solve under torch.no_grad()."
@@ -109,6 +110,30 @@ def original() -> SimpleNamespace:
     return SimpleNamespace(**vars(torchdiffeq))
 
 
+def solver_of(method: str | None) -> Any:
+    """Return torchdiffeq's class for a method, or None if it has none of this name; raise TypeError for no name."""
+    if method is not None and not isinstance(method, str):
+        raise TypeError(f"method must be a name, got {method!r}. Fix: method='dopri5'.")
+    return original()._impl.adjoint.SOLVERS.get(method)
+
+
+def step_events(method: str | None) -> dict[str, str]:
+    """Return the callbacks for accepted and rejected steps of a method; fixed steps are all accepted."""
+    names: set[str] = getattr(solver_of(method), "valid_callbacks", set)()
+    if "callback_accept_step" in names:
+        return {"callback_accept_step": "accepted", "callback_reject_step": "rejected"}
+    return {"callback_step": "accepted"} if "callback_step" in names else {}
+
+
+def count_step(
+    counter: Tally, event: str, t0: Tensor, dt: Tensor, in_time: Callable[..., tuple[Tensor, Tensor]] | None = None
+) -> None:
+    """Count a step of size ``dt`` from ``t0``; ``in_time`` maps both to the time of a field with rescaled time."""
+    counter.add(event)
+    if open_records:
+        counter.report(*(in_time(t0, dt) if in_time else (t0, dt)), event == "accepted")
+
+
 def norm(term: Any, own: Callable[[Any], Tensor] | None, row: Tensor) -> Tensor:
     """Return the user's norm ``own`` of a row, or the RMS over its elements if ``own`` is None.
 
@@ -127,12 +152,13 @@ class CountedField:
 
     def __init__(self, term: ODETerm, row: Tensor, t: Tensor, settings: Settings, snapshot: Snapshot) -> None:
         self.term, self.counter, self.snapshot, self.settings = term, term.counter, snapshot, settings
-        self.method, self.dtype = settings.method, row.dtype
+        self.method, self.dtype, self.of_name = settings.method, row.dtype, TORCHDIFFEQ_METHODS[settings.method]
         self.limit = settings.max_steps + max(len(t) - 2, 0)  # the adjoint takes at least one step per output interval
-        callbacks = CALLBACKS if self.method in ADAPTIVE else CALLBACKS[:1] if self.method in FIXED else ()
+        callbacks, own = solver_of(self.method).valid_callbacks(), cast(Any, weakref.proxy(self))
         warn_of_callbacks(term.field, self.method, [name for name in CALLBACKS if name not in callbacks])
-        self.callbacks = (*callbacks, *(f"{name}_adjoint" for name in callbacks))
-        self.reports_steps = bool(callbacks)  # otherwise, limit evaluations
+        for name in (*callbacks, *(f"{name}_adjoint" for name in callbacks)):
+            setattr(self, name, functools.partial(CountedField._call_back, own, name))
+        self.events = step_events(self.method)  # without any, evaluations have a limit
         self.forward_pass = backward_pass()  # >= 0 if the backward pass of an outer adjoint runs this solve
         self.known: frozenset[int] = frozenset()  # ids of the leaves whose gradients the adjoint computes
         self.recent: deque[tuple[Tensor, Tensor]] = deque(maxlen=32)  # evaluations since the start of the step
@@ -152,7 +178,7 @@ class CountedField:
         in_backward = self.settings.gradient == "adjoint" and self.forward_pass != backward_pass()
         value = self._evaluate_in_backward(t, y) if in_backward else self._evaluate(t, y)
         self.recent.append((t.detach(), value.detach()))
-        if not self.reports_steps:
+        if not self.events:
             if not is_finite(value):
                 raise self.failure(NonFiniteError, FIELD, t)
             self._limit(t, self.counter.nfe.total, "evaluations")
@@ -185,25 +211,14 @@ class CountedField:
         self.known = frozenset(found)
         return tuple(found.values())
 
-    def __getattr__(self, name: str) -> Callable[[Tensor, State, Tensor], None]:
-        """Return a callback if the method calls it; for others torchdiffeq would warn."""
-        if name not in self.__dict__.get("callbacks", ()):
-            raise AttributeError(name)
-        own: Any = weakref.proxy(self)
-        return functools.partial(CountedField._call_back, own, name)
-
     def _call_back(self, name: str, t0: Tensor, y0: State, dt: Tensor) -> None:
         """Handle a callback: a step of size ``dt`` from ``(t0, y0)`` starts, is accepted or is rejected."""
-        is_start, in_adjoint = name.startswith("callback_step"), name.endswith("_adjoint")
+        in_adjoint, called = name.endswith("_adjoint"), name.removesuffix("_adjoint")
         t0 = -t0 if in_adjoint and self.is_down else t0  # torchdiffeq's adjoint negates decreasing times
-        if is_start:
+        if called == "callback_step":
             self._begin_step(t0.detach(), y0, dt.detach(), "adjoint state" if in_adjoint else "state")
-        if not is_start or self.method in FIXED:  # these methods accept every step
-            accepted = "reject" not in name
-            self.counter.add("accepted" if accepted else "rejected")
-            if open_records:
-                in_time = getattr(self.term.field, "_in_time", lambda *step: step)  # for a field with rescaled time
-                self.counter.report(*(*in_time(t0, dt), accepted))
+        if called in self.events:
+            count_step(self.counter, self.events[called], t0, dt, getattr(self.term.field, "_in_time", None))
         if (callback := getattr(self.term.field, name, None)) is not None:
             callback(t0, y0 if in_adjoint else self.term.unflatten((y0,)), dt)  # type: ignore[arg-type] # a row
 
@@ -211,7 +226,7 @@ class CountedField:
         """Raise an error if the state is not finite, the step is too small, or there are too many steps."""
         numbers = [x.double().reshape(()) for x in (dt, all_finite(y0), (t0 + dt == t0) | (t0 - dt == t0))]
         self.step_size, finite, stuck = torch.stack(numbers).tolist()  # with one synchronisation
-        is_adaptive = self.method in ADAPTIVE
+        is_adaptive = self.of_name.kind == "adaptive"
         if not finite or (is_adaptive and self.step_size == 0):  # a NaN error estimate gives step size 0
             raise self.failure(NonFiniteError, STATE.format(what), t0)
         if is_adaptive:
@@ -268,28 +283,28 @@ def warn_of_callbacks(field: Callable[..., Any], method: str | None, names: Sequ
 def checked_options(settings: Settings, t: Tensor) -> dict[str, Any]:
     """Return the options for torchdiffeq: the given ones, and those for ``steps``, ``save`` and ``jump_times``."""
     method, steps, jumps, exact = settings.method, settings.steps, settings.jump_times, settings.save == "exact"
-    options = known_options(settings.options, method, "options")
+    options, of_name = known_options(settings.options, method, "options"), TORCHDIFFEQ_METHODS[method]
     on_grid = next((name for name in GRID if name in options), None)
-    if steps is not None and method not in FIXED:
+    if steps is not None and not of_name.needs_fixed_steps:
         raise ValueError(f"steps={steps} needs fixed steps, which method={method!r} does not have. Fix: method='rk4'.")
     if steps is not None and on_grid:
         raise ValueError(f"steps was given, and options has {on_grid!r}. Fix: give one of them.")
-    if jumps and method in (*ADAMS, *SCIPY):
+    if jumps and of_name.kind in ("adams", "scipy"):
         what = f"method={method!r}, which uses values of f from before a jump after it"
         raise ValueError(f"jump_times are not possible with {what}. Fix: method='dopri5'.")
     if jumps and (also := next((name for name in ("jump_t", *GRID) if name in options), None)):
         fix = "give only jump_times" if also == "jump_t" else "steps=n instead, n steps between two outputs or jumps"
         raise ValueError(f"jump_times was given, and options has {also!r}. Fix: {fix}.")
-    if exact and (method in SCIPY or on_grid):
+    if exact and (of_name.kind == "scipy" or on_grid):
         what = f"options={{{on_grid!r}: ...}}" if on_grid else f"method={method!r}"
         raise ValueError(f"save='exact' is not possible with {what}. Fix: leave save out.")
-    if steps is not None or (jumps and method in FIXED):
+    if steps is not None or (jumps and of_name.needs_fixed_steps):
         options["grid_constructor"] = functools.partial(equal_steps, steps=steps or 1, jumps=jumps)
-    if jumps and method in FIXED:
+    if jumps and of_name.needs_fixed_steps:
         options["perturb"] = True  # stages at the ends of a step are just inside it
     elif jumps:
         options["jump_t"] = torch.tensor(jumps, dtype=t.dtype, device=t.device)
-    if exact and method in ADAPTIVE:  # torchdiffeq rejects step times that are jumps
+    if exact and of_name.kind == "adaptive":  # torchdiffeq rejects step times that are jumps
         options["step_t"] = t[~torch.isin(t, options["jump_t"].to(t))] if "jump_t" in options else t
     return options
 
@@ -326,7 +341,7 @@ def adjoint_options(own: dict[str, Any], settings: Settings, counted: CountedFie
 
 def known_options(given: Any, method: str, name: str) -> dict[str, Any]:
     """Return a copy of the options ``given`` for ``method``; raise ValueError for unknown names and invalid values."""
-    known = OPTIONS[method]
+    known = OPTIONS[TORCHDIFFEQ_METHODS[method].kind]
     if given is not None and not isinstance(given, dict):
         raise TypeError(f"{name} must be a dict, got {type(given).__name__}. Fix: {name}={{{known[0]!r}: 0.1}}.")
     options = dict(given or {})
