@@ -181,7 +181,7 @@ class _Run:
         term, self.method, self.is_exact = setup.stepper.term, setup.stepper.method, setup.settings.save == "exact"
         self.term, self.is_exact = term, self.is_exact and not setup.end_only
         self.key = (setup.settings.method, self.is_exact, term.lanes is None, setup.end_only)
-        self.like, self.owned, self.bytes = apply(Tensor.detach, y0), (), -1.0
+        self.like, self.owned, self.bytes = apply(torch.empty_like, y0), (), -1.0
         self.history: list[int] = store(term).setdefault((*self.key, self.needs_gradient), [])
 
     def times(self, setup: Setup, longest: Array, margin: Array) -> Times:
@@ -251,8 +251,9 @@ class _Run:
         steps, grid, most = AdaptiveSteps(setup, rows), setup.grid, setup.settings.max_steps
         times = self.times(setup, steps.controller.longest, steps.error_factor)
         control = joined(steps.control, np.shape(grid.end), setup.stepper.like.device)
-        if self.needs_gradient:  # as after an attempt, else it would need a graph of its own
-            rows = tuple([row if row.requires_grad else row.detach().requires_grad_() for row in rows])
+        rows = tuple([row.clone() for row in rows])  # as after an attempt, no views; else they had a graph of their own
+        if self.needs_gradient:
+            rows = tuple([row if row.requires_grad else row.requires_grad_() for row in rows])
         saved = Attempts(self.term, self.method, times).saved(rows)
         most += grid.outputs.shape[-1] - 1 if self.is_exact else 0
         left = (setup.max_nfe or math.inf) - self.term.counter.nfe.forward

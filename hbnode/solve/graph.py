@@ -164,7 +164,8 @@ class Attempts:
         if outputs is None:
             return None
         rows = rows[: self.term.rows]
-        return tuple([row.unsqueeze(place).repeat_interleave(outputs.shape[-1], place) for row in rows])
+        count = outputs.shape[-1]  # copies, because views as inputs of a graph would need another graph
+        return tuple([row.unsqueeze(place).repeat_interleave(count, place).clone() for row in rows])
 
     def attempt(
         self, rows: Rows, control: Tensor, saved: Rows | None, excluded: Tensor | None = None
