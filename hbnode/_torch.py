@@ -7,6 +7,7 @@ recurrent layers, the CPU allocator and constants of modules.
 from __future__ import annotations
 
 import functools
+import math
 import sys
 import threading
 import warnings
@@ -238,7 +239,33 @@ def to_numpy(x: Tensor) -> np.ndarray:
         raise ValueError("numbers are needed here, and the device meta stores none. Fix: device='cpu'.")
     x = plain(x)
     with torch._C._DisableFuncTorch():
-        return x.double().cpu().numpy()
+        return x.to("cpu", torch.float64).numpy()
+
+
+def widest(device: torch.device) -> torch.dtype:
+    """Return float64, or float32 for a device that has no float64, as Apple's."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device, in float32 if it is in float64 and the device has none."""
+    return x.to(device, widest(device) if x.dtype == torch.float64 else x.dtype)
+
+
+def root_mean_square(x: Tensor, dims: Sequence[int]) -> Tensor:
+    """Return the root mean square over some dimensions, of which no square overflows.
+
+    The sums are in float64. On a device without it they are in float32, of x divided by its largest magnitude.
+    """
+    dtype = widest(x.device)
+    norm = torch.linalg.vector_norm(x, dim=dims, dtype=dtype)
+    count = max(x.numel() // max(norm.numel(), 1), 1)
+    if dtype == torch.float64 or not x.numel():
+        return norm / math.sqrt(count)
+    x = x.to(dtype)
+    largest = x.abs().amax(tuple(dims), keepdim=True)
+    largest = torch.where((largest > 0) & largest.isfinite(), largest, 1.0)
+    return torch.linalg.vector_norm(x / largest, dim=dims) / math.sqrt(count) * largest.squeeze(tuple(dims))
 
 
 def numbers(x: Tensor) -> list[Any]:
@@ -468,13 +495,14 @@ class ModuleWithConstants(nn.Module):
         else:
             super().__setattr__(name, value)
 
-    def set_constant(self, attribute: str, value: float | Tensor) -> None:
-        """Set a constant and, for a tensor, its copy on the module's device."""
+    def set_constant(self, attribute: str, value: float | Tensor, device: torch.device | None = None) -> None:
+        """Set a constant and, for a tensor, its copy on a device, None for that of the copy before."""
         self.__dict__[attribute] = value  # setattr would register a parameter of another module
         self._buffers.setdefault(attribute.lstrip("_"), None)  # functional_call puts its tensor there
         if isinstance(value, Tensor) and not is_differentiated(value):
             before = self._buffers.get(attribute + "_on_device")
-            copy = value.to(value.device if before is None else before.device, copy=True)
+            device = device or (value.device if before is None else before.device)
+            copy = to_device(value.clone(), device)
             self.register_buffer(attribute + "_on_device", copy, persistent=False)
             self.__dict__[attribute + "_copy"] = copy
 
@@ -495,9 +523,12 @@ class ModuleWithConstants(nn.Module):
         return getattr(self, attribute) if value is self.__dict__.get(attribute + "_copy") else value
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ModuleWithConstants:
+        attributes = self.own_constants().values()
+        copies = [self._buffers.pop(attribute + "_on_device", None) for attribute in attributes]
         super()._apply(fn, recurse)
-        for attribute in self.own_constants().values():
-            self.set_constant(attribute, getattr(self, attribute))  # fn may be a cast or to_empty
+        for attribute, copy in zip(attributes, copies, strict=True):  # fn may be a cast, to_empty or refuse float64
+            device = None if copy is None else fn(copy.new_empty(0, dtype=torch.float32)).device
+            self.set_constant(attribute, getattr(self, attribute), device)
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:

@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hbnode import _torch
+
 KIND = "meta"  # autograd in a build for the CPU knows no other device without a driver
 aten = torch.ops.aten
 VALUES_TO_HOST = {aten._local_scalar_dense, aten.equal, aten.is_nonzero}
@@ -35,7 +37,11 @@ class Elsewhere(torch.Tensor):
             cls, values.shape, strides=values.stride(), dtype=values.dtype, device=KIND
         )
 
+    has_float64 = True
+
     def __init__(self, values):
+        if not self.has_float64 and values.dtype in (torch.float64, torch.complex128):
+            raise TypeError("the pretended device has no float64")
         self.values_on_cpu = values
 
     def __tensor_flatten__(self):  # lets nn.Module.double() swap parameters
@@ -183,8 +189,8 @@ def _maker(make):
 
 
 @contextlib.contextmanager
-def pretended_device():
-    """A context in which there is such a device, :class:`PretendedDevice`."""
+def pretended_device(float64=True):
+    """A context in which there is such a device, :class:`PretendedDevice`, with float64 or, as Apple's, without."""
     import torch._dynamo.variables.torch  # whose tables are to hold torch's own functions
 
     device, enabled, autocast = PretendedDevice(), torch.is_autocast_enabled, torch.autocast
@@ -200,6 +206,10 @@ def pretended_device():
 
         for name in ("item", "tolist", "__float__", "__int__", "__bool__", "__index__"):
             patch(Elsewhere, name, _host_reads(device, name))
+        if not float64:
+            widest = _torch.widest
+            patch(_torch, "widest", lambda device: torch.float32 if device.type == KIND else widest(device))
+        patch(Elsewhere, "has_float64", float64)
         patch(torch, "tensor", _maker(torch.tensor))
         patch(torch, "as_tensor", _maker(torch.as_tensor))
         patch(torch, "is_autocast_enabled", lambda kind="cpu": enabled("cpu" if kind == KIND else kind))

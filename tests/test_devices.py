@@ -8,6 +8,7 @@ from torch.distributions import Independent, Normal
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hbnode
+from hbnode import _torch
 from hbnode._tree import parts
 from hbnode.solve.methods import METHODS as NATIVE
 from hbnode.solve.methods import Explicit
@@ -198,6 +199,59 @@ def test_plots(device, model):
     ]
     plt.close("all")
     assert all(ax.lines or ax.collections for ax in drawn)
+
+
+# Without float64
+
+
+def test_no_square_overflows_in_a_root_mean_square():
+    large = torch.tensor([[3e30, -4e30], [0.0, 0.0], [3e-30, 4e-30], [1.0, torch.inf]])
+    expected = large.double().square().mean(1).sqrt()
+    torch.testing.assert_close(_torch.root_mean_square(large, (1,)), expected, rtol=1e-12, atol=0)
+    with pretended_device(float64=False) as device:
+        found = _torch.root_mean_square(device.move(large), (1,)).values_on_cpu
+        assert _torch.root_mean_square(device.move(large[:0]), (0, 1)).values_on_cpu == 0
+        x = torch.rand(2, 3, 4)
+        each = _torch.root_mean_square(device.move(x), (0, 2)).values_on_cpu
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(each, x.square().mean((0, 2)).sqrt())
+
+
+@pytest.mark.parametrize("options", [{}, {"per_sample": True}, {"steps": 4}, {"method": "dopri5"}], ids=str)
+@pytest.mark.parametrize("damping", [{}, {"damping": 0.3, "learn_damping": False}], ids=["learned", "constant"])
+def test_a_block_trains_on_a_device_without_float64(damping, options):
+    torch.manual_seed(0)
+    block, x = hbnode.HeavyBallODEBlock(nn.Linear(4, 4), rtol=1e-3, atol=1e-3, **damping, **options), torch.randn(3, 4)
+    y = block(x)
+    y.square().sum().backward()
+    expected = [y, *(p.grad for p in block.parameters())]
+    block.zero_grad()
+    with pretended_device(float64=False) as device:
+        y = device.move(block)(device.move(x))
+        y.square().sum().backward()
+        found = [z.values_on_cpu for z in (y, *(p.grad for p in block.parameters()))]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("per_sample", [True, False])
+@pytest.mark.parametrize("field", ["node", "hbnode", "ghbnode"])
+def test_an_ode_rnn_trains_on_a_device_without_float64(field, per_sample):
+    torch.manual_seed(0)
+    rnn = hbnode.ODERNN(3, 8, field=field, per_sample=per_sample, missing="decay", time_unit=2.0)
+    x, t, mask = torch.randn(4, 6, 3), torch.rand(4, 6).cumsum(1), torch.rand(4, 6, 3) > 0.2
+
+    def outputs(x, t, mask):
+        output, state = rnn(x, t, mask=mask)
+        ahead, _ = rnn.forecast(state, [0.1, 0.5])
+        (output.square().sum() + ahead.square().sum()).backward()
+        return [output, ahead, *(p.grad for p in rnn.parameters())]
+
+    expected = outputs(x, t, mask)
+    rnn.zero_grad()
+    with pretended_device(float64=False) as device:
+        device.move(rnn)
+        found = [z.values_on_cpu for z in outputs(*map(device.move, (x, t, mask)))]
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
 
 
 # Signals

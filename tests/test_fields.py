@@ -246,6 +246,17 @@ def constant_field(damping, xi=0.7, **options):
 EXACT = torch.tensor([0.9, 0.1], dtype=torch.float64)
 
 
+def test_constants_of_channels_move_to_a_device_without_float64():
+    def move(x):
+        if x.dtype == torch.float64:
+            raise TypeError("the device has no float64")
+        return x.to("meta")
+
+    field = constant_field([0.9, 0.1])._apply(move)
+    assert field.damping.is_meta
+    assert field.state_dict()["damping"].tolist() == [0.9, 0.1]
+
+
 @pytest.mark.parametrize("damping", [0.9, [0.9, 0.1]])
 @pytest.mark.parametrize("cast", [lambda value: value, lambda value: value.half()], ids=["exact", "half"])
 def test_constants_are_in_the_checkpoint(damping, cast):

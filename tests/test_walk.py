@@ -90,8 +90,8 @@ def hessian_free():
 @pytest.mark.parametrize(
     ("make", "limits"),
     [
-        *((block, (80, 14, 12)), (ode_rnn, (94, 12, 12)), (sdeint, (59, 12, 10)), (lstm, (30, 4, 10))),
-        *((oscillators, (68, 6, 10)), (memory, (39, 4, 7)), (hessian_free, (60, 7, 10))),
+        *((block, (85, 14, 12)), (ode_rnn, (95, 12, 12)), (sdeint, (61, 12, 10)), (lstm, (30, 4, 10))),
+        *((oscillators, (69, 6, 10)), (memory, (39, 4, 7)), (hessian_free, (60, 7, 10))),
     ],
     ids=lambda made: getattr(made, "__name__", ""),
 )

@@ -10,13 +10,14 @@ import numpy as np
 import torch
 from sklearn.base import clone
 from sklearn.ensemble import HistGradientBoostingRegressor
+from sklearn.isotonic import IsotonicRegression
 from sklearn.linear_model import Ridge, RidgeCV
 from torch import Tensor
 from typing_extensions import Self, override
 
 from hbnode._tree import record
 from hbnode.data import Series
-from hbnode.estimators.seasonal import lagged, seasons_of, usual_gap
+from hbnode.estimators.seasonal import gaps_and_seasons, lagged
 from hbnode.estimators.smoother import OscillatorSmoother
 
 if TYPE_CHECKING:
@@ -233,10 +234,6 @@ class Units:
 
     def __call__(self, past: Series) -> tuple[Tensor, Tensor]:
         """Return locations and scales (n, 1, channels)."""
-        if not self.is_own:
-            is_seen = past.mask.any(1, keepdim=True)
-            scale = torch.from_numpy(self.centre + self.ratio).exp()
-            return torch.zeros(is_seen.shape).double(), torch.where(is_seen, scale, 1.0)
         middle, step, _, count = _moments(past)
         centre, ratio, between, log_between = map(
             torch.from_numpy, (self.centre, self.ratio, self.between, self.log_between)
@@ -288,18 +285,30 @@ class InUnits:
 
 
 class LastValue:
-    """The last observed value; its error grows with its age at the horizon as it does in the training data."""
+    """The last observed value, whose error does not fall with its age at the horizon (isotonic regression).
+
+    The deviation is 1.48 (mean √|e|)² of errors e, which is that of normal errors and depends little on outliers.
+    """
 
     def fit(self, series: Series, asked: Questions, seed: int) -> Self:
-        last, age = asked.over(lambda past, dt: last_values(past))
-        error = (asked.values - last.unsqueeze(1)).abs().numpy()
-        self.spread = Spread().fit((asked.dt.unsqueeze(-1) + age.unsqueeze(1)).numpy(), error)
+        last, lead = asked.over(lambda past, dt: (last_values(past)[0], torch.from_numpy(leads(past, dt))))
+        root = (asked.values - last.unsqueeze(1)).abs().sqrt()
+        self.growth = []
+        for each, error in zip(lead.unbind(2), root.unbind(2), strict=True):
+            known = each.isfinite() & error.isfinite()
+            growth = IsotonicRegression(out_of_bounds="clip")
+            self.growth.append(growth.fit(each[known].numpy(), error[known].numpy()) if known.any() else None)
         return self
 
     def forecast(self, past: Series, dt: Tensor) -> tuple[Tensor, Tensor]:
         last, _ = last_values(past)
         mean = last.unsqueeze(1).expand(-1, dt.shape[1], -1)
-        return mean, torch.as_tensor(self.spread(leads(past, dt)))
+        std = torch.ones_like(mean)
+        for channel, growth in enumerate(self.growth):
+            if growth is not None:
+                root = growth.predict(np.nan_to_num(leads(past, dt)[..., channel]).reshape(-1))
+                std[..., channel] = torch.from_numpy(np.maximum(1.48 * root**2, LEAST)).view(dt.shape)
+        return mean, std
 
 
 class Boosting:
@@ -317,8 +326,7 @@ class Boosting:
         gaps = series.t.diff()[torch.arange(1, series.t.shape[1]) < series.lengths.unsqueeze(1)]
         gaps = gaps[gaps > 0]
         self.gap, self.is_panel = float(gaps.median()) if len(gaps) else 1.0, len(series) >= FEW
-        usual = [usual_gap(series, channel) for channel in range(series.x.shape[2])]
-        self.seasons = [[gap * each for each in seasons_of(series, c, gap)] for c, gap in enumerate(usual)]
+        self.seasons = [[gap * each for each in found] for gap, found in zip(*gaps_and_seasons(series), strict=True)]
         last, _, *inputs = asked.over(lambda past, dt: (*last_values(past), *self._inputs(past, dt)))
         places = asked.row % FOLDS if self.is_panel else torch.arange(len(asked)) * FOLDS // len(asked)
         self.trees, folds = [], places.numpy()  # halves of the series, which are in order, or of the time
@@ -444,30 +452,6 @@ class Smoothing:
         part = slice(channel, channel + 1)
         x, mask, features = series.x[..., part], series.mask[..., part], series.features[part]
         return dataclasses.replace(series, x=x, mask=mask, features=features)
-
-
-class Spread:
-    """The deviation of the errors of each channel as a function of the lead, interpolated in log lead.
-
-    It is 1.48 (mean √|e|)² of errors e, which is that of normal errors and depends little on outliers.
-    """
-
-    def fit(self, lead: NDArray[Any], errors: NDArray[Any]) -> Self:
-        self.knots, self.values = [], []
-        for channel in range(errors.shape[2]):
-            known = np.isfinite(errors[..., channel]) & np.isfinite(lead[..., channel])
-            log_lead, error = np.log(lead[..., channel][known] + 1e-12), errors[..., channel][known]
-            order = np.argsort(log_lead)
-            parts = np.array_split(order, max(1, min(50, len(order) // 15)))
-            self.knots.append(np.array([log_lead[part].mean() if len(part) else 0.0 for part in parts]))
-            found = np.array([np.sqrt(error[part]).mean() ** 2 if len(part) else 1.0 for part in parts])
-            self.values.append(np.maximum(found * 1.48, LEAST))
-        return self
-
-    def __call__(self, lead: NDArray[Any]) -> NDArray[Any]:
-        log_lead = np.log(np.nan_to_num(lead) + 1e-12)
-        each = zip(self.knots, self.values, strict=True)
-        return np.stack([np.interp(log_lead[..., c], *points) for c, points in enumerate(each)], -1)
 
 
 class Calibration:

@@ -10,6 +10,7 @@ import re
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
@@ -76,9 +77,10 @@ class SeriesForecaster(SeriesEstimator):
     the final model errs as those that did not see the held-out series, and e at similar leads is one distribution.
 
     A model sees each column of a series in units of its own past: its median, and the size of its steps. Both are
-    shrunk to those of all series, entirely if the series differ by chance only. Scores are in units of each series, so
-    that large series do not decide alone. ``"last"``, ``"features"`` and ``"oscillators"`` are also tried in one unit
-    for all series, if there are at most eight columns. ``"seasonal"`` and ``"statsforecast"`` always have one unit.
+    shrunk to those of all series, entirely if the series differ by chance only. Scores are those of pasts with their
+    last values, in units of each series, so that large series do not decide alone. ``"last"``, ``"features"`` and
+    ``"oscillators"`` are also tried in one unit for all series, if there are at most eight columns. ``"seasonal"`` and
+    ``"statsforecast"`` always have one unit.
 
     A band of a level L in percent needs at least L / (100 - L) held-out values: 9 for 90 %, 19 for 95 %, 99 for 99 %.
     With fewer it is infinite, as in the theory of conformal prediction: a finite one would rest on an assumption about
@@ -94,12 +96,12 @@ class SeriesForecaster(SeriesEstimator):
             time zone of the training table, or in UTC if it has none that pandas knows by name; ``"seasonal"``, a
             level, a line that flattens and seasons whose periods are found, for regular and irregular series;
             ``"oscillators"``, a :class:`OscillatorSmoother` for each column; ``"statsforecast"``, the median of
-            AutoETS, AutoTheta, MSTL and AutoARIMA of the package statsforecast, fitted to each series by itself, for
-            regular series; ``"odernn"`` or ``"gru"``, a network that is trained by gradients; ``"auto"``, the one of
+            AutoETS, AutoTheta and MSTL of the package statsforecast, fitted to each series by itself, for regular
+            series; ``"odernn"`` or ``"gru"``, a network that is trained by gradients; ``"auto"``, the one of
             the first four, or the mean of the best two, with the least continuous ranked probability score on held-out
-            series. ``"statsforecast"`` is compared too if it is installed, and the series are regular and have at most
-            20,000 values together. With more than eight columns, only the first two are compared, in own units, and
-            the trees learn from fewer values of each column, to save time. Default: ``"auto"``
+            series. ``"statsforecast"`` replaces ``"oscillators"`` if it is installed, and the series are regular and
+            have at most 20,000 values together. With more than eight columns, only the first two are compared, in own
+            units, and the trees learn from fewer values of each column, to save time. Default: ``"auto"``
         id: for a table in long form, the column that identifies the series. None for a table of one series.
             Default: ``None``
         time: for a table, the column of times: numbers, durations or dates. None takes the index of a pandas Series, or
@@ -199,75 +201,67 @@ class SeriesForecaster(SeriesEstimator):
             math.inf if horizon is None else float(self._horizons(series, horizon, zone, isinstance(X, Series)).max())
         )
         series = self._scaled(series)
-        whole, own, plain = (
-            series.select(series.lengths > 1),
-            Units(series.x.shape[2]).fit(series),
-            Units(series.x.shape[2]),
-        )
+        whole, is_wide = series.select(series.lengths > 1), series.x.shape[2] > WIDE
+        self.units_ = Units(series.x.shape[2]).fit(series)
         if len(whole) >= FEW:
-            groups = np.array_split(random.permutation(len(whole)), GROUPS)
-            trains = [
-                whole.select(torch.from_numpy(np.sort(np.concatenate([*groups[:k], *groups[k + 1 :]]))))
-                for k in range(GROUPS)
-            ]
+            groups = [np.sort(rows) for rows in np.array_split(random.permutation(len(whole)), GROUPS)]
+            trains = [whole.select(torch.from_numpy(np.setdiff1d(range(len(whole)), rows))) for rows in groups]
             cuts = max(CUTS, MANY // len(whole))
-            tests = [questions(whole, random, START, cuts, AHEAD, ahead, np.sort(rows)) for rows in groups]
+            tests = [questions(whole, random, START, cuts, AHEAD, ahead, rows) for rows in groups]
         else:
             span = float((series.t.amax(1) - series.t[:, 0]).median())
             share = END if horizon is None or not span else min(max(END, 2 * ahead / span), MOST)
             ahead = END / 2 * span if horizon is None else ahead
             trains = [cut_at(series, ((1 - share) * series.lengths.double()).long().clamp(min=1))]
             tests = [questions(series, random, 1 - share, MANY // len(series), AHEAD, ahead)]
-        is_held = bool((trains[0].lengths > 1).any())
-        train, test = trains[0] if is_held else series, tests[0]
-        is_wide = series.x.shape[2] > WIDE
+        is_held, test = bool((trains[0].lengths > 1).any()), tests[0]
+        trains[0] = trains[0] if is_held else series
         names: Any = CHEAP[: (2 if is_wide else None) if is_held else 1] if self.model == "auto" else (self.model,)
         if self.model == "auto" and is_held and not is_wide and StatsForecast.admits(series):
-            names += ("statsforecast",)
-        scale, asked = own(test.series)[1][test.row], self._asked(train, random, ahead)
-        self.units_, units = own, dict.fromkeys(names, own)
+            names = (*CHEAP[:-1], "statsforecast")  # instead of the oscillators, which are slower
+        scale = self.units_(test.series)[1][test.row]  # of each series, so that all weigh the same
+        is_scored = (test.lost == 0).all(1) & test.values.isfinite().any(-1).any(-1)  # as forecasts are asked for
+        is_scored |= ~is_scored.any()
 
-        def tested(name: str, train: Series, asked: Questions, test: Questions) -> tuple[Any, Tensor, Tensor]:
-            model = self._fitted(name, train, asked, test, random, units)
-            mean, std = test.over(lambda past, dt: self._forecast(model, past, dt))
-            return model, mean, std
+        asked = self._asked(trains[0], random, ahead)
 
-        def score(found: tuple[Any, Tensor, Tensor]) -> float:  # in units of each series, so that all weigh the same
-            return _score(found[1] / scale, found[2] / scale, test.values / scale)
+        def tested(model: Any, train: Series, asked: Questions, test: Questions) -> tuple[Any, Tensor, Tensor]:
+            model = self._fitted(model, train, asked, test, random)
+            return model, *test.over(lambda past, dt: self._forecast(model, past, dt))
 
-        found = {}
-        for name in names:
-            tried = []
-            for each in (own,) if is_wide or not own.is_own or name in (*NETWORKS, *PLAIN) else (own, plain):
-                units[name] = each
-                tried.append((each, tested(name, train, asked, test)))
-            units[name], found[name] = min(tried, key=lambda pair: score(pair[1]))
+        def score(found: tuple[Any, Tensor, Tensor]) -> float:
+            return _score(*((each / scale)[is_scored] for each in (*found[1:], test.values)))
+
+        found = {
+            name: min((tested(model, trains[0], asked, test) for model in self._models(name, is_wide)), key=score)
+            for name in names
+        }
         self.cv_loss_ = {name: score(each) for name, each in found.items()}
         best = sorted(found, key=self.cv_loss_.__getitem__)[:2]
         if len(best) > 1:
             parts, *forecasts = zip(*(found[name] for name in best), strict=True)
             pair = " + ".join(best)
-            found[pair] = Mixture(list(parts)), *mixture(list(zip(*forecasts, strict=True)))
+            found[pair] = Mixture(parts), *mixture(list(zip(*forecasts, strict=True)))
             self.cv_loss_[pair] = score(found[pair])
         self.model_ = min(self.cv_loss_, key=self.cv_loss_.__getitem__)
-        results = [found[self.model_]]
-        if self.model_ not in NETWORKS:
+        model, *forecast = found[self.model_]
+        results: list[Any] = [forecast]
+        is_network = self.model_ in NETWORKS
+        if not is_network:  # whose training ends by the held-out values
             few = slice(1, None if len(whole) < MANY else 1)
-            for train, test in zip(trains[few], tests[few], strict=True):
-                results.append(tested(self.model_, train, self._asked(train, random, ahead), test))
+            for train, other in zip(trains[few], tests[few], strict=True):
+                results.append(tested(model, train, self._asked(train, random, ahead), other)[1:])
         self._calibrate(tests, results, is_held or self.model_ == "last")
-        self.horizon_, model = ahead, results[0][0]
-        if is_held and self.model_ not in NETWORKS:  # whose training ends by the held-out values
-            asked = self._asked(whole, random, ahead)
-            model = self._fitted(self.model_, series, asked, test, random, units)
-        self.networks_ = model if self.model_ in NETWORKS else []
-        self.fitted_: Any = None if self.model_ in NETWORKS else model
+        if is_held and not is_network:
+            model = self._fitted(model, series, self._asked(whole, random, ahead), test, random)
+        self.horizon_, self.networks_ = ahead, model if is_network else []
+        self.fitted_: Any = None if is_network else model
         return self
 
-    def _calibrate(self, tests: list[Questions], results: list[tuple[Any, ...]], is_held: bool) -> None:
+    def _calibrate(self, tests: list[Questions], results: list[Any], is_held: bool) -> None:
         """Calibrate bands by errors of held-out values; a model that was fitted to the values has none."""
         parts = []
-        for test, (_, mean, std) in zip(tests, results, strict=False):
+        for test, (mean, std) in zip(tests, results, strict=False):
             _, age = test.over(lambda past, dt: last_values(past))
             error = ((test.values - mean) / std).abs() if is_held else torch.full_like(mean, math.nan)
             lead = test.dt.unsqueeze(-1) + age.unsqueeze(1)
@@ -549,6 +543,8 @@ class SeriesForecaster(SeriesEstimator):
 
     def _horizons(self, series: Series, ahead: Any, zone: Any, is_unit_known: bool) -> Tensor:
         """Return times after the last sample of each series, (batch, K)."""
+        import pandas
+
         given = ahead if isinstance(ahead, (list, tuple, np.ndarray, Tensor)) or hasattr(ahead, "to_numpy") else [ahead]
         if not np.size(given):
             return torch.full((len(series), 1), math.nan, dtype=torch.float64)
@@ -565,7 +561,9 @@ class SeriesForecaster(SeriesEstimator):
                 raise TypeError(f"ahead must be durations and offsets, or dates, got {ahead!r}. Fix: ['1h', '1MS'].")
             dt = series.times([[end + each for each in given] for end in _of_user(series, last, zone)]) - last
         elif kind in ("dates", "text"):
-            if series.origin is not None and (zone is not None) != _has_zone(given):
+            first = np.asarray(given, dtype=object).reshape(-1)[0]
+            has_zone = pandas.Timestamp(getattr(first, "start_time", first)).tzinfo is not None
+            if series.origin is not None and (zone is not None) != has_zone:
                 raise TypeError(
                     f"ahead must be dates {'with' if zone is not None else 'without'} a time zone, as the times, got "
                     f"{ahead!r}. Fix: pandas.Timestamp('2024-01-31 12:00', tz={str(zone) if zone else None!r})."
@@ -584,34 +582,28 @@ class SeriesForecaster(SeriesEstimator):
         pairs = PAIRS * WIDE // max(WIDE, series.x.shape[2])
         return questions(series, random, 0.0, max(3, pairs // 8 // len(series)), 8, ahead)
 
+    def _models(self, name: str, is_wide: bool) -> list[Any]:
+        """Return models of a name that are to be fitted and compared, in own units of the series and in one."""
+        if name in PLAIN:
+            return [Seasonal(-self.mean_ / self.std_) if name == "seasonal" else StatsForecast(self.mean_, self.std_)]
+        if name in NETWORKS:
+            return [name]
+        units = [self.units_] if is_wide or not self.units_.is_own else [self.units_, Units(len(self.mean_))]
+        kinds: dict[str, Any] = {"last": LastValue, "features": partial(Boosting, self.zone_), "oscillators": Smoothing}
+        return [InUnits(kinds[name](), each) for each in units]
+
     @kept_random_state()
     def _fitted(
-        self,
-        name: str,
-        train: Series,
-        asked: Questions,
-        held_out: Questions,
-        random: np.random.RandomState,
-        units: dict[str, Units],
+        self, model: Any, train: Series, asked: Questions, held_out: Questions, random: np.random.RandomState
     ) -> Any:
-        if " + " in name:
-            return Mixture([self._fitted(part, train, asked, held_out, random, units) for part in name.split(" + ")])
+        """Fit a model, which changes it, or networks of a name."""
         seed = int(random.randint(2**31 - 1))
-        if name not in NETWORKS:
-            kinds = {
-                "last": LastValue(),
-                "features": Boosting(self.zone_),
-                "seasonal": Seasonal(-self.mean_ / self.std_),
-                "oscillators": Smoothing(),
-                "statsforecast": StatsForecast(self.mean_, self.std_),
-            }
-            model: Any = kinds[name] if name in PLAIN else InUnits(kinds[name], units[name])
+        if model not in NETWORKS:
             return model.fit(train, asked, seed)
-        train, asked, held_out = (
-            self.units_.scaled(train), asked.in_units(self.units_), held_out.in_units(self.units_),
-        )  # fmt: skip
+        name = model
+        asked, held_out = asked.in_units(self.units_), held_out.in_units(self.units_)
         device, networks, parts = self.device or "cpu", [], torch.arange(len(held_out)).split(PART)
-        config = config_of(train, name, 1, self.hidden_size, self.dropout)  # type: ignore[arg-type]
+        config = config_of(self.units_.scaled(train), name, 1, self.hidden_size, self.dropout)
         for member in range(self.n_members):
             torch.manual_seed(seed + member)
             network = self._trained(
@@ -751,17 +743,6 @@ def _zone_name(zone: Any) -> str | None:
         return None
 
 
-def _has_zone(dates: Any) -> bool:
-    """Return whether dates have a time zone; dates of NumPy have none."""
-    import pandas
-
-    first = np.asarray(dates, dtype=object).reshape(-1)[0]
-    try:
-        return pandas.Timestamp(first).tzinfo is not None
-    except ValueError:  # text that is no date, or a period
-        return False
-
-
 def _networks_input(past: Series, device: torch.device | str) -> Series:
     past = last_samples(past, MEMORY)
     return dataclasses.replace(past, x=torch.nan_to_num(past.x)).to(device, torch.float32)
@@ -777,7 +758,7 @@ def _nll(network: ForecastNetwork, asked: Questions, rows: Tensor, device: torch
 
 def _score(mean: Tensor, std: Tensor, values: Tensor) -> float:
     """Return the mean continuous ranked probability score of normal forecasts (Gneiting and Raftery 2007, eq. 5)."""
-    known = values.isfinite() & mean.isfinite()  # statsforecast forecasts a part
+    known = values.isfinite()
     z = ((values - mean) / std)[known]
     normal = Normal(0.0, 1.0)
     crps = z * (2 * normal.cdf(z) - 1) + 2 * normal.log_prob(z).exp() - 1 / math.sqrt(math.pi)

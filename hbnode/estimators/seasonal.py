@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -25,8 +26,8 @@ FLAT, FLOOR = 1e4, 1e-6  # variance of coefficients without a prior; least varia
 HEAT = 4.0  # difference of log likelihoods with the weight 1/e
 LEAST, MOST = 8, 20_000  # values of a series, and of all series, for statsforecast
 SIGMA = 68.26894921370858  # level of one deviation in percent
-APART = math.log(2.5)  # of periods, because a season that changes has further peaks near its own
-EFFORT = 60_000  # samples of the tests that statsforecast's models forecast
+APART = 2.5  # ratio of periods, because a season that changes has further peaks near its own
+RECENT = 1000  # last samples of a series that statsforecast's models see
 LAGS, CYCLES = 8, 4  # lagged values, in usual gaps, and cycles of a mean of one phase
 SNAP, SURE = 1 / 7, 3.0  # share of a gap by which times may differ from a multiple; a clear difference of likelihoods
 DECAYS, CALENDAR = (0.1, 3.0, 10.0, 30.0, 1e6), (86400.0, 7 * 86400.0, 365.2425 * 86400.0)
@@ -69,16 +70,14 @@ class Seasonal:
         self.zero = zero
 
     def fit(self, series: Series, asked: Any, seed: int) -> Self:
-        self.gaps, self.scales, self.seasons = list[float](), list[float](), list[list[float]]()
-        self.kinds: list[list[tuple[Any, ...]]] = []
-        for channel in range(series.x.shape[2]):
-            self.gaps.append(usual_gap(series, channel))
-            u, y, known, *_ = observed(series, channel, self.gaps[-1])
+        self.gaps, self.seasons = gaps_and_seasons(series)
+        self.scales, self.kinds = list[float](), list[list[tuple[Any, ...]]]()
+        for channel, gap in enumerate(self.gaps):
+            u, y, known, *_ = observed(series, channel, gap)
             spread = np.array([value[here].std() for value, here in zip(y, known, strict=True) if here.any()])
             self.scales.append(float(np.median(spread[spread > 0])) if spread.any() else 1.0)
             order = np.argsort(-known.sum(1), kind="stable")
             rows = order[: 1 + int(np.searchsorted(np.cumsum(known.sum(1)[order]), LEARNED))]
-            self.seasons.append(seasons_of(series, channel, self.gaps[-1]))
             self.kinds.append(self._chosen(channel, u[rows], y[rows], known[rows]))
         return self
 
@@ -310,6 +309,12 @@ def fourier(u: NDArray[Any], frequency: NDArray[Any]) -> NDArray[Any]:
     return np.concatenate([np.sin(angle), np.cos(angle)], -1)
 
 
+def gaps_and_seasons(series: Series) -> tuple[list[float], list[list[float]]]:
+    """Return the usual gap of each channel, and its periods in usual gaps."""
+    gaps = [usual_gap(series, channel) for channel in range(series.x.shape[2])]
+    return gaps, [seasons_of(series, channel, gap) for channel, gap in enumerate(gaps)]
+
+
 def seasons_of(series: Series, channel: int, gap: float) -> list[float]:
     """Return the periods of a channel in usual gaps, from its longest series."""
     u, y, known, _, is_regular, _ = observed(series, channel, gap)
@@ -325,15 +330,22 @@ def periods(parts: list[tuple[NDArray[Any], NDArray[Any]]], is_regular: bool, ca
     A season is Fourier terms. The rest is a line and an Ornstein-Uhlenbeck process, from white noise to a random walk.
     A period is taken if it has the greatest likelihood by the Bayesian information criterion, and a greater one than
     none. Candidates are the highest peaks of the spectrum, twice and three times their periods, and the periods of the
-    calendar, which are preferred if others are hardly likelier.
+    calendar, which are preferred if others are hardly likelier. If times are regular, the shortest of the calendar is
+    always taken, such as 12 of months: models give it the size 0 if it is none. Further periods are not shorter than
+    one of the calendar, and no multiple, unless the calendar has them.
     """
     parts = [(u[-SPECTRUM:], y[-SPECTRUM:]) for u, y in parts]
     if not parts:
         return []
     u, y = max(parts, key=lambda part: part[0][-1] - part[0][0])
-    span, found = float(u[-1] - u[0]), list[float]()
+    span = float(u[-1] - u[0])
     frequency = np.linspace(1.9 / span, 0.5, int(np.clip(2 * span, 8, 2 * SPECTRUM)))
     calendar = [float(round(p)) if is_regular and abs(p - round(p)) < 0.03 else float(p) for p in calendar]
+    found = [p for p in calendar if is_regular and 2 <= p <= span / 2][:1]
+
+    def is_apart(p: float, one: float) -> bool:
+        ratio = p / one if one in calendar else max(p, one) / min(p, one)
+        return ratio > APART and (abs(ratio - round(ratio)) > 0.1 or p in calendar)
 
     def terms(u: NDArray[Any], period: float) -> NDArray[Any]:
         count = min(int(period / 2 + 1e-6), 16, max(1, len(u) // 6))
@@ -371,7 +383,7 @@ def periods(parts: list[tuple[NDArray[Any], NDArray[Any]]], is_regular: bool, ca
             likely += [k / f for f in highest for k in (1, 2, 3)]
         preferred = {*calendar, *(float(round(p)) for p in likely if is_regular)}
         shorter = {p for p in (*likely, *preferred) if 2 <= p <= span / (2 if p in calendar else 3)}
-        candidates = sorted(p for p in shorter if all(abs(math.log(p / one)) > APART for one in found))
+        candidates = sorted(p for p in shorter if all(is_apart(p, one) for one in found))
         scores = [best(p) + SURE * (p in preferred) for p in candidates]
         if not candidates or max(scores) < max(none) + SURE + math.log(len(frequency)):
             break
@@ -393,11 +405,10 @@ def white(columns: NDArray[Any], u: NDArray[Any], decay: float) -> NDArray[Any]:
 class StatsForecast:
     """The median of statsforecast's models, fitted to each series alone; gaps are filled linearly.
 
-    With one season of at most 24 samples these are AutoETS, AutoTheta, MSTL and, up to 12, AutoARIMA. Without one there
-    is no MSTL. With a longer one, or two, it is MSTL alone. A series with fewer than :data:`LEAST` values, or that is
-    constant, has its last value. Of several pasts of one series, which are tests, each is forecast by models that were
-    fitted to a shorter one, which has at least half of its values, and if the pasts have many samples only some are
-    forecast, the others being NaN.
+    With one season of at most 24 samples these are AutoETS, AutoTheta and MSTL. Without one there is no MSTL. With a
+    longer one, or two, it is MSTL alone. They see the last :data:`RECENT` samples. A series with fewer than
+    :data:`LEAST` values, or that is constant, has its last value. Of several pasts of one series, which are tests, each
+    is forecast by models that were fitted to a shorter one, which has at least half of its values.
 
     Arguments:
         mean, std: the mean and the standard deviation of each channel in the user's units.
@@ -419,39 +430,31 @@ class StatsForecast:
 
     def fit(self, series: Series, asked: Any, seed: int) -> Self:
         statsforecast_models()
-        self.gaps = [usual_gap(series, channel) for channel in range(series.x.shape[2])]
-        found = [seasons_of(series, channel, gap) for channel, gap in enumerate(self.gaps)]
+        self.gaps, found = gaps_and_seasons(series)
         self.seasons = [sorted({max(2, round(period)) for period in each}) for each in found]
         return self
 
     def forecast(self, past: Series, dt: Tensor) -> tuple[Tensor, Tensor]:
         std = torch.ones(*dt.shape, len(self.seasons), dtype=torch.float64)
-        mean = torch.zeros_like(std)
-        ids = past.ids or range(len(past))
-        few = max(len({*ids}), EFFORT // past.x.shape[1])
-        chosen_rows = np.unique(np.linspace(0, len(past) - 1, min(few, len(past))).astype(int))
-        mean[np.setdiff1d(range(len(past)), chosen_rows)] = math.nan
+        mean, ids = torch.zeros_like(std), past.ids or range(len(past))
         for channel, seasons in enumerate(self.seasons):
             u, y, known, gap, is_regular, last = observed(past, channel, self.gaps[channel])
             at, fitted = later(past, dt, gap, is_regular, last), dict[Any, tuple[int, list[Any]]]()
-            for row in chosen_rows[np.argsort(known[chosen_rows].sum(1), kind="stable")]:
-                times, values = u[row][known[row]], y[row][known[row]] * self.std[channel] + self.mean[channel]
+            for row in np.argsort(known.sum(1), kind="stable"):
+                times, values = u[row][known[row]][-RECENT:], y[row][known[row]][-RECENT:]
                 if not len(values):
                     continue
                 whole = np.interp(np.arange(math.ceil(times[0]), 1), times, values)
-                path, width = np.repeat(values[-1], 2), np.full(2, 1e-6)
+                whole = whole * self.std[channel] + self.mean[channel]
+                path, width = np.repeat(whole[-1], 2), np.full(2, 1e-6)
                 if len(whole) >= LEAST and np.ptp(whole) > 0:
                     count, models = fitted.get(ids[row], (0, []))
                     if 2 * count < len(whole):
                         models = [model.fit(whole) for model in chosen(seasons, len(whole))]
-                        fitted[ids[row]] = count, models = len(whole), models
+                        fitted[ids[row]] = len(whole), models
                     steps = max(1, math.ceil(at[row].max()))
-                    is_new = count == len(whole)
-                    found = [
-                        m.predict(steps, level=[SIGMA]) if is_new else m.forward(whole, steps, level=[SIGMA])
-                        for m in models
-                    ]
-                    path = np.append(values[-1], np.median([each["mean"] for each in found], 0))
+                    found = [model.forward(whole, steps, level=[SIGMA]) for model in models]
+                    path = np.append(whole[-1], np.median([each["mean"] for each in found], 0))
                     width = np.append(0, np.median([each[f"hi-{SIGMA}"] - each["mean"] for each in found], 0))
                 path, width = (path - self.mean[channel]) / self.std[channel], width / self.std[channel]
                 mean[row, :, channel] = torch.from_numpy(np.interp(at[row], np.arange(len(path)), path))
@@ -465,10 +468,7 @@ def chosen(seasons: list[int], count: int) -> list[Any]:
     seasons = [season for season in seasons if 2 * season <= count]
     if len(seasons) > 1 or max(seasons, default=1) > 24:
         return [models.MSTL(seasons)]
-    season = max(seasons, default=1)
-    found = [models.AutoETS(season), models.AutoTheta(season)]
-    found += [models.MSTL(season)] if season > 1 else []
-    return found + ([models.AutoARIMA(season_length=season)] if season <= 12 and count <= 500 else [])
+    return [models.AutoETS(*seasons), models.AutoTheta(*seasons), *(models.MSTL(season) for season in seasons)]
 
 
 def statsforecast_models() -> Any:
@@ -484,8 +484,13 @@ def statsforecast_models() -> Any:
 class Mixture:
     """The mean of several models' forecasts."""
 
-    def __init__(self, models: list[Any]) -> None:
-        self.models = models
+    def __init__(self, models: Sequence[Any]) -> None:
+        self.models = list(models)
+
+    def fit(self, series: Series, asked: Any, seed: int) -> Self:
+        for model in self.models:
+            model.fit(series, asked, seed)
+        return self
 
     def forecast(self, past: Series, dt: Tensor) -> tuple[Tensor, Tensor]:
         return mixture([model.forecast(past, dt) for model in self.models])
@@ -503,22 +508,18 @@ def lagged(past: Series, dt: Tensor, channel: int, gap: float, seasons: list[flo
     Values are interpolated in time. The first are at multiples of the usual gap before the end. For each season there
     are the value one period before the end, the last value of the forecast's phase, and the mean of the last of them.
     """
-    n, count = dt.shape
-    found = np.full((n, count, LAGS + 3 * len(seasons)), np.nan)
+    found = np.full((*dt.shape, LAGS + 3 * len(seasons)), np.nan)
     ahead, t, x = (each.double().numpy() for each in (dt, past.t, past.x[..., channel]))
     for row, here in enumerate(past.mask[..., channel].numpy()):
-        if not here.any():
-            continue
-        times, values = t[row][here], x[row][here] - x[row][here][-1]
-        end = t[row].max()
-        found[row, :, :LAGS] = np.interp(end - gap * np.arange(1, LAGS + 1), times, values, left=np.nan)
-        for k, period in enumerate(seasons):
-            phase = end + ahead[row] - period * np.ceil(np.maximum((end + ahead[row] - times[-1]) / period, 1e-9))
-            cycles = np.stack([np.interp(phase - j * period, times, values, left=np.nan) for j in range(CYCLES)])
-            known = np.isfinite(cycles)
-            found[row, :, LAGS + k] = np.interp(end - period, times, values, left=np.nan)
-            found[row, :, LAGS + len(seasons) + 2 * k] = cycles[0]
-            found[row, :, LAGS + len(seasons) + 2 * k + 1] = np.where(known, cycles, 0).sum(0) / np.maximum(
-                known.sum(0), 1
-            )
+        if here.any():
+            times, values, end = t[row][here], x[row][here], t[row].max()
+            before = partial(np.interp, xp=times, fp=values - values[-1], left=np.nan)
+            found[row, :, :LAGS] = before(end - gap * np.arange(1, LAGS + 1))
+            for k, period in enumerate(seasons):
+                at = end + ahead[row]
+                phase = at - period * np.ceil(np.maximum((at - times[-1]) / period, 1e-9))
+                cycles = torch.from_numpy(before(phase - period * np.arange(CYCLES)[:, None]))
+                found[row, :, LAGS + 3 * k] = before(end - period)
+                found[row, :, LAGS + 3 * k + 1] = cycles[0]
+                found[row, :, LAGS + 3 * k + 2] = cycles.nanmean(0)
     return torch.from_numpy(found)

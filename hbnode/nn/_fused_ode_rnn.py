@@ -490,12 +490,8 @@ class FusedODERNN:
         for attempt in range(1, most + 1):
             then, c = controller.plan(np, clip, c)
             taken, moves = c.taken, c.taken > 0
-            if attempt == 1 and (c.left == 1.0).all():
-                step = FusedStep(length, gap)
-            elif moves.sum() > FEW * len(moves):
-                step = FusedStep(taken)
-            else:
-                step = FusedStep(taken[moves], samples=torch.from_numpy(np.flatnonzero(moves)))
+            whole = gap if attempt == 1 and (c.left == 1.0).all() else None
+            step = self.planned_step(taken, length, whole)
             after, error, step = self.attempt(step, self.coefficients(step, p), y, p)
             ratio = self.ratio(step.y, after, error)
             if step.samples is not None:
@@ -520,6 +516,16 @@ class FusedODERNN:
             if is_stuck.any() or (attempt % FIRST_LOOK == 0 and ((length - c.now) / c.size).max() > TOO_MANY * most):
                 break
         raise FallbackError
+
+    @staticmethod
+    def planned_step(taken: Array, length: Array, whole: int | None) -> FusedStep:
+        """Return a step of the sizes ``taken``; ``whole`` is the index of the gap, of a length, if it is one step."""
+        moves = taken > 0
+        if whole is not None:
+            return FusedStep(length, whole)
+        if moves.sum() > FEW * len(moves):
+            return FusedStep(taken)
+        return FusedStep(taken[moves], samples=torch.from_numpy(np.flatnonzero(moves)))
 
     def ratio(self, y: Tensor, after: Tensor, error: Any) -> Array:
         """Return the root mean square of error / tolerance for each sample."""
@@ -808,7 +814,7 @@ def fuse(layer: Any, s: Tensor, times: Tensor, solver: Solver) -> FusedODERNN | 
     The reference is needed for unknown networks, methods that are not native, and methods with options. It is also
     needed under transforms, hooks, autocast and step records, and for gradients of times.
     """
-    settings, field, kind, n, is_cpu = solver.settings, layer.field, type(layer.field), layer.hidden_size, s.is_cpu
+    settings, field, kind, n = solver.settings, layer.field, type(layer.field), layer.hidden_size
     if kind not in FIELDS or not is_unmodified(field) or field.time_dependent:
         return None
     if _torch.needs_reference() or open_records or _torch.has_global_hooks():
@@ -816,38 +822,46 @@ def fuse(layer: Any, s: Tensor, times: Tensor, solver: Solver) -> FusedODERNN | 
     if torch.is_autocast_enabled(s.device.type) or (times.requires_grad and torch.is_grad_enabled()):
         return None
     name = resolve(settings, field).method
-    if (
-        not isinstance(METHODS.get(name), (Explicit, Splitting))
-        or settings.options
-        or settings.gradient not in ("direct", "checkpoint")
-    ):
-        return None
-    if settings.compile and not is_cpu:
-        return None
-    if settings.steps is None:  # chosen on the host, with a tolerance that the dtype can represent
-        is_possible = is_cpu and settings.rtol >= torch.finfo(s.dtype).eps
-    else:
-        needed = torch.ones(1) if solver.step_size is None else steps_needed(times.double(), solver.step_size)
-        is_possible = bool((needed <= settings.max_steps).all())
-    is_force, damping = METHODS[name].rows == 2, field.damping if kind in (HBNODE, GHBNODE) else 0.0
-    if is_force:
-        is_possible &= kind is HBNODE or (kind is GHBNODE and isinstance(METHODS[name], Splitting))
+    damping, layers = field.damping if kind in (HBNODE, GHBNODE) else 0.0, layers_of(field.func)
     is_scalar = not isinstance(damping, Tensor) or damping.dim() == 0
-    layers = layers_of(field.func)
-    if layers is None or not (is_possible and is_scalar) or getattr(field, "activation", torch.tanh) is not torch.tanh:
+    if layers is None or not is_scalar or getattr(field, "activation", torch.tanh) is not torch.tanh:
         return None
     network, cell = Network(layers), layer.cell
     ends = (network.sizes[0][0], network.sizes[-1][1]) if network.sizes else None
     if ends != (n * (1 + (kind is SONODE)), n) or s.dtype not in (torch.float32, torch.float64):
         return None
-    for weight in (*network.weights, *cell.parameters()):
-        if weight is not None and (weight.dtype != s.dtype or weight.device != s.device):
-            return None
-    is_known = isinstance(cell, nn.RNNCellBase) and getattr(cell, "nonlinearity", "tanh") == "tanh"
-    known = None
-    if is_known and is_unmodified(cell):
-        of_input, of_hidden = (cell.weight_ih, cell.bias_ih), (cell.weight_hh, cell.bias_hh)
-        known = FusedCell(of_input, of_hidden, isinstance(cell, nn.GRUCell))
-    is_pair = not is_force and kind in (SONODE, HBNODE, GHBNODE)
+    weights = [weight for weight in (*network.weights, *cell.parameters()) if weight is not None]
+    if any(weight.dtype != s.dtype or weight.device != s.device for weight in weights):
+        return None
+    if not has_fused_steps(name, kind, s, times, solver):
+        return None
+    is_pair = METHODS[name].rows == 1 and kind in (SONODE, HBNODE, GHBNODE)
     equation = Equation(network, is_pair, takes_both=kind is SONODE, is_bounded=kind is GHBNODE)
-    return FusedODERNN(layer, equation, known, name, damping, s, times, solver)
+    return FusedODERNN(layer, equation, fused_cell(cell), name, damping, s, times, solver)
+
+
+def has_fused_steps(name: str, kind: type, s: Tensor, times: Tensor, solver: Solver) -> bool:
+    """Return whether the steps of a method, for a field of a kind, have a fused implementation with these settings."""
+    settings, method = solver.settings, METHODS.get(name)
+    if not isinstance(method, (Explicit, Splitting)) or settings.options:
+        return False
+    if settings.gradient not in ("direct", "checkpoint") or (settings.compile and not s.is_cpu):
+        return False
+    if method.rows == 2 and kind is not HBNODE and not (kind is GHBNODE and isinstance(method, Splitting)):
+        return False
+    if settings.steps is None:  # chosen on the host, with a tolerance that the dtype can represent
+        return s.is_cpu and settings.rtol >= torch.finfo(s.dtype).eps
+    needed = (
+        torch.ones(1) if solver.step_size is None else steps_needed(times.to("cpu", torch.float64), solver.step_size)
+    )
+    return bool((needed <= settings.max_steps).all())
+
+
+def fused_cell(cell: Any) -> FusedCell | None:
+    """Return the fused form of a cell of torch.nn, or None for another cell, which autograd differentiates."""
+    if not isinstance(cell, nn.RNNCellBase) or getattr(cell, "nonlinearity", "tanh") != "tanh":
+        return None
+    if not is_unmodified(cell):
+        return None
+    of_input, of_hidden = (cell.weight_ih, cell.bias_ih), (cell.weight_hh, cell.bias_hh)
+    return FusedCell(of_input, of_hidden, isinstance(cell, nn.GRUCell))

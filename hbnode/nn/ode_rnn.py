@@ -383,8 +383,10 @@ class ODERNN(ModuleWithConstants):
         seq.refuse_both_directions(self, "makes no forecast")
         shape = state.h.shape[:-1] if isinstance(state, ODERNNState) else torch.Size()
         state = self._check_state(state, shape)
-        dt = seq.checked_dt(dt, shape).to(state.h.device)
-        t = state.t.unsqueeze(-1).double()  # float32 would lose a short dt at a late t
+        device = state.h.device
+        at = device if _torch.widest(device) == torch.float64 else torch.device("cpu")
+        dt = seq.checked_dt(dt, shape).to(at)
+        t = state.t.unsqueeze(-1).to(at, torch.float64)  # float32 would lose a short dt at a late t
         times = torch.cat([t, t + dt], -1).flatten(0, -2)
         states, end, self.counts = state.layers, None, []
         layers = cast(list[ODERNNLayer], self.layers[self.num_layers - len(states) :])
@@ -393,7 +395,7 @@ class ODERNN(ModuleWithConstants):
             with seq.in_user_units(self.time_unit):
                 output = layer.flow(one.joined.flatten(0, -2), asked, Solver(self.settings, self.step_size))
             self._count(output.nfe)
-            s, t = output.end.clone().unflatten(0, shape), times[:, -1].unflatten(0, shape)
+            s, t = (x.unflatten(0, shape) for x in (output.end.clone(), _torch.to_device(times[:, -1], device)))
             end = seq.state_of(s, t, self.sizes, one.last, one.last_t, end)
         assert end is not None
         return output.after[..., : self.hidden_size].contiguous().unflatten(0, shape), end
@@ -422,7 +424,7 @@ class ODERNN(ModuleWithConstants):
         return seq.check_state(state, ODERNNState, shapes, fix)
 
     def _in_units(self, t: Tensor) -> Tensor:
-        return t if self.time_unit == 1 else t.to(torch.float64) / self.time_unit
+        return t if self.time_unit == 1 else t.to(_torch.widest(t.device)) / self.time_unit
 
     def _count(self, nfe: list[NFE]) -> None:
         for gap, one in enumerate(nfe):

@@ -16,6 +16,7 @@ from torch.nn.functional import pad, softplus
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 from typing_extensions import override
 
+from hbnode import _torch
 from hbnode._checks import (
     ArrayLike,
     as_count,
@@ -359,8 +360,8 @@ def _checked_times(t: ArrayLike, x: Tensor) -> Tensor:
             f"t must be (batch, T) = {tuple(shape)} or (T,) = {tuple(shape[1:])}, got {tuple(t.shape)}. "
             f"Fix: {fix}; t.squeeze(-1) for t of shape (batch, T, 1)."
         )
-    t = t if t.is_floating_point() else t.to(torch.float64)
-    return t.to(x.device).expand(shape)
+    t = t if t.is_floating_point() else t.to("cpu", torch.float64)
+    return _torch.to_device(t, x.device).expand(shape)
 
 
 def checked_static(static: Tensor | None, size: int, x: Tensor, kind: str) -> Tensor | None:
@@ -513,7 +514,7 @@ def _look_back(
 
     Before the first observation of a feature its value is 0, and its age is counted from the start of the series.
     """
-    x, t = sequences.x, sequences.t.to(torch.float64)
+    x, t = sequences.x, sequences.t.to(_torch.widest(sequences.t.device))
     shape = (x.shape[0], x.shape[2])
     last, last_t = (None, None) if state is None else (state.last, state.last_t)
     if last is None or last_t is None:

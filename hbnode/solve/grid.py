@@ -194,4 +194,4 @@ class TracedGrid:
 
 def to_device(x: Array, like: Tensor) -> Tensor:
     """Return an array as a tensor on the device of ``like``."""
-    return torch.from_numpy(np.array(x)).to(like.device)  # np.array copies, also from arrays without dims
+    return _torch.to_device(torch.from_numpy(np.array(x)), like.device)  # np.array copies, also without dims

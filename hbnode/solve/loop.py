@@ -43,7 +43,8 @@ def start_of(setup: Setup, y0: Any, *, asks_signals: bool = True) -> Begun:
     rows, is_fixed = term.flatten(y0), settings.steps is not None
     if not setup.stepper.method.is_fsal:
         return Begun(setup, rows)
-    t, asked = setup.stepper.no_times[0], list[tuple[Signal, Tensor]]()
+    t = setup.stepper.no_times[0]
+    asked: list[tuple[Signal, Tensor]] = []
     if term.wants_time:
         first = grid.points[0]
         if is_fixed and grid.jumps is not None:

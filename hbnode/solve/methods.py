@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from hbnode import _torch
 from hbnode._torch import is_transformed, may_look
 from hbnode._tree import parts
 from hbnode.solve import tableaus
@@ -791,7 +792,7 @@ class HostFormula(torch.autograd.Function):
                 value = ctx.formula(torch, number.cpu().double(), *map(torch.as_tensor, ctx.args))
                 (found,) = torch.autograd.grad(value, number, gradient.to(value), create_graph=create_graph)
             return found.to(gamma), None, None, None, None, None
-        gradient = gradient.double()
+        gradient = gradient.to(_torch.widest(gradient.device))
         if ctx.slope is None:
             step = ctx.formula(np, np.asarray(ctx.number + 1e-30j), *ctx.args)
             ctx.slope = torch.from_numpy(step.imag / 1e-30).to(gradient)

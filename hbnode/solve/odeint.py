@@ -604,36 +604,7 @@ def checked_times(t: Times, device: torch.device, *, rows: bool, dtype: torch.dt
     With ``rows``, for native methods, the tensor is on the CPU, which plans the steps. Otherwise it is on ``device``.
     ``dtype`` is that of the state if the field or an event gets the times in it.
     """
-    if not isinstance(t, Tensor):
-        kind = type(t).__name__
-        t = t.to_numpy() if hasattr(t, "to_numpy") else t  # iterating over a DataFrame gives its columns
-        if not isinstance(t, Iterable) or isinstance(t, (str, bytes, dict, set, frozenset)):
-            fix = f"[0.0, {t}]" if isinstance(t, numbers.Real) else "a tensor or a list of numbers"
-            raise TypeError(f"t must be times, a tensor or a sequence, got {kind}. Fix: {fix}.")
-        given = t.copy() if isinstance(t, np.ndarray) else list(t)  # it may be read-only
-        if Tensor in map(type, given) or nn.Parameter in map(type, given):  # the times may need gradients
-            times = [torch.as_tensor(time, dtype=torch.float64, device=device) for time in given]
-            if any(time.numel() != 1 for time in times):
-                raise ValueError(
-                    "t is a sequence with tensors that are not scalars. Fix: one tensor of all times, as torch.cat(t)."
-                )
-            t = torch.stack([time.reshape(()) for time in times])
-        else:
-            try:
-                t = torch.as_tensor(given, dtype=torch.float64)
-            except (TypeError, ValueError) as error:
-                fix = (
-                    "dates and durations in days, t = pandas.Series(t), then (t - t.iloc[0]) / pandas.Timedelta(days=1)"
-                )
-                if isinstance(given[0], str):
-                    fix = "[float(time) for time in t], or dates, t = pandas.to_datetime(t), in days since the first"
-                raise TypeError(
-                    f"t must be numbers, in the time unit of f, got a {kind} of {type(given[0]).__name__}. Fix: {fix}."
-                ) from error
-    elif not t.is_floating_point():
-        t = check_real(t, "t").to(torch.float64)
-    elif _torch.is_vmapped(t):
-        raise ValueError("t is mapped by torch.vmap. Fix: odeint with t of shape (batch, T), a row for each sample.")
+    t = as_times(t, device)
     if t.dim() != 1 and not (rows and t.dim() == 2):
         raise ValueError(
             f"t must be one-dimensional, got shape {tuple(t.shape)}. "
@@ -647,6 +618,48 @@ def checked_times(t: Times, device: torch.device, *, rows: bool, dtype: torch.dt
         raise ValueError(
             f"t must be finite, but t{where} is {values[tuple(where)]}. Fix: drop infinite times and NaNs."
         )
+    check_order(values, t.dtype)
+    if dtype is not None:
+        check_resolution(values, dtype)
+    return t.cpu() if rows else t.to(device)
+
+
+def as_times(t: Times, device: torch.device) -> Tensor:
+    """Return times of any kind as a tensor of real numbers; one of the numbers may be a tensor with a gradient."""
+    if isinstance(t, Tensor):
+        if not t.is_floating_point():
+            return check_real(t, "t").to(torch.float64)
+        if _torch.is_vmapped(t):
+            raise ValueError(
+                "t is mapped by torch.vmap. Fix: odeint with t of shape (batch, T), a row for each sample."
+            )
+        return t
+    kind = type(t).__name__
+    t = t.to_numpy() if hasattr(t, "to_numpy") else t  # iterating over a DataFrame gives its columns
+    if not isinstance(t, Iterable) or isinstance(t, (str, bytes, dict, set, frozenset)):
+        fix = f"[0.0, {t}]" if isinstance(t, numbers.Real) else "a tensor or a list of numbers"
+        raise TypeError(f"t must be times, a tensor or a sequence, got {kind}. Fix: {fix}.")
+    given = t.copy() if isinstance(t, np.ndarray) else list(t)  # it may be read-only
+    if Tensor in map(type, given) or nn.Parameter in map(type, given):  # the times may need gradients
+        times = [torch.as_tensor(time, dtype=torch.float64, device=device) for time in given]
+        if any(time.numel() != 1 for time in times):
+            raise ValueError(
+                "t is a sequence with tensors that are not scalars. Fix: one tensor of all times, as torch.cat(t)."
+            )
+        return torch.stack([time.reshape(()) for time in times])
+    try:
+        return torch.as_tensor(given, dtype=torch.float64)
+    except (TypeError, ValueError) as error:
+        fix = "dates and durations in days, t = pandas.Series(t), then (t - t.iloc[0]) / pandas.Timedelta(days=1)"
+        if isinstance(given[0], str):
+            fix = "[float(time) for time in t], or dates, t = pandas.to_datetime(t), in days since the first"
+        raise TypeError(
+            f"t must be numbers, in the time unit of f, got a {kind} of {type(given[0]).__name__}. Fix: {fix}."
+        ) from error
+
+
+def check_order(values: np.ndarray, dtype: torch.dtype) -> None:
+    """Raise ValueError if times (T,) of a dtype are not strictly monotonic, or rows (batch, T) not monotonic."""
     steps = np.diff(values)
     if values.ndim > 1:  # a row may repeat times: the sample does not move between equal times
         if not ((steps >= 0).all() or (steps <= 0).all()):
@@ -659,15 +672,12 @@ def checked_times(t: Times, device: torch.device, *, rows: bool, dtype: torch.dt
             "sort the times; for repeated ones, t, index = torch.as_tensor(t).unique_consecutive(return_inverse=True), "
             "and [index] of the solution."
         )
-        if steps[i] == 0 and abs(values[i]) * torch.finfo(t.dtype).eps > 1e-3:
-            fix = f"large times in float64, because {t.dtype} may round different times to one. Otherwise {fix}"
+        if steps[i] == 0 and abs(values[i]) * torch.finfo(dtype).eps > 1e-3:
+            fix = f"large times in float64, because {dtype} may round different times to one. Otherwise {fix}"
         raise ValueError(
             f"t must be strictly increasing or strictly decreasing, but t[{i}]={values[i]:.9g} is followed by "
             f"t[{i + 1}]={values[i + 1]:.9g}. Fix: {fix}"
         )
-    if dtype is not None:
-        check_resolution(values, dtype)
-    return t.cpu() if rows else t.to(device)
 
 
 def check_resolution(times: np.ndarray, dtype: torch.dtype) -> None:

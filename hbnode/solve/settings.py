@@ -58,8 +58,36 @@ class Settings:
 
     def checked(self) -> Settings:
         """Return the settings with normalized types; raise if a value is out of range or two values conflict."""
-        method, of_torchdiffeq = self.method, is_one_of(self.method, tuple(TORCHDIFFEQ_METHODS))
-        if method is not None and not is_one_of(method, methods := tuple(ALL_METHODS)):
+        of_torchdiffeq = is_one_of(self.method, tuple(TORCHDIFFEQ_METHODS))
+        self._check_names(of_torchdiffeq)
+        for name in ("rtol", "atol"):
+            value = getattr(self, name)
+            if not isinstance(value, numbers.Real) or not 0 < float(value) < math.inf:
+                raise ValueError(f"{name} must be a positive number, got {value!r}. Fix: {name}=1e-5 is the default.")
+        jumps, steps = checked_jumps(self.jump_times), None if self.steps is None else _checked_steps(self.steps)
+        if not isinstance(self.per_sample, bool):
+            raise ValueError(f"per_sample must be True or False, got {self.per_sample!r}. Fix: per_sample=True.")
+        max_steps = as_count(self.max_steps, "max_steps")
+        check_bool(self.compile, "compile")
+        if not of_torchdiffeq:
+            self._check_native()
+        elif self.per_sample:
+            raise ValueError(
+                f"per_sample=True is not possible with method={self.method!r}, which has one step size for the whole "
+                "batch. Fix: per_sample=False, or a native method."
+            )
+        elif self.compile:
+            raise ValueError(
+                f"compile=True is for native methods, got method={self.method!r}. "
+                "Fix: leave method out, or compile the network, torch.compile(func)."
+            )
+        rtol, atol = float(self.rtol), float(self.atol)
+        return dataclasses.replace(self, rtol=rtol, atol=atol, steps=steps, max_steps=max_steps, jump_times=jumps)
+
+    def _check_names(self, of_torchdiffeq: bool) -> None:
+        """Raise ValueError if a method, a gradient mode or a way to save is unknown."""
+        method, methods = self.method, tuple(ALL_METHODS)
+        if method is not None and not is_one_of(method, methods):
             raise ValueError(
                 f"unknown method {method!r}; expected one of {methods}. Fix: {nearest_method(method, methods)}."
             )
@@ -70,62 +98,17 @@ class Settings:
                 f"unknown gradient {self.gradient!r} for method={method!r}; expected one of {gradients}. "
                 f"Fix: gradient={nearest(self.gradient, gradients) or gradients[0]!r}."
             )
-        for name in ("rtol", "atol"):
-            value = getattr(self, name)
-            if not isinstance(value, numbers.Real) or not 0 < float(value) < math.inf:
-                raise ValueError(f"{name} must be a positive number, got {value!r}. Fix: {name}=1e-5 is the default.")
-        jumps = checked_jumps(self.jump_times)
-        if self.steps is not None:
-            try:
-                is_count = not isinstance(self.steps, bool) and operator.index(self.steps) >= 1
-            except TypeError:
-                is_count = False
-            if not is_count:
-                raise ValueError(f"steps must be a positive integer, got {self.steps!r}. Fix: steps=8.")
-        if not isinstance(self.per_sample, bool):
-            raise ValueError(f"per_sample must be True or False, got {self.per_sample!r}. Fix: per_sample=True.")
-        if self.per_sample and of_torchdiffeq:
-            raise ValueError(
-                f"per_sample=True is not possible with method={self.method!r}, which has one step size for the whole "
-                "batch. Fix: per_sample=False, or a native method."
-            )
         if not is_one_of(self.save, SAVES):
             fix = f"save={near!r}" if (near := nearest(self.save, SAVES)) else "leave it out"
             raise ValueError(f"save must be one of {SAVES}, got {self.save!r}. Fix: {fix}.")
-        if of_torchdiffeq and self.compile is True:
-            raise ValueError(
-                f"compile=True is for native methods, got method={method!r}. "
-                "Fix: leave method out, or compile the network, torch.compile(func)."
-            )
-        max_steps = as_count(self.max_steps, "max_steps")
-        check_bool(self.compile, "compile")
-        if not of_torchdiffeq:
-            self._check_native()
-        steps = None if self.steps is None else operator.index(self.steps)
-        rtol, atol = float(self.rtol), float(self.atol)
-        return dataclasses.replace(self, rtol=rtol, atol=atol, steps=steps, max_steps=max_steps, jump_times=jumps)
 
     def _check_native(self) -> None:
         """Raise TypeError or ValueError for options, steps or a gradient that the native method does not support."""
         method, gradient, options = self.method, self.gradient, self.options
         if method is None:
             method = "blanes_moan4" if gradient == "reversible" else "tsit5"
-        if options is not None and not isinstance(options, dict):
-            fix = "steps=8 for fixed steps, else options={'max_nfe': 1000}"
-            raise TypeError(f"options must be a dict, got {type(options).__name__}. Fix: {fix}.")
         of_method = METHODS[method]
-        known = ("max_nfe",) if of_method.needs_fixed_steps else _NATIVE_OPTIONS
-        unknown = [name for name in options or {} if name not in known]
-        if unknown:
-            raise ValueError(
-                f"options has {unknown}, which method={method!r} does not support; expected some of {known}. "
-                f"Fix: {_replacement(unknown[0], method, known)}."
-            )
-        for name, value in (options or {}).items():
-            if name == "max_nfe":
-                as_count(value, "options['max_nfe']")
-            elif not isinstance(value, numbers.Real) or not float(value) > 0:
-                raise ValueError(f"options[{name!r}] must be positive, got {value!r}. Fix: a length of time.")
+        _check_options(options, method)
         if of_method.needs_fixed_steps and self.steps is None:
             raise ValueError(f"method={method!r} needs fixed steps. Fix: steps=n, n steps per output interval.")
         if gradient == "reversible" and not of_method.is_reversible:
@@ -144,6 +127,35 @@ class Settings:
                 "adjoint_options are for torchdiffeq's methods; the native ones solve their adjoint with 'tsit5' at "
                 "the tolerances of the forward solve. Fix: leave them out, or method='dopri5' with gradient='adjoint'."
             )
+
+
+def _check_options(options: Any, method: str) -> None:
+    """Raise TypeError or ValueError for options that a native method does not have."""
+    if options is not None and not isinstance(options, dict):
+        fix = "steps=8 for fixed steps, else options={'max_nfe': 1000}"
+        raise TypeError(f"options must be a dict, got {type(options).__name__}. Fix: {fix}.")
+    known = ("max_nfe",) if METHODS[method].needs_fixed_steps else _NATIVE_OPTIONS
+    unknown = [name for name in options or {} if name not in known]
+    if unknown:
+        raise ValueError(
+            f"options has {unknown}, which method={method!r} does not support; expected some of {known}. "
+            f"Fix: {_replacement(unknown[0], method, known)}."
+        )
+    for name, value in (options or {}).items():
+        if name == "max_nfe":
+            as_count(value, "options['max_nfe']")
+        elif not isinstance(value, numbers.Real) or not float(value) > 0:
+            raise ValueError(f"options[{name!r}] must be positive, got {value!r}. Fix: a length of time.")
+
+
+def _checked_steps(steps: Any) -> int:
+    try:
+        is_count = not isinstance(steps, bool) and operator.index(steps) >= 1
+    except TypeError:
+        is_count = False
+    if not is_count:
+        raise ValueError(f"steps must be a positive integer, got {steps!r}. Fix: steps=8.")
+    return operator.index(steps)
 
 
 def checked_jumps(jump_times: Any) -> tuple[float, ...]:

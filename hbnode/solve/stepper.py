@@ -108,9 +108,7 @@ class Stepper:
     noise: Callable[[int], Tensor] | None = None
     program: Callable[..., Any] | None = None
     has_events: bool = False
-    latest: list[Any] = field(
-        init=False, default_factory=functools.partial(list, [None] * 3)
-    )  # the last size, error and coefficients
+    latest: list[Any] = field(init=False, default_factory=list)  # the last step size, error flag and coefficients
 
     @classmethod
     def of(cls, term: ODETerm, method: Method, settings: Settings, gamma: Any = None, **others: Any) -> Self:
@@ -153,7 +151,7 @@ class Stepper:
         Both are differentiable in γ and the times.
         """
         method, size, theta, lanes = self.method, attempt.size, attempt.theta, attempt.lanes
-        last_size, error, coefficients = self.latest
+        last_size, error, coefficients = self.latest or (None, None, None)
         if isinstance(size, Tensor) or error != attempt.error or (last_size is not size and (last_size != size).any()):
             packed = self.of_gamma(functools.partial(method.packed, error=attempt.error), size)
             coefficients = method.unpack(packed, self.term.dims_of_row, error=attempt.error)
@@ -181,10 +179,11 @@ class Stepper:
             if needs_gradient:
                 return HostFormula.apply(gamma, self.number, formula, args, xp, self.like)
             return on_host(formula, self.number, args, xp, self.like)
-        args = tuple([x.double() if isinstance(x, Tensor) else to_device(x, self.like) for x in args])
-        gamma = torch.as_tensor(gamma, dtype=torch.float64, device=args[0].device)
+        at = self.like.device if _torch.widest(self.like.device) == torch.float64 else torch.device("cpu")
+        args = tuple([(x if isinstance(x, Tensor) else torch.tensor(x)).to(at, torch.float64) for x in args])
+        gamma = torch.as_tensor(gamma).to(at, torch.float64)
         if gamma.dim() and has_lanes and lanes is not None and len(gamma) > 1:
-            gamma = gamma[to_device(lanes, self.like)]
+            gamma = gamma[torch.tensor(lanes, device=at)]
         if gamma.dim():  # its dimensions follow those of lanes or outputs
             ones = [1] * (gamma.dim() - (args[0].dim() if has_lanes else 0))
             args = tuple([x.reshape(*x.shape, *ones) for x in args])
@@ -264,38 +263,24 @@ class Stepper:
 
     def norms(self, rows: Rows) -> Array:
         """Return the root mean square of each row, (rows,) or (rows, lanes)."""
-        x, lanes = torch.stack(rows).detach(), self.term.lanes
-        x = x.unsqueeze(-1).flatten(1 if lanes is None else 2)
-        for dtype in (None if lanes is None else torch.float64, torch.float64):  # squares may overflow in float32
-            norms = to_host(torch.linalg.vector_norm(x, dim=-1, dtype=dtype) / math.sqrt(max(x.shape[-1], 1)))
-            if np.isfinite(norms).all():
-                break
-        return norms
+        x = torch.stack(rows).detach().unsqueeze(-1).flatten(1 if self.term.lanes is None else 2)
+        return to_host(_torch.root_mean_square(x, (-1,)))
 
     def ratio(self, before: Rows, taken: Taken) -> Array:
         """Return the root mean square of error / tolerance, () or (lanes,), the largest of all ``error_groups``.
 
         This is the only transfer to the host in a step.
         """
-        n, term, after, error = self.term.rows, self.term, taken.state, taken.error
+        n, after, error = self.term.rows, taken.state, taken.error
         if self.program is not None and error.dim() < after[0].dim():  # the compiled step returns the norm
             ratio = to_host(error.detach())
             return np.where(np.isfinite(ratio), ratio, np.inf)
         with torch.no_grad():
             scale = torch.maximum(torch.stack(before[:n]).abs(), torch.stack(after[:n]).abs())
             x = error / scale.mul_(self.rtol).add_(self.atol)
-            for dtype in (None, torch.float64):  # squares may overflow in float32
-                norms: list[Tensor] = []
-                for group in term.error_groups:
-                    piece = x[..., group]
-                    if term.lanes is None:
-                        norms.append(torch.linalg.vector_norm(piece, dtype=dtype) / math.sqrt(max(piece.numel(), 1)))
-                        continue
-                    dims, elements = [0, *range(2, piece.dim())], max(piece[:, :1].numel(), 1)
-                    norms.append(torch.linalg.vector_norm(piece, dim=dims, dtype=torch.float64) / math.sqrt(elements))
-                ratio = to_host(norms[0] if len(norms) == 1 else torch.stack(norms).amax(0))
-                if np.isfinite(ratio).all():
-                    break
+            dims, groups = self.term.dims_of_norm, self.term.error_groups
+            norms = [_torch.root_mean_square(x[..., group], dims) for group in groups]
+            ratio = to_host(norms[0] if len(norms) == 1 else torch.stack(norms).amax(0))
         return np.where(np.isfinite(ratio), ratio, np.inf)
 
     # Failures
@@ -410,4 +395,4 @@ def to_host(x: Tensor) -> Array:
         return np.sqrt((_torch.to_numpy(x) ** 2).reshape(-1, *x.shape).mean(0))
     if x.is_meta and type(x) is Tensor:
         raise ValueError("adaptive steps need numbers, and the device meta stores none. Fix: steps=8, or a device.")
-    return x.double().cpu().numpy()
+    return x.to("cpu", torch.float64).numpy()

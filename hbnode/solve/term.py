@@ -110,6 +110,7 @@ class ODETerm:
             self.damping = self.aligned(self.damping, "damping", "γ")
         self.keeps_shape = keeps_shape or (isinstance(self.damping, Tensor) and self.damping.dim() > 0)
         self.dims_of_row = self.template.dim() if self.keeps_shape else 1 if lanes is None else 2
+        self.dims_of_norm = (0, *range(1 if lanes is None else 2, self.dims_of_row + 1))  # of rows; not those of lanes
         device = self.template.device.type
         autocast = device != "meta" and torch.is_autocast_enabled(device)
         self.autocast = (device, torch.get_autocast_dtype(device)) if autocast else None

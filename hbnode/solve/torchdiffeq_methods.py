@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from hbnode import _torch
 from hbnode._checks import nearest
 from hbnode._torch import backward_pass
 from hbnode._tree import State, all_finite, is_finite, parts
@@ -224,7 +225,7 @@ class CountedField:
 
     def _begin_step(self, t0: Tensor, y0: State, dt: Tensor, what: str) -> None:
         """Raise an error if the state is not finite, the step is too small, or there are too many steps."""
-        numbers = [x.double().reshape(()) for x in (dt, all_finite(y0), (t0 + dt == t0) | (t0 - dt == t0))]
+        numbers = [x.to(dt).reshape(()) for x in (dt, all_finite(y0), (t0 + dt == t0) | (t0 - dt == t0))]
         self.step_size, finite, stuck = torch.stack(numbers).tolist()  # with one synchronisation
         is_adaptive = self.of_name.kind == "adaptive"
         if not finite or (is_adaptive and self.step_size == 0):  # a NaN error estimate gives step size 0
@@ -282,8 +283,26 @@ def warn_of_callbacks(field: Callable[..., Any], method: str | None, names: Sequ
 
 def checked_options(settings: Settings, t: Tensor) -> dict[str, Any]:
     """Return the options for torchdiffeq: the given ones, and those for ``steps``, ``save`` and ``jump_times``."""
-    method, steps, jumps, exact = settings.method, settings.steps, settings.jump_times, settings.save == "exact"
+    method, steps, jumps = settings.method, settings.steps, settings.jump_times
     options, of_name = known_options(settings.options, method, "options"), TORCHDIFFEQ_METHODS[method]
+    _refuse_conflicts(settings, options)
+    if steps is not None or (jumps and of_name.needs_fixed_steps):
+        options["grid_constructor"] = functools.partial(equal_steps, steps=steps or 1, jumps=jumps)
+    if jumps and of_name.needs_fixed_steps:
+        options["perturb"] = True  # stages at the ends of a step are just inside it
+    elif jumps:
+        options["jump_t"] = torch.tensor(jumps, dtype=t.dtype, device=t.device)
+    if of_name.kind == "adaptive":
+        options.setdefault("dtype", _torch.widest(t.device))  # torchdiffeq's own is float64
+        if settings.save == "exact":  # torchdiffeq rejects step times that are jumps
+            options["step_t"] = t[~torch.isin(t, options["jump_t"].to(t))] if "jump_t" in options else t
+    return options
+
+
+def _refuse_conflicts(settings: Settings, options: dict[str, Any]) -> None:
+    """Raise ValueError if ``steps``, ``save`` or ``jump_times`` conflicts with the method or with its options."""
+    method, steps, jumps = settings.method, settings.steps, settings.jump_times
+    of_name = TORCHDIFFEQ_METHODS[method]
     on_grid = next((name for name in GRID if name in options), None)
     if steps is not None and not of_name.needs_fixed_steps:
         raise ValueError(f"steps={steps} needs fixed steps, which method={method!r} does not have. Fix: method='rk4'.")
@@ -295,18 +314,9 @@ def checked_options(settings: Settings, t: Tensor) -> dict[str, Any]:
     if jumps and (also := next((name for name in ("jump_t", *GRID) if name in options), None)):
         fix = "give only jump_times" if also == "jump_t" else "steps=n instead, n steps between two outputs or jumps"
         raise ValueError(f"jump_times was given, and options has {also!r}. Fix: {fix}.")
-    if exact and (of_name.kind == "scipy" or on_grid):
+    if settings.save == "exact" and (of_name.kind == "scipy" or on_grid):
         what = f"options={{{on_grid!r}: ...}}" if on_grid else f"method={method!r}"
         raise ValueError(f"save='exact' is not possible with {what}. Fix: leave save out.")
-    if steps is not None or (jumps and of_name.needs_fixed_steps):
-        options["grid_constructor"] = functools.partial(equal_steps, steps=steps or 1, jumps=jumps)
-    if jumps and of_name.needs_fixed_steps:
-        options["perturb"] = True  # stages at the ends of a step are just inside it
-    elif jumps:
-        options["jump_t"] = torch.tensor(jumps, dtype=t.dtype, device=t.device)
-    if exact and of_name.kind == "adaptive":  # torchdiffeq rejects step times that are jumps
-        options["step_t"] = t[~torch.isin(t, options["jump_t"].to(t))] if "jump_t" in options else t
-    return options
 
 
 def equal_steps(func: object, y0: Tensor, t: Tensor, *, steps: int, jumps: Sequence[float] = ()) -> Tensor:

@@ -81,6 +81,20 @@ def test_months_are_regular_and_have_the_season_of_a_year():
     assert found.to_numpy() == pytest.approx(numpy.arange(12.0) % 5, abs=0.4)
 
 
+@pytest.mark.parametrize(("step", "period"), [("h", 24), ("D", 7), ("MS", 12), ("QS", 4)])
+def test_the_season_of_the_calendar_needs_no_proof(step, period):
+    """A season that grows with its level, and noise without one."""
+    times, k = pandas.date_range("2000-01-01", periods=5 * period, freq=step), numpy.arange(5 * period)
+    grown = numpy.exp(0.3 * k / period + 0.5 * numpy.sin(2 * numpy.pi * k / period))
+    for y in (grown, numpy.random.default_rng(0).normal(size=len(k))):
+        model = SeriesForecaster("seasonal", time="time", level=50, random_state=0)
+        model.fit(pandas.DataFrame({"time": times[:-period], "y": y[:-period]}), horizon=list(times[-period:]))
+        assert model.fitted_.seasons == [[period]]
+        if y is grown:
+            found = model.predict(ahead=list(times[-period:]))["mean"]
+            numpy.testing.assert_allclose(found, y[-period:], rtol=0.1)
+
+
 def monthly(count=96):
     y = 100 + numpy.arange(count) + 10 * numpy.sin(numpy.arange(count) * numpy.pi / 6)
     y += numpy.random.default_rng(5).normal(size=count)
@@ -90,7 +104,7 @@ def monthly(count=96):
 def test_statsforecast_is_called_as_it_is(tmp_path):
     models = pytest.importorskip("statsforecast.models")
     table, ahead = monthly(), [pandas.Timestamp(each) for each in pandas.date_range("2008-01-01", periods=6, freq="MS")]
-    names = [models.AutoETS(12), models.AutoTheta(12), models.MSTL(12), models.AutoARIMA(season_length=12)]
+    names = [models.AutoETS(12), models.AutoTheta(12), models.MSTL(12)]
     expected = numpy.median([each.forecast(table["y"].to_numpy(), 6)["mean"] for each in names], 0)
     model = SeriesForecaster("statsforecast", id="id", time="time", random_state=0).fit(table)
     assert model.predict(table, ahead)["mean"].to_numpy() == pytest.approx(expected, rel=1e-6)

@@ -489,7 +489,7 @@ def test_errors_stay_within_the_tolerance(method, problem):
         ends = solve(t[[0, -1]])
         at_the_end = worst(ends, [x[[0, -1]] for x in exact], tolerance)
         assert worst(found, exact, tolerance) < 1.0 + 3.0 * max(at_the_end, 1.0)
-        assert nfe.steps < 150 or tolerance < 1e-6
+        assert nfe.steps < 150 or tolerance < 1e-6 or METHODS[method].order < 4
 
 
 @pytest.mark.parametrize(
@@ -537,7 +537,7 @@ def test_steps_that_are_longer_than_the_intervals_pass_them(method):
         settings = {"method": method, "rtol": 1e-4, "atol": 1e-4}
         passing, found = nfe_of(driven(), start(exact), times, **settings)
         landing, there = nfe_of(driven(), start(exact), times, **settings, save="exact")
-        assert passing.forward < landing.forward / 5
+        assert passing.forward < landing.forward / (5 if METHODS[method].order >= 4 else 3)
         assert landing.steps == 100
         assert worst(there, exact, 1e-4) < 1
         torch.testing.assert_close(found, there, rtol=1e-3, atol=1e-3)

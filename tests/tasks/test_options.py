@@ -90,7 +90,6 @@ translation --model heavy_ball | invalid choice: 'heavy_ball'
 walker2d --model gru,,node | invalid choice: ''
 walker2d --model gru,all | invalid choice: 'all'
 walker2d --model gru,ghbnode --method nystrom4 | nystrom4
-walker2d --gradient adjoint | gradient='adjoint' with a native method does not support
 """
 
 
