@@ -7,6 +7,7 @@ torch.compile compiles, and :func:`loop` takes any number of them in one graph o
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -184,7 +185,7 @@ class Attempts:
             size = c.taken if excluded is None else torch.where(excluded, 0.0, c.taken)
             ends = [before.now + node * size for node in method.nodes]
             stages = term.stages([limits.begin + limits.sign * torch.where(t < then, t, then) for t in ends])
-        of_step = self._of_gamma(lambda *args: method.packed(*args, error=True), limits.sign * size)
+        of_step = self._of_gamma(functools.partial(method.packed, error=True), limits.sign * size)
         coefficients = method.unpack(of_step, term.dims_of_row, error=True)
         dense = saved is not None and not self.is_exact
         result = method.step(rows, coefficients, stages, term, error=True, dense=dense)
