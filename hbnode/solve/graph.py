@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._higher_order_ops.while_loop import while_loop
 
 from hbnode._tree import State, parts
-from hbnode.nfe import Tally, count_nfe
+from hbnode.nfe import NFE, Tally, count_nfe
 from hbnode.solve.adaptive import LONGEST_GAP, NEGLIGIBLE, NON_FINITE_ATTEMPTS, VISIBLE
 from hbnode.solve.control import TRIALS, Array, Clip, Control, OfTorch, PIController, first_size
 from hbnode.solve.methods import Method, combined
@@ -384,6 +384,7 @@ def tell(spent: Tensor, code: Tensor) -> None:
 class Uncounted(Tally):
     """The counter of a term inside a graph, whose evaluations are counted outside it."""
 
-    def __init__(self) -> None: ...
+    def __init__(self) -> None:
+        self.started_with = NFE()
 
     def add(self, event: str, count: int = 1) -> None: ...
