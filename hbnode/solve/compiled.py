@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 import types
 import warnings
 import weakref
@@ -91,9 +92,17 @@ class Program:
 
 
 def _needed_guards(guards: Sequence[Any]) -> list[bool]:
-    """Return which guards of a graph are checked in each call: not those of hbnode's and torch's own constants."""
-    ours = ("method", "G['__builtins", "G['__import_hbnode", "G['__import_torch")
-    return [not g.name.startswith(ours) and not (g.is_global and "G['__import" not in g.name) for g in guards]
+    """Return which guards of a graph are checked in each call: not those of constants, which nobody changes.
+
+    These are the method, the constants and functions of the solver's modules, and Python's own functions. Globals
+    without "__" are those of the module that defines the compiled function; all other modules have it in their name.
+    """
+    return [_CONSTANT.match(guard.name) is None for guard in guards]
+
+
+_CONSTANT = re.compile(
+    r"method($|[.\[])|(dict\()?G\['([^_]|_[^_]|__builtins_dict__|__import_hbnode_dot_(_torch|solve_dot_(control|methods|term))'\])"
+)
 
 
 def warn(reason: str, fix: str = "compile=False, or replace in func what torch.compile cannot trace") -> None:
