@@ -1,7 +1,8 @@
 """The functions that torch.compile compiles for solves with ``compile=True``.
 
-A program is one compiled function. It computes a whole solve if there are few fixed steps, otherwise one step, with
-its error norm if steps are adaptive. Each field stores its programs. NFE are counted outside the compiled graphs.
+A program is one compiled function. With fixed steps it is a whole solve if they are few, otherwise one step. With
+adaptive steps it is one attempt with the controller of :mod:`hbnode.solve.graph`, or a whole solve of as many attempts
+as the last solves had. Each field stores its programs. NFE are counted outside the compiled graphs.
 """
 
 from __future__ import annotations
