@@ -110,13 +110,13 @@ def warn(reason: str, fix: str = "compile=False, or replace in func what torch.c
     warnings.warn(f"compile=True has no effect: {reason}. Fix: {fix}.", CompilationWarning, stacklevel=2)
 
 
-def program(term: ODETerm, key: tuple[Any, ...], make: Callable[[], Made]) -> Made:
+def program(term: ODETerm, snapshot: Snapshot, key: tuple[Any, ...], make: Callable[[], Made]) -> Made:
     """Return what was compiled of a field for a key and the present modes, and ``make`` it at the first call."""
     if not isinstance(term.inner, Field):
         kind = type(term.inner).__name__
         raise ValueError(f"compile=True needs an hbnode field, got {kind}. Fix: hbnode.NODE(func).")
     programs = term.inner.compiled
-    modes = tuple([module.training for module in term.inner.modules()])
+    modes = tuple([is_training for _, is_training in snapshot.modes])
     key = (*key, modes, term.template.device.type, term.autocast, torch.is_grad_enabled())
     if key not in programs:
         programs[key] = make()
@@ -240,7 +240,9 @@ class _Run:
         self.is_exact, self.owned = setup.settings.save == "exact" and not setup.end_only, tuple[Any, ...]()
         key = (setup.settings.method, self.is_exact, self.term.lanes is None, setup.end_only)
         make = functools.partial(attempts, self.term, self.method, is_exact=self.is_exact)
-        self.programs = program(self.term, key, functools.partial(_Attempts, make, self.term.template.device.type))
+        self.programs = program(
+            self.term, snapshot, key, functools.partial(_Attempts, make, self.term.template.device.type)
+        )
 
     def times(self, setup: Setup, longest: Array, margin: Array) -> Times:
         """Return what the graphs need to know of a setup."""
