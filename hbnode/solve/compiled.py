@@ -204,9 +204,9 @@ class _Attempts:
     def failed(self) -> bool:
         return self.one.failed
 
-    def add(self, attempts: int) -> None:
-        """Note the number of attempts of a solve."""
-        self.equal = self.equal + 1 if attempts == self.latest else 1
+    def add(self, attempts: int, *, fits: bool) -> None:
+        """Note the number of attempts of a solve, and whether one graph of all of them would do."""
+        self.equal = 0 if not fits else self.equal + 1 if attempts == self.latest else 1
         self.latest = attempts
 
     def of_solve(self) -> Program | None:
@@ -276,17 +276,18 @@ class _Run:
         counter.nfe.keeps_graph = self.needs_gradient and not self.owned
         for event, number in (("evaluation", evaluations), ("accepted", accepted), ("rejected", rejected)):
             counter.add(event, number)
-        self.programs.add(accepted + rejected)
+        self.programs.add(accepted + rejected, fits=not (rejected and self.needs_gradient))
 
     def whole(self) -> Solution | None:
         """Solve by one graph that has the start and as many attempts as the last solves; None if they differed.
 
         With gradients no attempt may be rejected: the loop drops its graph, but here 0 * inf = NaN could reach them.
         """
-        program, programs, setup = self.programs.of_solve(), self.programs, self.setup
-        if program is None or self.term.time_dependent or "first_step" in self.options:
+        programs, setup = self.programs, self.setup
+        if self.term.time_dependent or "first_step" in self.options or not self.stores(programs.latest):
             return None
-        if not self.stores(programs.latest):
+        program = programs.of_solve()
+        if program is None:
             return None
         strongest, longest = setup.stepper.strongest, self.options.get("max_step", math.inf)
         longest = min(longest, self.method.damping_limit / strongest) if strongest else longest

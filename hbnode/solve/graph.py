@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._higher_order_ops.while_loop import while_loop
 
+from hbnode._torch import while_loop
 from hbnode._tree import State, parts
 from hbnode.nfe import NFE, Tally, count_nfe
 from hbnode.solve.adaptive import LONGEST_GAP, NEGLIGIBLE, NON_FINITE_ATTEMPTS, VISIBLE

@@ -355,6 +355,10 @@ def test_a_solve_in_graphs_is_the_eager_one(method, no_compiler, data):
         assert found[2] == expected[2]
         assert (found[2].steps, found[2].rejected) == (expected[2].steps, expected[2].rejected)
     assert expected[2].rejected or not overflows
+    (programs,) = field.compiled.values()
+    assert programs.latest == expected[2].steps + expected[2].rejected
+    is_whole = programs.latest <= compiled.LONGEST and not expected[2].rejected and not overflows
+    assert len(programs.whole) == is_whole
 
 
 def test_a_rejected_attempt_with_infinite_derivatives_does_not_reach_gradients(no_compiler):
