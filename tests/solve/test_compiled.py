@@ -362,8 +362,8 @@ def test_a_solve_in_graphs_is_the_eager_one(method, no_compiler, data):
 
 
 def test_a_rejected_attempt_with_infinite_derivatives_does_not_reach_gradients(no_compiler):
-    """The argument of a root is negative in the first attempt: its derivative is 0 * inf."""
-    field = hbnode.NODE(Of(lambda h: -50 * h * (1 - h) + 0.1 * h.clamp(min=0.0).sqrt())).double()
+    """A root of 0 in the first attempt, whose gradient would be 0 * inf."""
+    field = hbnode.NODE(Of(lambda h: -50 * h * (1 - h) + 0.1 * (h * (h > 0)).sqrt())).double()
     x, settings = torch.full((2, 3), 0.95, dtype=torch.float64), {"rtol": 1e-3, "atol": 1e-3}
     expected = solved(field, x, [0.0, 0.1], **settings)
     assert expected[2].rejected
