@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -37,9 +37,13 @@ SHORT = 16  # function evaluations whose graph is always stored
 REVERSAL_TOLERANCE = 1e-3  # largest distance of a reconstructed state from the stored one, relative to their norm
 MOST_MISSED = 0.1  # this distance for the adjoint, whose gradient has about the same relative error
 
-_CHANGES_BUFFERS = (
+CHANGES_BUFFERS = (
     "func changes its buffers (BatchNorm or spectral_norm in training mode?), and gradient={!r} would evaluate it "
     "again in the backward pass. Fix: put that layer in eval mode, use GroupNorm, or gradient='direct'."
+)
+CHANGED = (
+    "a step that the backward pass recomputed ends in another state. A parameter, a hook, a module or an activation of "
+    "the field was changed after the forward pass. Fix: call backward() before the change, or use gradient='direct'"
 )
 _FIRST_ORDER = "gradient={!r} gives first derivatives only, got create_graph=True. Fix: gradient='direct'."
 _SPARSE = (
@@ -94,7 +98,7 @@ class Checkpoint:
             return Direct().solve(setup, y0, snapshot)
         begun = start_of(setup, y0)
         if snapshot.changed():
-            raise ValueError(_CHANGES_BUFFERS.format(self.name))
+            raise ValueError(CHANGES_BUFFERS.format(self.name))
         setup, stepper, nfe = begun.setup, begun.setup.stepper, begun.setup.stepper.term.counter.nfe
         count = 1 if setup.settings.steps is None else sum(count for *_, count in setup.grid.pieces(setup.counts))
         taken, bytes_per_step, owned_objects = 0, -1.0, list[Any]()
@@ -112,7 +116,7 @@ class Checkpoint:
                     first = new_sequence_number()
                     found = stepper.step(state, coefficients, attempt)
                     own = [tensor for _, _, tensor in snapshot.slots]
-                    bytes_per_step = _saved_bytes((*found.state, *found.outputs), state, own, first) / steps
+                    bytes_per_step = saved_bytes((*found.state, *found.outputs), state, own, first) / steps
                     return found
                 if not self.keep_bytes or max(taken, count) * bytes_per_step > self.keep_bytes:
                     nfe.keeps_graph = False
@@ -131,7 +135,7 @@ class Checkpoint:
 
         solution = integrate(begun, take, every=self.every)
         if snapshot.changed():
-            raise ValueError(_CHANGES_BUFFERS.format(self.name))
+            raise ValueError(CHANGES_BUFFERS.format(self.name))
         return solution._replace(owned=tuple(owned_objects))
 
 
@@ -155,9 +159,7 @@ class _Recomputation:
             if snapshot.changed() or not is_same(taken.state, end):
                 raise stepper.failure(
                     RecomputationError,
-                    "a step that the backward pass recomputed ends in another state. A parameter, a hook, a module or "
-                    "an activation of the field was changed after the forward pass. Fix: call backward() before the "
-                    "change, or use gradient='direct'",
+                    CHANGED,
                     self.attempt.time,
                     self.attempt.size,
                 )
@@ -173,7 +175,7 @@ def is_same(new: Rows, old: Rows) -> bool:
     return bool(torch.allclose(one, two, rtol=slack, atol=slack * float(two.abs().amax()), equal_nan=True))
 
 
-def _saved_bytes(after: Rows, before: Rows, known: Iterable[Tensor], first: int) -> int:
+def saved_bytes(after: Rows, before: Rows, known: Iterable[Tensor], first: int) -> int:
     """Return the bytes that a step from the rows ``before`` to ``after`` saves for backward, without ``known`` tensors.
 
     ``first`` is a sequence number below those of the step's nodes. The hooks that find the tensors are set after the
@@ -243,7 +245,7 @@ class _Owner(torch.autograd.Function):
         return gradient, None, None
 
 
-def owning(state: Any, objects: list[Any], *, is_first_order: bool = False) -> Any:
+def owning(state: Any, objects: Sequence[Any], *, is_first_order: bool = False) -> Any:
     """Return the outputs of a solve, each of which owns the objects that the backward pass needs.
 
     If ``is_first_order``, which says that their gradient has no graph, create_graph=True raises RuntimeError.
@@ -366,7 +368,7 @@ def _leaves(
         times = [] if setup.grid.t is None else [setup.grid.t]
         found, value = closed_over_leaves(evaluate, (*start, x, *times))
     if snapshot.changed():
-        raise ValueError(_CHANGES_BUFFERS.format(name))
+        raise ValueError(CHANGES_BUFFERS.format(name))
     if not all(map(torch.equal, random, random_state(rows[0].device))) and not snapshot.masks:
         raise ValueError(
             f"func draws random numbers, which gradient={name!r} cannot reproduce in the backward pass. "

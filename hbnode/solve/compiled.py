@@ -1,26 +1,49 @@
 """The functions that torch.compile compiles for solves with ``compile=True``.
 
-A program is one compiled function. It computes a whole solve if there are few fixed steps, otherwise one step, with
-its error norm if steps are adaptive. Each field stores its programs. NFE are counted outside the compiled graphs.
+A program is one compiled function. With fixed steps it is a whole solve if they are few, otherwise one step. With
+adaptive steps it is one attempt with the controller of :mod:`hbnode.solve.graph`, or a whole solve of as many attempts
+as the last solves had. Each field stores its programs. NFE are counted outside the compiled graphs.
 """
 
 from __future__ import annotations
 
+import functools
+import math
+import re
 import types
 import warnings
-from collections.abc import Callable
-from typing import Any
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from hbnode._torch import is_recompile_limit, recompile_limit
+from hbnode._torch import is_recompile_limit, new_sequence_number, recompile_limit
+from hbnode._tree import State, apply, parts
+from hbnode.errors import RecomputationError
 from hbnode.fields import Field
-from hbnode.nfe import NFE, Tally
-from hbnode.solve.methods import Method
-from hbnode.solve.term import ODETerm
+from hbnode.nfe import open_records
+from hbnode.solve.adaptive import AdaptiveSteps
+from hbnode.solve.adjoints import CHANGED, CHANGES_BUFFERS, SHORT, is_same, owned, saved_bytes
+from hbnode.solve.graph import Attempts, Limits, Report, Times, Uncounted, attempts, joined, split
+from hbnode.solve.grid import Array, Grid, to_device
+from hbnode.solve.loop import Solution, start_of
+from hbnode.solve.methods import Explicit, Method
+from hbnode.solve.stepper import Rows, Setup, Stepper
+from hbnode.solve.term import ODETerm, Snapshot
 
+STABLE = 50  # solves in a row with the same number of attempts, before a graph of that many is made
+AGAIN = 3  # the same if that graph exists
+LONGEST = 16  # attempts in one graph
+EXACT = 3  # graphs of that kind for each field, method and mode
+MOST_OUTPUTS = 16  # output times of a solve in graphs, whose attempts interpolate all of them
 GRAPHS = 64  # of one program; dynamo's own limit of 8 is met by states of other dimensions and frozen parameters
+
+
+Made = TypeVar("Made")
 
 
 class CompilationWarning(UserWarning):
@@ -36,18 +59,26 @@ class Program:
     def __init__(self, function: Callable[..., Any], device_type: str) -> None:
         code = function.__code__.replace()  # a copy, because dynamo limits the graphs per code object
         own = types.FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)
-        # steps on the CPU are short, so the calls of kernels are compiled, too
-        self.run = torch.compile(own, fullgraph=True, options={"cpp_wrapper": True} if device_type == "cpu" else None)
+        options: dict[str, Any] = {"guard_filter_fn": _needed_guards}
+        if device_type == "cpu":
+            options["cpp_wrapper"] = True  # steps on the CPU are short, so the calls of kernels are compiled, too
+        self.run = torch.compile(own, fullgraph=True, options=options)
         self.failed = self.is_full = False
 
     def __call__(self, *args: Any) -> Any:
         if self.failed:
             return None
         try:
-            with recompile_limit(GRAPHS), warnings.catch_warnings():
+            with warnings.catch_warnings():
                 # dynamo reads .grad of every input
                 warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
-                return self.run(*args)
+                try:
+                    return self.run(*args)
+                except Exception as error:
+                    if not is_recompile_limit(error):
+                        raise
+                with recompile_limit(GRAPHS):  # only now, because a change of the limit takes longer than a step
+                    return self.run(*args)
         except Exception as error:  # the solve runs without compilation
             if not is_recompile_limit(error):
                 self.failed = True
@@ -61,20 +92,36 @@ class Program:
             return None
 
 
+def _needed_guards(guards: Sequence[Any]) -> list[bool]:
+    """Return which guards of a graph are checked in each call: not those of constants, which nobody changes.
+
+    These are the method, the constants and functions of the solver's modules, and Python's own functions. Globals
+    without "__" are those of the module that defines the compiled function; all other modules have it in their name.
+    """
+    return [_CONSTANT.match(guard.name) is None for guard in guards]
+
+
+_CONSTANT = re.compile(
+    r"method($|[.\[])|(dict\()?G\['([^_]|_[^_]|__builtins_dict__|__import_hbnode_dot_(_torch|solve_dot_(control|methods|term))'\])"
+)
+
+
 def warn(reason: str, fix: str = "compile=False, or replace in func what torch.compile cannot trace") -> None:
     warnings.warn(f"compile=True has no effect: {reason}. Fix: {fix}.", CompilationWarning, stacklevel=2)
 
 
-def program(term: ODETerm, key: tuple[Any, ...], make: Callable[[], Callable[..., Any]]) -> Program:
-    """Return the compiled program of a field for a key, and create it with ``make`` at the first call."""
-    field = term.inner
-    if not isinstance(field, Field):
-        raise ValueError(f"compile=True needs an hbnode field, got {type(field).__name__}. Fix: hbnode.NODE(func).")
-    modes = tuple([module.training for module in field.modules()])
+def program(term: ODETerm, snapshot: Snapshot, key: tuple[Any, ...], make: Callable[[], Made]) -> Made:
+    """Return what was compiled of a field for a key and the present modes, and ``make`` it at the first call."""
+    if not isinstance(term.inner, Field):
+        kind = type(term.inner).__name__
+        raise ValueError(f"compile=True needs an hbnode field, got {kind}. Fix: hbnode.NODE(func).")
+    programs = term.inner.compiled
+    modes = tuple([is_training for _, is_training in snapshot.modes])
     key = (*key, modes, term.template.device.type, term.autocast, torch.is_grad_enabled())
-    if key not in field.compiled:
-        field.compiled[key] = Program(make(), term.template.device.type)
-    return field.compiled[key]
+    if key not in programs:
+        programs[key] = make()
+    made: Made = programs[key]
+    return made
 
 
 def attempt(term: ODETerm, method: Method, rtol: float, atol: float, *, error: bool) -> Callable[..., Any]:
@@ -90,7 +137,7 @@ def attempt(term: ODETerm, method: Method, rtol: float, atol: float, *, error: b
         state: tuple[Tensor, ...], packed: tuple[Tensor, ...], times: list[Tensor], y0: Any
     ) -> tuple[tuple[Tensor, ...], Tensor | None]:
         lanes = len(y0 if isinstance(y0, Tensor) else y0[0]) if own_steps else None
-        evaluate = ODETerm(field, y0, Tally(uncounted, NFE()), second_order=second_order, lanes=lanes)
+        evaluate = ODETerm(field, y0, Uncounted(), second_order=second_order, lanes=lanes)
         evaluate.in_autocast = in_autocast  # autocast is disabled outside the field
         result = method.step(state, packed, times, evaluate, error=error)
         if result.error is None:
@@ -104,5 +151,235 @@ def attempt(term: ODETerm, method: Method, rtol: float, atol: float, *, error: b
     return step
 
 
-def uncounted() -> None:
-    """Serve as the field of a Tally inside a program, whose evaluations are counted outside its graph."""
+# Adaptive solves
+
+
+def is_possible(setup: Setup, y0: State) -> bool:
+    """Return whether graphs can solve: adaptive explicit methods, at few times without gradients, without events."""
+    settings, grid, gradient = setup.settings, setup.grid, setup.settings.gradient
+    if not isinstance(setup.stepper.method, Explicit) or not isinstance(grid, Grid) or grid.t is not None:
+        return False
+    if settings.steps is not None or settings.jump_times or settings.common_steps or setup.events or open_records:
+        return False
+    if getattr(gradient, "name", gradient) not in ("direct", "checkpoint"):
+        return False
+    return 0 < grid.outputs.shape[-1] <= MOST_OUTPUTS and parts(y0)[0].numel() > 0
+
+
+def solve(setup: Setup, y0: State, snapshot: Snapshot, keep_bytes: int | None) -> Solution | None:
+    """Solve by compiled attempts; return None if they cannot be compiled or fail, for a solve in Python that says why.
+
+    A graph of one attempt is called until the solve is done. If the last solves took the same number of attempts, one
+    graph has all of them. With gradients, more than ``keep_bytes`` of their graph are recomputed, if it is not None.
+    """
+    run = _Run(setup, y0, snapshot, keep_bytes)
+    counter = setup.stepper.term.counter
+    before = counter.nfe.forward
+    found = run.whole() or run.one_by_one()
+    if run.keep_bytes is not None and snapshot.changed():
+        raise ValueError(CHANGES_BUFFERS.format("checkpoint"))
+    if found is None:
+        counter.add("evaluation", before - counter.nfe.forward)
+    return found
+
+
+class _Attempts:
+    """The graph of one attempt, those of whole solves, and what is known of the solves.
+
+    Attributes:
+        one: the program of one attempt.
+        whole: programs of as many attempts as their key, with the start of the solve.
+        make: returns the function of a number of attempts.
+        latest, equal: the number of attempts of the last solve, and how many solves in a row had that many.
+        saved: bytes of the autograd graph of an attempt, by the shape of the state.
+    """
+
+    def __init__(self, make: Callable[..., Callable[..., Any]], device_type: str) -> None:
+        self.make, self.device_type, self.one = make, device_type, Program(make(1, starts=False), device_type)
+        self.whole: dict[int, Program] = {}
+        self.saved: dict[torch.Size, float] = {}
+        self.latest = self.equal = 0
+
+    @property
+    def failed(self) -> bool:
+        return self.one.failed
+
+    def add(self, attempts: int, *, fits: bool) -> None:
+        """Note the number of attempts of a solve, and whether one graph of all of them would do."""
+        self.equal = 0 if not fits else self.equal + 1 if attempts == self.latest else 1
+        self.latest = attempts
+
+    def of_solve(self) -> Program | None:
+        """Return the program of a whole solve, if the last solves had the same number of attempts."""
+        count = self.latest
+        if self.equal < (AGAIN if count in self.whole else STABLE) or count > LONGEST:
+            return None
+        if count not in self.whole:
+            if len(self.whole) == EXACT:
+                return None
+            self.whole[count] = Program(self.make(count, starts=True), self.device_type)
+        return self.whole[count]
+
+
+class _Owned(NamedTuple):
+    """What the backward pass of a recomputed attempt needs."""
+
+    stepper: Stepper
+    snapshot: Snapshot
+    program: Program
+
+
+class _Run:
+    """A solve by compiled attempts."""
+
+    def __init__(self, setup: Setup, y0: State, snapshot: Snapshot, keep_bytes: int | None) -> None:
+        self.setup, self.y0, self.snapshot, self.needs_gradient = setup, y0, snapshot, torch.is_grad_enabled()
+        self.options = setup.settings.options or {}
+        self.keep_bytes = keep_bytes if self.needs_gradient else None
+        self.term, self.method = setup.stepper.term, setup.stepper.method
+        self.is_exact, self.owned = setup.settings.save == "exact" and not setup.end_only, tuple[Any, ...]()
+        key = (setup.settings.method, self.is_exact, self.term.lanes is None, setup.end_only)
+        make = functools.partial(attempts, self.term, self.method, is_exact=self.is_exact)
+        self.programs = program(
+            self.term, snapshot, key, functools.partial(_Attempts, make, self.term.template.device.type)
+        )
+
+    def times(self, setup: Setup, longest: Array, margin: Array) -> Times:
+        """Return what the graphs need to know of a setup."""
+        grid, settings, device = setup.grid, setup.settings, setup.stepper.like.device
+        resolution = torch.finfo(setup.stepper.like.dtype if self.term.time_dependent else torch.float64).eps
+        shortest, rounding = self.options.get("min_step", 1e-300), np.finfo(float).eps * grid.furthest
+        tolerances = settings.rtol, settings.atol
+        limits = Limits(grid.begin, grid.sign, grid.end, *tolerances, longest, shortest, margin, rounding, resolution)
+        like, jumps = setup.stepper.like, grid.jumps
+        outputs = None if setup.end_only else to_device(grid.outputs, like)
+        if jumps is not None:  # padded to few lengths, each of which has a graph
+            more = 2 ** (jumps.shape[-1] - 1).bit_length() - jumps.shape[-1]
+            width = [(0, 0)] * (jumps.ndim - 1) + [(0, more)]
+            jumps = to_device(np.pad(jumps, width, constant_values=math.inf), like)
+        gamma = torch.as_tensor(setup.stepper.gamma, dtype=torch.float64, device=device)
+        return Times(joined(limits, np.shape(grid.end), device), gamma, outputs, jumps)
+
+    def solution(self, rows: Rows, saved: Rows | None) -> Solution:
+        """Return the rows at all times, or at the end."""
+        if saved is None:
+            return Solution(tuple([row.unsqueeze(0) for row in rows[: self.term.rows]]), None, self.owned)
+        if self.term.lanes is not None:
+            saved = tuple([row.movedim(1, 0) for row in saved])
+        first = self.term.flatten(self.y0)
+        return Solution(
+            tuple([torch.cat([a.unsqueeze(0), b]) for a, b in zip(first, saved, strict=True)]), None, self.owned
+        )
+
+    def count(self, evaluations: int, accepted: int, rejected: int) -> None:
+        counter = self.term.counter
+        counter.nfe.keeps_graph = self.needs_gradient and not self.owned
+        for event, number in (("evaluation", evaluations), ("accepted", accepted), ("rejected", rejected)):
+            counter.add(event, number)
+        self.programs.add(accepted + rejected, fits=not (rejected and self.needs_gradient))
+
+    def whole(self) -> Solution | None:
+        """Solve by one graph that has the start and as many attempts as the last solves; None if they differed.
+
+        With gradients no attempt may be rejected: the loop drops its graph, but here 0 * inf = NaN could reach them.
+        """
+        programs, setup = self.programs, self.setup
+        if self.term.time_dependent or "first_step" in self.options or not self.stores(programs.latest):
+            return None
+        program = programs.of_solve()
+        if program is None:
+            return None
+        strongest, longest = setup.stepper.strongest, self.options.get("max_step", math.inf)
+        longest = min(longest, self.method.damping_limit / strongest) if strongest else longest
+        result = program(self.y0, self.times(setup, longest, 1.0), None, None, None, None)
+        if result is None:
+            return None
+        report = Report(*result[3].tolist())
+        if not report.done or report.failed or (self.needs_gradient and (report.excluded or report.rejected)):
+            programs.equal = 0
+            return None
+        self.count(1 + (report.accepted + report.rejected) * self.method.evaluations, report.accepted, report.rejected)
+        return self.solution(result[0], result[2])
+
+    def one_by_one(self) -> Solution | None:
+        """Solve by a graph of one attempt, with the start in Python."""
+        program = self.programs.one
+        if program.failed:
+            return None
+        setup, rows = start_of(self.setup, self.y0)
+        steps, grid, most = AdaptiveSteps(setup, rows), setup.grid, setup.settings.max_steps
+        times = self.times(setup, steps.controller.longest, steps.error_factor)
+        control = joined(steps.control, np.shape(grid.end), setup.stepper.like.device)
+        rows = tuple([row.clone() for row in rows])  # as after an attempt, no views; else they had a graph of their own
+        if self.needs_gradient:
+            rows = tuple([row if row.requires_grad else row.requires_grad_() for row in rows])
+        saved = Attempts(self.term, self.method, times).saved(rows)
+        most += grid.outputs.shape[-1] - 1 if self.is_exact else 0
+        left = (setup.max_nfe or math.inf) - self.term.counter.nfe.forward
+        evaluations, accepted, rejected, like = 0, 0, 0, apply(torch.empty_like, self.y0)  # only its shapes matter
+        report = Report(0, 0, 0, 0, int((grid.end <= 0).all()))
+        while not report.done:
+            evaluations += self.method.evaluations
+            if report.failed or accepted + rejected >= most or evaluations > left:
+                return None
+            given, done = (like, times, rows, control, saved), accepted + rejected + 1
+            result = self.take(program, done, *given, None)
+            if result is None:
+                return None
+            report = Report(*result[3].tolist())
+            if report.excluded and report.accepted and self.needs_gradient:
+                c = split(result[1])
+                result = self.take(program, done, *given, c.rejected & (c.failures > 0))
+                evaluations += self.method.evaluations
+            control = result[1]
+            if report.accepted:
+                rows, _, saved, _ = result
+            accepted, rejected = accepted + report.accepted, rejected + report.rejected
+        self.count(evaluations, accepted, rejected)
+        return self.solution(rows, saved)
+
+    # Gradients
+
+    def stores(self, attempts: int) -> bool:
+        """Return whether the graph of that many attempts is stored."""
+        if self.keep_bytes is None or attempts * self.method.evaluations <= SHORT * (self.keep_bytes > 0):
+            return True
+        of_one = self.programs.saved.get(parts(self.y0)[0].shape, math.inf)
+        return attempts * of_one <= self.keep_bytes
+
+    def take(self, program: Program, attempts: int, *args: Any) -> Any:
+        """Call the program, and store its graph, or recompute it in the backward pass if it becomes too large."""
+        shape, saved = parts(self.y0)[0].shape, self.programs.saved
+        if self.stores(attempts):
+            return program(*args)
+        if shape not in saved and self.keep_bytes:
+            first, own = new_sequence_number(), [tensor for _, _, tensor in self.snapshot.slots]
+            result = program(*args)
+            if result is not None:
+                saved[shape] = saved_bytes((*result[0], *(result[2] or ())), (*args[2], *(args[4] or ())), own, first)
+            return result
+        self.owned = objects = _Owned(self.setup.stepper, self.snapshot, program)
+        with set_checkpoint_early_stop(False):
+            again = _recomputed(objects)
+            return checkpoint(again, *args, use_reentrant=False, preserve_rng_state=False, determinism_check="none")
+
+
+def _recomputed(objects: _Owned) -> Callable[..., Any]:
+    """Return a call of the program that must end in the same state in both passes."""
+    references, end = tuple(map(weakref.ref[Any], objects)), list[Tensor]()
+
+    def run(*args: Any) -> Any:
+        stepper, snapshot, program = _Owned(*map(owned, references))
+        if not end:
+            result = program(*args)
+            end.extend(() if result is None else [x.detach() for x in result[0]])
+            return result
+        with snapshot:
+            result = program(*args)
+            stepper.term.counter.add("evaluation", stepper.method.evaluations)
+            stepper.term.counter.add("accepted")
+            if snapshot.changed() or result is None or not is_same(result[0], tuple(end)):
+                raise stepper.failure(RecomputationError, CHANGED, math.nan, math.nan)
+        return result
+
+    return run

@@ -21,11 +21,11 @@ from hbnode._tree import State, Times, apply, describe, is_finite, last_of, part
 from hbnode.errors import ONLY_FIXED_GRIDS, MaxStepsError, NonFiniteError
 from hbnode.fields import GHBNODE, HBNODE
 from hbnode.nfe import NFE, Tally, open_counters, open_records
-from hbnode.solve import compiled, torchdiffeq_methods
+from hbnode.solve import compiled, graph, torchdiffeq_methods
 from hbnode.solve.adjoints import Direct, gradient_mode, owning
 from hbnode.solve.events import Event, EventRecord, checked_events
 from hbnode.solve.loop import integrate, start_of
-from hbnode.solve.methods import ALL_METHODS, TRACEABLE, ForeignMethod, NativeMethod, Rosenbrock
+from hbnode.solve.methods import ALL_METHODS, METHODS, TRACEABLE, Explicit, ForeignMethod, NativeMethod, Rosenbrock
 from hbnode.solve.settings import Gradient, Method, Save, Settings
 from hbnode.solve.stepper import STRONG, Attempt, Rows, Setup, Taken, first_index
 from hbnode.solve.term import (
@@ -221,6 +221,9 @@ def solve(
     if not is_tracing():
         return _solve(field, y0, t, settings, nfe, end, events)
     is_dynamo = torch.compiler.is_dynamo_compiling()
+    is_adaptive = settings.steps is None and isinstance(ALL_METHODS[settings.method or "tsit5"], Explicit)
+    if torch.compiler.is_exporting() and is_adaptive and events is None and not settings.jump_times:
+        return _exported(field, y0, t, settings, end)
     if events is None and is_traceable(settings, is_dynamo):
         return _traced(field, y0, t, settings, Tally(field, nfe), end)
     if not is_dynamo:  # torch.compile can call the solve outside its graphs
@@ -268,19 +271,22 @@ def _solve(field: Any, y0: State, t: Times, settings: Settings, nfe: NFE, end: b
     setup = Setup.of(term, method, times, settings, end_only=end_only, events=events)
     if not (on_grid or method.is_stiff):
         check_damping(setup, field)
-    if settings.compile and _torch.may_look() and not events:
+    may_compile = settings.compile and _torch.may_look() and not events
+    in_graphs = may_compile and not snapshot.masks and compiled.is_possible(setup, y0)
+    if may_compile and not in_graphs:
         setup, solution = compile_steps(setup, field, y0, times, snapshot)
         if solution is not None:
             return last_of(solution) if end else solution
     with solving(snapshot, template.device.type):
-        rows, steps, objects = gradient.solve(setup, y0, snapshot)
+        found = compiled.solve(setup, y0, snapshot, getattr(gradient, "keep_bytes", None)) if in_graphs else None
+        rows, steps, objects = found or gradient.solve(setup, y0, snapshot)
         if on_grid:
             check_finite(setup, y0, rows)
     trajectory = term.unflatten(rows) if end_only else term.unflatten(rows, (len(rows[0]),))
     trajectory = last_of(trajectory) if end and not end_only else trajectory
     if objects:
         trajectory = owning(trajectory, objects)
-    if not events:
+    if steps is None:
         return trajectory
     records = steps.record()
     if objects:
@@ -318,7 +324,8 @@ def resolve(settings: Settings, field: Callable[..., Any], t: Tensor | None = No
         gradient = (
             "direct" if "checkpoint" not in ALL_METHODS[method].gradients or _torch.is_transformed() else "checkpoint"
         )
-    return dataclasses.replace(settings, method=method, gradient=gradient)
+    is_known = method == settings.method and gradient is settings.gradient
+    return settings if is_known else dataclasses.replace(settings, method=method, gradient=gradient)
 
 
 def is_second_order(method: str, field: Callable[..., Any]) -> bool:
@@ -368,14 +375,17 @@ def compile_steps(setup: Setup, field: Any, y0: State, t: Tensor, snapshot: Snap
         activation, error = getattr(term.inner, "activation", None), settings.steps is None
         make = functools.partial(compiled.attempt, term, method, settings.rtol, settings.atol, error=error)
         step_key = (settings.method, settings.rtol, settings.atol, error, activation, term.lanes is None)
-        program = compiled.program(term, step_key, make)
+        program = compiled.program(
+            term, snapshot, step_key, lambda: compiled.Program(make(), term.template.device.type)
+        )
         return dataclasses.replace(setup, stepper=dataclasses.replace(stepper, program=program)), None
 
     def grid(y0: State, t: Tensor) -> State:
-        return _traced(field, y0, t, settings, Tally(compiled.uncounted, NFE()), False)
+        return _traced(field, y0, t, settings, graph.Uncounted(), False)
 
     key = (settings.method, settings.steps, t.shape[-1], getattr(term.inner, "activation", None))
-    trajectory = compiled.program(term, key, lambda: grid)(y0, t.to(term.template.device))
+    device = term.template.device
+    trajectory = compiled.program(term, snapshot, key, lambda: compiled.Program(grid, device.type))(y0, t.to(device))
     if trajectory is not None:
         term.counter.add("evaluation", evaluations)
         term.counter.add("accepted", steps)
@@ -428,6 +438,22 @@ def _traced(field: Callable[..., State], y0: State, t: Times, settings: Settings
         rows = Direct().solve(setup, y0, snapshot).rows
     trajectory = term.unflatten(rows, (times.shape[-1],))
     return last_of(trajectory) if end else trajectory
+
+
+def _exported(field: Callable[..., State], y0: State, t: Times, settings: Settings, end: bool) -> State:
+    """Solve with adaptive steps in one loop of torch.export, without gradients."""
+    snapshot = Snapshot(field, for_backward=False)
+    y0 = checked_state(field, y0, snapshot)
+    settings = resolve(dataclasses.replace(settings, gradient="direct"), field)
+    times, template = traced_times(t, parts(y0)[0].device), parts(y0)[0]
+    lanes = template.shape[0] if settings.per_sample or times.dim() == 2 else None
+    counter = graph.Uncounted()
+    term = ODETerm(field, y0, counter, second_order=is_second_order(settings.method, field), lanes=lanes)
+    end_only = end and times.shape[-1] == 2
+    with solving(snapshot, template.device.type):
+        solution, spent, code = graph.exported(term, METHODS[settings.method], times, y0, settings, end_only=end_only)
+    graph.tell(spent, code)
+    return last_of(solution) if end and not end_only else solution
 
 
 def check_damping(setup: Setup, field: Callable[..., Any]) -> None:

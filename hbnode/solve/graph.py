@@ -1,0 +1,390 @@
+"""A whole adaptive solve in graphs of torch: attempts with the controller inside.
+
+The controller is that of :mod:`hbnode.solve.control`, with torch instead of NumPy, so an attempt, a step that is then
+accepted or rejected, is one function of tensors. :func:`attempts` returns functions of several attempts, which
+torch.compile compiles, and :func:`loop` takes any number of them in one graph of torch.export.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hbnode._torch import while_loop
+from hbnode._tree import State, parts
+from hbnode.nfe import NFE, Tally, count_nfe
+from hbnode.solve.adaptive import LONGEST_GAP, NEGLIGIBLE, NON_FINITE_ATTEMPTS, VISIBLE
+from hbnode.solve.control import TRIALS, Array, Clip, Control, OfTorch, PIController, first_size
+from hbnode.solve.methods import Method, combined
+from hbnode.solve.settings import Settings
+from hbnode.solve.stepper import Rows
+from hbnode.solve.term import ODETerm
+
+NOT_FINITE, UNDERFLOW, TOO_MANY_STEPS = 1, 2, 3  # why the solve of a graph failed
+
+
+class Limits(NamedTuple):
+    """Numbers of a solve, () or (lanes,), which a graph has in one tensor, so that other values need no other graph.
+
+    Attributes:
+        begin, sign: initial time, and 1.0 or -1.0 for solving forward or backward.
+        end: final time, measured from the start.
+        rtol, atol: tolerances.
+        longest, shortest: the largest and the smallest step size.
+        margin: the factor on error ratios in steps without outputs inside.
+        rounding: the rounding error of times.
+        resolution: the relative rounding error of the times that the field gets.
+    """
+
+    begin: Any
+    sign: Any
+    end: Any
+    rtol: Any
+    atol: Any
+    longest: Any
+    shortest: Any
+    margin: Any
+    rounding: Any
+    resolution: Any
+
+
+class Times(NamedTuple):
+    """The tensors of a solve that do not change: γ, times of outputs and of jumps from the start, or None."""
+
+    limits: Tensor
+    gamma: Tensor
+    outputs: Tensor | None = None
+    jumps: Tensor | None = None
+
+
+class Report(NamedTuple):
+    """What the host is told after attempts: numbers of accepted and rejected ones, and whether the solve is done.
+
+    ``excluded`` is the number of attempts of which some lane has an error that is not finite, and ``failed`` says
+    whether no step size can meet the tolerance.
+    """
+
+    accepted: int
+    rejected: int
+    excluded: int
+    failed: int
+    done: int
+
+
+def joined(numbers: tuple[Array, ...], shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return arrays or numbers that broadcast to ``shape`` as one tensor, (numbers, *shape)."""
+    packed = np.empty((len(numbers), *shape))
+    for k, number in enumerate(numbers):
+        packed[k] = number
+    return torch.from_numpy(packed).to(device)
+
+
+def _joined(control: Control) -> Tensor:
+    return torch.stack([x.double() for x in control])
+
+
+def split(packed: Tensor) -> Control:
+    """Return the state of a controller, from one tensor."""
+    c = Control(*packed.unbind(0))
+    return c._replace(uneven=c.uneven > 0, rejected=c.rejected > 0, most=c.most.long(), passed=c.passed.long())
+
+
+def start(term: ODETerm, method: Method, times: Times, y0: State) -> tuple[Rows, Tensor, Times, Tensor]:
+    """Return the initial state of the method and of the controller, the times, and the number of evaluations.
+
+    A field that depends on time is evaluated at four further times, of which the eager solve needs the results only if
+    the force is negligible at the start (see :class:`hbnode.solve.adaptive.AdaptiveSteps`).
+    """
+    limits, rows = Limits(*times.limits.unbind(0)), term.flatten(y0)
+    (t,) = term.stages([limits.begin])
+    rows = (*rows, term(t, rows[0]))
+    with torch.no_grad():
+        norms = torch.stack([norm(term, row) for row in rows])
+        h, f, end, longest = norms[0], norms[-1], limits.end, limits.longest
+        size = first_size(h, f, limits.rtol, limits.atol, method.rows, method.error_order or 1)
+        size, spent = (
+            torch.where(torch.isfinite(size), size, end),
+            torch.ones((), dtype=torch.int64, device=size.device),
+        )
+        if term.time_dependent:
+            tolerance, time = limits.atol + limits.rtol * h, end**method.rows
+            is_negligible = f * time <= NEGLIGIBLE * tolerance
+            values = [
+                norm(term, term(t, rows[0]))
+                for t in term.stages([limits.begin + limits.sign * c * end for c in TRIALS])
+            ]
+            found = torch.stack([torch.where(torch.isnan(x), 0.0, x) for x in values]).amax(0)
+            is_found = is_negligible & (found * time > VISIBLE * tolerance)
+            shorter = 2.0 * (tolerance / torch.where(is_found, found, 1.0)).sqrt()
+            size = torch.where(is_found & (shorter < size), shorter, size)
+            is_forced = is_found | ((h <= NEGLIGIBLE * limits.atol) & ~is_negligible)
+            gap = end * (LONGEST_GAP / method.widest_gap)
+            longest = torch.where(is_forced & (gap < longest), gap, longest)
+            margin = torch.where(is_forced, method.dense_error_factor, limits.margin)
+            times = times._replace(limits=torch.stack(limits._replace(longest=longest, margin=margin)))
+            spent = spent + len(TRIALS) * (is_negligible & (end > 0)).any()
+        size = torch.where(size < longest, size, longest)
+        size = torch.where(torch.isfinite(norms).all(0), size, math.nan)
+        none = torch.zeros_like(size)
+        is_uneven = none >= 0 if term.time_dependent else none > 0
+        return rows, _joined(PIController(method.error_order or 1).start(OfTorch, size, is_uneven, none)), times, spent
+
+
+def norm(term: ODETerm, x: Tensor) -> Tensor:
+    """Return the root mean square, () or (lanes,), in float64, because squares may overflow in float32."""
+    x = x.double().square()
+    return (x.mean() if term.lanes is None else x.flatten(1).mean(1)).sqrt()
+
+
+class Attempts:
+    """The attempts of a solve: pure functions of the rows of the state and of the state of the controller.
+
+    Arguments:
+        term: the equation; with ``lanes``, each sample has its own step sizes.
+        method: an adaptive method whose state ends with the field's value.
+        times: what is constant during the solve.
+        is_exact: whether steps end on the output times, which are then not interpolated.
+    """
+
+    def __init__(self, term: ODETerm, method: Method, times: Times, *, is_exact: bool = False) -> None:
+        self.term, self.method, self.times, self.is_exact = term, method, times, is_exact
+        self.limits = Limits(*times.limits.unbind(0))
+        self.control = PIController(method.error_order or 1, self.limits.longest)
+        stops = times.outputs if is_exact else None
+        self.clip = Clip(self.limits.end, stops, times.jumps, self.limits.rounding)
+
+    def saved(self, rows: Rows) -> Rows | None:
+        """Return the rows of all output times, (T, ...) or (lanes, T, ...), with the initial state in them."""
+        outputs, place = self.times.outputs, int(self.term.lanes is not None)
+        if outputs is None:
+            return None
+        rows = rows[: self.term.rows]
+        count = outputs.shape[-1]  # copies, because views as inputs of a graph would need another graph
+        return tuple([row.unsqueeze(place).repeat_interleave(count, place).clone() for row in rows])
+
+    def attempt(
+        self, rows: Rows, control: Tensor, saved: Rows | None, excluded: Tensor | None = None
+    ) -> tuple[Rows, Tensor, Rows | None, tuple[Tensor, Tensor]]:
+        """Return the state, that of the controller and the outputs after an attempt.
+
+        The last part of the result are the accepted lanes, and the lanes that no step size can solve.
+
+        Lanes that are done take a step of size 0, and so do lanes that are ``excluded``, which reject it. An error that
+        is not finite would otherwise reach the gradients of all lanes, as 0 * NaN.
+        """
+        term, method, limits, n = self.term, self.method, self.limits, self.term.rows
+        with torch.no_grad():
+            before = split(control)
+            then, c = self.control.plan(OfTorch, self.clip, before)
+            size = c.taken if excluded is None else torch.where(excluded, 0.0, c.taken)
+            ends = [before.now + node * size for node in method.nodes]
+            stages = term.stages([limits.begin + limits.sign * torch.where(t < then, t, then) for t in ends])
+        of_step = self._of_gamma(functools.partial(method.packed, error=True), limits.sign * size)
+        coefficients = method.unpack(of_step, term.dims_of_row, error=True)
+        dense = saved is not None and not self.is_exact
+        result = method.step(rows, coefficients, stages, term, error=True, dense=dense)
+        with torch.no_grad():
+            margin, found = limits.margin, None
+            if saved is not None:
+                t = self.times.outputs
+                found = (t > before.now[..., None]) & (t <= then[..., None])
+                inside = found & (t < then[..., None])
+                margin = torch.where(inside.any(-1), method.dense_error_factor, margin)
+            ratio = self._ratio(rows[:n], result.state[:n], result.error) * margin
+            is_finite = torch.isfinite(ratio) if excluded is None else torch.isfinite(ratio) & ~excluded
+            accepted, c = self.control.judge(OfTorch, c, then, torch.where(is_finite, ratio, math.inf))
+            now = abs(limits.begin + limits.sign * c.now)
+            floor = 4 * limits.resolution * now
+            floor = torch.where(floor > limits.shortest, floor, limits.shortest)
+            fails = (~accepted & ((c.failures >= NON_FINITE_ATTEMPTS) | (c.size < floor))) | torch.isnan(before.size)
+        if saved is not None:
+            ends = [self._of_lanes(row) for row in result.state[:n]]
+            if dense:
+                theta = (t - before.now[..., None]) / torch.where(size > 0, size, 1.0)[..., None]
+                rows_inside = self._interpolated(result.columns, size, torch.where(inside, theta, 1.0))
+                ends = [torch.where(self.wide(inside, x), x, end) for x, end in zip(rows_inside, ends, strict=True)]
+            new = found & (accepted if term.lanes is None else accepted[:, None])
+            saved = tuple([torch.where(self.wide(new, x), end, x) for end, x in zip(ends, saved, strict=True)])
+        after = [torch.where(self.wide(accepted, a), a, b) for a, b in zip(result.state, rows, strict=True)]
+        return tuple(after), _joined(c), saved, (accepted, fails)
+
+    def _of_gamma(self, formula: Callable[..., Tensor], *args: Tensor, count: int = 1) -> Tensor:
+        """Return ``formula(torch, γ, *args)``; ``args`` have ``count`` elements of each lane, one after the other."""
+        gamma = self.times.gamma
+        if gamma.dim():  # its dimensions follow those of outputs, or are those of lanes
+            if count > 1 and len(gamma) > 1:
+                gamma = gamma.repeat_interleave(count, 0)
+            ones = [1] * (gamma.dim() - (self.term.lanes is not None))
+            args = tuple([x.reshape(*x.shape, *ones) for x in args])
+        return formula(torch, gamma, *args).to(self.term.template)
+
+    def _interpolated(self, columns: Any, size: Tensor, theta: Tensor) -> Rows:
+        """Return the rows at fractions θ (T,) or (lanes, T) of a step, (T, ...) or (lanes, T, ...)."""
+        signed, count = self.limits.sign * size, theta.shape[-1]
+        signed = signed[..., None].expand(theta.shape).reshape(-1)
+        weights = self._of_gamma(self.method.blend, signed, theta.reshape(-1), count=count)
+        if self.term.lanes is None:
+            return combined(weights, columns.unsqueeze(1)).unbind(1)
+        wide = columns.unsqueeze(2).expand(*columns.shape[:2], count, *columns.shape[2:]).flatten(1, 2)
+        inside = combined(weights, wide)
+        return inside.reshape(*theta.shape, *inside.shape[1:]).unbind(2)
+
+    def _of_lanes(self, row: Tensor) -> Tensor:
+        return row.unsqueeze(0 if self.term.lanes is None else 1)
+
+    def wide(self, mask: Tensor, like: Tensor) -> Tensor:
+        return mask.reshape(*mask.shape, *[1] * (like.dim() - mask.dim())) if mask.dim() else mask
+
+    def _ratio(self, before: Rows, after: Rows, error: Any) -> Tensor:
+        """Return the root mean square of error / tolerance, () or (lanes,), the largest of all ``error_groups``."""
+        scale = torch.maximum(torch.stack(before).abs(), torch.stack(after).abs())
+        wide = [self.wide(x, error[0]) for x in (self.limits.rtol, self.limits.atol)]
+        x = error / (scale * wide[0].to(error) + wide[1].to(error))
+        x = x if self.term.lanes is None else x.movedim(1, 0)
+        norms = [norm(self.term, x[..., group]) for group in self.term.error_groups]
+        return norms[0] if len(norms) == 1 else torch.stack(norms).amax(0)
+
+
+def attempts(
+    term: ODETerm, method: Method, count: int, *, starts: bool, is_exact: bool
+) -> Callable[..., tuple[Rows, Tensor, Rows | None, Tensor]]:
+    """Return a function of tensors that takes ``count`` attempts, with the start of the solve if ``starts``."""
+    field, second_order, own_steps = term.inner, term.second_order, term.lanes is not None
+    in_autocast = term.in_autocast
+
+    def run(y0: State, times: Times, rows: Any, control: Any, saved: Any, excluded: Tensor | None) -> Any:
+        lanes = len(parts(y0)[0]) if own_steps else None
+        evaluate = ODETerm(field, y0, Uncounted(), second_order=second_order, lanes=lanes)
+        evaluate.in_autocast = in_autocast  # autocast is disabled outside the field
+        if starts:
+            rows, control, times, _ = start(evaluate, method, times, y0)
+        steps = Attempts(evaluate, method, times, is_exact=is_exact)
+        saved, reports = steps.saved(rows) if starts else saved, []
+        for _ in range(count):
+            now = control[0]
+            rows, control, saved, (accepted, fails) = steps.attempt(rows, control, saved, excluded)
+            with torch.no_grad():
+                c, end = split(control), steps.limits.end
+                moved = (accepted & (c.taken > 0)).any()
+                rejected, excludes = (now < end).any() & ~moved, (~accepted & (c.failures > 0)).any()
+                reports.append(torch.stack([moved, rejected, excludes, fails.any(), (c.now >= end).all()]).long())
+        total = torch.stack(reports).sum(0)
+        return rows, control, saved, torch.cat([total[:-1], reports[-1][-1:]])
+
+    return run
+
+
+def loop(
+    term: ODETerm, method: Method, times: Times, y0: State, most: int, *, is_exact: bool = False
+) -> tuple[Rows, Tensor, Tensor]:
+    """Solve in one graph of any number of attempts, at most ``most``, for torch.export.
+
+    Return the rows at the end, or at the output times, (T, ...), which are NaN in lanes whose solve failed; the number
+    of function evaluations; and 0, or why the solve failed, () or (lanes,).
+    """
+    rows, control, times, spent = start(term, method, times, y0)
+    steps, n = Attempts(term, method, times, is_exact=is_exact), len(rows)
+    saved, end = steps.saved(rows) or (), Limits(*times.limits).end.clone()  # tensors of a loop must not share memory
+    code = torch.where(torch.isnan(control[1]), NOT_FINITE, 0)
+
+    def goes_on(count: Tensor, code: Tensor, control: Tensor, *others: Tensor) -> Tensor:
+        return ((control[0] < end) & (code == 0)).any() & (count < most)
+
+    def body(count: Tensor, code: Tensor, control: Tensor, *others: Tensor) -> Rows:
+        inner = Attempts(term, method, times, is_exact=is_exact)
+        rows, control, saved, (_, fails) = inner.attempt(others[:n], control, others[n:] or None, code > 0)
+        why = torch.where(split(control).failures > 0, NOT_FINITE, UNDERFLOW)
+        code = torch.where((code == 0) & fails, why, code)
+        return tuple([x.clone() for x in (count + 1, code, control, *rows, *(saved or ()))])
+
+    count, code, control, *others = while_loop(
+        goes_on, body, tuple([x.clone() for x in (0 * spent, code, control, *rows, *saved)])
+    )
+    is_done = control[0] >= end
+    found = others[n:] if saved else others[: term.rows]
+    found = [torch.where(steps.wide(is_done, x), x, math.nan) for x in found]
+    if saved and term.lanes is not None:
+        found = [row.movedim(1, 0) for row in found]
+    code = torch.where(is_done, 0, torch.where(code > 0, code, TOO_MANY_STEPS))
+    return tuple(found), spent + count * method.evaluations, code
+
+
+def exported(
+    term: ODETerm, method: Method, t: Tensor, y0: State, settings: Settings, *, end_only: bool
+) -> tuple[State, Tensor, Tensor]:
+    """Return the trajectory, or the state at the end, and the number of evaluations and the code of :func:`loop`."""
+    begin, options = t[..., 0], settings.options or {}
+    sign, elapsed = torch.where(t[..., -1] >= begin, 1.0, -1.0), abs(t - begin[..., None])
+    none = 0.0 * elapsed[..., -1]
+    if term.lanes is not None and t.dim() == 1:
+        none, elapsed = none.expand(term.lanes), elapsed.expand(term.lanes, -1)
+    gamma = torch.as_tensor(term.damping, dtype=torch.float64, device=t.device)
+    longest: Any = options.get("max_step", math.inf)
+    if method.damping_limit < math.inf:
+        strongest = gamma.abs().amax()
+        limit = torch.where(strongest > 0, method.damping_limit / strongest, math.inf)
+        longest = torch.where(limit < longest, limit, longest)
+    eps = torch.finfo(torch.float64).eps
+    limits = Limits(
+        begin, sign, elapsed[..., -1], settings.rtol, settings.atol, longest, options.get("min_step", 1e-300), 1.0,
+        eps * abs(t).amax(), torch.finfo(term.template.dtype).eps if term.time_dependent else eps,
+    )  # fmt: skip
+    times = Times(torch.stack([none + x for x in limits]), gamma, None if end_only else elapsed[..., 1:])
+    found, spent, code = loop(term, method, times, y0, settings.max_steps, is_exact=settings.save == "exact")
+    if end_only:
+        return term.unflatten(found), spent, code
+    rows = tuple([torch.cat([a.unsqueeze(0), b]) for a, b in zip(term.flatten(y0), found, strict=True)])
+    return term.unflatten(rows, (t.shape[-1],)), spent, code
+
+
+class Reported(nn.Module):
+    """A module whose call also returns the number of function evaluations of its solves, and 0 or why one failed.
+
+    It is for torch.export, in whose graphs no exception is raised: a solve that fails answers NaN. The reasons are
+    1: the state or the field is not finite; 2: no step size meets the tolerance; 3: there are more than ``max_steps``
+    steps. With ``per_sample=True`` each sample has its own reason.
+
+    Arguments:
+        module: the module, with at least one adaptive solve.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any) -> tuple[Any, Tensor, Tensor]:
+        """Return the output of the module, the number of evaluations (), and the reason, () or (batch,)."""
+        if not torch.compiler.is_exporting():
+            with count_nfe(self.module) as nfe:
+                return self.module(*args), torch.tensor(nfe.forward), torch.tensor(0)
+        told.append([])
+        try:
+            output = self.module(*args)
+        finally:
+            found = told.pop()
+        spent, codes = zip(*found, strict=True)
+        return output, torch.stack(spent).sum(), torch.stack(codes).amax(0)
+
+
+told: list[list[tuple[Tensor, Tensor]]] = []  # what the solves inside a Reported say while they are exported
+
+
+def tell(spent: Tensor, code: Tensor) -> None:
+    """Tell the innermost Reported of a solve."""
+    if told:
+        told[-1].append((spent, code))
+
+
+class Uncounted(Tally):
+    """The counter of a term inside a graph, whose evaluations are counted outside it."""
+
+    def __init__(self) -> None:
+        self.started_with = NFE()
+
+    def add(self, event: str, count: int = 1) -> None: ...
