@@ -281,12 +281,12 @@ class WithEvent(nn.Module):
     ids=["Rosenbrock", "torchdiffeq", "jumps", "events"],
 )
 def test_what_needs_python_in_its_loop_is_not_exported(model):
-    with pytest.raises(ValueError, match="cannot be traced or exported.* Fix: "):
+    with pytest.raises(ValueError, match=r"cannot be traced or exported.* Fix: "):
         torch.export.export(model(), (torch.randn(3, 4),))
 
 
 def test_a_module_without_adaptive_solves_has_nothing_to_report():
-    with pytest.raises(ValueError, match="without adaptive solves. Fix: export the module itself"):
+    with pytest.raises(ValueError, match="without adaptive solves"):
         torch.export.export(hbnode.solve.Reported(block()), (torch.randn(3, 4),))
 
 
