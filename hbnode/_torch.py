@@ -64,6 +64,13 @@ def exports_any(length: int) -> bool:
     return not has_static_value(length)
 
 
+def while_loop(goes_on: Callable[..., Tensor], body: Callable[..., Any], carried: tuple[Tensor, ...]) -> Any:
+    """Record a loop that calls ``body`` while ``goes_on`` returns True."""
+    from torch._higher_order_ops.while_loop import while_loop  # here, because it is needed for export only
+
+    return while_loop(goes_on, body, carried)
+
+
 _EAGER_LOCK, _EAGER = threading.Lock(), ExitStack()  # the stance of torch.compile, which is one for all threads
 _EAGER_COUNT = 0
 

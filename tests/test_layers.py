@@ -48,7 +48,7 @@ LAYERS = [
     ["hbnode.solve.odeint"],
     ["hbnode.solve.adjoints", "hbnode.solve.compiled", "hbnode.solve.torchdiffeq_methods"],
     ["hbnode.solve.loop"],
-    ["hbnode.solve.events"],
+    ["hbnode.solve.events", "hbnode.solve.graph"],
     ["hbnode.solve.adaptive"],
     ["hbnode.solve.stepper"],
     ["hbnode.solve.control", "hbnode.solve.grid", "hbnode.solve.settings"],

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -245,7 +245,7 @@ class _Owner(torch.autograd.Function):
         return gradient, None, None
 
 
-def owning(state: Any, objects: list[Any], *, is_first_order: bool = False) -> Any:
+def owning(state: Any, objects: Sequence[Any], *, is_first_order: bool = False) -> Any:
     """Return the outputs of a solve, each of which owns the objects that the backward pass needs.
 
     If ``is_first_order``, which says that their gradient has no graph, create_graph=True raises RuntimeError.

@@ -1,17 +1,20 @@
 """The functions that torch.compile compiles for solves with ``compile=True``.
 
-A program is one compiled function. It computes a whole solve if there are few fixed steps, otherwise one step, with
-its error norm if steps are adaptive. Each field stores its programs. NFE are counted outside the compiled graphs.
+A program is one compiled function. With fixed steps it is a whole solve if they are few, otherwise one step. With
+adaptive steps it is one attempt with the controller of :mod:`hbnode.solve.graph`, or a whole solve of as many attempts
+as the last solves had. Each field stores its programs. NFE are counted outside the compiled graphs.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+import re
 import types
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -29,13 +32,18 @@ from hbnode.solve.graph import Attempts, Limits, Report, Times, Uncounted, attem
 from hbnode.solve.grid import Array, Grid, to_device
 from hbnode.solve.loop import Solution, start_of
 from hbnode.solve.methods import Explicit, Method
-from hbnode.solve.stepper import Rows, Setup
+from hbnode.solve.stepper import Rows, Setup, Stepper
 from hbnode.solve.term import ODETerm, Snapshot
 
-STABLE = 3  # solves in a row with the same number of attempts, before a graph of that many is made
+STABLE = 50  # solves in a row with the same number of attempts, before a graph of that many is made
+AGAIN = 3  # the same if that graph exists
 LONGEST = 16  # attempts in one graph
+EXACT = 3  # graphs of that kind for each field, method and mode
 MOST_OUTPUTS = 16  # output times of a solve in graphs, whose attempts interpolate all of them
 GRAPHS = 64  # of one program; dynamo's own limit of 8 is met by states of other dimensions and frozen parameters
+
+
+Made = TypeVar("Made")
 
 
 class CompilationWarning(UserWarning):
@@ -85,31 +93,35 @@ class Program:
 
 
 def _needed_guards(guards: Sequence[Any]) -> list[bool]:
-    """Return which guards of a graph are checked in each call: not those of hbnode's and torch's own constants."""
-    ours = ("method", "G['__builtins", "G['__import_hbnode", "G['__import_torch")
-    return [not g.name.startswith(ours) and not (g.is_global and "G['__import" not in g.name) for g in guards]
+    """Return which guards of a graph are checked in each call: not those of constants, which nobody changes.
+
+    These are the method, the constants and functions of the solver's modules, and Python's own functions. Globals
+    without "__" are those of the module that defines the compiled function; all other modules have it in their name.
+    """
+    return [_CONSTANT.match(guard.name) is None for guard in guards]
+
+
+_CONSTANT = re.compile(
+    r"method($|[.\[])|(dict\()?G\['([^_]|_[^_]|__builtins_dict__|__import_hbnode_dot_(_torch|solve_dot_(control|methods|term))'\])"
+)
 
 
 def warn(reason: str, fix: str = "compile=False, or replace in func what torch.compile cannot trace") -> None:
     warnings.warn(f"compile=True has no effect: {reason}. Fix: {fix}.", CompilationWarning, stacklevel=2)
 
 
-def program(term: ODETerm, key: tuple[Any, ...], make: Callable[[], Callable[..., Any]]) -> Program:
-    """Return the compiled program of a field for a key, and create it with ``make`` at the first call."""
-    programs = store(term)
-    modes = tuple([module.training for module in term.inner.modules()])
-    key = (*key, modes, term.template.device.type, term.autocast, torch.is_grad_enabled())
-    if key not in programs:
-        programs[key] = Program(make(), term.template.device.type)
-    return programs[key]
-
-
-def store(term: ODETerm) -> dict[Any, Any]:
-    """Return the programs of a field, and what is known of them."""
+def program(term: ODETerm, snapshot: Snapshot, key: tuple[Any, ...], make: Callable[[], Made]) -> Made:
+    """Return what was compiled of a field for a key and the present modes, and ``make`` it at the first call."""
     if not isinstance(term.inner, Field):
         kind = type(term.inner).__name__
         raise ValueError(f"compile=True needs an hbnode field, got {kind}. Fix: hbnode.NODE(func).")
-    return term.inner.compiled
+    programs = term.inner.compiled
+    modes = tuple([is_training for _, is_training in snapshot.modes])
+    key = (*key, modes, term.template.device.type, term.autocast, torch.is_grad_enabled())
+    if key not in programs:
+        programs[key] = make()
+    made: Made = programs[key]
+    return made
 
 
 def attempt(term: ODETerm, method: Method, rtol: float, atol: float, *, error: bool) -> Callable[..., Any]:
@@ -171,6 +183,52 @@ def solve(setup: Setup, y0: State, snapshot: Snapshot, keep_bytes: int | None) -
     return found
 
 
+class _Attempts:
+    """The graph of one attempt, those of whole solves, and what is known of the solves.
+
+    Attributes:
+        one: the program of one attempt.
+        whole: programs of as many attempts as their key, with the start of the solve.
+        make: returns the function of a number of attempts.
+        latest, equal: the number of attempts of the last solve, and how many solves in a row had that many.
+        saved: bytes of the autograd graph of an attempt, by the shape of the state.
+    """
+
+    def __init__(self, make: Callable[..., Callable[..., Any]], device_type: str) -> None:
+        self.make, self.device_type, self.one = make, device_type, Program(make(1, starts=False), device_type)
+        self.whole: dict[int, Program] = {}
+        self.saved: dict[torch.Size, float] = {}
+        self.latest = self.equal = 0
+
+    @property
+    def failed(self) -> bool:
+        return self.one.failed
+
+    def add(self, attempts: int, *, fits: bool) -> None:
+        """Note the number of attempts of a solve, and whether one graph of all of them would do."""
+        self.equal = 0 if not fits else self.equal + 1 if attempts == self.latest else 1
+        self.latest = attempts
+
+    def of_solve(self) -> Program | None:
+        """Return the program of a whole solve, if the last solves had the same number of attempts."""
+        count = self.latest
+        if self.equal < (AGAIN if count in self.whole else STABLE) or count > LONGEST:
+            return None
+        if count not in self.whole:
+            if len(self.whole) == EXACT:
+                return None
+            self.whole[count] = Program(self.make(count, starts=True), self.device_type)
+        return self.whole[count]
+
+
+class _Owned(NamedTuple):
+    """What the backward pass of a recomputed attempt needs."""
+
+    stepper: Stepper
+    snapshot: Snapshot
+    program: Program
+
+
 class _Run:
     """A solve by compiled attempts."""
 
@@ -178,11 +236,13 @@ class _Run:
         self.setup, self.y0, self.snapshot, self.needs_gradient = setup, y0, snapshot, torch.is_grad_enabled()
         self.options = setup.settings.options or {}
         self.keep_bytes = keep_bytes if self.needs_gradient else None
-        term, self.method, self.is_exact = setup.stepper.term, setup.stepper.method, setup.settings.save == "exact"
-        self.term, self.is_exact = term, self.is_exact and not setup.end_only
-        self.key = (setup.settings.method, self.is_exact, term.lanes is None, setup.end_only)
-        self.like, self.owned, self.bytes = apply(torch.empty_like, y0), (), -1.0
-        self.history: list[int] = store(term).setdefault((*self.key, self.needs_gradient), [])
+        self.term, self.method = setup.stepper.term, setup.stepper.method
+        self.is_exact, self.owned = setup.settings.save == "exact" and not setup.end_only, tuple[Any, ...]()
+        key = (setup.settings.method, self.is_exact, self.term.lanes is None, setup.end_only)
+        make = functools.partial(attempts, self.term, self.method, is_exact=self.is_exact)
+        self.programs = program(
+            self.term, snapshot, key, functools.partial(_Attempts, make, self.term.template.device.type)
+        )
 
     def times(self, setup: Setup, longest: Array, margin: Array) -> Times:
         """Return what the graphs need to know of a setup."""
@@ -191,18 +251,14 @@ class _Run:
         shortest, rounding = self.options.get("min_step", 1e-300), np.finfo(float).eps * grid.furthest
         tolerances = settings.rtol, settings.atol
         limits = Limits(grid.begin, grid.sign, grid.end, *tolerances, longest, shortest, margin, rounding, resolution)
-        outputs, jumps = None if setup.end_only else to_device(grid.outputs, setup.stepper.like), grid.jumps
+        like, jumps = setup.stepper.like, grid.jumps
+        outputs = None if setup.end_only else to_device(grid.outputs, like)
         if jumps is not None:  # padded to few lengths, each of which has a graph
             more = 2 ** (jumps.shape[-1] - 1).bit_length() - jumps.shape[-1]
-            jumps = to_device(
-                np.pad(jumps, [(0, 0)] * (jumps.ndim - 1) + [(0, more)], constant_values=math.inf), outputs
-            )
+            width = [(0, 0)] * (jumps.ndim - 1) + [(0, more)]
+            jumps = to_device(np.pad(jumps, width, constant_values=math.inf), like)
         gamma = torch.as_tensor(setup.stepper.gamma, dtype=torch.float64, device=device)
         return Times(joined(limits, np.shape(grid.end), device), gamma, outputs, jumps)
-
-    def program(self, count: int, *, starts: bool) -> Program:
-        make = lambda: attempts(self.term, self.method, count, starts=starts, is_exact=self.is_exact)  # noqa: E731
-        return program(self.term, (*self.key, count, starts), make)
 
     def solution(self, rows: Rows, saved: Rows | None) -> Solution:
         """Return the rows at all times, or at the end."""
@@ -220,31 +276,34 @@ class _Run:
         counter.nfe.keeps_graph = self.needs_gradient and not self.owned
         for event, number in (("evaluation", evaluations), ("accepted", accepted), ("rejected", rejected)):
             counter.add(event, number)
-        self.history[:] = [*self.history, accepted + rejected][-STABLE:]
+        self.programs.add(accepted + rejected, fits=not (rejected and self.needs_gradient))
 
     def whole(self) -> Solution | None:
-        """Solve by one graph that has the start and as many attempts as the last solves; None if they differed."""
-        attempts, setup = self.history[-1] if self.history else 0, self.setup
-        if len(self.history) < STABLE or len({*self.history}) > 1 or attempts > LONGEST:
+        """Solve by one graph that has the start and as many attempts as the last solves; None if they differed.
+
+        With gradients no attempt may be rejected: the loop drops its graph, but here 0 * inf = NaN could reach them.
+        """
+        programs, setup = self.programs, self.setup
+        if self.term.time_dependent or "first_step" in self.options or not self.stores(programs.latest):
             return None
-        if self.term.time_dependent or "first_step" in self.options or not self.stores(attempts):
+        program = programs.of_solve()
+        if program is None:
             return None
         strongest, longest = setup.stepper.strongest, self.options.get("max_step", math.inf)
         longest = min(longest, self.method.damping_limit / strongest) if strongest else longest
-        times = self.times(setup, longest, 1.0)
-        result = self.program(attempts, starts=True)(self.y0, times, None, None, None, None)
+        result = program(self.y0, self.times(setup, longest, 1.0), None, None, None, None)
         if result is None:
             return None
         report = Report(*result[3].tolist())
-        if not report.done or report.failed or (report.excluded and self.needs_gradient):
-            self.history.clear()
+        if not report.done or report.failed or (self.needs_gradient and (report.excluded or report.rejected)):
+            programs.equal = 0
             return None
-        self.count(1 + attempts * self.method.evaluations, report.accepted, report.rejected)
+        self.count(1 + (report.accepted + report.rejected) * self.method.evaluations, report.accepted, report.rejected)
         return self.solution(result[0], result[2])
 
     def one_by_one(self) -> Solution | None:
         """Solve by a graph of one attempt, with the start in Python."""
-        program = self.program(1, starts=False)
+        program = self.programs.one
         if program.failed:
             return None
         setup, rows = start_of(self.setup, self.y0)
@@ -257,13 +316,13 @@ class _Run:
         saved = Attempts(self.term, self.method, times).saved(rows)
         most += grid.outputs.shape[-1] - 1 if self.is_exact else 0
         left = (setup.max_nfe or math.inf) - self.term.counter.nfe.forward
-        evaluations = accepted = rejected = 0
+        evaluations, accepted, rejected, like = 0, 0, 0, apply(torch.empty_like, self.y0)  # only its shapes matter
         report = Report(0, 0, 0, 0, int((grid.end <= 0).all()))
         while not report.done:
             evaluations += self.method.evaluations
             if report.failed or accepted + rejected >= most or evaluations > left:
                 return None
-            given, done = (self.like, times, rows, control, saved), accepted + rejected + 1
+            given, done = (like, times, rows, control, saved), accepted + rejected + 1
             result = self.take(program, done, *given, None)
             if result is None:
                 return None
@@ -285,32 +344,32 @@ class _Run:
         """Return whether the graph of that many attempts is stored."""
         if self.keep_bytes is None or attempts * self.method.evaluations <= SHORT * (self.keep_bytes > 0):
             return True
-        self.bytes = store(self.term).get((*self.key, "bytes", parts(self.y0)[0].shape), -1.0)
-        return 0 <= attempts * self.bytes <= self.keep_bytes
+        of_one = self.programs.saved.get(parts(self.y0)[0].shape, math.inf)
+        return attempts * of_one <= self.keep_bytes
 
     def take(self, program: Program, attempts: int, *args: Any) -> Any:
         """Call the program, and store its graph, or recompute it in the backward pass if it becomes too large."""
+        shape, saved = parts(self.y0)[0].shape, self.programs.saved
         if self.stores(attempts):
             return program(*args)
-        if self.bytes < 0 and self.keep_bytes:
+        if shape not in saved and self.keep_bytes:
             first, own = new_sequence_number(), [tensor for _, _, tensor in self.snapshot.slots]
             result = program(*args)
             if result is not None:
-                saved = saved_bytes((*result[0], *(result[2] or ())), (*args[2], *(args[4] or ())), own, first)
-                store(self.term)[(*self.key, "bytes", parts(self.y0)[0].shape)] = saved
+                saved[shape] = saved_bytes((*result[0], *(result[2] or ())), (*args[2], *(args[4] or ())), own, first)
             return result
-        self.owned = (self.setup.stepper, self.snapshot, program)
+        self.owned = objects = _Owned(self.setup.stepper, self.snapshot, program)
         with set_checkpoint_early_stop(False):
-            again = _recomputed(*self.owned)
+            again = _recomputed(objects)
             return checkpoint(again, *args, use_reentrant=False, preserve_rng_state=False, determinism_check="none")
 
 
-def _recomputed(stepper: Any, snapshot: Snapshot, program: Program) -> Callable[..., Any]:
+def _recomputed(objects: _Owned) -> Callable[..., Any]:
     """Return a call of the program that must end in the same state in both passes."""
-    references, end = [weakref.ref(x) for x in (stepper, snapshot, program)], []
+    references, end = tuple(map(weakref.ref[Any], objects)), list[Tensor]()
 
     def run(*args: Any) -> Any:
-        stepper, snapshot, program = map(owned, references)
+        stepper, snapshot, program = _Owned(*map(owned, references))
         if not end:
             result = program(*args)
             end.extend(() if result is None else [x.detach() for x in result[0]])

@@ -7,6 +7,7 @@ torch.compile compiles, and :func:`loop` takes any number of them in one graph o
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,10 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._higher_order_ops.while_loop import while_loop
 
+from hbnode._torch import while_loop
 from hbnode._tree import State, parts
-from hbnode.nfe import Tally, count_nfe
+from hbnode.nfe import NFE, Tally, count_nfe
 from hbnode.solve.adaptive import LONGEST_GAP, NEGLIGIBLE, NON_FINITE_ATTEMPTS, VISIBLE
 from hbnode.solve.control import TRIALS, Array, Clip, Control, OfTorch, PIController, first_size
 from hbnode.solve.methods import Method, combined
@@ -187,7 +188,7 @@ class Attempts:
             size = c.taken if excluded is None else torch.where(excluded, 0.0, c.taken)
             ends = [before.now + node * size for node in method.nodes]
             stages = term.stages([limits.begin + limits.sign * torch.where(t < then, t, then) for t in ends])
-        of_step = self._of_gamma(lambda xp, gamma, h: method.packed(xp, gamma, h, True), limits.sign * size)
+        of_step = self._of_gamma(functools.partial(method.packed, error=True), limits.sign * size)
         coefficients = method.unpack(of_step, term.dims_of_row, error=True)
         dense = saved is not None and not self.is_exact
         result = method.step(rows, coefficients, stages, term, error=True, dense=dense)
@@ -405,6 +406,7 @@ def tell(spent: Tensor, code: Tensor) -> None:
 class Uncounted(Tally):
     """The counter of a term inside a graph, whose evaluations are counted outside it."""
 
-    def __init__(self) -> None: ...
+    def __init__(self) -> None:
+        self.started_with = NFE()
 
     def add(self, event: str, count: int = 1) -> None: ...

@@ -145,9 +145,10 @@ def integrate(begun: Begun, take: Take | None = None, *, every: int = 1_000_000)
         else:
             control = adaptive.control
             accepted = adaptive.accept(attempt, state, taken)
+        moves = adaptive is None or (accepted & (adaptive.control.taken > 0)).any()  # a lane that is not done
         if accepted is True or accepted.all():
             state = taken.state
-        elif adaptive is not None and accepted.any():
+        elif adaptive is not None and moves:
             if taken.state[0].requires_grad and (adaptive.control.failures[~accepted] > 0).any():
                 attempt = adaptive.exclude(
                     attempt, ~accepted, control
@@ -155,7 +156,7 @@ def integrate(begun: Begun, take: Take | None = None, *, every: int = 1_000_000)
                 taken = take(state, attempt)
             moved = to_device(accepted, stepper.like).view(-1, *[1] * (state[0].dim() - 1))
             state = tuple([torch.where(moved, new, old) for new, old in zip(taken.state, state, strict=True)])
-        if attempt.outputs is not None and (accepted is True or accepted.any()):
+        if attempt.outputs is not None and moves:
             saved.add(taken.outputs, attempt.lanes, attempt.outputs, accepted)
         if events is not None:
             state = events.happen(state)

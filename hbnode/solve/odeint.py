@@ -287,7 +287,7 @@ def _solve(field: Any, y0: State, t: Times, settings: Settings, nfe: NFE, end: b
     trajectory = last_of(trajectory) if end and not end_only else trajectory
     if objects:
         trajectory = owning(trajectory, objects)
-    if not events:
+    if steps is None:
         return trajectory
     records = steps.record()
     if objects:
@@ -325,7 +325,8 @@ def resolve(settings: Settings, field: Callable[..., Any], t: Tensor | None = No
         gradient = (
             "direct" if "checkpoint" not in ALL_METHODS[method].gradients or _torch.is_transformed() else "checkpoint"
         )
-    return dataclasses.replace(settings, method=method, gradient=gradient)
+    is_known = method == settings.method and gradient is settings.gradient
+    return settings if is_known else dataclasses.replace(settings, method=method, gradient=gradient)
 
 
 def is_second_order(method: str, field: Callable[..., Any]) -> bool:
@@ -375,14 +376,17 @@ def compile_steps(setup: Setup, field: Any, y0: State, t: Tensor, snapshot: Snap
         activation, error = getattr(term.inner, "activation", None), settings.steps is None
         make = functools.partial(compiled.attempt, term, method, settings.rtol, settings.atol, error=error)
         step_key = (settings.method, settings.rtol, settings.atol, error, activation, term.lanes is None)
-        program = compiled.program(term, step_key, make)
+        program = compiled.program(
+            term, snapshot, step_key, lambda: compiled.Program(make(), term.template.device.type)
+        )
         return dataclasses.replace(setup, stepper=dataclasses.replace(stepper, program=program)), None
 
     def grid(y0: State, t: Tensor) -> State:
         return _traced(field, y0, t, settings, graph.Uncounted(), False)
 
     key = (settings.method, settings.steps, t.shape[-1], getattr(term.inner, "activation", None))
-    trajectory = compiled.program(term, key, lambda: grid)(y0, t.to(term.template.device))
+    device = term.template.device
+    trajectory = compiled.program(term, snapshot, key, lambda: compiled.Program(grid, device.type))(y0, t.to(device))
     if trajectory is not None:
         term.counter.add("evaluation", evaluations)
         term.counter.add("accepted", steps)

@@ -1,18 +1,27 @@
 """Models with a fixed grid as graphs of torch.compile, torch.export and torch.jit.trace, and what importing takes."""
 
 import copy
+import importlib
 import os
 import subprocess
 import sys
+import types
 
+import hypothesis
+import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import hbnode
+from hbnode import errors
+from hbnode._tree import parts
 from hbnode.nn import SolveDropout
+from hbnode.solve import compiled
+from hbnode.solve.adjoints import Checkpoint
 from hbnode.solve.compiled import CompilationWarning
+from hbnode.solve.settings import Settings
 from tests.models import AGAIN, compile_without_back_end, gradients, make_field, make_input, pretend_tracing
 
 FIELDS = {
@@ -118,9 +127,8 @@ def test_exported_or_traced_for_any_batch(field, method):
     for x in map(rows, (1, 2, 7)):
         torch.testing.assert_close([exported(x), traced(x)], [model(x)] * 2, rtol=1e-12, atol=1e-13)
     model.block.method, model.block.steps = None, None
-    for trace in (torch.export.export, torch.jit.trace):
-        with pytest.raises(ValueError, match="Fix: steps=n"):
-            trace(model, (x,))
+    with pytest.raises(ValueError, match="Fix: steps=n"):
+        torch.jit.trace(model, (x,))
     with pytest.raises(torch._dynamo.exc.Unsupported, match="Fix: steps=n"):
         torch.compile(model, fullgraph=True, backend="eager")(x)
 
@@ -243,10 +251,9 @@ def test_what_cannot_be_compiled_is_said_and_solved_without(eager_compiler):
 
 def test_beyond_its_last_graph_a_program_runs_without_compilation(eager_compiler, monkeypatch):
     """Each number of dimensions needs a graph; those that exist are still used."""
-    torch.compiler.reset()  # after states of several sizes dynamo makes another graph for views
     monkeypatch.setattr(hbnode.solve.compiled, "GRAPHS", 1)
     block, x = hbnode.HeavyBallODEBlock(nn.Linear(2, 2), compile=True), torch.randn(2, 3, 2)
-    with torch.no_grad():
+    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=1):
         block(x)
         with pytest.warns(CompilationWarning, match="1 graphs of this field"):
             block(x[0])
@@ -265,3 +272,206 @@ def test_compiled_by_inductor(model, settings):
     expected, _ = gradients(field, x, t, **settings)
     found, _ = gradients(field, x, t, compile=True, **settings)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+
+
+# compile=True: a whole adaptive solve
+
+
+class Of(nn.Module):
+    """A function of h as a module."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, h):
+        return self.function(h)
+
+
+class Steep(nn.Module):
+    """-3 h exp(h²), which overflows far from 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.full((3,), 3.0))
+
+    def forward(self, h):
+        return -self.w * h * h.square().exp()
+
+
+@pytest.fixture
+def no_compiler(monkeypatch):
+    """What torch.compile would trace runs without it; after one solve, whole solves are one function."""
+
+    def init(self, function, device_type):
+        self.run, self.failed, self.is_full = function, False, False
+
+    monkeypatch.setattr(compiled.Program, "__init__", init)
+    for name in ("STABLE", "AGAIN"):
+        monkeypatch.setattr(compiled, name, 1)
+
+
+def solved(field, x, t, **settings):
+    """The states at all times, gradients of x and of all parameters, and the number of evaluations and steps."""
+    x, nfe = x.clone().requires_grad_(), hbnode.nfe.NFE()
+    settings = Settings(**settings).checked()
+    states = parts(
+        importlib.import_module("hbnode.solve.odeint").solve(
+            field, field.initial_state(x), t, settings, nfe, end=len(t) == 2
+        )
+    )
+    value = sum((row.sin() * torch.linspace(0.5, 1.5, row.numel()).view(row.shape)).sum() for row in states)
+    return states, torch.autograd.grad(value, [x, *field.parameters()], allow_unused=True), nfe
+
+
+@pytest.mark.parametrize("method", ["nystrom4", "nystrom8", "exponential", "tsit5"])
+@hypothesis.given(data=st.data())
+@hypothesis.settings(suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
+def test_a_solve_in_graphs_is_the_eager_one(method, no_compiler, data):
+    """Values, gradients and counts, also after rejected steps, and if one lane overflows."""
+    torch.manual_seed(data.draw(st.integers(0, 99)))
+    damping = data.draw(st.sampled_from([0.3, torch.tensor([0.1, 0.4, 0.9]), "fixed", "fixed channels"]))
+    values = {"fixed": 0.2, "fixed channels": [0.2, 0.0, 0.5]}
+    kind = {"learn_damping": False} if isinstance(damping, str) else {}
+    overflows = data.draw(st.booleans())
+    func = Steep() if overflows else nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3))
+    damping = values[damping] if isinstance(damping, str) else damping
+    field = hbnode.HBNODE(func.double(), damping=damping, **kind).double()
+    x = torch.randn(3, 3, dtype=torch.float64) * torch.tensor([[0.1], [0.5], [1.5]])
+    ends = [0.0, data.draw(st.sampled_from([1.0, -1.0])) * (0.5 if overflows else 3.0)]
+    inside = [ends[1] * c for c in data.draw(st.sampled_from([[], [0.5], [0.1, 0.12, 0.9]]))]
+    tol = 10.0 ** -data.draw(st.integers(2, 5))
+    settings = {
+        "method": method, "rtol": tol, "atol": tol, "per_sample": data.draw(st.booleans()),
+        "save": data.draw(st.sampled_from(["interpolate", "exact"])),
+    }  # fmt: skip
+    if overflows:
+        x[2], settings["options"] = 2.2, {"first_step": 0.5}
+    t = [ends[0], *inside, ends[1]]
+    expected = solved(field, x, t, **settings)
+    for _ in range(3):  # by attempts, then whole, if no attempt is rejected
+        found = solved(field, x, t, **settings, compile=True)
+        torch.testing.assert_close(found[:2], expected[:2], rtol=1e-8, atol=1e-10)
+        assert found[2] == expected[2]
+        assert (found[2].steps, found[2].rejected) == (expected[2].steps, expected[2].rejected)
+    assert expected[2].rejected or not overflows
+    (programs,) = field.compiled.values()
+    assert programs.latest == expected[2].steps + expected[2].rejected
+    is_whole = programs.latest <= compiled.LONGEST and not expected[2].rejected and not overflows
+    assert len(programs.whole) == is_whole
+
+
+def test_a_rejected_attempt_with_infinite_derivatives_does_not_reach_gradients(no_compiler):
+    """The argument of a root is negative in the first attempt: its derivative is 0 * inf."""
+    field = hbnode.NODE(Of(lambda h: -50 * h * (1 - h) + 0.1 * h.clamp(min=0.0).sqrt())).double()
+    x, settings = torch.full((2, 3), 0.95, dtype=torch.float64), {"rtol": 1e-3, "atol": 1e-3}
+    expected = solved(field, x, [0.0, 0.1], **settings)
+    assert expected[2].rejected
+    for _ in range(3):
+        assert solved(field, x, [0.0, 0.1], compile=True, **settings)[1][0].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("error", "func", "settings"),
+    [
+        (errors.MaxStepsError, torch.tanh, {"max_steps": 2}),
+        (errors.MaxNFEError, torch.tanh, {"options": {"max_nfe": 8}}),
+        (errors.StepSizeUnderflowError, lambda h: -10 * h, {"options": {"min_step": 0.9, "first_step": 4.0}}),
+        (errors.DivergenceError, torch.square, {}),
+        (errors.NonFiniteError, lambda h: -1.0 - h.sqrt(), {}),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+@pytest.mark.parametrize("per_sample", [False, True])
+def test_failures_of_graphs_are_those_of_the_loop(error, func, settings, per_sample, no_compiler):
+    field, x, raised = hbnode.NODE(Of(func)), torch.full((2, 3), 0.5, dtype=torch.float64), []
+    for is_compiled in (False, True):
+        with pytest.raises(error) as caught, torch.no_grad():
+            hbnode.odeint(field, x, [0.0, 4.0], method="tsit5", per_sample=per_sample, compile=is_compiled, **settings)
+        raised.append((type(caught.value), str(caught.value), caught.value.t, caught.value.nfe))
+    assert raised[0] == raised[1]
+
+
+@pytest.mark.usefixtures("eager_compiler", "_compiler")
+def test_which_graphs_a_field_needs():
+    """Tolerance, times and γ are inputs; a second batch size, evaluation and no_grad need one more each."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    field = hbnode.HBNODE(nn.Linear(3, 3), damping=0.3)
+
+    def graphs(batch=5, end=1.0, tol=1e-3):
+        x = torch.randn(batch, 3)
+        h, _ = hbnode.odeint(
+            field, field.initial_state(x), [0.0, end], method="nystrom4", rtol=tol, atol=tol, compile=True
+        )
+        if h.requires_grad:
+            h.sum().backward()
+        return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+    assert graphs() == 1
+    with torch.no_grad():
+        field.omega.fill_(-1.0)
+    assert [graphs(tol=1e-4), graphs(end=1.7), graphs(end=-0.3)] == [1] * 3
+    assert [graphs(batch) for batch in (7, 4, 9)] == [2] * 3
+    field.eval()
+    assert graphs() == 3
+    field.train()
+    with torch.no_grad():
+        assert graphs() == 4
+    assert graphs() == 4
+
+
+@pytest.mark.usefixtures("_compiler")
+@pytest.mark.parametrize("name", ["torchlike", "hbnode_like", "method", "__main__"])
+def test_a_changed_global_of_func_is_seen(name, monkeypatch):
+    """Whatever its module is called."""
+    compile = torch.compile
+    monkeypatch.setattr(
+        torch,
+        "compile",
+        lambda f, fullgraph, options: compile(
+            f, backend="eager", options={"guard_filter_fn": options["guard_filter_fn"]}
+        ),
+    )
+    module = types.ModuleType(name)
+    exec("method = 2.0\ndef function(h): return method * h", module.__dict__)
+    monkeypatch.setitem(sys.modules, name, module)
+    field, x = hbnode.NODE(Of(module.function)), torch.ones(2, 3)
+    for _ in range(2):
+        with torch.no_grad():
+            ends = [hbnode.odeint(field, x, [0.0, 0.5], rtol=0.1, atol=0.1, compile=c)[-1] for c in (True, False)]
+        torch.testing.assert_close(*ends)
+        module.method = -1.0
+
+
+def test_attempts_beyond_keep_bytes_are_computed_again(no_compiler):
+    field, x, t = make_field("hbnode", time_dependent=False).double(), make_input(), [0.0, 0.3, 1.0]
+    expected = solved(field, x, t, gradient="direct")
+    for keep in (0, 1, 20_000):
+        *found, nfe = solved(field, x, t, gradient=Checkpoint(keep_bytes=keep), compile=True)
+        torch.testing.assert_close(found, list(expected[:2]), rtol=1e-10, atol=1e-12)
+        eager = solved(field, x, t, gradient=Checkpoint(keep_bytes=keep))[2]
+        assert (nfe.forward, nfe.steps) == (eager.forward, eager.steps)
+        assert keep or nfe.backward > 0
+    h, _ = hbnode.odeint(field, field.initial_state(x), t, gradient=Checkpoint(keep_bytes=0), compile=True)
+    with torch.no_grad():
+        next(field.func.parameters()).mul_(1.5)
+    with pytest.raises(RuntimeError, match=r"changed|modified"):
+        h.sum().backward()
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("is_whole", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_an_adaptive_solve_compiled_by_inductor(is_whole, monkeypatch):
+    monkeypatch.setattr(compiled, "STABLE", 1 if is_whole else 99)
+    field, x = hbnode.HBNODE(nn.Linear(3, 3), damping=0.3).double(), make_input()[:, :3]
+    settings = {"method": "nystrom4", "rtol": 1e-2, "atol": 1e-2}
+    expected = solved(field, x, [0.0, 1.0], **settings)
+    for _ in range(1 + is_whole):
+        found = solved(field, x, [0.0, 1.0], compile=True, **settings)
+        torch.testing.assert_close(found[:2], expected[:2], rtol=1e-9, atol=1e-11)
+        assert found[2] == expected[2]
+    (programs,) = field.compiled.values()
+    assert not programs.failed
+    assert len(programs.whole) == is_whole
