@@ -218,7 +218,8 @@ def test_an_adaptive_solve_is_exported_with_the_steps_of_each_batch(method, sett
         assert not reason.any()
         assert reason.shape == ((batch,) if settings.get("per_sample") else ())
         counts.add(int(evaluations))
-    assert len(counts) > 1 or "options" in settings
+    if method == "nystrom4" and not settings:
+        assert len(counts) > 1
 
 
 class Log(nn.Module):
