@@ -154,6 +154,143 @@ def test_a_cell_of_oscillators_is_exported_for_any_batch():
         torch.testing.assert_close(exported(x), cell(x))
 
 
+# Adaptive solves
+
+
+class Pushed(nn.Module):
+    """A force that depends on time."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = net()
+
+    def forward(self, t, h):
+        return 2 * self.net(h) + torch.sin(7 * t) * torch.ones_like(h)
+
+
+def adaptive(method, func=None, **settings):
+    if settings.pop("first_order", False):
+        return hbnode.ODEBlock(hbnode.NODE(net()), method=method, rtol=1e-4, atol=1e-4, **settings)
+    return hbnode.HeavyBallODEBlock(func or net(), method=method, rtol=1e-4, atol=1e-4, **settings)
+
+
+def reported(block, times=None, *, shape=(4,)):
+    """The exported graph of a block that reports its evaluations, for any batch."""
+    model, any_batch = hbnode.solve.Reported(block).double().eval(), {0: torch.export.Dim("batch", min=2)}
+    inputs = (torch.randn(5, *shape, dtype=torch.float64), *([] if times is None else [times]))
+    shapes = ((any_batch, *([] if times is None else [{}])),)
+    with torch.no_grad():
+        return model, torch.export.export(model, inputs, dynamic_shapes=shapes).module()
+
+
+TIMES = torch.tensor([0.0, 0.3, 0.35, 1.7], dtype=torch.float64)
+CHANNELS = {"damping": torch.tensor([0.1, 0.3, 0.5, 0.9])}
+ADAPTIVE = [
+    ("nystrom4", {}, None),
+    ("exponential", {"per_sample": True, **CHANNELS}, TIMES),
+    *slow(
+        *[(method, {}, TIMES) for method in ("nystrom4", "nystrom6", "nystrom8", "exponential", "tsit5")],
+        *[(method, {"per_sample": True}, None) for method in ("nystrom6", "nystrom8", "tsit5")],
+        ("tsit5", {"first_order": True}, TIMES),
+        ("tsit5", {"generalized": True, "per_sample": True, **CHANNELS}, TIMES),
+        ("nystrom4", {"func": Pushed}, None),
+        ("tsit5", {"func": Pushed, "per_sample": True}, TIMES),
+        ("nystrom4", {"save": "exact"}, TIMES),
+        ("nystrom4", {"t_span": (1.0, 0.0), "options": {"first_step": 0.01, "max_step": 0.2}}, None),
+    ),
+]
+
+
+@QUIET
+@pytest.mark.parametrize(("method", "settings", "times"), ADAPTIVE)
+def test_an_adaptive_solve_is_exported_with_the_steps_of_each_batch(method, settings, times):
+    func = settings.get("func")
+    settings = settings if func is None else {**settings, "func": func()}
+    model, run = reported(adaptive(method, **settings), times)
+    counts = set()
+    for batch, scale in ((2, 0.01), (7, 1.0), (31, 10.0)):
+        x = scale * torch.randn(batch, 4, dtype=torch.float64)
+        given = (x,) if times is None else (x, times)
+        output, evaluations, reason = run(*given)
+        expected, counted, _ = model(*given)
+        torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-12)
+        assert int(evaluations) == int(counted)
+        assert not reason.any()
+        assert reason.shape == ((batch,) if settings.get("per_sample") else ())
+        counts.add(int(evaluations))
+    if method == "nystrom4" and not settings:
+        assert len(counts) > 1
+
+
+class Log(nn.Module):
+    def forward(self, h):
+        return -torch.log(1.5 - h)
+
+
+FAILURES = {
+    "not finite": (1, {}, hbnode.errors.NonFiniteError),
+    "underflow": (2, {"options": {"min_step": 0.3, "first_step": 0.9}}, hbnode.errors.StepSizeUnderflowError),
+    "max_steps": (3, {"max_steps": 2}, hbnode.errors.MaxStepsError),
+    "max_nfe": (3, {"options": {"max_nfe": 5}}, hbnode.errors.MaxNFEError),
+}
+
+
+@QUIET
+@pytest.mark.parametrize("name", ["max_steps", *slow("not finite", "underflow", "max_nfe")])
+def test_an_exported_solve_that_fails_answers_nan_and_a_reason(name):
+    reason, settings, error = FAILURES[name]
+    block = hbnode.HeavyBallODEBlock(Log(), method="nystrom4", rtol=1e-8, atol=1e-8, **settings)
+    model, run = reported(block, shape=(1,))
+    x = torch.tensor([[1.0], [1.6 if name == "not finite" else 1.2]], dtype=torch.float64)
+    output, _, found = run(x)
+    assert output.isnan().all()
+    assert int(found) == reason
+    with pytest.raises(error):
+        model(x)
+
+
+@pytest.mark.slow
+@QUIET
+def test_a_sample_that_fails_leaves_the_others():
+    _, run = reported(hbnode.HeavyBallODEBlock(Log(), method="nystrom4", per_sample=True), shape=(1,))
+    x = torch.tensor([[0.5], [1.6], [0.0]], dtype=torch.float64)
+    output, _, reason = run(x)
+    assert reason.tolist() == [0, 1, 0]
+    block = hbnode.HeavyBallODEBlock(Log(), method="nystrom4", per_sample=True).double()
+    torch.testing.assert_close(output[::2], block(x[::2]).detach(), rtol=1e-3, atol=1e-3)
+
+
+class WithEvent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.field = hbnode.HBNODE(net())
+
+    def forward(self, x):
+        event = hbnode.Event(lambda t, state: state[0][:, 0] - 0.3)
+        return hbnode.odeint(self.field, self.field.initial_state(x), [0.0, 1.0], events=event)[0][0]
+
+
+@QUIET
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: hbnode.ODEBlock(hbnode.NODE(net()), method="rodas5p"),
+        lambda: hbnode.HeavyBallODEBlock(net(), method="dopri5"),
+        lambda: hbnode.HeavyBallODEBlock(net(), jump_times=[0.5]),
+        WithEvent,
+    ],
+    ids=["Rosenbrock", "torchdiffeq", "jumps", "events"],
+)
+def test_what_needs_python_in_its_loop_is_not_exported(model):
+    with pytest.raises(ValueError, match=r"cannot be traced or exported.* Fix: "):
+        torch.export.export(model(), (torch.randn(3, 4),))
+
+
+def test_a_module_without_adaptive_solves_has_nothing_to_report():
+    with pytest.raises(ValueError, match="without adaptive solves"):
+        torch.export.export(hbnode.solve.Reported(block()), (torch.randn(3, 4),))
+
+
 def onnx_session(model, inputs, file, **options):
     runtime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
@@ -170,6 +307,22 @@ def test_a_block_with_fixed_steps_as_onnx(tmp_path):
     run = onnx_session(model, (torch.randn(3, 4),), tmp_path / "block.onnx", dynamic_shapes=({0: BATCH},))
     x = torch.randn(7, 4)
     torch.testing.assert_close(run(x), model(x).detach())
+
+
+ADAPTIVE_FILES = [
+    lambda: adaptive("nystrom4"),
+    lambda: adaptive("tsit5", generalized=True, per_sample=True),
+]
+
+
+@pytest.mark.slow
+@QUIET
+@pytest.mark.parametrize("model", ADAPTIVE_FILES, ids=["nystrom4", "per sample"])
+def test_an_adaptive_block_as_onnx(model, tmp_path):
+    model = model().eval()
+    run = onnx_session(model, (torch.randn(3, 4),), tmp_path / "block.onnx", dynamic_shapes=({0: BATCH},))
+    for x in (torch.randn(2, 4), 5 * torch.randn(7, 4)):
+        torch.testing.assert_close(run(x), model(x).detach(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -224,6 +377,17 @@ def test_a_block_with_fixed_steps_as_an_aotinductor_package(tmp_path):
     model = block()
     run, x = packaged(model, (torch.randn(3, 4),), tmp_path / "block.pt2", ({0: BATCH},)), torch.randn(7, 4)
     torch.testing.assert_close(run(x), model(x).detach())
+
+
+@pytest.mark.slow
+@QUIET
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("model", ADAPTIVE_FILES, ids=["nystrom4", "per sample"])
+def test_an_adaptive_block_as_an_aotinductor_package(model, tmp_path):
+    model = model().eval()
+    run = packaged(model, (torch.randn(3, 4),), tmp_path / "block.pt2", ({0: BATCH},))
+    for x in (torch.randn(2, 4), 5 * torch.randn(7, 4)):
+        torch.testing.assert_close(run(x), model(x).detach(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow

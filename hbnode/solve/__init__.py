@@ -2,6 +2,7 @@
 
 from hbnode.solve import settings
 from hbnode.solve.events import EventRecord
+from hbnode.solve.graph import Reported
 from hbnode.solve.odeint import odeint
 from hbnode.solve.registry import MethodInfo, SDEMethodInfo, sde_methods
 from hbnode.solve.sde import BrownianIncrements, sdeint
@@ -22,6 +23,7 @@ __all__ = [
     "sdeint",
     "sde_methods",
     "EventRecord",
+    "Reported",
     "MethodInfo",
     "SDEMethodInfo",
     "BrownianIncrements",

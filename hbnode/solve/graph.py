@@ -26,7 +26,7 @@ from hbnode.solve.settings import Settings
 from hbnode.solve.stepper import Rows
 from hbnode.solve.term import ODETerm
 
-NOT_FINITE, UNDERFLOW, TOO_MANY_STEPS = 1, 2, 3  # why the solve of a graph failed
+NOT_FINITE, UNDERFLOW, TOO_MANY = 1, 2, 3  # why the solve of a graph failed
 
 
 class Limits(NamedTuple):
@@ -95,7 +95,9 @@ def split(packed: Tensor) -> Control:
     return c._replace(uneven=c.uneven > 0, rejected=c.rejected > 0, most=c.most.long(), passed=c.passed.long())
 
 
-def start(term: ODETerm, method: Method, times: Times, y0: State) -> tuple[Rows, Tensor, Times, Tensor]:
+def start(
+    term: ODETerm, method: Method, times: Times, y0: State, first_step: float | None = None
+) -> tuple[Rows, Tensor, Times, Tensor]:
     """Return the initial state of the method and of the controller, the times, and the number of evaluations.
 
     A field that depends on time is evaluated at four further times, of which the eager solve needs the results only if
@@ -129,6 +131,7 @@ def start(term: ODETerm, method: Method, times: Times, y0: State) -> tuple[Rows,
             margin = torch.where(is_forced, method.dense_error_factor, limits.margin)
             times = times._replace(limits=torch.stack(limits._replace(longest=longest, margin=margin)))
             spent = spent + len(TRIALS) * (is_negligible & (end > 0)).any()
+        size = size if first_step is None else torch.full_like(size, first_step)
         size = torch.where(size < longest, size, longest)
         size = torch.where(torch.isfinite(norms).all(0), size, math.nan)
         none = torch.zeros_like(size)
@@ -280,18 +283,21 @@ def attempts(
     return run
 
 
-def loop(
-    term: ODETerm, method: Method, times: Times, y0: State, most: int, *, is_exact: bool = False
-) -> tuple[Rows, Tensor, Tensor]:
-    """Solve in one graph of any number of attempts, at most ``most``, for torch.export.
+def loop(term: ODETerm, method: Method, times: Times, y0: State, settings: Settings) -> tuple[Rows, Tensor, Tensor]:
+    """Solve in one graph of any number of attempts, for torch.export.
 
     Return the rows at the end, or at the output times, (T, ...), which are NaN in lanes whose solve failed; the number
     of function evaluations; and 0, or why the solve failed, () or (lanes,).
     """
-    rows, control, times, spent = start(term, method, times, y0)
+    options, is_exact = settings.options or {}, settings.save == "exact"
+    rows, control, times, spent = start(term, method, times, y0, options.get("first_step"))
     steps, n = Attempts(term, method, times, is_exact=is_exact), len(rows)
-    saved, end = steps.saved(rows) or (), Limits(*times.limits).end.clone()  # tensors of a loop must not share memory
+    saved, end = steps.saved(rows) or (), steps.limits.end.clone()  # tensors of a loop must not share memory
     code = torch.where(torch.isnan(control[1]), NOT_FINITE, 0)
+    outputs = times.outputs if is_exact else None
+    most = torch.full_like(spent, settings.max_steps + (0 if outputs is None else outputs.shape[-1] - 1))
+    if (most_evaluations := options.get("max_nfe")) is not None:
+        most = torch.minimum(most, (most_evaluations - spent) // method.evaluations)
 
     def goes_on(count: Tensor, code: Tensor, control: Tensor, *others: Tensor) -> Tensor:
         return ((control[0] < end) & (code == 0)).any() & (count < most)
@@ -303,15 +309,14 @@ def loop(
         code = torch.where((code == 0) & fails, why, code)
         return tuple([x.clone() for x in (count + 1, code, control, *rows, *(saved or ()))])
 
-    count, code, control, *others = while_loop(
-        goes_on, body, tuple([x.clone() for x in (0 * spent, code, control, *rows, *saved)])
-    )
+    carried = tuple([x.clone() for x in (0 * spent, code, control, *rows, *saved)])
+    count, code, control, *others = while_loop(goes_on, body, carried)
     is_done = control[0] >= end
     found = others[n:] if saved else others[: term.rows]
     found = [torch.where(steps.wide(is_done, x), x, math.nan) for x in found]
     if saved and term.lanes is not None:
         found = [row.movedim(1, 0) for row in found]
-    code = torch.where(is_done, 0, torch.where(code > 0, code, TOO_MANY_STEPS))
+    code = torch.where(is_done, 0, torch.where(code > 0, code, TOO_MANY))
     return tuple(found), spent + count * method.evaluations, code
 
 
@@ -327,16 +332,16 @@ def exported(
     gamma = torch.as_tensor(term.damping, dtype=torch.float64, device=t.device)
     longest: Any = options.get("max_step", math.inf)
     if method.damping_limit < math.inf:
-        strongest = gamma.abs().amax()
+        strongest = gamma.abs().max()
         limit = torch.where(strongest > 0, method.damping_limit / strongest, math.inf)
         longest = torch.where(limit < longest, limit, longest)
     eps = torch.finfo(torch.float64).eps
     limits = Limits(
         begin, sign, elapsed[..., -1], settings.rtol, settings.atol, longest, options.get("min_step", 1e-300), 1.0,
-        eps * abs(t).amax(), torch.finfo(term.template.dtype).eps if term.time_dependent else eps,
+        eps * abs(t).max(), torch.finfo(term.template.dtype).eps if term.time_dependent else eps,
     )  # fmt: skip
     times = Times(torch.stack([none + x for x in limits]), gamma, None if end_only else elapsed[..., 1:])
-    found, spent, code = loop(term, method, times, y0, settings.max_steps, is_exact=settings.save == "exact")
+    found, spent, code = loop(term, method, times, y0, settings)
     if end_only:
         return term.unflatten(found), spent, code
     rows = tuple([torch.cat([a.unsqueeze(0), b]) for a, b in zip(term.flatten(y0), found, strict=True)])
@@ -344,14 +349,26 @@ def exported(
 
 
 class Reported(nn.Module):
-    """A module whose call also returns the number of function evaluations of its solves, and 0 or why one failed.
+    """A module that also returns the number of evaluations of its adaptive solves, and 0 or why one of them failed.
 
-    It is for torch.export, in whose graphs no exception is raised: a solve that fails answers NaN. The reasons are
-    1: the state or the field is not finite; 2: no step size meets the tolerance; 3: there are more than ``max_steps``
-    steps. With ``per_sample=True`` each sample has its own reason.
+    It is for ``torch.export``. No exception can leave an exported graph, so that a solve that fails answers NaN. The
+    reasons are
+
+    - 1: the state or the field is not finite;
+    - 2: no step size meets the tolerance;
+    - 3: the solve needs more than ``max_steps`` steps, or more than ``options={"max_nfe": n}`` evaluations.
+
+    A call in Python is solved eagerly. Its reason is 0, and a solve that fails raises its error.
 
     Arguments:
-        module: the module, with at least one adaptive solve.
+        module: the module, with at least one adaptive solve, for example :class:`hbnode.ODEBlock`.
+
+    Example:
+        >>> import torch, hbnode
+        >>> block = hbnode.HeavyBallODEBlock(torch.nn.Linear(2, 2))
+        >>> output, evaluations, reason = hbnode.solve.Reported(block)(torch.ones(3, 2))
+        >>> int(evaluations) == block.nfe.forward, int(reason)
+        (True, 0)
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -359,7 +376,10 @@ class Reported(nn.Module):
         self.module = module
 
     def forward(self, *args: Any) -> tuple[Any, Tensor, Tensor]:
-        """Return the output of the module, the number of evaluations (), and the reason, () or (batch,)."""
+        """Return the output of the module, the number of evaluations (), and the reason.
+
+        The reason is one integer (), or with ``per_sample=True`` one for each sample, (batch,).
+        """
         if not torch.compiler.is_exporting():
             with count_nfe(self.module) as nfe:
                 return self.module(*args), torch.tensor(nfe.forward), torch.tensor(0)
@@ -368,8 +388,10 @@ class Reported(nn.Module):
             output = self.module(*args)
         finally:
             found = told.pop()
+        if not found:
+            raise ValueError("Reported has a module without adaptive solves. Fix: export the module itself.")
         spent, codes = zip(*found, strict=True)
-        return output, torch.stack(spent).sum(), torch.stack(codes).amax(0)
+        return output, torch.stack(spent).sum(), torch.stack(torch.broadcast_tensors(*codes)).amax(0)
 
 
 told: list[list[tuple[Tensor, Tensor]]] = []  # what the solves inside a Reported say while they are exported

@@ -222,7 +222,8 @@ def solve(
         return _solve(field, y0, t, settings, nfe, end, events)
     is_dynamo = torch.compiler.is_dynamo_compiling()
     is_adaptive = settings.steps is None and isinstance(ALL_METHODS[settings.method or "tsit5"], Explicit)
-    if torch.compiler.is_exporting() and is_adaptive and events is None and not settings.jump_times:
+    is_plain = events is None and not (settings.jump_times or settings.common_steps)
+    if torch.compiler.is_exporting() and is_adaptive and is_plain:
         return _exported(field, y0, t, settings, end)
     if events is None and is_traceable(settings, is_dynamo):
         return _traced(field, y0, t, settings, Tally(field, nfe), end)
@@ -440,15 +441,17 @@ def _traced(field: Callable[..., State], y0: State, t: Times, settings: Settings
     return last_of(trajectory) if end else trajectory
 
 
+@torch.no_grad()
 def _exported(field: Callable[..., State], y0: State, t: Times, settings: Settings, end: bool) -> State:
     """Solve with adaptive steps in one loop of torch.export, without gradients."""
     snapshot = Snapshot(field, for_backward=False)
     y0 = checked_state(field, y0, snapshot)
     settings = resolve(dataclasses.replace(settings, gradient="direct"), field)
-    times, template = traced_times(t, parts(y0)[0].device), parts(y0)[0]
+    template = parts(y0)[0]
+    times = traced_times(t, template.device)
     lanes = template.shape[0] if settings.per_sample or times.dim() == 2 else None
-    counter = graph.Uncounted()
-    term = ODETerm(field, y0, counter, second_order=is_second_order(settings.method, field), lanes=lanes)
+    second_order = is_second_order(settings.method, field)
+    term = ODETerm(field, y0, graph.Uncounted(), second_order=second_order, lanes=lanes)
     end_only = end and times.shape[-1] == 2
     with solving(snapshot, template.device.type):
         solution, spent, code = graph.exported(term, METHODS[settings.method], times, y0, settings, end_only=end_only)
