@@ -33,7 +33,7 @@ from hbnode.solve.term import (
     Snapshot,
     change_of_call,
     is_heavy_ball,
-    materialize,
+    snapshot_of,
     solving,
     unwrap_compiled,
 )
@@ -233,21 +233,15 @@ def solve(
 
 
 def _solve(field: Any, y0: State, t: Times, settings: Settings, nfe: NFE, end: bool, given: Any) -> Any:
-    try:
-        snapshot = Snapshot(field, for_backward=torch.is_grad_enabled())
-    except ValueError:
-        if not materialize(field, y0, t):
-            raise
-        snapshot = Snapshot(field)
+    snapshot = snapshot_of(field, y0, t)
     y0 = checked_state(field, y0, snapshot)
     events = () if given is None else checked_events(given, settings)
     template = y0 if isinstance(y0, Tensor) else y0[0]
-    is_native = settings.is_native
     has_times = events or getattr(unwrap_compiled(field), "time_dependent", True)
-    times = checked_times(t, template.device, rows=is_native, dtype=template.dtype if has_times else None)
+    times = checked_times(t, template.device, rows=settings.is_native, dtype=template.dtype if has_times else None)
     settings = resolve(settings, field, times)
-    method, on_grid = ALL_METHODS[settings.method], settings.steps is not None
-    if not (on_grid or method.needs_fixed_steps) and settings.rtol < torch.finfo(template.dtype).eps:
+    method = ALL_METHODS[settings.method]
+    if settings.steps is None and not method.needs_fixed_steps and settings.rtol < torch.finfo(template.dtype).eps:
         check_precision(settings.rtol, template.dtype)
     counter = Tally(field, nfe)
     if isinstance(method, ForeignMethod):
@@ -255,47 +249,62 @@ def _solve(field: Any, y0: State, t: Times, settings: Settings, nfe: NFE, end: b
         with _torch.refusing(f"method={settings.method!r}", "a native method with gradient='direct'"):
             trajectory = torchdiffeq_methods.solve(field, y0, times, settings, counter, snapshot)
         return last_of(trajectory) if end else trajectory
-    for name in torchdiffeq_methods.CALLBACKS:
-        if hasattr(field, name):
-            torchdiffeq_methods.warn_of_callbacks(field, settings.method, torchdiffeq_methods.CALLBACKS)
-            break
-    if events and times.requires_grad and method.needs_fixed_steps:
-        raise ValueError(
-            f"method={settings.method!r} with events has no gradient of t. Fix: t.detach(), or method='nystrom4'."
-        )
-    gradient = gradient_mode(settings.gradient)
-    lanes, is_empty = None, template.shape[:1] == (0,)  # an empty batch has no steps per sample
-    if times.dim() == 2 or events or (settings.per_sample and settings.steps is None and not is_empty):
-        lanes = count_samples(y0, times, settings)
-    term = ODETerm(field, y0, counter, second_order=is_second_order(settings.method, field), lanes=lanes)
-    end_only = end and times.shape[-1] == 2
-    setup = Setup.of(term, method, times, settings, end_only=end_only, events=events)
-    if not (on_grid or method.is_stiff):
-        check_damping(setup, field)
+    if any(hasattr(field, name) for name in torchdiffeq_methods.CALLBACKS):
+        torchdiffeq_methods.warn_of_callbacks(field, settings.method, torchdiffeq_methods.CALLBACKS)
+    gradient, end_only = gradient_mode(settings.gradient), end and times.shape[-1] == 2
+    setup = native_setup(field, y0, times, settings, counter, events, end_only=end_only)
     may_compile = settings.compile and _torch.may_look() and not events
     in_graphs = may_compile and not snapshot.masks and compiled.is_possible(setup, y0)
     if may_compile and not in_graphs:
         setup, solution = compile_steps(setup, field, y0, times, snapshot)
         if solution is not None:
             return last_of(solution) if end else solution
-    with solving(snapshot, template.device.type):
+    trajectory, records = run(setup, y0, snapshot, gradient, in_graphs=in_graphs)
+    trajectory = last_of(trajectory) if end and not end_only else trajectory
+    if records is None:
+        return trajectory
+    return trajectory, records[0] if isinstance(given, Event) else records
+
+
+def native_setup(
+    field: Any, y0: State, t: Tensor, settings: Settings, counter: Tally, events: Sequence[Event], *, end_only: bool
+) -> Setup:
+    """Return the setup of a solve with a native method, whose settings are resolved."""
+    method, template = METHODS[settings.method], y0 if isinstance(y0, Tensor) else y0[0]
+    if events and t.requires_grad and method.needs_fixed_steps:
+        raise ValueError(
+            f"method={settings.method!r} with events has no gradient of t. Fix: t.detach(), or method='nystrom4'."
+        )
+    lanes, is_empty = None, template.shape[:1] == (0,)  # an empty batch has no steps per sample
+    if t.dim() == 2 or events or (settings.per_sample and settings.steps is None and not is_empty):
+        lanes = count_samples(y0, t, settings)
+    term = ODETerm(field, y0, counter, second_order=is_second_order(settings.method, field), lanes=lanes)
+    setup = Setup.of(term, method, t, settings, end_only=end_only, events=events)
+    if settings.steps is None and not method.is_stiff:
+        check_damping(setup, field)
+    return setup
+
+
+def run(
+    setup: Setup, y0: State, snapshot: Snapshot, gradient: Any, *, in_graphs: bool = False
+) -> tuple[State, tuple[EventRecord, ...] | None]:
+    """Solve with a gradient mode; return the solution, at all times or at the end, and the records of its events."""
+    term = setup.stepper.term
+    with solving(snapshot, term.template.device.type):
         found = compiled.solve(setup, y0, snapshot, getattr(gradient, "keep_bytes", None)) if in_graphs else None
         rows, steps, objects = found or gradient.solve(setup, y0, snapshot)
-        if on_grid:
+        if setup.settings.steps is not None:
             check_finite(setup, y0, rows)
-    trajectory = term.unflatten(rows) if end_only else term.unflatten(rows, (len(rows[0]),))
-    trajectory = last_of(trajectory) if end and not end_only else trajectory
+    solution = term.unflatten(rows, () if setup.end_only else (len(rows[0]),))
+    records = None if steps is None else steps.record()
     if objects:
-        trajectory = owning(trajectory, objects)
-    if steps is None:
-        return trajectory
-    records = steps.record()
-    if objects:
+        solution = owning(solution, objects)
+    if objects and records is not None:
         records = tuple(
             dataclasses.replace(record, t=owning(record.t, objects), state=owning(record.state, objects))
             for record in records
         )
-    return trajectory, records[0] if isinstance(given, Event) else records
+    return solution, records
 
 
 def resolve(settings: Settings, field: Callable[..., Any], t: Tensor | None = None) -> Settings:
@@ -447,7 +456,7 @@ def _exported(field: Callable[..., State], y0: State, t: Times, settings: Settin
     snapshot = Snapshot(field, for_backward=False)
     y0 = checked_state(field, y0, snapshot)
     settings = resolve(dataclasses.replace(settings, gradient="direct"), field)
-    template = parts(y0)[0]
+    template = y0 if isinstance(y0, Tensor) else y0[0]
     times = traced_times(t, template.device)
     lanes = template.shape[0] if settings.per_sample or times.dim() == 2 else None
     second_order = is_second_order(settings.method, field)

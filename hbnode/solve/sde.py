@@ -23,13 +23,13 @@ from hbnode.errors import ReversalError, SolverError
 from hbnode.fields import HeavyBallSDE, diffusion
 from hbnode.nfe import NFE, Tally
 from hbnode.solve import torchsde
-from hbnode.solve.adjoints import Checkpoint, Direct, Reversible, gradient_mode, owning
+from hbnode.solve.adjoints import Checkpoint, Direct, Reversible, gradient_mode
 from hbnode.solve.grid import Grid
 from hbnode.solve.methods import ALL_METHODS, METHODS, Field, Method, StepResult
-from hbnode.solve.odeint import check_finite, check_resolution, checked_state, checked_times, count_samples
+from hbnode.solve.odeint import check_resolution, checked_state, checked_times, count_samples, run
 from hbnode.solve.settings import Gradient, Settings
 from hbnode.solve.stepper import Attempt, Setup, Stepper
-from hbnode.solve.term import ODETerm, Snapshot, change_of_call, materialize, solving, unwrap_compiled
+from hbnode.solve.term import ODETerm, change_of_call, snapshot_of, unwrap_compiled
 from hbnode.solve.torchsde import TorchsdeMethod
 
 NativeSDEMethod = Literal["ubu", "baoab", "nystrom4"]
@@ -607,12 +607,7 @@ def sdeint(
     name: Any = getattr(gradient, "name", gradient)
     if name not in GRADIENTS.get(method, ()):
         raise method_error(method, name)
-    try:
-        snapshot = Snapshot(sde)
-    except ValueError:
-        if not materialize(sde, y0, t):
-            raise
-        snapshot = Snapshot(sde)
+    snapshot = snapshot_of(sde, y0, t)
     state: Any = checked_state(sde, y0, snapshot)
     times, counts = time_grid(t, dt)
     lanes = count_samples(state, times, Settings()) if times.dim() == 2 else None
@@ -646,11 +641,8 @@ def sdeint(
     setup = sde_setup(term, method, times, counts, of_step)
     if name == "reversible" and torch.is_grad_enabled():
         check_growth(setup)
-    with solving(snapshot, h.device.type):
-        rows, _, objects = gradient_mode(gradient).solve(setup, state, snapshot)
-        check_finite(setup, state, rows)
-    h, m = term.unflatten(rows, (times.shape[-1],))
-    return owning((h, m), objects) if objects else (h, m)
+    (h, m), _ = run(setup, state, snapshot, gradient_mode(gradient))
+    return h, m
 
 
 def method_error(method: str, gradient: str) -> ValueError:

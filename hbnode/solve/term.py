@@ -241,6 +241,16 @@ def materialize(field: Any, y0: State, t: Any) -> bool:
     return True
 
 
+def snapshot_of(field: Any, y0: State, t: Any) -> Snapshot:
+    """Return the snapshot of a field at the start of a solve, whose lazy parameters then have shapes."""
+    try:
+        return Snapshot(field, for_backward=torch.is_grad_enabled())
+    except ValueError:
+        if not materialize(field, y0, t):
+            raise
+        return Snapshot(field)
+
+
 class Snapshot:
     """The parameters, buffers, training modes and dropout masks of a field's modules in a solve.
 
