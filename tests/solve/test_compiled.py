@@ -127,9 +127,9 @@ def test_exported_or_traced_for_any_batch(field, method):
     for x in map(rows, (1, 2, 7)):
         torch.testing.assert_close([exported(x), traced(x)], [model(x)] * 2, rtol=1e-12, atol=1e-13)
     model.block.method, model.block.steps = None, None
-    with pytest.raises(ValueError, match="Fix: .*steps=n"):
+    with pytest.raises(ValueError, match=r"Fix: .*steps=n"):
         torch.jit.trace(model, (x,))
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="Fix: .*steps=n"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"Fix: .*steps=n"):
         torch.compile(model, fullgraph=True, backend="eager")(x)
 
 
