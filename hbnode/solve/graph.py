@@ -110,10 +110,8 @@ def start(
         norms = torch.stack([norm(term, row) for row in rows])
         h, f, end, longest = norms[0], norms[-1], limits.end, limits.longest
         size = first_size(h, f, limits.rtol, limits.atol, method.rows, method.error_order or 1)
-        size, spent = (
-            torch.where(torch.isfinite(size), size, end),
-            torch.ones((), dtype=torch.int64, device=size.device),
-        )
+        size = torch.where(torch.isfinite(size), size, end)
+        spent = torch.ones((), dtype=torch.int64, device=size.device)
         if term.time_dependent:
             tolerance, time = limits.atol + limits.rtol * h, end**method.rows
             is_negligible = f * time <= NEGLIGIBLE * tolerance

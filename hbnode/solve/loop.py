@@ -150,9 +150,8 @@ def integrate(begun: Begun, take: Take | None = None, *, every: int = 1_000_000)
             state = taken.state
         elif adaptive is not None and moves:
             if taken.state[0].requires_grad and (adaptive.control.failures[~accepted] > 0).any():
-                attempt = adaptive.exclude(
-                    attempt, ~accepted, control
-                )  # else gradients 0 * NaN = NaN reach the parameters
+                # else gradients 0 * NaN = NaN reach the parameters
+                attempt = adaptive.exclude(attempt, ~accepted, control)
                 taken = take(state, attempt)
             moved = to_device(accepted, stepper.like).view(-1, *[1] * (state[0].dim() - 1))
             state = tuple([torch.where(moved, new, old) for new, old in zip(taken.state, state, strict=True)])
