@@ -21,19 +21,32 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from hbnode._torch import is_recompile_limit, new_sequence_number, recompile_limit
+from hbnode._torch import is_recompile_limit, needs_reference, new_sequence_number, recompile_limit
 from hbnode._tree import State, apply, parts
 from hbnode.errors import RecomputationError
-from hbnode.fields import Field
-from hbnode.nfe import open_records
+from hbnode.fields import GHBNODE, HBNODE, Field
+from hbnode.nfe import Tally, open_records
 from hbnode.solve.adaptive import AdaptiveSteps
-from hbnode.solve.adjoints import CHANGED, CHANGES_BUFFERS, SHORT, is_same, owned, saved_bytes
-from hbnode.solve.graph import Attempts, Limits, Report, Times, Uncounted, attempts, joined, split
+from hbnode.solve.adjoints import CHANGED, CHANGES_BUFFERS, SHORT, is_same, owned, owning, saved_bytes
+from hbnode.solve.graph import (
+    Attempts,
+    Limits,
+    Report,
+    Times,
+    Uncounted,
+    inside_of,
+    joined,
+    one_attempt,
+    split,
+    trajectory,
+    whole_solve,
+)
 from hbnode.solve.grid import Array, Grid, to_device
-from hbnode.solve.loop import Solution, start_of
+from hbnode.solve.loop import start_of
 from hbnode.solve.methods import Explicit, Method
-from hbnode.solve.stepper import Rows, Setup, Stepper
-from hbnode.solve.term import ODETerm, Snapshot
+from hbnode.solve.settings import Settings
+from hbnode.solve.stepper import Setup, Stepper
+from hbnode.solve.term import ODETerm, Snapshot, change_of_call, solving
 
 STABLE = 50  # solves in a row with the same number of attempts, before a graph of that many is made
 AGAIN = 3  # the same if that graph exists
@@ -154,6 +167,31 @@ def attempt(term: ODETerm, method: Method, rtol: float, atol: float, *, error: b
 # Adaptive solves
 
 
+def key_of(
+    field: Any, y0: State, t: Any, settings: Settings, snapshot: Snapshot, *, end: bool
+) -> tuple[Any, ...] | None:
+    """Return what a solve depends on besides the inputs of its graph: a solve with an equal key needs no checks again.
+
+    Return None if this is not known, as for times with gradients or fields inside other modules.
+    """
+    if isinstance(t, (Tensor, np.ndarray)) and not getattr(t, "requires_grad", False) and t.shape[0] <= MOST_OUTPUTS:
+        t = t.tolist()
+    tensors = (y0,) if isinstance(y0, Tensor) else y0
+    if not isinstance(t, (list, tuple)) or type(tensors) is not tuple or not isinstance(field, Field):
+        return None
+    if any(type(x) not in (float, int) for x in t) or any(type(x) is not Tensor for x in tensors):
+        return None
+    kinds = tuple([(x.shape, x.dtype, x.device) for x in tensors])
+    if snapshot.masks or open_records or needs_reference() or torch.is_autocast_enabled(tensors[0].device.type):
+        return None
+    gamma = field.solver_damping() if isinstance(field, HBNODE | GHBNODE) and field.omega is None else 0.0
+    values = vars(settings) | {"options": tuple((settings.options or {}).items())}
+    if isinstance(gamma, Tensor) or not isinstance(settings.gradient, str | None):
+        return None
+    of_field = change_of_call(field), frozenset(snapshot.dtypes), tuple([mode for _, mode in snapshot.modes]), gamma
+    return tuple(t), end, isinstance(y0, Tensor), kinds, torch.is_grad_enabled(), *of_field, *values.values()
+
+
 def is_possible(setup: Setup, y0: State) -> bool:
     """Return whether graphs can solve: adaptive explicit methods, at few times without gradients, without events."""
     settings, grid, gradient = setup.settings, setup.grid, setup.settings.gradient
@@ -166,21 +204,34 @@ def is_possible(setup: Setup, y0: State) -> bool:
     return 0 < grid.outputs.shape[-1] <= MOST_OUTPUTS and parts(y0)[0].numel() > 0
 
 
-def solve(setup: Setup, y0: State, snapshot: Snapshot, keep_bytes: int | None) -> Solution | None:
+def solve_again(key: Any, field: Field, y0: State, counter: Tally, snapshot: Snapshot) -> State | None:
+    """Solve by the plan of an earlier solve with the same key; return None if there is none, or if it fails."""
+    plan = field.compiled.get("plans", {}).get(key)
+    return None if plan is None else plan.solve(y0, counter, snapshot)
+
+
+def solve(setup: Setup, y0: State, snapshot: Snapshot, keep_bytes: int | None, key: Any = None) -> State | None:
     """Solve by compiled attempts; return None if they cannot be compiled or fail, for a solve in Python that says why.
 
     A graph of one attempt is called until the solve is done. If the last solves took the same number of attempts, one
-    graph has all of them. With gradients, more than ``keep_bytes`` of their graph are recomputed, if it is not None.
+    graph has all of them, and further solves with the same ``key`` go on by :func:`solve_again`. With gradients, more
+    than ``keep_bytes`` of their graph are recomputed, if it is not None.
     """
     run = _Run(setup, y0, snapshot, keep_bytes)
-    counter = setup.stepper.term.counter
+    counter, plan = setup.stepper.term.counter, run.plan()
     before = counter.nfe.forward
-    found = run.whole() or run.one_by_one()
+    if plan is not None and (solution := plan.solve(y0, counter, snapshot)) is not None:
+        plans = setup.stepper.term.inner.compiled.setdefault("plans", {})
+        if key is not None and len(plans) < GRAPHS:
+            plans[key] = plan
+        return solution
+    with solving(snapshot, setup.stepper.like.device.type):
+        found = run.one_by_one()
     if run.keep_bytes is not None and snapshot.changed():
         raise ValueError(CHANGES_BUFFERS.format("checkpoint"))
     if found is None:
         counter.add("evaluation", before - counter.nfe.forward)
-    return found
+    return owning(found, run.owned) if found is not None and run.owned else found
 
 
 class _Attempts:
@@ -188,14 +239,15 @@ class _Attempts:
 
     Attributes:
         one: the program of one attempt.
-        whole: programs of as many attempts as their key, with the start of the solve.
-        make: returns the function of a number of attempts.
+        whole: programs of whole solves, by their number of attempts.
         latest, equal: the number of attempts of the last solve, and how many solves in a row had that many.
         saved: bytes of the autograd graph of an attempt, by the shape of the state.
     """
 
-    def __init__(self, make: Callable[..., Callable[..., Any]], device_type: str) -> None:
-        self.make, self.device_type, self.one = make, device_type, Program(make(1, starts=False), device_type)
+    def __init__(self, term: ODETerm, method: Method, *, is_exact: bool) -> None:
+        inside, self.device_type = inside_of(term), term.template.device.type
+        self.one = Program(one_attempt(inside, method, is_exact=is_exact), self.device_type)
+        self.make = functools.partial(whole_solve, inside, method, is_exact=is_exact)
         self.whole: dict[int, Program] = {}
         self.saved: dict[torch.Size, float] = {}
         self.latest = self.equal = 0
@@ -204,8 +256,16 @@ class _Attempts:
     def failed(self) -> bool:
         return self.one.failed
 
-    def add(self, attempts: int, *, fits: bool) -> None:
-        """Note the number of attempts of a solve, and whether one graph of all of them would do."""
+    def count(self, counter: Tally, evaluations: int, accepted: int, rejected: int, *, keeps_graph: bool) -> None:
+        """Count a solve, and note whether one graph of its attempts would do.
+
+        With gradients no attempt may be rejected: the loop drops its graph, but in a graph 0 * inf = NaN could reach
+        them.
+        """
+        counter.nfe.keeps_graph = keeps_graph
+        for event, number in (("evaluation", evaluations), ("accepted", accepted), ("rejected", rejected)):
+            counter.add(event, number)
+        fits, attempts = not (rejected and torch.is_grad_enabled()), accepted + rejected
         self.equal = 0 if not fits else self.equal + 1 if attempts == self.latest else 1
         self.latest = attempts
 
@@ -217,8 +277,44 @@ class _Attempts:
         if count not in self.whole:
             if len(self.whole) == EXACT:
                 return None
-            self.whole[count] = Program(self.make(count, starts=True), self.device_type)
+            self.whole[count] = Program(self.make(count), self.device_type)
         return self.whole[count]
+
+
+class Plan(NamedTuple):
+    """A solve in one graph, for all states of one shape.
+
+    Attributes:
+        programs: the graphs.
+        attempts: the number of attempts, which was that of the last solves.
+        times: the inputs of the graph besides the state.
+        evaluations: evaluations of the field in an attempt.
+        changes_nothing: whether a field that changes a buffer is an error.
+    """
+
+    programs: _Attempts
+    attempts: int
+    times: Times
+    evaluations: int
+    changes_nothing: bool
+
+    def solve(self, y0: State, counter: Tally, snapshot: Snapshot) -> State | None:
+        """Return the solution; None if it needs another number of attempts, or cannot be solved."""
+        programs, needs_gradient = self.programs, torch.is_grad_enabled()
+        program = programs.of_solve() if programs.latest == self.attempts else None
+        result = None if program is None else program(y0, self.times)
+        if result is None:
+            return None
+        report = Report(*result[1].tolist())
+        if not report.done or report.failed or (needs_gradient and (report.excluded or report.rejected)):
+            programs.equal = 0
+            return None
+        if self.changes_nothing and snapshot.changed():
+            raise ValueError(CHANGES_BUFFERS.format("checkpoint"))
+        evaluations = 1 + (report.accepted + report.rejected) * self.evaluations
+        programs.count(counter, evaluations, report.accepted, report.rejected, keeps_graph=needs_gradient)
+        solution: State = result[0]
+        return solution
 
 
 class _Owned(NamedTuple):
@@ -239,12 +335,10 @@ class _Run:
         self.term, self.method = setup.stepper.term, setup.stepper.method
         self.is_exact, self.owned = setup.settings.save == "exact" and not setup.end_only, tuple[Any, ...]()
         key = (setup.settings.method, self.is_exact, self.term.lanes is None, setup.end_only)
-        make = functools.partial(attempts, self.term, self.method, is_exact=self.is_exact)
-        self.programs = program(
-            self.term, snapshot, key, functools.partial(_Attempts, make, self.term.template.device.type)
-        )
+        make = functools.partial(_Attempts, self.term, self.method, is_exact=self.is_exact)
+        self.programs = program(self.term, snapshot, key, make)
 
-    def times(self, setup: Setup, longest: Array, margin: Array) -> Times:
+    def times(self, setup: Setup, longest: Array, margin: Array = 1.0) -> Times:
         """Return what the graphs need to know of a setup."""
         grid, settings, device = setup.grid, setup.settings, setup.stepper.like.device
         resolution = torch.finfo(setup.stepper.like.dtype if self.term.time_dependent else torch.float64).eps
@@ -258,50 +352,21 @@ class _Run:
             width = [(0, 0)] * (jumps.ndim - 1) + [(0, more)]
             jumps = to_device(np.pad(jumps, width, constant_values=math.inf), like)
         gamma = torch.as_tensor(setup.stepper.gamma, dtype=torch.float64, device=device)
-        return Times(joined(limits, np.shape(grid.end), device), gamma, outputs, jumps)
+        return Times(joined(limits, np.shape(grid.end), device), gamma.unsqueeze(0), outputs, jumps)
 
-    def solution(self, rows: Rows, saved: Rows | None) -> Solution:
-        """Return the rows at all times, or at the end."""
-        if saved is None:
-            return Solution(tuple([row.unsqueeze(0) for row in rows[: self.term.rows]]), None, self.owned)
-        if self.term.lanes is not None:
-            saved = tuple([row.movedim(1, 0) for row in saved])
-        first = self.term.flatten(self.y0)
-        return Solution(
-            tuple([torch.cat([a.unsqueeze(0), b]) for a, b in zip(first, saved, strict=True)]), None, self.owned
-        )
-
-    def count(self, evaluations: int, accepted: int, rejected: int) -> None:
-        counter = self.term.counter
-        counter.nfe.keeps_graph = self.needs_gradient and not self.owned
-        for event, number in (("evaluation", evaluations), ("accepted", accepted), ("rejected", rejected)):
-            counter.add(event, number)
-        self.programs.add(accepted + rejected, fits=not (rejected and self.needs_gradient))
-
-    def whole(self) -> Solution | None:
-        """Solve by one graph that has the start and as many attempts as the last solves; None if they differed.
-
-        With gradients no attempt may be rejected: the loop drops its graph, but here 0 * inf = NaN could reach them.
-        """
-        programs, setup = self.programs, self.setup
-        if self.term.time_dependent or "first_step" in self.options or not self.stores(programs.latest):
+    def plan(self) -> Plan | None:
+        """Return how to solve by one graph, with as many attempts as the last solves; None if they differed."""
+        programs, term = self.programs, self.term
+        if term.time_dependent or "first_step" in self.options or not self.stores(programs.latest):
             return None
-        program = programs.of_solve()
-        if program is None:
+        if programs.of_solve() is None:
             return None
-        strongest, longest = setup.stepper.strongest, self.options.get("max_step", math.inf)
-        longest = min(longest, self.method.damping_limit / strongest) if strongest else longest
-        result = program(self.y0, self.times(setup, longest, 1.0), None, None, None, None)
-        if result is None:
-            return None
-        report = Report(*result[3].tolist())
-        if not report.done or report.failed or (self.needs_gradient and (report.excluded or report.rejected)):
-            programs.equal = 0
-            return None
-        self.count(1 + (report.accepted + report.rejected) * self.method.evaluations, report.accepted, report.rejected)
-        return self.solution(result[0], result[2])
+        times = self.times(self.setup, self.options.get("max_step", math.inf))
+        if term.second_order and term.inner.omega is not None:
+            times = times._replace(gamma=None)  # else its gradient would leave the graph
+        return Plan(programs, programs.latest, times, self.method.evaluations, self.keep_bytes is not None)
 
-    def one_by_one(self) -> Solution | None:
+    def one_by_one(self) -> State | None:
         """Solve by a graph of one attempt, with the start in Python."""
         program = self.programs.one
         if program.failed:
@@ -335,8 +400,9 @@ class _Run:
             if report.accepted:
                 rows, _, saved, _ = result
             accepted, rejected = accepted + report.accepted, rejected + report.rejected
-        self.count(evaluations, accepted, rejected)
-        return self.solution(rows, saved)
+        keeps_graph = self.needs_gradient and not self.owned
+        self.programs.count(self.term.counter, evaluations, accepted, rejected, keeps_graph=keeps_graph)
+        return trajectory(self.term, self.y0, rows, saved)
 
     # Gradients
 

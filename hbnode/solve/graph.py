@@ -1,8 +1,8 @@
 """A whole adaptive solve in graphs of torch: attempts with the controller inside.
 
 The controller is that of :mod:`hbnode.solve.control`, with torch instead of NumPy, so an attempt, a step that is then
-accepted or rejected, is one function of tensors. :func:`attempts` returns functions of several attempts, which
-torch.compile compiles, and :func:`loop` takes any number of them in one graph of torch.export.
+accepted or rejected, is one function of tensors. torch.compile compiles the functions of :func:`one_attempt` and
+:func:`whole_solve`, and :func:`loop` takes any number of attempts in one graph of torch.export.
 """
 
 from __future__ import annotations
@@ -55,10 +55,17 @@ class Limits(NamedTuple):
 
 
 class Times(NamedTuple):
-    """The tensors of a solve that do not change: γ, times of outputs and of jumps from the start, or None."""
+    """The tensors of a solve that do not change.
+
+    Attributes:
+        limits: the :class:`Limits`, (numbers,) or (numbers, lanes).
+        gamma: the damping γ, as an input of torch.compile with a first dimension of length 1, because a tensor without
+            dimensions would be taken for a number. None if the graph computes it from the field's parameters.
+        outputs, jumps: times of outputs and of jumps from the start, or None.
+    """
 
     limits: Tensor
-    gamma: Tensor
+    gamma: Any
     outputs: Tensor | None = None
     jumps: Tensor | None = None
 
@@ -109,6 +116,10 @@ def start(
     with torch.no_grad():
         norms = torch.stack([norm(term, row) for row in rows])
         h, f, end, longest = norms[0], norms[-1], limits.end, limits.longest
+        if method.damping_limit < math.inf:
+            rate = times.gamma.detach().abs().max() / method.damping_limit
+            longest = torch.where(longest * rate > 1, 1 / torch.where(rate > 0, rate, 1.0), longest)
+        margin = limits.margin
         size = first_size(h, f, limits.rtol, limits.atol, method.rows, method.error_order or 1)
         size = torch.where(torch.isfinite(size), size, end)
         spent = torch.ones((), dtype=torch.int64, device=size.device)
@@ -126,14 +137,14 @@ def start(
             is_forced = is_found | ((h <= NEGLIGIBLE * limits.atol) & ~is_negligible)
             gap = end * (LONGEST_GAP / method.widest_gap)
             longest = torch.where(is_forced & (gap < longest), gap, longest)
-            margin = torch.where(is_forced, method.dense_error_factor, limits.margin)
-            times = times._replace(limits=torch.stack(limits._replace(longest=longest, margin=margin)))
+            margin = torch.where(is_forced, method.dense_error_factor, margin)
             spent = spent + len(TRIALS) * (is_negligible & (end > 0)).any()
         size = size if first_step is None else torch.full_like(size, first_step)
         size = torch.where(size < longest, size, longest)
         size = torch.where(torch.isfinite(norms).all(0), size, math.nan)
         none = torch.zeros_like(size)
         is_uneven = none >= 0 if term.time_dependent else none > 0
+        times = times._replace(limits=torch.stack(limits._replace(longest=longest, margin=margin)))
         return rows, _joined(PIController(method.error_order or 1).start(OfTorch, size, is_uneven, none)), times, spent
 
 
@@ -252,40 +263,84 @@ class Attempts:
         return norms[0] if len(norms) == 1 else torch.stack(norms).amax(0)
 
 
-def attempts(
-    term: ODETerm, method: Method, count: int, *, starts: bool, is_exact: bool
-) -> Callable[..., tuple[Rows, Tensor, Rows | None, Tensor]]:
-    """Return a function of tensors that takes ``count`` attempts, with the start of the solve if ``starts``."""
-    field, second_order, own_steps = term.inner, term.second_order, term.lanes is not None
-    in_autocast = term.in_autocast
+Inside = Callable[[State], ODETerm]
+Made = tuple[Rows, Tensor, Rows | None, Tensor]
 
-    def run(y0: State, times: Times, rows: Any, control: Any, saved: Any, excluded: Tensor | None) -> Any:
-        lanes = len(parts(y0)[0]) if own_steps else None
-        evaluate = ODETerm(field, y0, Uncounted(), second_order=second_order, lanes=lanes)
-        evaluate.in_autocast = in_autocast  # autocast is disabled outside the field
-        if starts:
-            rows, control, times, _ = start(evaluate, method, times, y0)
-        steps = Attempts(evaluate, method, times, is_exact=is_exact)
-        saved, reports = steps.saved(rows) if starts else saved, []
-        for _ in range(count):
-            now = control[0]
-            rows, control, saved, (accepted, fails) = steps.attempt(rows, control, saved, excluded)
-            with torch.no_grad():
-                c, end = split(control), steps.limits.end
-                moved = (accepted & (c.taken > 0)).any()
-                rejected, excludes = (now < end).any() & ~moved, (~accepted & (c.failures > 0)).any()
-                reports.append(torch.stack([moved, rejected, excludes, fails.any(), (c.now >= end).all()]).long())
-        total = torch.stack(reports).sum(0)
-        return rows, control, saved, torch.cat([total[:-1], reports[-1][-1:]])
+
+def one_attempt(inside: Inside, method: Method, *, is_exact: bool) -> Callable[..., Made]:
+    """Return a function of tensors that takes one attempt; of y0 only the shapes matter."""
+
+    def run(y0: State, times: Times, rows: Any, control: Any, saved: Any, excluded: Tensor | None) -> Made:
+        times = times._replace(gamma=times.gamma[0])
+        steps = Attempts(inside(y0), method, times, is_exact=is_exact)
+        return _reported(steps, rows, control, saved, excluded)
 
     return run
 
 
-def loop(term: ODETerm, method: Method, times: Times, y0: State, settings: Settings) -> tuple[Rows, Tensor, Tensor]:
+def whole_solve(inside: Inside, method: Method, count: int, *, is_exact: bool) -> Callable[..., tuple[State, Tensor]]:
+    """Return a function of tensors that starts a solve and takes ``count`` attempts.
+
+    It returns the solution, at the end or at all times, and the :class:`Report` of all attempts.
+    """
+
+    def run(y0: State, times: Times) -> tuple[State, Tensor]:
+        term = inside(y0)
+        gamma = torch.as_tensor(term.damping).double() if times.gamma is None else times.gamma[0]
+        times = times._replace(gamma=gamma)
+        rows, control, times, _ = start(term, method, times, y0)
+        steps, reports = Attempts(term, method, times, is_exact=is_exact), []
+        saved = steps.saved(rows)
+        for _ in range(count):
+            rows, control, saved, report = _reported(steps, rows, control, saved)
+            reports.append(report)
+        report = torch.cat([torch.stack(reports).sum(0)[:-1], reports[-1][-1:]])
+        return trajectory(term, y0, rows, saved), report
+
+    return run
+
+
+def inside_of(term: ODETerm) -> Inside:
+    """Return a function that makes the term inside a graph, for a state of any size."""
+    field, second_order, own_steps = term.inner, term.second_order, term.lanes is not None
+    in_autocast = term.in_autocast
+
+    def inside(y0: State) -> ODETerm:
+        lanes = len(parts(y0)[0]) if own_steps else None
+        evaluate = ODETerm(field, y0, Uncounted(), second_order=second_order, lanes=lanes)
+        evaluate.in_autocast = in_autocast  # autocast is disabled outside the field
+        return evaluate
+
+    return inside
+
+
+def _reported(steps: Attempts, rows: Rows, control: Tensor, saved: Rows | None, excluded: Tensor | None = None) -> Made:
+    """Take an attempt, and return its :class:`Report` as the last result."""
+    now = control[0]
+    rows, control, saved, (accepted, fails) = steps.attempt(rows, control, saved, excluded)
+    with torch.no_grad():
+        c, end = split(control), steps.limits.end
+        moved = (accepted & (c.taken > 0)).any()
+        rejected, excludes = (now < end).any() & ~moved, (~accepted & (c.failures > 0)).any()
+        report = torch.stack([moved, rejected, excludes, fails.any(), (c.now >= end).all()]).long()
+    return rows, control, saved, report
+
+
+def trajectory(term: ODETerm, y0: State, rows: Rows, saved: Rows | None) -> State:
+    """Return the state at the end, or at all times if there are saved outputs."""
+    if saved is None:
+        return term.unflatten(rows[: term.rows])
+    if term.lanes is not None:
+        saved = tuple([row.movedim(1, 0) for row in saved])
+    made = tuple([torch.cat([a.unsqueeze(0), b]) for a, b in zip(term.flatten(y0), saved, strict=True)])
+    return term.unflatten(made, (len(made[0]),))
+
+
+def loop(term: ODETerm, method: Method, times: Times, y0: State, settings: Settings) -> tuple[State, Tensor, Tensor]:
     """Solve in one graph of any number of attempts, for torch.export.
 
-    Return the rows at the end, or at the output times, (T, ...), which are NaN in lanes whose solve failed; the number
-    of function evaluations; and 0, or why the solve failed, () or (lanes,).
+    Return the state at the end, or at all times, which is NaN in lanes whose solve failed; the number of function
+    evaluations; and 0, or why the solve failed, () or (lanes,).
     """
     options, is_exact = settings.options or {}, settings.save == "exact"
     rows, control, times, spent = start(term, method, times, y0, options.get("first_step"))
@@ -310,12 +365,10 @@ def loop(term: ODETerm, method: Method, times: Times, y0: State, settings: Setti
     carried = tuple([x.clone() for x in (0 * spent, code, control, *rows, *saved)])
     count, code, control, *others = while_loop(goes_on, body, carried)
     is_done = control[0] >= end
-    found = others[n:] if saved else others[: term.rows]
-    found = [torch.where(steps.wide(is_done, x), x, math.nan) for x in found]
-    if saved and term.lanes is not None:
-        found = [row.movedim(1, 0) for row in found]
+    others = [torch.where(steps.wide(is_done, x), x, math.nan) for x in others]
     code = torch.where(is_done, 0, torch.where(code > 0, code, TOO_MANY))
-    return tuple(found), spent + count * method.evaluations, code
+    solution = trajectory(term, y0, tuple(others), tuple(others[n:]) or None)
+    return solution, spent + count * method.evaluations, code
 
 
 def exported(
@@ -328,22 +381,14 @@ def exported(
     if term.lanes is not None and t.dim() == 1:
         none, elapsed = none.expand(term.lanes), elapsed.expand(term.lanes, -1)
     gamma = torch.as_tensor(term.damping, dtype=torch.float64, device=t.device)
-    longest: Any = options.get("max_step", math.inf)
-    if method.damping_limit < math.inf:
-        strongest = gamma.abs().max()
-        limit = torch.where(strongest > 0, method.damping_limit / strongest, math.inf)
-        longest = torch.where(limit < longest, limit, longest)
     eps = torch.finfo(torch.float64).eps
     limits = Limits(
-        begin, sign, elapsed[..., -1], settings.rtol, settings.atol, longest, options.get("min_step", 1e-300), 1.0,
-        eps * abs(t).max(), torch.finfo(term.template.dtype).eps if term.time_dependent else eps,
+        begin, sign, elapsed[..., -1], settings.rtol, settings.atol, options.get("max_step", math.inf),
+        options.get("min_step", 1e-300), 1.0, eps * abs(t).max(),
+        torch.finfo(term.template.dtype).eps if term.time_dependent else eps,
     )  # fmt: skip
     times = Times(torch.stack([none + x for x in limits]), gamma, None if end_only else elapsed[..., 1:])
-    found, spent, code = loop(term, method, times, y0, settings)
-    if end_only:
-        return term.unflatten(found), spent, code
-    rows = tuple([torch.cat([a.unsqueeze(0), b]) for a, b in zip(term.flatten(y0), found, strict=True)])
-    return term.unflatten(rows, (t.shape[-1],)), spent, code
+    return loop(term, method, times, y0, settings)
 
 
 class Reported(nn.Module):

@@ -233,7 +233,10 @@ def solve(
 
 
 def _solve(field: Any, y0: State, t: Times, settings: Settings, nfe: NFE, end: bool, given: Any) -> Any:
-    snapshot = snapshot_of(field, y0, t)
+    snapshot, counter = snapshot_of(field, y0, t), Tally(field, nfe)
+    key = compiled.key_of(field, y0, t, settings, snapshot, end=end) if settings.compile and given is None else None
+    if key is not None and (solution := compiled.solve_again(key, field, y0, counter, snapshot)) is not None:
+        return last_of(solution) if end and len(key[0]) > 2 else solution
     y0 = checked_state(field, y0, snapshot)
     events = () if given is None else checked_events(given, settings)
     template = y0 if isinstance(y0, Tensor) else y0[0]
@@ -243,7 +246,6 @@ def _solve(field: Any, y0: State, t: Times, settings: Settings, nfe: NFE, end: b
     method = ALL_METHODS[settings.method]
     if settings.steps is None and not method.needs_fixed_steps and settings.rtol < torch.finfo(template.dtype).eps:
         check_precision(settings.rtol, template.dtype)
-    counter = Tally(field, nfe)
     if isinstance(method, ForeignMethod):
         nfe.keeps_graph = settings.gradient == "direct" and torch.is_grad_enabled()
         with _torch.refusing(f"method={settings.method!r}", "a native method with gradient='direct'"):
@@ -259,7 +261,8 @@ def _solve(field: Any, y0: State, t: Times, settings: Settings, nfe: NFE, end: b
         setup, solution = compile_steps(setup, field, y0, times, snapshot)
         if solution is not None:
             return last_of(solution) if end else solution
-    trajectory, records = run(setup, y0, snapshot, gradient, in_graphs=in_graphs)
+    found = compiled.solve(setup, y0, snapshot, getattr(gradient, "keep_bytes", None), key) if in_graphs else None
+    trajectory, records = run(setup, y0, snapshot, gradient) if found is None else (found, None)
     trajectory = last_of(trajectory) if end and not end_only else trajectory
     if records is None:
         return trajectory
@@ -285,14 +288,11 @@ def native_setup(
     return setup
 
 
-def run(
-    setup: Setup, y0: State, snapshot: Snapshot, gradient: Any, *, in_graphs: bool = False
-) -> tuple[State, tuple[EventRecord, ...] | None]:
+def run(setup: Setup, y0: State, snapshot: Snapshot, gradient: Any) -> tuple[State, tuple[EventRecord, ...] | None]:
     """Solve with a gradient mode; return the solution, at all times or at the end, and the records of its events."""
     term = setup.stepper.term
     with solving(snapshot, term.template.device.type):
-        found = compiled.solve(setup, y0, snapshot, getattr(gradient, "keep_bytes", None)) if in_graphs else None
-        rows, steps, objects = found or gradient.solve(setup, y0, snapshot)
+        rows, steps, objects = gradient.solve(setup, y0, snapshot)
         if setup.settings.steps is not None:
             check_finite(setup, y0, rows)
     solution = term.unflatten(rows, () if setup.end_only else (len(rows[0]),))

@@ -228,7 +228,7 @@ def test_compiled_steps_compute_the_same(model, settings, eager_compiler):
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
         assert again == count
     assert field.compiled
-    assert not any(program.failed for program in field.compiled.values())
+    assert not any(program.failed for key, program in field.compiled.items() if key != "plans")
     assert copy.deepcopy(field).compiled == {}
 
 
@@ -258,7 +258,7 @@ def test_beyond_its_last_graph_a_program_runs_without_compilation(eager_compiler
         with pytest.warns(CompilationWarning, match="1 graphs of this field"):
             block(x[0])
         block(x[0]), block(x)  # said once
-    assert not any(program.failed for program in block.field.compiled.values())
+    assert not any(program.failed for key, program in block.field.compiled.items() if key != "plans")
 
 
 @pytest.mark.slow
@@ -355,7 +355,7 @@ def test_a_solve_in_graphs_is_the_eager_one(method, no_compiler, data):
         assert found[2] == expected[2]
         assert (found[2].steps, found[2].rejected) == (expected[2].steps, expected[2].rejected)
     assert expected[2].rejected or not overflows
-    (programs,) = field.compiled.values()
+    programs = next(iter(field.compiled.values()))
     assert programs.latest == expected[2].steps + expected[2].rejected
     is_whole = programs.latest <= compiled.LONGEST and not expected[2].rejected and not overflows
     assert len(programs.whole) == is_whole
@@ -472,6 +472,6 @@ def test_an_adaptive_solve_compiled_by_inductor(is_whole, monkeypatch):
         found = solved(field, x, [0.0, 1.0], compile=True, **settings)
         torch.testing.assert_close(found[:2], expected[:2], rtol=1e-9, atol=1e-11)
         assert found[2] == expected[2]
-    (programs,) = field.compiled.values()
+    programs = next(iter(field.compiled.values()))
     assert not programs.failed
     assert len(programs.whole) == is_whole
