@@ -12,14 +12,11 @@ from torch import Tensor
 
 from hbnode.errors import DIVERGES, DivergenceError, MaxStepsError, StepSizeUnderflowError, diverges
 from hbnode.nfe import open_records
-from hbnode.solve.control import TRIALS, Clip, Control, PIController, first_size
+from hbnode.solve.control import TRIALS, Clip, Control, PIController, cautious, first_size, is_negligible
 from hbnode.solve.grid import Array, to_device
 from hbnode.solve.stepper import Attempt, Rows, Setup, Taken, first_index
 
 NON_FINITE_ATTEMPTS = 5  # attempts in a row, each ten times shorter, before a NonFiniteError
-NEGLIGIBLE, VISIBLE = 10.0, 0.01  # displacements over the span, in units of the tolerance
-LONGEST_GAP = 1 / 6  # largest gap between two nodes of a step, as a fraction of the span
-
 FIRST_LOOK = 100  # the remaining steps are estimated after 100, 200, 400, ... attempts
 TOO_MANY = 5  # a solve fails if the estimate exceeds max_steps by this factor; below it, steps may still grow
 GROWTH, DECAY = 1.2, 0.5  # between two estimates; step sizes that change by more are not extrapolated
@@ -28,14 +25,8 @@ GROWTH, DECAY = 1.2, 0.5  # between two estimates; step sizes that change by mor
 class AdaptiveSteps:
     """The adaptive steps of a solve: step sizes by PI control, equal up to the next time that a step must end on.
 
-    An error estimate samples f only at the nodes of a step. If the state is zero, it would miss a force that is zero at
-    those nodes. Therefore, if f depends on time:
-
-    - If f is negligible at the start, it is evaluated at four further times, with the initial state.
-    - If the initial state is zero, or these evaluations find a force, the nodes of a step are at most a sixth of the
-      span apart. Errors must then be below the tolerance by the factor ``dense_error_factor`` of the method. A force
-      that was found also shortens the first step, so that it moves the state by about the tolerance.
-    - The first of several equal steps is an irrational fraction of the rest, so that its nodes miss no harmonic.
+    If f depends on time, the start is that of :func:`hbnode.solve.control.cautious`, and the first of several equal
+    steps is an irrational fraction of the rest, so that its nodes miss no harmonic.
 
     Attributes:
         control: the state of the controller.
@@ -75,8 +66,18 @@ class AdaptiveSteps:
         size = first_size(h, f, settings.rtol, settings.atol, method.rows, method.error_order or 1)
         size = np.where(np.isfinite(size), size, self.grid.end)
         if self.stepper.term.time_dependent:
-            size, longest = self._cautious(state[0].detach(), h, f, size, longest)
+            of_force = h, f, self._found(state[0].detach(), h, f), self.grid.end, settings.rtol, settings.atol
+            size, longest, self.error_factor = cautious(np, *of_force, method, size, longest)
         return np.full_like(h, self.options.get("first_step", size)), longest
+
+    def _found(self, x: Tensor, h: Array, f: Array) -> Array:
+        """Return the largest norm of f at the times of trial, where f is negligible at the start; else 0."""
+        grid, settings, term, method = self.grid, self.setup.settings, self.stepper.term, self.stepper.method
+        negligible = is_negligible(h, f, grid.end, settings.rtol, settings.atol, method)
+        if not (negligible & (grid.end > 0)).any():
+            return 0.0 * h
+        values = tuple([term.trial(term.stages([grid.time(c * grid.end)])[0], x) for c in TRIALS])
+        return np.fmax.reduce(self.stepper.norms(values))  # without NaNs
 
     def _in_common(self, x: Array) -> Array:
         """Return the root mean square of ``x`` over the lanes whose span is not 0, in every lane."""
@@ -88,23 +89,6 @@ class AdaptiveSteps:
         end = self.grid.end
         moving = end > 0
         return np.where(moving, end * (size[moving] / end[moving]).min(initial=np.inf), size)
-
-    def _cautious(self, x: Tensor, h: Array, f: Array, size: Array, longest: Array) -> tuple[Array, Array]:
-        """Return the first and the longest step size for a force that depends on time, and set the error factor."""
-        stepper, settings, term = self.stepper, self.setup.settings, self.stepper.term
-        tolerance, span = settings.atol + settings.rtol * h, self.grid.end
-        time = span**stepper.method.rows  # a force times this is its displacement of the state, up to a constant
-        is_negligible = f * time <= NEGLIGIBLE * tolerance
-        is_forced = (h <= NEGLIGIBLE * settings.atol) & ~is_negligible
-        if (is_negligible & (span > 0)).any():
-            values = tuple([term.trial(term.stages([self.grid.time(c * span)])[0], x) for c in TRIALS])
-            found = np.fmax.reduce(stepper.norms(values))  # without NaNs
-            is_found = is_negligible & (found * time > VISIBLE * tolerance)
-            size = np.where(is_found, np.minimum(size, 2.0 * np.sqrt(tolerance / found)), size)
-            is_forced |= is_found
-        gap = span * (LONGEST_GAP / stepper.method.widest_gap)
-        self.error_factor = np.where(is_forced, stepper.method.dense_error_factor, 1.0)
-        return size, np.where(is_forced, np.minimum(longest, gap), longest)
 
     # Plan
 

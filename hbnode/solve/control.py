@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hbnode.solve.methods import Method
+
 Array = Any  # of NumPy or torch
 
 SAFETY = 0.9
@@ -22,6 +24,8 @@ PROPORTIONAL = 0.2
 GOLDEN = (5**0.5 - 1) / 2
 TRIALS = tuple(sorted(k * GOLDEN % 1 for k in range(1, 5)))  # fractions of the span; no harmonic is 0 at all four
 UNEVEN = 0.9 + 0.1 * GOLDEN  # the first of several equal steps is shorter by this factor
+NEGLIGIBLE, VISIBLE = 10.0, 0.01  # displacements over the span, in units of the tolerance
+LONGEST_GAP = 1 / 6  # largest gap between two nodes of a step, as a fraction of the span
 AHEAD = 1.05  # a step may end on a jump that is that many step sizes away
 
 
@@ -181,3 +185,33 @@ def first_size(h: Array, f: Array, rtol: float, atol: float, rows: int, error_or
     tolerance = atol + rtol * h
     rate = (f / (h + tolerance)) ** (1.0 / rows)
     return 2.0 * (tolerance / (h + tolerance)) ** (1.0 / (error_order + 1)) / (rate + 1e-12)
+
+
+def is_negligible(h: Array, f: Array, end: Array, rtol: float, atol: float, method: Method) -> Array:
+    """Return whether a constant force moves the state by less than ten tolerances until the end."""
+    return f * end**method.rows <= NEGLIGIBLE * (atol + rtol * h)
+
+
+def cautious(
+    xp: Any, h: Array, f: Array, found: Array, end: Array, rtol: float, atol: float, method: Method, size: Array,
+    longest: Array,
+) -> tuple[Array, Array, Array]:  # fmt: skip
+    """Return the first size, the longest size and the factor on error ratios for a force that depends on time.
+
+    An error estimate samples f only at the nodes of a step. If the state is zero, it would miss a force that is zero at
+    those nodes. Therefore:
+
+    - If f is negligible at the start, it is evaluated at the times :data:`TRIALS`, with the initial state. The largest
+      norm is ``found``; it is 0 where f is not negligible.
+    - If the initial state is zero, or these evaluations find a force, the nodes of a step are at most a sixth of the
+      span apart. Errors must then be below the tolerance by the factor ``dense_error_factor`` of the method. A force
+      that was found also shortens the first step, so that it moves the state by about the tolerance.
+    """
+    tolerance, negligible = atol + rtol * h, is_negligible(h, f, end, rtol, atol, method)
+    is_found = negligible & (found * end**method.rows > VISIBLE * tolerance)
+    shorter = 2.0 * (tolerance / xp.where(is_found, found, 1.0)) ** 0.5
+    size = xp.where(is_found & (shorter < size), shorter, size)
+    is_forced = is_found | ((h <= NEGLIGIBLE * atol) & ~negligible)
+    gap = end * (LONGEST_GAP / method.widest_gap)
+    longest = xp.where(is_forced & (gap < longest), gap, longest)
+    return size, longest, xp.where(is_forced, method.dense_error_factor, xp.ones_like(h))

@@ -19,8 +19,18 @@ from torch import Tensor, nn
 from hbnode._torch import while_loop
 from hbnode._tree import State, parts
 from hbnode.nfe import NFE, Tally, count_nfe
-from hbnode.solve.adaptive import LONGEST_GAP, NEGLIGIBLE, NON_FINITE_ATTEMPTS, VISIBLE
-from hbnode.solve.control import TRIALS, Array, Clip, Control, OfTorch, PIController, first_size
+from hbnode.solve.adaptive import NON_FINITE_ATTEMPTS
+from hbnode.solve.control import (
+    TRIALS,
+    Array,
+    Clip,
+    Control,
+    OfTorch,
+    PIController,
+    cautious,
+    first_size,
+    is_negligible,
+)
 from hbnode.solve.methods import Method, combined
 from hbnode.solve.settings import Settings
 from hbnode.solve.stepper import Rows
@@ -119,26 +129,15 @@ def start(
         if method.damping_limit < math.inf:
             rate = times.gamma.detach().abs().max() / method.damping_limit
             longest = torch.where(longest * rate > 1, 1 / torch.where(rate > 0, rate, 1.0), longest)
-        margin = limits.margin
         size = first_size(h, f, limits.rtol, limits.atol, method.rows, method.error_order or 1)
-        size = torch.where(torch.isfinite(size), size, end)
+        size, margin = torch.where(torch.isfinite(size), size, end), limits.margin
         spent = torch.ones((), dtype=torch.int64, device=size.device)
         if term.time_dependent:
-            tolerance, time = limits.atol + limits.rtol * h, end**method.rows
-            is_negligible = f * time <= NEGLIGIBLE * tolerance
-            values = [
-                norm(term, term(t, rows[0]))
-                for t in term.stages([limits.begin + limits.sign * c * end for c in TRIALS])
-            ]
-            found = torch.stack([torch.where(torch.isnan(x), 0.0, x) for x in values]).amax(0)
-            is_found = is_negligible & (found * time > VISIBLE * tolerance)
-            shorter = 2.0 * (tolerance / torch.where(is_found, found, 1.0)).sqrt()
-            size = torch.where(is_found & (shorter < size), shorter, size)
-            is_forced = is_found | ((h <= NEGLIGIBLE * limits.atol) & ~is_negligible)
-            gap = end * (LONGEST_GAP / method.widest_gap)
-            longest = torch.where(is_forced & (gap < longest), gap, longest)
-            margin = torch.where(is_forced, method.dense_error_factor, margin)
-            spent = spent + len(TRIALS) * (is_negligible & (end > 0)).any()
+            trials = term.stages([limits.begin + limits.sign * c * end for c in TRIALS])
+            found = torch.stack([norm(term, term(t, rows[0])) for t in trials]).nan_to_num(0.0, math.inf).amax(0)
+            of_force = h, f, found, end, limits.rtol, limits.atol
+            size, longest, margin = cautious(OfTorch, *of_force, method, size, longest)
+            spent = spent + len(TRIALS) * (is_negligible(h, f, *of_force[3:], method) & (end > 0)).any()
         size = size if first_step is None else torch.full_like(size, first_step)
         size = torch.where(size < longest, size, longest)
         size = torch.where(torch.isfinite(norms).all(0), size, math.nan)
