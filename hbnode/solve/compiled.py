@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -72,10 +71,8 @@ class Program:
     def __init__(self, function: Callable[..., Any], device_type: str) -> None:
         code = function.__code__.replace()  # a copy, because dynamo limits the graphs per code object
         own = types.FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)
-        options: dict[str, Any] = {"guard_filter_fn": _needed_guards}
-        if device_type == "cpu":
-            options["cpp_wrapper"] = True  # steps on the CPU are short, so the calls of kernels are compiled, too
-        self.run = torch.compile(own, fullgraph=True, options=options)
+        # steps on the CPU are short, so the calls of kernels are compiled, too
+        self.run = torch.compile(own, fullgraph=True, options={"cpp_wrapper": device_type == "cpu"})
         self.failed = self.is_full = False
 
     def __call__(self, *args: Any) -> Any:
@@ -103,20 +100,6 @@ class Program:
                     "as few numbers of dimensions, frozen parameters and Python values in func as possible",
                 )
             return None
-
-
-def _needed_guards(guards: Sequence[Any]) -> list[bool]:
-    """Return which guards of a graph are checked in each call: not those of constants, which nobody changes.
-
-    These are the method, the constants and functions of the solver's modules, and Python's own functions. Globals
-    without "__" are those of the module that defines the compiled function; all other modules have it in their name.
-    """
-    return [_CONSTANT.match(guard.name) is None for guard in guards]
-
-
-_CONSTANT = re.compile(
-    r"method($|[.\[])|(dict\()?G\['([^_]|_[^_]|__builtins_dict__|__import_hbnode_dot_(_torch|solve_dot_(control|methods|term))'\])"
-)
 
 
 def warn(reason: str, fix: str = "compile=False, or replace in func what torch.compile cannot trace") -> None:

@@ -5,7 +5,6 @@ import importlib
 import os
 import subprocess
 import sys
-import types
 
 import hypothesis
 import hypothesis.strategies as st
@@ -419,29 +418,6 @@ def test_which_graphs_a_field_needs():
     with torch.no_grad():
         assert graphs() == 4
     assert graphs() == 4
-
-
-@pytest.mark.usefixtures("_compiler")
-@pytest.mark.parametrize("name", ["torchlike", "hbnode_like", "method", "__main__"])
-def test_a_changed_global_of_func_is_seen(name, monkeypatch):
-    """Whatever its module is called."""
-    compile = torch.compile
-    monkeypatch.setattr(
-        torch,
-        "compile",
-        lambda f, fullgraph, options: compile(
-            f, backend="eager", options={"guard_filter_fn": options["guard_filter_fn"]}
-        ),
-    )
-    module = types.ModuleType(name)
-    exec("method = 2.0\ndef function(h): return method * h", module.__dict__)
-    monkeypatch.setitem(sys.modules, name, module)
-    field, x = hbnode.NODE(Of(module.function)), torch.ones(2, 3)
-    for _ in range(2):
-        with torch.no_grad():
-            ends = [hbnode.odeint(field, x, [0.0, 0.5], rtol=0.1, atol=0.1, compile=c)[-1] for c in (True, False)]
-        torch.testing.assert_close(*ends)
-        module.method = -1.0
 
 
 def test_attempts_beyond_keep_bytes_are_computed_again(no_compiler):
