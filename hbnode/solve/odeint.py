@@ -256,6 +256,8 @@ def _solve(field: Any, y0: State, t: Times, settings: Settings, nfe: NFE, end: b
     gradient, end_only = gradient_mode(settings.gradient), end and times.shape[-1] == 2
     setup = native_setup(field, y0, times, settings, counter, events, end_only=end_only)
     may_compile = settings.compile and _torch.may_look() and not events
+    if settings.compile and events:
+        compiled.warn("events are searched for in Python", "leave compile out")
     in_graphs = may_compile and not snapshot.masks and compiled.is_possible(setup, y0)
     if may_compile and not in_graphs:
         setup, solution = compile_steps(setup, field, y0, times, snapshot)

@@ -246,6 +246,9 @@ def test_what_cannot_be_compiled_is_said_and_solved_without(eager_compiler):
     block.field.func = SolveDropout(0.5)
     with pytest.warns(CompilationWarning, match="draws random numbers"):
         block(x)
+    field, event = hbnode.NODE(nn.Linear(2, 2)), hbnode.Event(lambda t, y: y[:, 0] - 9.0)
+    with pytest.warns(CompilationWarning, match="events are searched for in Python. Fix: leave compile out"):
+        hbnode.odeint(field, torch.ones(1, 2), [0.0, 0.1], events=event, compile=True)
 
 
 def test_beyond_its_last_graph_a_program_runs_without_compilation(eager_compiler, monkeypatch):
