@@ -40,6 +40,7 @@ lint: .venv/.complete
 	$(BIN)/mypy
 	$(BIN)/mypy --strict --follow-imports=silent tests/user_script.py
 	$(BIN)/pyright --pythonpath $(BIN)/python tests/user_script.py
+	$(BIN)/python -m tests.code_lines
 
 docs: .venv/.complete
 	$(BIN)/sphinx-build -W -q -b html docs docs/_build/html
