@@ -106,14 +106,23 @@ def warn(reason: str, fix: str = "compile=False, or replace in func what torch.c
     warnings.warn(f"compile=True has no effect: {reason}. Fix: {fix}.", CompilationWarning, stacklevel=2)
 
 
+def modes(snapshot: Snapshot) -> tuple[Any, ...]:
+    """Return the modes of a field's modules, and their hooks, which the guards of a graph do not check."""
+    return tuple(
+        [
+            (mode, *of._forward_hooks, *of._forward_pre_hooks, *of._backward_hooks, *of._backward_pre_hooks)
+            for of, mode in snapshot.modes
+        ]
+    )
+
+
 def program(term: ODETerm, snapshot: Snapshot, key: tuple[Any, ...], make: Callable[[], Made]) -> Made:
-    """Return what was compiled of a field for a key and the present modes, and ``make`` it at the first call."""
+    """Return what was compiled of a field for a key and its modes and hooks, and ``make`` it at the first call."""
     if not isinstance(term.inner, Field):
         kind = type(term.inner).__name__
         raise ValueError(f"compile=True needs an hbnode field, got {kind}. Fix: hbnode.NODE(func).")
     programs = term.inner.compiled
-    modes = tuple([is_training for _, is_training in snapshot.modes])
-    key = (*key, modes, term.template.device.type, term.autocast, torch.is_grad_enabled())
+    key = (*key, modes(snapshot), term.template.device.type, term.autocast, torch.is_grad_enabled())
     if key not in programs:
         programs[key] = make()
     made: Made = programs[key]
@@ -157,21 +166,22 @@ def key_of(
 
     Return None if this is not known, as for times with gradients or fields inside other modules.
     """
-    if isinstance(t, (Tensor, np.ndarray)) and not getattr(t, "requires_grad", False) and t.shape[0] <= MOST_OUTPUTS:
+    if snapshot.masks or open_records or needs_reference() or not isinstance(field, Field):
+        return None
+    if isinstance(t, (Tensor, np.ndarray)) and not getattr(t, "requires_grad", False) and t.ndim == 1:
         t = t.tolist()
     tensors = (y0,) if isinstance(y0, Tensor) else y0
-    if not isinstance(t, (list, tuple)) or type(tensors) is not tuple or not isinstance(field, Field):
+    if not isinstance(t, (list, tuple)) or type(tensors) is not tuple or not tensors:
         return None
     if any(type(x) not in (float, int) for x in t) or any(type(x) is not Tensor for x in tensors):
         return None
     kinds = tuple([(x.shape, x.dtype, x.device) for x in tensors])
-    if snapshot.masks or open_records or needs_reference() or torch.is_autocast_enabled(tensors[0].device.type):
-        return None
     gamma = field.solver_damping() if isinstance(field, HBNODE | GHBNODE) and field.omega is None else 0.0
     values = vars(settings) | {"options": tuple((settings.options or {}).items())}
-    if isinstance(gamma, Tensor) or not isinstance(settings.gradient, str | None):
+    in_autocast = torch.is_autocast_enabled(tensors[0].device.type)
+    if in_autocast or isinstance(gamma, Tensor) or not isinstance(settings.gradient, str | None):
         return None
-    of_field = change_of_call(field), frozenset(snapshot.dtypes), tuple([mode for _, mode in snapshot.modes]), gamma
+    of_field = change_of_call(field), frozenset(snapshot.dtypes), modes(snapshot), gamma
     return tuple(t), end, isinstance(y0, Tensor), kinds, torch.is_grad_enabled(), *of_field, *values.values()
 
 
@@ -205,7 +215,9 @@ def solve(setup: Setup, y0: State, snapshot: Snapshot, keep_bytes: int | None, k
     before = counter.nfe.forward
     if plan is not None and (solution := plan.solve(y0, counter, snapshot)) is not None:
         plans = setup.stepper.term.inner.compiled.setdefault("plans", {})
-        if key is not None and len(plans) < GRAPHS:
+        if len(plans) >= GRAPHS:
+            plans.clear()
+        if key is not None:
             plans[key] = plan
         return solution
     with solving(snapshot, setup.stepper.like.device.type):

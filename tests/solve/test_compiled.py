@@ -423,6 +423,53 @@ def test_which_graphs_a_field_needs():
     assert graphs() == 4
 
 
+def test_a_solve_like_an_earlier_one_sees_what_changed(eager_compiler, monkeypatch):
+    """It goes straight to its graph, but not with another damping, hook or dtype."""
+    for name in ("STABLE", "AGAIN"):
+        monkeypatch.setattr(compiled, name, 1)
+    again, found = compiled.solve_again, []
+
+    def solve_again(*args):
+        found.append(again(*args))
+        return found[-1]
+
+    monkeypatch.setattr(compiled, "solve_again", solve_again)
+    field = hbnode.HBNODE(nn.Linear(3, 3), damping=0.3, learn_damping=False).double()
+    x, t, settings = make_input()[:, :3], [0.0, 0.5], {"method": "nystrom4", "rtol": 1e-2, "atol": 1e-2}
+
+    def check(is_again):
+        found.clear()
+        torch.testing.assert_close(
+            solved(field, x, t, compile=True, **settings)[:2],
+            solved(field, x, t, **settings)[:2],
+            rtol=1e-9,
+            atol=1e-11,
+        )
+        assert any(solution is not None for solution in found) == is_again
+
+    for is_again in (False, False, True):
+        check(is_again)
+    with torch.no_grad():
+        field.func.weight.mul_(-1.5)
+    check(True)
+    field.func = nn.Linear(3, 3).double()
+    check(True)
+    field.load_state_dict(hbnode.HBNODE(nn.Linear(3, 3), damping=0.7, learn_damping=False).double().state_dict())
+    check(False)
+    check(True)
+    with hbnode.diagnostics.record_steps(field) as steps:
+        check(False)
+    assert len(steps) == 2  # of the solves with and without compilation
+    field.func.register_forward_hook(lambda module, args, output: 2.0 * output)
+    check(False)
+    settings["method"] = None
+    field.register_forward_hook(lambda module, args, output: output)
+    check(False)
+    field.float()
+    with pytest.raises(TypeError, match="expected one dtype"):
+        solved(field, x, t, compile=True, **settings)
+
+
 def test_attempts_beyond_keep_bytes_are_computed_again(no_compiler):
     field, x, t = make_field("hbnode", time_dependent=False).double(), make_input(), [0.0, 0.3, 1.0]
     expected = solved(field, x, t, gradient="direct")
