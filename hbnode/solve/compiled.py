@@ -62,6 +62,8 @@ class Program:
         options: dict[str, Any] = {"guard_filter_fn": _needed_guards}
         if device_type == "cpu":
             options["cpp_wrapper"] = True  # steps on the CPU are short, so the calls of kernels are compiled, too
+            # the default, but as a key of inductor's cache on disk, which else mixes the code of two kinds of CPUs
+            options["cpp.simdlen"] = {"AVX2": 256, "AVX512": 512}.get(torch.backends.cpu.get_cpu_capability())
         self.run = torch.compile(own, fullgraph=True, options=options)
         self.failed = self.is_full = False
 
