@@ -286,6 +286,50 @@ def test_what_needs_python_in_its_loop_is_not_exported(model):
         torch.export.export(model(), (torch.randn(3, 4),))
 
 
+class Masked(nn.Module):
+    """The outputs of an ODE-RNN for samples, times and a mask."""
+
+    def __init__(self, **settings):
+        super().__init__()
+        self.rnn = hbnode.ODERNN(2, 4, time_unit=1.0, **settings)
+
+    def forward(self, x, t, mask):
+        return self.rnn(x, t, mask=mask)[0]
+
+
+def irregular(batch):
+    """The second gap of all series has length 0."""
+    t = torch.rand(batch, 3).cumsum(1)
+    t[:, 2] = t[:, 1]
+    return torch.randn(batch, 3, 2), t, torch.rand(batch, 3, 2) > 0.3
+
+
+@QUIET
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"steps": 2},
+        *slow({"steps": 2, "per_sample": False}),
+        *slow({"steps": 1, "method": "rk4", "per_sample": False}),
+        *slow({"steps": 1, "method": "leapfrog", "missing": "decay", "num_layers": 2, "bidirectional": True}),
+        *slow({}),
+    ],
+    ids=str,
+)
+def test_an_ode_rnn_is_exported_for_any_batch(settings):
+    model = Masked(**settings).eval()
+    with torch.no_grad():
+        run = torch.export.export(model, irregular(3), dynamic_shapes=({0: BATCH},) * 3).module()
+    for inputs in map(irregular, (2, 5)):
+        torch.testing.assert_close(run(*inputs), model(*inputs).detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_an_ode_rnn_whose_steps_depend_on_the_times_is_not_exported():
+    with pytest.raises(ValueError, match=r"step_size.*Fix: steps=n"):
+        torch.export.export(Masked(options={"step_size": 0.1}), irregular(3))
+
+
 def test_a_module_without_adaptive_solves_has_nothing_to_report():
     with pytest.raises(ValueError, match="without adaptive solves"):
         torch.export.export(hbnode.solve.Reported(block()), (torch.randn(3, 4),))

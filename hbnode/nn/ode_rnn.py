@@ -592,9 +592,10 @@ class IntervalSolver:
         self.moves = self.t.detach().diff() != 0
         if _torch.is_vmapped(t):
             raise ValueError("t is mapped by torch.vmap. Fix: a batch, rnn(x, t) with t of shape (batch, T).")
-        # a gap of length 0 is solved if its times need gradients
-        self.is_zero = _torch.numbers(~self.moves.any(0) & (not t.requires_grad))
-        self.nfe = [NFE() for _ in self.is_zero]
+        self.nfe = [NFE() for _ in range(t.shape[1] - 1)]
+        # a gap of length 0 is solved if its times need gradients, and in a graph
+        is_solved = t.requires_grad or _torch.is_tracing()
+        self.is_zero = [False] * len(self.nfe) if is_solved else _torch.numbers(~self.moves.any(0))
 
     def __call__(self, gap: int, s: Tensor) -> Tensor:
         if self.is_zero[gap]:
@@ -610,6 +611,7 @@ class IntervalSolver:
 
     def _step_times(self, t: Tensor, step_size: float) -> Tensor:
         """Return times (batch, K + 1) of steps no longer than ``step_size``; rows with fewer steps repeat the end."""
+        _torch.refuse_export("options={'step_size': h}, whose number of steps depends on t", "steps=n")
         needed = steps_needed(t, step_size)
         most = float(needed.max())
         if not most <= self.settings.max_steps:
@@ -624,10 +626,10 @@ class IntervalSolver:
     def _solve_in_fractions(self, s: Tensor, t: Tensor, moves: Tensor, nfe: NFE) -> Tensor:
         """Solve one gap with torchdiffeq, in a time from 0 to 1: the elapsed fraction of each sample's gap.
 
-        Samples whose gap has length 0 keep their state without a solve, unless t requires gradients.
+        Samples whose gap has length 0 keep their state without a solve, unless t requires gradients or a graph is made.
         """
         index, moving = None, s
-        if not (t.requires_grad or bool(moves.all())):
+        if not (t.requires_grad or _torch.is_tracing() or bool(moves.all())):
             index = moves.nonzero()[:, 0]
             nfe.samples = index.tolist()
             t, index = t[index], index.to(s.device)

@@ -71,8 +71,12 @@ class Program:
     def __init__(self, function: Callable[..., Any], device_type: str) -> None:
         code = function.__code__.replace()  # a copy, because dynamo limits the graphs per code object
         own = types.FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)
-        # steps on the CPU are short, so the calls of kernels are compiled, too
-        self.run = torch.compile(own, fullgraph=True, options={"cpp_wrapper": device_type == "cpu"})
+        options: dict[str, Any] = {}
+        if device_type == "cpu":
+            options["cpp_wrapper"] = True  # steps on the CPU are short, so the calls of kernels are compiled, too
+            # the default, but as a key of inductor's cache on disk, which else mixes the code of two kinds of CPUs
+            options["cpp.simdlen"] = {"AVX2": 256, "AVX512": 512}.get(torch.backends.cpu.get_cpu_capability())
+        self.run = torch.compile(own, fullgraph=True, options=options)
         self.failed = self.is_full = False
 
     def __call__(self, *args: Any) -> Any:

@@ -412,7 +412,7 @@ def count_samples(y0: State, t: Tensor, settings: Settings) -> int:
     """
     what = "t of shape (batch, T)" if t.dim() == 2 else "per_sample=True" if settings.per_sample else "events="
     tensors = parts(y0)
-    if any(part.dim() == 0 or len(part) != len(tensors[0]) for part in tensors):
+    if any(part.dim() == 0 or part.shape[0] != tensors[0].shape[0] for part in tensors):  # len() is fixed in a graph
         raise ValueError(
             f"{what} needs a state whose parts have the shape (batch, ...), got {describe(y0)}. Fix: y.unsqueeze(0)."
         )
@@ -421,7 +421,7 @@ def count_samples(y0: State, t: Tensor, settings: Settings) -> int:
             f"t has shape {tuple(t.shape)} for a batch of {len(tensors[0])}; expected (batch, T). "
             "Fix: one row of times for each sample, or t of shape (T,)."
         )
-    return len(tensors[0])
+    return tensors[0].shape[0]
 
 
 def is_traceable(settings: Settings, is_dynamo: bool) -> bool:

@@ -501,3 +501,22 @@ def test_an_adaptive_solve_compiled_by_inductor(is_whole, monkeypatch):
     programs = next(iter(field.compiled.values()))
     assert not programs.failed
     assert len(programs.whole) == is_whole
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="changes the kind of CPU")
+def test_the_cache_on_disk_keeps_kinds_of_cpus_apart(tmp_path):
+    """Inductor's own key does not have the width of vectors: another CPU's code gives wrong values, or none."""
+    code = """
+import warnings, torch, hbnode
+warnings.filterwarnings("error", "compile=True has no effect")
+torch.manual_seed(0)
+field, x = hbnode.NODE(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh())), torch.randn(64, 64)
+with torch.no_grad():
+    ends = [hbnode.odeint(field, x, [0.0, 1.0], method="euler", steps=2, compile=c)[-1] for c in (True, False)]
+torch.testing.assert_close(*ends)
+"""
+    for capability in ({}, {"ATEN_CPU_CAPABILITY": "default"}):
+        environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)} | capability
+        subprocess.run([sys.executable, "-c", code], check=True, env=environment)
