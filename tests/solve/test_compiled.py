@@ -444,6 +444,38 @@ def test_a_changed_global_of_func_is_seen(name, monkeypatch):
         module.method = -1.0
 
 
+@pytest.mark.parametrize("per_sample", [False, True])
+def test_a_signal_in_a_solve_in_graphs(per_sample, no_compiler):
+    """Its jumps are padded to a number of which there are few."""
+    signal = hbnode.Signal(torch.linspace(0, 2, 4), torch.tensor([0.0, 5.0, -5.0, 0.0]))
+    field, x = hbnode.NODE(lambda t, h: signal(t) - h).double(), torch.tensor([[0.0], [3.0]], dtype=torch.float64)
+    settings = {"method": "tsit5", "rtol": 1e-4, "atol": 1e-4, "per_sample": per_sample}
+    expected = solved(field, x, [0.0, 0.7, 1.9], **settings)
+    found = solved(field, x, [0.0, 0.7, 1.9], compile=True, **settings)
+    torch.testing.assert_close(found[:2], expected[:2], rtol=1e-9, atol=1e-10)
+    assert found[2] == expected[2]
+    (programs,) = field.compiled.values()
+    assert programs.latest == expected[2].steps + expected[2].rejected
+
+
+def test_gradients_of_times_are_those_of_the_loop(no_compiler):
+    field, x = hbnode.NODE(nn.Linear(3, 3)).double(), rows(2)
+    t, gradients = torch.tensor([0.0, 0.5, 2.0], dtype=torch.float64, requires_grad=True), []
+    for compile in (False, True):
+        h = hbnode.odeint(field, x, t, compile=compile)
+        gradients.append(torch.autograd.grad(h[1:].sin().sum(), t)[0])
+    torch.testing.assert_close(*gradients)
+    assert gradients[0].all()
+
+
+def test_steps_to_exact_times_are_not_limited_by_their_number(no_compiler):
+    field, x, t = hbnode.NODE(nn.Linear(3, 3)).double(), rows(2), [0.0, 0.1, 0.2, 0.3, 0.4]
+    nfe = solved(field, x, t, save="exact")[2]
+    assert solved(field, x, t, save="exact", compile=True, max_steps=nfe.steps + nfe.rejected - 3)[2] == nfe
+    (programs,) = field.compiled.values()
+    assert programs.latest == nfe.steps + nfe.rejected
+
+
 def test_attempts_beyond_keep_bytes_are_computed_again(no_compiler):
     field, x, t = make_field("hbnode", time_dependent=False).double(), make_input(), [0.0, 0.3, 1.0]
     expected = solved(field, x, t, gradient="direct")
