@@ -370,6 +370,18 @@ def test_a_rejected_attempt_with_infinite_derivatives_does_not_reach_gradients(n
     for _ in range(3):
         assert solved(field, x, [0.0, 0.1], compile=True, **settings)[1][0].isfinite().all()
 
+    attempts = expected[2].steps + expected[2].rejected
+    for end in torch.linspace(0.1, 0.2, 11).tolist():  # a graph of as many attempts, from solves without rejected ones
+        other = torch.full((2, 3), 0.5, dtype=torch.float64), [0.0, end]
+        nfe = solved(field, *other, **settings)[2]
+        if (nfe.steps, nfe.rejected) == (attempts, 0):
+            break
+    for _ in range(2):
+        assert solved(field, *other, compile=True, **settings)[2] == nfe
+    (programs,) = field.compiled.values()
+    assert list(programs.whole) == [attempts]
+    assert solved(field, x, [0.0, 0.1], compile=True, **settings)[1][0].isfinite().all()
+
 
 @pytest.mark.parametrize(
     ("error", "func", "settings"),
@@ -447,7 +459,7 @@ def test_a_changed_global_of_func_is_seen(name, monkeypatch):
 @pytest.mark.parametrize("per_sample", [False, True])
 def test_a_signal_in_a_solve_in_graphs(per_sample, no_compiler):
     """Its jumps are padded to a number of which there are few."""
-    signal = hbnode.Signal(torch.linspace(0, 2, 4), torch.tensor([0.0, 5.0, -5.0, 0.0]))
+    signal = hbnode.Signal(torch.linspace(0, 2, 6), torch.tensor([0.0, 5.0, -5.0, 0.0, 4.0, 0.0]))
     field, x = hbnode.NODE(lambda t, h: signal(t) - h).double(), torch.tensor([[0.0], [3.0]], dtype=torch.float64)
     settings = {"method": "tsit5", "rtol": 1e-4, "atol": 1e-4, "per_sample": per_sample}
     expected = solved(field, x, [0.0, 0.7, 1.9], **settings)
