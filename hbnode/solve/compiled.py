@@ -286,6 +286,9 @@ class _Run:
         programs, setup = self.programs, self.setup
         if self.term.time_dependent or "first_step" in self.options or not self.stores(programs.latest):
             return None
+        evaluations = self.term.counter.nfe.forward + 1 + programs.latest * self.method.evaluations
+        if programs.latest > setup.settings.max_steps or evaluations > (setup.max_nfe or math.inf):
+            return None
         program = programs.of_solve()
         if program is None:
             return None

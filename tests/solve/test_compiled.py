@@ -404,6 +404,22 @@ def test_failures_of_graphs_are_those_of_the_loop(error, func, settings, per_sam
     assert raised[0] == raised[1]
 
 
+@pytest.mark.parametrize(
+    ("error", "limit"), [(errors.MaxStepsError, {"max_steps": 1}), (errors.MaxNFEError, {"options": {"max_nfe": 12}})]
+)
+def test_a_graph_of_a_whole_solve_has_the_limits_of_its_call(error, limit, no_compiler):
+    """They may be lower than those of the calls for which it was made."""
+    field, x = hbnode.NODE(Of(torch.tanh)), torch.full((2, 3), 0.5, dtype=torch.float64)
+    settings = {"method": "tsit5", "compile": True, "rtol": 1e-4, "atol": 1e-4}
+    with torch.no_grad():
+        for _ in range(3):
+            hbnode.odeint(field, x, [0.0, 4.0], **settings)
+        (programs,) = field.compiled.values()
+        assert len(programs.whole) == 1
+        with pytest.raises(error):
+            hbnode.odeint(field, x, [0.0, 4.0], **settings, **limit)
+
+
 @pytest.mark.usefixtures("eager_compiler", "_compiler")
 def test_which_graphs_a_field_needs():
     """Tolerance, times and γ are inputs; a second batch size, evaluation and no_grad need one more each."""
