@@ -355,12 +355,15 @@ class _Run:
 
     def plan(self) -> Plan | None:
         """Return how to solve by one graph, with as many attempts as the last solves; None if they differed."""
-        programs, term = self.programs, self.term
+        programs, term, setup = self.programs, self.term, self.setup
         if term.time_dependent or "first_step" in self.options or not self.stores(programs.latest):
+            return None
+        evaluations = term.counter.nfe.forward + 1 + programs.latest * self.method.evaluations
+        if programs.latest > setup.settings.max_steps or evaluations > (setup.max_nfe or math.inf):
             return None
         if programs.of_solve() is None:
             return None
-        times = self.times(self.setup, self.options.get("max_step", math.inf))
+        times = self.times(setup, self.options.get("max_step", math.inf))
         if term.second_order and term.inner.omega is not None:
             times = times._replace(gamma=None)  # else its gradient would leave the graph
         return Plan(programs, programs.latest, times, self.method.evaluations, self.keep_bytes is not None)

@@ -372,6 +372,18 @@ def test_a_rejected_attempt_with_infinite_derivatives_does_not_reach_gradients(n
     for _ in range(3):
         assert solved(field, x, [0.0, 0.1], compile=True, **settings)[1][0].isfinite().all()
 
+    attempts = expected[2].steps + expected[2].rejected
+    for end in torch.linspace(0.1, 0.2, 11).tolist():  # a graph of as many attempts, from solves without rejected ones
+        other = torch.full((2, 3), 0.5, dtype=torch.float64), [0.0, end]
+        nfe = solved(field, *other, **settings)[2]
+        if (nfe.steps, nfe.rejected) == (attempts, 0):
+            break
+    for _ in range(2):
+        assert solved(field, *other, compile=True, **settings)[2] == nfe
+    programs = next(iter(field.compiled.values()))
+    assert list(programs.whole) == [attempts]
+    assert solved(field, x, [0.0, 0.1], compile=True, **settings)[1][0].isfinite().all()
+
 
 @pytest.mark.parametrize(
     ("error", "func", "settings"),
@@ -392,6 +404,22 @@ def test_failures_of_graphs_are_those_of_the_loop(error, func, settings, per_sam
             hbnode.odeint(field, x, [0.0, 4.0], method="tsit5", per_sample=per_sample, compile=is_compiled, **settings)
         raised.append((type(caught.value), str(caught.value), caught.value.t, caught.value.nfe))
     assert raised[0] == raised[1]
+
+
+@pytest.mark.parametrize(
+    ("error", "limit"), [(errors.MaxStepsError, {"max_steps": 1}), (errors.MaxNFEError, {"options": {"max_nfe": 12}})]
+)
+def test_a_graph_of_a_whole_solve_has_the_limits_of_its_call(error, limit, no_compiler):
+    """They may be lower than those of the calls for which it was made."""
+    field, x = hbnode.NODE(Of(torch.tanh)), torch.full((2, 3), 0.5, dtype=torch.float64)
+    settings = {"method": "tsit5", "compile": True, "rtol": 1e-4, "atol": 1e-4}
+    with torch.no_grad():
+        for _ in range(3):
+            hbnode.odeint(field, x, [0.0, 4.0], **settings)
+        programs = next(iter(field.compiled.values()))
+        assert len(programs.whole) == 1
+        with pytest.raises(error):
+            hbnode.odeint(field, x, [0.0, 4.0], **settings, **limit)
 
 
 @pytest.mark.usefixtures("eager_compiler", "_compiler")
@@ -468,6 +496,38 @@ def test_a_solve_like_an_earlier_one_sees_what_changed(eager_compiler, monkeypat
     field.float()
     with pytest.raises(TypeError, match="expected one dtype"):
         solved(field, x, t, compile=True, **settings)
+
+
+@pytest.mark.parametrize("per_sample", [False, True])
+def test_a_signal_in_a_solve_in_graphs(per_sample, no_compiler):
+    """Its jumps are padded to a number of which there are few."""
+    signal = hbnode.Signal(torch.linspace(0, 2, 6), torch.tensor([0.0, 5.0, -5.0, 0.0, 4.0, 0.0]))
+    field, x = hbnode.NODE(lambda t, h: signal(t) - h).double(), torch.tensor([[0.0], [3.0]], dtype=torch.float64)
+    settings = {"method": "tsit5", "rtol": 1e-4, "atol": 1e-4, "per_sample": per_sample}
+    expected = solved(field, x, [0.0, 0.7, 1.9], **settings)
+    found = solved(field, x, [0.0, 0.7, 1.9], compile=True, **settings)
+    torch.testing.assert_close(found[:2], expected[:2], rtol=1e-9, atol=1e-10)
+    assert found[2] == expected[2]
+    programs = next(iter(field.compiled.values()))
+    assert programs.latest == expected[2].steps + expected[2].rejected
+
+
+def test_gradients_of_times_are_those_of_the_loop(no_compiler):
+    field, x = hbnode.NODE(nn.Linear(3, 3)).double(), rows(2)
+    t, gradients = torch.tensor([0.0, 0.5, 2.0], dtype=torch.float64, requires_grad=True), []
+    for compile in (False, True):
+        h = hbnode.odeint(field, x, t, compile=compile)
+        gradients.append(torch.autograd.grad(h[1:].sin().sum(), t)[0])
+    torch.testing.assert_close(*gradients)
+    assert gradients[0].all()
+
+
+def test_steps_to_exact_times_are_not_limited_by_their_number(no_compiler):
+    field, x, t = hbnode.NODE(nn.Linear(3, 3)).double(), rows(2), [0.0, 0.1, 0.2, 0.3, 0.4]
+    nfe = solved(field, x, t, save="exact")[2]
+    assert solved(field, x, t, save="exact", compile=True, max_steps=nfe.steps + nfe.rejected - 3)[2] == nfe
+    programs = next(iter(field.compiled.values()))
+    assert programs.latest == nfe.steps + nfe.rejected
 
 
 def test_attempts_beyond_keep_bytes_are_computed_again(no_compiler):

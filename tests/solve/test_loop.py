@@ -244,6 +244,45 @@ def test_limits(per_sample):
     assert 0.0 < error.value.t < error.value.nfe / 50 + 0.1
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"per_sample": True}, {"method": "rodas5p"}, {"steps": 3}, {"steps": 3, "jump_times": [0.5]}],
+    ids=str,
+)
+def test_max_nfe_is_the_largest_number_of_evaluations(settings):
+    field, h = hbnode.NODE(lambda t, h: torch.cos(9 * t) - h), torch.ones(2, 1)
+    with hbnode.count_nfe(field) as nfe:
+        hbnode.odeint(field, h, [0.0, 1.0], **settings)
+    with hbnode.count_nfe(field) as limited:
+        hbnode.odeint(field, h, [0.0, 1.0], options={"max_nfe": nfe.forward}, **settings)
+    assert limited == nfe
+    with pytest.raises(hbnode.errors.MaxNFEError) as error:
+        hbnode.odeint(field, h, [0.0, 1.0], options={"max_nfe": nfe.forward - 1}, **settings)
+    assert error.value.nfe < nfe.forward
+
+
+@pytest.mark.parametrize("method", ["nystrom4", "nystrom8"])
+def test_the_strongest_damping_of_all_channels_limits_the_steps(method):
+    field = hbnode.HBNODE(lambda h: 0 * h, damping=[0.1, 500.0, 3.0], learn_damping=False)
+    with hbnode.nfe.record_steps(field) as steps:
+        hbnode.odeint(field, (torch.ones(2, 3), torch.zeros(2, 3)), [0.0, 1.0], method=method)
+    assert 0.9 < max(steps.size) * 500.0 / METHODS[method].damping_limit < 1.1
+
+
+@pytest.mark.parametrize(("outputs", "accepted"), [((1.0, 1.0), (True, True)), ((0.5, 1.0), (False, True))])
+def test_a_step_with_an_output_inside_needs_a_smaller_error(outputs, accepted):
+    """Half of the tolerance is too much where the error of dense output may be four times that of the step."""
+    tableau, slopes = METHODS["tsit5"].tableau, [-1.0]
+    for row in tableau.a:
+        slopes.append(-1.0 - sum(weight * slope for weight, slope in zip(row, slopes, strict=True)))
+    error = abs(sum(weight * slope for weight, slope in zip(tableau.error, slopes, strict=True)))
+    t, field = float64([0.0, outputs[0], 1.0], [0.0, outputs[1], 1.0]), hbnode.NODE(lambda h: -h)
+    with hbnode.nfe.record_steps(field) as steps:
+        hbnode.odeint(field, float64([1.0], [1.0]), t, atol=2 * error, rtol=1e-12, options={"first_step": 1.0})
+    assert steps.size[:2] == [1.0, 1.0]
+    assert tuple(steps.accepted[:2]) == accepted
+
+
 SPRING = hbnode.HBNODE(lambda h: -h, learn_damping=False)
 PAIR = (torch.ones(2, 1), torch.zeros(2, 1))
 

@@ -133,6 +133,25 @@ def test_an_autocast_inside_of_f(gradient, options):
     assert linear.weight.grad.abs().sum() > 0
 
 
+@pytest.mark.parametrize("save", ["interpolate", "exact"])
+@pytest.mark.parametrize("gradient", ["direct", AGAIN], ids=["kept", "again"])
+def test_a_sample_that_overflows_does_not_move_the_times_of_others(gradient, save):
+    """y' = cos t, of which dy/dt is the derivative in a last time; the first attempt overflows for the other sample."""
+    is_steep = torch.tensor([[0.0], [1.0]], dtype=torch.float64)
+    field = hbnode.NODE(lambda t, y: torch.cos(t) - is_steep * y * torch.exp(y * y))
+    t = torch.tensor([0.2, 0.3, 0.35, 0.5, 0.6], dtype=torch.float64, requires_grad=True)
+    x, options = torch.tensor([[0.0], [30.0]], dtype=torch.float64), {"first_step": 0.3}
+    settings = {"per_sample": True, "gradient": gradient, "save": save, "rtol": 1e-4, "atol": 1e-4}
+    with hbnode.nfe.record_steps(field) as steps:
+        y = hbnode.odeint(field, x * 0.1, t, options=options, **settings)
+    assert steps.accepted[:2] == [True, False]
+    y, exact = y[:, 0, 0], torch.sin(t) - torch.sin(t[0])
+    torch.testing.assert_close(y, exact, rtol=1e-4, atol=1e-4)
+    for k in range(1, 5):
+        found, expected = (torch.autograd.grad(z[k], t, retain_graph=True)[0] for z in (y, exact))
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("gradient", ["checkpoint", AGAIN], ids=["kept", "again"])
 def test_a_step_that_overflows_for_one_sample_leaves_its_gradient_finite(gradient):
     weight = torch.tensor(1.0, requires_grad=True)
