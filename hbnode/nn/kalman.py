@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -61,9 +60,6 @@ class OscillatorFiltered(Record):
     after: Gaussian
     log_likelihood: Tensor
     state: OscillatorBelief
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter((self.before, self.after, self.log_likelihood, self.state))
 
 
 _WIDTH = 4096  # squares of a block's length, above which its operations cost more than the call of them

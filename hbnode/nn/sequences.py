@@ -75,7 +75,11 @@ class ODERNNState(Record):
     last_t: Tensor | None = None
     below: ODERNNState | None = None
 
-    def __getitem__(self, index: object) -> NoReturn:  # also called by iteration
+    @override
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self[0])
+
+    def __getitem__(self, index: object) -> NoReturn:
         raise TypeError(
             "the parts of an ODERNNState are read by name. Fix: state.h, (batch, hidden_size), instead of the h[-1] "
             "of torch.nn.GRU; state.m and state.t for momentum and time."
@@ -110,9 +114,6 @@ class Filtered(Record):
     before: ODERNNState
     after: ODERNNState
     state: ODERNNState
-
-    def __iter__(self) -> Iterator[ODERNNState]:
-        return iter((self.before, self.after, self.state))
 
 
 def state_of(

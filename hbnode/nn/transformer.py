@@ -7,17 +7,18 @@ supports streaming.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
 from hbnode._checks import as_count, as_real, check_bool, check_callable, check_input, is_one_of, nearest
-from hbnode._tree import register_state
+from hbnode._tree import Record, record
 from hbnode.nn.attention import (
     HeavyBallMemory,
     MomentumAttention,
@@ -28,8 +29,8 @@ from hbnode.nn.attention import (
 from hbnode.nn.sequences import check_dtype
 
 
-@register_state
-class DepthState(NamedTuple):
+@record
+class DepthState(Record):
     """The state that a connection passes from one layer to the next; entries that the connection does not use are None.
 
     Attributes:
@@ -41,14 +42,6 @@ class DepthState(NamedTuple):
     previous: Tensor | None = None
     update: Tensor | None = None
     velocity: Tensor | None = None
-
-    def detach(self) -> DepthState:
-        """Return the state detached from the autograd graph."""
-        return DepthState(*(None if x is None else x.detach() for x in self))
-
-    def to(self, *args: Any, **kwargs: Any) -> DepthState:
-        """Return the state on another device or in another dtype, with the arguments of :meth:`torch.Tensor.to`."""
-        return DepthState(*(None if x is None else x.to(*args, **kwargs) for x in self))
 
 
 class Connection(nn.Module):
@@ -98,7 +91,7 @@ class MomentumConnection(Connection):
         after = x + update
         if depth.previous is not None:
             after = after + self.momentum * (x - depth.previous)
-        return after, depth._replace(previous=x)
+        return after, dataclasses.replace(depth, previous=x)
 
 
 class AdaptiveConnection(Connection):
@@ -137,7 +130,7 @@ class AdaptiveConnection(Connection):
         after = x + update
         if depth.previous is not None and depth.update is not None:
             after = after + self.momentum(update, depth.update) * (x - depth.previous)
-        return after, depth._replace(previous=x, update=update)
+        return after, dataclasses.replace(depth, previous=x, update=update)
 
     def momentum(self, update: Tensor, previous: Tensor) -> Tensor:
         """Compute β_l of each token, (..., 1).
@@ -185,7 +178,7 @@ class MomentumStateConnection(Connection):
     def attention(self, x: Tensor, update: Tensor, depth: DepthState) -> tuple[Tensor, DepthState]:
         """Return x + s v with v = β v + g and g the output ``update``, and a depth state that holds v."""
         velocity = update if depth.velocity is None else self.momentum * depth.velocity + update
-        return x + self.step_size * velocity, depth._replace(velocity=velocity)
+        return x + self.step_size * velocity, dataclasses.replace(depth, velocity=velocity)
 
 
 class HeavyBallConnection(Connection):
@@ -239,7 +232,7 @@ class HeavyBallConnection(Connection):
         velocity = self.step_size[sublayer] * update
         if depth.velocity is not None:
             velocity = velocity + self.momentum[sublayer] * depth.velocity
-        return x + velocity, depth._replace(velocity=velocity)
+        return x + velocity, dataclasses.replace(depth, velocity=velocity)
 
 
 class NesterovConnection(HeavyBallConnection):
@@ -477,13 +470,14 @@ class TransformerLayerBase(nn.Module):
                 "Fix: x.flatten(0, -3) for several batch dimensions of a layer with batch_first=True."
             )
         check_dtype(x, [next(self.parameters()).dtype])
-        for part in depth_state or ():
+        depth = DepthState() if depth_state is None else depth_state
+        for part in (depth.previous, depth.update, depth.velocity):
             if part is not None and part.shape != x.shape:
                 raise ValueError(
                     f"depth_state must hold tensors like x, {tuple(x.shape)}, got {tuple(part.shape)}. "
                     "Fix: depth_state=None in the first layer."
                 )
-        return DepthState() if depth_state is None else depth_state
+        return depth
 
     def _sublayer(self, x: Tensor, depth: DepthState, norm: nn.Module, block: Block, join: Join) -> Stream:
         """Return the residual stream and depth state after a block, its norm and ``join``, a connection's method."""
@@ -700,8 +694,8 @@ class MomentumTransformerDecoderLayer(TransformerLayerBase):
         return x, depth
 
 
-@register_state
-class TransformerState(NamedTuple):
+@record
+class TransformerState(Record):
     """The state of a :class:`MomentumTransformer` after the tokens processed so far.
 
     Attributes:
@@ -712,17 +706,10 @@ class TransformerState(NamedTuple):
     position: Tensor
     layers: tuple[Any, ...]
 
-    def detach(self) -> TransformerState:
-        """Return the state detached from the autograd graph, for truncated backpropagation."""
-        return TransformerState(self.position, tuple(layer.detach() for layer in self.layers))
-
-    def to(self, *args: Any, **kwargs: Any) -> TransformerState:
-        """Return the state on another device or in another dtype, with the arguments of :meth:`torch.Tensor.to`.
-
-        ``position`` keeps its dtype, because it counts tokens.
-        """
-        device = self.position.to(*args, **kwargs).device
-        return TransformerState(self.position.to(device), tuple(layer.to(*args, **kwargs) for layer in self.layers))
+    @override
+    @staticmethod
+    def _dtype(name: str, old: torch.dtype, new: torch.dtype) -> torch.dtype:
+        return old if name == "position" else new
 
 
 class MomentumTransformer(nn.Module):

@@ -11,7 +11,7 @@ import hbnode
 from tests import reference_attention as reference
 from tests.models import slow
 
-attend = hbnode.nn.functional.momentum_attention
+attend, State = hbnode.nn.functional.momentum_attention, hbnode.nn.functional.MomentumAttentionState
 causal_or_not = pytest.mark.parametrize("causal", [True, False], ids=["causal", "whole"])
 
 
@@ -26,7 +26,7 @@ def make(batch=2, heads=3, length=37, dim=4, value_dim=5, *, state=False, dtype=
     if not state:
         return *qkv, None
     s, p, z = draw(batch, heads, dim, value_dim), draw(batch, heads, dim, value_dim), draw(batch, heads, dim)
-    return *qkv, (s, p, z)
+    return *qkv, State(s, p, z)
 
 
 def make_mask(batch=2, length=37):
@@ -225,7 +225,7 @@ def test_second_derivatives(masked, causal):
     options["key_padding_mask"] = torch.tensor([[False, True, False, False]]) if masked else None
 
     def function(q, k, v, momentum, step_size, *state):
-        out, after = attend(q, k, v, momentum=momentum, step_size=step_size, initial_state=state, **options)
+        out, after = attend(q, k, v, momentum=momentum, step_size=step_size, initial_state=State(*state), **options)
         return out, *after
 
     inputs = (q, k, v, momentum, step_size, *state)
@@ -266,8 +266,8 @@ def test_export_with_an_open_length(strict):
 def test_a_traced_graph():
     q, k, v, _ = (None if x is None else x.detach() for x in make(length=20))
     with hbnode._torch.checking_shapes():
-        program = torch.jit.trace(Module(), (q, k, v))
-    assert_close(tuple(program(q, k, v)[1]), tuple(Module()(q, k, v)[1]))
+        program = torch.jit.trace(lambda *qkv: Module()(*qkv)[0], (q, k, v))
+    assert_close(program(q, k, v), Module()(q, k, v)[0])
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ def test_a_traced_graph():
         ({"q": torch.zeros(2, 3, 37, 4)}, "must have one dtype"),
         ({"q": torch.zeros(2, 3, 9, 4).double()}, "causal=False"),
         ({"initial_state": torch.zeros(3)}, "initial_state must be a MomentumAttentionState"),
-        ({"initial_state": [torch.zeros(1, 3, 4, 5)] * 2 + [torch.zeros(1, 3, 4)]}, "initial_state.s must be"),
+        ({"initial_state": State(*[torch.zeros(1, 3, 4, 5)] * 2, torch.zeros(1, 3, 4))}, "initial_state.s must be"),
     ],
 )
 def test_wrong_arguments_are_refused(changed, message):

@@ -1,6 +1,7 @@
 """Transformer layers, connections over depth, and the model that streams."""
 
 import copy
+import dataclasses
 import functools
 import math
 import pickle
@@ -509,7 +510,7 @@ def test_states_are_saved_copied_and_loaded(attention, again):
 def test_states_change_their_dtype(attention):
     net, x = model(attention), tokens()
     with torch.no_grad():
-        state = net.prefill(x[:, :5])[1]._replace(position=torch.tensor([5, 4097, 5]))
+        state = dataclasses.replace(net.prefill(x[:, :5])[1], position=torch.tensor([5, 4097, 5]))
         narrow = state.to(torch.bfloat16)
         assert torch.equal(narrow.position, state.position)
         y, after = net.step(x[:, 5], narrow)
