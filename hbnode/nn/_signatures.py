@@ -16,12 +16,12 @@ def shares_arguments(kind: Layer) -> Layer:
     """
     base = next(each for each in kind.__mro__[1:] if "__init__" in vars(each))
     init: Any = vars(kind).get("__init__", vars(base)["__init__"])
-    of_base, own = inspect.signature(vars(base)["__init__"]).parameters, inspect.signature(init)
+    base_parameters, own = inspect.signature(vars(base)["__init__"]).parameters, inspect.signature(init)
     *parameters, last = own.parameters.values()
     if last.kind is last.VAR_KEYWORD:
         (options,) = get_args(get_type_hints(init)[last.name])
         names = options.__required_keys__ | options.__optional_keys__
-        shared = [parameter for name, parameter in of_base.items() if name in names]
+        shared = [parameter for name, parameter in base_parameters.items() if name in names]
         own = own.replace(parameters=[*parameters, *shared])
         init.__signature__ = own
     if kind.__doc__ is not None and base.__doc__ is not None:  # they are None under python -OO

@@ -13,7 +13,7 @@ from torch.distributions import Normal, StudentT, kl_divergence
 from torch.nn.functional import pad
 from typing_extensions import Self, override
 
-from hbnode._checks import ArrayLike, as_count, nearest, refuse_meta
+from hbnode._checks import ArrayLike, as_count, refuse_meta
 from hbnode._times import as_times, as_unit, check_digits
 from hbnode._torch import ModuleWithConstants, untraced
 from hbnode._tree import Record, State, record
@@ -181,9 +181,7 @@ class LatentModel(ModuleWithConstants):
         super().__init__()
         self.input_size, self.latent_size = as_count(input_size, "input_size"), as_count(latent_size, "latent_size")
         self.set_constant("_time_unit", as_unit(time_unit, "time_unit"))
-        if likelihood not in get_args(Likelihood):
-            near = nearest(likelihood, get_args(Likelihood)) or "normal"
-            raise ValueError(f"likelihood must be one of {get_args(Likelihood)}, got {likelihood!r}. Fix: {near!r}.")
+        seq.check_choice(likelihood, "likelihood", get_args(Likelihood))
         hidden_size = as_count(hidden_size, "hidden_size")
         self.encoder = GRUEncoder(self.input_size, hidden_size, static_size) if encoder is None else encoder
         summary_size = getattr(self.encoder, "hidden_size", None)

@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import Unpack, override
 
-from hbnode._checks import as_count, as_real, check_bool, check_input, is_one_of, tensor_fix
+from hbnode._checks import as_count, as_real, check_bool, check_input, tensor_fix
 from hbnode._torch import (
     cpu_has_layer,
     fused_layer,
@@ -34,9 +34,9 @@ from hbnode._torch import (
 from hbnode._tree import Record, record
 from hbnode.nn._scan import BLOCK, Cell, run_cell
 from hbnode.nn._signatures import shares_arguments
-from hbnode.nn.orthogonal import OrthogonalWeights, checked_init, parameter_groups, rebase_every
+from hbnode.nn.orthogonal import ANGLES, OrthogonalWeights, parameter_groups, rebase_every
 from hbnode.nn.rules import LinearRule, Memory, Momentum, Rule, RuleName, make_rule, memory_dtype
-from hbnode.nn.sequences import Series, checked_dropout
+from hbnode.nn.sequences import Series, check_choice, checked_dropout
 
 __all__ = [
     "MomentumRNN",
@@ -268,12 +268,6 @@ GRU = Cell(_gru_step, gates=3, adds_bias=True, torch_layer="gru")
 DTRIV_CELL = Cell(_modrelu_step, adds_bias=True)
 ELMAN = {"tanh": Cell(_tanh_step, torch_layer="rnn_tanh"), "relu": Cell(_relu_step, torch_layer="rnn_relu")}
 NO_MOMENTUM = Momentum(momentum=0.0, step_size=1.0)  # d_t = g_t
-
-
-def _elman(nonlinearity: str) -> Cell:
-    if not is_one_of(nonlinearity, tuple(ELMAN)):
-        raise ValueError(f"nonlinearity must be one of {tuple(ELMAN)}, got {nonlinearity!r}. Fix: 'tanh'.")
-    return ELMAN[nonlinearity]
 
 
 # What layers and cells share
@@ -839,7 +833,8 @@ class MomentumRNN(RecurrentLayer):
         nonlinearity: Literal["tanh", "relu"] = "tanh",
         **options: Unpack[MomentumLayerOptions],
     ) -> None:
-        self.nonlinearity, self.cell = nonlinearity, _elman(nonlinearity)
+        self.nonlinearity = check_choice(nonlinearity, "nonlinearity", tuple(ELMAN))
+        self.cell = ELMAN[nonlinearity]
         super().__init__(input_size, hidden_size, num_layers, bias=bias, **options)
 
 
@@ -864,7 +859,8 @@ class MomentumRNNCell(RecurrentCell):
         nonlinearity: Literal["tanh", "relu"] = "tanh",
         **options: Unpack[CellOptions],
     ) -> None:
-        self.nonlinearity, self.cell = nonlinearity, _elman(nonlinearity)
+        self.nonlinearity = check_choice(nonlinearity, "nonlinearity", tuple(ELMAN))
+        self.cell = ELMAN[nonlinearity]
         super().__init__(input_size, hidden_size, momentum, step_size, bias, **options)
 
 
@@ -1025,7 +1021,7 @@ class MomentumDTRIV(OrthogonalWeights, RecurrentLayer):
         init: Literal["cayley", "henaff"] = "cayley",
         **options: Unpack[MomentumLayerOptions],
     ) -> None:
-        self.init = checked_init(init)
+        self.init = check_choice(init, "init", tuple(ANGLES))
         super().__init__(input_size, hidden_size, num_layers, bias=True, **options)
         self._make_orthogonal()
 
@@ -1054,7 +1050,7 @@ class MomentumDTRIVCell(OrthogonalWeights, RecurrentCell):
         init: Literal["cayley", "henaff"] = "cayley",
         **options: Unpack[CellOptions],
     ) -> None:
-        self.init = checked_init(init)
+        self.init = check_choice(init, "init", tuple(ANGLES))
         super().__init__(input_size, hidden_size, momentum, step_size, True, **options)
         self._make_orthogonal()
 

@@ -26,7 +26,7 @@ from hbnode.nn.attention import (
     SoftmaxAttention,
     read_mask,
 )
-from hbnode.nn.sequences import check_dtype
+from hbnode.nn.sequences import check_choice, check_dtype
 
 
 @record
@@ -780,10 +780,10 @@ class MomentumTransformer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if positions is not None and not is_one_of(positions, ("sinusoidal", "rotary")):
-            raise ValueError(f"positions must be 'sinusoidal', 'rotary' or None, got {positions!r}. Fix: one of these.")
+        if positions is not None:
+            check_choice(positions, "positions", ("sinusoidal", "rotary"))
         rotary = positions == "rotary"
-        of_attention = _with_rotary(attention, attention_options or {}, rotary)
+        with_rotary = _with_rotary(attention, attention_options or {}, rotary)
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         self.d_model, self.positions, self.causal = as_count(d_model, "d_model"), positions, causal
         self.num_embeddings = None if num_embeddings is None else as_count(num_embeddings, "num_embeddings")
@@ -799,7 +799,7 @@ class MomentumTransformer(nn.Module):
                 batch_first=True,
                 norm_first=norm_first,
                 attention=attention,
-                attention_options=of_attention,
+                attention_options=with_rotary,
                 connection=connection,
                 connection_momentum=connection_momentum,
                 causal=causal,

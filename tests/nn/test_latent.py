@@ -376,7 +376,7 @@ def test_static_features_and_times_that_are_no_numbers():
 
 def test_messages_name_what_was_expected():
     x, t, _ = series()
-    with pytest.raises(ValueError, match="Fix: 'student'"):
+    with pytest.raises(ValueError, match="Fix: likelihood='student'"):
         LatentODE(2, 2, likelihood="studnt")
     with pytest.raises(TypeError, match="field must be a field, got Linear"):
         LatentODE(2, 2, field=nn.Linear(2, 2))

@@ -593,7 +593,7 @@ def test_an_adjoint_without_gradients_of_times_says_so():
         ({"initial_state": "ones"}, ValueError, "initial_state must be"),
         ({"method": "dopri5"}, ValueError, "per_sample"),
         ({"field": hbnode.ANODE(nn.Linear(9, 9), augment=9)}, ValueError, "more than hidden_size=4"),
-        ({"missing": "holds"}, ValueError, "missing must be one of.*Fix: 'hold'"),
+        ({"missing": "holds"}, ValueError, "missing must be .*Fix: missing='hold'"),
         ({"dropout": 0.5}, ValueError, "dropout needs num_layers >= 2"),
         ({"dropout": 1.0, "num_layers": 2}, ValueError, r"dropout must be in \[0, 1\)"),
         ({"num_layers": 0}, ValueError, "num_layers must be an integer >= 1"),

@@ -328,7 +328,7 @@ def test_states_refused():
     with pytest.raises(TypeError, match=r"\(Tensor, RecurrentState\). Fix: output, state = cell"):
         cell(x[1], cell(x[0]))  # as of torch.nn.LSTMCell
     with pytest.raises(TypeError, match="Fix: return only the output"):
-        nn.parallel.gather([state, state], "cpu")
+        nn.parallel.gather([cell(x[0])[1]] * 2, "cpu")
 
 
 # States
