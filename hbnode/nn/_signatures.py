@@ -27,7 +27,7 @@ def shares_arguments(kind: Layer) -> Layer:
     if kind.__doc__ is not None and base.__doc__ is not None:  # they are None under python -OO
         ours, theirs = _sections(kind.__doc__), _sections(base.__doc__)
         entries = _entries(theirs["Arguments"]) | _entries(ours.get("Arguments", ""))
-        found = {"Shape": theirs["Shape"], "Raises": theirs["Raises"]} | ours
+        found = {name: theirs[name] for name in ("Shape", "Raises") if name in theirs} | ours
         found["Arguments"] = "".join(entries[name] for name in own.parameters if name != "self")
         text = (f"{name}:\n{found[name].rstrip()}\n" for name in _SECTIONS if name in found)
         kind.__doc__ = "\n".join([f"{ours[''].rstrip()}\n", *text])

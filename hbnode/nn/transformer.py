@@ -11,14 +11,15 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
 from hbnode._checks import as_count, as_real, check_bool, check_callable, check_input, is_one_of, nearest
 from hbnode._tree import Record, record
+from hbnode.nn._signatures import shares_arguments
 from hbnode.nn.attention import (
     HeavyBallMemory,
     MomentumAttention,
@@ -409,8 +410,45 @@ Stream = tuple[Tensor, DepthState]
 Join = Callable[[Tensor, Tensor, DepthState], Stream]
 
 
+class LayerOptions(TypedDict, total=False):
+    """The keyword arguments of every layer."""
+
+    attention: AttentionName | MakeAttention
+    attention_options: Mapping[str, Any] | None
+    connection: ConnectionName | MakeConnection
+    connection_momentum: float | None
+    causal: bool
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+
+
 class TransformerLayerBase(nn.Module):
-    """A base class of the transformer layers: self-attention, a feedforward block, their norms and a connection."""
+    """A base class of the transformer layers: self-attention, a feedforward block, their norms and a connection.
+
+    Arguments:
+        d_model: number of features of the input and of the output.
+        nhead: number of heads, a divisor of d_model.
+        dim_feedforward: number of hidden features of the feedforward block. Default: ``2048``.
+        dropout: dropout probability of block outputs, hidden features and softmax attention weights. Default: ``0.1``.
+        activation: activation of the feedforward block, "relu", "gelu" or a function. Default: ``"relu"``.
+        layer_norm_eps: ε of the layer norms. Default: ``1e-5``.
+        batch_first: whether x is (batch, length, d_model), not (length, batch, d_model). Default: ``False``.
+        norm_first: whether norms come before the blocks (pre-norm) or after the connections. Default: ``False``.
+        attention: "momentum", "linear", "softmax", "heavy_ball" (:class:`hbnode.nn.HeavyBallMemory`), "gated_delta",
+            "gated_linear", or a function with the arguments of their constructors. Default: ``"momentum"``.
+        attention_options: further arguments of the attention module. Its dropout, if given, applies to attention
+            weights instead of ``dropout``. Default: ``None``, no further arguments.
+        connection: "residual", the paper's "momentum" (equation 75) and "adaptive" (77), "momentum_state" (75 as in the
+            published code), or "heavy_ball" or "nesterov" with learned coefficients. A function must return a
+            :class:`hbnode.nn.transformer.Connection`. Default: ``"residual"``.
+        connection_momentum: β of the connection, its initial value if learned. Default: ``None``, the connection's β.
+        causal: whether a token attends only to itself and to previous tokens. Default: ``True``.
+        device: device of the parameters. Default: ``None``, torch's default.
+        dtype: dtype of the parameters. Default: ``None``, torch's default.
+
+    Raises:
+        ValueError: a size, number or name is not valid.
+    """
 
     def __init__(
         self,
@@ -490,6 +528,7 @@ class TransformerLayerBase(nn.Module):
         return hidden
 
 
+@shares_arguments
 class MomentumTransformerLayer(TransformerLayerBase):
     r"""A transformer layer of self-attention and a feedforward block, with momentum in attention or connections.
 
@@ -507,30 +546,6 @@ class MomentumTransformerLayer(TransformerLayerBase):
 
     References:
         Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture Design? (2022), section 4.3.
-
-    Arguments:
-        d_model: number of features of the input and of the output.
-        nhead: number of heads, a divisor of d_model.
-        dim_feedforward: number of hidden features of the feedforward block. Default: ``2048``.
-        dropout: dropout probability of block outputs, hidden features and softmax attention weights. Default: ``0.1``.
-        activation: activation of the feedforward block, "relu", "gelu" or a function. Default: ``"relu"``.
-        layer_norm_eps: ε of the layer norms. Default: ``1e-5``.
-        batch_first: whether x is (batch, length, d_model), not (length, batch, d_model). Default: ``False``.
-        norm_first: whether norms come before the blocks (pre-norm) or after the connections. Default: ``False``.
-        attention: "momentum", "linear", "softmax", "heavy_ball" (:class:`hbnode.nn.HeavyBallMemory`), "gated_delta",
-            "gated_linear", or a function with the arguments of their constructors. Default: ``"momentum"``.
-        attention_options: further arguments of the attention module. Its dropout, if given, applies to attention
-            weights instead of ``dropout``. Default: ``None``, no further arguments.
-        connection: "residual", the paper's "momentum" (equation 75) and "adaptive" (77), "momentum_state" (75 as in the
-            published code), or "heavy_ball" or "nesterov" with learned coefficients. A function must return a
-            :class:`hbnode.nn.transformer.Connection`. Default: ``"residual"``.
-        connection_momentum: β of the connection, its initial value if learned. Default: ``None``, the connection's β.
-        causal: whether a token attends only to itself and to previous tokens. Default: ``True``.
-        device: device of the parameters. Default: ``None``, torch's default.
-        dtype: dtype of the parameters. Default: ``None``, torch's default.
-
-    Raises:
-        ValueError: a size, number or name is not valid.
 
     Example:
         >>> layer = MomentumTransformerLayer(32, 4, 64, batch_first=True, connection="adaptive")
@@ -582,6 +597,7 @@ class MomentumTransformerLayer(TransformerLayerBase):
         return self._sublayer(x, depth, self.norm2, self._feedforward, self.connection.feedforward)
 
 
+@shares_arguments
 class MomentumTransformerDecoderLayer(TransformerLayerBase):
     r"""A transformer layer of self-attention, cross-attention to an encoder's output, and a feedforward block.
 
@@ -591,26 +607,8 @@ class MomentumTransformerDecoderLayer(TransformerLayerBase):
     supports only causal attention, set ``cross_attention`` to another one.
 
     Arguments:
-        d_model: number of features of the input, of the encoder's output and of the output.
-        nhead: number of heads, a divisor of d_model.
-        dim_feedforward: number of hidden features of the feedforward block. Default: ``2048``.
-        dropout: dropout probability of block outputs, hidden features and softmax attention weights. Default: ``0.1``.
-        activation: activation of the feedforward block, "relu", "gelu" or a function. Default: ``"relu"``.
-        layer_norm_eps: ε of the layer norms. Default: ``1e-5``.
-        batch_first: whether x is (batch, length, d_model). Default: ``False``.
-        norm_first: whether norms come before the blocks (pre-norm) or after the connections. Default: ``False``.
-        attention: self-attention, as in :class:`MomentumTransformerLayer`. Default: ``"momentum"``.
-        attention_options: further arguments of the self-attention module. Default: ``None``, no further arguments.
         cross_attention: cross-attention, given like ``attention``. It has no rotary positions, because positions of two
             sequences are not comparable. Default: ``None``, ``attention`` with its options.
-        connection: as in :class:`MomentumTransformerLayer`. Default: ``"residual"``.
-        connection_momentum: β of the connection, its initial value if learned. Default: ``None``, the connection's β.
-        causal: whether self-attention is limited to the token itself and previous tokens. Default: ``True``.
-        device: device of the parameters. Default: ``None``, torch's default.
-        dtype: dtype of the parameters. Default: ``None``, torch's default.
-
-    Raises:
-        ValueError: a size, number or name is not valid.
 
     Example:
         >>> layer = MomentumTransformerDecoderLayer(32, 4, 64, batch_first=True)
@@ -630,37 +628,19 @@ class MomentumTransformerDecoderLayer(TransformerLayerBase):
         batch_first: bool = False,
         norm_first: bool = False,
         *,
-        attention: AttentionName | MakeAttention = "momentum",
-        attention_options: Mapping[str, Any] | None = None,
         cross_attention: AttentionName | MakeAttention | None = None,
-        connection: ConnectionName | MakeConnection = "residual",
-        connection_momentum: float | None = None,
-        causal: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[LayerOptions],
     ) -> None:
-        options: dict[str, Any] = {"device": device, "dtype": dtype}
         super().__init__(
-            d_model,
-            nhead,
-            dim_feedforward,
-            dropout,
-            activation,
-            layer_norm_eps,
-            batch_first,
-            norm_first,
-            attention=attention,
-            attention_options=attention_options,
-            connection=connection,
-            connection_momentum=connection_momentum,
-            causal=causal,
-            **options,
+            d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, **options
         )
-        kind, own = (attention, attention_options or {}) if cross_attention is None else (cross_attention, {})
-        layout = {"dropout": dropout, "batch_first": batch_first, "causal": False, **options}
-        self.multihead_attn = make_attention(kind, d_model, nhead, _with_rotary(kind, own, False), **layout)
+        kind = cross_attention if cross_attention is not None else options.get("attention", "momentum")
+        own = None if cross_attention is not None else options.get("attention_options")
+        factory: dict[str, Any] = {name: options.get(name) for name in ("device", "dtype")}
+        layout = {"dropout": dropout, "batch_first": batch_first, "causal": False, **factory}
+        self.multihead_attn = make_attention(kind, d_model, nhead, _with_rotary(kind, own or {}, False), **layout)
         _check_rotary(self.multihead_attn, False, "cross-attention", "cross_attention='softmax'")
-        self.norm3 = nn.LayerNorm(d_model, eps=layer_norm_eps, **options)
+        self.norm3 = nn.LayerNorm(d_model, eps=layer_norm_eps, **factory)
 
     def forward(
         self,
