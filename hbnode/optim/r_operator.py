@@ -83,12 +83,9 @@ class LinearizedLayer(ABC):
         self, rx: OptTensor, rh: OptTensor, rc: OptTensor, w: OptTensor, u: OptTensor, b: OptTensor, bias: OptTensor
     ) -> tuple[Tensor, OptTensor]:
         """Return tangents of all states and the last cell state, for tangents of the constructor's arguments."""
-        products = [
-            (self.h[:-1], u, self.h_columns),
-            (self.x, self._shift_rows(w), self.x_columns),
-            (rx, self.w, self.x_columns),
-        ]
-        re, out = self._pre_activations(products, b, bias), torch.empty_like(self.h[1:])
+        products = [(self.h[:-1], u, self.h_columns), (self.x, self._shift_rows(w), self.x_columns)]
+        re = self._pre_activations([*products, (rx, self.w, self.x_columns)], b, bias)
+        out = torch.empty_like(self.h[1:])
         for re_k, from_h, out_k, *residuals in self._steps(re, out):
             if rh is not None:
                 from_h.addmm_(rh, self.u_t)
@@ -121,15 +118,8 @@ class LinearizedLayer(ABC):
         w = (self.x.flatten(0, 1).T @ rows[:, self.x_columns]).T  # this order is fast for few inputs too
         u, b = (self.h[:-1].flatten(0, 1).T @ rows[:, self.h_columns]).T, rows.sum(0)
         bias = b[self.h_columns] if needs[6] else None
-        return (
-            dx,
-            first,
-            dc,
-            self._shift_rows(w, -1),
-            u,
-            self._shift_rows(b[self.x_columns], -1) if needs[5] else None,
-            bias,
-        )
+        db = self._shift_rows(b[self.x_columns], -1) if needs[5] else None
+        return dx, first, dc, self._shift_rows(w, -1), u, db, bias
 
     def _steps(self, e: Tensor, *others: Tensor) -> Any:
         """Iterate over time: pre-activations ``e``, the columns of ``e`` that W_hh h enters, others, residuals."""
