@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -98,7 +98,6 @@ def cast(value: Tensor, y: Tensor) -> Tensor:
 
 
 Kind = TypeVar("Kind", bound="Record")
-Named = TypeVar("Named", bound=type[tuple[Any, ...]])
 
 
 class Record:
@@ -107,12 +106,17 @@ class Record:
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
     __match_args__: ClassVar[tuple[str, ...]]  # the names of the entries
 
+    def __iter__(self) -> Iterator[Any]:
+        return iter([getattr(self, name) for name in self.__match_args__])
+
     def map(self: Kind, function: Callable[[Tensor], Tensor]) -> Kind:
         """Apply a function to every tensor and return the results as a new state."""
 
         def mapped(value: object) -> object:
             if isinstance(value, Tensor):
                 return function(value)
+            if isinstance(value, tuple):
+                return tuple(map(mapped, value))
             return value.map(function) if isinstance(value, Record) else value
 
         return self._of({name: mapped(value) for name, value in self.as_dict().items()})
@@ -137,16 +141,19 @@ class Record:
 
         The entry ``t`` keeps its dtype, because it counts samples or is a time that float32 may round too much.
         """
-        moved = {}
-        for name, value in self.as_dict().items():
+
+        def moved(name: str, value: Any) -> Any:
+            if isinstance(value, tuple):
+                return tuple(moved(name, each) for each in value)
             if isinstance(value, Record):
-                value = value.to(*args, **kwargs)
-            elif isinstance(value, Tensor):
-                new = value.to(*args, **kwargs)
-                dtype = self._dtype(name, value.dtype, new.dtype)
-                value = new if new.dtype == dtype else value.to(new.device, dtype)
-            moved[name] = value
-        return self._of(moved)
+                return value.to(*args, **kwargs)
+            if not isinstance(value, Tensor):
+                return value
+            new = value.to(*args, **kwargs)
+            dtype = self._dtype(name, value.dtype, new.dtype)
+            return new if new.dtype == dtype else value.to(new.device, dtype)
+
+        return self._of({name: moved(name, value) for name, value in self.as_dict().items()})
 
     def cpu(self: Kind) -> Kind:
         return self.to("cpu")
@@ -171,7 +178,11 @@ class Record:
 @dataclass_transform(eq_default=False, frozen_default=True)
 def record(kind: type[Kind]) -> type[Kind]:
     """Make a dataclass of a :class:`Record` and register it for pytrees and ``torch.load(weights_only=True)``."""
-    kind = dataclasses.dataclass(frozen=True, eq=False, repr=False)(kind)
+    return register(dataclasses.dataclass(frozen=True, eq=False, repr=False)(kind))
+
+
+def register(kind: type[Kind]) -> type[Kind]:
+    """Register a class of states for pytrees and ``torch.load(weights_only=True)``."""
 
     def flatten(value: Kind) -> tuple[list[Any], list[str]]:
         entries = value.as_dict()
@@ -188,11 +199,4 @@ def record(kind: type[Kind]) -> type[Kind]:
         kind, flatten, unflatten, serialized_type_name=f"hbnode.{kind.__name__}", flatten_with_keys_fn=flatten_with_keys
     )
     torch.serialization.add_safe_globals([kind])
-    return kind
-
-
-def register_state(kind: Named) -> Named:
-    """Register a NamedTuple of tensors for ``torch.load(weights_only=True)`` and ``torch.export.save``."""
-    torch.serialization.add_safe_globals([kind])
-    _pytree._register_namedtuple(kind, serialized_type_name=f"hbnode.{kind.__name__}")
     return kind

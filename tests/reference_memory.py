@@ -63,20 +63,10 @@ def over_steps(step, q, k, v, *gates):
     return out
 
 
-def linear_attention(q, k, v):
-    """S_t = S_{t-1} + k_t v_t^T (Katharopoulos et al., arXiv:2006.16236, equation 18, without the normaliser)."""
-    return over_steps(lambda s, k_t, v_t: s + torch.outer(k_t, v_t), q, k, v)
-
-
 def retnet(q, k, v, decays):
     """S_t = γ S_{t-1} + k_t v_t^T with γ of each head (Sun et al., arXiv:2307.08621, equation 6)."""
     gamma = decays[:, None].expand(q.shape[:3])
     return over_steps(lambda s, k_t, v_t, g: g * s + torch.outer(k_t, v_t), q, k, v, gamma)
-
-
-def gated_linear_attention(q, k, v, alpha):
-    """S_t = α_t S_{t-1} + k_t v_t^T, a scalar for each step as in Mamba-2 (Dao and Gu, arXiv:2405.21060)."""
-    return over_steps(lambda s, k_t, v_t, a: a * s + torch.outer(k_t, v_t), q, k, v, alpha)
 
 
 def gated_delta_net(q, k, v, alpha, beta):

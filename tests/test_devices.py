@@ -439,12 +439,3 @@ def test_oscillators_wait_for_checks_and_for_the_kinds_of_oscillators(device, di
     assert cell(x[:, 0], cell(x[:, 1])[1], 0.5)[0].is_cuda
     stack = device.move(hbnode.nn.OscillatorStack(3, 4, head="next"))
     assert stack(x, t, lengths=[20, 5])[0].is_cuda
-
-
-@pytest.mark.parametrize("layer", [nn.Tanh(), nn.Dropout(0.5)], ids=["plain", "dropout"])
-def test_a_momentum_resnet_waits_for_its_checks_alone(device, layer):
-    """Whether its integers hold x, and whether the reversed layers come back to x and v."""
-    net = hbnode.nn.MomentumResNet(nn.Sequential(nn.Linear(4, 4), layer), depth=20)
-    net.nfe = None
-    _, waited = train(device, device.move(net))
-    assert waited <= 3

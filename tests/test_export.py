@@ -43,7 +43,6 @@ MODULES = {  # every public module that has a state
     "MomentumTransformer": lambda: hbnode.nn.MomentumTransformer(11, 8, 2, 2, 8, attention="heavy_ball"),
     "MomentumTransformerLayer": lambda: hbnode.nn.MomentumTransformerLayer(8, 2, 8),
     "MomentumTransformerDecoderLayer": lambda: hbnode.nn.MomentumTransformerDecoderLayer(8, 2, 8),
-    "MomentumResNet": lambda: hbnode.nn.MomentumResNet(net(), depth=3),
     "MLP": lambda: hbnode.nn.MLP(2, [3], 2),
     "ConvNet": lambda: hbnode.nn.ConvNet(2, 3, 2),
     "Standardize": lambda: hbnode.nn.Standardize(2).fit(torch.randn(5, 2)),

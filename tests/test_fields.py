@@ -370,7 +370,6 @@ def test_constants_of_an_sde_keep_their_gradients(name, gradient):
         ),
         (lambda **x: hbnode.ODERNN(1, 2, **x), "time_unit"),
         (lambda **x: hbnode.nn.MomentumAttention(4, 2, **x), "momentum step_size eps"),
-        (lambda **x: hbnode.nn.MomentumResNet([nn.Identity()], **x), "momentum"),
         (lambda **x: hbnode.nn.MomentumLSTM(1, 2, **x), "forget_bias"),
         (lambda **x: hbnode.nn.Oscillators(1, 1, 1, **x), "frequency decay"),
         (lambda **x: hbnode.nn.SolveDropout(**x), "p"),

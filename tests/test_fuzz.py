@@ -172,7 +172,6 @@ layer = hbnode.nn.MomentumTransformer; out = layer; out = out, layer.generate
     activation: 'gelu' | 'relu' // output_size top_k: 3
 layer = hbnode.nn.{MomentumTransformerLayer,MomentumTransformerDecoderLayer}; out = layer
     activation: 'gelu' | 'relu' // x memory: torch.randn(5, 2, 8)
-layer = hbnode.nn.MomentumResNet; out = layer  # layers: [net(), net()] | nn.ModuleList([net()])
 net = hbnode.nn.MLP; out = net(*[torch.zeros(())] * net.time_dependent, torch.ones(3, 2))
     hidden: [3] | [] // activation: nn.Tanh
 net = hbnode.nn.ConvNet; out = net(*[torch.zeros(())] * net.time_dependent, torch.ones(1, 2, 3, 3))

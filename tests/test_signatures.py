@@ -171,7 +171,6 @@ SOLVERS = {  # what each module solves with these arguments, which are also its 
         lambda **s: hbnode.distributions.HeavyBallAnnealing(NORMAL.log_prob, NORMAL, **{"steps": 2} | s),
         lambda sampler: sampler.log_z(3).estimate,
     ),
-    "MomentumResNet": (lambda **s: hbnode.nn.MomentumResNet([nn.Linear(2, 2)], **s), lambda net: net(torch.ones(3, 2))),
     "MomentumRNN": (lambda **s: hbnode.nn.MomentumRNN(2, 3, **s), lambda rnn: rnn(torch.ones(3, 4, 2))[0]),
 }
 CHANGES = {

@@ -131,7 +131,6 @@ LAYERS = {  # a layer, and what it takes of a batch of samples (batch, 4, 2)
     "MomentumAttention": (lambda: hbnode.nn.MomentumAttention(2, 1, batch_first=True), "x, x, x"),
     "HeavyBallMemory": (lambda: hbnode.nn.HeavyBallMemory(2, 1, batch_first=True), "x, x, x"),
     "MomentumTransformerLayer": (lambda: hbnode.nn.MomentumTransformerLayer(2, 1, 4, dropout=0.0), "x"),
-    "MomentumResNet": (lambda: hbnode.nn.MomentumResNet([nn.Linear(2, 2)], gradient="direct"), "x[:, 0]"),
 }  # fmt: skip
 
 

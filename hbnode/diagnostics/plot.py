@@ -288,11 +288,11 @@ def steps(
             states(block, x, block.t_span if t is None else t)
         data = record
     ax = axes(ax)
-    of_adjoint = {"markerfacecolor": "none"}
+    hollow = {"markerfacecolor": "none"}
     for is_accepted, is_backward, label, look in (
         (True, False, "accepted", {"marker": "o", "color": "C0"}),
         (False, False, "rejected", {"marker": "x", "color": "C3"}),
-        (True, True, "adjoint, accepted", {"marker": "s", "color": "C1", **of_adjoint}),
+        (True, True, "adjoint, accepted", {"marker": "s", "color": "C1", **hollow}),
         (False, True, "adjoint, rejected", {"marker": "+", "color": "C3", "markersize": 7}),
     ):
         chosen = [i for i in range(len(data)) if (data.accepted[i], data.backward[i]) == (is_accepted, is_backward)]

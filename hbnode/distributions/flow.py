@@ -178,10 +178,10 @@ class HeavyBallFlow(nn.Module):
                 f"damping must be a number or a tensor ({self.dim},), one γ for each feature; got "
                 f"{describe(damping)}. Fix: damping=0.1."
             )
-        of_ghbnode = {name: x for name, x in {"xi": xi, "activation": activation}.items() if x is not None}
-        if of_ghbnode and not generalized:
+        ghbnode_options = {name: x for name, x in {"xi": xi, "activation": activation}.items() if x is not None}
+        if ghbnode_options and not generalized:
             raise ValueError(
-                f"{', '.join(of_ghbnode)} belongs to h' = σ(m), m' = -γm + f - ξh, but generalized is False. "
+                f"{', '.join(ghbnode_options)} belongs to h' = σ(m), m' = -γm + f - ξh, but generalized is False. "
                 "Fix: generalized=True, or leave it out."
             )
         kind: Callable[..., HBNODE | GHBNODE] = GHBNODE if generalized else HBNODE
@@ -190,7 +190,7 @@ class HeavyBallFlow(nn.Module):
             kind = functools.partial(conditioned, dim=self.dim, condition_dim=self.condition_dim)
         self.field = kind(
             func, damping=damping, learn_damping=learn_damping, max_damping=max_damping,
-            time_dependent=time_dependent, **of_ghbnode,
+            time_dependent=time_dependent, **ghbnode_options,
         )  # fmt: skip
         if posterior is None:
             posterior = MLP(self.dim + self.condition_dim, [64, 64], 2 * self.dim)

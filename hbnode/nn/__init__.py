@@ -5,7 +5,6 @@ from hbnode.nn import functional, rules
 from hbnode.nn.attention import HeavyBallMemory, MomentumAttention, SoftmaxAttention
 from hbnode.nn.blocks import HeavyBallODEBlock, ODEBlock
 from hbnode.nn.latent import ELBO, LatentODE, LatentPrediction, LatentSDE
-from hbnode.nn.momentum_resnet import MomentumResNet
 from hbnode.nn.nets import MLP, ConvNet, Standardize, match_parameters
 from hbnode.nn.ode_rnn import ODERNN, Filtered, ODERNNState
 from hbnode.nn.oscillators import (
@@ -86,7 +85,6 @@ __all__ = [
     "MomentumTransformerLayer",
     "MomentumTransformerDecoderLayer",
     # networks
-    "MomentumResNet",
     "MLP",
     "ConvNet",
     "Standardize",

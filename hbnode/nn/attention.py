@@ -9,11 +9,11 @@ from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree
 from typing_extensions import override
 
 from hbnode._checks import as_count, as_real, check_bool, check_input, is_one_of, refuse_gradient
 from hbnode._torch import ModuleWithConstants, may_look
+from hbnode._tree import Record, register
 from hbnode.nn.heavy_ball_memory import HeavyBallMemoryState, count_packed, heavy_ball_memory
 from hbnode.nn.momentum_attention import MomentumAttentionState, momentum_attention
 from hbnode.nn.sequences import check_dtype
@@ -22,7 +22,6 @@ State = TypeVar("State")
 Heads = tuple[Tensor, Tensor, Tensor]  # queries, keys, values: (batch, heads, length, head_dim)
 Numbers = float | Sequence[float] | Tensor
 
-CACHE = ("keys", "values", "ignored")
 LEAST_NORM = 1e-3  # lower bound of the norms that queries and keys are divided by, which bounds the gradient
 MASK_FIX = (
     "Fix: is_causal=True for causal attention, key_padding_mask (batch, length), True = ignore, for padding, "
@@ -587,7 +586,8 @@ class HeavyBallMemory(MultiheadBase[HeavyBallMemoryState]):
         return {"log_momentum": log_momentum, "log_decay": log_decay, "step": step, "write": write}
 
 
-class KeyValueCache:
+@register
+class KeyValueCache(Record):
     """A key-value cache: keys and values of all previous tokens, in buffers that double in size when they are full.
 
     :meth:`append` returns a new, longer cache and leaves the old cache valid. Without gradients, both share
@@ -598,6 +598,8 @@ class KeyValueCache:
         values: (batch, heads, length, dim).
         ignored: (batch, length), True = padding. Default: ``None``, no padding.
     """
+
+    __match_args__ = ("keys", "values", "ignored")
 
     def __init__(self, keys: Tensor, values: Tensor, ignored: Tensor | None = None) -> None:
         self._keys, self._values, self._ignored = keys, values, ignored
@@ -635,17 +637,14 @@ class KeyValueCache:
         counted = (~ignored).long()
         return start + counted.cumsum(1) - counted
 
-    def detach(self) -> KeyValueCache:
-        """Return the cache detached from the autograd graph, for truncated backpropagation."""
-        return KeyValueCache(self.keys.detach(), self.values.detach(), self.ignored)
+    @override
+    def as_dict(self) -> dict[str, Any]:
+        return {name: x for name in self.__match_args__ if (x := getattr(self, name)) is not None}
 
-    def to(self, *args: Any, **kwargs: Any) -> KeyValueCache:
-        """Return the cache on another device or in another dtype, with the arguments of :meth:`torch.Tensor.to`.
-
-        The padding mask keeps its dtype.
-        """
-        keys, values = self.keys.to(*args, **kwargs), self.values.to(*args, **kwargs)
-        return KeyValueCache(keys, values, None if self.ignored is None else self.ignored.to(keys.device))
+    @override
+    @staticmethod
+    def _dtype(name: str, old: torch.dtype, new: torch.dtype) -> torch.dtype:
+        return old if name == "ignored" else new
 
     @override
     def __reduce__(self) -> tuple[Any, ...]:
@@ -687,19 +686,6 @@ class KeyValueCache:
         none = torch.zeros(len(self._keys), self.length + more, dtype=torch.bool, device=self._keys.device)
         before = none[:, : self.length] if self.ignored is None else self.ignored
         return torch.cat((before, none[:, self.length :] if ignored is None else ignored), 1)
-
-
-torch.serialization.add_safe_globals([KeyValueCache])
-_pytree.register_pytree_node(
-    KeyValueCache,
-    lambda cache: ([x for name in CACHE if (x := getattr(cache, name)) is not None], None),
-    lambda tensors, _: KeyValueCache(*tensors),
-    serialized_type_name="hbnode.KeyValueCache",
-    flatten_with_keys_fn=lambda cache: (
-        [(_pytree.GetAttrKey(name), x) for name in CACHE if (x := getattr(cache, name)) is not None],
-        None,
-    ),
-)
 
 
 def rotate(x: Tensor, positions: Tensor, base: float = 10_000.0) -> Tensor:

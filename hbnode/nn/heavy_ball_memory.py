@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import warnings
-from typing import Any, Literal, NamedTuple, overload
+from collections.abc import Mapping
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
 from hbnode._checks import as_count, check_input
-from hbnode._torch import is_transformed, may_look, no_autocast
-from hbnode._tree import register_state
+from hbnode._torch import is_transformed, no_autocast
+from hbnode._tree import Record, record
 from hbnode.nn._delta_rule import chunkwise
 from hbnode.nn._memory_op import compiled, packed
 
@@ -21,8 +20,8 @@ Delta = Literal["decayed", "plain", False]
 PACK_HEADS = "q.transpose(0, 1).flatten(1, 2)[None], and the same for k, v and gates"
 
 
-@register_state
-class HeavyBallMemoryState(NamedTuple):
+@record
+class HeavyBallMemoryState(Record):
     """The state of :func:`heavy_ball_memory` after a segment of a sequence, from which the next segment continues.
 
     With packed sequences, the batch of the state is the number of sequences.
@@ -34,14 +33,6 @@ class HeavyBallMemoryState(NamedTuple):
 
     s: Tensor
     p: Tensor | None = None
-
-    def detach(self) -> HeavyBallMemoryState:
-        """Return the state detached from the autograd graph, for truncated backpropagation."""
-        return HeavyBallMemoryState(self.s.detach(), None if self.p is None else self.p.detach())
-
-    def to(self, *args: Any, **kwargs: Any) -> HeavyBallMemoryState:
-        """Return the state on another device or in another dtype, with the arguments of :meth:`torch.Tensor.to`."""
-        return HeavyBallMemoryState(self.s.to(*args, **kwargs), None if self.p is None else self.p.to(*args, **kwargs))
 
 
 @overload
@@ -129,8 +120,8 @@ def heavy_ball_memory(
 
     With a delta rule, keys should have norm 1 at most, and the memory is bounded only for suitable gates. Without
     decay, constant gates are safe for all repetitions of keys if :math:`0 \le s \eta \le 3 (1 - \mu)^2` and
-    :math:`s \eta < 2 (1 - \mu)`. Gates given as numbers that are not safe cause a warning. Input-dependent gates are
-    safe with :math:`s_t = 1 - \mu_t` and :math:`\eta_t \le 1 - \mu_t`, if every two keys are equal or orthogonal.
+    :math:`s \eta < 2 (1 - \mu)`. Input-dependent gates are safe with :math:`s_t = 1 - \mu_t` and
+    :math:`\eta_t \le 1 - \mu_t`, if every two keys are equal or orthogonal.
 
     The sequence is processed in chunks, without approximation. The state before each chunk is saved for backward; the
     backward pass recomputes the rest. Derivatives of any order are available. Inputs in half precision are accumulated
@@ -199,8 +190,6 @@ def heavy_ball_memory(
         gamma, eta = _read_gate(step, "step", like, ignored), _read_gate(write, "write", like, ignored)
         if gamma is None and mu is not None:
             gamma = -torch.expm1(mu)  # 1 − μ; 0 for an ignored step
-        if delta and may_look():
-            _warn_if_unstable(log_momentum, log_decay, step, write, delta == "decayed")
         s, p = _read_state(initial_state, batch, q, v, mu is not None, dtype)
         if ignored is not None:  # zeros, because 0 * NaN is NaN
             k, v = k.masked_fill(ignored.unsqueeze(-1), 0.0), v.masked_fill(ignored.unsqueeze(-1), 0.0)
@@ -343,30 +332,29 @@ def _read_state(
 ) -> tuple[Tensor, Tensor | None]:
     """Check the initial state and return S and P before the first step; P is None without momentum."""
     shape = (batch, q.shape[1], q.shape[-1], v.shape[-1])
-    s, p = (None, None) if state is None else check_state(state, HeavyBallMemoryState, (shape, shape), q)
-    s = torch.zeros(shape, dtype=dtype, device=q.device) if s is None else s.to(dtype)
+    if state is None:
+        state = HeavyBallMemoryState(torch.zeros(shape, dtype=dtype, device=q.device))
+    else:
+        has_p = getattr(state, "p", None) is not None
+        check_state(state, HeavyBallMemoryState, {"s": shape, "p": shape if has_p else None}, q)
+        state = state.outside_inference_mode()
+    s = state.s.to(dtype)
     if not has_momentum:
         return s, None
-    return s, torch.zeros_like(s) if p is None else p.to(dtype)
+    return s, torch.zeros_like(s) if state.p is None else state.p.to(dtype)
 
 
-def check_state(
-    state: Any, kind: type[tuple[Any, ...]], shapes: tuple[tuple[int, ...], ...], like: Tensor
-) -> list[Tensor | None]:
-    """Return the tensors of a state on the device of ``like``; only p of a HeavyBallMemoryState may be None.
-
-    Tensors of inference mode are copied outside of it, because autograd cannot save them.
-    """
-    if isinstance(state, Tensor) or not isinstance(state, (tuple, list)) or len(state) != len(shapes):
+def check_state(state: object, kind: type[Record], shapes: Mapping[str, tuple[int, ...] | None], like: Tensor) -> None:
+    """Raise an error unless a state is a ``kind`` of tensors of these shapes on the device of ``like``."""
+    if not isinstance(state, kind):
         raise TypeError(
             f"initial_state must be a {kind.__name__} or None, got {type(state).__name__}. Fix: pass the state that a "
             "call with return_state=True returned."
         )
-    found: list[Tensor | None] = []
-    for x, name, shape in zip(state, kind._fields, shapes, strict=True):  # type: ignore[attr-defined]
-        if x is None and name == "p" and kind is HeavyBallMemoryState:
-            found.append(None)
+    for name, shape in shapes.items():
+        if shape is None:
             continue
+        x = getattr(state, name)
         check_input(x, f"initial_state.{name}")
         if x.shape != shape:
             raise ValueError(
@@ -378,92 +366,3 @@ def check_state(
                 f"initial_state.{name} must be floating point on {like.device}, got {x.dtype} on {x.device}. "
                 f"Fix: state.to({str(like.device)!r}, torch.float32)."
             )
-        is_frozen = may_look() and x.is_inference() and not torch.is_inference_mode_enabled()
-        found.append(x.clone() if is_frozen else x)
-    return found
-
-
-# Stability
-
-
-def _warn_if_unstable(log_momentum: Any, log_decay: Any, step: Any, write: Any, decayed: bool) -> None:
-    """Warn if, with constant gates and a delta rule, the memory can grow without bound for keys of norm 1.
-
-    If any gate is a tensor, nothing is checked: it may vary over the steps, and reading it would synchronise a device.
-    """
-    if any(isinstance(gate, Tensor) for gate in (log_momentum, log_decay, step, write)):
-        return
-    mu = 0.0 if log_momentum is None else math.exp(log_momentum)
-    alpha = 1.0 if log_decay is None else math.exp(log_decay)
-    s = 1 - mu if step is None else step
-    eta = 1.0 if write is None else write
-    found = _instability(mu, alpha, s * eta, decayed)
-    if found is not None:
-        warnings.warn(
-            f"heavy_ball_memory with momentum {mu:.4g}, decay {alpha:.4g}, step {s:.4g} and write {eta:.4g} "
-            f"{found[0]}. Fix: step * write <= {found[1]:g}, or pass the gates as tensors to keep them.",
-            stacklevel=3,
-        )
-
-
-@functools.lru_cache(maxsize=256)
-def _instability(mu: float, alpha: float, step: float, decayed: bool) -> tuple[str, float] | None:
-    """Return why a memory with the gates μ, α and s η = ``step`` can grow, and a safe s η; None if no growth is known.
-
-    A negative s η is not checked. If α < 1, boundedness is checked only for the periodic inputs of :func:`resonance`.
-    """
-    reason = _growth(mu, alpha, step, decayed)
-    if reason is None:
-        return None
-    safe = min(3 * (1 - mu) ** 2, 1.99 * (1 - mu))
-    while _growth(mu, alpha, float(f"{safe:.3g}"), decayed):
-        safe *= 0.98
-    return reason, float(f"{safe:.3g}")
-
-
-def _growth(mu: float, alpha: float, step: float, decayed: bool) -> str | None:
-    if step <= 0:
-        return None
-    if alpha == 1:
-        if step >= 2 * (1 - mu):
-            return "grows without bound: step * write / (1 - momentum) is not below 2"
-        if step > 3 * (1 - mu) ** 2 * (1 + 1e-9):  # tolerance for rounding
-            return "may grow without bound if keys are repeated: step * write is above 3 (1 - momentum)^2"
-        return None
-    found = resonance(mu, alpha, step, decayed)
-    if found is None:
-        return None
-    return f"grows without bound if a key comes {found[0]} times, then not for {found[1]} steps, periodically"
-
-
-def resonance(mu: float, alpha: float, step: float, decayed: bool = True) -> tuple[int, int] | None:
-    """Search for a periodic input that makes a memory with a delta rule grow without bound.
-
-    In each period a key of norm 1 is written for a number of steps, the burst. Then keys orthogonal to it are written,
-    the rest. In the direction of the first key, the memory S and the velocity P follow, with the gates μ, α, s and η::
-
-        burst    P ← μP − ηρS,  S ← αS + sP          ρ = α with ``decayed``, otherwise 1
-        rest     P ← μP,        S ← αS + sP
-
-    The matrix of one period has a determinant d in [0, 1]. It has an eigenvalue outside the unit circle if and only if
-    the absolute value of its trace exceeds 1 + d. Trace and determinant depend on s and η only through ``step`` = s η.
-
-    Returns:
-        The lengths of the shortest burst (at most 128 steps) and of a rest (at most 1,024 steps) for which the memory
-        grows; None if there are none.
-    """
-    rest = [(1.0, 0.0, 1.0)]  # [[a, c], [0, m]], the matrix of a rest with s = 1
-    for _ in range(1024):
-        a, c, m = rest[-1]
-        rest.append((alpha * a, alpha * c + mu * m, mu * m))
-    a_n, c_n, m_n = torch.tensor(rest, dtype=torch.float64, device="cpu").unbind(1)
-    read = step * (alpha if decayed else 1.0)
-    s_s, s_p, p_s, p_p = 1.0, 0.0, 0.0, 1.0  # the matrix of a burst
-    for burst in range(1, 129):
-        p_s, p_p = mu * p_s - read * s_s, mu * p_p - read * s_p
-        s_s, s_p = alpha * s_s + p_s, alpha * s_p + p_p
-        trace = a_n * s_s + c_n * p_s + m_n * p_p
-        excess = trace.abs() - 1 - (s_s * p_p - s_p * p_s) * a_n * m_n
-        if excess.max() > 1e-9:
-            return burst, int(excess.argmax())
-    return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -62,12 +61,9 @@ class OscillatorFiltered(Record):
     log_likelihood: Tensor
     state: OscillatorBelief
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter((self.before, self.after, self.log_likelihood, self.state))
-
 
 _WIDTH = 4096  # squares of a block's length, above which its operations cost more than the call of them
-_LOST = 64  # rounding errors in the covariance of a block
+_ROUNDING_ERRORS = 64  # rounding errors in the covariance of a block
 
 
 class Blocks(NamedTuple):
@@ -159,7 +155,7 @@ class KalmanFilter:
         """Raise FloatingPointError if the sum of signal and noise variance loses the noise variance by rounding."""
         signal = self.c.square().sum(-1)
         ratio = float((signal / self.noise).detach().amax().sqrt())
-        most = (_LOST * torch.finfo(self.dtype).eps) ** -0.5
+        most = (_ROUNDING_ERRORS * torch.finfo(self.dtype).eps) ** -0.5
         if ratio > most:
             least = math.log(float(signal.detach().amax().sqrt()) / most) + 1
             raise FloatingPointError(

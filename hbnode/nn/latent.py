@@ -5,20 +5,21 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.distributions import Normal, StudentT, kl_divergence
 from torch.nn.functional import pad
-from typing_extensions import Self, override
+from typing_extensions import Self, Unpack, override
 
-from hbnode._checks import ArrayLike, as_count, nearest, refuse_meta
+from hbnode._checks import ArrayLike, as_count, refuse_meta
 from hbnode._times import as_times, as_unit, check_digits
 from hbnode._torch import ModuleWithConstants, untraced
 from hbnode._tree import Record, State, record
 from hbnode.fields import HBNODE, Field, HeavyBallSDE
 from hbnode.nn import sequences as seq
+from hbnode.nn._signatures import shares_arguments
 from hbnode.nn.nets import MLP
 from hbnode.nn.sequences import Inputs, Lengths, Sequences
 from hbnode.solve.odeint import odeint
@@ -144,6 +145,16 @@ class Guide:
         return torch.where(active.repeat(len(h) // batch, 1), u, 0.0)
 
 
+class LatentOptions(TypedDict, total=False):
+    """The keyword arguments of every latent model."""
+
+    encoder: nn.Module | None
+    decoder: Callable[[Tensor], Tensor] | None
+    likelihood: Likelihood
+    static_size: int
+    time_unit: float
+
+
 class LatentModel(ModuleWithConstants):
     r"""The abstract base class of :class:`LatentODE` and :class:`LatentSDE`.
 
@@ -154,15 +165,18 @@ class LatentModel(ModuleWithConstants):
         latent_size: size of what the decoder takes.
         hidden_size: units of the default encoder.
         state_size: size of the random initial state.
-        encoder: as for :class:`LatentODE`. Default: ``None``.
-        decoder: as for :class:`LatentODE`. Default: ``None``.
-        likelihood: as for :class:`LatentODE`. Default: ``"normal"``.
-        static_size: as for :class:`LatentODE`. Default: ``0``.
-        time_unit: as for :class:`LatentODE`. Default: ``1.0``.
+        encoder: module with the arguments, results and ``hidden_size`` of :class:`hbnode.ODERNN`. It gets times in
+            units of ``time_unit``. Default: ``None``, a GRU whose inputs include masks and elapsed times.
+        decoder: module or callable (..., latent_size) -> (..., input_size) for the mean of x. Default: ``None``, a
+            linear layer.
+        likelihood: ``"normal"``, or ``"student"`` for Student's t noise, which outliers affect less. The scale and the
+            degrees of freedom of each feature are learned. Default: ``"normal"``.
+        static_size: number of time-independent features that the default encoder takes. Default: ``0``.
+        time_unit: length of one unit of the model's time, a number in the unit of t. f is called with t / time_unit. It
+            is saved in the ``state_dict``; :meth:`fit_time_unit` sets it. Default: ``1.0``.
 
     Raises:
-        TypeError: if ``encoder`` has no attribute ``hidden_size``.
-        ValueError: if ``likelihood`` is unknown.
+        ValueError, TypeError: if an argument is out of its range, or times decrease.
     """
 
     def __init__(
@@ -181,9 +195,7 @@ class LatentModel(ModuleWithConstants):
         super().__init__()
         self.input_size, self.latent_size = as_count(input_size, "input_size"), as_count(latent_size, "latent_size")
         self.set_constant("_time_unit", as_unit(time_unit, "time_unit"))
-        if likelihood not in get_args(Likelihood):
-            near = nearest(likelihood, get_args(Likelihood)) or "normal"
-            raise ValueError(f"likelihood must be one of {get_args(Likelihood)}, got {likelihood!r}. Fix: {near!r}.")
+        seq.check_choice(likelihood, "likelihood", get_args(Likelihood))
         hidden_size = as_count(hidden_size, "hidden_size")
         self.encoder = GRUEncoder(self.input_size, hidden_size, static_size) if encoder is None else encoder
         summary_size = getattr(self.encoder, "hidden_size", None)
@@ -377,6 +389,7 @@ class LatentModel(ModuleWithConstants):
         return f"{self.input_size}, {self.latent_size}, time_unit={self.time_unit:g}"
 
 
+@shares_arguments
 class LatentODE(LatentModel):
     r"""A latent ODE: an irregular series is a noisy observation of a latent path with a random initial state.
 
@@ -396,29 +409,16 @@ class LatentODE(LatentModel):
         Rubanova, Chen and Duvenaud, Latent ODEs for Irregularly-Sampled Time Series, arXiv:1907.03907.
 
     Arguments:
-        input_size: number of features of a sample.
         latent_size: size of h.
         hidden_size: units of the default encoder and of the two hidden layers of the default f. Default: ``64``.
         field: the field of z. If it has the state (h, m) and no network for the initial m, the encoder infers both.
             Otherwise it infers the argument of ``field.initial_state``. Default: ``None``, an HBNODE with a tanh
             network.
-        encoder: module with the arguments, results and ``hidden_size`` of :class:`hbnode.ODERNN`. It gets times in
-            units of ``time_unit``. Default: ``None``, a GRU whose inputs include masks and elapsed times.
-        decoder: module or callable (..., latent_size) -> (..., input_size) for the mean of x. Default: ``None``, a
-            linear layer.
-        likelihood: ``"normal"``, or ``"student"`` for Student's t noise, which outliers affect less. The scale and the
-            degrees of freedom of each feature are learned. Default: ``"normal"``.
-        static_size: number of time-independent features that the default encoder takes. Default: ``0``.
-        time_unit: length of one unit of the model's time, a number in the unit of t. f is called with t / time_unit. It
-            is saved in the ``state_dict``; :meth:`fit_time_unit` sets it. Default: ``1.0``.
         method: solver, as in :func:`hbnode.odeint`; so are the arguments that follow. Default: ``None``.
         rtol: relative tolerance. Default: ``0.001``.
         atol: absolute tolerance. Default: ``0.001``.
         gradient: gradient mode. Default: ``None``.
         steps: number of equal steps between two times. Default: ``None``, adaptive steps.
-
-    Raises:
-        ValueError, TypeError: if an argument is out of its range, or times decrease.
 
     Example:
         >>> import torch, hbnode
@@ -439,16 +439,12 @@ class LatentODE(LatentModel):
         hidden_size: int = 64,
         *,
         field: Field | None = None,
-        encoder: nn.Module | None = None,
-        decoder: Callable[[Tensor], Tensor] | None = None,
-        likelihood: Likelihood = "normal",
-        static_size: int = 0,
-        time_unit: float = 1.0,
         method: Method | None = None,
         rtol: float = 1e-3,
         atol: float = 1e-3,
         gradient: Gradient | None = None,
         steps: int | None = None,
+        **options: Unpack[LatentOptions],
     ) -> None:
         latent_size = as_count(latent_size, "latent_size")
         net = MLP(latent_size, [hidden_size] * 2, latent_size, activation=nn.Tanh)
@@ -463,10 +459,7 @@ class LatentODE(LatentModel):
             start = field.initial_state(next(field.parameters(), torch.zeros(())).new_zeros(1, sizes[0]))
         makes_momentum = any(getattr(field, f"initial_{part}", None) for part in ("momentum", "velocity"))
         infers_both = isinstance(start, tuple) and len(start) == 2 and not makes_momentum
-        super().__init__(
-            input_size, latent_size, hidden_size, sizes[infers_both], encoder=encoder, decoder=decoder,
-            likelihood=likelihood, static_size=static_size, time_unit=time_unit,
-        )  # fmt: skip
+        super().__init__(input_size, latent_size, hidden_size, sizes[infers_both], **options)
         self.field, self.infers_both = field, infers_both
         self.method, self.rtol, self.atol, self.gradient, self.steps = method, rtol, atol, gradient, steps
         Settings(**self._solver()).checked()  # raises for a wrong argument here, not in the first call
@@ -482,6 +475,7 @@ class LatentODE(LatentModel):
         return self.field.readout(path), z.new_zeros(len(z))
 
 
+@shares_arguments
 class LatentSDE(LatentModel):
     r"""A latent SDE: an irregular series is a noisy observation of a latent heavy ball with noise in its velocity.
 
@@ -502,7 +496,6 @@ class LatentSDE(LatentModel):
         Li et al., Scalable Gradients for Stochastic Differential Equations, arXiv:2001.01328, for the bound.
 
     Arguments:
-        input_size: number of features of a sample.
         latent_size: size of h.
         hidden_size: units of the default encoder and of the two hidden layers of f and of the control.
             Default: ``64``.
@@ -510,17 +503,9 @@ class LatentSDE(LatentModel):
             temperature 1 and a learned damping between 0 and 10 that starts at 1.
         control: module (batch, latent_size + encoder.hidden_size + 1) -> (batch, latent_size) for u. Default: ``None``,
             a softplus network.
-        encoder: as for :class:`LatentODE`. Default: ``None``.
-        decoder: as for :class:`LatentODE`. Default: ``None``.
-        likelihood: as for :class:`LatentODE`. Default: ``"normal"``.
-        static_size: as for :class:`LatentODE`. Default: ``0``.
-        time_unit: as for :class:`LatentODE`. Default: ``1.0``.
         dt: the largest step size, in units of ``time_unit``. Steps end on the samples, where u jumps. The method is
             ``"ubu"`` of :func:`hbnode.sdeint`, which evaluates forces only inside its steps. Default: ``0.1``.
         gradient: ``"direct"`` or ``"checkpoint"``. Default: ``"direct"``.
-
-    Raises:
-        ValueError, TypeError: if an argument is out of its range, or times decrease.
 
     Example:
         >>> import torch, hbnode
@@ -541,21 +526,14 @@ class LatentSDE(LatentModel):
         *,
         sde: HeavyBallSDE | None = None,
         control: nn.Module | None = None,
-        encoder: nn.Module | None = None,
-        decoder: Callable[[Tensor], Tensor] | None = None,
-        likelihood: Likelihood = "normal",
-        static_size: int = 0,
-        time_unit: float = 1.0,
         dt: float = 0.1,
         gradient: Literal["direct", "checkpoint"] = "direct",
+        **options: Unpack[LatentOptions],
     ) -> None:
         latent_size = as_count(latent_size, "latent_size")
-        super().__init__(
-            input_size, latent_size, hidden_size, 2 * latent_size, encoder=encoder, decoder=decoder,
-            likelihood=likelihood, static_size=static_size, time_unit=time_unit,
-        )  # fmt: skip
+        super().__init__(input_size, latent_size, hidden_size, 2 * latent_size, **options)
         self.control = make_control(latent_size, self.summary_size, hidden_size) if control is None else control
-        if decoder is None:
+        if options.get("decoder") is None:
             self.decoder = quiet(nn.Linear(latent_size, self.input_size))  # noise of h is small in the units of x
         f = MLP(latent_size, [hidden_size] * 2, latent_size, activation=nn.Softplus)
         self.sde = HeavyBallSDE(f, damping=1.0, max_damping=10.0) if sde is None else sde

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -13,15 +13,15 @@ from torch.nn.functional import pad
 
 from hbnode._checks import as_count, check_bool
 from hbnode._torch import exports_any, fast_form, is_tracing, keep_freed_memory, no_autocast, reference_vjp
-from hbnode._tree import register_state
+from hbnode._tree import Record, record
 from hbnode.nn.heavy_ball_memory import check_heads, check_mask, check_state
 
 CHUNKS_AT_ONCE = 96  # chunks, over all heads, that a CPU computes together: few, so that their matrices fit its cache
 Rate = float | Tensor  # β or γ: a number, or a tensor () or (heads,)
 
 
-@register_state
-class MomentumAttentionState(NamedTuple):
+@record
+class MomentumAttentionState(Record):
     """The state of :func:`momentum_attention` after some keys k and values v, in float32 or wider.
 
     Attributes:
@@ -33,14 +33,6 @@ class MomentumAttentionState(NamedTuple):
     s: Tensor
     p: Tensor
     z: Tensor
-
-    def detach(self) -> MomentumAttentionState:
-        """Return the state detached from the autograd graph, for truncated backpropagation."""
-        return MomentumAttentionState(self.s.detach(), self.p.detach(), self.z.detach())
-
-    def to(self, *args: Any, **kwargs: Any) -> MomentumAttentionState:
-        """Return the state on another device or in another dtype, with the arguments of :meth:`torch.Tensor.to`."""
-        return MomentumAttentionState(*(x.to(*args, **kwargs) for x in self))
 
 
 @overload
@@ -164,17 +156,17 @@ def momentum_attention(
     gamma = _check_rate(step_size, "step_size", k.shape[1])
     eps, size = _check_number(eps, "eps"), as_count(chunk_size, "chunk_size")
     (batch, heads, length, dim), value_dim, ignored = k.shape, v.shape[3], key_padding_mask
-    shapes = (batch, heads, dim, value_dim), (batch, heads, dim, value_dim), (batch, heads, dim)
+    shapes = {"s": (batch, heads, dim, value_dim), "p": (batch, heads, dim, value_dim), "z": (batch, heads, dim)}
     with no_autocast(q):
         if initial_state is None:
-            state = MomentumAttentionState(*(q.new_zeros(shape, dtype=dtype) for shape in shapes))
+            state = MomentumAttentionState(*(q.new_zeros(shape, dtype=dtype) for shape in shapes.values()))
         else:
-            given: list[Any] = check_state(initial_state, MomentumAttentionState, shapes, q)
-            state = MomentumAttentionState(*(x.to(dtype) for x in given))
+            check_state(initial_state, MomentumAttentionState, shapes, q)
+            state = initial_state.outside_inference_mode().map(lambda x: x.to(dtype))
         if length <= 1:
             out, state = _recurrence(_features(q, k, v, ignored, causal, dtype), (beta, gamma), ignored, state, eps)
             return (out.to(q.dtype), state) if return_state else out.to(q.dtype)
-        has_p, after = isinstance(beta, Tensor) or beta != 0, list(state)
+        has_p, after = isinstance(beta, Tensor) or beta != 0, [state.s, state.p, state.z]
         # comparisons, not min and %, whose symbolic expressions take torch.compile long to simplify
         is_one = not causal or exports_any(length) or length <= size  # an open number of chunks cannot be exported
         size, spans = length if is_one else size, [length]
@@ -242,7 +234,7 @@ def _recurrence(
     qkv: list[Tensor], rates: tuple[Rate, Rate], ignored: Tensor | None, state: MomentumAttentionState, eps: float
 ) -> tuple[Tensor, MomentumAttentionState]:
     """Compute the recurrence of :func:`momentum_attention` for sequences of length 0 or 1."""
-    (q, k, v), (s, p, z) = qkv, state
+    (q, k, v), s, p, z = qkv, state.s, state.p, state.z
     if k.shape[2]:
         beta, gamma = (x.to(k.dtype).reshape(-1, 1, 1) if isinstance(x, Tensor) else x for x in rates)
         new = torch.addcmul(beta * p, k.mT, v)

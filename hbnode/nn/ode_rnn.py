@@ -358,7 +358,7 @@ class ODERNN(ModuleWithConstants):
         if not self.has_warned and self.settings.steps is None:
             networks = self.num_layers * (1 + self.bidirectional)
             times = times if start is None else torch.cat([start.unsqueeze(1), times], 1)
-            rtol, most = self.settings.rtol, seq.MANY if self.has_unit else seq.SEVERAL
+            rtol, most = self.settings.rtol, seq.MANY_NFE_THRESHOLD if self.has_unit else seq.SEVERAL_NFE_THRESHOLD
             self.has_warned = seq.warn_if_too_short(self.time_unit, times, self.counts, networks, rtol, most)
         before = seq.state_of(series.padded(output.before), series.padded_t, self.sizes)
         after = seq.state_of(series.padded(output.after), series.padded_t, self.sizes)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized, register_parametrization, type_before_parametrizations
 from torch.utils.hooks import RemovableHandle
 
-from hbnode._checks import as_count, is_one_of
+from hbnode._checks import as_count
 from hbnode._torch import make_parametrized, no_autocast
 
 ANGLES = {"cayley": (0.0, math.pi / 2), "henaff": (-math.pi, math.pi)}  # by the names in the authors' code
@@ -72,13 +72,6 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def checked_init(init: str) -> str:
-    """Return the name of an initialization; raise ValueError if there is none of this name."""
-    if not is_one_of(init, tuple(ANGLES)):
-        raise ValueError(f"init must be one of {tuple(ANGLES)}, got {init!r}. Fix: 'cayley'.")
-    return init
-
-
 def orthogonal_by_angles(like: Tensor, init: str) -> Tensor:
     """Return an orthogonal matrix with random rotations, 2 × 2, as its diagonal blocks.
 
@@ -86,7 +79,7 @@ def orthogonal_by_angles(like: Tensor, init: str) -> Tensor:
         like: a square matrix of the size, dtype and device; half precision becomes float32.
         init: "cayley", for angles from U(0, π/2), or "henaff", for angles from U(-π, π).
     """
-    angles = torch.empty(len(like) // 2, dtype=_wide(like), device=like.device).uniform_(*ANGLES[checked_init(init)])
+    angles = torch.empty(len(like) // 2, dtype=_wide(like), device=like.device).uniform_(*ANGLES[init])
     blocks = torch.stack([angles.cos(), -angles.sin(), angles.sin(), angles.cos()], dim=-1).view(-1, 2, 2)
     rest = [angles.new_ones(1, 1)] * (len(like) % 2)
     return torch.block_diag(*blocks, *rest)

@@ -20,7 +20,6 @@ from hbnode._checks import (
     as_real,
     check_bool,
     check_input,
-    is_one_of,
     refuse_gradient,
     refuse_meta,
     to_tensor,
@@ -127,8 +126,8 @@ class _OscillatorModule(nn.Module):
         self.input_size = as_count(input_size, "input_size")
         self.hidden_size = as_count(hidden_size, "hidden_size")
         self.num_oscillators = as_count(hidden_size if num_oscillators is None else num_oscillators, "num_oscillators")
-        _check_choice(discretization, "discretization", ("exact", "imex"))
-        _check_choice(input, "input", ("impulse", "hold"))
+        seq.check_choice(discretization, "discretization", ("exact", "imex"))
+        seq.check_choice(input, "input", ("impulse", "hold"))
         self.discretization, self.input = discretization, input
         has_none = self.selective and frequency is None
         self.frequency_range = (0.0, 0.0) if has_none else _checked_range(frequency, "frequency")
@@ -391,8 +390,8 @@ class Oscillators(_OscillatorModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         check_bool(bidirectional, "bidirectional"), check_bool(noise, "noise"), check_bool(selective, "selective")
-        _check_choice(discretization, "discretization", ("exact", "imex"))
-        _check_choice(input, "input", ("impulse", "hold"))
+        seq.check_choice(discretization, "discretization", ("exact", "imex"))
+        seq.check_choice(input, "input", ("impulse", "hold"))
         if selective:
             _check_selective(self, discretization=discretization, input=input, noise=noise)
         options: Any = {"discretization": discretization, "input": input, "frequency": frequency, "decay": decay}
@@ -1048,7 +1047,7 @@ class OscillatorStack(nn.Module):
         self.bidirectional = check_bool(bidirectional, "bidirectional")
         check_bool(norm, "norm"), check_bool(selective, "selective")
         dropout = as_real(dropout, "dropout", "dropout=0.1")
-        _check_choice(head, "head", ("regression", "classification", "next"))
+        seq.check_choice(head, "head", ("regression", "classification", "next"))
         if head == "next" and bidirectional:
             raise ValueError("head='next' needs a causal model, got bidirectional=True. Fix: bidirectional=False.")
         self.head = head
@@ -1233,13 +1232,6 @@ def oscillator_ranges(
     low, high = 1 / (SLOWEST * span), 0.25 / gap
     lowest = 2 / span if selective else low
     return {"frequency": (min(lowest, high), high), "decay": (min(low, 0.4 * high), 0.4 * high)}
-
-
-def _check_choice(value: object, name: str, choices: tuple[str, ...]) -> None:
-    if not is_one_of(value, choices):
-        raise ValueError(
-            f"{name} must be {' or '.join(map(repr, choices))}, got {value!r}. Fix: {name}={choices[0]!r}."
-        )
 
 
 def _checked_range(value: Range | None, name: str) -> Range:

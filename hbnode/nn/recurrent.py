@@ -12,16 +12,16 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout, linear, pad
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
-from hbnode._checks import as_count, as_real, check_bool, check_input, is_one_of, tensor_fix
+from hbnode._checks import as_count, as_real, check_bool, check_input, tensor_fix
 from hbnode._torch import (
     cpu_has_layer,
     fused_layer,
@@ -33,9 +33,10 @@ from hbnode._torch import (
 )
 from hbnode._tree import Record, record
 from hbnode.nn._scan import BLOCK, Cell, run_cell
-from hbnode.nn.orthogonal import OrthogonalWeights, checked_init, parameter_groups, rebase_every
+from hbnode.nn._signatures import shares_arguments
+from hbnode.nn.orthogonal import ANGLES, OrthogonalWeights, parameter_groups, rebase_every
 from hbnode.nn.rules import LinearRule, Memory, Momentum, Rule, RuleName, make_rule, memory_dtype
-from hbnode.nn.sequences import Series, checked_dropout
+from hbnode.nn.sequences import Series, check_choice, checked_dropout
 
 __all__ = [
     "MomentumRNN",
@@ -59,16 +60,6 @@ SMALL_PRODUCT = 2**21  # up to so many multiplications per sample, torch's layer
 CHUNK = 2**19  # numbers of d that are computed, and stored, at once
 
 
-# Methods of tensors, and functions of torch, that a state without c applies to h
-READS = {
-    *("shape", "dtype", "device", "ndim", "is_cuda", "requires_grad", "size", "dim", "numel", "tolist", "numpy"),
-    *("squeeze", "unsqueeze", "view", "reshape", "flatten", "unflatten", "transpose", "permute", "movedim"),
-    *("unbind", "chunk", "split", "select", "narrow", "cat", "concat", "stack", "hstack"),
-    *("mean", "sum", "amax", "amin", "max", "min", "norm", "var", "std", "argmax", "softmax", "log_softmax"),
-    *("linear", "matmul", "tanh", "relu", "sigmoid", "gelu", "silu", "dropout", "layer_norm", "batch_norm"),
-}
-
-
 @record
 class RecurrentState(Record):
     """The state from which a layer or cell continues a sequence; entries that it does not use are None.
@@ -77,9 +68,6 @@ class RecurrentState(Record):
     the number of features of the filtered input: gates * hidden_size.
 
     An LSTM's state unpacks into h and c, ``output, (h, c) = lstm(x)``, and ``state[0]`` and ``state[1]`` are these.
-    Any other state can be used as h: ``state[-1]``, ``state.shape``, ``head(state)``, ``torch.cat([state[-2],
-    state[-1]], -1)``. Operations that would change only h and drop the momentum, such as ``state * mask``, raise an
-    error. Use :meth:`map` or ``dataclasses.replace(state, h=...)`` instead.
 
     Attributes:
         h: hidden state (..., batch, hidden_size).
@@ -92,7 +80,7 @@ class RecurrentState(Record):
     Example:
         >>> import hbnode
         >>> output, state = hbnode.nn.MomentumGRU(3, 5, num_layers=2)(torch.ones(7, 4, 3))
-        >>> state, state[-1].shape
+        >>> state, state.h[-1].shape
         (RecurrentState(h=(2, 4, 5), v=(2, 4, 15)), torch.Size([4, 5]))
         >>> output, (h, c) = hbnode.nn.MomentumLSTM(3, 5)(torch.ones(7, 4, 3))
         >>> h.shape
@@ -118,63 +106,15 @@ class RecurrentState(Record):
         return old if name == "t" else memory_dtype(new) if name in "vmg" else new
 
     def __iter__(self) -> Iterator[Tensor]:
-        return iter(self.h if self.c is None else (self.h, self.c))
+        return iter((self[0], self[1]))
 
-    def __len__(self) -> int:
-        return len(self.h) if self.c is None else 2
-
-    def __getitem__(self, index: Any) -> Tensor:
-        if self.c is None:
-            return self.h[index]
-        if index not in (0, 1):  # torch.nn's pair takes -1, which is c where an h[-1] was meant
-            raise IndexError(
-                f"the state of an LSTM is the pair (h, c), whose entries are 0 and 1, got {index!r}. "
-                "Fix: state.h[-1] for the last layer's h, state.c for c."
+    def __getitem__(self, index: int) -> Tensor:
+        if self.c is None or index not in (0, 1):  # torch.nn's pair takes -1, which is c where an h[-1] was meant
+            raise TypeError(
+                f"the entries of a RecurrentState are read by name, got state[{index!r}]. Fix: state.h[-1] for the "
+                "last layer's h; only the state of an LSTM is also a pair, (h, c)."
             )
         return (self.h, self.c)[index]
-
-    def __setitem__(self, index: Any, value: object) -> None:
-        raise TypeError(self._refusal("no assignment", "h"))
-
-    def __getattr__(self, name: str) -> Any:
-        if name in READS and self.c is None and hasattr(Tensor, name):
-            return getattr(self.h, name)
-        if name.startswith("__"):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        raise AttributeError(self._refusal(f"no attribute {name!r}", f"h.{name}"))
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Call a function of torch with h in place of each state; see READS for the functions."""
-
-        def read(value: Any) -> Any:
-            if isinstance(value, RecurrentState):
-                if value.c is not None or function.__name__ not in READS:
-                    raise TypeError(value._refusal(f"{function.__name__} of torch does not take it", "h"))
-                return value.h
-            return type(value)(read(each) for each in value) if isinstance(value, (tuple, list)) else value
-
-        kwargs = {name: read(value) for name, value in (kwargs or {}).items()}
-        return function(*(read(value) for value in args), **kwargs)
-
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.c is not None:
-            raise TypeError(self._refusal("no array", "h"))
-        return self.h.__array__(*args, **kwargs)
-
-    def _no_operator(self, other: object) -> None:
-        raise TypeError(self._refusal("no arithmetic", "h"))
-
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __matmul__ = _no_operator
-
-    def _refusal(self, what: str, instead: str) -> str:
-        carried = " and ".join(name for name in self.as_dict() if name != "h")
-        return (
-            f"{what}: a RecurrentState holds h and {carried or 'nothing else'}. Fix: state.{instead} for only the "
-            "hidden state, or state.map(function) for all entries."
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -328,12 +268,6 @@ GRU = Cell(_gru_step, gates=3, adds_bias=True, torch_layer="gru")
 DTRIV_CELL = Cell(_modrelu_step, adds_bias=True)
 ELMAN = {"tanh": Cell(_tanh_step, torch_layer="rnn_tanh"), "relu": Cell(_relu_step, torch_layer="rnn_relu")}
 NO_MOMENTUM = Momentum(momentum=0.0, step_size=1.0)  # d_t = g_t
-
-
-def _elman(nonlinearity: str) -> Cell:
-    if not is_one_of(nonlinearity, tuple(ELMAN)):
-        raise ValueError(f"nonlinearity must be one of {tuple(ELMAN)}, got {nonlinearity!r}. Fix: 'tanh'.")
-    return ELMAN[nonlinearity]
 
 
 # What layers and cells share
@@ -502,8 +436,54 @@ def _check_dtype(x: Tensor, dtype: torch.dtype, fix: str = "") -> None:
         raise ValueError(f"x must be {dtype} as the parameters are, got {x.dtype}. Fix: x.to({dtype}){fix}.")
 
 
+class LayerOptions(TypedDict, total=False):
+    """The keyword arguments of every layer."""
+
+    batch_first: bool
+    dropout: float
+    bidirectional: bool
+    compile: bool
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+
+
+class MomentumLayerOptions(LayerOptions, total=False):
+    """The keyword arguments of every layer with a rule."""
+
+    rule: RuleName | Rule
+    momentum: float | None
+    step_size: float | None
+
+
+class CellOptions(TypedDict, total=False):
+    """The keyword arguments of every cell with a rule."""
+
+    rule: RuleName | Rule
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+
+
 class RecurrentCell(RecurrentBase):
-    """The base class of the cells, which compute one time step per call."""
+    """The base class of the cells, which compute one time step per call.
+
+    Arguments:
+        input_size: number of features of x.
+        hidden_size: number of features of h.
+        momentum: the coefficient μ of a rule given by name, in [0, 1]. Default: ``None`` (0.6).
+        step_size: the coefficient s of a rule given by name, positive. Default: ``None`` (0.6).
+        bias: whether to add biases b_ih, which is filtered, and b_hh, which is not. Default: ``True``.
+        rule: the filter; see :class:`hbnode.nn.MomentumLSTM`. Default: ``"momentum"``.
+        device: device of the parameters. Default: ``None`` (torch's default).
+        dtype: dtype of the parameters. Default: ``None`` (torch's default).
+
+    Shape:
+        x: (batch, input_size) or (input_size,).
+        state: h, and c of an LSTM, (batch, hidden_size); the memory of the rule is wider by the number of gates.
+
+    Raises:
+        TypeError: rule is neither a name nor a Rule, or bias is not a bool.
+        ValueError: a size, number or name is not valid, or the rule does not use a coefficient that is given.
+    """
 
     def __init__(
         self,
@@ -569,7 +549,37 @@ class RecurrentCell(RecurrentBase):
 
 
 class RecurrentLayer(RecurrentBase):
-    """The base class of the layers, which run cells over sequences; see :class:`MomentumLSTM` for the arguments."""
+    """The base class of the layers, which run cells over sequences.
+
+    Arguments:
+        input_size: number of features of x.
+        hidden_size: number of features of h.
+        num_layers: number of stacked layers. Default: ``1``.
+        bias: whether to add biases b_ih, which is filtered, and b_hh, which is not. Default: ``True``.
+        batch_first: whether x and the output are (batch, T, features). Default: ``False``.
+        dropout: probability of dropping an output between layers in training. Default: ``0.0``.
+        bidirectional: whether each layer has a second cell, which runs backwards in time. Default: ``False``.
+        rule: the filter: "momentum", "nag" (Nesterov's accelerated gradient), "restart" (NAG with scheduled restart),
+            "adam", "rmsprop" or "adaptive" (input-dependent momentum). A name has default coefficients. An object of
+            :mod:`hbnode.nn.rules` has its own: ``rule=Adam(beta=0.99)``. ``Momentum(0.0, 1.0)`` gives a layer of
+            torch.nn with an interchangeable state_dict. Default: ``"momentum"``.
+        momentum: the coefficient μ of "momentum" or "adam" given by name, in [0, 1]. Default: ``None`` (0.6).
+        step_size: the coefficient s of a rule given by name, positive, for all rules. Default: ``None`` (0.6).
+        compile: whether to compile the time loop with torch.compile; the first call then takes half a minute.
+            Default: ``False``.
+        device: device of the parameters. Default: ``None`` (torch's default).
+        dtype: dtype of the parameters. Default: ``None`` (torch's default).
+
+    Shape:
+        x: (T, batch, input_size), or (T, input_size), or a PackedSequence.
+        output: (T, batch, directions * hidden_size).
+        state: h, and c of an LSTM, (layers * directions, batch, hidden_size); the memory of the rule is wider by the
+            number of gates.
+
+    Raises:
+        TypeError: rule is neither a name nor a Rule, or bias, batch_first or bidirectional is not a bool.
+        ValueError: a size, number or name is not valid, or the rule does not use a coefficient that is given.
+    """
 
     def __init__(
         self,
@@ -791,6 +801,7 @@ def _map(function: Callable[..., Tensor], *states: Entries) -> Entries:
     return tuple(found)
 
 
+@shares_arguments
 class MomentumRNN(RecurrentLayer):
     """An Elman network whose inputs are filtered by momentum or another rule.
 
@@ -804,29 +815,7 @@ class MomentumRNN(RecurrentLayer):
     section 2.
 
     Arguments:
-        input_size: number of features of x.
-        hidden_size: number of features of h.
-        num_layers: number of stacked layers. Default: ``1``.
-        bias: whether to add biases b_ih, which is filtered, and b_hh, which is not. Default: ``True``.
-        batch_first: whether x and the output are (batch, T, features). Default: ``False``.
-        dropout: probability of dropping an output between layers in training. Default: ``0.0``.
-        bidirectional: whether each layer has a second cell, which runs backwards in time. Default: ``False``.
         nonlinearity: "tanh" or "relu". Default: ``"tanh"``.
-        rule: the filter; see :class:`MomentumLSTM`. Default: ``"momentum"``.
-        momentum: the coefficient μ of a rule given by name, in [0, 1]. Default: ``None`` (0.6).
-        step_size: the coefficient s of a rule given by name, positive. Default: ``None`` (0.6).
-        compile: whether to compile the time loop with torch.compile. Default: ``False``.
-        device: device of the parameters. Default: ``None`` (torch's default).
-        dtype: dtype of the parameters. Default: ``None`` (torch's default).
-
-    Shape:
-        x: (T, batch, input_size), or (T, input_size), or a PackedSequence.
-        output: (T, batch, directions * hidden_size).
-        state: h and the memory of the rule, each (layers * directions, batch, hidden_size).
-
-    Raises:
-        TypeError: rule is neither a name nor a Rule, or bias, batch_first or bidirectional is not a bool.
-        ValueError: a size, number or name is not valid, or the rule does not use a coefficient that is given.
 
     Example:
         >>> output, state = MomentumRNN(3, 5, nonlinearity="relu", rule="nag")(torch.ones(7, 2, 3))
@@ -841,46 +830,22 @@ class MomentumRNN(RecurrentLayer):
         num_layers: int = 1,
         *,
         bias: bool = True,
-        batch_first: bool = False,
-        dropout: float = 0.0,
-        bidirectional: bool = False,
         nonlinearity: Literal["tanh", "relu"] = "tanh",
-        rule: RuleName | Rule = "momentum",
-        momentum: float | None = None,
-        step_size: float | None = None,
-        compile: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[MomentumLayerOptions],
     ) -> None:
-        self.nonlinearity, self.cell = nonlinearity, _elman(nonlinearity)
-        options: Any = {"bias": bias, "batch_first": batch_first, "dropout": dropout, "bidirectional": bidirectional}
-        options |= {"rule": rule, "momentum": momentum, "step_size": step_size, "compile": compile}
-        super().__init__(input_size, hidden_size, num_layers, **options, device=device, dtype=dtype)
+        self.nonlinearity = check_choice(nonlinearity, "nonlinearity", tuple(ELMAN))
+        self.cell = ELMAN[nonlinearity]
+        super().__init__(input_size, hidden_size, num_layers, bias=bias, **options)
 
 
+@shares_arguments
 class MomentumRNNCell(RecurrentCell):
     """A cell that computes one time step of :class:`hbnode.nn.MomentumRNN`.
 
     With weights W and U, g_t = W x_t + b_ih, and its filtered value d_t: h_t = tanh(U h_{t-1} + b_hh + d_t).
 
     Arguments:
-        input_size: number of features of x.
-        hidden_size: number of features of h.
-        momentum: the coefficient μ of a rule given by name, in [0, 1]. Default: ``None`` (0.6).
-        step_size: the coefficient s of a rule given by name, positive. Default: ``None`` (0.6).
-        bias: whether to add biases b_ih, which is filtered, and b_hh, which is not. Default: ``True``.
         nonlinearity: "tanh" or "relu". Default: ``"tanh"``.
-        rule: the filter; see :class:`hbnode.nn.MomentumLSTM`. Default: ``"momentum"``.
-        device: device of the parameters. Default: ``None`` (torch's default).
-        dtype: dtype of the parameters. Default: ``None`` (torch's default).
-
-    Shape:
-        x: (batch, input_size) or (input_size,).
-        state: h and the memory of the rule, each (batch, hidden_size).
-
-    Raises:
-        TypeError: rule is neither a name nor a Rule, or bias is not a bool.
-        ValueError: a size, number or name is not valid, or the rule does not use a coefficient that is given.
     """
 
     def __init__(
@@ -892,15 +857,14 @@ class MomentumRNNCell(RecurrentCell):
         bias: bool = True,
         *,
         nonlinearity: Literal["tanh", "relu"] = "tanh",
-        rule: RuleName | Rule = "momentum",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[CellOptions],
     ) -> None:
-        self.nonlinearity, self.cell = nonlinearity, _elman(nonlinearity)
-        options: Any = {"rule": rule, "device": device, "dtype": dtype}
+        self.nonlinearity = check_choice(nonlinearity, "nonlinearity", tuple(ELMAN))
+        self.cell = ELMAN[nonlinearity]
         super().__init__(input_size, hidden_size, momentum, step_size, bias, **options)
 
 
+@shares_arguments
 class MomentumLSTM(RecurrentLayer):
     """An LSTM whose inputs are filtered by momentum or another rule (NAG-LSTM, SRLSTM, AdamLSTM, RMSPropLSTM).
 
@@ -920,33 +884,7 @@ class MomentumLSTM(RecurrentLayer):
     equations 9, 14, 15.
 
     Arguments:
-        input_size: number of features of x.
-        hidden_size: number of features of h.
-        num_layers: number of stacked layers. Default: ``1``.
-        bias: whether to add biases b_ih, which is filtered, and b_hh, which is not. Default: ``True``.
-        batch_first: whether x and the output are (batch, T, features). Default: ``False``.
-        dropout: probability of dropping an output between layers in training. Default: ``0.0``.
-        bidirectional: whether each layer has a second cell, which runs backwards in time. Default: ``False``.
         forget_bias: initial bias of the forget gate in b_ih and in b_hh. Default: ``1.0``.
-        rule: the filter: "momentum", "nag" (Nesterov's accelerated gradient), "restart" (NAG with scheduled restart),
-            "adam", "rmsprop" or "adaptive" (input-dependent momentum). A name has default coefficients. An object of
-            :mod:`hbnode.nn.rules` has its own: ``rule=Adam(beta=0.99)``. ``Momentum(0.0, 1.0)`` gives a torch.nn.LSTM
-            with an interchangeable state_dict. Default: ``"momentum"``.
-        momentum: the coefficient μ of "momentum" or "adam" given by name, in [0, 1]. Default: ``None`` (0.6).
-        step_size: the coefficient s of a rule given by name, positive, for all rules. Default: ``None`` (0.6).
-        compile: whether to compile the time loop with torch.compile; the first call then takes half a minute.
-            Default: ``False``.
-        device: device of the parameters. Default: ``None`` (torch's default).
-        dtype: dtype of the parameters. Default: ``None`` (torch's default).
-
-    Shape:
-        x: (T, batch, input_size), or (T, input_size), or a PackedSequence.
-        output: (T, batch, directions * hidden_size).
-        state: h and c (layers * directions, batch, hidden_size); the memory of the rule is 4 times as wide.
-
-    Raises:
-        TypeError: rule is neither a name nor a Rule, or bias, batch_first or bidirectional is not a bool.
-        ValueError: a size, number or name is not valid, or the rule does not use a coefficient that is given.
 
     Example:
         >>> layer = MomentumLSTM(3, 5, momentum=0.9, batch_first=True)
@@ -966,23 +904,14 @@ class MomentumLSTM(RecurrentLayer):
         num_layers: int = 1,
         *,
         bias: bool = True,
-        batch_first: bool = False,
-        dropout: float = 0.0,
-        bidirectional: bool = False,
         forget_bias: float = 1.0,
-        rule: RuleName | Rule = "momentum",
-        momentum: float | None = None,
-        step_size: float | None = None,
-        compile: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[MomentumLayerOptions],
     ) -> None:
         self.forget_bias = as_real(forget_bias, "forget_bias", "forget_bias=1.0")
-        options: Any = {"bias": bias, "batch_first": batch_first, "dropout": dropout, "bidirectional": bidirectional}
-        options |= {"rule": rule, "momentum": momentum, "step_size": step_size, "compile": compile}
-        super().__init__(input_size, hidden_size, num_layers, **options, device=device, dtype=dtype)
+        super().__init__(input_size, hidden_size, num_layers, bias=bias, **options)
 
 
+@shares_arguments
 class MomentumLSTMCell(RecurrentCell):
     """A cell that computes one time step of :class:`hbnode.nn.MomentumLSTM`, as in appendix F of its paper.
 
@@ -993,23 +922,7 @@ class MomentumLSTMCell(RecurrentCell):
         h_t = sigmoid(o) tanh(c_t)
 
     Arguments:
-        input_size: number of features of x.
-        hidden_size: number of features of h.
-        momentum: the coefficient μ of a rule given by name, in [0, 1]. Default: ``None`` (0.6).
-        step_size: the coefficient s of a rule given by name, positive. Default: ``None`` (0.6).
-        bias: whether to add biases b_ih, which is filtered, and b_hh, which is not. Default: ``True``.
         forget_bias: initial bias of the forget gate in b_ih and in b_hh. Default: ``1.0``.
-        rule: the filter; see :class:`hbnode.nn.MomentumLSTM`. Default: ``"momentum"``.
-        device: device of the parameters. Default: ``None`` (torch's default).
-        dtype: dtype of the parameters. Default: ``None`` (torch's default).
-
-    Shape:
-        x: (batch, input_size) or (input_size,).
-        state: h and c (batch, hidden_size); the memory of the rule is 4 times as wide.
-
-    Raises:
-        TypeError: rule is neither a name nor a Rule, or bias is not a bool.
-        ValueError: a size, number or name is not valid, or the rule does not use a coefficient that is given.
 
     Example:
         >>> cell, state = MomentumLSTMCell(3, 5, momentum=0.9), None
@@ -1030,15 +943,13 @@ class MomentumLSTMCell(RecurrentCell):
         bias: bool = True,
         *,
         forget_bias: float = 1.0,
-        rule: RuleName | Rule = "momentum",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[CellOptions],
     ) -> None:
         self.forget_bias = as_real(forget_bias, "forget_bias", "forget_bias=1.0")
-        options: Any = {"rule": rule, "device": device, "dtype": dtype}
         super().__init__(input_size, hidden_size, momentum, step_size, bias, **options)
 
 
+@shares_arguments
 class MomentumGRU(RecurrentLayer):
     """A GRU with the gates of torch.nn.GRU whose inputs are filtered by momentum or another rule.
 
@@ -1053,30 +964,6 @@ class MomentumGRU(RecurrentLayer):
     References: Nguyen et al., MomentumRNN: Integrating Momentum into Recurrent Neural Networks (arXiv:2006.06919),
     section 2, which puts momentum into any cell.
 
-    Arguments:
-        input_size: number of features of x.
-        hidden_size: number of features of h.
-        num_layers: number of stacked layers. Default: ``1``.
-        bias: whether to add biases b_ih, which is filtered, and b_hh, which is not. Default: ``True``.
-        batch_first: whether x and the output are (batch, T, features). Default: ``False``.
-        dropout: probability of dropping an output between layers in training. Default: ``0.0``.
-        bidirectional: whether each layer has a second cell, which runs backwards in time. Default: ``False``.
-        rule: the filter; see :class:`MomentumLSTM`. Default: ``"momentum"``.
-        momentum: the coefficient μ of a rule given by name, in [0, 1]. Default: ``None`` (0.6).
-        step_size: the coefficient s of a rule given by name, positive. Default: ``None`` (0.6).
-        compile: whether to compile the time loop with torch.compile. Default: ``False``.
-        device: device of the parameters. Default: ``None`` (torch's default).
-        dtype: dtype of the parameters. Default: ``None`` (torch's default).
-
-    Shape:
-        x: (T, batch, input_size), or (T, input_size), or a PackedSequence.
-        output: (T, batch, directions * hidden_size).
-        state: h (layers * directions, batch, hidden_size); the memory of the rule is 3 times as wide.
-
-    Raises:
-        TypeError: rule is neither a name nor a Rule, or bias, batch_first or bidirectional is not a bool.
-        ValueError: a size, number or name is not valid, or the rule does not use a coefficient that is given.
-
     Example:
         >>> output, state = MomentumGRU(3, 5, rule="rmsprop")(torch.ones(7, 2, 3))
         >>> output.shape, state.m.shape
@@ -1086,6 +973,7 @@ class MomentumGRU(RecurrentLayer):
     cell = GRU
 
 
+@shares_arguments
 class MomentumGRUCell(RecurrentCell):
     """A cell that computes one time step of :class:`hbnode.nn.MomentumGRU`.
 
@@ -1095,29 +983,12 @@ class MomentumGRUCell(RecurrentCell):
         r = sigmoid(U_r h_{t-1} + b_hr + d_r),  z = sigmoid(U_z h_{t-1} + b_hz + d_z)
         n = tanh(r (U_n h_{t-1} + b_hn) + d_n)
         h_t = (1 - z) n + z h_{t-1}
-
-    Arguments:
-        input_size: number of features of x.
-        hidden_size: number of features of h.
-        momentum: the coefficient μ of a rule given by name, in [0, 1]. Default: ``None`` (0.6).
-        step_size: the coefficient s of a rule given by name, positive. Default: ``None`` (0.6).
-        bias: whether to add biases b_ih, which is filtered, and b_hh, which is not. Default: ``True``.
-        rule: the filter; see :class:`hbnode.nn.MomentumLSTM`. Default: ``"momentum"``.
-        device: device of the parameters. Default: ``None`` (torch's default).
-        dtype: dtype of the parameters. Default: ``None`` (torch's default).
-
-    Shape:
-        x: (batch, input_size) or (input_size,).
-        state: h (batch, hidden_size); the memory of the rule is 3 times as wide.
-
-    Raises:
-        TypeError: rule is neither a name nor a Rule, or bias is not a bool.
-        ValueError: a size, number or name is not valid, or the rule does not use a coefficient that is given.
     """
 
     cell = GRU
 
 
+@shares_arguments
 class MomentumDTRIV(OrthogonalWeights, RecurrentLayer):
     """A recurrent layer with an orthogonal weight B whose inputs are filtered by momentum or another rule.
 
@@ -1135,29 +1006,8 @@ class MomentumDTRIV(OrthogonalWeights, RecurrentLayer):
     section 4; Lezcano-Casado, Trivializations for Gradient-Based Optimization on Manifolds (arXiv:1909.09501).
 
     Arguments:
-        input_size: number of features of x.
-        hidden_size: number of features of h.
-        num_layers: number of stacked layers. Default: ``1``.
-        batch_first: whether x and the output are (batch, T, features). Default: ``False``.
-        dropout: probability of dropping an output between layers in training. Default: ``0.0``.
-        bidirectional: whether each layer has a second cell, which runs backwards in time. Default: ``False``.
         init: initial B, which rotates planes by random angles: "cayley" draws them from U(0, π/2) (Helfrich et al.,
             arXiv:1707.09520), "henaff" from U(-π, π) (Henaff et al., arXiv:1602.06662). Default: ``"cayley"``.
-        rule: the filter; see :class:`hbnode.nn.MomentumLSTM`. Default: ``"momentum"``.
-        momentum: the coefficient μ of a rule given by name, in [0, 1]. Default: ``None`` (0.6).
-        step_size: the coefficient s of a rule given by name, positive. Default: ``None`` (0.6).
-        compile: whether to compile the time loop with torch.compile. Default: ``False``.
-        device: device of the parameters. Default: ``None`` (torch's default).
-        dtype: dtype of the parameters. Default: ``None`` (torch's default).
-
-    Shape:
-        x: (T, batch, input_size), or (T, input_size), or a PackedSequence.
-        output: (T, batch, directions * hidden_size).
-        state: h and the memory of the rule, each (layers * directions, batch, hidden_size).
-
-    Raises:
-        TypeError: rule is neither a name nor a Rule, or batch_first or bidirectional is not a bool.
-        ValueError: a size, number or name is not valid, or the rule does not use a coefficient that is given.
     """
 
     cell = DTRIV_CELL
@@ -1168,46 +1018,22 @@ class MomentumDTRIV(OrthogonalWeights, RecurrentLayer):
         hidden_size: int,
         num_layers: int = 1,
         *,
-        batch_first: bool = False,
-        dropout: float = 0.0,
-        bidirectional: bool = False,
         init: Literal["cayley", "henaff"] = "cayley",
-        rule: RuleName | Rule = "momentum",
-        momentum: float | None = None,
-        step_size: float | None = None,
-        compile: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[MomentumLayerOptions],
     ) -> None:
-        self.init = checked_init(init)
-        options: Any = {"batch_first": batch_first, "dropout": dropout, "bidirectional": bidirectional}
-        options |= {"rule": rule, "momentum": momentum, "step_size": step_size, "compile": compile}
-        super().__init__(input_size, hidden_size, num_layers, **options, device=device, dtype=dtype)
+        self.init = check_choice(init, "init", tuple(ANGLES))
+        super().__init__(input_size, hidden_size, num_layers, bias=True, **options)
         self._make_orthogonal()
 
 
+@shares_arguments
 class MomentumDTRIVCell(OrthogonalWeights, RecurrentCell):
     """A cell that computes one time step of :class:`hbnode.nn.MomentumDTRIV`.
 
     With the weight W, g_t = W x_t, and its filtered value d_t: h_t = modrelu(B h_{t-1} + d_t) with an orthogonal B.
 
     Arguments:
-        input_size: number of features of x.
-        hidden_size: number of features of h.
-        momentum: the coefficient μ of a rule given by name, in [0, 1]. Default: ``None`` (0.6).
-        step_size: the coefficient s of a rule given by name, positive. Default: ``None`` (0.6).
         init: initial B, "cayley" or "henaff", see :class:`hbnode.nn.MomentumDTRIV`. Default: ``"cayley"``.
-        rule: the filter; see :class:`hbnode.nn.MomentumLSTM`. Default: ``"momentum"``.
-        device: device of the parameters. Default: ``None`` (torch's default).
-        dtype: dtype of the parameters. Default: ``None`` (torch's default).
-
-    Shape:
-        x: (batch, input_size) or (input_size,).
-        state: h and the memory of the rule, each (batch, hidden_size).
-
-    Raises:
-        TypeError: rule is neither a name nor a Rule.
-        ValueError: a size, number or name is not valid, or the rule does not use a coefficient that is given.
     """
 
     bias: Tensor
@@ -1222,16 +1048,14 @@ class MomentumDTRIVCell(OrthogonalWeights, RecurrentCell):
         step_size: float | None = None,
         *,
         init: Literal["cayley", "henaff"] = "cayley",
-        rule: RuleName | Rule = "momentum",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[CellOptions],
     ) -> None:
-        self.init = checked_init(init)
-        options: Any = {"rule": rule, "device": device, "dtype": dtype}
-        super().__init__(input_size, hidden_size, momentum, step_size, **options)
+        self.init = check_choice(init, "init", tuple(ANGLES))
+        super().__init__(input_size, hidden_size, momentum, step_size, True, **options)
         self._make_orthogonal()
 
 
+@shares_arguments
 class DTRIV(MomentumDTRIV):
     """A recurrent layer with an orthogonal weight B: :class:`MomentumDTRIV` without momentum.
 
@@ -1240,18 +1064,6 @@ class DTRIV(MomentumDTRIV):
         h_t = modrelu(B h_{t-1} + W x_t),  modrelu(z) = sign(z) relu(|z| + b)
 
     References: Lezcano-Casado, Trivializations for Gradient-Based Optimization on Manifolds (arXiv:1909.09501).
-
-    Arguments:
-        input_size: number of features of x.
-        hidden_size: number of features of h.
-        num_layers: number of stacked layers. Default: ``1``.
-        batch_first: whether x and the output are (batch, T, features). Default: ``False``.
-        dropout: probability of dropping an output between layers in training. Default: ``0.0``.
-        bidirectional: whether each layer has a second cell, which runs backwards in time. Default: ``False``.
-        init: the initial B, "cayley" or "henaff"; see :class:`MomentumDTRIV`. Default: ``"cayley"``.
-        compile: whether to compile the time loop with torch.compile. Default: ``False``.
-        device: device of the parameters. Default: ``None`` (torch's default).
-        dtype: dtype of the parameters. Default: ``None`` (torch's default).
 
     Shape:
         x: (T, batch, input_size), or (T, input_size), or a PackedSequence.
@@ -1275,17 +1087,10 @@ class DTRIV(MomentumDTRIV):
         hidden_size: int,
         num_layers: int = 1,
         *,
-        batch_first: bool = False,
-        dropout: float = 0.0,
-        bidirectional: bool = False,
         init: Literal["cayley", "henaff"] = "cayley",
-        compile: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[LayerOptions],
     ) -> None:
-        options: Any = {"batch_first": batch_first, "dropout": dropout, "bidirectional": bidirectional, "init": init}
-        options |= {"rule": NO_MOMENTUM, "compile": compile, "device": device, "dtype": dtype}
-        super().__init__(input_size, hidden_size, num_layers, **options)
+        super().__init__(input_size, hidden_size, num_layers, init=init, rule=NO_MOMENTUM, **options)
 
 
 class DTRIVCell(MomentumDTRIVCell):

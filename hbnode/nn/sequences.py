@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import Any, Literal, NoReturn, Protocol, TypeVar, get_args
+from typing import Any, Literal, NoReturn, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -40,13 +40,12 @@ from hbnode.nfe import NFE
 Missing = Literal["zero", "hold", "decay"]
 Lengths = Tensor | Sequence[int]
 Series = TypeVar("Series", Tensor, PackedSequence)
-KINDS: tuple[str, ...] = get_args(Missing)
 GAPS_PER_UNIT = 10  # median gaps in a fitted time_unit: any method takes such a gap in one step at initialisation
-MANY = 50  # NFE per gap above which warn_if_too_short warns
-SEVERAL = 12  # NFE per gap of more than one step of the default methods
-TIGHT = 1e-6  # rtol at and below which many evaluations are expected
-TOO_LONG = 2.0  # fitted unit over current unit, above which the current one is too short
-FRESH = 7.5  # the same for a unit that was never set: gaps of one unit take 2 to 4 times as long as gaps of a tenth
+MANY_NFE_THRESHOLD = 50  # NFE per gap above which warn_if_too_short warns
+SEVERAL_NFE_THRESHOLD = 12  # NFE per gap of more than one step of the default methods
+TIGHT_RTOL = 1e-6  # rtol at and below which many evaluations are expected
+UNIT_RATIO_THRESHOLD = 2.0  # fitted unit over current unit, above which the current one is too short
+UNSET_UNIT_RATIO_THRESHOLD = 7.5  # the same for a unit that was never set: gaps of about one unit are slow
 
 
 # States
@@ -75,7 +74,11 @@ class ODERNNState(Record):
     last_t: Tensor | None = None
     below: ODERNNState | None = None
 
-    def __getitem__(self, index: object) -> NoReturn:  # also called by iteration
+    @override
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self[0])
+
+    def __getitem__(self, index: object) -> NoReturn:
         raise TypeError(
             "the parts of an ODERNNState are read by name. Fix: state.h, (batch, hidden_size), instead of the h[-1] "
             "of torch.nn.GRU; state.m and state.t for momentum and time."
@@ -110,9 +113,6 @@ class Filtered(Record):
     before: ODERNNState
     after: ODERNNState
     state: ODERNNState
-
-    def __iter__(self) -> Iterator[ODERNNState]:
-        return iter((self.before, self.after, self.state))
 
 
 def state_of(
@@ -341,6 +341,14 @@ def checked_dt(dt: ArrayLike, shape: torch.Size) -> Tensor:
     return times.expand(*shape, -1)
 
 
+def check_choice(value: object, name: str, choices: Sequence[str]) -> Any:
+    """Return ``value``; raise ValueError if it is none of the choices, with the nearest one."""
+    if not is_one_of(value, choices):
+        fix = f"{name}={nearest(value, choices) or choices[0]!r}"
+        raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, got {value!r}. Fix: {fix}.")
+    return value
+
+
 def _tensor(value: object, name: str, conversion: Callable[[object, str], Tensor]) -> Tensor:
     if isinstance(value, PackedSequence):
         raise ValueError(
@@ -436,17 +444,6 @@ def _shape_fix(x: Tensor, input_size: int) -> str:
     return "leave out series without samples"
 
 
-class Remembers(Protocol):
-    """A state with its time (batch,) and the last observed values and their times, (batch, input_size) or None."""
-
-    @property
-    def t(self) -> Tensor: ...
-    @property
-    def last(self) -> Tensor | None: ...
-    @property
-    def last_t(self) -> Tensor | None: ...
-
-
 class Inputs(ModuleWithConstants):
     r"""A module that builds a cell's input from samples, masks, elapsed times and static features.
 
@@ -468,10 +465,8 @@ class Inputs(ModuleWithConstants):
         super().__init__()
         input_size = as_count(input_size, "input_size")
         static_size = as_count(static_size, "static_size", least=0)
-        if not is_one_of(missing, KINDS):
-            near = nearest(missing, KINDS) or "zero"
-            raise ValueError(f"missing must be one of {KINDS}, got {missing!r}. Fix: {near!r}.")
-        self.input_size, self.missing, self.static_size = input_size, missing, static_size
+        self.input_size, self.static_size = input_size, static_size
+        self.missing: Missing = check_choice(missing, "missing", get_args(Missing))
         self.mask_features = check_bool(mask_features, "mask_features")
         self.elapsed_features = check_bool(elapsed_features, "elapsed_features")
         self.size = input_size * (1 + self.mask_features + self.elapsed_features) + static_size  # of the cell's input
@@ -479,7 +474,7 @@ class Inputs(ModuleWithConstants):
         self.rate = nn.Parameter(torch.zeros(input_size)) if missing == "decay" else None
 
     def forward(
-        self, sequences: Sequences, static: Tensor | None, state: Remembers | None, time_unit: float
+        self, sequences: Sequences, static: Tensor | None, state: Any, time_unit: float
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the cell's inputs (batch, T, size), and ``last`` and ``last_t`` of the state after the series."""
         x, observed = sequences.x, sequences.observed
@@ -507,9 +502,7 @@ class Inputs(ModuleWithConstants):
         return f"{self.input_size}, missing={self.missing!r}, size={self.size}"
 
 
-def _look_back(
-    sequences: Sequences, observed: Tensor, state: Remembers | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _look_back(sequences: Sequences, observed: Tensor, state: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the last observed value before each sample and its age, (batch, T, n), and the final ``last``, ``last_t``.
 
     Before the first observation of a feature its value is 0, and its age is counted from the start of the series.
@@ -590,11 +583,11 @@ def warn_if_too_short(
     """
     each = sorted(sum(map(attrgetter("forward"), gap)) / networks for gap in counts)
     spent = each[len(each) // 2] if each else 0.0
-    if spent <= most or rtol <= TIGHT:
+    if spent <= most or rtol <= TIGHT_RTOL:
         return False
     gaps = times.detach().diff()
     unit = GAPS_PER_UNIT * float(gaps[gaps > 0].median())  # synchronises with the device, after a slow call
-    if not unit > (TOO_LONG if spent > MANY else FRESH):
+    if not unit > (UNIT_RATIO_THRESHOLD if spent > MANY_NFE_THRESHOLD else UNSET_UNIT_RATIO_THRESHOLD):
         return False
     warnings.warn(
         f"the gaps between samples take {spent:.0f} function evaluations in the median: they are too "

@@ -7,17 +7,19 @@ supports streaming.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
 from hbnode._checks import as_count, as_real, check_bool, check_callable, check_input, is_one_of, nearest
-from hbnode._tree import register_state
+from hbnode._tree import Record, record
+from hbnode.nn._signatures import shares_arguments
 from hbnode.nn.attention import (
     HeavyBallMemory,
     MomentumAttention,
@@ -25,11 +27,11 @@ from hbnode.nn.attention import (
     SoftmaxAttention,
     read_mask,
 )
-from hbnode.nn.sequences import check_dtype
+from hbnode.nn.sequences import check_choice, check_dtype
 
 
-@register_state
-class DepthState(NamedTuple):
+@record
+class DepthState(Record):
     """The state that a connection passes from one layer to the next; entries that the connection does not use are None.
 
     Attributes:
@@ -41,14 +43,6 @@ class DepthState(NamedTuple):
     previous: Tensor | None = None
     update: Tensor | None = None
     velocity: Tensor | None = None
-
-    def detach(self) -> DepthState:
-        """Return the state detached from the autograd graph."""
-        return DepthState(*(None if x is None else x.detach() for x in self))
-
-    def to(self, *args: Any, **kwargs: Any) -> DepthState:
-        """Return the state on another device or in another dtype, with the arguments of :meth:`torch.Tensor.to`."""
-        return DepthState(*(None if x is None else x.to(*args, **kwargs) for x in self))
 
 
 class Connection(nn.Module):
@@ -98,7 +92,7 @@ class MomentumConnection(Connection):
         after = x + update
         if depth.previous is not None:
             after = after + self.momentum * (x - depth.previous)
-        return after, depth._replace(previous=x)
+        return after, dataclasses.replace(depth, previous=x)
 
 
 class AdaptiveConnection(Connection):
@@ -137,7 +131,7 @@ class AdaptiveConnection(Connection):
         after = x + update
         if depth.previous is not None and depth.update is not None:
             after = after + self.momentum(update, depth.update) * (x - depth.previous)
-        return after, depth._replace(previous=x, update=update)
+        return after, dataclasses.replace(depth, previous=x, update=update)
 
     def momentum(self, update: Tensor, previous: Tensor) -> Tensor:
         """Compute β_l of each token, (..., 1).
@@ -185,7 +179,7 @@ class MomentumStateConnection(Connection):
     def attention(self, x: Tensor, update: Tensor, depth: DepthState) -> tuple[Tensor, DepthState]:
         """Return x + s v with v = β v + g and g the output ``update``, and a depth state that holds v."""
         velocity = update if depth.velocity is None else self.momentum * depth.velocity + update
-        return x + self.step_size * velocity, depth._replace(velocity=velocity)
+        return x + self.step_size * velocity, dataclasses.replace(depth, velocity=velocity)
 
 
 class HeavyBallConnection(Connection):
@@ -239,7 +233,7 @@ class HeavyBallConnection(Connection):
         velocity = self.step_size[sublayer] * update
         if depth.velocity is not None:
             velocity = velocity + self.momentum[sublayer] * depth.velocity
-        return x + velocity, depth._replace(velocity=velocity)
+        return x + velocity, dataclasses.replace(depth, velocity=velocity)
 
 
 class NesterovConnection(HeavyBallConnection):
@@ -416,8 +410,45 @@ Stream = tuple[Tensor, DepthState]
 Join = Callable[[Tensor, Tensor, DepthState], Stream]
 
 
+class LayerOptions(TypedDict, total=False):
+    """The keyword arguments of every layer."""
+
+    attention: AttentionName | MakeAttention
+    attention_options: Mapping[str, Any] | None
+    connection: ConnectionName | MakeConnection
+    connection_momentum: float | None
+    causal: bool
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+
+
 class TransformerLayerBase(nn.Module):
-    """A base class of the transformer layers: self-attention, a feedforward block, their norms and a connection."""
+    """A base class of the transformer layers: self-attention, a feedforward block, their norms and a connection.
+
+    Arguments:
+        d_model: number of features of the input and of the output.
+        nhead: number of heads, a divisor of d_model.
+        dim_feedforward: number of hidden features of the feedforward block. Default: ``2048``.
+        dropout: dropout probability of block outputs, hidden features and softmax attention weights. Default: ``0.1``.
+        activation: activation of the feedforward block, "relu", "gelu" or a function. Default: ``"relu"``.
+        layer_norm_eps: ε of the layer norms. Default: ``1e-5``.
+        batch_first: whether x is (batch, length, d_model), not (length, batch, d_model). Default: ``False``.
+        norm_first: whether norms come before the blocks (pre-norm) or after the connections. Default: ``False``.
+        attention: "momentum", "linear", "softmax", "heavy_ball" (:class:`hbnode.nn.HeavyBallMemory`), "gated_delta",
+            "gated_linear", or a function with the arguments of their constructors. Default: ``"momentum"``.
+        attention_options: further arguments of the attention module. Its dropout, if given, applies to attention
+            weights instead of ``dropout``. Default: ``None``, no further arguments.
+        connection: "residual", the paper's "momentum" (equation 75) and "adaptive" (77), "momentum_state" (75 as in the
+            published code), or "heavy_ball" or "nesterov" with learned coefficients. A function must return a
+            :class:`hbnode.nn.transformer.Connection`. Default: ``"residual"``.
+        connection_momentum: β of the connection, its initial value if learned. Default: ``None``, the connection's β.
+        causal: whether a token attends only to itself and to previous tokens. Default: ``True``.
+        device: device of the parameters. Default: ``None``, torch's default.
+        dtype: dtype of the parameters. Default: ``None``, torch's default.
+
+    Raises:
+        ValueError: a size, number or name is not valid.
+    """
 
     def __init__(
         self,
@@ -477,13 +508,14 @@ class TransformerLayerBase(nn.Module):
                 "Fix: x.flatten(0, -3) for several batch dimensions of a layer with batch_first=True."
             )
         check_dtype(x, [next(self.parameters()).dtype])
-        for part in depth_state or ():
+        depth = DepthState() if depth_state is None else depth_state
+        for part in (depth.previous, depth.update, depth.velocity):
             if part is not None and part.shape != x.shape:
                 raise ValueError(
                     f"depth_state must hold tensors like x, {tuple(x.shape)}, got {tuple(part.shape)}. "
                     "Fix: depth_state=None in the first layer."
                 )
-        return DepthState() if depth_state is None else depth_state
+        return depth
 
     def _sublayer(self, x: Tensor, depth: DepthState, norm: nn.Module, block: Block, join: Join) -> Stream:
         """Return the residual stream and depth state after a block, its norm and ``join``, a connection's method."""
@@ -496,6 +528,7 @@ class TransformerLayerBase(nn.Module):
         return hidden
 
 
+@shares_arguments
 class MomentumTransformerLayer(TransformerLayerBase):
     r"""A transformer layer of self-attention and a feedforward block, with momentum in attention or connections.
 
@@ -513,30 +546,6 @@ class MomentumTransformerLayer(TransformerLayerBase):
 
     References:
         Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture Design? (2022), section 4.3.
-
-    Arguments:
-        d_model: number of features of the input and of the output.
-        nhead: number of heads, a divisor of d_model.
-        dim_feedforward: number of hidden features of the feedforward block. Default: ``2048``.
-        dropout: dropout probability of block outputs, hidden features and softmax attention weights. Default: ``0.1``.
-        activation: activation of the feedforward block, "relu", "gelu" or a function. Default: ``"relu"``.
-        layer_norm_eps: ε of the layer norms. Default: ``1e-5``.
-        batch_first: whether x is (batch, length, d_model), not (length, batch, d_model). Default: ``False``.
-        norm_first: whether norms come before the blocks (pre-norm) or after the connections. Default: ``False``.
-        attention: "momentum", "linear", "softmax", "heavy_ball" (:class:`hbnode.nn.HeavyBallMemory`), "gated_delta",
-            "gated_linear", or a function with the arguments of their constructors. Default: ``"momentum"``.
-        attention_options: further arguments of the attention module. Its dropout, if given, applies to attention
-            weights instead of ``dropout``. Default: ``None``, no further arguments.
-        connection: "residual", the paper's "momentum" (equation 75) and "adaptive" (77), "momentum_state" (75 as in the
-            published code), or "heavy_ball" or "nesterov" with learned coefficients. A function must return a
-            :class:`hbnode.nn.transformer.Connection`. Default: ``"residual"``.
-        connection_momentum: β of the connection, its initial value if learned. Default: ``None``, the connection's β.
-        causal: whether a token attends only to itself and to previous tokens. Default: ``True``.
-        device: device of the parameters. Default: ``None``, torch's default.
-        dtype: dtype of the parameters. Default: ``None``, torch's default.
-
-    Raises:
-        ValueError: a size, number or name is not valid.
 
     Example:
         >>> layer = MomentumTransformerLayer(32, 4, 64, batch_first=True, connection="adaptive")
@@ -588,6 +597,7 @@ class MomentumTransformerLayer(TransformerLayerBase):
         return self._sublayer(x, depth, self.norm2, self._feedforward, self.connection.feedforward)
 
 
+@shares_arguments
 class MomentumTransformerDecoderLayer(TransformerLayerBase):
     r"""A transformer layer of self-attention, cross-attention to an encoder's output, and a feedforward block.
 
@@ -597,26 +607,8 @@ class MomentumTransformerDecoderLayer(TransformerLayerBase):
     supports only causal attention, set ``cross_attention`` to another one.
 
     Arguments:
-        d_model: number of features of the input, of the encoder's output and of the output.
-        nhead: number of heads, a divisor of d_model.
-        dim_feedforward: number of hidden features of the feedforward block. Default: ``2048``.
-        dropout: dropout probability of block outputs, hidden features and softmax attention weights. Default: ``0.1``.
-        activation: activation of the feedforward block, "relu", "gelu" or a function. Default: ``"relu"``.
-        layer_norm_eps: ε of the layer norms. Default: ``1e-5``.
-        batch_first: whether x is (batch, length, d_model). Default: ``False``.
-        norm_first: whether norms come before the blocks (pre-norm) or after the connections. Default: ``False``.
-        attention: self-attention, as in :class:`MomentumTransformerLayer`. Default: ``"momentum"``.
-        attention_options: further arguments of the self-attention module. Default: ``None``, no further arguments.
         cross_attention: cross-attention, given like ``attention``. It has no rotary positions, because positions of two
             sequences are not comparable. Default: ``None``, ``attention`` with its options.
-        connection: as in :class:`MomentumTransformerLayer`. Default: ``"residual"``.
-        connection_momentum: β of the connection, its initial value if learned. Default: ``None``, the connection's β.
-        causal: whether self-attention is limited to the token itself and previous tokens. Default: ``True``.
-        device: device of the parameters. Default: ``None``, torch's default.
-        dtype: dtype of the parameters. Default: ``None``, torch's default.
-
-    Raises:
-        ValueError: a size, number or name is not valid.
 
     Example:
         >>> layer = MomentumTransformerDecoderLayer(32, 4, 64, batch_first=True)
@@ -636,37 +628,19 @@ class MomentumTransformerDecoderLayer(TransformerLayerBase):
         batch_first: bool = False,
         norm_first: bool = False,
         *,
-        attention: AttentionName | MakeAttention = "momentum",
-        attention_options: Mapping[str, Any] | None = None,
         cross_attention: AttentionName | MakeAttention | None = None,
-        connection: ConnectionName | MakeConnection = "residual",
-        connection_momentum: float | None = None,
-        causal: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[LayerOptions],
     ) -> None:
-        options: dict[str, Any] = {"device": device, "dtype": dtype}
         super().__init__(
-            d_model,
-            nhead,
-            dim_feedforward,
-            dropout,
-            activation,
-            layer_norm_eps,
-            batch_first,
-            norm_first,
-            attention=attention,
-            attention_options=attention_options,
-            connection=connection,
-            connection_momentum=connection_momentum,
-            causal=causal,
-            **options,
+            d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, **options
         )
-        kind, own = (attention, attention_options or {}) if cross_attention is None else (cross_attention, {})
-        layout = {"dropout": dropout, "batch_first": batch_first, "causal": False, **options}
-        self.multihead_attn = make_attention(kind, d_model, nhead, _with_rotary(kind, own, False), **layout)
+        kind = cross_attention if cross_attention is not None else options.get("attention", "momentum")
+        own = None if cross_attention is not None else options.get("attention_options")
+        factory: dict[str, Any] = {name: options.get(name) for name in ("device", "dtype")}
+        layout = {"dropout": dropout, "batch_first": batch_first, "causal": False, **factory}
+        self.multihead_attn = make_attention(kind, d_model, nhead, _with_rotary(kind, own or {}, False), **layout)
         _check_rotary(self.multihead_attn, False, "cross-attention", "cross_attention='softmax'")
-        self.norm3 = nn.LayerNorm(d_model, eps=layer_norm_eps, **options)
+        self.norm3 = nn.LayerNorm(d_model, eps=layer_norm_eps, **factory)
 
     def forward(
         self,
@@ -700,8 +674,8 @@ class MomentumTransformerDecoderLayer(TransformerLayerBase):
         return x, depth
 
 
-@register_state
-class TransformerState(NamedTuple):
+@record
+class TransformerState(Record):
     """The state of a :class:`MomentumTransformer` after the tokens processed so far.
 
     Attributes:
@@ -712,17 +686,10 @@ class TransformerState(NamedTuple):
     position: Tensor
     layers: tuple[Any, ...]
 
-    def detach(self) -> TransformerState:
-        """Return the state detached from the autograd graph, for truncated backpropagation."""
-        return TransformerState(self.position, tuple(layer.detach() for layer in self.layers))
-
-    def to(self, *args: Any, **kwargs: Any) -> TransformerState:
-        """Return the state on another device or in another dtype, with the arguments of :meth:`torch.Tensor.to`.
-
-        ``position`` keeps its dtype, because it counts tokens.
-        """
-        device = self.position.to(*args, **kwargs).device
-        return TransformerState(self.position.to(device), tuple(layer.to(*args, **kwargs) for layer in self.layers))
+    @override
+    @staticmethod
+    def _dtype(name: str, old: torch.dtype, new: torch.dtype) -> torch.dtype:
+        return old if name == "position" else new
 
 
 class MomentumTransformer(nn.Module):
@@ -793,10 +760,10 @@ class MomentumTransformer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if positions is not None and not is_one_of(positions, ("sinusoidal", "rotary")):
-            raise ValueError(f"positions must be 'sinusoidal', 'rotary' or None, got {positions!r}. Fix: one of these.")
+        if positions is not None:
+            check_choice(positions, "positions", ("sinusoidal", "rotary"))
         rotary = positions == "rotary"
-        of_attention = _with_rotary(attention, attention_options or {}, rotary)
+        with_rotary = _with_rotary(attention, attention_options or {}, rotary)
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         self.d_model, self.positions, self.causal = as_count(d_model, "d_model"), positions, causal
         self.num_embeddings = None if num_embeddings is None else as_count(num_embeddings, "num_embeddings")
@@ -812,7 +779,7 @@ class MomentumTransformer(nn.Module):
                 batch_first=True,
                 norm_first=norm_first,
                 attention=attention,
-                attention_options=of_attention,
+                attention_options=with_rotary,
                 connection=connection,
                 connection_momentum=connection_momentum,
                 causal=causal,

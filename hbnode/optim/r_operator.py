@@ -49,12 +49,12 @@ class LinearizedLayer(ABC):
 
     def __init__(self, x: Tensor, h: Tensor, c: OptTensor, w: Tensor, u: Tensor, b: OptTensor, bias: OptTensor) -> None:
         n = self.size = h.shape[-1]
-        self.of_x = slice(self.inputs[0] * n, self.inputs[1] * n)
-        self.of_h = slice(self.states[0] * n, self.states[1] * n)
+        self.x_columns = slice(self.inputs[0] * n, self.inputs[1] * n)
+        self.h_columns = slice(self.states[0] * n, self.states[1] * n)
         self.x, self.w, self.u, self.u_t = x, self._shift_rows(w), u, u.T
         self.h = x.new_empty(len(x) + 1, *h.shape)  # initial state first
         self.h[0] = h
-        e = self._pre_activations([(x, self.w, self.of_x)], b, bias)
+        e = self._pre_activations([(x, self.w, self.x_columns)], b, bias)
         self.residuals = [
             torch.empty_like(e).unbind(),
             *(z.unbind() for z in h.new_empty(self.extras, *x.shape[:1], *h.shape)),
@@ -83,8 +83,9 @@ class LinearizedLayer(ABC):
         self, rx: OptTensor, rh: OptTensor, rc: OptTensor, w: OptTensor, u: OptTensor, b: OptTensor, bias: OptTensor
     ) -> tuple[Tensor, OptTensor]:
         """Return tangents of all states and the last cell state, for tangents of the constructor's arguments."""
-        products = [(self.h[:-1], u, self.of_h), (self.x, self._shift_rows(w), self.of_x), (rx, self.w, self.of_x)]
-        re, out = self._pre_activations(products, b, bias), torch.empty_like(self.h[1:])
+        products = [(self.h[:-1], u, self.h_columns), (self.x, self._shift_rows(w), self.x_columns)]
+        re = self._pre_activations([*products, (rx, self.w, self.x_columns)], b, bias)
+        out = torch.empty_like(self.h[1:])
         for re_k, from_h, out_k, *residuals in self._steps(re, out):
             if rh is not None:
                 from_h.addmm_(rh, self.u_t)
@@ -108,20 +109,21 @@ class LinearizedLayer(ABC):
                 dh_k += direct
             direct, dc = self._vjp(dh_k, dc, de_k, *residuals)
             later = to_h
-        first = de[0, :, self.of_h] @ self.u
+        first = de[0, :, self.h_columns] @ self.u
         first = first if direct is None else first + direct
-        dx = de[..., self.of_x] @ self.w if needs[0] else None
+        dx = de[..., self.x_columns] @ self.w if needs[0] else None
         if not any(needs[3:]):
             return dx, first, dc, None, None, None, None
         rows = de.flatten(0, 1)
-        w = (self.x.flatten(0, 1).T @ rows[:, self.of_x]).T  # this order is fast for few inputs too
-        u, b = (self.h[:-1].flatten(0, 1).T @ rows[:, self.of_h]).T, rows.sum(0)
-        bias = b[self.of_h] if needs[6] else None
-        return dx, first, dc, self._shift_rows(w, -1), u, self._shift_rows(b[self.of_x], -1) if needs[5] else None, bias
+        w = (self.x.flatten(0, 1).T @ rows[:, self.x_columns]).T  # this order is fast for few inputs too
+        u, b = (self.h[:-1].flatten(0, 1).T @ rows[:, self.h_columns]).T, rows.sum(0)
+        bias = b[self.h_columns] if needs[6] else None
+        db = self._shift_rows(b[self.x_columns], -1) if needs[5] else None
+        return dx, first, dc, self._shift_rows(w, -1), u, db, bias
 
     def _steps(self, e: Tensor, *others: Tensor) -> Any:
         """Iterate over time: pre-activations ``e``, the columns of ``e`` that W_hh h enters, others, residuals."""
-        from_h = e if self.states == (0, self.blocks) else e[..., self.of_h]
+        from_h = e if self.states == (0, self.blocks) else e[..., self.h_columns]
         return zip(*map(torch.unbind, (e, from_h, *others)), *self.residuals, strict=True)
 
     def _pre_activations(
@@ -129,8 +131,8 @@ class LinearizedLayer(ABC):
     ) -> Tensor:
         """Return biases plus z W^T, in its columns, for each (z, W, columns): (T, batch, blocks * hidden_size)."""
         row = self.x.new_zeros(self.blocks * self.size)
-        row[self.of_x] += 0.0 if b is None else self._shift_rows(b)
-        row[self.of_h] += 0.0 if bias is None else bias
+        row[self.x_columns] += 0.0 if b is None else self._shift_rows(b)
+        row[self.h_columns] += 0.0 if bias is None else bias
         e = row.expand(*self.x.shape[:2], -1).clone()
         for z, weight, columns in products:
             if z is not None and weight is not None:
@@ -176,7 +178,7 @@ class LinearizedLSTM(LinearizedLayer):
 
     def _forward(self, e: Tensor, before: Tensor, c: OptTensor, h: Tensor, *residuals: Tensor) -> OptTensor:
         assert c is not None
-        slope, forget, of_c = residuals
+        slope, forget, c_slope = residuals
         e_i, e_f, e_g, e_o = e.chunk(4, 1)
         i, f, g, o = e_i.sigmoid(), e_f.sigmoid(), e_g.tanh(), e_o.sigmoid()
         parts = [g * i * (1 - i), c * f * (1 - f), i * (1 - g * g)]
@@ -184,21 +186,21 @@ class LinearizedLSTM(LinearizedLayer):
         tanh = c.tanh()
         torch.cat([*parts, tanh * o * (1 - o)], 1, out=slope)
         forget.copy_(f)
-        torch.mul(o, 1 - tanh * tanh, out=of_c)
+        torch.mul(o, 1 - tanh * tanh, out=c_slope)
         torch.mul(o, tanh, out=h)
         return c
 
     def _jvp(self, re: Tensor, rh: OptTensor, rc: OptTensor, out: Tensor, *residuals: Tensor) -> OptTensor:
-        slope, forget, of_c = residuals
+        slope, forget, c_slope = residuals
         i, f, g, o = re.mul_(slope).chunk(4, 1)
         i.add_(f).add_(g)
         rc = i if rc is None else torch.addcmul(i, forget, rc)
-        torch.addcmul(o, of_c, rc, out=out)
+        torch.addcmul(o, c_slope, rc, out=out)
         return rc
 
     def _vjp(self, dh: Tensor, dc: OptTensor, de: Tensor, *residuals: Tensor) -> tuple[OptTensor, OptTensor]:
-        slope, forget, of_c = residuals
-        dc = of_c * dh if dc is None else torch.addcmul(dc, of_c, dh)
+        slope, forget, c_slope = residuals
+        dc = c_slope * dh if dc is None else torch.addcmul(dc, c_slope, dh)
         gates, slopes = (z.view(-1, 4, self.size) for z in (de, slope))
         torch.mul(slopes[:, :3], dc.unsqueeze(1), out=gates[:, :3])
         torch.mul(slopes[:, 3], dh, out=gates[:, 3])
@@ -216,8 +218,8 @@ class LinearizedGRU(LinearizedLayer):
         e_n, e_r, e_z, q = e.chunk(4, 1)
         r, z = e_r.sigmoid(), e_z.sigmoid()
         n = torch.addcmul(e_n, r, q).tanh()
-        of_n = (1 - z) * (1 - n * n)
-        torch.cat([of_n, of_n * q * r * (1 - r), (before - n) * z * (1 - z), of_n * r], 1, out=slope)
+        n_slope = (1 - z) * (1 - n * n)
+        torch.cat([n_slope, n_slope * q * r * (1 - r), (before - n) * z * (1 - z), n_slope * r], 1, out=slope)
         update.copy_(z)
         torch.lerp(n, before, z, out=h)
         return c

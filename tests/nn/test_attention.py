@@ -3,7 +3,6 @@
 import copy
 import importlib
 import io
-import math
 import pickle
 from itertools import pairwise
 
@@ -33,7 +32,6 @@ KINDS = {
 every_kind = pytest.mark.parametrize("kind", KINDS)
 MODULES = ["momentum", "heavy_ball", "rotary"]
 each_module = pytest.mark.parametrize("kind", MODULES)
-each_graph = pytest.mark.parametrize("kind", ["momentum", *slow("heavy_ball", "rotary")])
 
 
 def make(kind, batch_first=True, dtype=torch.float64, **options):
@@ -113,7 +111,7 @@ def test_ignored_tokens_leave_no_trace(kind):
         close(goes_on[row : row + 1], module.step(following[row : row + 1], state)[0])
 
 
-@every_kind
+@each_module
 def test_a_state_serves_two_continuations(kind):
     module, x = make(kind), inputs()
     with torch.no_grad():
@@ -141,6 +139,7 @@ def test_layouts_agree(kind):
         close(each(x[0], x[0], x[0], mask[0])[0], output[0])
 
 
+@pytest.mark.sparse
 @every_kind
 @pytest.mark.parametrize("shape", [(0, 5), (2, 0), (1, 1)])
 def test_few_tokens(kind, shape):
@@ -160,18 +159,8 @@ def test_all_keys_ignored(kind):
     assert x.grad.isfinite().all()
 
 
-@every_kind
-def test_life_of_a_module(kind):
-    module, x = make(kind), inputs()
-    make_module, own = KINDS[kind]
-    fresh = make_module(E, H, batch_first=True, dtype=torch.float64, **own)
-    fresh.load_state_dict(module.state_dict())
-    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module)), fresh):
-        close(other(x)[0], module(x)[0])
-    assert f"{type(module).__name__}(\n  {E}, {H}, causal=True, " in repr(module)
-
-
-@every_kind
+@pytest.mark.sparse
+@each_module
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_narrow_numbers(kind, dtype):
     module, x = make(kind, dtype=dtype), inputs(dtype=dtype)
@@ -196,8 +185,9 @@ def test_autocast(kind):
     assert (y.float() - wanted[:, 5]).abs().max() < 0.05 * wanted.abs().max() + 0.02
 
 
-@each_graph
-@pytest.mark.parametrize("backend", ["eager", *slow("aot_eager")])
+@pytest.mark.slow
+@each_module
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_for_any_length(kind, backend):
     """In one graph, with gradients."""
     torch._dynamo.reset()
@@ -214,7 +204,8 @@ def test_compiled_for_any_length(kind, backend):
     assert counted.frame_count == 1
 
 
-@each_graph
+@pytest.mark.slow
+@each_module
 def test_exported(kind):
     """For any batch; one of as many sequences as heads too."""
     module, x, mask = make(kind), inputs(), make_mask()
@@ -230,6 +221,7 @@ def test_exported(kind):
 X = inputs()
 
 
+@pytest.mark.sparse
 @each_module
 @pytest.mark.parametrize(
     ("error", "message", "arguments", "options"),
@@ -239,15 +231,12 @@ X = inputs()
         (ValueError, r"must be bool, .batch, keys. = \(3, 11\)", (X, X, X, torch.zeros(11, 3).bool()), {}),
         (ValueError, "mask == 0 if ones in the mask are attended to", (X, X, X, torch.ones(3, 11).long()), {}),
         (ValueError, "must hold only 0 and -inf, got other values", (X, X, X, torch.ones(3, 11)), {}),
-        (TypeError, "key_padding_mask must be a tensor, got list", (X[0],), {"key_padding_mask": [False] * 11}),
         (ValueError, "query must be", (X[..., :3],), {}),
-        (ValueError, "key must be", (X, X[0]), {}),
         (ValueError, "Fix: batch_first=True if the batch comes first", (X, X[:2], X[:2]), {}),
         (ValueError, "key and value the same length", (X, X, X[:, :4]), {}),
         (ValueError, "causal=False to attend to another sequence", (X, X[:, :4], X[:, :4]), {}),
         (TypeError, r"Fix: torch.tensor\(x", ([[1.0] * E],), {}),
         (TypeError, r"query is torch.float32.*Fix: query.to\(torch.float64\), or", (X.float(),), {}),
-        (TypeError, r"key is torch.int64.*Fix: key.to\(torch.float64\)\.$", (X, X.long()), {}),
     ],
 )
 def test_wrong_calls_are_refused(kind, error, message, arguments, options):
@@ -259,9 +248,7 @@ def test_wrong_calls_are_refused(kind, error, message, arguments, options):
     ("module", "error", "message", "arguments", "options"),
     [
         (MomentumAttention, ValueError, "dropout must be 0, got 0.1", (16, 4, 0.1), {}),
-        (HeavyBallMemory, ValueError, "dropout must be 0, got 0.1", (16, 4, 0.1), {}),
         (SoftmaxAttention, ValueError, "dropout must be a probability", (16, 4, 1.1), {}),
-        (SoftmaxAttention, TypeError, "bias must be True or False", (16, 4, 0.0, 0.5), {}),
         (SoftmaxAttention, ValueError, "Fix: an even head size", (12, 4), {}),
         (MomentumAttention, ValueError, "embed_dim=20", (17, 4), {}),
         (MomentumAttention, ValueError, r"momentum must be in \[0, 1\)", (16, 4), {"momentum": 1.0}),
@@ -270,20 +257,8 @@ def test_wrong_calls_are_refused(kind, error, message, arguments, options):
         (MomentumAttention, ValueError, "must start above 0", (16, 4), {"momentum": 0.0, "learn_momentum": True}),
         (MomentumAttention, ValueError, "step_size must be positive", (16, 4), {"step_size": 0.0}),
         (MomentumAttention, ValueError, "eps must be >= 0", (16, 4), {"eps": -1}),
-        (MomentumAttention, ValueError, "eps must be >= 0 and finite", (16, 4), {"eps": math.inf}),
-        (
-            MomentumAttention,
-            TypeError,
-            "learn_momentum must be True or False, got 0.5",
-            (16, 4),
-            {"learn_momentum": 0.5},
-        ),
-        (MomentumAttention, TypeError, "learn_step_size must be True", (16, 4), {"learn_step_size": 1.0}),
-        (SoftmaxAttention, TypeError, "rotary must be True or False, got 10000", (16, 4), {"rotary": 10_000}),
-        (HeavyBallMemory, ValueError, "chunk_size must be an integer >= 1", (16, 4), {"chunk_size": 0}),
         (HeavyBallMemory, ValueError, "delta must be .* got 'plian'", (16, 4), {"delta": "plian"}),
         (HeavyBallMemory, TypeError, "momentum must be True or False, got 0.9", (16, 4), {"momentum": 0.9}),
-        (HeavyBallMemory, TypeError, "decay must be True or False, got 0.9", (16, 4), {"decay": 0.9}),
     ],
 )
 def test_wrong_options_are_refused(module, error, message, arguments, options):
@@ -295,6 +270,7 @@ def test_wrong_streams_are_refused():
     momentum, softmax, x = make("momentum"), make("rotary"), inputs()
     for error, message, call in (
         (ValueError, "Fix: prefill for several", lambda: momentum.step(x)),
+        (ValueError, "batch_size must be an integer >= 0, got -1", lambda: momentum.init_state(-1)),
         (ValueError, "Fix: causal=True", lambda: make("momentum", causal=False).prefill(x)),
         (ValueError, "got 6, 16. Fix: leave kdim and vdim out", lambda: make("momentum", kdim=6).prefill(x)),
         (ValueError, r"Fix: x\[None\]", lambda: momentum.prefill(x[0])),
@@ -341,14 +317,6 @@ def test_inside_torchs_encoder(kind, training):
         x = layer.norm1(x + module(x, x, x, mask)[0])
         x = layer.norm2(x + layer.linear2(torch.relu(layer.linear1(x))))
     close(output, x)
-
-
-@pytest.mark.parametrize("kind", ["momentum", "rotary"])
-def test_inside_torchs_encoder_in_both_directions(kind):
-    layer, x = nn.TransformerEncoderLayer(E, H, 24, 0.0, batch_first=True, dtype=torch.float64), inputs()
-    layer.self_attn = make(kind, causal=False)
-    assert (layer(x[:, :7]) - layer(x)[:, :7]).abs().amax((0, 2)).min() > 1e-6
-    close(layer(x[:, :7], is_causal=True), layer(x, is_causal=True)[:, :7])
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -419,15 +387,9 @@ def test_a_cache_of_inference_mode_goes_on_outside():
     close(y, module(x, x, x)[0][:, 10])
 
 
-def test_a_cache_is_a_pytree_and_exports():
+@pytest.mark.slow
+def test_a_cache_exports():
     module, x = make("rotary").eval(), inputs()
-    ignored = torch.zeros(x.shape[:2], dtype=torch.bool)
-    for mask in (None, ignored[:, :10]):
-        _, state = module.prefill(x[:, :10], key_padding_mask=mask)
-        cache = torch.utils._pytree.tree_map(torch.Tensor.float, state)
-        assert len(cache) == 10
-        assert cache.keys.dtype == torch.float32
-        assert (cache.ignored is None) == (mask is None)
 
     class Step(torch.nn.Module):
         def __init__(self):
@@ -495,15 +457,15 @@ def test_gates_are_in_the_safe_region():
     assert (gates["write"] <= rest + 1e-12).all()
 
 
-@pytest.mark.parametrize("steps", [3_000, pytest.param(100_000, marks=pytest.mark.slow)])
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", [0.02, 1.0])
 @pytest.mark.parametrize("decay", [True, False])
-def test_bursts_of_equal_keys_stay_bounded(decay, spread, steps):
+def test_bursts_of_equal_keys_stay_bounded(decay, spread):
     """A rare token in bursts of 1 to 16 between 0 to 79 others; gates as at the start, and far from there."""
     torch.manual_seed(0)
     module = HeavyBallMemory(E, H, batch_first=True, decay=decay)
     words, tokens, most, state = torch.randn(12, E), [], 0.0, None
-    while len(tokens) < steps:
+    while len(tokens) < 100_000:
         others = torch.randint(1, 12, (int(torch.randint(80, ())),)).tolist()
         tokens += [0] * int(torch.randint(1, 17, ())) + others
     with torch.no_grad():
@@ -539,7 +501,8 @@ def saved_and_loaded(state):
     return torch.load(file, weights_only=True)
 
 
-@every_kind
+@pytest.mark.sparse
+@each_module
 @pytest.mark.parametrize("again", [saved_and_loaded, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_states_are_saved_copied_and_loaded(kind, again):
     module, x = make(kind), inputs()
@@ -552,7 +515,8 @@ def test_states_are_saved_copied_and_loaded(kind, again):
     assert torch.equal(y, wanted)
 
 
-@every_kind
+@pytest.mark.sparse
+@each_module
 @pytest.mark.parametrize("grad", [True, False])
 def test_states_change_their_dtype(kind, grad):
     """A state in float32 continues in a float64 module, and is widened there."""
@@ -574,49 +538,36 @@ def test_a_saved_cache_has_no_free_room():
     assert saved_and_loaded(state).keys.untyped_storage().nbytes() == state.keys.numel() * 8
 
 
-@every_kind
-@pytest.mark.parametrize("batch_size", [-1, 2.0, None])
-def test_wrong_numbers_of_sequences_are_refused(kind, batch_size):
-    with pytest.raises(ValueError, match=rf"batch_size must be an integer >= 0, got {batch_size}\. Fix"):
-        make(kind).init_state(batch_size)
-
-
 ENDS = [0, 3, 3, 4, 11]  # sequences of 3, 0, 1 and 7 tokens
 MEMORIES = [kind for kind in KINDS if KINDS[kind][0] is HeavyBallMemory]
 
 
-@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.sparse
 @pytest.mark.parametrize("mask", [None, make_mask()[2:]], ids=["all", "masked"])
 @pytest.mark.parametrize("kind", MEMORIES)
-def test_packed_sequences(kind, mask, batch_first):
+def test_packed_sequences(kind, mask):
     """As calls for each: outputs, states, their continuation, and gradients."""
-    module, x = make(kind), inputs(batch=1).requires_grad_()
+    module, x, ends = make(kind), inputs(batch=1).requires_grad_(), torch.tensor(ENDS)
     found, wanted = [], []
     for start, end in pairwise(ENDS):
         part = None if mask is None else mask[:, start:end]
         wanted.append(module(x[:, start:end], key_padding_mask=part)[0])
         found.append(module.prefill(x[:, start:end], None, part)[1])
     wanted, states = torch.cat(wanted, 1), [torch.cat(parts) for parts in zip(*map(tensors, found), strict=True)]
-    module.batch_first, ends = batch_first, torch.tensor(ENDS)
-    given = x if batch_first else x.transpose(0, 1)
-    output = module(given, key_padding_mask=mask, cu_seqlens=ends)[0]
-    output, (again, state) = (
-        output if batch_first else output.transpose(0, 1),
-        module.prefill(given, None, mask, cu_seqlens=ends),
-    )
-    close(output, wanted)
-    close(again if batch_first else again.transpose(0, 1), wanted)
-    close(tensors(state), states)
-    if mask is None:
-        close(module(x[0], cu_seqlens=ends)[0], wanted[0])  # no batch
+    output = module(x, key_padding_mask=mask, cu_seqlens=ends)[0]
+    again, state = module.prefill(x, None, mask, cu_seqlens=ends)
+    close((output, again, tensors(state)), (wanted, wanted, states))
     next_token = torch.randn(4, E, dtype=torch.float64)
     close(module.step(next_token, state)[0], module.step(next_token, type(state)(*states))[0])
     over = [x, *module.parameters()]
-    close(
-        torch.autograd.grad((output * x.detach()).sum(), over), torch.autograd.grad((wanted * x.detach()).sum(), over)
-    )
+    close(*(torch.autograd.grad((y * x.detach()).sum(), over) for y in (output, wanted)))
+    module.batch_first = False
+    if mask is None:
+        close(module(x.transpose(0, 1), cu_seqlens=ends)[0].transpose(0, 1), wanted)
+        close(module(x[0], cu_seqlens=ends)[0], wanted[0])  # no batch
 
 
+@pytest.mark.slow
 def test_packed_sequences_in_a_graph():
     torch._dynamo.reset()
     module = make("heavy_ball")
@@ -626,23 +577,6 @@ def test_packed_sequences_in_a_graph():
         out, wanted = (f(x, x, x, cu_seqlens=torch.tensor(ends))[0] for f in (compiled, module))
         close(out, wanted)
         close(*(torch.autograd.grad(y.sin().sum(), x)[0] for y in (out, wanted)))
-
-
-class Packed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.memory = make("heavy_ball")
-
-    def forward(self, x, cu_seqlens):
-        return self.memory(x, cu_seqlens=cu_seqlens)[0]
-
-
-def test_packed_sequences_are_exported():
-    """For any length and number of sequences."""
-    module, shapes = Packed(), ({1: torch.export.Dim("length", min=2)}, {0: torch.export.Dim("ends", min=3)})
-    program = torch.export.export(module, (inputs(batch=1), torch.tensor(ENDS)), dynamic_shapes=shapes).module()
-    x, ends = inputs(70, 1), torch.tensor([0, 5, 70])
-    close(program(x, ends), module(x, ends))
 
 
 def test_wrong_packings_are_refused():
@@ -667,29 +601,6 @@ def test_wrong_packings_are_refused():
             call()
 
 
-def test_the_fixes_for_another_sequence():
-    x, other = inputs(), inputs(5)
-    for module, options, fix in (
-        (make("heavy_ball"), {}, "Fix: MomentumAttention or SoftmaxAttention with causal=False to attend"),
-        (make("momentum"), {}, "Fix: causal=False to attend"),
-        (make("momentum", causal=False), {"is_causal": True}, "Fix: leave is_causal out to attend"),
-    ):
-        with pytest.raises(ValueError, match=fix):
-            module(x, other, **options)
-    assert make("momentum", causal=False)(x, other)[0].shape == x.shape
-
-
-@each_module
-def test_other_containers_of_sequences_are_named(kind):
-    x = inputs()
-    packed = nn.utils.rnn.pack_padded_sequence(x, [11, 7, 4], batch_first=True)
-    with pytest.raises(TypeError, match=r"got PackedSequence. Fix: torch.nn.utils.rnn.pad_packed_sequence\(x\)\[0\]"):
-        make(kind)(packed)
-    nested = torch.nested.nested_tensor([x[0], x[1, :4]], layout=torch.jagged)
-    with pytest.raises(TypeError, match=r"query must not be a nested tensor. Fix: query.to_padded_tensor\(0.0\)"):
-        make(kind)(nested)
-
-
 @each_module
 def test_float64_under_autocast_is_named(kind):
     """Autocast does not convert it."""
@@ -700,7 +611,7 @@ def test_float64_under_autocast_is_named(kind):
             make(kind)(inputs().float())
 
 
-@every_kind
+@each_module
 def test_a_state_of_inference_mode_goes_on_in_training(kind):
     module, x = make(kind), inputs()
     with torch.inference_mode():
@@ -710,7 +621,7 @@ def test_a_state_of_inference_mode_goes_on_in_training(kind):
     close(module.prefill(x[:, 5:], state)[0], module(x)[0][:, 5:])
 
 
-@every_kind
+@each_module
 def test_wrong_states_are_refused(kind):
     module, x = make(kind), inputs()
     with pytest.raises(TypeError, match=r"must be .*on cpu, got .*meta.* Fix: state.to\('cpu'"):

@@ -6,7 +6,6 @@ import pickle
 import re
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from torch import nn
@@ -71,7 +70,7 @@ def test_shapes_and_gradients(model, shape, solver, device):
         assert p.grad.any(), name
 
 
-@every_field
+@pytest.mark.parametrize("model", ["hbnode", *slow("node", "adamnode")])
 def test_copies_compute_the_same(model):
     block, x = make_block(model, rtol=1e-8), make_input()
     expected = block(x)
@@ -86,19 +85,6 @@ def test_copies_compute_the_same(model):
 
 
 @pytest.mark.sparse
-@every_model
-@every_solver
-def test_a_trajectory_passes_through_the_end_point(model, solver):
-    block, x = make_block(model, **solver, t_span=(0.0, 2.0), rtol=1e-8, atol=1e-8), make_input().requires_grad_()
-    path, end = block(x, [0.0, 0.5, 1.1, 2.0]), block(x)
-    assert path.shape == (4, *output_shape(model, "vector"))
-    tolerance = 1e-3 if "steps" in solver else 1e-6
-    close(path[-1], end, rtol=tolerance, atol=tolerance)
-    close(path[0][:, :4], x)
-    inputs, tolerance = [x, *block.parameters()], 10 * tolerance
-    close(*(torch.autograd.grad(h.sin().sum(), inputs) for h in (path[-1], end)), rtol=tolerance, atol=tolerance)
-
-
 @every_model
 @pytest.mark.parametrize("shape", SHAPES)
 def test_autocast(model, shape):
@@ -130,10 +116,11 @@ def test_autocast_with_weights_that_were_used_before():
     close(*slopes, rtol=0.05, atol=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default:The .grad attribute")  # dynamo's own, about inputs that are not leaves
 @pytest.mark.parametrize(
     ("model", "name"),
-    [*(("hbnode", name) for name in SOLVERS), *slow(("node", "checkpoint"), ("ghbnode", "checkpoint"))],
+    [*(("hbnode", name) for name in SOLVERS), ("node", "checkpoint"), ("ghbnode", "checkpoint")],
 )
 def test_torch_compile_with_the_eager_backend(model, name):
     block, x = make_block(model, **SOLVERS[name], rtol=1e-4, atol=1e-4), make_input()
@@ -146,18 +133,6 @@ def test_torch_compile_with_the_eager_backend(model, name):
     assert (nfe.backward > 0) >= name.endswith("adjoint")
     field = make_field(model).double()
     close(hbnode.ODEBlock(torch.compile(field, backend="eager"))(x), hbnode.ODEBlock(field)(x))
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("default")  # inductor's own warnings are not ours
-@every_model
-def test_torch_compile_with_inductor(model):
-    field, x = make_field(model).double(), make_input()
-    expected = hbnode.ODEBlock(field)(x)
-    field.func = torch.compile(field.func)
-    got = hbnode.ODEBlock(field)(x)
-    close(got, expected)
-    got.sum().backward()
 
 
 @pytest.mark.parametrize("method", ["dopri5", "dopri8", "rk4"])
@@ -175,6 +150,7 @@ def test_the_adjoint_keeps_nothing_alive(method):
         gc.enable()
 
 
+@pytest.mark.sparse
 @every_field
 @pytest.mark.parametrize("gradient", ["direct", "adjoint"])
 def test_an_empty_batch(model, gradient):
@@ -226,7 +202,7 @@ def test_a_heavy_ball_block_is_an_hbnode_or_ghbnode():
     assert HeavyBall(lambda *args: args[1], time_dependent=True)(torch.ones(1, 1)).shape == (1, 1)
 
 
-@pytest.mark.parametrize("shape", [(3, 4), (2, 4, 3, 3), (2, 4, 5)])
+@pytest.mark.parametrize("shape", [(3, 4), (2, 4, 3, 3)])
 def test_augmentation(shape):
     block = HeavyBall(nn.Identity(), augment=2)
     out = block(torch.randn(*shape))
@@ -292,6 +268,7 @@ def test_gradients_flow_through_the_momentum(gradient):
     assert block.nfe.backward > 0 or gradient == "direct" or "graph kept" in str(block.nfe)
 
 
+@pytest.mark.sparse
 @every_model
 @pytest.mark.parametrize("gradient", ["direct", "checkpoint"])
 @pytest.mark.parametrize("steps", [2, None], ids=["grid", "adaptive"])
@@ -314,6 +291,7 @@ def test_a_block_gives_the_end_of_its_trajectory(model, steps, gradient):
 # In a user's hands
 
 
+@pytest.mark.sparse
 @every_backward
 @pytest.mark.parametrize("generalized", [False, True])
 def test_an_output_may_be_changed_in_place(solver, generalized):
@@ -323,15 +301,6 @@ def test_an_output_may_be_changed_in_place(solver, generalized):
     for times in (None, [0.0, 0.5, 1.0]):
         losses = [change(block(x, times)).square().sum() for change in (torch.relu_, torch.relu)]
         close(*(torch.autograd.grad(loss, list(block.parameters())) for loss in losses), rtol=0, atol=0)
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-@every_backward
-def test_a_func_of_torchscript(solver):
-    func, x = nn.Sequential(nn.Linear(2, 2), nn.Tanh()), torch.randn(3, 2)
-    eager, block = (HeavyBall(f, damping=0.1, **solver) for f in (func, torch.jit.script(func)))
-    block.field.omega = eager.field.omega
-    close(*(torch.autograd.grad(b(x).square().sum(), list(func.parameters())) for b in (block, eager)))
 
 
 def test_vmap_and_other_transforms():
@@ -347,26 +316,6 @@ def test_vmap_and_other_transforms():
                 transform(block)(x)
 
 
-@pytest.mark.parametrize(
-    ("x", "fix"),
-    [
-        (np.ones((2, 3)), "torch.tensor(x, dtype=torch.float32)"),
-        ([[1.0, 1.0, 1.0]], "torch.tensor(x, dtype=torch.float32)"),
-        (pd.DataFrame(np.ones((2, 3))), "torch.tensor(x.to_numpy(), dtype=torch.float32)"),
-        ([torch.ones(3), torch.ones(3)], "torch.stack(x)"),
-    ],
-)
-@pytest.mark.parametrize("make", [hbnode.HBNODE, lambda f: hbnode.ANODE(f, 0)])
-def test_what_is_no_tensor_is_refused_with_what_makes_it_one(x, fix, make):
-    block = hbnode.ODEBlock(make(nn.Linear(3, 3)))
-    for refuses in (block, block.field.initial_state):
-        with pytest.raises(TypeError, match=r"must be a tensor, got .*Fix: " + re.escape(fix)):
-            refuses(x)
-    assert block(eval(fix)).shape[-1] == 3  # the fix helps
-    with pytest.raises(TypeError, match=r"the state must be a tensor or a tuple of tensors, got .*Fix: "):
-        hbnode.odeint(block.field, x, [0.0, 1.0])
-
-
 def late(h, t):
     return h * t
 
@@ -376,9 +325,7 @@ def late(h, t):
     [
         (lambda: hbnode.ODEBlock(nn.Linear(2, 2)), TypeError, "expected a field, got Linear. Fix: wrap the network"),
         (lambda: HeavyBall(nn.Identity(), t_span=(0.0, 0.0)), ValueError, "two different times"),
-        (lambda: HeavyBall(nn.Identity(), t_span=1.0), TypeError, "t_span must be two numbers"),
         (lambda: HeavyBall(nn.Identity(), t_span=(0.0, ONE)), TypeError, "learned times go to block"),
-        (lambda: HeavyBall(nn.Identity(), augment=0.5), ValueError, "augment must be an integer"),
         (lambda: HeavyBall(nn.Identity(), augment=1, initial_state=nn.Identity()), ValueError, "were both given"),
         (lambda: HeavyBall(nn.Identity(), initial_state=nn.Identity())(ONE.view(1, 1)), TypeError, "a pair of tensors"),
         (lambda: HeavyBall(nn.Identity(), xi=0.3, activation=torch.sin), ValueError, "xi, activation belongs to"),
@@ -387,10 +334,8 @@ def late(h, t):
         (lambda: HeavyBall(nn.Linear(3, 3))(torch.zeros(2, 4)), ValueError, "shapes cannot be.*Fix: a first"),
         (lambda: HeavyBall(nn.Linear(3, 4))(torch.zeros(2, 3)), ValueError, "func returned shape"),
         (lambda: HeavyBall(nn.Linear(3, 3))(torch.zeros(2, 3).long()), TypeError, "x.float"),
-        (lambda: HeavyBall(nn.Linear(3, 3))(torch.zeros(2, 3).double()), TypeError, "expected one dtype"),
         (lambda: HeavyBall(late), TypeError, r"is called with the time first. Fix: let it take \(t, "),
         (lambda: hbnode.SONODE(lambda h, v, t: h), TypeError, "is called with the time first"),
-        (lambda: hbnode.odeint(late, torch.ones(2), [0.0, 1.0]), TypeError, "is called with the time first"),
     ],
 )
 def test_bad_input(make, kind, message):
@@ -405,34 +350,16 @@ ADJOINT, REVERSIBLE = DOPRI5 | {"gradient": "adjoint"}, LEAPFROG | {"gradient": 
 @pytest.mark.parametrize(
     ("wrong", "fix", "right"),
     [
-        ({"options": {"max_num_steps": 9}}, "max_steps=n", {"max_steps": 9}),
         ({"options": {"step_size": 0.1}}, "steps=n", {"steps": 9}),
         ({"options": {"land": True}}, "save='exact'", {"save": "exact"}),
-        ({"options": {"dense": False}}, "save='interpolate' or save='exact'", {"save": "exact"}),
-        ({"options": {"jump_t": [0.5]}}, "jump_times=[...]", {"jump_times": [0.5]}),
         ({"steps": 2.0}, "steps=8", {"steps": 8}),
-        ({"method": "leapfrog"}, "steps=n", LEAPFROG),
         ({"per_sample": True, "method": "dopri5"}, "per_sample=False", {"per_sample": False, "method": "dopri5"}),
-        ({"save": "interpolation"}, "save='interpolate'", {"save": "interpolate"}),
-        ({"save": 3}, "leave it out", {}),
-        ({"save": "exact", "method": "rk4", "options": {"step_size": 0.3}}, "leave save out", RK4),
         ({"jump_times": 0.5}, "jump_times=[0.5]", {"jump_times": [0.5]}),
-        ({"jump_times": [float("nan")]}, "jump_times=[0.5]", {"jump_times": [0.5]}),
         ({"jump_times": [0.5], "method": "fixed_adams"}, "method='dopri5'", DOPRI5 | {"jump_times": [0.5]}),
-        (
-            RK4 | {"jump_times": [0.5], "options": {"step_size": 0.3}},
-            "steps=n",
-            RK4 | {"jump_times": [0.5], "steps": 4},
-        ),
         (DOPRI5 | {"jump_times": [0.5], "options": {"jump_t": ONE / 2}}, "give only jump_times", DOPRI5),
         ({"options": {"norm": max}}, "method='dopri5'", DOPRI5 | {"options": {"norm": lambda state: state[0].norm()}}),
-        ({"options": {"min_steps": 0.1}}, "options={'min_step': ...}", {"options": {"min_step": 1e-3}}),
         ({"options": 8}, "steps=8 for fixed steps, else options={'max_nfe': 1000}", {"options": {"max_nfe": 1000}}),
-        (LEAPFROG | {"options": {"max_step": 1.0}}, "leave it out", LEAPFROG),
         (DOPRI5 | {"steps": 9}, "method='rk4'", RK4 | {"steps": 9}),
-        (RK4 | {"options": {"first_step": 0.1}}, "method='dopri5'", DOPRI5),
-        (DOPRI5 | {"options": {"max_nfe": 99}}, "method=None", {"options": {"max_nfe": 99}}),
-        (RK4 | {"options": 8}, "options={'step_size': 0.1}", RK4 | {"options": {"step_size": 0.1}}),
         ({"method": "tsit5", "gradient": "reversible"}, "gradient='checkpoint', or method='leapfrog'", REVERSIBLE),
         ({"adjoint_options": {}}, "leave them out, or method='dopri5'", ADJOINT | {"adjoint_options": {}}),
         ({"method": "LSODA"}, "method='scipy_solver' with options={'solver': 'LSODA'} and gradient='adjoint'", {}),

@@ -13,6 +13,7 @@ from hbnode.errors import NonFiniteError
 from hbnode.nn import ode_rnn
 from hbnode.nn._fused_ode_rnn import Run
 from hbnode.solve.methods import METHODS
+from tests.models import slow
 
 LENGTHS = torch.tensor([6, 4, 1])
 CASES = {
@@ -46,6 +47,10 @@ CASES = {
     "one-activation-twice": {"field": lambda n: hbnode.NODE(one_activation_twice(n))},
     "one-layer-twice": {"field": lambda n: hbnode.HBNODE(one_layer_twice(n))},
 }
+FAST = [
+    *("hbnode", "anode", "sonode", "ghbnode-leapfrog", "ghbnode-common", "rnn-cell", "own-cell", "layers"),
+    *("both-directions", "constant-tsit5", "hbnode-nystrom8", "one-layer-twice", "elu"),
+]
 close = torch.testing.assert_close
 every_gradient = pytest.mark.parametrize("gradient", ["direct", "checkpoint"])
 
@@ -136,7 +141,7 @@ def reference(monkeypatch):
 
 @pytest.mark.sparse
 @every_gradient
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*FAST, *slow(*(case for case in CASES if case not in FAST))])
 def test_values_gradients_and_counts(case, gradient, reference, monkeypatch):
     values, grads, counts = reference(solved, make_rnn(**CASES[case]))
     found, fuse = [], ode_rnn.fuse
@@ -200,6 +205,7 @@ def test_what_is_not_known_is_called(what, reference):
     assert not torch.allclose(values[0], solved(changed("nothing"))[0][0])
 
 
+@pytest.mark.sparse
 @pytest.mark.parametrize("name", ["node", "anode", "sonode", "hbnode", "ghbnode"])
 @pytest.mark.parametrize("method", ["forward", "evaluate"])
 def test_a_field_that_was_changed_is_called(name, method):
@@ -218,6 +224,7 @@ def test_a_class_of_torch_whose_call_was_replaced(kind, monkeypatch):
     assert calls
 
 
+@pytest.mark.sparse
 @every_gradient
 @pytest.mark.parametrize("case", ["hbnode", "ghbnode-leapfrog", "rnn-cell"])
 def test_second_derivatives(case, gradient, reference):
@@ -375,6 +382,7 @@ def test_low_precision_goes_to_the_reference(dtype):
     close(low.double(), expected, rtol=0.05, atol=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"steps": 1}], ids=["adaptive", "steps"])
 def test_a_module_that_torch_compiles(options):
     rnn, expected = make_rnn(**options), trained(make_rnn(**options))

@@ -3,7 +3,6 @@
 import io
 import math
 import sys
-import warnings
 from itertools import pairwise
 
 import pytest
@@ -13,10 +12,9 @@ from torch.nn.functional import normalize
 import hbnode
 from hbnode.nn import _delta_rule as layout
 from hbnode.nn._delta_rule import reference as chunkwise
-from hbnode.nn.heavy_ball_memory import resonance
 from tests import reference_memory as reference
 
-memory = hbnode.nn.functional.heavy_ball_memory
+memory, State = hbnode.nn.functional.heavy_ball_memory, hbnode.nn.functional.HeavyBallMemoryState
 F64 = torch.float64
 every_delta = pytest.mark.parametrize("delta", ["decayed", "plain", False])
 
@@ -43,7 +41,7 @@ def make(batch=2, heads=3, length=23, dim=4, width=5, *, seed=0, low=-1.0, holes
         made["key_padding_mask"] = torch.rand(batch, length) < 0.3
     if state:
         s, p = torch.randn(2, batch, heads, dim, width, dtype=F64)
-        made["initial_state"] = hbnode.nn.functional.HeavyBallMemoryState(s.requires_grad_(), p.requires_grad_())
+        made["initial_state"] = State(s.requires_grad_(), p.requires_grad_())
     return made
 
 
@@ -57,7 +55,7 @@ def cast(made, dtype):
 def leaves(made):
     found = []
     for z in made.values():
-        parts = z if isinstance(z, tuple) else [z]
+        parts = z if isinstance(z, State) else [z]
         found += [x for x in parts if isinstance(x, torch.Tensor) and x.requires_grad]
     return found
 
@@ -101,6 +99,7 @@ def test_the_recurrence(delta):
         assert_matches(make(length=length, delta=delta, holes=True, state=True), chunk_size=chunk)
 
 
+@pytest.mark.sparse
 @every_delta
 @pytest.mark.parametrize("at_once", [1, 4])
 def test_any_number_of_chunks_and_sequences_at_once(monkeypatch, delta, at_once):
@@ -108,6 +107,7 @@ def test_any_number_of_chunks_and_sequences_at_once(monkeypatch, delta, at_once)
     assert_matches(make(3, 2, 27, delta=delta, holes=True, state=True), chunk_size=8)
 
 
+@pytest.mark.sparse
 @pytest.mark.usefixtures("_each_form")
 @every_delta
 @pytest.mark.parametrize("missing", [["log_decay"], ["step"], ["log_decay", "step", "write"], []])
@@ -135,11 +135,9 @@ def test_special_cases_are_the_models_of_their_papers():
     made = make()
     q, k, v, log_momentum, log_decay, step, write, _ = made.values()
     alpha, decays = log_decay.exp(), torch.tensor([0.7, 0.9, 1.0], dtype=F64)
-    linear, gates = {"log_momentum": None, "delta": False}, {"log_decay": log_decay, "write": write}
+    gates = {"log_decay": log_decay, "write": write}
     for options, wanted in (
-        (linear, reference.linear_attention(q, k, v)),
-        (linear | {"log_decay": decays.log()}, reference.retnet(q, k, v, decays)),
-        (linear | {"log_decay": log_decay}, reference.gated_linear_attention(q, k, v, alpha)),
+        ({"log_momentum": None, "delta": False, "log_decay": decays.log()}, reference.retnet(q, k, v, decays)),
         (gates | {"log_momentum": None}, reference.gated_delta_net(q, k, v, alpha, write)),
         (
             gates | {"log_momentum": log_momentum, "step": step},
@@ -161,6 +159,7 @@ def test_a_gate_for_each_head_or_for_all():
         assert_near(run({**made, name: number}), reference.heavy_ball_memory(**{**made, name: number}), 1e-10)
 
 
+@pytest.mark.sparse
 @pytest.mark.usefixtures("_each_form")
 @every_delta
 @pytest.mark.parametrize("name", ["log_momentum", "log_decay"])
@@ -174,6 +173,7 @@ def test_gates_of_zero_have_finite_gradients(delta, name):
         assert all(z.isfinite().all() for z in gradients(run(made), leaves(made)))
 
 
+@pytest.mark.sparse
 @pytest.mark.usefixtures("_each_form")
 @every_delta
 @pytest.mark.parametrize(("momentum", "decay"), [(-0.05, -0.05), (-0.05, -0.5), (-4.0, -4.0)])
@@ -189,6 +189,7 @@ def test_float32_keeps_its_digits(delta, momentum, decay):
         assert (got.double() - truth).norm() <= 1e-6 * truth.norm()
 
 
+@pytest.mark.sparse
 @every_delta
 @pytest.mark.parametrize("low", [-0.1, -8.0])
 def test_gradients_in_float32_keep_their_digits(delta, low):
@@ -226,7 +227,7 @@ def make_packed(**options):
     """Sequences in one row, with holes and states; and the boundaries."""
     made = make(1, length=ENDS[-1], holes=True, **options)
     s, p = torch.randn(2, len(LENGTHS), 3, 4, 5, dtype=F64)
-    made["initial_state"] = hbnode.nn.functional.HeavyBallMemoryState(s.requires_grad_(), p.requires_grad_())
+    made["initial_state"] = State(s.requires_grad_(), p.requires_grad_())
     return made, torch.tensor(ENDS, dtype=torch.int32)
 
 
@@ -239,11 +240,12 @@ def run_each(made, **options):
             for name, z in made.items()
             if isinstance(z, torch.Tensor)
         }
-        one["initial_state"] = tuple(z[i : i + 1] for z in made["initial_state"])
+        one["initial_state"] = made["initial_state"].map(lambda z, i=i: z[i : i + 1])
         found.append(run(made | one, **options))
     return [torch.cat(parts, 0 if i else 2) for i, parts in enumerate(zip(*found, strict=True))]
 
 
+@pytest.mark.sparse
 @pytest.mark.usefixtures("_each_form")
 @every_delta
 @pytest.mark.parametrize("momentum", [True, False])
@@ -264,20 +266,6 @@ def test_packed_sequences_do_not_meet():
     assert torch.equal(dirty[:, :, 20:], clean[:, :, 20:])
     assert torch.equal(dirty[:, :, :3], clean[:, :, :3])
     assert all(torch.equal(x[keep], y[keep]) for x, y in zip(dirty_state, state, strict=True))
-
-
-def test_states_load_safely_and_move():
-    for kept in (True, False):
-        made = make() | ({} if kept else {"log_momentum": None})
-        _, state = memory(**made, return_state=True)
-        file = io.BytesIO()
-        torch.save(state.detach(), file)
-        file.seek(0)
-        loaded = torch.load(file, weights_only=True)
-        assert type(loaded) is type(state)
-        assert torch.equal(loaded.s, state.s)
-        assert (loaded.p is not None) == kept
-        assert all(x.dtype == torch.float32 for x in state.to(torch.float32) if x is not None)
 
 
 @pytest.mark.parametrize(
@@ -351,7 +339,7 @@ def as_function(made, **options):
     names = [name for name in made if name not in ("delta", "initial_state")]
 
     def function(*tensors):
-        given = dict(zip(names, tensors, strict=False)) | {"initial_state": tensors[len(names) :]}
+        given = dict(zip(names, tensors, strict=False)) | {"initial_state": State(*tensors[len(names) :])}
         return run(made | given, **options)
 
     return function, tuple(leaves(made))
@@ -373,24 +361,13 @@ def test_gradients_of_many_outputs_at_once():
     assert_near(found, wanted, 1e-12)
 
 
-def test_second_derivatives_of_queries_alone():
-    """The returned state does not depend on them."""
-    torch.manual_seed(0)
-    q, k, v = torch.randn(3, 1, 1, 5, 3, dtype=F64)
-    q.requires_grad_()
-    out, state = memory(q, k, v, log_momentum=-1.0, step=0.1, return_state=True)
-    (first,) = torch.autograd.grad(out.sin().sum() + state.s.sin().sum(), q, create_graph=True)
-    first.sum().backward()
-    assert q.grad.abs().max() > 0
-
-
 @pytest.mark.parametrize("momentum", [None, -0.5])
 def test_inputs_that_depend_on_each_other_twice(momentum):
     """A gradient with create_graph=True is that without, where inputs are one tensor or made from one another."""
     torch.manual_seed(0)
     x = torch.randn(1, 2, 9, 3, dtype=F64, requires_grad=True)
     for given in ((x, x, x), (x.sin(), x, x.cos())):
-        out = memory(*given, log_momentum=momentum, step=0.1, initial_state=(x[:, :, :3], x[:, :, :3])).sin()
+        out = memory(*given, log_momentum=momentum, step=0.1, initial_state=State(x[:, :, :3], x[:, :, :3])).sin()
         (once,) = torch.autograd.grad(out.sum(), x, retain_graph=True)
         (twice,) = torch.autograd.grad(out.sum(), x, create_graph=True)
         assert_near([twice], [once], 1e-12)
@@ -447,6 +424,7 @@ def test_compiled_for_changing_lengths(backend):
     assert_near(gradients([out, *state], given), gradients([wanted, *wanted_state], given), 1e-12)
 
 
+@pytest.mark.slow
 def test_second_derivatives_and_transforms_of_a_compiled_memory():
     given = graph_inputs(9)
 
@@ -465,6 +443,7 @@ class Scan(torch.nn.Module):
         return scan(*given)
 
 
+@pytest.mark.slow
 def test_exported_for_any_length():
     length = torch.export.Dim("length", min=2)
     program = torch.export.export(Scan(), tuple(graph_inputs(20)), dynamic_shapes=(({2: length},) * 5,))
@@ -492,70 +471,6 @@ def test_the_operator_is_described_to_graphs_as_it_is():
     torch.library.opcheck(operator, ("", 8, False, *packed, *[None] * 4, s, None, ends), test_utils=tests)
 
 
-# Stability
-
-
-def test_the_largest_safe_gains():
-    """Of g = s η / (1 − μ) for a key that comes in bursts, without decay: the design's 2.0, 1.0, .66, .32, .031."""
-    for mu, limit in ((0.5, 2.0), (0.8, 0.66), (0.99, 0.031)):
-        low, high = 0.0, 4.0
-        for _ in range(30):
-            g = (low + high) / 2
-            low, high = (g, high) if resonance(mu, 1.0, g * (1 - mu)) is None else (low, g)
-        assert abs(low - limit) <= 0.025 * limit, mu
-        assert limit >= min(3 * (1 - mu), 2.0)  # the region that is called safe
-
-
-@pytest.mark.parametrize(("gain", "is_bounded"), [(0.25, True), (1.0, False)])
-def test_a_key_in_bursts(gain, is_bounded):
-    """Shown four times, then 60 others, again and again, at μ = .9: the design's g = 1 grew to 1e15 in 3,000 steps."""
-    torch.manual_seed(0)
-    keys = torch.eye(61, dtype=F64)[torch.tensor([0] * 4 + list(range(1, 61))).repeat(47)].view(1, 1, -1, 61)
-    values = torch.randn(1, 1, len(keys[0, 0]), 2, dtype=F64)
-    gates = {"log_momentum": torch.tensor([math.log(0.9)], dtype=F64), "step": gain * 0.1}
-    _, state = memory(keys, keys, values, **gates, return_state=True)
-    assert (state.s.abs().max() < 10) == is_bounded
-    assert is_bounded or state.s.abs().max() > 1e12
-
-
-@pytest.mark.parametrize(
-    ("gates", "message"),
-    [
-        ({"log_momentum": math.log(0.9)}, r"momentum 0.9, decay 1, step 0.1 and write 1 may grow"),
-        ({"log_momentum": math.log(0.9), "step": 1.0}, r"step \* write / \(1 - momentum\) is not below 2"),
-        ({"log_momentum": None, "write": 2.5}, r"is not below 2"),
-        ({"log_momentum": math.log(0.9), "log_decay": math.log(0.99)}, r"comes \d+ times, then not for \d+ steps"),
-        ({"log_momentum": math.log(0.5), "step": 1.6, "log_decay": 0, "delta": "plain"}, r"not below 2"),
-        ({"log_momentum": -0.589, "step": 1.0}, r"is not below 2"),
-        ({"log_momentum": None, "log_decay": -0.7, "step": 1.9, "delta": "plain"}, r"comes \d+ times"),
-    ],
-)
-def test_constant_gates_that_are_not_safe_give_a_warning(gates, message):
-    made = make()
-    with pytest.warns(UserWarning, match=message) as caught:
-        memory(made["q"], made["k"], made["v"], **gates)
-    assert caught[0].filename == __file__
-    advised = float(str(caught[0].message).split("<= ")[1].split(",")[0])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        memory(made["q"], made["k"], made["v"], **gates | {"step": advised, "write": 1.0})
-
-
-@pytest.mark.filterwarnings("error")
-def test_constant_gates_that_are_safe_give_no_warning():
-    made, mu = make(), math.log(0.9)
-    for gates in (
-        {"log_momentum": mu, "step": 0.03},
-        {"log_momentum": mu, "step": 0.1, "write": 0.3},
-        {"log_momentum": mu, "delta": False},
-        {"log_momentum": mu, "log_decay": mu},
-        {"log_momentum": torch.tensor(mu)},
-        {"log_momentum": None},
-        {"log_momentum": -math.inf, "log_decay": -math.inf},
-    ):
-        memory(made["q"], made["k"], made["v"], **gates)
-
-
 # Errors
 
 
@@ -567,22 +482,17 @@ def test_constant_gates_that_are_safe_give_no_warning():
         ({"v": torch.zeros(2, 3, 23, 5).long()}, TypeError, "v must be floating point"),
         ({"log_momentum": torch.zeros(2, 23, 3)}, ValueError, r"Fix: log_momentum.transpose\(1, 2\)"),
         ({"log_decay": torch.zeros(2, 3, 23, 1)}, ValueError, r"Fix: log_decay.squeeze\(-1\)"),
-        ({"write": torch.zeros(7)}, ValueError, "write must be .* or a number"),
-        ({"write": torch.zeros(3).long()}, TypeError, "write must be floating point"),
         ({"write": "1.x"}, TypeError, "write must be a tensor, a number or None"),
         ({"log_momentum": 0.9}, ValueError, r"at most 0, got 0.9. Fix: math.log\(0.9\)"),
         ({"log_decay": math.nan}, ValueError, "log_decay must be finite, or -inf"),
-        ({"step": -math.inf}, ValueError, "step must be finite, got -inf"),
         ({"delta": True}, ValueError, "delta must be"),
-        ({"delta": 0}, ValueError, "delta must be"),
-        ({"chunk_size": 0}, ValueError, "chunk_size must be an integer >= 1"),
         ({"key_padding_mask": torch.zeros(3, 23).bool()}, ValueError, "key_padding_mask must be"),
         ({"key_padding_mask": torch.zeros(2, 23)}, TypeError, "key_padding_mask must be bool"),
         ({"cu_seqlens": torch.tensor([0, 23])}, ValueError, "the batch must be 1, got 2"),
         ({"cu_seqlens": torch.tensor([0.0, 23.0])}, ValueError, "must be an integer tensor"),
         ({"cu_seqlens": [0, 23]}, TypeError, r"got list\. Fix: torch\.tensor"),
         ({"initial_state": torch.zeros(2, 3, 4, 5)}, TypeError, "initial_state must be a HeavyBallMemoryState"),
-        ({"initial_state": (torch.zeros(1, 3, 4, 5),) * 2}, ValueError, "initial_state.s must be"),
+        ({"initial_state": State(*[torch.zeros(1, 3, 4, 5)] * 2)}, ValueError, "initial_state.s must be"),
     ],
 )
 def test_bad_input_is_named(change, error, message):

@@ -1,10 +1,8 @@
 """Latent ODEs and SDEs: bounds against dense Gaussians and closed forms, missing values, predictions, failures."""
 
-import copy
 import datetime
 import itertools
 import math
-import pickle
 import re
 
 import pytest
@@ -115,27 +113,6 @@ def test_log_likelihood_less_elbo_is_the_divergence_from_the_exact_posterior(sig
     torch.testing.assert_close(half.value - elbo.value, elbo.kl_initial / 2)
 
 
-def test_with_the_exact_posterior_the_elbo_is_the_log_likelihood(sigma_points):
-    model = linear_model()
-    field = hbnode.HBNODE(lambda h: -h, damping=0.0, learn_damping=False)
-    model.field = field
-    t = torch.tensor([[0.0, 0.5, 1.0, 1.5]]).double() * math.pi  # cos and sin are orthogonal: a diagonal posterior
-    x = torch.randn(1, 4, 2, dtype=torch.float64)
-    h = torch.stack([t[0].cos(), t[0].sin()], 1)[:, None] * model.decoder.weight  # (T, features, 2)
-    precision = (-2 * model.prior[1]).exp().diag() + torch.einsum("tfi,tfj,f->ij", h, h, (-2 * model.log_noise).exp())
-    assert abs(precision[0, 1]) < 1e-12
-    shift = torch.einsum("tfi,tf,f->i", h, x[0] - model.decoder.bias, (-2 * model.log_noise).exp())
-    mean = (shift + model.prior[0] * (-2 * model.prior[1]).exp()) / precision.diagonal()
-    with torch.no_grad():
-        model.posterior.weight.zero_()
-        model.posterior.bias.copy_(torch.cat([mean, -precision.diagonal().log() / 2]))
-    covariance = torch.einsum("tfi,sgi,i->tfsg", h, h, (2 * model.prior[1]).exp()).reshape(8, 8)
-    covariance = covariance + (2 * model.log_noise).exp().repeat(4).diag()
-    marginal = MultivariateNormal((h @ model.prior[0] + model.decoder.bias).flatten(), covariance)
-    expected = marginal.log_prob(x.flatten())
-    torch.testing.assert_close(model.elbo(x, t, samples=4).value[0], expected, rtol=1e-8, atol=0)
-
-
 def test_predictions_have_the_moments_of_the_posterior_at_any_times_in_any_order(sigma_points):
     model = linear_model()
     x, t, _ = series(torch.float64)
@@ -237,6 +214,7 @@ def test_late_times_keep_their_digits_in_a_float32_model():
 # All models
 
 
+@pytest.mark.sparse
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_bound_has_a_gradient_of_every_parameter(name, dtype):
@@ -306,22 +284,6 @@ def test_one_sample_no_value_and_a_first_call_in_inference_mode(name):
     assert model.sample([0.0, 1.0, 5.0], samples=3).paths.shape == (3, 1, 3, 2)
 
 
-@pytest.mark.parametrize("name", ["hbnode", "sde"])
-def test_copies_and_a_loaded_state_give_the_same_bound(name):
-    torch.manual_seed(0)
-    model = MODELS[name]()
-    x, t, mask = series()
-    model.fit_time_unit(t, mask)
-    loaded = MODELS[name]()
-    loaded.load_state_dict(model.state_dict())
-    values = []
-    for other in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model)), loaded):
-        torch.manual_seed(1)
-        values.append(other.elbo(x, t, mask).value)
-    assert all(torch.equal(value, values[0]) for value in values)
-    assert loaded.time_unit == model.time_unit != 1.0
-
-
 @pytest.mark.parametrize("name", ["hbnode", "odernn", "sde"])
 def test_the_unit_of_time_does_not_matter_once_it_is_fitted(name):
     torch.manual_seed(0)
@@ -376,7 +338,7 @@ def test_static_features_and_times_that_are_no_numbers():
 
 def test_messages_name_what_was_expected():
     x, t, _ = series()
-    with pytest.raises(ValueError, match="Fix: 'student'"):
+    with pytest.raises(ValueError, match="Fix: likelihood='student'"):
         LatentODE(2, 2, likelihood="studnt")
     with pytest.raises(TypeError, match="field must be a field, got Linear"):
         LatentODE(2, 2, field=nn.Linear(2, 2))

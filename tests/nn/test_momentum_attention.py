@@ -1,7 +1,5 @@
 """momentum_attention against its recurrence and closed forms: values, gradients, masks, states, graphs, errors."""
 
-import io
-
 import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
@@ -11,7 +9,7 @@ import hbnode
 from tests import reference_attention as reference
 from tests.models import slow
 
-attend = hbnode.nn.functional.momentum_attention
+attend, State = hbnode.nn.functional.momentum_attention, hbnode.nn.functional.MomentumAttentionState
 causal_or_not = pytest.mark.parametrize("causal", [True, False], ids=["causal", "whole"])
 
 
@@ -26,7 +24,7 @@ def make(batch=2, heads=3, length=37, dim=4, value_dim=5, *, state=False, dtype=
     if not state:
         return *qkv, None
     s, p, z = draw(batch, heads, dim, value_dim), draw(batch, heads, dim, value_dim), draw(batch, heads, dim)
-    return *qkv, (s, p, z)
+    return *qkv, State(s, p, z)
 
 
 def make_mask(batch=2, length=37):
@@ -52,6 +50,7 @@ RATES = {"0": (0.0, 0.7), "0.6": (0.6, 0.7), "0.999": (0.999, 0.7), "heads": ([0
 RATES |= {"one": (0.9, 0.8), "mixed": (0.0, [1.0, 0.5, 0.1])}
 
 
+@pytest.mark.sparse
 @causal_or_not
 @pytest.mark.parametrize(("masked", "with_state"), [(False, False), (True, True)])
 @pytest.mark.parametrize("rates", RATES)
@@ -69,6 +68,7 @@ def test_the_recurrence(rates, with_state, masked, causal):
         assert_agree((out, *after), (expected, *expected_state), (q, k, v, *(learned[i] for i in keep), *(state or ())))
 
 
+@pytest.mark.sparse
 @causal_or_not
 @pytest.mark.parametrize("momentum", [0.0, 0.1, 0.9, 0.999])
 def test_the_closed_forms(momentum, causal):
@@ -117,12 +117,7 @@ def test_masked_positions_may_hold_nan(causal):
     assert_close(*results)
 
 
-def test_queries_of_another_length_read_all_keys():
-    q, k, v, _ = make()
-    out = attend(q[:, :, :9], k, v, momentum=0.9, causal=False)
-    assert_close(out, attend(q, k, v, momentum=0.9, causal=False)[:, :, :9])
-
-
+@pytest.mark.sparse
 @causal_or_not
 @pytest.mark.parametrize("length", [1, 9])
 def test_outputs_before_the_first_key_are_zero_without_eps(length, causal):
@@ -136,6 +131,7 @@ def test_outputs_before_the_first_key_are_zero_without_eps(length, causal):
     assert all(x.isfinite().all() for x in grads)
 
 
+@pytest.mark.sparse
 @causal_or_not
 @pytest.mark.parametrize("eps", [0.0, 1e-6])
 @pytest.mark.parametrize("size", [(0, 5, 4, 5), (3, 5, 0, 5), (3, 5, 4, 0), (3, 1, 0, 5), (3, 1, 4, 0)])
@@ -147,18 +143,7 @@ def test_dimensions_of_zero(size, eps, causal):
     (out.sum() + sum(x.sum() for x in state)).backward()
 
 
-def test_states_load_safely_and_move():
-    q, k, v, _ = make()
-    _, state = attend(q, k, v, momentum=0.9, return_state=True)
-    file = io.BytesIO()
-    torch.save(state.detach(), file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=True)
-    assert type(loaded) is type(state)
-    assert_close(tuple(loaded), tuple(state.detach()))
-    assert {x.dtype for x in state.to(torch.float32)} == {torch.float32}
-
-
+@pytest.mark.sparse
 @causal_or_not
 @pytest.mark.parametrize("size", [(0, 37), (2, 0)], ids=["batch", "length"])
 def test_empty(size, causal):
@@ -214,6 +199,7 @@ def test_autocast_changes_nothing():
 # Derivatives and graphs
 
 
+@pytest.mark.sparse
 @causal_or_not
 @pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
 def test_second_derivatives(masked, causal):
@@ -225,7 +211,7 @@ def test_second_derivatives(masked, causal):
     options["key_padding_mask"] = torch.tensor([[False, True, False, False]]) if masked else None
 
     def function(q, k, v, momentum, step_size, *state):
-        out, after = attend(q, k, v, momentum=momentum, step_size=step_size, initial_state=state, **options)
+        out, after = attend(q, k, v, momentum=momentum, step_size=step_size, initial_state=State(*state), **options)
         return out, *after
 
     inputs = (q, k, v, momentum, step_size, *state)
@@ -262,29 +248,18 @@ def test_export_with_an_open_length(strict):
         assert_close(program.module()(*few), Module()(*few))
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
-def test_a_traced_graph():
-    q, k, v, _ = (None if x is None else x.detach() for x in make(length=20))
-    with hbnode._torch.checking_shapes():
-        program = torch.jit.trace(Module(), (q, k, v))
-    assert_close(tuple(program(q, k, v)[1]), tuple(Module()(q, k, v)[1]))
-
-
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
         ({"momentum": 1.0}, "momentum must be a number, 0 <= momentum < 1, got 1.0. Fix"),
-        ({"momentum": float("nan")}, "momentum must be a number"),
         ({"momentum": [0.5]}, r"momentum must be a number.* Fix: torch.tensor\(\[0.5\]\)"),
         ({"momentum": torch.zeros(5)}, r"momentum must be .* \(3,\), one per head"),
         ({"step_size": -1.0}, "step_size must be a number, step_size >= 0"),
         ({"step_size": torch.ones(3).long()}, r"Fix: step_size.float\(\)"),
-        ({"eps": -1.0}, "eps must be a number"),
-        ({"chunk_size": 0}, "chunk_size must be an integer >= 1"),
         ({"q": torch.zeros(2, 3, 37, 4)}, "must have one dtype"),
         ({"q": torch.zeros(2, 3, 9, 4).double()}, "causal=False"),
         ({"initial_state": torch.zeros(3)}, "initial_state must be a MomentumAttentionState"),
-        ({"initial_state": [torch.zeros(1, 3, 4, 5)] * 2 + [torch.zeros(1, 3, 4)]}, "initial_state.s must be"),
+        ({"initial_state": State(*[torch.zeros(1, 3, 4, 5)] * 2, torch.zeros(1, 3, 4))}, "initial_state.s must be"),
     ],
 )
 def test_wrong_arguments_are_refused(changed, message):

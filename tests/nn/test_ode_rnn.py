@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 import hbnode
 from hbnode.nn import ODERNNState
 from tests import reference, reference_irregular
-from tests.models import MODELS, every_model, slow
+from tests.models import MODELS, slow
 
 SOLVERS = {
     "sample": {},
@@ -39,6 +39,8 @@ OPTIONS = {
     "layers": {"num_layers": 2, "residual": True},
     "three-layers": {"missing": "hold", "num_layers": 3, "field": "node"},
 }
+FAST = ["anode", "hbnode", "hold", "all", "layers"]
+some_options = [*(OPTIONS[name] for name in FAST), *slow(*(OPTIONS[name] for name in OPTIONS if name not in FAST))]
 LENGTHS = torch.tensor([5, 3, 1, 4])
 STATIC = torch.tensor([[0.5, -1.0], [0.0, 2.0], [1.0, 1.0], [-0.5, 0.0]], dtype=torch.float64)
 close = torch.testing.assert_close
@@ -93,8 +95,8 @@ def joined(state):
 @pytest.mark.parametrize(
     ("field", "solver"),
     [
-        *((timed_field, "sample"), *MODELS_AND_SOLVERS[:-1]),
-        *slow(MODELS_AND_SOLVERS[-1], *((timed_field, name) for name in [*SOLVERS][1:])),
+        *((timed_field, "sample"), ("anode", "batch"), ("ghbnode", "checkpoint"), ("sonode", "dopri5")),
+        *slow(*MODELS_AND_SOLVERS, *((timed_field, name) for name in [*SOLVERS][1:])),
     ],
 )
 def test_it_is_the_loop_of_solves_and_cells(field, solver):
@@ -165,9 +167,7 @@ def test_between_samples_the_state_solves_the_ode():
 # Padding, parts, missing values
 
 
-@pytest.mark.parametrize(
-    "options", [*OPTIONS.values(), {"bidirectional": True, "num_layers": 2}], ids=[*OPTIONS, "directions"]
-)
+@pytest.mark.parametrize("options", [*some_options, {"bidirectional": True, "num_layers": 2}])
 def test_padding_and_other_samples_of_the_batch_change_nothing(options):
     rnn = make_rnn(**{"rtol": 1e-6, "atol": 1e-6, "time_unit": 5.0, **options})
     (x, t), mask = make_series(), make_mask()
@@ -205,8 +205,7 @@ def test_padding_does_not_count_in_a_common_step(solver):
 
 @pytest.mark.parametrize(
     "options",
-    [*OPTIONS.values(), *({"field": model, **SOLVERS[name]} for model, name in MODELS_AND_SOLVERS[5:])],
-    ids=[*OPTIONS, *map("-".join, MODELS_AND_SOLVERS[5:])],
+    [*some_options, *slow(*({"field": model, **SOLVERS[name]} for model, name in MODELS_AND_SOLVERS[5:]))],
 )
 def test_a_series_in_parts(options):
     rnn = make_rnn(**{"rtol": 1e-4, "atol": 1e-4, "time_unit": 5.0, **options})
@@ -279,15 +278,6 @@ def test_a_forecast_is_the_rest_of_the_series_without_samples():
     close(own[:2, 0], torch.stack([last[0, 0], last[1, 1]]), rtol=1e-8, atol=1e-9)
     assert own[2, 0].equal(state.h[2])
     rnn(x, t + end.t.max(), end)  # a series continues from a forecast
-
-
-def test_a_series_continues_from_a_forecast_in_float32():
-    rnn = hbnode.ODERNN(3, 4)
-    x, _ = make_series(torch.float32)
-    _, state = rnn(x[:, :1], torch.tensor([0.0]))
-    _, later = rnn.forecast(state, [0.7])
-    outputs = [rnn(x[:, 1:2], torch.tensor([0.7]), one)[0] for one in (later, state)]
-    close(*outputs, rtol=1e-4, atol=1e-5)
 
 
 def test_initial_states():
@@ -373,7 +363,7 @@ def test_two_directions_are_two_networks():
             use()
 
 
-@every_model
+@pytest.mark.parametrize("model", ["ghbnode", *slow("node", "anode", "sonode", "hbnode")])
 def test_every_parameter_learns_and_copies_agree(model):
     options = {"missing": "decay", "num_layers": 2, "bidirectional": True, "static_size": 2, "dropout": 0.5}
     options |= {"field": model, "mask_features": True, "elapsed_features": True, "rtol": 1e-3, "atol": 1e-3}
@@ -388,7 +378,7 @@ def test_every_parameter_learns_and_copies_agree(model):
     output, _ = rnn.eval()(x, t, mask=mask, static=static)
     fresh = hbnode.ODERNN(3, 4, **options).double().eval()
     fresh.load_state_dict(rnn.state_dict())
-    for other in (copy.deepcopy(rnn), fresh, pickle.loads(pickle.dumps(rnn)), torch.compile(rnn, backend="eager")):
+    for other in (copy.deepcopy(rnn), fresh, pickle.loads(pickle.dumps(rnn))):
         assert other(x, t, mask=mask, static=static)[0].equal(output)
     for part in ("num_layers=2, bidirectional=True, dropout=0.5", "initial_state=learned", "per_sample=True"):
         assert part in repr(rnn)
@@ -397,9 +387,8 @@ def test_every_parameter_learns_and_copies_agree(model):
 # Counts, grids, precision, programs
 
 
-@every_model
-def test_counts(model):
-    rnn = make_rnn(model, rtol=1e-5, atol=1e-5, gradient="checkpoint", options={"max_step": 0.5})
+def test_counts():
+    rnn = make_rnn(rtol=1e-5, atol=1e-5, gradient="checkpoint", options={"max_step": 0.5})
     with hbnode.count_nfe(rnn) as nfe:
         output, _ = rnn(*make_series())
         assert rnn.nfe.forward == nfe.forward > 0
@@ -422,6 +411,7 @@ def test_reversible_gradient():
 GAPS = torch.tensor([[0.0, 0.2, 1.0, 5.0], [0.0, 0.75, 0.9, 1.0], [0.0, 0.1, 3.1, 3.1001]], dtype=torch.float64)
 
 
+@pytest.mark.sparse
 @pytest.mark.parametrize("method", ["leapfrog", "nystrom4", None])
 @pytest.mark.parametrize("gradient", ["direct", "checkpoint", "reference"])
 def test_a_grid_follows_the_gaps(method, gradient, monkeypatch):
@@ -554,8 +544,7 @@ def test_steps_that_grow_are_waited_for():
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"field": "ghbnode", "per_sample": False}, {"field": timed_field}, {"options": {"step_size": 0.1}}],
-    ids=["hbnode", "ghbnode", "time", "step_size"],
+    [{"field": timed_field}, *slow({}, {"field": "ghbnode", "per_sample": False}, {"options": {"step_size": 0.1}})],
 )
 def test_the_adjoint_of_native_methods(options):
     """The gradients, those of the times too, are those of "direct" up to the tolerance."""
@@ -588,16 +577,12 @@ def test_an_adjoint_without_gradients_of_times_says_so():
     [
         ({"field": "lstm"}, ValueError, "field must be one of"),
         ({"field": nn.Linear(4, 4)}, TypeError, "function hidden_size -> field"),
-        ({"field": lambda n: nn.Linear(n, n)}, TypeError, "function hidden_size -> field"),
         ({"cell": "lstm"}, ValueError, "cell must be one of"),
         ({"initial_state": "ones"}, ValueError, "initial_state must be"),
         ({"method": "dopri5"}, ValueError, "per_sample"),
         ({"field": hbnode.ANODE(nn.Linear(9, 9), augment=9)}, ValueError, "more than hidden_size=4"),
-        ({"missing": "holds"}, ValueError, "missing must be one of.*Fix: 'hold'"),
-        ({"dropout": 0.5}, ValueError, "dropout needs num_layers >= 2"),
+        ({"missing": "holds"}, ValueError, "missing must be .*Fix: missing='hold'"),
         ({"dropout": 1.0, "num_layers": 2}, ValueError, r"dropout must be in \[0, 1\)"),
-        ({"num_layers": 0}, ValueError, "num_layers must be an integer >= 1"),
-        ({"static_size": -1}, ValueError, "static_size must be an integer >= 0"),
         ({"num_layers": 2, "field": hbnode.HBNODE(nn.Linear(4, 4))}, ValueError, "field is one module"),
         ({"bidirectional": True, "cell": nn.GRUCell(2, 8)}, ValueError, "cell is one module, but there are 2 networks"),
         ({"options": {"step_size": 0}}, ValueError, "step_size must be a positive number"),
@@ -619,29 +604,19 @@ def test_wrong_states_and_modules():
         (lambda: rnn(x, t, state), ValueError, "lies after the first of t"),
         (lambda: later(m=None), ValueError, "state's m must have"),
         (lambda: later(h=state.h[:2]), ValueError, "state's h must have"),
-        (lambda: later(t=t), ValueError, "state's t must have"),
         (lambda: rnn(x, t + 10, (state.h, state.m)), TypeError, "must be an ODERNNState"),
         (lambda: rnn.forecast(state.h, [1.0]), TypeError, "must be an ODERNNState"),
         (lambda: rnn.forecast(state, [1.0, 0.5]), ValueError, "dt must be finite, >= 0"),
-        (lambda: rnn.forecast(state, [-1.0]), ValueError, "dt must be finite, >= 0"),
         (lambda: rnn.forecast(state, torch.zeros(3, 2)), ValueError, "dt must be"),
         (lambda: state[-1], TypeError, r"read by name.*Fix: state\.h"),
-        (lambda: tuple(state), TypeError, r"read by name.*Fix: state\.h"),
         (lambda: rnn(x, t, static=STATIC), ValueError, r"Fix: ODERNN\(..., static_size=2\)"),
         (lambda: static(x, t), ValueError, r"static must be \(batch, static_size\) = \(4, 2\)"),
-        (lambda: static(x, t, static=STATIC[:, :1]), ValueError, "static must be"),
         (lambda: static(x, t, static=STATIC / 0), ValueError, "static is not finite"),
         (lambda: hbnode.ODERNN(3, 4, initial_state=encoder)(x, t), ValueError, "initial_state returned shape"),
         (lambda: hbnode.ODERNN(3, 4, cell=nn.Bilinear(3, 8, 5))(x, t), ValueError, "cell returned"),
     ):
         with pytest.raises(kind, match=message):
             use()
-
-
-def test_float64_under_autocast_is_refused():
-    """Autocast converts only smaller dtypes."""
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match=r"x is .*float64.*Fix: x.to\(torch.fl"):
-        hbnode.ODERNN(3, 2)(torch.zeros(1, 2, 3, dtype=torch.float64), torch.arange(2.0))
 
 
 @pytest.mark.parametrize("field", ["hbnode", "node"])

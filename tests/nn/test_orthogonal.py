@@ -51,12 +51,12 @@ def test_it_starts_as_rotations_of_planes(init, size):
 @pytest.mark.parametrize(("init", "furthest"), [("cayley", math.pi / 2), ("henaff", math.pi)])
 def test_angles_of_the_start(init, furthest):
     """Eigenvalues exp(±i s), s uniform in [0, π/2] or in [-π, π]."""
-    weight = recurrent.DTRIV(2, 1000, init=init, dtype=torch.float64).weight_hh_l0.detach()
+    weight = recurrent.DTRIV(2, 400, init=init, dtype=torch.float64).weight_hh_l0.detach()
     angles = torch.linalg.eigvals(weight).angle().abs().sort().values[::2]
     assert angles.max() <= furthest
-    assert (torch.arange(1, 501) / 500 - angles / furthest).abs().max() < 0.1  # Kolmogorov and Smirnov: 0.073 at 1 %
+    assert (torch.arange(1, 201) / 200 - angles / furthest).abs().max() < 0.13  # Kolmogorov and Smirnov: 0.115 at 1 %
     sines = weight.diagonal(-1)[::2]
-    assert ((sines > 0).double().mean() - (1.0 if init == "cayley" else 0.5)).abs() < 0.08
+    assert ((sines > 0).double().mean() - (1.0 if init == "cayley" else 0.5)).abs() < 0.12
 
 
 def test_the_other_parameters_start_as_the_authors():
@@ -74,6 +74,7 @@ def test_the_other_parameters_start_as_the_authors():
 # Training
 
 
+@pytest.mark.sparse
 @pytest.mark.parametrize("every", [None, 1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_it_stays_orthogonal(dtype, every):

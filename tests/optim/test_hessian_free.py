@@ -339,13 +339,9 @@ def test_states_of_others_are_refused():
     [
         ({"loss": nn.MSELoss()}, ValueError, "must be one of.*Fix: loss='mse'"),
         ({"loss": nn.functional.cross_entropy}, ValueError, "Fix: loss='cross_entropy'"),
-        ({"loss": "crossentropie"}, ValueError, "Fix: loss='cross_entropy'"),
         ({"loss": "l1"}, ValueError, "Fix: loss='mse', for instance"),
-        ({"damping": -1.0}, ValueError, "damping must be a number >= 0"),
         ({"structural_damping": True}, ValueError, "structural_damping must be a number >= 0, got True"),
         ({"damping": 1e-4}, ValueError, "at least min_damping=0.0002"),
-        ({"max_cg": 0}, ValueError, "max_cg must be an integer >= 1"),
-        ({"preconditioner_samples": -1}, ValueError, "preconditioner_samples must be an integer >= 0"),
         ({"case_dim": "x"}, TypeError, "case_dim must be a whole number"),
         ({"params": [torch.zeros(2).half()]}, ValueError, r"float32 or float64.*model.float\(\)"),
         ({"params": [torch.zeros(2, dtype=torch.complex64)]}, ValueError, "must be real, got torch.complex64"),
@@ -370,7 +366,6 @@ REFUSED = {
         TypeError,
         r"must return .* got Tensor. Fix: .* backward",
     ),
-    "nothing": ("mse", lambda z: None, TypeError, "got NoneType"),
     "a state": ("mse", lambda z: ((z, None), Y), TypeError, "got tuple. Fix: output, state = model"),
     "shape": ("mse", lambda z: (z, Y[..., 0]), ValueError, "must have the shape of the outputs"),
     "swapped": ("mse", lambda z: (Y, z, z), ValueError, "must not require a gradient. Fix: return .outputs"),
@@ -378,21 +373,16 @@ REFUSED = {
     "no graph": ("mse", lambda z: (z.detach(), Y, z), ValueError, "the outputs of .* do not depend on"),
     "empty": ("mse", lambda z: (z[:0], Y[:0]), ValueError, "have no cases"),
     "no dimension": ("mse", lambda z: (z.sum(), Y.sum()), ValueError, "case_dim=0 must be a dimension"),
-    "whole numbers": ("mse", lambda z: (z.long(), Y), TypeError, "must be real numbers"),
     "no hidden": ("mse", lambda z: (z, Y), ValueError, r"needs hidden states, got none.*tanh_hidden"),
     "hidden": ("mse", lambda z: (z, Y, "h"), TypeError, "hidden must be a tensor, a pair"),
     "hidden without graph": ("mse", lambda z: (z, Y, [z, X]), ValueError, "the hidden states of forward"),
     "two states": ("mse", lambda z: (z, Y, (z, z.exp())), ValueError, r"must not require a gradient. Fix: .* \[h, c\]"),
     "negative": ("mse", lambda z: (z, Y, (z, -torch.ones(3))), ValueError, "must be finite numbers >= 0"),
-    "hidden weight": ("mse", lambda z: (z, Y, (z, torch.ones(9, 5))), ValueError, r"must broadcast to \(4, 5, 3\)"),
     "weight": ("mse", lambda z: (z, Y, z, torch.ones(4, 5)), ValueError, "must broadcast to .*unsqueeze"),
-    "no weight": ("mse", lambda z: (z, Y, z, 1.0), TypeError, "the weight must be a tensor, got float"),
     "classes": ("cross_entropy", lambda z: (z.mT, CLASSES, z), ValueError, r"Fix: outputs.movedim\(1, -1\)"),
     "column": ("cross_entropy", lambda z: (z, CLASSES[..., None], z), ValueError, r"Fix: targets.squeeze\(-1\)"),
-    "one-hot": ("cross_entropy", lambda z: (z, Y, z), ValueError, r"Fix: targets.argmax\(-1\)"),
     "range": ("cross_entropy", lambda z: (z, CLASSES + 3, z), ValueError, r"must be in \[0, 3\).*got 3"),
     "probability": ("bce", lambda z: (z, Y, z), ValueError, r"expects targets in \[0, 1\]"),
-    "above 1": ("bce", lambda z: (z, CLASSES[..., None] + 0 * Y + 1.5, z), ValueError, r"from 1.5 to 1.5"),
     "nan": ("mse", lambda z: (z * math.nan, Y, z), FloatingPointError, "the loss is nan before the step"),
     "gradient": ("mse", lambda z: (z.abs().sub(z.abs()).sqrt(), Y, z), FloatingPointError, "gradient of weight"),
     "overflow": ("mse", lambda z: (1e10 * z, Y, z), FloatingPointError, "the squared norm of the gradient is inf"),
@@ -531,7 +521,7 @@ ENCODER = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, batch_first=
 PICTURES = (nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 10))
 
 
-SLOW = ["Adam LSTM, wide", "adaptive GRU, wide", "compiled"]
+FAST = ["DTRIV", "momentum GRU", "ODERNN", "encoder", "checkpoint", "language model", "pictures", "one sample"]
 MODELS = {
     "DTRIV": lambda: (Net(hbnode.nn.DTRIV(3, 4, batch_first=True)), X, Y),
     "momentum GRU": momentum("GRU", "momentum"),
@@ -557,7 +547,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", [*(name for name in MODELS if name not in SLOW), *slow(*SLOW)])
+@pytest.mark.parametrize("name", [*FAST, *slow(*(name for name in MODELS if name not in FAST))])
 def test_models(name):
     """The first step checks that J and J^T are transposes."""
     model, x, y = MODELS[name]()
@@ -570,6 +560,7 @@ def test_models(name):
     torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_steps_in_threads_leave_settings_as_they_were():
     import torch._dynamo  # so that its stance is set too
 

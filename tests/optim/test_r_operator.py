@@ -64,6 +64,7 @@ def stepped(model, loss, x, y, **options):
     return optimizer
 
 
+@pytest.mark.sparse
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("steps", [1, 6])
 def test_the_product_is_algorithm_1(loss, steps):
