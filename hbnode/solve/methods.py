@@ -159,9 +159,10 @@ class Explicit(Method):
         order = np.array([*first, *(place for places in later for place in places)])
         return order, torch.from_numpy(order), [len(first), *map(len, later)]
 
-    def packed_indices(self, error: bool) -> Tensor:
-        """Return the indices of the elements of :meth:`packed` in the flattened matrix C."""
-        return self._order[error][1]
+    def layout(self, error: bool) -> tuple[int, int, Tensor]:
+        """Return the numbers of rows and columns of C, and the indices of the elements of :meth:`packed` in it."""
+        n, s = self.rows, self.evaluations
+        return s + n - 1 + n * error, n + 1 + s, self._order[error][1]
 
     def matrix(self, xp: Any, gamma: Array, size: Array) -> Array:
         """Return the matrix C, (..., stages + other rows + error rows, columns), for step sizes (...)."""
@@ -230,7 +231,7 @@ class RungeKutta(Explicit):
 
     def blend(self, xp: Any, gamma: Array, size: Array, theta: Array) -> Array:
         _, _, dense = constants(self.constants, xp, size)
-        weights = size[..., None] * (powers(xp, theta, len(dense) + 1)[..., 1:] @ dense)
+        weights = size[..., None] * (moveaxis(powers(xp, theta, len(dense) + 1)[1:], 0, -1) @ dense)
         return xp.concatenate([xp.ones_like(weights[..., :1]), weights], -1)[..., None, :]
 
 
@@ -291,53 +292,37 @@ class Nystrom(Explicit):
         rows = [of_h(1.0, c[1:], a[1:]), of_m(1.0, 1.0, a[-1:], b), of_h(0.0, 0.0, errors[0]), of_m(0.0, 0.0, *errors)]
         at, units = np.array([0, 0, *c]), np.array([[0, 1, *[2] * s], [3, 0, *[1] * s]])
         rates = (at - np.array([*c[1:], 1, 1, 1])[:, None]) / 2
-        step = [
-            x.reshape(*x.shape[:-2], -1) for x in (np.concatenate(rows, 1), rates, units[[0] * (s - 1) + [1, 0, 1]])
-        ]
-        self.ordered = {
-            error: self._elements(*(x[..., order] for x in step)) for error, (order, *_) in self._order.items()
-        }
+        step, self.polynomials = [np.concatenate(rows, 1), rates, units[[0] * (s - 1) + [1, 0, 1]]], dict[bool, Any]()
+        for error, (order, *_) in self._order.items():
+            q, rates, factors = (x.reshape(*x.shape[:-2], -1)[..., order] for x in step)
+            different, which = np.unique(rates, return_inverse=True)
+            self.polynomials[error] = constant_arrays(q.T, different, which, factors)
         inner = _interpolant(tableau, a)
         k, one, theta = np.arange(1, len(inner) + 1)[:, None], *np.eye(2, len(inner) + 2)  # powers of θ
         w, v = (np.pad(x, [(below, 2 - below), (0, 0)]) for below, x in ((2, inner / (k * (k + 1))), (1, inner / k)))
         dense = np.concatenate([of_h(one, theta, w), of_m(one, theta, w, v)], 2)
-        self.constants = self._elements(*step)
-        self.dense = constant_arrays(dense, at, units.ravel(), np.tile(np.arange(s + 2), 2))
+        self.degrees, self.dense = dense.shape[:2], constant_arrays(dense.reshape(-1, units.size).T, at, units)
 
     def packed(self, xp: Any, gamma: Array, size: Array, error: bool) -> Array:
-        return self._step(xp, gamma, size, self.ordered[error])
-
-    def matrix(self, xp: Any, gamma: Array, size: Array) -> Array:
-        values = self._step(xp, gamma, size, self.constants)
-        return moveaxis(values, 0, -1).reshape(*values.shape[1:], -1, self.evaluations + 3)
-
-    @staticmethod
-    def _elements(q: np.ndarray, rates: np.ndarray, units: np.ndarray) -> Any:
-        """Return the polynomials, distinct rates, units, and the index of the rate of each element."""
-        rates, which = np.unique(rates, return_inverse=True)
-        return constant_arrays(q, rates, units, which)
-
-    def _step(self, xp: Any, gamma: Array, size: Array, elements: Any) -> Array:
-        """Return elements of C, (elements, ...)."""
-        z, (q, rates, units, which) = gamma * size, constants(elements, xp, size)
-        decays = xp.exp(z[..., None] * rates)[..., which]
-        return self._scaled(xp, gamma, size, (powers(xp, z, len(q)) @ q) * decays, units)
+        z, (q, rates, which, units) = gamma * size, constants(self.polynomials[error], xp, size)
+        values = (q @ powers(xp, z, q.shape[1]).reshape(q.shape[1], math.prod(z.shape))).reshape(len(q), *z.shape)
+        return values * xp.exp(rates.reshape(-1, *[1] * z.ndim) * z)[which] * self._scales(xp, gamma, size)[units]
 
     def blend(self, xp: Any, gamma: Array, size: Array, theta: Array) -> Array:
-        q, at, units, which = constants(self.dense, xp, size)
-        z = gamma * (size + 0 * theta)
-        theta, count = theta + 0 * z, math.prod(q.shape[:2])
-        both = powers(xp, z, len(q))[..., None] * powers(xp, theta, q.shape[1])[..., None, :]
-        decays = xp.exp((at - theta[..., None]) * z[..., None] / 2)[..., which]
-        values = (both.reshape(*z.shape, count) @ q.reshape(count, q.shape[2])) * decays
-        return moveaxis(self._scaled(xp, gamma, size + 0 * theta, values, units), 0, -1).reshape(*z.shape, 2, len(at))
+        q, at, units = constants(self.dense, xp, size)
+        size = size + 0 * theta
+        z = gamma * size
+        theta = theta + 0 * z
+        both = powers(xp, z, self.degrees[0])[:, None] * powers(xp, theta, self.degrees[1])
+        values = (q @ both.reshape(math.prod(self.degrees), math.prod(z.shape))).reshape(*units.shape, *z.shape)
+        decays = xp.exp((at.reshape(-1, *[1] * z.ndim) - theta) * z / 2)
+        return moveaxis(values * decays * self._scales(xp, gamma, size)[units], (0, 1), (-2, -1))
 
     @staticmethod
-    def _scaled(xp: Any, gamma: Array, size: Array, values: Array, units: Array) -> Array:
-        """Return values (..., elements) times 1, H, H² or γ, as (elements, ...)."""
+    def _scales(xp: Any, gamma: Array, size: Array) -> Array:
+        """Return the factors 1, H, H² and γ of the polynomials, (4, ...)."""
         none = 0 * (gamma * size)
-        scales = (np.array if xp is np else torch.stack)([1 + none, size + none, size * size + none, gamma + none])
-        return moveaxis(values, -1, 0) * scales[units]
+        return (np.array if xp is np else torch.stack)([1 + none, size + none, size * size + none, gamma + none])
 
 
 def _interpolant(tableau: tableaus.NystromTableau, a: np.ndarray) -> np.ndarray:
@@ -471,7 +456,7 @@ def phi_functions(xp: Any, z: Array, count: int) -> list[Array]:
     near, far = xp.where(is_near, z, 0.0 * z), xp.where(is_near, NEAR + 0.0 * z, z)  # keep unused values finite
     series: Any = [[1 / math.factorial(j + k) for k in range(count)] for j in range(TERMS)]
     series = np.array(series) if xp is np else torch.tensor(series, dtype=z.dtype, device=z.device)
-    of_near = powers(xp, near, TERMS) @ series
+    of_near = moveaxis(powers(xp, near, TERMS), 0, -1) @ series
     phi = [xp.exp(far)]
     for k in range(count - 1):
         phi.append((phi[-1] - 1 / math.factorial(k)) / far)
@@ -479,13 +464,13 @@ def phi_functions(xp: Any, z: Array, count: int) -> list[Array]:
 
 
 def powers(xp: Any, z: Array, count: int) -> Array:
-    """Return 1, z, z², ... as (..., count), by products, because torch.pow has no second derivative at 0."""
+    """Return 1, z, z², ... as (count, ...), by products, because torch.pow has no second derivative at 0."""
     if xp is np:
-        return z[..., None] ** np.arange(count)
-    found, factor = xp.ones_like(z)[..., None], z[..., None]
-    while found.shape[-1] < count:
-        found, factor = xp.concatenate([found, found * factor], -1), factor * factor
-    return found[..., :count]
+        return z ** np.arange(count).reshape(-1, *[1] * z.ndim)
+    found, factor = xp.ones_like(z)[None], z
+    while len(found) < count:
+        found, factor = xp.concatenate([found, found * factor]), factor * factor
+    return found[:count]
 
 
 class Splitting(Method):
@@ -522,9 +507,11 @@ class Splitting(Method):
         drifts, kicks = constants(self.constants, xp, size)
         lengths = size[..., None] * kicks
         z = (gamma * xp.ones_like(size))[..., None] * lengths
-        decays, phi = phi_functions(xp, -z, 2)
+        small = abs(z) < 1e-4  # use the series of (1 - e^{-z})/z
+        safe = xp.where(small, xp.ones_like(z), z)
+        phi = xp.where(small, 1 - z / 2 + z * z / 6 - z**3 / 24, -xp.expm1(-safe) / safe)
         drifts = size[..., None] * drifts + 0 * z[..., :1]
-        return moveaxis(xp.concatenate([drifts, decays, lengths * phi], -1), -1, 0)
+        return moveaxis(xp.concatenate([drifts, xp.exp(-z), lengths * phi], -1), -1, 0)
 
     def unpack(self, packed: Tensor, dims: int, *, error: bool = False) -> tuple[Tensor, ...]:
         k = self.evaluations
@@ -620,7 +607,7 @@ class Rosenbrock(Method):
     def blend(self, xp: Any, gamma: Array, size: Array, theta: Array) -> Array:
         _, b, dense, _ = constants(self.constants, xp, size)
         theta = (theta + 0 * (size + gamma))[..., None]
-        weights = theta * b + theta * (1 - theta) * (powers(xp, theta[..., 0], len(dense)) @ dense)
+        weights = theta * b + theta * (1 - theta) * (moveaxis(powers(xp, theta[..., 0], len(dense)), 0, -1) @ dense)
         weights = xp.concatenate([xp.ones_like(theta), weights], -1)
         zeros = [0 * weights] * (self.rows - 1)
         return xp.stack([xp.concatenate([*zeros[:r], weights, *zeros[r:]], -1) for r in range(self.rows)], -2)
@@ -781,7 +768,7 @@ def broadcastable(packed: Tensor, dims: int) -> Tensor:
     return packed if packed.dim() == 1 else packed.reshape(*packed.shape, *[1] * (dims + 1 - packed.dim()))
 
 
-def moveaxis(x: Array, source: int, destination: int) -> Array:
+def moveaxis(x: Array, source: Any, destination: Any) -> Array:
     """Return ``np.moveaxis``, or ``torch.movedim``, which vmap supports, unlike ``torch.moveaxis``."""
     return np.moveaxis(x, source, destination) if isinstance(x, np.ndarray) else x.movedim(source, destination)
 
