@@ -558,7 +558,7 @@ class FusedODERNN:
         if len(sizes) > FEW_SIZES:
             packed = self.method.packed(torch, self.gamma, torch.from_numpy(sizes), error=self.is_adaptive)
         else:
-            packed = torch.from_numpy(self.method.packed(np, self.number, sizes, error=self.is_adaptive))
+            packed = torch.from_numpy(self.method.packed(np, np.array(self.number), sizes, error=self.is_adaptive))
         c = self.matrix(packed.to(p.s))
         if index is None:
             return c

@@ -20,7 +20,7 @@ from hbnode._torch import (
 )
 from hbnode.errors import NonFiniteError, ReversalError
 from hbnode.fields import with_momentum
-from hbnode.solve.adjoints import closed_over_leaves, refuse_unknown, vjp
+from hbnode.solve.adjoints import evaluate_known, vjp
 
 SHIFT = 30  # γ is a multiple of 2^-30; products of two integers below 2^30 fit into int64
 MASK = (1 << SHIFT) - 1
@@ -183,9 +183,7 @@ class _Record:
         with self.autocast:
             if not torch.is_grad_enabled():
                 return self.net.evaluate(layer, x)
-            found, f = closed_over_leaves(lambda: self.net.evaluate(layer, x.clone()), (x,))
-        refuse_unknown(found, self.known)
-        return f
+            return evaluate_known(lambda: self.net.evaluate(layer, x.clone()), (x,), self.known)
 
 
 def _refuse_higher(record: _Record, *tensors: Tensor) -> tuple[Tensor, ...]:
