@@ -30,6 +30,8 @@ from hbnode.solve import tableaus
 from hbnode.solve.jacobian import derivatives
 
 Array = Any  # a NumPy array or a tensor
+Rows = tuple[Tensor, ...]
+Times = Sequence[Tensor]  # the times of the function evaluations of a step
 Field = Callable[[Tensor, Tensor], Tensor]  # (t, row) -> row
 
 NEAR = 2.0  # |z| below which the φ functions are computed by their series
@@ -108,7 +110,7 @@ class Method:
         """
         raise NotImplementedError
 
-    def unpack(self, packed: Tensor, dims: int, *, error: bool = False) -> tuple[Tensor, ...]:
+    def unpack(self, packed: Tensor, dims: int, *, error: bool = False) -> Rows:
         """Return the coefficients of :meth:`packed` as :meth:`step` needs them, for rows of ``dims`` dimensions.
 
         A method of an SDE gets the normal variables of the step after them, as its last coefficient.
@@ -116,9 +118,8 @@ class Method:
         return broadcastable(packed, dims).unbind(0)
 
     def step(
-        self, state: tuple[Tensor, ...], coefficients: tuple[Tensor, ...], times: Sequence[Tensor], field: Field,
-        *, error: bool = False, dense: bool = False,
-    ) -> StepResult:  # fmt: skip
+        self, state: Rows, coefficients: Rows, times: Times, field: Field, *, error: bool = False, dense: bool = False
+    ) -> StepResult:
         """Take one step with function evaluations at ``times``; estimate its error and return columns if requested."""
         raise NotImplementedError
 
@@ -126,9 +127,7 @@ class Method:
         """Return the weights (k, ..., rows, columns) of dense output at fractions θ (k, ...) of steps (k, ...)."""
         raise NotImplementedError
 
-    def undo(
-        self, state: tuple[Tensor, ...], coefficients: tuple[Tensor, ...], times: Sequence[Tensor], field: Field
-    ) -> tuple[Tensor, ...]:
+    def undo(self, state: Rows, coefficients: Rows, times: Times, field: Field) -> Rows:
         """Reverse a step: return the state before it. ``times`` of an FSAL method hold the start of the step only."""
         raise NotImplementedError
 
@@ -174,15 +173,14 @@ class Explicit(Method):
         flat = matrix.reshape(*matrix.shape[:-2], math.prod(matrix.shape[-2:]))
         return moveaxis(flat[..., order[0] if xp is np else order[1].to(flat.device)], -1, 0)
 
-    def unpack(self, packed: Tensor, dims: int, *, error: bool = False) -> tuple[Tensor, ...]:
+    def unpack(self, packed: Tensor, dims: int, *, error: bool = False) -> Rows:
         packed = broadcastable(packed, dims)
         first, *later = packed.split_with_sizes(self._order[error][2])
         return (first.reshape(len(first) // (self.rows + 1), self.rows + 1, *packed.shape[1:]), *later)
 
     def step(
-        self, state: tuple[Tensor, ...], coefficients: tuple[Tensor, ...], times: Sequence[Tensor], field: Field,
-        *, error: bool = False, dense: bool = False,
-    ) -> StepResult:  # fmt: skip
+        self, state: Rows, coefficients: Rows, times: Times, field: Field, *, error: bool = False, dense: bool = False
+    ) -> StepResult:
         n, shape, (first, *later) = self.rows, state[0].shape, coefficients
         uniform = first.dim() == 2  # all elements share one step size and one damping
         push: Any
@@ -513,14 +511,13 @@ class Splitting(Method):
         drifts = size[..., None] * drifts + 0 * z[..., :1]
         return moveaxis(xp.concatenate([drifts, xp.exp(-z), lengths * phi], -1), -1, 0)
 
-    def unpack(self, packed: Tensor, dims: int, *, error: bool = False) -> tuple[Tensor, ...]:
+    def unpack(self, packed: Tensor, dims: int, *, error: bool = False) -> Rows:
         k = self.evaluations
         return broadcastable(packed, dims).split_with_sizes([k + 1, k, k])
 
     def step(
-        self, state: tuple[Tensor, ...], coefficients: tuple[Tensor, ...], times: Sequence[Tensor], field: Field,
-        *, error: bool = False, dense: bool = False,
-    ) -> StepResult:  # fmt: skip
+        self, state: Rows, coefficients: Rows, times: Times, field: Field, *, error: bool = False, dense: bool = False
+    ) -> StepResult:
         (h, m), (drifts, decays, weights) = state, coefficients
         h = self._drift(h, m, drifts[0])
         for t, decay, weight, drift in zip(times, decays, weights, drifts[1:], strict=True):
@@ -528,9 +525,7 @@ class Splitting(Method):
             h = self._drift(h, m, drift)
         return StepResult((h, m))
 
-    def undo(
-        self, state: tuple[Tensor, ...], coefficients: tuple[Tensor, ...], times: Sequence[Tensor], field: Field
-    ) -> tuple[Tensor, ...]:
+    def undo(self, state: Rows, coefficients: Rows, times: Times, field: Field) -> Rows:
         (h, m), (drifts, decays, weights) = state, coefficients
         for i in reversed(range(len(times))):
             h = self._drift(h, m, -drifts[i + 1])
@@ -578,7 +573,7 @@ class Rosenbrock(Method):
         super().__init__(nodes, name, tableau)
         self.diagonal, self.d = tableau.diagonal, tableau.d
         a, C = strictly_lower(tableau.a)[1:, :-1], strictly_lower(tableau.C)
-        dense = np.array(tableau.dense)
+        dense = np.array(tableau.dense).T
         k = np.arange(len(dense))
         middle = np.stack([a[-1] / 2 + 0.5**k @ dense / 4, a[-1] + k * 0.5**k @ dense / 2])  # dense output, its slope
         self.constants = constant_arrays(np.stack([a.T, C.T], 1), a[-1], dense, middle)
@@ -621,8 +616,8 @@ class Rosenbrock(Method):
         return matrix.reshape(shape) if self.places is None else matrix.flatten()[self.inverse]
 
     def step(
-        self, state: tuple[Tensor, ...], coefficients: tuple[Tensor, ...], times: Sequence[Tensor], field: Field,
-        *, error: bool = False, dense: bool | Tensor = False,
+        self, state: Rows, coefficients: Rows, times: Times, field: Field, *, error: bool = False,
+        dense: bool | Tensor = False,
     ) -> StepResult:  # fmt: skip
         *rows, value = state
         n, shape = self.rows, value.shape
@@ -692,9 +687,8 @@ class FixedStepRungeKutta(Method):
         return size[None]
 
     def step(
-        self, state: tuple[Tensor, ...], coefficients: tuple[Tensor, ...], times: Sequence[Tensor], field: Field,
-        *, error: bool = False, dense: bool = False,
-    ) -> StepResult:  # fmt: skip
+        self, state: Rows, coefficients: Rows, times: Times, field: Field, *, error: bool = False, dense: bool = False
+    ) -> StepResult:
         (y,), (size,) = state, coefficients
         slopes: list[Tensor] = []
         for t, row in zip(times, self.a, strict=True):
