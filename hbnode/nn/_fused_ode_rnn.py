@@ -163,13 +163,11 @@ class Network:
     """A network of linear layers and activations; the linear layers count from 1, because the cell's is layer 0."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
-        self.sizes: list[tuple[int, int]] = []  # inputs and outputs of each linear layer
-        self.weights: list[Tensor | None] = []
+        self.weights: list[Any] = []  # weight and bias of each linear layer
         self.activations: list[Any] = []  # None for a linear layer
         for layer in layers:
             self.activations.append(ACTIVATIONS.get(type(layer)))
             if isinstance(layer, nn.Linear):
-                self.sizes.append((layer.in_features, layer.out_features))
                 self.weights += layer.weight, layer.bias
 
     def __call__(self, x: Tensor, weights: Weights, residuals: list[Tensor]) -> Tensor:
@@ -186,7 +184,7 @@ class Network:
         return x
 
     def vjp(self, gradient: Tensor, weights: Weights, residuals: list[Tensor], sums: GradAccumulator) -> Tensor:
-        layer = len(self.sizes)
+        layer = len(self.weights) // 2
         for activation, value in zip(reversed(self.activations), reversed(residuals), strict=True):
             if activation is None:
                 sums.add_use(layer, value, gradient)
@@ -812,7 +810,7 @@ def fuse(layer: Any, s: Tensor, times: Tensor, solver: Solver) -> FusedODERNN | 
     if layers is None or not is_scalar or getattr(field, "activation", torch.tanh) is not torch.tanh:
         return None
     network, cell = Network(layers), layer.cell
-    ends = (network.sizes[0][0], network.sizes[-1][1]) if network.sizes else None
+    ends = (network.weights[0].shape[1], network.weights[-2].shape[0]) if network.weights else None
     if ends != (n * (1 + (kind is SONODE)), n) or s.dtype not in (torch.float32, torch.float64):
         return None
     weights = [weight for weight in (*network.weights, *cell.parameters()) if weight is not None]

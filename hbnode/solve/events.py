@@ -37,7 +37,7 @@ Array = Any
 Rows = tuple[Tensor, ...]
 
 NODES = np.linspace(0.0, 1.0, 9)  # fractions of a step between which a change of sign is found
-TO_POLYNOMIAL = np.linalg.inv(NODES[:, None] ** np.arange(len(NODES)))  # from values at the nodes to coefficients
+TO_POLYNOMIAL = np.linalg.inv(np.vander(NODES))  # from values at the nodes to coefficients, as np.polyval takes them
 BISECTIONS, CORRECTIONS, ROOT_TOLERANCE = 45, 60, 1e-12  # of the search for a zero, in fractions of the step
 DIFFERENCE = 1e-5  # for a central difference, as a fraction of the step
 AT_ZERO = 1e-6  # after an event, c is 0 if |c| is below this times |dc/dt| and the size of the step
@@ -316,7 +316,7 @@ class EventSteps(AdaptiveSteps):
         found, t, rows = [], self._time(self.control.now + theta * self.control.taken), dense(theta[None])[0]
         for k, event in enumerate(self.events):
             rounding, side = self._rounding(event, t, rows, self._values(event, t, rows), scale), sides[k, -1]
-            slope = _horner(slope_of(TO_POLYNOMIAL @ values[k]), np.minimum(zeros[k], 1.0))
+            slope = np.polyval(slope_of(TO_POLYNOMIAL @ values[k]), np.minimum(zeros[k], 1.0))
             is_next = (abs(values[k, -1]) <= rounding) & (side * slope < 0) & self._crosses(event, side, -side)
             zero = np.where(is_next & (self.then > self.quiet[k]), 1.0, zeros[k])
             found.append((zero - theta) * abs(slope) <= rounding)
@@ -599,13 +599,13 @@ def root(value: Callable[[Array], Array], low: Array, high: Array, at_nodes: Arr
     left, right = low, high
     for _ in range(BISECTIONS):
         theta = (left + right) / 2
-        is_left = _horner(polynomial, theta) > 0
+        is_left = np.polyval(polynomial, theta) > 0
         left, right = np.where(is_left, theta, left), np.where(is_left, right, theta)
     for _ in range(CORRECTIONS):
         c = value(theta)
         low, high = np.where(c > 0, theta, low), np.where(c > 0, high, theta)
         with np.errstate(all="ignore"):
-            new = theta - c / _horner(slope, theta)
+            new = theta - c / np.polyval(slope, theta)
         new = np.where((new >= low) & (new <= high), new, (low + high) / 2)
         is_done, theta = (abs(new - theta) < tolerance) | (c == 0), new
         if is_done.all():
@@ -615,14 +615,7 @@ def root(value: Callable[[Array], Array], low: Array, high: Array, at_nodes: Arr
 
 def slope_of(polynomial: Array) -> Array:
     """Return the coefficients of the derivatives of polynomials (coefficients, lanes)."""
-    return polynomial[1:] * np.arange(1, len(polynomial))[:, None]
-
-
-def _horner(polynomial: Array, theta: Array) -> Array:
-    value = polynomial[-1]
-    for coefficient in polynomial[-2::-1]:
-        value = value * theta + coefficient
-    return value
+    return polynomial[:-1] * np.arange(len(polynomial) - 1, 0, -1)[:, None]
 
 
 def _refuse_higher(gradient: Tensor) -> None:

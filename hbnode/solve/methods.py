@@ -336,12 +336,8 @@ def _interpolant(tableau: tableaus.NystromTableau, a: np.ndarray) -> np.ndarray:
     nodes = [i for i, weight in enumerate(tableau.b_velocity) if weight]
     inner = np.zeros((len(nodes), len(c)))
     for i in nodes:
-        polynomial = np.ones(1)
-        for j in nodes:
-            if j != i:
-                longer = np.pad(polynomial, 1)
-                polynomial = (longer[:-1] - c[j] * longer[1:]) / (c[i] - c[j])
-        inner[:, i] = polynomial
+        others = c[[j for j in nodes if j != i]]
+        inner[:, i] = np.poly(others)[::-1] / np.prod(c[i] - others)
     if tableau.b_velocity[-1] == 0:
         defect = a @ c**3 - c**5 / 20
         share = inner @ defect / (defect[-2] - defect[-1])
