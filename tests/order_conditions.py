@@ -125,7 +125,7 @@ class Weights:
 
 def matrix_of(method, gamma, size):
     """The matrix C of explicit steps (..., rows, columns), from the coefficients that a step gets."""
-    rows, columns, indices = method.layout(True)
+    rows, columns, indices = method.layout[True]
     packed = method.packed(np, gamma, size, error=True)
     matrix = np.zeros((*packed.shape[1:], rows * columns))
     matrix[..., indices] = np.moveaxis(packed, 0, -1)

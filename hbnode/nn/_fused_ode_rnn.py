@@ -571,7 +571,7 @@ class FusedODERNN:
         """
         if isinstance(self.method, Splitting):
             return packed.unsqueeze(-1)
-        rows, columns, indices = self.method.layout(self.is_adaptive)
+        rows, columns, indices = self.method.layout[self.is_adaptive]
         c = packed.new_zeros(rows * columns, packed.shape[1])
         return c.index_copy(0, indices.to(c.device), packed).view(rows, columns, -1, 1)
 
@@ -655,7 +655,7 @@ class FusedODERNN:
             gamma = self.gamma.detach().requires_grad_()
             packed = self.method.packed(torch, gamma, torch.from_numpy(np.concatenate(sizes)), error=False)
             if isinstance(self.method, Explicit):
-                products = torch.einsum("rnw,cnw->rcn", g, k).flatten(0, 1)[self.method.layout(False)[2].to(g.device)]
+                products = torch.einsum("rnw,cnw->rcn", g, k).flatten(0, 1)[self.method.layout[False][2].to(g.device)]
             else:  # momentum decays and force weights
                 packed, products = packed[len(g) + 1 :], (g.repeat(2, 1, 1) * k).sum(-1)
             (found,) = torch.autograd.grad(packed, gamma, products.to(packed))

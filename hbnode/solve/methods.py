@@ -37,6 +37,7 @@ Field = Callable[[Tensor, Tensor], Tensor]  # (t, row) -> row
 NEAR = 2.0  # |z| below which the φ functions are computed by their series
 CAUTION = 2.0  # factor on the error estimate of Rosenbrock methods, which is too small before fast transitions
 TERMS = 32  # terms of the series, a power of 2; the next term is below 1e-25
+SERIES = 1 / np.array([[math.factorial(j + k) for j in range(TERMS)] for k in range(8)], float)  # of φ_0 to φ_7
 
 
 class StepResult(NamedTuple):
@@ -115,7 +116,9 @@ class Method:
 
         A method of an SDE gets the normal variables of the step after them, as its last coefficient.
         """
-        return broadcastable(packed, dims).unbind(0)
+        if packed.dim() > 1:
+            packed = packed.reshape(*packed.shape, *[1] * (dims + 1 - packed.dim()))
+        return packed.unbind(0)
 
     def step(
         self, state: Rows, coefficients: Rows, times: Times, field: Field, *, error: bool = False, dense: bool = False
@@ -138,6 +141,10 @@ class Explicit(Method):
     The columns K are the rows of the state and the values :math:`F_i = f(t_i, x_i)` of the s stages. The last row of
     the state is the field's value. Stage i is :math:`x_i = \sum_k C_{ik} K_k`, and the last stage is the new position
     or state. Further rows of C give the new m and the error estimate.
+
+    Attributes:
+        layout: for steps without and with an error estimate, the numbers of rows and columns of C, and the indices in
+            it of the elements of :meth:`packed`.
     """
 
     is_fsal = True
@@ -145,6 +152,20 @@ class Explicit(Method):
     def __init__(self, nodes: Sequence[float], name: str, tableau: tableaus.Tableau) -> None:
         super().__init__(nodes, name, tableau)
         self._order = {error: self._order_of_use(error) for error in (False, True)}
+        n, s = self.rows, self.evaluations
+        self.layout = {e: (s + n - 1 + n * e, n + 1 + s, order) for e, (_, order, _) in self._order.items()}
+
+    def _order_of_use(self, error: bool) -> tuple[np.ndarray, Tensor, list[int]]:
+        """Return the flat indices of the elements of C in the order of use, and how many each column needs.
+
+        The first group are the columns of the state, and each later group is the column of one value of the field.
+        """
+        n, s = self.rows, self.evaluations
+        count, width = s + n - 1 + n * error, n + 1 + s
+        first = [r * width + k for r in range(count) for k in range(n + 1)]
+        later = [[r * width + n + 1 + i for r in range(i + 1, count)] for i in range(s)]
+        order = np.array([*first, *(place for places in later for place in places)])
+        return order, torch.from_numpy(order), [len(first), *map(len, later)]
 
     def _order_of_use(self, error: bool) -> tuple[np.ndarray, Tensor, list[int]]:
         """Return the flat indices of the elements of C in the order of use, and how many each column needs.
@@ -174,7 +195,8 @@ class Explicit(Method):
         return moveaxis(flat[..., order[0] if xp is np else order[1].to(flat.device)], -1, 0)
 
     def unpack(self, packed: Tensor, dims: int, *, error: bool = False) -> Rows:
-        packed = broadcastable(packed, dims)
+        if packed.dim() > 1:
+            packed = packed.reshape(*packed.shape, *[1] * (dims + 1 - packed.dim()))
         first, *later = packed.split_with_sizes(self._order[error][2])
         return (first.reshape(len(first) // (self.rows + 1), self.rows + 1, *packed.shape[1:]), *later)
 
@@ -302,25 +324,24 @@ class Nystrom(Explicit):
         self.degrees, self.dense = dense.shape[:2], constant_arrays(dense.reshape(-1, units.size).T, at, units)
 
     def packed(self, xp: Any, gamma: Array, size: Array, error: bool) -> Array:
-        z, (q, rates, which, units) = gamma * size, constants(self.polynomials[error], xp, size)
-        values = (q @ powers(xp, z, q.shape[1]).reshape(q.shape[1], math.prod(z.shape))).reshape(len(q), *z.shape)
-        return values * xp.exp(rates.reshape(-1, *[1] * z.ndim) * z)[which] * self._scales(xp, gamma, size)[units]
+        of_numpy, of_torch = self.polynomials[error]
+        q, rates, which, units = of_numpy if xp is np else (x.to(size.device) for x in of_torch)
+        z = gamma * size
+        none, stack, ones, count = 0 * z, np.array if xp is np else torch.stack, [1] * z.ndim, q.shape[1]
+        of_z = z ** np.arange(count).reshape(-1, *ones) if xp is np else powers(xp, z, count)
+        values = (q @ of_z.reshape(count, math.prod(z.shape))).reshape(len(q), *z.shape)
+        scales = stack([1 + none, size + none, size * size + none, gamma + none])[units]
+        return values * xp.exp(rates.reshape(-1, *ones) * z)[which] * scales
 
     def blend(self, xp: Any, gamma: Array, size: Array, theta: Array) -> Array:
         q, at, units = constants(self.dense, xp, size)
-        size = size + 0 * theta
-        z = gamma * size
-        theta = theta + 0 * z
+        z = gamma * (size + 0 * theta)
+        none, stack = 0 * z, np.array if xp is np else torch.stack
+        theta, scales = theta + none, stack([1 + none, size + none, size * size + none, gamma + none])[units]
         both = powers(xp, z, self.degrees[0])[:, None] * powers(xp, theta, self.degrees[1])
         values = (q @ both.reshape(math.prod(self.degrees), math.prod(z.shape))).reshape(*units.shape, *z.shape)
         decays = xp.exp((at.reshape(-1, *[1] * z.ndim) - theta) * z / 2)
-        return moveaxis(values * decays * self._scales(xp, gamma, size)[units], (0, 1), (-2, -1))
-
-    @staticmethod
-    def _scales(xp: Any, gamma: Array, size: Array) -> Array:
-        """Return the factors 1, H, H² and γ of the polynomials, (4, ...)."""
-        none = 0 * (gamma * size)
-        return (np.array if xp is np else torch.stack)([1 + none, size + none, size * size + none, gamma + none])
+        return moveaxis(values * decays * scales, (0, 1), (-2, -1))
 
 
 def _interpolant(tableau: tableaus.NystromTableau, a: np.ndarray) -> np.ndarray:
@@ -448,19 +469,18 @@ def phi_functions(xp: Any, z: Array, count: int) -> list[Array]:
     """
     is_near = abs(z) < NEAR
     near, far = xp.where(is_near, z, 0.0 * z), xp.where(is_near, NEAR + 0.0 * z, z)  # keep unused values finite
-    series: Any = [[1 / math.factorial(j + k) for k in range(count)] for j in range(TERMS)]
-    series = np.array(series) if xp is np else torch.tensor(series, dtype=z.dtype, device=z.device)
-    of_near = moveaxis(powers(xp, near, TERMS), 0, -1) @ series
-    phi = [xp.exp(far)]
-    for k in range(count - 1):
-        phi.append((phi[-1] - 1 / math.factorial(k)) / far)
-    return [xp.where(is_near, of_near[..., k], far_k) for k, far_k in enumerate(phi)]
+    series = SERIES[:count] if xp is np else torch.from_numpy(SERIES[:count]).to(z)
+    of_near = (series @ powers(xp, near, TERMS).reshape(TERMS, math.prod(z.shape))).reshape(count, *z.shape)
+    of_far = xp.exp(far)
+    phi = [xp.where(is_near, of_near[0], of_far)]
+    for k in range(1, count):
+        of_far = (of_far - 1 / math.factorial(k - 1)) / far
+        phi.append(xp.where(is_near, of_near[k], of_far))
+    return phi
 
 
 def powers(xp: Any, z: Array, count: int) -> Array:
     """Return 1, z, z², ... as (count, ...), by products, because torch.pow has no second derivative at 0."""
-    if xp is np:
-        return z ** np.arange(count).reshape(-1, *[1] * z.ndim)
     found, factor = xp.ones_like(z)[None], z
     while len(found) < count:
         found, factor = xp.concatenate([found, found * factor]), factor * factor
@@ -508,8 +528,9 @@ class Splitting(Method):
         return moveaxis(xp.concatenate([drifts, xp.exp(-z), lengths * phi], -1), -1, 0)
 
     def unpack(self, packed: Tensor, dims: int, *, error: bool = False) -> Rows:
-        k = self.evaluations
-        return broadcastable(packed, dims).split_with_sizes([k + 1, k, k])
+        if packed.dim() > 1:
+            packed = packed.reshape(*packed.shape, *[1] * (dims + 1 - packed.dim()))
+        return packed.split_with_sizes([self.evaluations + 1, self.evaluations, self.evaluations])
 
     def step(
         self, state: Rows, coefficients: Rows, times: Times, field: Field, *, error: bool = False, dense: bool = False
@@ -751,11 +772,6 @@ def on_host(formula: Callable[..., Any], number: float, args: tuple[Any, ...], x
     with torch.no_grad():
         gamma = torch.tensor(number, dtype=torch.float64)
         return formula(torch, gamma, *map(torch.as_tensor, args)).to(like)
-
-
-def broadcastable(packed: Tensor, dims: int) -> Tensor:
-    """Return the coefficients of lanes, (elements, lanes, ...), in a shape that broadcasts with rows of ``dims``."""
-    return packed if packed.dim() == 1 else packed.reshape(*packed.shape, *[1] * (dims + 1 - packed.dim()))
 
 
 def moveaxis(x: Array, source: Any, destination: Any) -> Array:
