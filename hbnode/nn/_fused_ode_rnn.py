@@ -569,7 +569,7 @@ class FusedODERNN:
         For an explicit method it is the matrix C of :meth:`attempt`, (rows, columns, N, 1). For a splitting method it
         is (k, N, 1): drift lengths, then momentum decays, then weights of the force.
         """
-        if isinstance(self.method, Splitting):
+        if not isinstance(self.method, Explicit):
             return packed.unsqueeze(-1)
         rows, columns, indices = self.method.layout[self.is_adaptive]
         c = packed.new_zeros(rows * columns, packed.shape[1])

@@ -167,25 +167,8 @@ class Explicit(Method):
         order = np.array([*first, *(place for places in later for place in places)])
         return order, torch.from_numpy(order), [len(first), *map(len, later)]
 
-    def _order_of_use(self, error: bool) -> tuple[np.ndarray, Tensor, list[int]]:
-        """Return the flat indices of the elements of C in the order of use, and how many each column needs.
-
-        The first group are the columns of the state, and each later group is the column of one value of the field.
-        """
-        n, s = self.rows, self.evaluations
-        count, width = s + n - 1 + n * error, n + 1 + s
-        first = [r * width + k for r in range(count) for k in range(n + 1)]
-        later = [[r * width + n + 1 + i for r in range(i + 1, count)] for i in range(s)]
-        order = np.array([*first, *(place for places in later for place in places)])
-        return order, torch.from_numpy(order), [len(first), *map(len, later)]
-
-    def layout(self, error: bool) -> tuple[int, int, Tensor]:
-        """Return the numbers of rows and columns of C, and the indices of the elements of :meth:`packed` in it."""
-        n, s = self.rows, self.evaluations
-        return s + n - 1 + n * error, n + 1 + s, self._order[error][1]
-
     def matrix(self, xp: Any, gamma: Array, size: Array) -> Array:
-        """Return the matrix C, (..., stages + other rows + error rows, columns), for step sizes (...)."""
+        """Return the matrix C, (..., stages + other rows + error rows, columns), for :meth:`packed`; sizes (...)."""
         raise NotImplementedError
 
     def packed(self, xp: Any, gamma: Array, size: Array, error: bool) -> Array:
@@ -318,8 +301,8 @@ class Nystrom(Explicit):
             different, which = np.unique(rates, return_inverse=True)
             self.polynomials[error] = constant_arrays(q.T, different, which, factors)
         inner = _interpolant(tableau, a)
-        k, one, theta = np.arange(1, len(inner) + 1)[:, None], *np.eye(2, len(inner) + 2)  # powers of θ
-        w, v = (np.pad(x, [(below, 2 - below), (0, 0)]) for below, x in ((2, inner / (k * (k + 1))), (1, inner / k)))
+        n, one, theta = np.arange(1, len(inner) + 1)[:, None], *np.eye(2, len(inner) + 2)  # powers of θ
+        w, v = (np.pad(x, [(below, 2 - below), (0, 0)]) for below, x in ((2, inner / (n * (n + 1))), (1, inner / n)))
         dense = np.concatenate([of_h(one, theta, w), of_m(one, theta, w, v)], 2)
         self.degrees, self.dense = dense.shape[:2], constant_arrays(dense.reshape(-1, units.size).T, at, units)
 
@@ -413,9 +396,10 @@ class Exponential(Explicit):
             rows.append(row(0, i, known) + sum(corrected))
         whole = self._interpolation(list(range(self.powers)))
         values = [*range(self.powers - 1), self.powers]  # the value at the new state replaces that of the last stage
-        values, embedded = (self._interpolation(x) for x in (values, [i for i in values if i != tableau.left_out]))
+        embedded = [i for i in values if i != tableau.left_out]
+        error = self._interpolation(values) - self._interpolation(embedded)
         rows += [row(kind, -1, whole) for kind in (0, 1)]
-        rows += [row(kind, -1, values) - row(kind, -1, embedded) for kind in (0, 1)]
+        rows += [row(kind, -1, error) - row(kind, -1, 0 * error) for kind in (0, 1)]
         self.constants = constant_arrays(ends, np.stack(rows, -2), row(0, 0, self._interpolant(whole))[0, 0])
 
     def _interpolation(self, values: list[int]) -> np.ndarray:
