@@ -834,10 +834,9 @@ def has_fused_steps(name: str, kind: type, s: Tensor, times: Tensor, solver: Sol
         return False
     if settings.steps is None:  # chosen on the host, with a tolerance that the dtype can represent
         return s.is_cpu and settings.rtol >= torch.finfo(s.dtype).eps
-    needed = (
-        torch.ones(1) if solver.step_size is None else steps_needed(times.to("cpu", torch.float64), solver.step_size)
-    )
-    return bool((needed <= settings.max_steps).all())
+    if solver.step_size is None:
+        return True
+    return bool((steps_needed(times.to("cpu", torch.float64), solver.step_size) <= settings.max_steps).all())
 
 
 def fused_cell(cell: Any) -> FusedCell | None:

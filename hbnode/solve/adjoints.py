@@ -272,11 +272,8 @@ class _Solve:
     def with_graph(self, rows: Rows) -> Rows:
         """Return the solution from initial rows, whose VJP is that of the gradient mode."""
         stepper, t = self.setup.stepper, self.setup.grid.t
-        return _rows_without_graph(weakref.ref(self), stepper.constants, _none(t), *rows, *self.leaves)
-
-
-def _none(t: Tensor | None) -> Tensor:
-    return torch.zeros(()) if t is None else t
+        t = torch.zeros(()) if t is None else t
+        return _rows_without_graph(weakref.ref(self), stepper.constants, t, *rows, *self.leaves)
 
 
 def _solve_without_graph(gradient: Any, setup: Setup, y0: Any, snapshot: Snapshot) -> Solution:
@@ -708,9 +705,7 @@ def _check_missed(setup: Setup, reached: Any, start: Any, end: Any, most: float,
         raise setup.stepper.failure(ReversalError, message.format(missed), setup.grid.begin, float("nan"))
 
 
-GRADIENTS: dict[str, Callable[[], Any]] = {
-    "checkpoint": Checkpoint, "direct": Direct, "reversible": Reversible, "adjoint": Adjoint
-}  # fmt: skip
+GRADIENTS: dict[str, Any] = {mode.name: mode for mode in (Checkpoint, Direct, Reversible, Adjoint)}
 
 
 def gradient_mode(gradient: Any) -> Any:

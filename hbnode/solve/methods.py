@@ -740,12 +740,13 @@ class HostFormula(torch.autograd.Function):
                 number = gamma if create_graph else torch.tensor(ctx.number, dtype=torch.float64, requires_grad=True)
                 value = ctx.formula(torch, number.cpu().double(), *map(torch.as_tensor, ctx.args))
                 (found,) = torch.autograd.grad(value, number, gradient.to(value), create_graph=create_graph)
-            return found.to(gamma), None, None, None, None, None
-        gradient = gradient.to(_torch.widest(gradient.device))
-        if ctx.slope is None:
-            step = ctx.formula(np, np.asarray(ctx.number + 1e-30j), *ctx.args)
-            ctx.slope = torch.from_numpy(step.imag / 1e-30).to(gradient)
-        return (gradient * ctx.slope).sum().to(gamma), None, None, None, None, None
+        else:
+            gradient = gradient.to(_torch.widest(gradient.device))
+            if ctx.slope is None:
+                step = ctx.formula(np, np.asarray(ctx.number + 1e-30j), *ctx.args)
+                ctx.slope = torch.from_numpy(step.imag / 1e-30).to(gradient)
+            found = (gradient * ctx.slope).sum()
+        return found.to(gamma), None, None, None, None, None
 
 
 def on_host(formula: Callable[..., Any], number: float, args: tuple[Any, ...], xp: Any, like: Tensor) -> Tensor:
