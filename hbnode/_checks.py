@@ -319,6 +319,7 @@ _FOREIGN = {
     **dict.fromkeys(("adjoint_method", "solver_adjoint"), "leave it out, the adjoint has the method of the solve"),
     "adjoint_params": "leave it out, all tensors of func that require a gradient are found",
     **dict.fromkeys(("event_fn", "event"), "events=hbnode.Event(fn) of hbnode.odeint"),
+    "terminal": "max_count=n, the event at which the solve of a sample ends",
     **dict.fromkeys(("adjoint", "sensitivity"), "gradient='adjoint'"),
     **dict.fromkeys(("step_size", "dt"), "steps=n, the number of equal steps between two times"),
     **dict.fromkeys(("solver", "integrator"), "method='tsit5'"),

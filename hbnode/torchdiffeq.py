@@ -149,12 +149,8 @@ def odeint_adjoint(
                 f"method={method!r} has no adjoint, because what decays fast forwards grows as fast backwards. "
                 f"Fix: odeint(func, y0, t, method={method!r}), whose gradients are exact."
             )
-        usual: dict[str, list[Any]] = {
-            "adjoint_rtol": [rtol],
-            "adjoint_atol": [atol],
-            "adjoint_method": [method, "tsit5"],
-        }
-        given = [name for name, value in own.items() if not is_any_of(value, [None, *usual[name]])]
+        usual = ((None, rtol), (None, atol), (None, method, "tsit5"))
+        given = [name for (name, value), same in zip(own.items(), usual, strict=True) if not is_any_of(value, same)]
         implied = {"norm": "seminorm", **(options or {})}
         given += [name for name, value in (adjoint_options or {}).items() if not is_any_of(value, [implied.get(name)])]
         if given:
@@ -275,9 +271,8 @@ def solve_native(
         if not isinstance(size, numbers.Real) or not float(size) > 0:
             raise ValueError(f"step_size must be a positive number, got {size!r}. Fix: options={{'step_size': 0.1}}.")
         gaps = torch.as_tensor(t).detach().diff().abs().flatten().tolist()
-        arguments["steps"] = max(
-            1, math.ceil(max(gaps, default=0.0) / float(size) * (1 - 1e-6))
-        )  # tolerate rounding errors
+        needed = max(gaps, default=0.0) / float(size) * (1 - 1e-6)  # tolerate rounding errors
+        arguments["steps"] = max(1, math.ceil(needed))
     for name in [*others]:
         if (renamed := RENAMED.get(name, name)) in ARGUMENTS:
             arguments[renamed] = others.pop(name)

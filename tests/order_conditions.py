@@ -84,7 +84,7 @@ class Weights:
             self.solution, self.error = matrix[-1:, :-1] @ gamma, gamma[-1:]
             self.dense = lambda theta: blend(theta)[:, 1:] @ gamma
             return
-        matrix, n, s = method.matrix(np, zero, one), method.rows, method.evaluations
+        matrix, n, s = matrix_of(method, zero, one), method.rows, method.evaluations
         self.alpha = self.beta = np.vstack([np.zeros(s + 1), matrix[:s, n:]])
         self.c = np.array([0.0, *method.nodes])
         self.solution, self.error = matrix[s - 1 : s + n - 1, n:], matrix[s + n - 1 :, n:]
@@ -121,6 +121,15 @@ class Weights:
             if row == self.rows - 1
         ]
         return max((missed / estimated for missed, estimated in found if missed > EXACT), default=0.0)
+
+
+def matrix_of(method, gamma, size):
+    """The matrix C of explicit steps (..., rows, columns), from the coefficients that a step gets."""
+    rows, columns, indices = method.layout[True]
+    packed = method.packed(np, gamma, size, error=True)
+    matrix = np.zeros((*packed.shape[1:], rows * columns))
+    matrix[..., indices] = np.moveaxis(packed, 0, -1)
+    return matrix.reshape(*packed.shape[1:], rows, columns)
 
 
 def lower(rows):

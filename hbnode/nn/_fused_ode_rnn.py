@@ -33,7 +33,7 @@ from hbnode.nfe import NFE, Tally, open_records
 from hbnode.nn.nets import MLP
 from hbnode.solve.adaptive import FIRST_LOOK, NON_FINITE_ATTEMPTS, TOO_MANY
 from hbnode.solve.control import Clip, PIController, first_size
-from hbnode.solve.methods import METHODS, Explicit, Method, Splitting
+from hbnode.solve.methods import METHODS, Explicit, Splitting
 from hbnode.solve.odeint import resolve
 from hbnode.solve.settings import Settings
 
@@ -163,13 +163,11 @@ class Network:
     """A network of linear layers and activations; the linear layers count from 1, because the cell's is layer 0."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
-        self.sizes: list[tuple[int, int]] = []  # inputs and outputs of each linear layer
-        self.weights: list[Tensor | None] = []
+        self.weights: list[Any] = []  # weight and bias of each linear layer
         self.activations: list[Any] = []  # None for a linear layer
         for layer in layers:
             self.activations.append(ACTIVATIONS.get(type(layer)))
             if isinstance(layer, nn.Linear):
-                self.sizes.append((layer.in_features, layer.out_features))
                 self.weights += layer.weight, layer.bias
 
     def __call__(self, x: Tensor, weights: Weights, residuals: list[Tensor]) -> Tensor:
@@ -186,7 +184,7 @@ class Network:
         return x
 
     def vjp(self, gradient: Tensor, weights: Weights, residuals: list[Tensor], sums: GradAccumulator) -> Tensor:
-        layer = len(self.sizes)
+        layer = len(self.weights) // 2
         for activation, value in zip(reversed(self.activations), reversed(residuals), strict=True):
             if activation is None:
                 sums.add_use(layer, value, gradient)
@@ -298,21 +296,6 @@ class FusedCell(NamedTuple):
 # Steps and gaps
 
 
-def coefficient_matrix(method: Method, packed: Tensor, *, error: bool) -> Tensor:
-    """Return the coefficients of a step as an array from packed ones (k, N) of N step sizes.
-
-    For an explicit method it is the matrix C of :meth:`FusedODERNN.attempt`, (rows, columns, N, 1). For a splitting
-    method it is (k, N, 1): drift lengths, then momentum decays, then weights of the force.
-    """
-    packed = packed.unsqueeze(-1)
-    if not isinstance(method, Explicit):
-        return packed
-    n, stages = method.rows, len(method.nodes)
-    rows, columns = stages + n - 1 + n * error, n + 1 + stages
-    c = packed.new_zeros(rows * columns, *packed.shape[1:])
-    return c.index_copy(0, method.packed_indices(error).to(c.device), packed).view(rows, columns, *packed.shape[1:])
-
-
 class FusedStep(NamedTuple):
     """A step and the values that its VJP needs.
 
@@ -333,10 +316,6 @@ class FusedStep(NamedTuple):
     y: Any = None
     c: Any = None
     stages: Sequence[Stage] = ()
-
-    @property
-    def without_residuals(self) -> FusedStep:
-        return FusedStep(*self[:4])
 
     def end(self, y: Tensor, after: Tensor) -> Tensor:
         """Return y (batch, width) with ``after`` in the rows of the samples that accepted the step."""
@@ -450,20 +429,20 @@ class FusedODERNN:
             y = torch.cat((s, start.value), 1)
         steps: list[FusedStep] = []
         if self.is_adaptive and not known:
-            y, attempts = self.adaptive(gap, y, p, steps, save)
+            y, attempts = self.adaptive(gap, y, p, steps)
         else:
             for step in known or self.fixed_steps[gap]:
                 after, _, step = self.attempt(step, self.coefficients(step, p), y, p)
                 y = step.end(y, after)
-                steps.append(step if save else step.without_residuals)
+                steps.append(step)
             attempts = len(steps)
         counter.add("evaluation", self.method.is_fsal + attempts * self.evaluations)
         if not known:
             counter.add("accepted", len(steps))
             counter.add("rejected", attempts - len(steps))
-        return y[:, : self.size], Gap(start if save else None, steps)
+        return y[:, : self.size], Gap(start, steps) if save else Gap(None, [FusedStep(*step[:4]) for step in steps])
 
-    def adaptive(self, gap: int, y: Tensor, p: Parameters, steps: list[FusedStep], save: bool) -> tuple[Tensor, int]:
+    def adaptive(self, gap: int, y: Tensor, p: Parameters, steps: list[FusedStep]) -> tuple[Tensor, int]:
         """Append the accepted steps of a gap to ``steps``; return the state at its end and the number of attempts.
 
         Attempts are accepted or rejected steps. Their sizes are those of :class:`hbnode.solve.adaptive.AdaptiveSteps`
@@ -490,8 +469,12 @@ class FusedODERNN:
         for attempt in range(1, most + 1):
             then, c = controller.plan(np, clip, c)
             taken, moves = c.taken, c.taken > 0
-            whole = gap if attempt == 1 and (c.left == 1.0).all() else None
-            step = self.planned_step(taken, length, whole)
+            if attempt == 1 and (c.left == 1.0).all():
+                step = FusedStep(length, gap)
+            elif moves.sum() > FEW * len(moves):
+                step = FusedStep(taken)
+            else:
+                step = FusedStep(taken[moves], samples=torch.from_numpy(np.flatnonzero(moves)))
             after, error, step = self.attempt(step, self.coefficients(step, p), y, p)
             ratio = self.ratio(step.y, after, error)
             if step.samples is not None:
@@ -501,14 +484,14 @@ class FusedODERNN:
                 ratio = in_common(ratio, length)
             accepted = ratio <= 1.0  # False if not finite
             if accepted.all() and step.table_row is not None:
-                steps.append(step if save else step.without_residuals)
+                steps.append(step)
                 return after, attempt
             if not accepted.all():
                 mask = torch.from_numpy(accepted).unsqueeze(1)
                 step = step._replace(accepted=mask if step.samples is None else mask[step.samples])
             if (accepted & moves).any():
                 y = step.end(y, after)
-                steps.append(step if save else step.without_residuals)
+                steps.append(step)
             _, c = controller.judge(np, c, then, ratio)
             if (c.now == length).all():
                 return y, attempt
@@ -516,16 +499,6 @@ class FusedODERNN:
             if is_stuck.any() or (attempt % FIRST_LOOK == 0 and ((length - c.now) / c.size).max() > TOO_MANY * most):
                 break
         raise FallbackError
-
-    @staticmethod
-    def planned_step(taken: Array, length: Array, whole: int | None) -> FusedStep:
-        """Return a step of the sizes ``taken``; ``whole`` is the index of the gap, of a length, if it is one step."""
-        moves = taken > 0
-        if whole is not None:
-            return FusedStep(length, whole)
-        if moves.sum() > FEW * len(moves):
-            return FusedStep(taken)
-        return FusedStep(taken[moves], samples=torch.from_numpy(np.flatnonzero(moves)))
 
     def ratio(self, y: Tensor, after: Tensor, error: Any) -> Array:
         """Return the root mean square of error / tolerance for each sample."""
@@ -572,7 +545,7 @@ class FusedODERNN:
         """
         if torch.is_grad_enabled():  # differentiable with respect to γ
             packed = self.method.packed(torch, p.damping.cpu(), torch.from_numpy(step.sizes), error=self.is_adaptive)
-            return coefficient_matrix(self.method, packed, error=self.is_adaptive).to(p.s)
+            return self.matrix(packed).to(p.s)
         sizes, index, lanes = step.sizes, step.table_row, self.sizes.shape[1]
         if index is not None:
             together = max(1, TOGETHER // lanes)
@@ -583,12 +556,24 @@ class FusedODERNN:
         if len(sizes) > FEW_SIZES:
             packed = self.method.packed(torch, self.gamma, torch.from_numpy(sizes), error=self.is_adaptive)
         else:
-            packed = torch.from_numpy(self.method.packed(np, self.number, sizes, error=self.is_adaptive))
-        c = coefficient_matrix(self.method, packed.to(p.s), error=self.is_adaptive)
+            packed = torch.from_numpy(self.method.packed(np, np.array(self.number), sizes, error=self.is_adaptive))
+        c = self.matrix(packed.to(p.s))
         if index is None:
             return c
         self.group = group, c.split(lanes, -2)
         return self.group[1][index]
+
+    def matrix(self, packed: Tensor) -> Tensor:
+        """Return the coefficients of N steps as an array from packed ones (k, N).
+
+        For an explicit method it is the matrix C of :meth:`attempt`, (rows, columns, N, 1). For a splitting method it
+        is (k, N, 1): drift lengths, then momentum decays, then weights of the force.
+        """
+        if not isinstance(self.method, Explicit):
+            return packed.unsqueeze(-1)
+        rows, columns, indices = self.method.layout[self.is_adaptive]
+        c = packed.new_zeros(rows * columns, packed.shape[1])
+        return c.index_copy(0, indices.to(c.device), packed).view(rows, columns, -1, 1)
 
     # Backward pass
 
@@ -670,9 +655,7 @@ class FusedODERNN:
             gamma = self.gamma.detach().requires_grad_()
             packed = self.method.packed(torch, gamma, torch.from_numpy(np.concatenate(sizes)), error=False)
             if isinstance(self.method, Explicit):
-                products = torch.einsum("rnw,cnw->rcn", g, k).flatten(0, 1)[
-                    self.method.packed_indices(False).to(g.device)
-                ]
+                products = torch.einsum("rnw,cnw->rcn", g, k).flatten(0, 1)[self.method.layout[False][2].to(g.device)]
             else:  # momentum decays and force weights
                 packed, products = packed[len(g) + 1 :], (g.repeat(2, 1, 1) * k).sum(-1)
             (found,) = torch.autograd.grad(packed, gamma, products.to(packed))
@@ -827,7 +810,7 @@ def fuse(layer: Any, s: Tensor, times: Tensor, solver: Solver) -> FusedODERNN | 
     if layers is None or not is_scalar or getattr(field, "activation", torch.tanh) is not torch.tanh:
         return None
     network, cell = Network(layers), layer.cell
-    ends = (network.sizes[0][0], network.sizes[-1][1]) if network.sizes else None
+    ends = (network.weights[0].shape[1], network.weights[-2].shape[0]) if network.weights else None
     if ends != (n * (1 + (kind is SONODE)), n) or s.dtype not in (torch.float32, torch.float64):
         return None
     weights = [weight for weight in (*network.weights, *cell.parameters()) if weight is not None]
@@ -851,10 +834,9 @@ def has_fused_steps(name: str, kind: type, s: Tensor, times: Tensor, solver: Sol
         return False
     if settings.steps is None:  # chosen on the host, with a tolerance that the dtype can represent
         return s.is_cpu and settings.rtol >= torch.finfo(s.dtype).eps
-    needed = (
-        torch.ones(1) if solver.step_size is None else steps_needed(times.to("cpu", torch.float64), solver.step_size)
-    )
-    return bool((needed <= settings.max_steps).all())
+    if solver.step_size is None:
+        return True
+    return bool((steps_needed(times.to("cpu", torch.float64), solver.step_size) <= settings.max_steps).all())
 
 
 def fused_cell(cell: Any) -> FusedCell | None:

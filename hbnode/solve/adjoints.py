@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -157,12 +157,7 @@ class _Recomputation:
                 return taken
             stepper.term.counter.add("accepted", len(self.attempt.times))
             if snapshot.changed() or not is_same(taken.state, end):
-                raise stepper.failure(
-                    RecomputationError,
-                    CHANGED,
-                    self.attempt.time,
-                    self.attempt.size,
-                )
+                raise stepper.failure(RecomputationError, CHANGED, self.attempt.time, self.attempt.size)
         return taken
 
 
@@ -188,17 +183,12 @@ def saved_bytes(after: Rows, before: Rows, known: Iterable[Tensor], first: int) 
         saved.append(x)
         return x, x._version
 
-    known, seen, pending, found = [*before, *known], set(), [x.grad_fn for x in after], []
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    known, found, graph = [*before, *known], [], _nodes([x.grad_fn for x in after], first=first)
+    for node in graph:
         if hasattr(node, "variable"):
             known.append(node.variable)
         elif sequence_number(node) > first:
             found += saved_tensors(node)
-            pending.extend(parent for parent, _ in node.next_functions)
     with _torch.without_dispatch_modes():  # else torch cannot set hooks on a number
         for one in found:
             with suppress(RuntimeError):  # it is None or has hooks
@@ -282,11 +272,8 @@ class _Solve:
     def with_graph(self, rows: Rows) -> Rows:
         """Return the solution from initial rows, whose VJP is that of the gradient mode."""
         stepper, t = self.setup.stepper, self.setup.grid.t
-        return _rows_without_graph(weakref.ref(self), stepper.constants, _none(t), *rows, *self.leaves)
-
-
-def _none(t: Tensor | None) -> Tensor:
-    return torch.zeros(()) if t is None else t
+        t = torch.zeros(()) if t is None else t
+        return _rows_without_graph(weakref.ref(self), stepper.constants, t, *rows, *self.leaves)
 
 
 def _solve_without_graph(gradient: Any, setup: Setup, y0: Any, snapshot: Snapshot) -> Solution:
@@ -439,8 +426,7 @@ class _Reversal:
         """Return the value of the field and record it with its graph."""
         time, x = time.detach().requires_grad_(time.requires_grad), x.detach().requires_grad_()
         with torch.enable_grad():
-            found, value = closed_over_leaves(lambda: self.stepper.term(time, x.clone()), (time, x))
-        refuse_unknown(found, self.known)
+            value = evaluate_known(lambda: self.stepper.term(time, x.clone()), (time, x), self.known)
         self.records.append((time, x, value))
         return value.detach()
 
@@ -540,11 +526,8 @@ class Adjoint:
         grid, like, owned_objects = setup.grid, setup.stepper.like, list[Any]()
         saved, now, moving = Outputs(setup, rows), np.full_like(grid.end, -1.0), np.ones_like(grid.end, bool)
         for landing in events.rounds():
-            then, goes, landed = (
-                np.where(moving, grid.end, now),
-                to_device(moving, like),
-                to_device(landing.lanes, like),
-            )
+            then = np.where(moving, grid.end, now)
+            goes, landed = to_device(moving, like), to_device(landing.lanes, like)
             then[landing.lanes] = landing.now
             inside = moving[:, None] & (grid.outputs > now[:, None]) & (grid.outputs <= then[:, None])
             lanes, outputs = inside.nonzero()
@@ -584,8 +567,7 @@ class Adjoint:
         setup, grid, leaves, n = solve.setup, solve.setup.grid, solve.leaves, len(gradients)
         augmented = _Augmented(setup, leaves, solve.known)
         with torch.no_grad():
-            elapsed = np.insert(grid.outputs, 0, 0.0, -1)
-            times = torch.from_numpy(grid.time(np.moveaxis(elapsed, -1, 0)))  # (T,) or (T, lanes)
+            times = torch.from_numpy(replace(grid, t=None).points)  # (T,) or (T, lanes)
             states = list(zip(*trajectory, strict=True))
             states = [start, *states] if setup.end_only else states
             adjoint: Rows = tuple([torch.zeros_like(row) for row in start])
@@ -632,8 +614,7 @@ class _Augmented:
             adjoint = tuple([pace * a for a in adjoint])
         y = tuple([x.detach().requires_grad_() for x in rows])
         with torch.enable_grad():
-            found, value = closed_over_leaves(lambda: derivative(t, y), (t, *y))
-            refuse_unknown(found, self.known)
+            value = evaluate_known(lambda: derivative(t, y), (t, *y), self.known)
             gradients = vjp(value, [*y, *self.leaves], tuple([-a for a in adjoint]))
         if self.pace is not None:
             value = tuple([pace * v for v in value])
@@ -724,9 +705,7 @@ def _check_missed(setup: Setup, reached: Any, start: Any, end: Any, most: float,
         raise setup.stepper.failure(ReversalError, message.format(missed), setup.grid.begin, float("nan"))
 
 
-GRADIENTS: dict[str, Callable[[], Any]] = {
-    "checkpoint": Checkpoint, "direct": Direct, "reversible": Reversible, "adjoint": Adjoint
-}  # fmt: skip
+GRADIENTS: dict[str, Any] = {mode.name: mode for mode in (Checkpoint, Direct, Reversible, Adjoint)}
 
 
 def gradient_mode(gradient: Any) -> Any:
@@ -760,17 +739,12 @@ def closed_over_leaves(
     also if autograd cannot differentiate the value inside a backward pass, or with ``is_dense`` for sparse gradients.
     """
     inputs = list(inputs)
-    seen = set(_ancestors(tensor.grad_fn for tensor in inputs))
+    seen = set(_nodes(tensor.grad_fn for tensor in inputs))
     known = {id(tensor) for tensor in inputs} | {id(node.variable) for node in seen if hasattr(node, "variable")}
     marker = new_sequence_number()
     value = evaluate()
     leaves = {id(part): part for part in parts(value) if part.is_leaf and part.requires_grad}
-    pending = [part.grad_fn for part in parts(value)]
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in _nodes((part.grad_fn for part in parts(value)), seen):
         if hasattr(node, "variable"):
             leaves[id(node.variable)] = node.variable
         elif sequence_number(node) < marker:
@@ -779,8 +753,6 @@ def closed_over_leaves(
             raise ValueError(_REENTRANT)
         elif is_dense and getattr(node, "_saved_sparse", False):
             raise ValueError(_SPARSE)
-        else:
-            pending.extend(parent for parent, _ in node.next_functions)
     return [leaf for key, leaf in leaves.items() if key not in known], value
 
 
@@ -791,20 +763,24 @@ def own_parameters(field: Callable) -> list[Tensor]:
     return list(field.parameters()) if isinstance(field, nn.Module) else []
 
 
-def refuse_unknown(leaves: Iterable[Tensor], known: frozenset[int]) -> None:
-    """Raise ValueError if a leaf requires a gradient and its id is not in ``known``."""
+def evaluate_known(evaluate: Callable[[], Value], inputs: Iterable[Tensor], known: frozenset[int]) -> Value:
+    """Call ``evaluate``, and return its value; raise ValueError if it depends on a leaf whose id is not ``known``."""
+    leaves, value = closed_over_leaves(evaluate, inputs)
     for leaf in leaves:
-        if leaf.requires_grad and id(leaf) not in known:
+        if id(leaf) not in known:
             raise ValueError(
                 _REFUSAL.format(what=f"a tensor of shape {tuple(leaf.shape)} that it did not use at first")
             )
+    return value
 
 
-def _ancestors(nodes: Iterable[Node | None]) -> set[Node]:
-    seen, pending = set(), list(nodes)
+def _nodes(roots: Iterable[Node | None], seen: Iterable[Node] = (), first: int = -1) -> Iterator[Node]:
+    """Yield the nodes of a graph from its roots, without those ``seen`` and what is behind nodes before ``first``."""
+    seen, pending = set(seen), list(roots)
     while pending:
         node = pending.pop()
         if node is not None and node not in seen:
             seen.add(node)
-            pending.extend(parent for parent, _ in node.next_functions)
-    return seen
+            yield node
+            if sequence_number(node) > first:
+                pending.extend(parent for parent, _ in node.next_functions)

@@ -14,7 +14,6 @@ gives a state :math:`y^+` at :math:`t_e`. The solve continues at the number τ f
 
 from __future__ import annotations
 
-import inspect
 import numbers
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hbnode._checks import as_count
+from hbnode._checks import as_count, with_hints
 from hbnode._torch import is_transformed
 from hbnode._tree import State, apply, describe, parts
 from hbnode.errors import NonFiniteError, SolverError, ZenoError
@@ -38,7 +37,7 @@ Array = Any
 Rows = tuple[Tensor, ...]
 
 NODES = np.linspace(0.0, 1.0, 9)  # fractions of a step between which a change of sign is found
-TO_POLYNOMIAL = np.linalg.inv(NODES[:, None] ** np.arange(len(NODES)))  # from values at the nodes to coefficients
+TO_POLYNOMIAL = np.linalg.inv(np.vander(NODES))  # from values at the nodes to coefficients, as np.polyval takes them
 BISECTIONS, CORRECTIONS, ROOT_TOLERANCE = 45, 60, 1e-12  # of the search for a zero, in fractions of the step
 DIFFERENCE = 1e-5  # for a central difference, as a fraction of the step
 AT_ZERO = 1e-6  # after an event, c is 0 if |c| is below this times |dc/dt| and the size of the step
@@ -101,14 +100,6 @@ class Event:
     direction: int = 0
     max_count: int | None = None
 
-    def __new__(cls, *_: Any, **given: Any) -> Event:
-        if others := given.keys() - cls.__dataclass_fields__.keys():
-            raise TypeError(
-                f"Event has the arguments {', '.join(cls.__dataclass_fields__)}, got {min(others)!r}. Fix: "
-                "Event(fn, max_count=n) ends the solve of a sample at its n-th event; without jump, n is 1 by default."
-            )
-        return super().__new__(cls)
-
     def __post_init__(self) -> None:
         for name in ("fn", "jump"):
             value = getattr(self, name)
@@ -128,8 +119,7 @@ class Event:
         return self.max_count or (np.inf if self.jump is not None else 1)
 
 
-_parameters = list(inspect.signature(Event.__init__).parameters.values())[1:]  # not those of __new__
-Event.__signature__ = inspect.Signature(_parameters)  # type: ignore[attr-defined]
+Event.__init__ = with_hints(Event.__init__)  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)
@@ -243,13 +233,11 @@ class EventSteps(AdaptiveSteps):
         is_zeno = is_close & (first * size <= 4 * self.resolution * np.maximum(abs(self.grid.time(now)), self.grid.end))
         if is_zeno.any():
             lane = int(is_zeno.argmax())
-            raise self.stepper.failure(
-                ZenoError,
+            message = (
                 f"the events of sample {lane} pile up: their distance is a rounding error of t. Fix: "
-                "Event(..., max_count=n), which ends the solve of a sample at its n-th event, or a shorter solve",
-                self.grid.time(now)[lane],
-                size[lane],
+                "Event(..., max_count=n), which ends the solve of a sample at its n-th event, or a shorter solve"
             )
+            raise self.stepper.failure(ZenoError, message, self.grid.time(now)[lane], size[lane])
         self.goal = np.where(is_hit & ~is_close, np.clip(now + first * size, now, self.then), self.goal)
         self.width = np.where(is_hit, size, self.width)
         self.short = np.where(is_close, size * np.maximum(4 * first, CLOSE), self.short)
@@ -264,7 +252,7 @@ class EventSteps(AdaptiveSteps):
 
         Methods without dense output use the cubic through the rows and their derivatives at both ends (Hermite).
         """
-        columns, size = taken.columns, self.grid.sign * self.control.taken
+        columns, size, like = taken.columns, self.grid.sign * self.control.taken, self.stepper.like
         if columns is not None:
 
             def dense(theta: Array) -> list[Rows]:
@@ -272,20 +260,17 @@ class EventSteps(AdaptiveSteps):
                 return [combined(blend, columns).unbind(1) for blend in blends]
 
             return dense
-        y0, y1 = (torch.stack(rows[: self.stepper.term.rows]).detach() for rows in (before, taken.state))
-        length = as_column(to_device(size, self.stepper.like), y0[0])
-        d0 = length * torch.stack(self._slopes(self._time(self.control.now), tuple(y0)))
-        d1 = length * torch.stack(self._slopes(self._time(self.then), tuple(y1)))
+        ends = [rows[: self.stepper.term.rows] for rows in (before, taken.state)]
+        y0, y1 = (torch.stack(rows).detach() for rows in ends)
+        times = (self._time(self.control.now), self._time(self.then))
+        length = as_column(to_device(size, like), y0[0])
+        d0, d1 = (length * torch.stack(self._slopes(t, rows)) for t, rows in zip(times, ends, strict=True))
 
-        def cubic(theta: Array) -> list[Rows]:
-            found = []
-            for x in theta:
-                a = as_column(to_device(x, self.stepper.like), y0[0])
-                b = 1 - a
-                found.append((b * b * ((1 + 2 * a) * y0 + a * d0) + a * a * ((1 + 2 * b) * y1 - b * d1)).unbind(0))
-            return found
+        def cubic(a: Tensor) -> Rows:
+            b = 1 - a
+            return (b * b * ((1 + 2 * a) * y0 + a * d0) + a * a * ((1 + 2 * b) * y1 - b * d1)).unbind(0)
 
-        return cubic
+        return lambda theta: [cubic(as_column(to_device(x, like), y0[0])) for x in theta]
 
     def _first_zero(
         self, k: int, dense: Callable[[Array], list[Rows]], at_nodes: list[Rows], wanted: Array
@@ -331,7 +316,7 @@ class EventSteps(AdaptiveSteps):
         found, t, rows = [], self._time(self.control.now + theta * self.control.taken), dense(theta[None])[0]
         for k, event in enumerate(self.events):
             rounding, side = self._rounding(event, t, rows, self._values(event, t, rows), scale), sides[k, -1]
-            slope = _horner(slope_of(TO_POLYNOMIAL @ values[k]), np.minimum(zeros[k], 1.0))
+            slope = np.polyval(slope_of(TO_POLYNOMIAL @ values[k]), np.minimum(zeros[k], 1.0))
             is_next = (abs(values[k, -1]) <= rounding) & (side * slope < 0) & self._crosses(event, side, -side)
             zero = np.where(is_next & (self.then > self.quiet[k]), 1.0, zeros[k])
             found.append((zero - theta) * abs(slope) <= rounding)
@@ -457,13 +442,11 @@ class EventSteps(AdaptiveSteps):
         is_crossing = mask & (rate != 0)
         if c.requires_grad and not torch.equal(is_crossing, mask):
             at = self.grid.time(self.control.now)[happens & (rate == 0).cpu().numpy()]
-            raise self.stepper.failure(
-                SolverError,
+            message = (
                 "the event function touches 0 with dc/dt = 0, so the event time has no derivative. "
-                "Fix: solve under torch.no_grad(), or use a function that crosses 0",
-                at,
-                self.control.taken,
+                "Fix: solve under torch.no_grad(), or use a function that crosses 0"
             )
+            raise self.stepper.failure(SolverError, message, at, self.control.taken)
         delay = torch.where(is_crossing, -c.to(t) / torch.where(is_crossing, rate, 1.0), 0.0)
         delay = torch.where(delay.abs() <= to_device(self.width, self.stepper.like).to(t), delay, 0.0 * delay)
         if delay.requires_grad:
@@ -515,15 +498,10 @@ class EventSteps(AdaptiveSteps):
         records, term, like = [], self.stepper.term, self.stepper.like
         for event, counts, found in zip(self.events, self.counts, self.found, strict=True):
             width = int(event.limit if event.limit < np.inf else counts.max(initial=0))
-            place, done, seen = (
-                np.full((len(self.grid.end), width), -1),
-                0,
-                np.zeros(len(self.grid.end), int),
-            )  # -1 is a row of NaN
-            for lanes, *_ in found:
-                place[lanes, seen[lanes]] = done + np.arange(len(lanes))
-                seen[lanes] += 1
-                done += len(lanes)
+            place = np.full((len(self.grid.end), width), -1)  # -1 is a row of NaN
+            lanes = np.concatenate([np.zeros(0, int), *(lanes for lanes, *_ in found)])
+            order = lanes.argsort(kind="stable")  # the events of a sample follow each other in time
+            place[np.arange(width) < counts[:, None]] = order
             index = to_device(place.T, like)
             times = torch.cat([*(t for _, t, _ in found), to_device(np.full(1, np.nan), like)])
             rows: list[Tensor] = []
@@ -537,11 +515,9 @@ class EventSteps(AdaptiveSteps):
 
     def _time(self, elapsed: Array) -> Tensor:
         """Return the time (lanes,) in float64, with its gradient if the output times have one."""
-        return (
-            to_device(self.grid.time(elapsed), self.stepper.like)
-            if self.grid.t is None
-            else self.grid.differentiable(elapsed).double()
-        )
+        if self.grid.t is not None:
+            return self.grid.differentiable(elapsed).double()
+        return to_device(self.grid.time(elapsed), self.stepper.like)
 
     def _stage(self, t: Tensor) -> Tensor:
         return t.to(self.stepper.like).view(-1, *[1] * (self.stepper.term.dims - 1))
@@ -585,9 +561,8 @@ class EventSteps(AdaptiveSteps):
     def _rate(self, event: Event, t: Tensor, rows: Rows, slopes: Rows) -> Tensor:
         """Return dc/dt along the solution, (lanes,), as a constant."""
         if torch.is_inference_mode_enabled():  # fn may use tensors that autograd cannot save
-            step = DIFFERENCE * to_device(
-                np.where(self.control.taken > 0, self.control.taken, self.grid.end), self.stepper.like
-            )
+            size = np.where(self.control.taken > 0, self.control.taken, self.grid.end)
+            step = DIFFERENCE * to_device(size, self.stepper.like)
             shift = as_column(step, rows[0])
             ends = [tuple([row + i * shift * s for row, s in zip(rows, slopes, strict=True)]) for i in (-1, 1)]
             before, after = (self._condition(event, t + i * step, end) for i, end in zip((-1, 1), ends, strict=True))
@@ -624,13 +599,13 @@ def root(value: Callable[[Array], Array], low: Array, high: Array, at_nodes: Arr
     left, right = low, high
     for _ in range(BISECTIONS):
         theta = (left + right) / 2
-        is_left = _horner(polynomial, theta) > 0
+        is_left = np.polyval(polynomial, theta) > 0
         left, right = np.where(is_left, theta, left), np.where(is_left, right, theta)
     for _ in range(CORRECTIONS):
         c = value(theta)
         low, high = np.where(c > 0, theta, low), np.where(c > 0, high, theta)
         with np.errstate(all="ignore"):
-            new = theta - c / _horner(slope, theta)
+            new = theta - c / np.polyval(slope, theta)
         new = np.where((new >= low) & (new <= high), new, (low + high) / 2)
         is_done, theta = (abs(new - theta) < tolerance) | (c == 0), new
         if is_done.all():
@@ -640,14 +615,7 @@ def root(value: Callable[[Array], Array], low: Array, high: Array, at_nodes: Arr
 
 def slope_of(polynomial: Array) -> Array:
     """Return the coefficients of the derivatives of polynomials (coefficients, lanes)."""
-    return polynomial[1:] * np.arange(1, len(polynomial))[:, None]
-
-
-def _horner(polynomial: Array, theta: Array) -> Array:
-    value = polynomial[-1]
-    for coefficient in polynomial[-2::-1]:
-        value = value * theta + coefficient
-    return value
+    return polynomial[:-1] * np.arange(len(polynomial) - 1, 0, -1)[:, None]
 
 
 def _refuse_higher(gradient: Tensor) -> None:

@@ -30,11 +30,14 @@ from hbnode.solve import tableaus
 from hbnode.solve.jacobian import derivatives
 
 Array = Any  # a NumPy array or a tensor
+Rows = tuple[Tensor, ...]
+Times = Sequence[Tensor]  # the times of the function evaluations of a step
 Field = Callable[[Tensor, Tensor], Tensor]  # (t, row) -> row
 
 NEAR = 2.0  # |z| below which the φ functions are computed by their series
 CAUTION = 2.0  # factor on the error estimate of Rosenbrock methods, which is too small before fast transitions
 TERMS = 32  # terms of the series, a power of 2; the next term is below 1e-25
+SERIES = 1 / np.array([[math.factorial(j + k) for j in range(TERMS)] for k in range(8)], float)  # of φ_0 to φ_7
 
 
 class StepResult(NamedTuple):
@@ -108,17 +111,18 @@ class Method:
         """
         raise NotImplementedError
 
-    def unpack(self, packed: Tensor, dims: int, *, error: bool) -> tuple[Tensor, ...]:
+    def unpack(self, packed: Tensor, dims: int, *, error: bool = False) -> Rows:
         """Return the coefficients of :meth:`packed` as :meth:`step` needs them, for rows of ``dims`` dimensions.
 
         A method of an SDE gets the normal variables of the step after them, as its last coefficient.
         """
-        raise NotImplementedError
+        if packed.dim() > 1:
+            packed = packed.reshape(*packed.shape, *[1] * (dims + 1 - packed.dim()))
+        return packed.unbind(0)
 
     def step(
-        self, state: tuple[Tensor, ...], coefficients: tuple[Tensor, ...], times: Sequence[Tensor], field: Field,
-        *, error: bool = False, dense: bool = False,
-    ) -> StepResult:  # fmt: skip
+        self, state: Rows, coefficients: Rows, times: Times, field: Field, *, error: bool = False, dense: bool = False
+    ) -> StepResult:
         """Take one step with function evaluations at ``times``; estimate its error and return columns if requested."""
         raise NotImplementedError
 
@@ -126,9 +130,7 @@ class Method:
         """Return the weights (k, ..., rows, columns) of dense output at fractions θ (k, ...) of steps (k, ...)."""
         raise NotImplementedError
 
-    def undo(
-        self, state: tuple[Tensor, ...], coefficients: tuple[Tensor, ...], times: Sequence[Tensor], field: Field
-    ) -> tuple[Tensor, ...]:
+    def undo(self, state: Rows, coefficients: Rows, times: Times, field: Field) -> Rows:
         """Reverse a step: return the state before it. ``times`` of an FSAL method hold the start of the step only."""
         raise NotImplementedError
 
@@ -139,6 +141,10 @@ class Explicit(Method):
     The columns K are the rows of the state and the values :math:`F_i = f(t_i, x_i)` of the s stages. The last row of
     the state is the field's value. Stage i is :math:`x_i = \sum_k C_{ik} K_k`, and the last stage is the new position
     or state. Further rows of C give the new m and the error estimate.
+
+    Attributes:
+        layout: for steps without and with an error estimate, the numbers of rows and columns of C, and the indices in
+            it of the elements of :meth:`packed`.
     """
 
     is_fsal = True
@@ -146,6 +152,8 @@ class Explicit(Method):
     def __init__(self, nodes: Sequence[float], name: str, tableau: tableaus.Tableau) -> None:
         super().__init__(nodes, name, tableau)
         self._order = {error: self._order_of_use(error) for error in (False, True)}
+        n, s = self.rows, self.evaluations
+        self.layout = {e: (s + n - 1 + n * e, n + 1 + s, order) for e, (_, order, _) in self._order.items()}
 
     def _order_of_use(self, error: bool) -> tuple[np.ndarray, Tensor, list[int]]:
         """Return the flat indices of the elements of C in the order of use, and how many each column needs.
@@ -159,12 +167,8 @@ class Explicit(Method):
         order = np.array([*first, *(place for places in later for place in places)])
         return order, torch.from_numpy(order), [len(first), *map(len, later)]
 
-    def packed_indices(self, error: bool) -> Tensor:
-        """Return the indices of the elements of :meth:`packed` in the flattened matrix C."""
-        return self._order[error][1]
-
     def matrix(self, xp: Any, gamma: Array, size: Array) -> Array:
-        """Return the matrix C, (..., stages + other rows + error rows, columns), for step sizes (...)."""
+        """Return the matrix C, (..., stages + other rows + error rows, columns), for :meth:`packed`; sizes (...)."""
         raise NotImplementedError
 
     def packed(self, xp: Any, gamma: Array, size: Array, error: bool) -> Array:
@@ -173,16 +177,15 @@ class Explicit(Method):
         flat = matrix.reshape(*matrix.shape[:-2], math.prod(matrix.shape[-2:]))
         return moveaxis(flat[..., order[0] if xp is np else order[1].to(flat.device)], -1, 0)
 
-    def unpack(self, packed: Tensor, dims: int, *, error: bool) -> tuple[Tensor, ...]:
+    def unpack(self, packed: Tensor, dims: int, *, error: bool = False) -> Rows:
         if packed.dim() > 1:
             packed = packed.reshape(*packed.shape, *[1] * (dims + 1 - packed.dim()))
         first, *later = packed.split_with_sizes(self._order[error][2])
         return (first.reshape(len(first) // (self.rows + 1), self.rows + 1, *packed.shape[1:]), *later)
 
     def step(
-        self, state: tuple[Tensor, ...], coefficients: tuple[Tensor, ...], times: Sequence[Tensor], field: Field,
-        *, error: bool = False, dense: bool = False,
-    ) -> StepResult:  # fmt: skip
+        self, state: Rows, coefficients: Rows, times: Times, field: Field, *, error: bool = False, dense: bool = False
+    ) -> StepResult:
         n, shape, (first, *later) = self.rows, state[0].shape, coefficients
         uniform = first.dim() == 2  # all elements share one step size and one damping
         push: Any
@@ -226,13 +229,12 @@ class RungeKutta(Explicit):
         self.constants = constant_arrays(of_y, of_f, np.array(tableau.dense).T)
 
     def matrix(self, xp: Any, gamma: Array, size: Array) -> Array:
-        of_y, of_f, _ = constants(self, xp, size)
+        of_y, of_f, _ = constants(self.constants, xp, size)
         return of_y + size[..., None, None] * of_f
 
     def blend(self, xp: Any, gamma: Array, size: Array, theta: Array) -> Array:
-        _, _, dense = constants(self, xp, size)
-        powers = xp.stack([theta ** (k + 1) for k in range(len(dense))], -1)
-        weights = size[..., None] * (powers @ dense)
+        _, _, dense = constants(self.constants, xp, size)
+        weights = size[..., None] * (moveaxis(powers(xp, theta, len(dense) + 1)[1:], 0, -1) @ dense)
         return xp.concatenate([xp.ones_like(weights[..., :1]), weights], -1)[..., None, :]
 
 
@@ -252,6 +254,9 @@ class Nystrom(Explicit):
     At a fraction θ of the step, let w be the weights of the position and v those of the velocity. Then
     u = h_n + θH (m_n + γh_n/2) + H² w·g and u' = m_n + γh_n/2 + H v·g, from which
     h(θ) = e^{-zθ/2} u and m(θ) = e^{-zθ/2} (u' - γu/2).
+
+    H²g is a sum of h, H m and H²Ef times polynomials in z, from the powers of A. So each coefficient of a step is a
+    polynomial in z, times e^{rz} with a rate r, times 1, H, H² or γ. For dense output it is a polynomial in z and θ.
     """
 
     rows, field = 2, "HBNODE"
@@ -260,113 +265,66 @@ class Nystrom(Explicit):
     def __init__(self, name: str, tableau: tableaus.NystromTableau) -> None:
         super().__init__(tableau.c[1:], name, tableau)
         a, c = strictly_lower(tableau.a), np.array(tableau.c, float)
-        s, zero = len(c), np.zeros(len(c))
-        theta = np.array([*c[1:], 1, 1, 1])
-        is_h = np.array([1.0] * (s - 1) + [0, 0, 0])
-        is_m = np.array([0.0] * (s - 1) + [1, 0, 0])
-        w = np.vstack([a[1:], zero, tableau.error, zero])  # weights of the position in rows of h
-        v = np.vstack([0 * a[1:], tableau.b_velocity, zero, tableau.error_velocity])  # of the velocity in rows of m
-        w_of_m = np.vstack([0 * a[1:], a[-1], zero, tableau.error])  # of the position in rows of m
-        powers = [np.eye(s)]
-        while powers[-1].any():
-            powers.append(powers[-1] @ a)
-        flat = np.stack(powers[:-1]).reshape(len(powers) - 1, -1)
-        self.rows_of_step = constant_arrays(theta, is_h, is_m, w, v, w_of_m)
-        self.constants = constant_arrays(c, flat, np.eye(2, s + 2), _interpolant(tableau, a))
-        self.polynomials = self._polynomials(flat)
-
-    def _polynomials(self, powers: np.ndarray) -> dict[bool, Any]:
-        r"""Return the constants of :meth:`packed`, with and without the error rows.
-
-        Each element of C is :math:`Q(z) e^{rz}` times 1, H, H² or γ, with z = γH, a polynomial Q and a rate r. This
-        holds because H²g is a sum of h, H m and H²Ef times polynomials in z, from the powers of A (see the class). The
-        constants are the coefficients of Q, the distinct rates, the index of each element's rate, and its factor.
-        """
-        (theta, is_h, is_m, w, v, w_of_m), _ = self.rows_of_step
-        (c, *_), _ = self.constants
         s = len(c)
-        forces = np.zeros((2 * len(powers) + 2, s, s + 2))
-        for k, power in enumerate(powers.reshape(-1, s, s) / 4.0 ** np.arange(len(powers))[:, None, None]):
-            forces[2 * k, :, 2:] += power
-            forces[2 * k + 2, :, 0] += power.sum(1) / 4
-            forces[2 * k + 2, :, 1] += power @ c / 4
-            forces[2 * k + 3, :, 0] += power @ c / 8
-        none = np.zeros((1, len(theta), s + 2))
-        q = np.concatenate([np.array([(w + v) @ x for x in forces]), none])
-        q -= np.concatenate([none, np.array([w_of_m @ x / 2 for x in forces])])
-        q[0, :, 0] += is_h
-        q[1, :, 0] += is_h * theta / 2
-        q[2, :, 0] -= is_m * theta / 4
-        q[0, :, 1] += is_h * theta + is_m
-        q[1, :, 1] -= is_m * theta / 2
-        of_m = (is_m > 0) | (np.arange(len(theta)) == len(theta) - 1)  # rows of m and of its error
-        units = np.where(of_m[:, None], [-1, 0, *[1] * s], [0, 1, *[2] * s])
-        q = np.where(units < 0, np.roll(q, -1, 0), q)  # z Q(z) / H is γ Q(z)
-        rates = (np.concatenate([0 * c[:2], c]) - theta[:, None]) / 2
-        packed = {}
+        g, power = np.zeros((2 * s + 4, s, s + 2)), np.eye(s)  # H²g = Σ_k z^k g[k] (h, H m, H²Ef)
+        for k in range(0, 2 * s, 2):  # power is (A/4)^{k/2}
+            g[k, :, 2:] += power
+            g[k + 2, :, 0] += power.sum(1) / 4
+            g[k + 2, :, 1] += power @ c / 4
+            g[k + 3, :, 0] += power @ c / 8
+            power = power @ a / 4
+
+        def of_h(one: Array, theta: Array, w: np.ndarray) -> np.ndarray:
+            """Return the polynomials of rows of h, without those of h and m for an error: one = theta = 0."""
+            q = w @ g
+            q[0, :, 0] += one
+            q[1, :, 0] += theta / 2
+            q[0, :, 1] += theta
+            return q
+
+        def of_m(one: Array, theta: Array, w: np.ndarray, v: np.ndarray) -> np.ndarray:
+            q = v @ g
+            q[1:] -= (w @ g)[:-1] / 2
+            q[2, :, 0] -= theta / 4
+            q[0, :, 1] += one
+            q[1, :, 1] -= theta / 2
+            q[:-1, :, 0] = q[1:, :, 0]  # z Q(z) / H is γ Q(z)
+            return q
+
+        b, *errors = (np.array([x]) for x in (tableau.b_velocity, tableau.error, tableau.error_velocity))
+        rows = [of_h(1.0, c[1:], a[1:]), of_m(1.0, 1.0, a[-1:], b), of_h(0.0, 0.0, errors[0]), of_m(0.0, 0.0, *errors)]
+        at, units = np.array([0, 0, *c]), np.array([[0, 1, *[2] * s], [3, 0, *[1] * s]])
+        rates = (at - np.array([*c[1:], 1, 1, 1])[:, None]) / 2
+        step, self.polynomials = [np.concatenate(rows, 1), rates, units[[0] * (s - 1) + [1, 0, 1]]], dict[bool, Any]()
         for error, (order, *_) in self._order.items():
-            flat = [x.reshape(*x.shape[:-2], -1)[..., order] for x in (q, rates, units)]
-            different, which = np.unique(flat[1], return_inverse=True)
-            packed[error] = constant_arrays(flat[0].T, different, which, flat[2] % 4)
-        return packed
+            q, rates, factors = (x.reshape(*x.shape[:-2], -1)[..., order] for x in step)
+            different, which = np.unique(rates, return_inverse=True)
+            self.polynomials[error] = constant_arrays(q.T, different, which, factors)
+        inner = _interpolant(tableau, a)
+        n, one, theta = np.arange(1, len(inner) + 1)[:, None], *np.eye(2, len(inner) + 2)  # powers of θ
+        w, v = (np.pad(x, [(below, 2 - below), (0, 0)]) for below, x in ((2, inner / (n * (n + 1))), (1, inner / n)))
+        dense = np.concatenate([of_h(one, theta, w), of_m(one, theta, w, v)], 2)
+        self.degrees, self.dense = dense.shape[:2], constant_arrays(dense.reshape(-1, units.size).T, at, units)
 
     def packed(self, xp: Any, gamma: Array, size: Array, error: bool) -> Array:
-        constants = self.polynomials[error][xp is not np]
-        q, rates, which, units = constants if xp is np else (x.to(size.device) for x in constants)
+        of_numpy, of_torch = self.polynomials[error]
+        q, rates, which, units = of_numpy if xp is np else (x.to(size.device) for x in of_torch)
         z = gamma * size
-        powers: Any = [xp.ones_like(z)]
-        for _ in range(q.shape[1] - 1):
-            powers.append(powers[-1] * z)  # unlike pow, products have all derivatives at 0
-        stack = np.array if xp is np else torch.stack
-        powers, scales = stack(powers), stack([1 + 0 * z, size + 0 * z, size * size + 0 * z, gamma + 0 * z])
-        values = (q @ powers.reshape(len(powers), math.prod(z.shape))).reshape(len(q), *z.shape)
-        return values * xp.exp(rates.reshape(-1, *[1] * z.ndim) * z)[which] * scales[units]
-
-    def matrix(self, xp: Any, gamma: Array, size: Array) -> Array:
-        rows = self.rows_of_step[xp is not np]
-        return self._decayed(xp, gamma, size, rows[0], self._rows(xp, gamma, size, *rows))
+        none, stack, ones, count = 0 * z, np.array if xp is np else torch.stack, [1] * z.ndim, q.shape[1]
+        of_z = z ** np.arange(count).reshape(-1, *ones) if xp is np else powers(xp, z, count)
+        values = (q @ of_z.reshape(count, math.prod(z.shape))).reshape(len(q), *z.shape)
+        scales = stack([1 + none, size + none, size * size + none, gamma + none])[units]
+        return values * xp.exp(rates.reshape(-1, *ones) * z)[which] * scales
 
     def blend(self, xp: Any, gamma: Array, size: Array, theta: Array) -> Array:
-        *_, unit, inner = constants(self, xp, size)
-        powers = xp.stack([theta ** (k + 1) / (k + 1) for k in range(len(inner))], -1)
-        more = xp.stack([theta ** (k + 2) / ((k + 1) * (k + 2)) for k in range(len(inner))], -1)
-        v, w = powers @ inner, more @ inner  # the interpolation polynomials of g, integrated once and twice
-        none, of_h, of_m = 0 * w, unit[0, :2], unit[1, :2]
-        v, w_of_m, w = xp.stack([none, v], -2), xp.stack([none, w], -2), xp.stack([w, none], -2)
-        theta = xp.stack([theta, theta], -1)
-        return self._decayed(xp, gamma, size, theta, self._rows(xp, gamma, size, theta, of_h, of_m, w, v, w_of_m))
-
-    def _rows(
-        self, xp: Any, gamma: Array, size: Array, theta: Array, is_h: Array, is_m: Array, w: Array, v: Array,
-        w_of_m: Array,
-    ) -> Array:  # fmt: skip
-        """Return rows of C without their exponentials, at fractions θ, of h (``is_h``), of m (``is_m``) or errors."""
-        c, powers, unit, _ = constants(self, xp, size)
-        half = gamma * xp.ones_like(size) / 2
-        z, half, size = (2 * half * size)[..., None], half[..., None, None], (size + 0 * half)[..., None, None]
-        square, of_z = (z / 2) ** 2, [xp.ones_like(z)]
-        for _ in range(len(powers) - 1):
-            of_z.append(of_z[-1] * square)
-        inverse = (xp.concatenate(of_z, -1) @ powers).reshape(*z.shape[:-1], len(c), len(c))
-        by_h = inverse @ (1 + c * z / 2)[..., None] * half**2
-        by_m = inverse @ c[:, None] * half**2 * size
-        forces = xp.concatenate([by_h, by_m, inverse], -1)
-        weights = size * size * w + size * v - half * size * size * w_of_m
-        of_h = is_h * (1 + theta * z / 2) - is_m * (half[..., 0] * theta * z / 2)
-        of_m = is_h * theta * size[..., 0] + is_m * (1 - theta * z / 2)
-        if weights.ndim > forces.ndim:  # several fractions of each step: one product per step
-            weights = moveaxis(weights, 0, -3)
-            flat = weights.reshape(*weights.shape[:-3], math.prod(weights.shape[-3:-1]), weights.shape[-1])
-            of_forces = moveaxis((flat @ forces).reshape(*weights.shape[:-1], forces.shape[-1]), -3, 0)
-        else:
-            of_forces = weights @ forces
-        return of_h[..., None] * unit[0] + of_m[..., None] * unit[1] + of_forces
-
-    def _decayed(self, xp: Any, gamma: Array, size: Array, theta: Array, rows: Array) -> Array:
-        """Return ``rows`` of C at fractions θ times the exponentials e^{-zθ/2} of the row and E of the stages."""
-        c, *_ = constants(self, xp, size)
-        at = xp.concatenate([0 * c[:2], c])
-        return xp.exp((gamma * size)[..., None, None] / 2 * (at - theta[..., None])) * rows
+        q, at, units = constants(self.dense, xp, size)
+        z = gamma * (size + 0 * theta)
+        none, stack = 0 * z, np.array if xp is np else torch.stack
+        theta, scales = theta + none, stack([1 + none, size + none, size * size + none, gamma + none])[units]
+        both = powers(xp, z, self.degrees[0])[:, None] * powers(xp, theta, self.degrees[1])
+        values = (q @ both.reshape(math.prod(self.degrees), math.prod(z.shape))).reshape(*units.shape, *z.shape)
+        decays = xp.exp((at.reshape(-1, *[1] * z.ndim) - theta) * z / 2)
+        return moveaxis(values * decays * scales, (0, 1), (-2, -1))
 
 
 def _interpolant(tableau: tableaus.NystromTableau, a: np.ndarray) -> np.ndarray:
@@ -382,12 +340,8 @@ def _interpolant(tableau: tableaus.NystromTableau, a: np.ndarray) -> np.ndarray:
     nodes = [i for i, weight in enumerate(tableau.b_velocity) if weight]
     inner = np.zeros((len(nodes), len(c)))
     for i in nodes:
-        polynomial = np.ones(1)
-        for j in nodes:
-            if j != i:
-                longer = np.pad(polynomial, 1)
-                polynomial = (longer[:-1] - c[j] * longer[1:]) / (c[i] - c[j])
-        inner[:, i] = polynomial
+        others = c[[j for j in nodes if j != i]]
+        inner[:, i] = np.poly(others)[::-1] / np.prod(c[i] - others)
     if tableau.b_velocity[-1] == 0:
         defect = a @ c**3 - c**5 / 20
         share = inner @ defect / (defect[-2] - defect[-1])
@@ -428,18 +382,25 @@ class Exponential(Explicit):
         ends = self.c[1:]  # upper limits of the integrals of polynomials
         super().__init__((*ends, 1.0), name, tableau)  # the last evaluation is at the new state
         self.powers = len(self.c)
+
+        def row(kind: int, end: int, polynomial: np.ndarray) -> np.ndarray:
+            """Return the row of C for h (``kind`` 0) or m (1) at an end, as what its weights are multiplied by."""
+            found = np.zeros((2, len(ends), self.powers + 2, self.powers + 3))
+            found[kind, end, [0, 1], [0, 1]], found[kind, end, 2:, 2:] = 1.0, polynomial
+            return found
+
         rows: list[np.ndarray] = []
         for i, corrections in enumerate(tableau.corrections):
-            row = self._integral(i + 1, i)
-            for j, weight in enumerate(corrections):
-                row = row + weight * (self._integral(i + 1, j) - rows[j])
-            rows.append(row)
+            known = self._interpolation(list(range(i + 1)))
+            corrected = [w * (row(0, j, known) - rows[j]) for j, w in enumerate(corrections)]
+            rows.append(row(0, i, known) + sum(corrected))
         whole = self._interpolation(list(range(self.powers)))
-        positions = np.stack([*rows, self._integral(self.powers, len(ends) - 1)])  # (rows, ends, powers, columns)
         values = [*range(self.powers - 1), self.powers]  # the value at the new state replaces that of the last stage
         embedded = [i for i in values if i != tableau.left_out]
         error = self._interpolation(values) - self._interpolation(embedded)
-        self.constants = constant_arrays(ends, positions, whole, error, self._interpolant(whole))
+        rows += [row(kind, -1, whole) for kind in (0, 1)]
+        rows += [row(kind, -1, error) - row(kind, -1, 0 * error) for kind in (0, 1)]
+        self.constants = constant_arrays(ends, np.stack(rows, -2), row(0, 0, self._interpolant(whole))[0, 0])
 
     def _interpolation(self, values: list[int]) -> np.ndarray:
         """Return the coefficients of the polynomial through the values of f with these indices, (powers, columns)."""
@@ -447,15 +408,6 @@ class Exponential(Explicit):
         nodes = np.append(self.c, self.c[-1])[values]
         polynomial[: len(values), values] = np.linalg.inv(nodes[:, None] ** np.arange(len(values)))
         return polynomial
-
-    def _integral(self, count: int, end: int) -> np.ndarray:
-        """Return an array (ends, powers, columns) that is 0 except at ``end``.
-
-        The entry at ``end`` is the polynomial through the first ``count`` values of f.
-        """
-        row = np.zeros((len(self.c) - 1, self.powers, self.powers + 1))
-        row[end] = self._interpolation(list(range(count)))
-        return row
 
     def _interpolant(self, whole: np.ndarray) -> np.ndarray:
         """Return the cubic that approximates f for dense output, (powers, columns).
@@ -471,35 +423,27 @@ class Exponential(Explicit):
         return np.stack([first, second - first + bump, skew - bump, -skew])
 
     def matrix(self, xp: Any, gamma: Array, size: Array) -> Array:
-        ends, positions, whole, error, _ = constants(self, xp, size)
-        gamma = gamma * xp.ones_like(size)
-        of_h, of_m = self._weights(xp, gamma[..., None], (size + 0 * gamma)[..., None], ends)
-        of_end = of_m[..., -1:, :]
-        none = 0 * of_end[..., :2]
-        state = xp.concatenate([of_h[..., :2], of_h[..., -1:, :2], of_end[..., :2], none, none], -2)
-        h = xp.einsum("...ek,rekc->...rc", of_h[..., 2:], positions)
-        m = of_end[..., 2:]
-        forces = xp.concatenate([h, m @ whole, of_h[..., -1:, 2:] @ error, m @ error], -2)
-        return xp.concatenate([state, forces], -1)
+        ends, rows, _ = constants(self.constants, xp, size)
+        weights = moveaxis(self._weights(xp, gamma, size, ends), 0, -3)
+        shape, count = weights.shape[:-3], math.prod(rows.shape[:3])
+        return (weights.reshape(*shape, count) @ rows.reshape(count, -1)).reshape(*shape, *rows.shape[3:])
 
     def blend(self, xp: Any, gamma: Array, size: Array, theta: Array) -> Array:
-        *_, inner = constants(self, xp, size)
-        gamma = gamma * xp.ones_like(size)
-        weights = self._weights(xp, gamma, size + 0 * gamma, theta + 0 * gamma)
-        return xp.stack([xp.concatenate([x[..., :2], x[..., 2:] @ inner], -1) for x in weights], -2)
+        *_, dense = constants(self.constants, xp, size)
+        return (moveaxis(self._weights(xp, gamma, size, theta[..., None]), 0, -3) @ dense)[..., 0, :]
 
-    def _weights(self, xp: Any, gamma: Array, size: Array, at: Array) -> tuple[Array, Array]:
+    def _weights(self, xp: Any, gamma: Array, size: Array, at: Array) -> Array:
         """Return the weights of h, m and the coefficients of the polynomial f in h and in m at fractions of the step.
 
-        ``at`` holds the fractions. Both results have the shape (..., 2 + powers).
+        ``at`` holds the fractions (..., ends). The result has the shape (2, ..., ends, 2 + powers).
         """
-        time = at * size
-        phi = phi_functions(xp, -gamma * time, self.powers + 2)
+        time = at * size[..., None]
+        phi = phi_functions(xp, -gamma[..., None] * time, self.powers + 2)
         time = time + 0 * phi[0]
         scales = [math.factorial(k) * at**k * time for k in range(self.powers)]
         of_h = [xp.ones_like(time), time * phi[1], *(scale * time * phi[k + 2] for k, scale in enumerate(scales))]
         of_m = [xp.zeros_like(time), phi[0], *(scale * phi[k + 1] for k, scale in enumerate(scales))]
-        return xp.stack(of_h, -1), xp.stack(of_m, -1)
+        return xp.stack([xp.stack(of_h, -1), xp.stack(of_m, -1)])
 
 
 def phi_functions(xp: Any, z: Array, count: int) -> list[Array]:
@@ -509,16 +453,22 @@ def phi_functions(xp: Any, z: Array, count: int) -> list[Array]:
     """
     is_near = abs(z) < NEAR
     near, far = xp.where(is_near, z, 0.0 * z), xp.where(is_near, NEAR + 0.0 * z, z)  # keep unused values finite
-    series: Any = [[1 / math.factorial(j + k) for k in range(count)] for j in range(TERMS)]
-    series = np.array(series) if xp is np else torch.tensor(series, dtype=z.dtype, device=z.device)
-    powers, factor = xp.ones_like(z)[..., None], near[..., None]
-    while powers.shape[-1] < TERMS:  # by products, because torch.pow has no second derivative at 0
-        powers, factor = xp.concatenate([powers, powers * factor], -1), factor * factor
-    of_near = powers @ series
-    phi = [xp.exp(far)]
-    for k in range(count - 1):
-        phi.append((phi[-1] - 1 / math.factorial(k)) / far)
-    return [xp.where(is_near, of_near[..., k], far_k) for k, far_k in enumerate(phi)]
+    series = SERIES[:count] if xp is np else torch.from_numpy(SERIES[:count]).to(z)
+    of_near = (series @ powers(xp, near, TERMS).reshape(TERMS, math.prod(z.shape))).reshape(count, *z.shape)
+    of_far = xp.exp(far)
+    phi = [xp.where(is_near, of_near[0], of_far)]
+    for k in range(1, count):
+        of_far = (of_far - 1 / math.factorial(k - 1)) / far
+        phi.append(xp.where(is_near, of_near[k], of_far))
+    return phi
+
+
+def powers(xp: Any, z: Array, count: int) -> Array:
+    """Return 1, z, z², ... as (count, ...), by products, because torch.pow has no second derivative at 0."""
+    found, factor = xp.ones_like(z)[None], z
+    while len(found) < count:
+        found, factor = xp.concatenate([found, found * factor]), factor * factor
+    return found[:count]
 
 
 class Splitting(Method):
@@ -552,7 +502,7 @@ class Splitting(Method):
 
     def packed(self, xp: Any, gamma: Array, size: Array, error: bool) -> Array:
         """Return the times of the drifts, then decays and weights of the kicks."""
-        drifts, kicks = constants(self, xp, size)
+        drifts, kicks = constants(self.constants, xp, size)
         lengths = size[..., None] * kicks
         z = (gamma * xp.ones_like(size))[..., None] * lengths
         small = abs(z) < 1e-4  # use the series of (1 - e^{-z})/z
@@ -561,29 +511,24 @@ class Splitting(Method):
         drifts = size[..., None] * drifts + 0 * z[..., :1]
         return moveaxis(xp.concatenate([drifts, xp.exp(-z), lengths * phi], -1), -1, 0)
 
-    def unpack(self, packed: Tensor, dims: int, *, error: bool = False) -> tuple[Tensor, ...]:
+    def unpack(self, packed: Tensor, dims: int, *, error: bool = False) -> Rows:
         if packed.dim() > 1:
             packed = packed.reshape(*packed.shape, *[1] * (dims + 1 - packed.dim()))
-        return packed.unbind(0)
+        return packed.split_with_sizes([self.evaluations + 1, self.evaluations, self.evaluations])
 
     def step(
-        self, state: tuple[Tensor, ...], coefficients: tuple[Tensor, ...], times: Sequence[Tensor], field: Field,
-        *, error: bool = False, dense: bool = False,
-    ) -> StepResult:  # fmt: skip
-        k, (h, m) = self.evaluations, state
-        drifts, decays, weights = coefficients[: k + 1], coefficients[k + 1 : 2 * k + 1], coefficients[2 * k + 1 :]
+        self, state: Rows, coefficients: Rows, times: Times, field: Field, *, error: bool = False, dense: bool = False
+    ) -> StepResult:
+        (h, m), (drifts, decays, weights) = state, coefficients
         h = self._drift(h, m, drifts[0])
         for t, decay, weight, drift in zip(times, decays, weights, drifts[1:], strict=True):
             m = decay * m + weight * field(t, h)
             h = self._drift(h, m, drift)
         return StepResult((h, m))
 
-    def undo(
-        self, state: tuple[Tensor, ...], coefficients: tuple[Tensor, ...], times: Sequence[Tensor], field: Field
-    ) -> tuple[Tensor, ...]:
-        k, (h, m) = self.evaluations, state
-        drifts, decays, weights = coefficients[: k + 1], coefficients[k + 1 : 2 * k + 1], coefficients[2 * k + 1 :]
-        for i in reversed(range(k)):
+    def undo(self, state: Rows, coefficients: Rows, times: Times, field: Field) -> Rows:
+        (h, m), (drifts, decays, weights) = state, coefficients
+        for i in reversed(range(len(times))):
             h = self._drift(h, m, -drifts[i + 1])
             m = (m - weights[i] * field(times[i], h)) / decays[i]
         return self._drift(h, m, -drifts[0]), m
@@ -629,7 +574,7 @@ class Rosenbrock(Method):
         super().__init__(nodes, name, tableau)
         self.diagonal, self.d = tableau.diagonal, tableau.d
         a, C = strictly_lower(tableau.a)[1:, :-1], strictly_lower(tableau.C)
-        dense = np.array(tableau.dense)
+        dense = np.array(tableau.dense).T
         k = np.arange(len(dense))
         middle = np.stack([a[-1] / 2 + 0.5**k @ dense / 4, a[-1] + k * 0.5**k @ dense / 2])  # dense output, its slope
         self.constants = constant_arrays(np.stack([a.T, C.T], 1), a[-1], dense, middle)
@@ -648,20 +593,17 @@ class Rosenbrock(Method):
             indices = torch.arange(sum(sizes), device=term.template.device).split(sizes)
             method.places = torch.cat([x.reshape(samples, -1) for x in indices], 1)
             method.inverse = method.places.flatten().argsort()
-        weights, _, _, middle = (x.to(term.template) for x in constants(self, torch, term.template))
+        weights, _, _, middle = (x.to(term.template) for x in constants(self.constants, torch, term.template))
         method.weights, method.middle = weights[..., None, None, None], middle[..., None, None, None]
         return method
 
     def packed(self, xp: Any, gamma: Array, size: Array, error: bool) -> Array:
         return xp.stack([size + 0 * gamma, gamma + 0 * size])
 
-    def unpack(self, packed: Tensor, dims: int, *, error: bool = False) -> tuple[Tensor, ...]:
-        return packed.reshape(*packed.shape, *[1] * (dims + 1 - packed.dim() if packed.dim() > 1 else 0)).unbind(0)
-
     def blend(self, xp: Any, gamma: Array, size: Array, theta: Array) -> Array:
-        _, b, dense, _ = constants(self, xp, size)
+        _, b, dense, _ = constants(self.constants, xp, size)
         theta = (theta + 0 * (size + gamma))[..., None]
-        weights = theta * b + theta * (1 - theta) * sum(theta**k * row for k, row in enumerate(dense))
+        weights = theta * b + theta * (1 - theta) * (moveaxis(powers(xp, theta[..., 0], len(dense)), 0, -1) @ dense)
         weights = xp.concatenate([xp.ones_like(theta), weights], -1)
         zeros = [0 * weights] * (self.rows - 1)
         return xp.stack([xp.concatenate([*zeros[:r], weights, *zeros[r:]], -1) for r in range(self.rows)], -2)
@@ -675,8 +617,8 @@ class Rosenbrock(Method):
         return matrix.reshape(shape) if self.places is None else matrix.flatten()[self.inverse]
 
     def step(
-        self, state: tuple[Tensor, ...], coefficients: tuple[Tensor, ...], times: Sequence[Tensor], field: Field,
-        *, error: bool = False, dense: bool | Tensor = False,
+        self, state: Rows, coefficients: Rows, times: Times, field: Field, *, error: bool = False,
+        dense: bool | Tensor = False,
     ) -> StepResult:  # fmt: skip
         *rows, value = state
         n, shape = self.rows, value.shape
@@ -743,15 +685,11 @@ class FixedStepRungeKutta(Method):
         super().__init__([sum(row) for row in self.a])
 
     def packed(self, xp: Any, gamma: Array, size: Array, error: bool) -> Array:
-        return size
-
-    def unpack(self, packed: Tensor, dims: int, *, error: bool = False) -> tuple[Tensor, ...]:
-        return (packed.reshape(*packed.shape, *[1] * (dims - packed.dim())) if packed.dim() else packed,)
+        return size[None]
 
     def step(
-        self, state: tuple[Tensor, ...], coefficients: tuple[Tensor, ...], times: Sequence[Tensor], field: Field,
-        *, error: bool = False, dense: bool = False,
-    ) -> StepResult:  # fmt: skip
+        self, state: Rows, coefficients: Rows, times: Times, field: Field, *, error: bool = False, dense: bool = False
+    ) -> StepResult:
         (y,), (size,) = state, coefficients
         slopes: list[Tensor] = []
         for t, row in zip(times, self.a, strict=True):
@@ -802,12 +740,13 @@ class HostFormula(torch.autograd.Function):
                 number = gamma if create_graph else torch.tensor(ctx.number, dtype=torch.float64, requires_grad=True)
                 value = ctx.formula(torch, number.cpu().double(), *map(torch.as_tensor, ctx.args))
                 (found,) = torch.autograd.grad(value, number, gradient.to(value), create_graph=create_graph)
-            return found.to(gamma), None, None, None, None, None
-        gradient = gradient.to(_torch.widest(gradient.device))
-        if ctx.slope is None:
-            step = ctx.formula(np, np.asarray(ctx.number + 1e-30j), *ctx.args)
-            ctx.slope = torch.from_numpy(step.imag / 1e-30).to(gradient)
-        return (gradient * ctx.slope).sum().to(gamma), None, None, None, None, None
+        else:
+            gradient = gradient.to(_torch.widest(gradient.device))
+            if ctx.slope is None:
+                step = ctx.formula(np, np.asarray(ctx.number + 1e-30j), *ctx.args)
+                ctx.slope = torch.from_numpy(step.imag / 1e-30).to(gradient)
+            found = (gradient * ctx.slope).sum()
+        return found.to(gamma), None, None, None, None, None
 
 
 def on_host(formula: Callable[..., Any], number: float, args: tuple[Any, ...], xp: Any, like: Tensor) -> Tensor:
@@ -820,7 +759,7 @@ def on_host(formula: Callable[..., Any], number: float, args: tuple[Any, ...], x
         return formula(torch, gamma, *map(torch.as_tensor, args)).to(like)
 
 
-def moveaxis(x: Array, source: int, destination: int) -> Array:
+def moveaxis(x: Array, source: Any, destination: Any) -> Array:
     """Return ``np.moveaxis``, or ``torch.movedim``, which vmap supports, unlike ``torch.moveaxis``."""
     return np.moveaxis(x, source, destination) if isinstance(x, np.ndarray) else x.movedim(source, destination)
 
@@ -839,9 +778,9 @@ def constant_arrays(*arrays: np.ndarray) -> tuple[tuple[np.ndarray, ...], tuple[
         return arrays, tuple(torch.from_numpy(np.ascontiguousarray(x)) for x in arrays)
 
 
-def constants(method: Any, xp: Any, size: Array) -> tuple[Array, ...]:
-    """Return the constants of a method for NumPy, or for torch on the device of ``size``."""
-    of_numpy, of_torch = method.constants
+def constants(arrays: tuple[Any, Any], xp: Any, size: Array) -> tuple[Array, ...]:
+    """Return :func:`constant_arrays` for NumPy, or for torch on the device of ``size``."""
+    of_numpy, of_torch = arrays
     return of_numpy if xp is np else tuple([x.to(size.device) for x in of_torch])
 
 

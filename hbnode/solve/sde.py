@@ -25,7 +25,7 @@ from hbnode.nfe import NFE, Tally
 from hbnode.solve import torchsde
 from hbnode.solve.adjoints import Checkpoint, Direct, Reversible, gradient_mode
 from hbnode.solve.grid import Grid
-from hbnode.solve.methods import ALL_METHODS, METHODS, Field, Method, StepResult
+from hbnode.solve.methods import ALL_METHODS, METHODS, NEAR, Field, Method, StepResult, phi_functions
 from hbnode.solve.odeint import check_resolution, checked_state, checked_times, count_samples, run
 from hbnode.solve.settings import Gradient, Settings
 from hbnode.solve.stepper import Attempt, Setup, Stepper
@@ -63,22 +63,16 @@ def linear_part(damping: Tensor, time: Tensor) -> tuple[Tensor, Tensor, Tensor, 
         I = p ξ₁,   J = q ξ₁ + r ξ₂,
         p² = Var I = a (1 + b)/2,   q = p Cov(I, J)/Var I = p a/(1 + b),   r² = Var(J | I) = (z - 2 tanh(z/2))/γ³.
 
-    r² follows from J = (W - I)/γ and Var(W | I) = τ - a²/Var I = τ - (2/γ) tanh(z/2), where W is the increment.
+    r² follows from J = (W - I)/γ and Var(W | I) = τ - a²/Var I = τ - (2/γ) tanh(z/2), where W is the increment. For
+    small z, where the difference cancels, it is τ³ (φ_2(-z) - 2 φ_3(-z)) / (1 + b) with the functions φ of
+    :class:`~hbnode.solve.methods.Exponential`; a = τ φ_1(-z).
     """
     z = damping * time
-    b = torch.exp(-z)
-    small = z < 1e-3  # the quotient (1 - e^{-z})/z would lose digits
-    safe = torch.where(small, 1.0, z)
-    a = time * torch.where(small, 1 - z / 2 * (1 - z / 3 * (1 - z / 4 * (1 - z / 5))), -torch.expm1(-safe) / safe)
+    b, phi1, phi2, phi3 = phi_functions(torch, -z, 4)
+    a = time * phi1
     p = (a * (1 + b) / 2).sqrt()
-    # r²/τ³ is 1/12 at z = 0; for small z, use the continued fraction tanh x = x/(1 + x²/(3 + x²/(5 + ...)))
-    small = z < 2
-    square = torch.where(small, z, 1.0).square() / 4
-    safe = torch.where(small, 2.0, z)
-    tail = torch.full_like(z, 17.0)
-    for odd in (15, 13, 11, 9, 7, 5, 3):
-        tail = odd + square / tail
-    rest = torch.where(small, 1 / (4 * (tail + square)), (safe - 2 * torch.tanh(safe / 2)) / safe**3)
+    far = torch.where(z < NEAR, NEAR, z)
+    rest = torch.where(z < NEAR, (phi2 - 2 * phi3) / (1 + b), (far - 2 * torch.tanh(far / 2)) / far**3)  # r²/τ³
     return a, b, p, p * a / (1 + b), (time**3 * rest).sqrt()
 
 
@@ -129,9 +123,6 @@ class SDEMethod(Method):
         ``gamma`` and ``scale``, the factor s of the noise, have the shape (...), and the step sizes (intervals, ...).
         """
         raise NotImplementedError
-
-    def unpack(self, packed: Tensor, dims: int, *, error: bool = False) -> Rows:
-        return packed.unbind(0)
 
     def compose(self, first: Tensor, second: Tensor, size: Tensor, damping: Tensor) -> Tensor:
         """Return the normal variables of steps of twice the size, from those of their halves, (steps, normals, ...).

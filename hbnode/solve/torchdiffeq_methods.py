@@ -34,7 +34,7 @@ from hbnode.errors import (
 )
 from hbnode.nfe import Tally, open_records
 from hbnode.signal import refuse_queries_outside
-from hbnode.solve.adjoints import closed_over_leaves, own_parameters, owning, refuse_unknown
+from hbnode.solve.adjoints import closed_over_leaves, evaluate_known, own_parameters, owning
 from hbnode.solve.methods import TORCHDIFFEQ_METHODS
 from hbnode.solve.settings import ARGUMENTS, Settings
 from hbnode.solve.term import ODETerm, Snapshot, solving
@@ -193,9 +193,7 @@ class CountedField:
         with self.snapshot, torch.autocast(y.device.type, enabled=False, cache_enabled=False):
             if not torch.is_grad_enabled():  # for the gradient of an output time
                 return self._evaluate(t, y)
-            leaves, value = closed_over_leaves(lambda: self._evaluate(t, y), (t, y))
-        refuse_unknown(leaves, self.known)
-        return value
+            return evaluate_known(lambda: self._evaluate(t, y), (t, y), self.known)
 
     def leaves(self, t: Tensor, row: Tensor, perturb: bool) -> tuple[Tensor, ...]:
         """Return the leaf tensors for which the adjoint must compute gradients.

@@ -15,7 +15,7 @@ from hbnode._torch import backward_pass
 from hbnode._tree import is_finite
 from hbnode.errors import NonFiniteError, ReversalError
 from hbnode.signal import refuse_queries_outside
-from hbnode.solve.adjoints import closed_over_leaves, own_parameters, owned, owning, refuse_unknown
+from hbnode.solve.adjoints import closed_over_leaves, evaluate_known, own_parameters, owned, owning
 from hbnode.solve.term import ODETerm, Snapshot, solving
 
 TorchsdeMethod = Literal["euler", "milstein", "srk", "midpoint", "heun", "euler_heun", "log_ode", "reversible_heun"]
@@ -65,9 +65,7 @@ class _Flat(nn.Module):
         if self.forward_pass == backward_pass() or not torch.is_grad_enabled():
             return function()
         with owned(self.snapshot):
-            found, value = closed_over_leaves(function, inputs)
-        refuse_unknown(found, self.known)
-        return value
+            return evaluate_known(function, inputs, self.known)
 
     def g_prod(self, t: Tensor, y: Tensor, v: Tensor) -> Tensor:
         return torch.cat([torch.zeros_like(v), self._scale(y) * v], 1)

@@ -18,7 +18,7 @@ from hbnode.nn.nets import MLP
 from hbnode.solve.methods import METHODS, Explicit, Rosenbrock, RungeKutta, phi_functions
 from hbnode.solve.tableaus import RungeKuttaTableau
 from tests.models import make_field, make_input
-from tests.order_conditions import THETAS, Weights, check_orders, nystrom_trees, rooted_trees
+from tests.order_conditions import THETAS, Weights, check_orders, matrix_of, nystrom_trees, rooted_trees
 from tests.problems import Driven, Kepler, driven_exact, kepler_exact, kepler_start
 from tests.reference import exponential_grid
 
@@ -81,7 +81,7 @@ def test_the_exponential_method_is_a_runge_kutta_method_where_the_damping_is_str
     """For h' = f/γ, of the order that its tableau states."""
     method, gamma = METHODS["exponential"], 1e10
     limit, s = Weights(method), method.evaluations
-    matrix = gamma * method.matrix(np, np.array(gamma), np.array(1.0))[:s, 2:]
+    matrix = gamma * matrix_of(method, np.array(gamma), np.array(1.0))[:s, 2:]
     limit.rows, limit.alpha, weights = 1, np.vstack([0 * matrix[0], matrix]), matrix[-1:]
     limit.beta = limit.alpha
     np.testing.assert_allclose(limit.alpha.sum(1), limit.c, atol=1e-9)
@@ -202,7 +202,7 @@ def test_the_coefficients_of_a_step_are_those_of_its_matrix(method, error):
             assert torch.autograd.gradgradcheck(lambda g, h=h: rule.packed(torch, g, h, error=error), g, atol=1e-4)
     if method in REVERSIBLE:
         return
-    matrix = rule.matrix(np, gamma, size)
+    matrix = matrix_of(rule, gamma, size)
     count = matrix.shape[-2] - (0 if error else rule.rows)
     first, *later = rule.unpack(of_tensors.detach(), 2, error=error)
     found = np.zeros((5, 3, count, matrix.shape[-1]))
