@@ -336,7 +336,7 @@ def test_a_damping_for_each_channel(method, learn):
 @pytest.mark.parametrize("z", [0.0, -1e-9, -0.3, -1.999, -2.0, -2.5, -30.0, 1.5, 9.0])
 def test_phi_functions(z, xp):
     """Against their series in rational numbers."""
-    found = phi_functions(xp, z if xp is np else torch.tensor(z, dtype=torch.float64), 6)
+    found = phi_functions(xp, np.array(z) if xp is np else torch.tensor(z, dtype=torch.float64), 6)
     for k in range(6):
         term = total = Fraction(1, math.factorial(k))
         for j in range(1, 250):
