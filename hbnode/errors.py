@@ -24,8 +24,9 @@ ONLY_FIXED_GRIDS = (
     "this solve cannot be traced or exported: its number of steps depends on the data, or it needs Python in its loop. "
     "torch.export records adaptive steps of 'tsit5', 'exponential', 'nystrom4', 'nystrom6' and 'nystrom8'. A solve "
     "with fixed steps can also be traced: steps=n with a native method, 'euler', 'midpoint', 'heun2', 'heun3' or "
-    "'rk4', with the direct gradient. Neither may have jump_times, events or count_nfe. Fix: method=None for "
-    "torch.export at inference, otherwise steps=n, and gradient=None or 'direct'."
+    "'rk4', with the direct gradient. Neither may have jump_times, events or count_nfe, and adaptive steps of an "
+    "ODERNN need per_sample=True. Fix: method=None for torch.export at inference, otherwise steps=n, and gradient=None "
+    "or 'direct'."
 )
 
 

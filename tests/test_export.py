@@ -324,9 +324,14 @@ def test_an_ode_rnn_is_exported_for_any_batch(settings):
         torch.testing.assert_close(run(*inputs), model(*inputs).detach(), rtol=1e-5, atol=1e-6)
 
 
-def test_an_ode_rnn_whose_steps_depend_on_the_times_is_not_exported():
-    with pytest.raises(ValueError, match=r"step_size.*Fix: steps=n"):
-        torch.export.export(Masked(options={"step_size": 0.1}), irregular(3))
+@pytest.mark.parametrize(
+    ("settings", "fix"),
+    [({"options": {"step_size": 0.1}}, r"step_size.*Fix: steps=n"), ({"per_sample": False}, "need per_sample=True")],
+    ids=["step_size", "common steps"],
+)
+def test_an_ode_rnn_whose_steps_need_python_is_not_exported(settings, fix):
+    with pytest.raises(ValueError, match=fix):
+        torch.export.export(Masked(**settings), irregular(3))
 
 
 def test_a_module_without_adaptive_solves_has_nothing_to_report():
