@@ -314,7 +314,7 @@ class _Run:
         times = self.times(setup, steps.controller.longest, steps.error_factor)
         control = joined(steps.control, np.shape(grid.end), setup.stepper.like.device)
         rows = tuple([row.clone() for row in rows])  # as after an attempt, no views; else they had a graph of their own
-        if self.needs_gradient:
+        if self.needs_gradient and any(x.requires_grad for x in (*rows, setup.stepper.constants)):
             rows = tuple([row if row.requires_grad else row.requires_grad_() for row in rows])
         saved = Attempts(self.term, self.method, times).saved(rows)
         most += grid.outputs.shape[-1] - 1 if self.is_exact else 0
@@ -330,7 +330,7 @@ class _Run:
             if result is None:
                 return None
             report = Report(*result[3].tolist())
-            if report.excluded and report.accepted and self.needs_gradient:
+            if report.excluded and report.accepted and result[0][0].requires_grad:
                 c = split(result[1])
                 result = self.take(program, done, *given, c.rejected & (c.failures > 0))
                 evaluations += self.method.evaluations

@@ -211,7 +211,8 @@ class Attempts:
                 rows_inside = self._interpolated(result.columns, size, torch.where(inside, theta, 1.0))
                 ends = [torch.where(self.wide(inside, x), x, end) for x, end in zip(rows_inside, ends, strict=True)]
             new = found & (accepted if term.lanes is None else accepted[:, None])
-            saved = tuple([torch.where(self.wide(new, x), end, x) for end, x in zip(ends, saved, strict=True)])
+            both = [torch.where(self.wide(new, x), end, x) for end, x in zip(ends, saved, strict=True)]
+            saved = tuple([x.contiguous() for x in both])  # other strides would need another graph
         after = [torch.where(self.wide(accepted, a), a, b) for a, b in zip(result.state, rows, strict=True)]
         return tuple(after), _joined(c), saved, (accepted, fails)
 

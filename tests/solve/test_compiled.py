@@ -449,6 +449,31 @@ def test_which_graphs_a_field_needs():
     assert graphs() == 4
 
 
+@pytest.mark.usefixtures("eager_compiler", "_compiler")
+def test_output_times_of_samples_with_own_steps_need_one_graph():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    field, x = hbnode.NODE(nn.Linear(3, 3)), torch.randn(5, 3)
+    with torch.no_grad():
+        hbnode.odeint(field, x, [0.0, 0.5, 3.0], per_sample=True, compile=True)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("per_sample", [False, True])
+def test_what_needs_no_gradient_has_none(per_sample, no_compiler):
+    """Also if one sample overflows, and in a graph of the whole solve."""
+    field, x = hbnode.NODE(Steep().requires_grad_(False)).double(), torch.tensor([[0.1], [2.2]]).double().expand(2, 3)
+    settings = {"per_sample": per_sample, "rtol": 1e-3, "atol": 1e-3, "options": {"first_step": 0.5}}
+    with hbnode.count_nfe(field) as nfe:
+        expected = hbnode.odeint(field, x, [0.0, 0.5], **settings)
+    for _ in range(3):
+        with hbnode.count_nfe(field) as found:
+            h = hbnode.odeint(field, x, [0.0, 0.5], **settings, compile=True)
+        assert not h.requires_grad
+        assert found == nfe
+        torch.testing.assert_close(h, expected)
+
+
 @pytest.mark.usefixtures("_compiler")
 @pytest.mark.parametrize("name", ["torchlike", "hbnode_like", "method", "__main__"])
 def test_a_changed_global_of_func_is_seen(name, monkeypatch):
