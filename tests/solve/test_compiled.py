@@ -451,11 +451,14 @@ def test_which_graphs_a_field_needs():
 
 @pytest.mark.usefixtures("eager_compiler", "_compiler")
 def test_output_times_of_samples_with_own_steps_need_one_graph():
+    """Whatever the strides of the state, and whether samples have their own times."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     field, x = hbnode.NODE(nn.Linear(3, 3)), torch.randn(5, 3)
     with torch.no_grad():
-        hbnode.odeint(field, x, [0.0, 0.5, 3.0], per_sample=True, compile=True)
+        for y in (x, x.T.contiguous().T, torch.randn(5, 6)[:, 1:4]):
+            for t in ([0.0, 0.5, 3.0], [[0.0, 0.4, 2.0]] * 5):
+                hbnode.odeint(field, y, t, per_sample=True, compile=True)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
