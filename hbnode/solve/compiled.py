@@ -263,7 +263,8 @@ class _Run:
     def solution(self, rows: Rows, saved: Rows | None) -> Solution:
         """Return the rows at all times, or at the end."""
         if saved is None:
-            return Solution(tuple([row.unsqueeze(0) for row in rows[: self.term.rows]]), None, self.owned)
+            copies = [row.unsqueeze(0).clone() for row in rows[: self.term.rows]]  # which may be changed in place
+            return Solution(tuple(copies), None, self.owned)
         if self.term.lanes is not None:
             saved = tuple([row.movedim(1, 0) for row in saved])
         first = self.term.flatten(self.y0)
