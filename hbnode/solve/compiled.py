@@ -377,13 +377,15 @@ class _Run:
         steps, grid, most = AdaptiveSteps(setup, rows), setup.grid, setup.settings.max_steps
         times = self.times(setup, steps.controller.longest, steps.error_factor)
         control = joined(steps.control, np.shape(grid.end), setup.stepper.like.device)
-        rows = tuple([row.clone() for row in rows])  # as after an attempt, no views; else they had a graph of their own
-        if self.needs_gradient:
+        # as after an attempt, no views and contiguous; else they had a graph of their own
+        rows = tuple([row.clone(memory_format=torch.contiguous_format) for row in rows])
+        if self.needs_gradient and any(x.requires_grad for x in (*rows, setup.stepper.constants)):
             rows = tuple([row if row.requires_grad else row.requires_grad_() for row in rows])
         saved = Attempts(self.term, self.method, times).saved(rows)
         most += grid.outputs.shape[-1] - 1 if self.is_exact else 0
         left = (setup.max_nfe or math.inf) - self.term.counter.nfe.forward
-        evaluations, accepted, rejected, like = 0, 0, 0, apply(torch.empty_like, self.y0)  # only its shapes matter
+        like = apply(lambda x: x.new_empty(x.shape), self.y0)  # only its shapes matter
+        evaluations = accepted = rejected = 0
         report = Report(0, 0, 0, 0, int((grid.end <= 0).all()))
         while not report.done:
             evaluations += self.method.evaluations
@@ -394,7 +396,7 @@ class _Run:
             if result is None:
                 return None
             report = Report(*result[3].tolist())
-            if report.excluded and report.accepted and self.needs_gradient:
+            if report.excluded and report.accepted and result[0][0].requires_grad:
                 c = split(result[1])
                 result = self.take(program, done, *given, c.rejected & (c.failures > 0))
                 evaluations += self.method.evaluations

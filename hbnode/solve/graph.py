@@ -214,6 +214,7 @@ class Attempts:
             floor = 4 * limits.resolution * now
             floor = torch.where(floor > limits.shortest, floor, limits.shortest)
             fails = (~accepted & ((c.failures >= NON_FINITE_ATTEMPTS) | (c.size < floor))) | torch.isnan(before.size)
+            fails = fails & (before.now < limits.end)
         if saved is not None:
             ends = [self._of_lanes(row) for row in result.state[:n]]
             if dense:
@@ -221,7 +222,8 @@ class Attempts:
                 rows_inside = self._interpolated(result.columns, size, torch.where(inside, theta, 1.0))
                 ends = [torch.where(self.wide(inside, x), x, end) for x, end in zip(rows_inside, ends, strict=True)]
             new = found & (accepted if term.lanes is None else accepted[:, None])
-            saved = tuple([torch.where(self.wide(new, x), end, x) for end, x in zip(ends, saved, strict=True)])
+            both = [torch.where(self.wide(new, x), end, x) for end, x in zip(ends, saved, strict=True)]
+            saved = tuple([x.contiguous() for x in both])  # other strides would need another graph
         after = [torch.where(self.wide(accepted, a), a, b) for a, b in zip(result.state, rows, strict=True)]
         return tuple(after), _joined(c), saved, (accepted, fails)
 
@@ -328,7 +330,7 @@ def _reported(steps: Attempts, rows: Rows, control: Tensor, saved: Rows | None, 
 def trajectory(term: ODETerm, y0: State, rows: Rows, saved: Rows | None) -> State:
     """Return the state at the end, or at all times if there are saved outputs."""
     if saved is None:
-        return term.unflatten(rows[: term.rows])
+        return term.unflatten(tuple([row.clone() for row in rows[: term.rows]]))  # copies may be changed in place
     if term.lanes is not None:
         saved = tuple([row.movedim(1, 0) for row in saved])
     made = tuple([torch.cat([a.unsqueeze(0), b]) for a, b in zip(term.flatten(y0), saved, strict=True)])

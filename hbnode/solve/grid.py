@@ -194,4 +194,5 @@ class TracedGrid:
 
 def to_device(x: Array, like: Tensor) -> Tensor:
     """Return an array as a tensor on the device of ``like``."""
-    return _torch.to_device(torch.from_numpy(np.array(x)), like.device)  # np.array copies, also without dims
+    copy = np.array(x, order="C")  # np.array copies, also without dims
+    return _torch.to_device(torch.from_numpy(copy), like.device)

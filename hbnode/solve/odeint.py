@@ -378,6 +378,8 @@ def compile_steps(setup: Setup, field: Any, y0: State, t: Tensor, snapshot: Snap
     Return the trajectory, too, or None if the setup still has to be solved.
     """
     settings, stepper, method, term = setup.settings, setup.stepper, setup.stepper.method, setup.stepper.term
+    if not stepper.like.numel():
+        return setup, None
     if snapshot.masks or isinstance(method, Rosenbrock):
         compiled.warn("func draws random numbers" if snapshot.masks else "the steps of Rosenbrock methods run eagerly")
         return setup, None
@@ -392,8 +394,11 @@ def compile_steps(setup: Setup, field: Any, y0: State, t: Tensor, snapshot: Snap
         )
         return dataclasses.replace(setup, stepper=dataclasses.replace(stepper, program=program)), None
 
+    if evaluations > (setup.max_nfe or math.inf) - term.counter.nfe.forward:
+        return setup, None
+
     def grid(y0: State, t: Tensor) -> State:
-        return _traced(field, y0, t, settings, graph.Uncounted(), False)
+        return _traced(field, y0, t, dataclasses.replace(settings, options=None), graph.Uncounted(), False)
 
     key = (settings.method, settings.steps, t.shape[-1], getattr(term.inner, "activation", None))
     device = term.template.device
@@ -402,6 +407,8 @@ def compile_steps(setup: Setup, field: Any, y0: State, t: Tensor, snapshot: Snap
         term.counter.add("evaluation", evaluations)
         term.counter.add("accepted", steps)
         term.counter.nfe.keeps_graph = torch.is_grad_enabled()
+        with solving(snapshot, device.type):
+            check_finite(setup, y0, parts(trajectory))
     return setup, trajectory
 
 

@@ -498,6 +498,64 @@ def test_a_solve_like_an_earlier_one_sees_what_changed(eager_compiler, monkeypat
         solved(field, x, t, compile=True, **settings)
 
 
+@pytest.mark.usefixtures("eager_compiler", "_compiler")
+def test_output_times_of_samples_with_own_steps_need_one_graph():
+    """Whatever the strides of the state, and whether samples have their own times."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    field, x = hbnode.NODE(nn.Linear(3, 3)), torch.randn(5, 3)
+    with torch.no_grad():
+        for y in (x, x.T.contiguous().T, torch.randn(5, 6)[:, 1:4]):
+            for t in ([0.0, 0.5, 3.0], [[0.0, 0.4, 2.0]] * 5):
+                hbnode.odeint(field, y, t, per_sample=True, compile=True)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("settings", [{}, {"steps": 2}, {"jump_times": [0.5]}], ids=str)
+def test_an_empty_batch_is_solved(settings, no_compiler):
+    h = hbnode.odeint(hbnode.NODE(nn.Linear(3, 3)), torch.ones(0, 3), [0.0, 1.0], compile=True, **settings)
+    assert h.shape == (2, 0, 3)
+
+
+def test_failures_of_a_program_of_fixed_steps_are_named(no_compiler):
+    """NaNs, and more evaluations than a call may take, which may be fewer than those of the first call."""
+    field, settings = hbnode.NODE(Of(torch.square)), {"method": "tsit5", "steps": 2, "compile": True}
+    x = torch.ones(2, 3)
+    with hbnode.count_nfe(field) as nfe:
+        hbnode.odeint(field, x, [0.0, 0.5], options={"max_nfe": 13}, **settings)
+    assert nfe.forward == 13
+    with pytest.raises(errors.MaxNFEError):
+        hbnode.odeint(field, x, [0.0, 0.5], options={"max_nfe": 12}, **settings)
+    with pytest.raises(errors.NonFiniteError) as error:
+        hbnode.odeint(field, 1e9 * x, [0.0, 0.5], **settings)
+    assert 0 <= error.value.t < 0.5
+    assert not any(program.failed for program in field.compiled.values())
+
+
+@pytest.mark.parametrize("gradient", ["direct", AGAIN], ids=["kept", "again"])
+def test_a_solution_of_graphs_may_be_changed_in_place(gradient, no_compiler):
+    block, gradients = hbnode.HeavyBallODEBlock(Of(torch.sin), gradient=gradient).double(), []
+    for block.compile in (False, True):
+        x = rows(2)
+        gradients.append(torch.autograd.grad(block(x).mul_(2.0).square().sum(), x)[0])
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("per_sample", [False, True])
+def test_what_needs_no_gradient_has_none(per_sample, no_compiler):
+    """Also if one sample overflows, and in a graph of the whole solve."""
+    field, x = hbnode.NODE(Steep().requires_grad_(False)).double(), torch.tensor([[0.1], [2.2]]).double().expand(2, 3)
+    settings = {"per_sample": per_sample, "rtol": 1e-3, "atol": 1e-3, "options": {"first_step": 0.5}}
+    with hbnode.count_nfe(field) as nfe:
+        expected = hbnode.odeint(field, x, [0.0, 0.5], **settings)
+    for _ in range(3):
+        with hbnode.count_nfe(field) as found:
+            h = hbnode.odeint(field, x, [0.0, 0.5], **settings, compile=True)
+        assert not h.requires_grad
+        assert found == nfe
+        torch.testing.assert_close(h, expected)
+
+
 @pytest.mark.parametrize("per_sample", [False, True])
 def test_a_signal_in_a_solve_in_graphs(per_sample, no_compiler):
     """Its jumps are padded to a number of which there are few."""
