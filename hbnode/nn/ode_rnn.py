@@ -306,8 +306,9 @@ class ODERNN(ModuleWithConstants):
             static: time-independent features, (batch, static_size). Default: ``None``.
         """
         lengths, padded, t, mask = seq.unpack(x, lengths, t, mask)
-        _, after, end = self._read(padded, t, state, mask, lengths, static)
-        return seq.pack_as(x, after.h, lengths) if isinstance(x, PackedSequence) else after.h, end
+        found = self._read(padded, t, state, mask, lengths, static)
+        h = found.after.h
+        return seq.pack_as(x, h, lengths) if isinstance(x, PackedSequence) else h, found.state
 
     if TYPE_CHECKING:  # nn.Module's returns Any
         __call__ = forward

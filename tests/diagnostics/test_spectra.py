@@ -50,7 +50,7 @@ class Net(nn.Module):
 
 @pytest.mark.sparse
 @pytest.mark.parametrize("generalized", [False, True])
-@pytest.mark.parametrize("damping", [0.0, 0.05, 2.0])
+@pytest.mark.parametrize("damping", [2.0, 0.0, 0.05])
 def test_the_eigenvalues_come_in_pairs_that_sum_to_minus_the_damping(generalized, damping):
     """Proposition 4, for a force that is not linear and paths that are no points."""
     options = {"damping": damping, "learn_damping": False, "generalized": generalized}

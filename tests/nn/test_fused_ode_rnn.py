@@ -49,7 +49,7 @@ CASES = {
 }
 FAST = [
     *("hbnode", "anode", "sonode", "ghbnode-leapfrog", "ghbnode-common", "rnn-cell", "own-cell", "layers"),
-    *("both-directions", "constant-tsit5", "hbnode-nystrom8", "one-layer-twice", "elu"),
+    *("residual", "both-directions", "constant-tsit5", "hbnode-nystrom8", "one-layer-twice", "elu"),
 ]
 close = torch.testing.assert_close
 every_gradient = pytest.mark.parametrize("gradient", ["direct", "checkpoint"])

@@ -223,6 +223,7 @@ def test_the_bound_has_a_gradient_of_every_parameter(name, dtype):
     x, t, mask = series(dtype)
     elbo = model(x, t, mask, lengths=[6, 4, 1], samples=2)
     elbo.value.sum().backward()
+    torch.testing.assert_close(elbo.value, elbo.log_likelihood - elbo.kl_initial - elbo.kl_path)
     assert elbo.value.dtype == dtype
     assert elbo.value.shape == elbo.kl_path.shape == (3,)
     for key, p in model.named_parameters():
