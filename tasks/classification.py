@@ -13,8 +13,8 @@ logistic regressions (on summaries, on MiniRocket's features, on the last values
 validation; "constant" is the classes' shares of the training series. Seconds are those of training steps, of them all.
 The unit of time is fitted, unless --time-unit gives one.
 
-predictions.csv has the test probabilities; tasks.studies.classification_table makes a table of finished runs, with
-bootstrap intervals of the differences.
+predictions.csv has the test probabilities. tasks.results collects the differences between models from it, with
+bootstrap intervals.
 """
 
 from __future__ import annotations

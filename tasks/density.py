@@ -11,7 +11,7 @@ for the CNF, for heavy-ball flows an upper bound from --eval-samples momenta for
 --final-samples. With --dataset ring there are no data, but a known energy: the loss is the reverse Kullback-Leibler
 divergence, for heavy-ball flows that of h and m together, which is no smaller. It can settle on one of the two
 crescents, with a divergence of about log 2. density.png shows the density on a grid, by importance sampling over the
-momenta, beside samples of the model and data; tasks.plot draws these of several models below one another.
+momenta, beside samples of the model and data.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def draw_densities(figure: Figure | SubFigure, rows: Mapping[str, Mapping[str, T
 
 
 def write_picture(picture: dict[str, Tensor], name: str, title: str, folder: Path) -> None:
-    """Write ``density.pt``, which tasks.plot draws beside those of other models, and ``density.png``."""
+    """Write the picture as ``density.pt`` and as ``density.png``."""
     write_tensors(folder / "density.pt", picture)
     with figure_at(folder / "density.png", (7.5, 3), title) as figure:
         draw_densities(figure, {name: picture})

@@ -15,8 +15,8 @@ parameters, but for a few gates, and equal states: contenders that keep one matr
 twice the size. Softmax keeps all it has read.
 
 Of each contender the learning rates of --rates are tried with the first seed; the best by validation is run with the
-other seeds. ``python -m tasks.recall --preset table`` makes the table of the page Results; the preset "zoology" has
-numbers of pairs, vocabulary and sizes of that paper.
+other seeds. ``python -m tasks.recall --preset table`` makes the runs of the page Results, and ``python -m tasks.results
+show runs/recall/table`` their table; the preset "zoology" has numbers of pairs, vocabulary and sizes of that paper.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from tasks.common.run import Run, run_side_by_side
 from tasks.common.train import Piece, Samples, Trainer, accuracy, evaluate, require_finite
 from tasks.data.recall import IGNORED, Bindings
 from tasks.models.contenders import TITLES, ContenderConfig
-from tasks.recall_table import best_rate, report
+from tasks.readers import best_rates
+from tasks.rows import run_folders
 
 KINDS = ("once", "again", "noisy")
 VALIDATION_SEED, TEST_SEED = 2**62, 2**62 + 1  # which no training data has
@@ -220,18 +221,16 @@ def single_runs(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train what the command line says, choose the learning rates, and write the table and its figure."""
+    """Train what the command line says, with each learning rate for the first seed and the best one for the others."""
     config = parse(RecallConfig, PRESETS, __doc__, argv)
     root = Path(config.out or Path("runs") / "recall" / config.preset)
     first, rates = config.seed, config.learning_rates()
     failed = run_side_by_side(list(single_runs(config, root, rates, [first])), train)
-    chosen = []
+    chosen, best = [], best_rates(run_folders(root))
     for one in single_runs(config, root, rates[:1], range(first + 1, first + config.seeds)):
-        rate = best_rate([Path(of.out) for of in single_runs(one, root, rates, [first])])
-        if rate is not None:
+        if rate := best.get((one.kind, one.equal, one.model)):
             chosen += list(single_runs(one, root, [rate], [one.seed]))
     failed += run_side_by_side(chosen, train)
-    report(root)
     if failed:
         raise SystemExit("\n".join([*failed, f"{len(failed)} runs failed"]))
 

@@ -34,13 +34,14 @@ from tqdm import tqdm
 
 import hbnode
 from hbnode.solve.odeint import resolve
+from tasks import pages
 from tasks.common.config import REQUIRED, Options, option, parse
 from tasks.common.figures import line_style, panels
 from tasks.common.files import write_json, write_table
 from tasks.common.run import Workers, environment
 from tasks.common.train import EVAL_BATCH_SIZE, Samples
 from tasks.image_classification import load_data, load_run
-from tasks.run_groups import Group, collect, tell_apart
+from tasks.rows import Group, grouped, tell_apart
 
 SIZES = {
     "noise": (0.0, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 2.0),
@@ -150,18 +151,18 @@ def load_attacked(folder: Path) -> tuple[nn.Module, Samples]:
 
 def comparable(root: Path) -> list[Group]:
     """Return the finished image classification runs under a folder, in groups; all must be trained alike."""
-    groups = [group for group in collect(root) if group.config.get("task") == "image_classification"]
+    groups = [group for group in grouped(root) if group.config.get("task") == "image_classification"]
     if not groups:
         raise SystemExit(
             f"no finished run of image classification under {root}. Fix: train some first, "
             f"python -m tasks.image_classification --preset full --model all --seeds 3 --out {root}"
         )
-    tell_apart(groups)
+    tell_apart(groups, pages.TITLES)
     differing = []
     for name in TRAINING:
         found: dict[str, list[str]] = {}
         for group in groups:
-            found.setdefault(str(group.config.get(name)), []).append(group.title)
+            found.setdefault(str(group.config.get(name)), []).append(pages.TITLES[group.model])
         if len(found) > 1:
             listed = ", ".join(f"{value} ({', '.join(sorted(set(models)))})" for value, models in sorted(found.items()))
             differing.append(f"{name}: {listed}")
@@ -170,9 +171,6 @@ def comparable(root: Path) -> list[Group]:
             f"the runs under {root} were not trained alike; {'; '.join(differing)}. "
             "Fix: name a folder whose runs have the same training, or train the others anew with equal options."
         )
-    if len({group.label for group in groups}) < len(groups):  # presets that come to the same options
-        for group in groups:
-            group.label += f" preset={group.config.get('preset')}"
     if len({tuple(sorted(map(str, group.seeds))) for group in groups}) > 1:
         seeds = "; ".join(f"{group.label}: {', '.join(map(str, group.seeds))}" for group in groups)
         logger.warning("the models were not trained with the same seeds (%s)", seeds)
@@ -187,7 +185,7 @@ def attack(groups: Sequence[Group], options: RobustnessOptions, device: torch.de
         "fgsm": fgsm,
         "pgd": functools.partial(pgd, steps=options.pgd_steps),
     }
-    runs = [(group, seed, folder) for group in groups for seed, folder in zip(group.seeds, group.folders, strict=True)]
+    runs = [(group, run.config["seed"], run.path) for group in groups for run in group.runs]
     rows: list[Row] = []
     with tqdm(total=len(runs) * sum(map(len, SIZES.values())), disable=None, unit="attack") as bar:
         for group, seed, folder in runs:

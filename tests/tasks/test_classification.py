@@ -3,9 +3,7 @@
 import itertools
 import json
 import math
-import re
 import sys
-import types
 import zipfile
 
 import numpy as np
@@ -19,7 +17,7 @@ pytest.importorskip("sklearn")
 import pandas as pd
 
 import hbnode
-from tasks import classification, plot
+from tasks import classification, readers, results
 from tasks.common.run import count_parameters
 from tasks.data import labelled_series
 from tasks.models.classifiers import (
@@ -31,7 +29,7 @@ from tasks.models.classifiers import (
     make_classifier,
     summaries,
 )
-from tasks.studies import archive, classification_table
+from tasks.studies import archive
 
 
 @pytest.fixture(scope="module")
@@ -312,42 +310,12 @@ def test_runs_and_the_table_of_their_differences(folder, tmp_path, capsys):
     summary = json.loads((tmp_path / "logistic" / "1" / "summary.json").read_text())
     assert {"test_accuracy", "test_auroc", "test_loss", "training_seconds"} <= set(summary)
     capsys.readouterr()
-    classification_table.main([str(tmp_path), "--resamples", "50"])
-    lines = capsys.readouterr().out.splitlines()
-    assert sum(line.startswith("|") for line in lines) == 4
-    assert " to " in lines[-1]
-    plot.main([str(tmp_path)])
-    _, head, _, network, regression, *_ = capsys.readouterr().out.splitlines()
-    columns = ["model", "seeds", "validation accuracy %", "best epoch", "train accuracy %", "test accuracy %"]
-    assert re.split("  +", head)[: len(columns)] == columns
+    results.main(["show", str(tmp_path)])
+    assert "test AUROC" in capsys.readouterr().out
     assert (tmp_path / "classification-default-table.png").exists()  # the name of the set's file
-    assert [re.split("  +", line)[3] == "-" for line in (network, regression)] == [False, True]
-    with pytest.raises(SystemExit, match="no finished runs"):
-        classification_table.main([str(folder)])
-
-
-def test_the_loss_at_equal_seconds(tmp_path):
-    folders = [tmp_path / "0", tmp_path / "1"]
-    for folder, losses in zip(folders, ([0.9, 0.5, 0.1], [0.8, 0.7, 0.2]), strict=True):
-        folder.mkdir()
-        lines = [f"{loss},2.0" for loss in losses]
-        (folder / "metrics.csv").write_text("\n".join(["validation_loss,seconds", *lines]))
-    group = types.SimpleNamespace(folders=folders)
-    assert [classification_table.early(group, s) for s in (1.0, 2.0, 5.9, np.inf)] == ["–", "0.850", "0.600", "0.150"]
-
-
-def test_scores_and_differences():
-    from sklearn.metrics import roc_auc_score
-
-    random = np.random.default_rng(0)
-    labels = random.integers(2, size=200)
-    good = np.clip(0.5 + 0.2 * (2 * labels - 1) + 0.2 * random.normal(size=200), 0, 1).round(2)
-    pair = np.stack([1 - good, good], 1)
-    assert classification_table.score(labels, pair) == pytest.approx(roc_auc_score(labels, good))
-    noise = random.random((200, 2))
-    mean, low, high = classification_table.difference({0: (labels, pair)}, {0: (labels, noise)}, 200)
-    assert 0 < low < mean < high
-    assert classification_table.difference({0: (labels, pair)}, {0: (labels, pair)}, 10) == (0, 0, 0)
+    found = {(line["model"], line["metric"]): line["statistic"] for line in readers.compared(tmp_path)}
+    assert {model for model, metric in found} == {"gru", "logistic"}
+    assert sum(metric == "difference_to_first" for _, metric in found) == 1
 
 
 def test_the_splits_of_the_archive(tmp_path, monkeypatch, capsys):

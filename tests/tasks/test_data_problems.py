@@ -11,7 +11,7 @@ pytest.importorskip("matplotlib")
 from tasks import adding, copying, recall, transformer_copy
 from tasks.data.pathological import PROBLEMS, Problem
 from tasks.data.recall import IGNORED, SEPARATOR, Bindings, doubled, is_copied, unit_keys
-from tasks.recall_table import right_by_counting
+from tasks.readers import right_by_counting
 from tasks.studies import recall_regression
 
 

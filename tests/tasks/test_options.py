@@ -55,11 +55,6 @@ pathological --problem copying | invalid choice: 'copying'
 pathological --optimizer hf --schedule step | --schedule step changes a learning rate, and hf has none
 pathological --optimizer hf --damping 1e-5 | --damping must be at least --min-damping
 pathological --schedule cosine | --schedule cosine falls to 0 within --epochs
-pathological_table --pairs mlp-adam | 'mlp-adam' is not one of tanh-hf
-pathological_table --problems adding | 'adding' is not one of addition
-pathological_table --lengths 5 | length must be 10 or more, got 5
-pathological_table --lengths short | invalid literal
-pathological_table --seeds 0 | --seeds must be positive, got 0
 pixel_mnist --side 5 | --side must divide 28, the edge of mnist, got 5
 point_cloud --steps 5 --solver torchdiffeq | steps=5 needs fixed steps
 point_cloud --method foo | unknown method 'foo'

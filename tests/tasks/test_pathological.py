@@ -9,14 +9,14 @@ import torch
 pytest.importorskip("tqdm")
 pytest.importorskip("matplotlib")
 
-from tasks import pathological, pathological_table
+from tasks import pathological
 from tasks.common import train
 from tasks.common.config import parse
 from tasks.common.train import OPTIMIZERS
 from tasks.data.pathological import PROBLEMS, Problem
 from tasks.models.sequence_models import LAYERS, SequenceModel
 from tasks.pathological import PathologicalConfig, SequenceLoss, make_model, make_optimizer
-from tests.tasks.small_runs import names_in, read_metrics
+from tests.tasks.small_runs import read_metrics
 
 TINY = "--device cpu --length 10 --hidden 6 --batch-size 12 --test-size 30 --max-cg 8".split()
 
@@ -186,7 +186,6 @@ def test_a_run_that_diverges_is_a_failure_with_a_summary(tmp_path, capsys):
     assert "Fix: a smaller --lr" in capsys.readouterr().out
     summary = json.loads((tmp_path / "later" / "summary.json").read_text())
     assert (summary["solved"], summary["diverged"]) == (False, True)
-    assert pathological_table.has_ended(options_of("--out", str(tmp_path / "later")))
     with pytest.raises(SystemExit, match=r"is (inf|nan)\. Fix: a smaller --lr"):
         pathological.main([*options, "--lr", "1e35", "--out", str(tmp_path / "at once")])
 
@@ -215,73 +214,3 @@ def test_few_wrong_of_the_first_sequences_are_no_success_yet(monkeypatch):
         assert row == {"test_error": first, **found}
         assert pathological.is_solved(row, 1500) == (row["test_sequences"] == 1500)
     assert not pathological.is_solved({"test_error": 0.0, "test_sequences": 1000}, 1500)
-
-
-# The table
-
-
-def make_up(root, pair, seed, *, solved, seconds, problem="addition", length=50, error=0.9):
-    """The files of a finished run."""
-    config = PathologicalConfig(problem=problem, length=length, seed=seed, **pathological_table.PAIRS[pair])
-    folder = root / pathological.folder_name(config)
-    folder.mkdir(parents=True)
-    summary = {"task": "pathological", "parameters": 10501, "solved": solved, "diverged": False, "seconds": seconds}
-    summary["test_error"] = error
-    (folder / "summary.json").write_text(json.dumps(summary))
-    names = "epoch,train_loss,damping,ratio,test_error"
-    lines = [f"{epoch},{0.5**epoch},{0.1 / epoch},{0.3 * epoch},{0.9 / epoch}" for epoch in range(1, 6)]
-    (folder / "metrics.csv").write_text("\n".join([names, *lines, ""]))
-
-
-def test_the_table_of_made_up_runs(tmp_path, capsys, caplog):
-    pathological_table.main(["--report", "--out", str(tmp_path)])
-    assert "no finished run of the pathological problems" in caplog.text
-    for seed, seconds in enumerate((40.0, 60.0, 50.0)):
-        make_up(tmp_path, "tanh-hf", seed, solved=True, seconds=seconds, error=0.005)
-    make_up(tmp_path, "tanh-hf-undamped", 0, solved=False, seconds=301.0, error=0.84)
-    make_up(tmp_path, "gru-adam", 0, solved=True, seconds=20.0, error=0.005)
-    make_up(tmp_path, "gru-adam", 1, solved=True, seconds=303.0, error=0.005)  # too late
-    make_up(tmp_path, "gru-adam", 2, solved=False, seconds=30.0)  # of a smaller budget
-    make_up(tmp_path, "gru-adam", 0, solved=True, seconds=70.4, length=100, problem="temporal_order")
-    pathological_table.main(["--report", "--out", str(tmp_path)])
-    printed = capsys.readouterr().out.splitlines()
-    assert printed[:5] == [
-        "|  | addition, T = 50 | temporal order, T = 100 |",
-        "|---|---|---|",
-        "| tanh RNN, HF | 3/3, 50 s |  |",
-        "| tanh RNN, HF, undamped | 0/1, 84 % wrong |  |",
-        "| GRU, Adam | 1/2, 20 s | 1/1, 70 s |",
-    ]
-    assert (tmp_path / "pathological.md").read_text().splitlines() == printed[:5]
-    rows = (tmp_path / "pathological.csv").read_text().splitlines()
-    assert rows[0] == "problem,length,pair,parameters,runs,solved,seconds,test_error"
-    assert rows[1] == "addition,50,tanh-hf,10501,3,3,50.0,0.005"
-    for name in ("pathological.png", "damping.png"):
-        assert (tmp_path / name).read_bytes()[:4] == b"\x89PNG"
-
-
-def test_the_table_makes_its_runs_and_skips_what_is_finished(tmp_path, monkeypatch, capsys):
-    options = "--pairs gru-adam --problems temporal_order --lengths 10 --seeds 1 --hidden 3 --test-size 20".split()
-    options += ["--out", str(tmp_path)]
-    pathological_table.main([*options, "--seconds", "0.01"])
-    assert "| GRU, Adam | " in capsys.readouterr().out
-    assert names_in(tmp_path) == {
-        "temporal_order-10-gru-adam-seed0",
-        *("pathological.md", "pathological.csv", "pathological.png"),
-    }
-    asked = []
-    monkeypatch.setattr(pathological_table, "train", asked.append)
-    pathological_table.main([*options, "--seconds", "0.01"])
-    assert asked == []
-    pathological_table.main([*options, "--seconds", "1000"])
-    assert [config.model for config in asked] == ["gru"]
-
-
-def test_the_table_has_eleven_pairs_in_the_order_of_their_need():
-    options = pathological_table.parse(["--seeds", "2", "--lengths", "50,100,50"])
-    pairs, made = zip(*pathological_table.runs_of(options), strict=True)
-    assert len({config.out for config in made}) == len(made) == 11 * 3 * 2 * 2
-    assert [(config.seed, config.length) for config in made[::33]] == [(0, 50), (0, 100), (1, 50), (1, 100)]
-    assert [pathological.pair_name(vars(config)) for config in made] == list(pairs)
-    assert list(pairs[:11]) == list(pathological_table.PAIRS)
-    assert (made[1].structural_damping, made[1].filled().damping) == (0, 0.03)

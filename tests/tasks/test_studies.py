@@ -13,11 +13,14 @@ pytest.importorskip("tqdm")
 pytest.importorskip("matplotlib")
 pytest.importorskip("sklearn")
 
+import matplotlib.pyplot as plt
+
 from tasks import recall
 from tasks.data.recall import unit_keys
-from tasks.models.contenders import TITLES
+from tasks.experiments import COMMANDS
 from tasks.pixel_mnist import PixelMnistConfig
-from tasks.recall_table import best_rate
+from tasks.readers import best_rates
+from tasks.rows import run_folders
 from tasks.studies import image_throughput, momentum_ablation, pixel_mnist_gradients, recall_regression
 from tests.tasks.small_runs import names_in
 
@@ -145,6 +148,19 @@ def test_what_there_is_without_momentum(means, is_higher_better, said):
     assert said in momentum_ablation.without_momentum(means, is_higher_better=is_higher_better)
 
 
+def test_the_colors_of_a_grid_are_a_scale(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr("tasks.common.figures.write_figure", lambda figure, path: figures.append(figure))
+    judged = momentum_ablation.TASKS["pixel_mnist"]
+    grids = {"one": momentum_ablation.of_authors(judged), "single": {(0.0, 1.0): 7.0}}
+    momentum_ablation.draw_grids(grids, judged, tmp_path / "x.png")
+    images = [ax.images[0] for ax in figures[-1].axes if ax.images]
+    assert images[0].norm.vmax == pytest.approx(100 - 37.39)
+    assert len(figures[-1].axes) == 2 * len(grids)  # each with its scale
+    figures[-1].draw_without_rendering()
+    plt.close(figures[-1])
+
+
 @pytest.mark.slow
 def test_the_ablation_runs_the_grid_and_goes_on(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(momentum_ablation, "run_side_by_side", one_after_another)
@@ -192,33 +208,27 @@ def test_throughput_writes_a_table_with_ratios_to_softmax(tmp_path, capsys, monk
 
 
 @pytest.mark.slow
-def test_one_command_makes_the_table(tmp_path, capsys, monkeypatch):
+def test_one_command_makes_the_runs_of_the_table(tmp_path, monkeypatch):
     monkeypatch.setattr(recall, "run_side_by_side", one_after_another)
     options = (
         "--most 8 --keys 16 --values 16 --iterations 2 --epochs 1 --batch-size 4 --test-size 4 --jobs 1 --kind all"
     )
     options += " --model linear,momentum --rates 1e-3,1e-2 --seeds 2"
     recall.main([*TRANSFORMER, *options.split(), "--out", str(tmp_path)])
-    out = capsys.readouterr().out
-    assert all(f"{kind}, equal state" in out for kind in recall.KINDS)
-    assert "counting" in out
-    assert out.count(TITLES["linear"]) >= 3
-    rows = read_rows(tmp_path / "recall.csv")
-    assert {(row["seeds"], row["model"]) for row in rows} == {("2", "linear"), ("2", "momentum")}
-    shares = {(kind, "accuracy") for kind in recall.KINDS} | {("again", "stale")}
-    assert {(row["kind"], row["share"]) for row in rows} == shares
-    assert {int(row["pairs"]) for row in rows if row["kind"] == "again"} == {1, 2, 4, 8}
-    assert (tmp_path / "recall.png").read_bytes()[:4] == b"\x89PNG"
-    assert len(list(tmp_path.rglob("summary.json"))) == 2 * 3 * (2 + 1)
-    for row in rows:
-        candidates = [tmp_path / f"{row['kind']}-state-{row['model']}-lr{rate}-seed0" for rate in ("0.001", "0.01")]
-        assert float(row["lr"]) == best_rate(candidates)
-
-
-def test_no_run_no_rate(tmp_path, caplog):
-    assert best_rate([tmp_path]) is None
-    recall.report(tmp_path)
-    assert "no finished run of recall" in caplog.text
+    runs = run_folders(tmp_path)
+    assert len(runs) == 2 * 3 * (2 + 1)
+    rates = best_rates(runs)
+    assert len(rates) == 2 * 3
+    for (kind, _, model), rate in rates.items():
+        mine = [run for run in runs if (run.config["kind"], run.config["model"]) == (kind, model)]
+        first = {run.config["lr"]: run.summary["best_validation_accuracy"] for run in mine if run.config["seed"] == 0}
+        assert first.keys() == {1e-3, 1e-2}
+        assert first[rate] == max(first.values())
+        assert [run.config["lr"] for run in mine if run.config["seed"] == 1] == [rate]
+    found = list(COMMANDS["recall/table"].read(tmp_path))
+    assert {line["case"] for line in found if line["table"] == "again"} == {"4 pairs", "8 pairs"}
+    metrics = {(line["table"], line["metric"]) for line in found}
+    assert metrics == {(kind, "accuracy") for kind in recall.KINDS} | {("again", "old_value_accuracy")}
 
 
 def test_errors_of_the_plain_recurrence(monkeypatch):
@@ -269,6 +279,3 @@ def test_the_regression_leaves_table_and_figure(tmp_path, capsys, monkeypatch):
     assert "ill-conditioned  noise 0.3 after   20, safe" in capsys.readouterr().out
     assert {path.name for path in tmp_path.iterdir()} == {"regression.csv", "regression.json", "regression.png"}
     assert len(json.loads((tmp_path / "regression.json").read_text())["table"]) == 2 * 2 * 2 * 2
-
-
-# Tables and figures of runs without ODEs

@@ -224,9 +224,9 @@ def test_python_m_tasks_lists_runs_and_refuses(monkeypatch, capsys):
     main()
     listed = capsys.readouterr().out
     assert "python -m tasks.point_cloud" in listed
-    assert "result_rows" not in listed  # a part of others, which does nothing by itself
-    monkeypatch.setattr("sys.argv", ["tasks", "result_rows"])
-    with pytest.raises(SystemExit, match="no task 'result_rows'"):
+    assert "tasks.rows" not in listed  # a part of others, which does nothing by itself
+    monkeypatch.setattr("sys.argv", ["tasks", "rows"])
+    with pytest.raises(SystemExit, match="no task 'rows'"):
         main()
     monkeypatch.setattr("sys.argv", ["tasks", "point_cloud", "--help"])
     with pytest.raises(SystemExit, match="0"):
