@@ -56,8 +56,6 @@ TITLES = {
     **{"still": "the cell alone, h", "still pair": "the cell alone, h and m", "kalman": "noisy oscillators"},
 }
 METRICS = {
-    "nfe_forward_mean": "NFE, forward",
-    "nfe_backward_mean": "NFE, backward",
     "nfe_forward": "NFE, forward",
     "nfe_backward": "NFE, backward",
     "test_nfe": "NFE, test",
@@ -123,7 +121,7 @@ def is_share(metric: str) -> bool:
 def title(metric: str) -> str:
     """Return the name of a metric at the head of a column."""
     words = (ABBREVIATIONS.get(word, word) for word in metric.split("_"))
-    return METRICS.get(metric, " ".join(words) + (" %" if is_share(metric) else ""))
+    return METRICS.get(metric.removesuffix("_mean"), " ".join(words) + (" %" if is_share(metric) else ""))
 
 
 def name_of(model: str, titles: Mapping[str, str] = TITLES) -> str:

@@ -13,19 +13,7 @@ import torch
 
 from tasks.common.files import read_json
 from tasks.data.recall import IGNORED, Bindings
-from tasks.rows import (
-    Group,
-    Reader,
-    Row,
-    RunFolder,
-    environment,
-    grouped,
-    number,
-    read_csv,
-    renamed,
-    run_folders,
-    runs,
-)
+from tasks.rows import Group, Reader, Row, RunFolder, environment, grouped, number, read_csv, renamed, run_folders, runs
 
 Predicted = dict[object, tuple[np.ndarray, np.ndarray]]  # for each seed the labels and the probabilities of the classes
 
