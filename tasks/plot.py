@@ -33,9 +33,7 @@ from matplotlib.ticker import MaxNLocator
 from hbnode.diagnostics._shared import ticks_of_short_axis
 from tasks.common.figures import legend_beside, line_style
 from tasks.common.files import write_figure
-from tasks.density import draw_densities
 from tasks.image_classification import CURVE_IMAGES
-from tasks.image_generation import ImageGenerationConfig, draw_rows
 from tasks.results_pages import write_results
 from tasks.run_groups import Group, collect, tell_apart
 
@@ -129,8 +127,7 @@ def _spread(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def draw(groups: Sequence[Group], title: str) -> Figure:
     """Return accuracy or loss, evaluations and perhaps seconds against epoch, and examples where a run kept some."""
     kept = [group for group in groups if group.model == "hbnode" and (group.folders[0] / "examples.pt").exists()]
-    sampled = [group for group in groups if (group.folders[0] / "samples.pt").exists()]
-    panels, below = _panels(groups), 4.0 if kept else 0.7 * len(sampled)
+    panels, below = _panels(groups), 4.0 if kept else 0
     figure = plt.figure(figsize=(2.0 + 3.7 * len(panels), 4 + below), layout="constrained")
     ratios = (4, below)
     upper, *lower = figure.subfigures(2, 1, squeeze=False, height_ratios=ratios)[:, 0] if below else [figure]
@@ -153,8 +150,6 @@ def draw(groups: Sequence[Group], title: str) -> Figure:
     legend_beside(upper)
     if kept:
         _draw_examples(lower[0], kept[-1])
-    elif sampled:
-        _draw_samples(lower[0], sampled)
     return figure
 
 
@@ -221,20 +216,6 @@ def draw_tolerances(groups: Sequence[Group], name: str) -> Figure:
     return figure
 
 
-def draw_planar_densities(groups: Sequence[Group]) -> Figure:
-    """Return a row for each model: its density in the plane, its samples, and what is wanted."""
-    rows = {}
-    for group in groups:
-        summary = group.summaries[0]
-        value, bound = summary.get("test_nll", summary["test_loss"]), "=" if group.model == "cnf" else "≤"
-        name = "NLL" if "test_nll" in summary else "divergence"
-        picture = torch.load(group.folders[0] / "density.pt", weights_only=True)
-        rows[f"{group.label}\n{name} {bound} {value:.2f} nats"] = picture
-    figure = plt.figure(figsize=(5.6, 1.85 * len(rows) + 0.2), layout="constrained")
-    draw_densities(figure, rows)
-    return figure
-
-
 def _line(ax: Axes, group: Group, x: np.ndarray, values: np.ndarray, style: Mapping[str, Any]) -> None:
     """The median over the seeds and its band, which is a bar where there is one epoch."""
     low, median, high = _spread(values)
@@ -257,15 +238,6 @@ def _draw_examples(figure: Figure | SubFigure, group: Group) -> None:
         ax.set_title(said, color=color, fontsize="small", pad=2)
     accuracy = float(group.summaries[0]["test_accuracy"]) * 100
     figure.suptitle(f"{group.label} on {group.config['dataset']}: test images and its answers, {accuracy:.1f} % right")
-
-
-def _draw_samples(figure: Figure | SubFigure, groups: Sequence[Group]) -> None:
-    """The images that each model drew last, a row for each."""
-    rows = {}
-    for group in groups:
-        by_epoch: dict[int, torch.Tensor] = torch.load(group.folders[0] / "samples.pt", weights_only=True)
-        rows[group.label] = by_epoch[max(by_epoch)]
-    draw_rows(figure, rows, ImageGenerationConfig.read(groups[0].config))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -293,8 +265,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         figures = {"": draw(groups, title)}
         if measured := [group for group in groups if group.tolerances()]:
             figures["-tolerance"] = draw_tolerances(measured, name)
-        if pictured := [group for group in groups if (group.folders[0] / "density.pt").exists()]:
-            figures["-density"] = draw_planar_densities(pictured)
         for suffix, figure in figures.items():
             file = path.with_stem(path.stem + suffix)
             write_figure(figure, file)

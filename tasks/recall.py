@@ -189,8 +189,8 @@ def train(config: RecallConfig) -> None:
     if not run.is_finished:
         generator = torch.Generator().manual_seed(TEST_SEED)
         for setting in config.tested():
-            data = setting.draw(config.test_size, generator)
-            found = evaluate(run, model, data, cross_entropy, "test", config.batch_size)
+            drawn = setting.draw(config.test_size, generator)
+            found = evaluate(run, model, drawn, cross_entropy, "test", config.batch_size)
             name = f"{setting.pairs}" + (f"_{setting.noise:g}" if config.kind == "noisy" else "")
             results[f"test_{name}_accuracy"] = found["test_accuracy"]
             if setting.changing:

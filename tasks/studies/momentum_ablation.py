@@ -124,11 +124,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         print("\n".join(f"{name}: {text}" for name, text in shares.items()))
         rows = []
         for (mu, s), values in found.items():
-            spread = {"least": min(values), "most": max(values)}
-            pair = {"momentum": mu, "step_size": s, "gain": s / (1 - mu), "seeds": len(values)}
-            rows.append(pair | {"test MSE": means[mu, s]} | spread)
-        about = {"task": "momentum_ablation-speech", "base": dataclasses.asdict(base), "metric": "test_mse"}
-        write_study(folder, "ablation", rows, **about, authors=SOURCE, found=shares)
+            about = {"momentum": mu, "step_size": s, "gain": s / (1 - mu), "seeds": len(values)}
+            rows.append(about | {"test MSE": means[mu, s], "least": min(values), "most": max(values)})
+        described = {"task": "momentum_ablation-speech", "base": dataclasses.asdict(base), "metric": "test_mse"}
+        write_study(folder, "ablation", rows, **described, authors=SOURCE, found=shares)
         ours = f"these runs: {base.hidden} units, {base.epochs} epochs, seeds: {base.seeds}"
         draw_grids({ours: means, SOURCE: authors}, folder / "ablation.png")
         print(f"figure: {folder / 'ablation.png'}")
