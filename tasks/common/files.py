@@ -77,8 +77,9 @@ def write_figure(figure: Figure, path: Path) -> None:
 
 def write_tensors(path: Path, content: Mapping[Any, object]) -> None:
     """Write a dictionary that :func:`read_tensors` reads."""
-    with written_whole(path) as partial:
-        torch.save(content, partial)
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    write_whole(path, buffer.getvalue())
 
 
 def read_tensors(path: Path) -> dict[Any, Any]:

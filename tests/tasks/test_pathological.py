@@ -112,11 +112,18 @@ def test_a_run_ends_with_its_seconds_and_goes_on_with_more(tmp_path, capsys, mon
     assert (summary["seconds"], summary["iterations"]) == (63, 9)
 
 
-def test_a_run_that_diverges_is_a_failure_with_a_summary(tmp_path, capsys):
-    options = "--device cpu --length 10 --hidden 6 --clip 0 --iterations 1 --test-size 20".split()
-    pathological.main([*options, "--lr", "1e22", "--out", str(tmp_path / "later")])
-    assert "Fix: a smaller --lr" in capsys.readouterr().out
-    summary = json.loads((tmp_path / "later" / "summary.json").read_text())
+def test_a_run_that_diverges_is_a_failure_with_a_summary(tmp_path, capsys, monkeypatch):
+    found = iter([{"test_loss": 1.0, "test_error": 1.0}])
+
+    def evaluate(*args):
+        for row in found:
+            return row
+        raise train.Diverged("test data: test_loss is inf")
+
+    monkeypatch.setattr(pathological, "evaluate", evaluate)
+    pathological.main([*TINY, "--iterations", "1", "--out", str(tmp_path)])
+    assert "test_loss is inf" in capsys.readouterr().out
+    summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["solved"], summary["diverged"]) == (False, True)
 
 

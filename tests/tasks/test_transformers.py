@@ -41,11 +41,7 @@ PRESETS = [
     (image_generation, "mnist", {"layers": 8, "lr": 1e-4, "batch_size": 10, "epochs": 250, "weight_decay": 0.01}),
     (image_generation, "cifar10", {"layers": 16, "lr": 2e-4, "batch_size": 4, "momentum": 0.1, "logistics": 10}),
     (recall, "zoology", {"most": 64, "keys": 4096, "values": 4096}),
-    (lra, "listops", {"batch_size": 32, "steps": 5000, "warmup": 1000, "longest": 2000}),
-    (lra, "text", {"batch_size": 32, "steps": 20_000, "warmup": 8000, "longest": 4000}),
-    (lra, "retrieval", {"batch_size": 32, "steps": 30_000, "warmup": 800, "longest": 4000}),
-    (lra, "image", {"batch_size": 256, "steps": 35_000, "warmup": 175, "longest": 1024}),
-    (lra, "pathfinder", {"batch_size": 256, "steps": 62_400, "warmup": 312, "layers": 2, "d_model": 64}),
+    (lra, "listops", {"batch_size": 32, "steps": 5000, "warmup": 1000}),
     (translation, "paper", {"d_model": 278, "feedforward": 507, "layers": 5, "vocabulary": 40_000, "iterations": 8}),
 ]
 
@@ -154,27 +150,17 @@ def test_drawing_is_reading_its_own_pixels(model):
 # The Long Range Arena
 
 
-def classifier(**options):
-    return lra.SequenceClassifier(LRAConfig(**SMALL | options)).double().eval()
-
-
-@pytest.mark.parametrize(
-    ("model", "dataset"),
-    [*((name, "listops") for name in CONTENDERS), ("softmax", "retrieval"), ("heavy_ball", "retrieval")],
-)
-def test_padding_and_other_samples_change_no_score(model, dataset):
-    net = classifier(dataset=dataset, model=model)
-    pair = () if dataset == "listops" else (2,)
-    tokens = torch.randint(1, 15, (3, *pair, 9))
-    lengths = torch.tensor([9, 4, 1]) if not pair else torch.tensor([[9, 3], [1, 9], [4, 4]])
+@pytest.mark.parametrize("model", CONTENDERS)
+def test_padding_and_other_samples_change_no_score(model):
+    net = lra.SequenceClassifier(LRAConfig(model=model, **SMALL)).double().eval()
+    tokens, lengths = torch.randint(1, 15, (3, 9)), torch.tensor([9, 4, 1])
     scores = net(tokens, lengths)
-    assert scores.shape == (3, lra.TASKS[dataset].classes)
+    assert scores.shape == (3, 10)
     other = torch.where(torch.arange(9) >= lengths.unsqueeze(-1), torch.tensor(0), tokens)
-    longer = torch.cat([other, torch.ones_like(other[..., :4])], dim=-1)
+    longer = torch.cat([other, torch.ones_like(other[:, :4])], dim=-1)
     torch.testing.assert_close(net(longer, lengths), scores, rtol=1e-10, atol=1e-12)
-    for index in range(3):
-        single = net(tokens[index : index + 1, ..., : int(lengths[index].max())], lengths[index : index + 1])
-        torch.testing.assert_close(single, scores[index : index + 1], rtol=1e-10, atol=1e-12)
+    single = net(tokens[1:2, :4], lengths[1:2])
+    torch.testing.assert_close(single, scores[1:2], rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize(("steps", "warmup"), [(20, 5), (7, 6)])
