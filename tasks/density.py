@@ -1,4 +1,4 @@
-"""Densities in the plane by a heavy-ball flow, beside a continuous normalizing flow with the exact trace.
+"""Densities in the plane by a heavy-ball flow and by a continuous normalizing flow with the exact trace.
 
 Section 3.5 of Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture Design? (2022), leaves
 normalizing flows by HBNODEs open. On phase space they have an exact density without a trace

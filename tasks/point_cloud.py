@@ -111,7 +111,7 @@ def draw_evolution(model: Separator, points: Tensor, targets: Tensor, folder: Pa
 
 
 def train(config: PointCloudConfig) -> None:
-    """Train one model on one cloud and draw what it does to it."""
+    """Train one model on one cloud, and draw the evolution of the cloud."""
     cloud, fresh = make_cloud(config.seed), make_cloud(config.seed + 1_000_000)
     run = Run("point_cloud", config, f"{config.preset}-{config.model}-seed{config.seed}")
     model = Separator(config.model, **config.ode_options())

@@ -469,8 +469,7 @@ class Trainer:
         if run.rows and stop(run.rows):
             self.total = self.position
         run.begin(self.position / per_epoch, is_done=self.position == self.total)
-        torch.set_flush_denormal(True)  # an LSTM with saturated gates takes four times as long with numbers below 1e-38
-        with interruptible() as interrupted, self.bar:
+        with interruptible() as interrupted, flushed_denormals(), self.bar:
             while self.position < self.total:
                 is_last = self.step()
                 if after_step is not None:
@@ -656,6 +655,16 @@ def _schedule(name: str, position: int, total: int) -> float:
 
 def _weighted(means: dict[str, float], samples: int) -> dict[str, float]:
     return {"samples": samples} | {name: mean * samples for name, mean in means.items()}
+
+
+@contextmanager
+def flushed_denormals() -> Iterator[None]:
+    """Round numbers below 1e-38 to zero. With them, an LSTM with saturated gates takes four times as long."""
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
 
 
 @contextmanager

@@ -79,7 +79,7 @@ def make_transformer(
         name: one of :data:`CONTENDERS`.
         num_embeddings: of :class:`hbnode.nn.MomentumTransformer`.
         momentum: see :func:`attention_of`.
-        step_size: likewise.
+        step_size: see :func:`attention_of`.
         positions: ``"sinusoidal"``, ``"rotary"`` (softmax attention only), or ``"auto"``: rotary in causal softmax
             attention, else sinusoidal. Default: "auto"
         **options: further arguments of :class:`hbnode.nn.MomentumTransformer`.
