@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 from tasks.common.files import write_figure
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
     from pathlib import Path
 
     from matplotlib.figure import Figure, SubFigure
     from matplotlib.legend import Legend
-    from torch import Tensor
 
 MARKERS = "osD^vPX*<>"
 
@@ -80,34 +79,3 @@ def panels(
     """Yield a new figure and its axes (rows, columns) as :func:`figure_at` does; options are those of ``subplots``."""
     with figure_at(path, size, title, legend=legend) as figure:
         yield figure, figure.subplots(rows, columns, squeeze=False, **options)
-
-
-def draw_maps(
-    sequences: Mapping[str, Tensor],
-    extent: tuple[float, float, float, float] | None,
-    title: str,
-    path: Path,
-    *,
-    xlabel: str,
-    ylabel: str,
-    unit: str = "",
-    **options: Any,
-) -> None:
-    """Draw sequences (steps, features) as images below one another, with one axis of time.
-
-    Arguments:
-        sequences: by their titles.
-        extent: left, right, bottom and top of all images; None numbers the steps and features.
-        title: of the figure.
-        path: of the file.
-        xlabel: the label of the steps.
-        ylabel: the label of the features.
-        unit: the label of the color bar.
-        options: options of ``imshow``, such as ``vmin`` and ``vmax``.
-    """
-    with panels(path, len(sequences), size=(9, 6), title=title, legend=False, sharex=True) as (figure, axes):
-        for ax, (label, values) in zip(axes.flat, sequences.items(), strict=True):
-            image = ax.imshow(values.T.numpy(), origin="lower", aspect="auto", extent=extent, **options)
-            ax.set(title=label, ylabel=ylabel)
-        axes[-1, 0].set_xlabel(xlabel)
-        figure.colorbar(image, ax=axes, label=unit)
