@@ -13,7 +13,7 @@ help:
 	@echo "make lint       style and types"
 	@echo "make docs       the site, in docs/_build/html"
 	@echo "make notebooks  the site, with all notebooks run again"
-	@echo "make results    the experiments that are missing; days"
+	@echo "make results    the experiments of the results pages; lists their CPU hours and asks first"
 	@echo "make bench      all benchmarks, beside other packages"
 	@echo "make wheel      builds the wheel and tests it by itself"
 	@echo "make compat     the oldest and the newest releases of Python and torch"
@@ -23,7 +23,7 @@ help:
 
 demo: .venv/.complete
 	@$(BIN)/python -m tasks.image_classification --preset demo --model all --out $(DEMO)
-	@$(BIN)/python -m tasks.plot $(DEMO) --out $(DEMO)/demo.png
+	@$(BIN)/python -m tasks.results show $(DEMO) --columns test_accuracy,nfe_forward,seconds --out $(DEMO)/demo.png
 
 # A worker for each core. Tests by themselves: .venv/bin/python -m pytest tests/test_nfe.py
 test: lint
@@ -50,9 +50,9 @@ notebooks: .venv/.complete
 	rm -rf docs/_build/jupyter_cache
 	$(BIN)/sphinx-build -E -W -q -b html docs docs/_build/html
 
-# Runs what is missing of the experiments behind docs/results; days of one thread in all. It resumes.
+# Lists the pages of Results, asks, and runs the commands that are not done. It resumes. YES=1 does not ask.
 results: .venv/.complete
-	$(BIN)/python -m tasks.results run
+	$(BIN)/python -m tasks.results run $(if $(YES),--yes)
 
 # The rivals are installed only for this.
 bench: .venv/.complete

@@ -1,4 +1,4 @@
-"""List the tasks, a line each, or run one: ``python -m tasks image_classification --preset demo``."""
+"""List the tasks, or run one of them: ``python -m tasks image_classification --preset demo``."""
 
 import ast
 import difflib
@@ -10,10 +10,10 @@ ROOT = Path(__file__).parent
 
 
 def main() -> None:
-    """Run the task that the first argument names; without one, print each task with a line of its docstring."""
+    """Run the task that the first argument names. Without an argument, print the first line about each task."""
     paths = [*sorted(ROOT.glob("[a-z]*.py")), *sorted((ROOT / "studies").glob("[a-z]*.py"))]
     texts = {".".join(path.relative_to(ROOT.parent).with_suffix("").parts): path.read_text("utf-8") for path in paths}
-    modules = {name: text for name, text in texts.items() if '__name__ == "__main__"' in text}  # else a part of others
+    modules = {name: text for name, text in texts.items() if '__name__ == "__main__"' in text}  # others are parts
     if len(sys.argv) > 1 and sys.argv[1] not in ("-h", "--help"):
         name = "tasks." + sys.argv[1].removeprefix("tasks.")
         if name not in modules:

@@ -1,20 +1,19 @@
-"""Adding: the sum of the two numbers of a long sequence that are marked.
+"""Adding: the sum of the two marked numbers of a long sequence.
 
-Appendix A.4 of Nguyen et al., MomentumRNN (2020), figure 4, after Hochreiter and Schmidhuber (1997): T numbers
-uniform in [0, 1), and beside them T zeros and ones, one 1 in the first half, one in the second. The last h is to give
-the sum of the numbers that are marked. To say 1, the mean, has the error 1/6, twice the 1/12 that a number varies by:
-the trivial loss, where the paper's LSTM and MomentumLSTM end at T = 750 (0.162). Printed and drawn with every run.
+Appendix A.4 of Nguyen et al., MomentumRNN (2020), figure 4, after Hochreiter and Schmidhuber (1997). A sequence has T
+numbers uniform in [0, 1), and T zeros and ones as marks: one 1 in the first half and one in the second. The target of
+the last h is the sum of the marked numbers. Guessing the mean, 1, has the error 1/6, the trivial loss, which is printed
+and drawn with every run. The paper's LSTM and MomentumLSTM end near it at T = 750 (0.162).
 
-The preset "750" has the sizes of table 6, Adam, and the rules of tables 7 to 10; for NAG and adaptive momentum, which
-the tables do not have, the step size is that of momentum. The paper lets the halves share the number in the middle;
-here the second begins after the first. Every batch is new, and an epoch is --iterations of them, of which the paper
-does not say how many it has. The test set is the same for all runs. By default, T is small enough for two cores.
+The preset "750" has the sizes of table 6, Adam, and the rules of tables 7 to 10. NAG and adaptive momentum are not in
+the tables; their step size is that of momentum. The halves of the paper share the number in the middle; here the second
+half begins after the first. Every batch is new, and an epoch is --iterations batches; the paper does not give this
+number. The test set is the same for all runs. The default T is small enough for two cores.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from tasks.common.config import option
 from tasks.common.run import Run, command
 from tasks.common.train import Samples, fit, fresh_data
-from tasks.models.recurrent import OSCILLATORS, VARIANTS, RecurrentConfig, RuleOptions, title
+from tasks.models.recurrent import OSCILLATORS, VARIANTS, LayerWithReadout, RecurrentConfig, RuleOptions, title
 
 TRIVIAL_LOSS = 1 / 6
 
@@ -36,7 +35,7 @@ TABLE = {
 
 @dataclasses.dataclass(frozen=True)
 class AddingConfig(RecurrentConfig):
-    """Options of adding; an epoch is some fresh batches."""
+    """Options of adding."""
 
     models = (*VARIANTS, OSCILLATORS)
     positive = "iterations test_size"
@@ -53,16 +52,12 @@ class AddingConfig(RecurrentConfig):
         """The length."""
         return self.length
 
-    def table(self) -> Mapping[str, RuleOptions]:
-        """The rules."""
-        return TABLE
-
 
 PRESETS = {"750": "--length 750 --hidden 128 --lr 0.0002 --epochs 1200"}
 
 
 def problems(count: int, length: int, generator: torch.Generator) -> Samples:
-    """Numbers (count, length), and the two that are marked, (count, 2)."""
+    """Draw numbers (count, length), and the indices of the two marked ones (count, 2)."""
     numbers = torch.rand(count, length, generator=generator)
     half = length // 2
     first = torch.randint(half, (count,), generator=generator)
@@ -70,36 +65,22 @@ def problems(count: int, length: int, generator: torch.Generator) -> Samples:
     return numbers, torch.stack([first, second], dim=1)
 
 
-class Adder(nn.Module):
-    """A recurrent layer on the numbers and their marks, and a linear readout of the last h."""
-
-    def __init__(self, config: AddingConfig) -> None:
-        super().__init__()
-        self.layer = config.make_layer(2, config.table(), batch_first=True)
-        self.head = nn.Linear(config.hidden, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Sums (batch,) of what is marked in (batch, T, 2)."""
-        output, _ = self.layer(x)
-        return self.head(output[:, -1])[:, 0]
-
-
 def squared_error(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, float]]:
-    """Mean squared error of the sums."""
+    """Return the mean squared error of the sums."""
     numbers, marked = batch
     marks = torch.zeros_like(numbers).scatter(1, marked, 1.0)
-    total = numbers.gather(1, marked).sum(1)
+    total = numbers.gather(1, marked).sum(1, keepdim=True)
     return nn.functional.mse_loss(model(torch.stack([numbers, marks], dim=2)), total), {}
 
 
 def train(config: AddingConfig) -> None:
     """Train one model with one seed."""
     run = Run("adding", config, f"{config.preset}-{config.length}-{config.cell}-{config.model}-seed{config.seed}")
-    model = Adder(config)
+    model = LayerWithReadout(config.make_layer(2, TABLE, batch_first=True), config.hidden, 1, last=True)
     run.announce(model, title(config.model, config.cell), f"trivial loss {TRIVIAL_LOSS:.4g}")
     fresh, test = fresh_data(config, lambda count, generator: problems(count, config.length, generator))
     fit(run, model, fresh, test, squared_error, eval_batch_size=config.batch_size)
-    run.finish(model, trivial_loss=TRIVIAL_LOSS, rule=dataclasses.asdict(config.rule_options(config.table())))
+    run.finish(model, trivial_loss=TRIVIAL_LOSS, rule=dataclasses.asdict(config.rule_options(TABLE)))
 
 
 main = command(AddingConfig, PRESETS, __doc__, train)

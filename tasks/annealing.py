@@ -1,20 +1,19 @@
 """Annealing: normalising constants of known densities by heavy-ball and by overdamped Langevin dynamics.
 
 Paths lead from a standard normal prior to a target in 16, 64 or 256 evaluations of the gradient of its log density. The
-mean of their log weights is a lower bound of log Z. The heavy ball is ``hbnode.distributions.HeavyBallAnnealing``; with
-infinite damping it is annealed overdamped (unadjusted) Langevin dynamics, the baseline. Both are tuned alike: the best
-bound over a grid of step sizes, for the heavy ball times dampings, on a seed of its own. Then both are trained alike
-from there: step size of each dimension, damping, schedule and a small force network, by Adam on the bound. Those
-parameters are kept that have the best bound on another seed. Results are of a third seed.
+mean of their log weights is a lower bound of log Z. The heavy ball is ``hbnode.distributions.HeavyBallAnnealing``. With
+infinite damping it is annealed overdamped (unadjusted) Langevin dynamics, the baseline. Both are tuned by the best
+bound over a grid of step sizes, and for the heavy ball also of dampings, with a seed of its own. Then Adam maximises
+the bound over the step size of each dimension, the damping, the schedule and a small force network. The parameters with
+the best bound for a second seed are tested with a third one.
 
 Targets: the funnel in 10 dimensions of Neal, Slice sampling, Annals of Statistics 31 (2003), section 8, with log Z = 0;
 many-well in 50 dimensions, 25 of the double wells of Midgley et al., Flow Annealed Importance Sampling Bootstrap,
 arXiv:2208.01893, with log Z from one-dimensional quadrature; and Bayesian logistic regression on the breast cancer data
-of scikit-learn, standardised, with an intercept and weights of prior N(0, 1). Its log Z is not known. In
-its place is the estimate of least standard error among all that are in the table.
+of scikit-learn, standardised, with an intercept and weights of prior N(0, 1). Its log Z is not known; the estimate with
+the least standard error of the table replaces it.
 
-What is finished is skipped, so that the command can be ended and given again. It prints the table and writes
-``annealing.md``, ``annealing.csv`` and ``annealing.png``.
+The command writes ``annealing.csv``, ``annealing.json`` and ``annealing.png``.
 
     python -m tasks.annealing --evaluations 16,64 --out runs/annealing
 """
@@ -40,19 +39,17 @@ from hbnode.diagnostics._shared import ticks_of_short_axis
 from hbnode.distributions import HeavyBallAnnealing
 from tasks.common.config import Options, option, parse
 from tasks.common.figures import line_style, panels
-from tasks.common.files import markdown, read_json, write_json, write_table, write_whole
-from tasks.common.run import environment
+from tasks.common.run import write_study
 
 logger = logging.getLogger("tasks.annealing")
 STEP_SIZES = tuple(0.01 * 2 ** (index / 2) for index in range(14))  # 0.01 to 0.9
 DAMPINGS = {"heavy ball": (0.25, 0.5, 1.0, 2.0, 4.0), "overdamped": (math.inf,)}
-TUNING, CHOOSING, TESTING = 1, 2, 3  # seeds, to which --seed adds thousands
-KEPT = ("seed", "paths", "iterations", "batch_size", "lr", "train_up_to")  # options that change the numbers
+TUNING, CHOOSING, TESTING = 1, 2, 3  # seeds, to which 1000 times --seed is added
 TITLES = {"funnel": "funnel, d = 10", "many_well": "many-well, d = 50", "cancer": "logistic regression, d = 31"}
 
 
 class Target(NamedTuple):
-    """A log density up to a constant, its dimension, and its log Z where that is known."""
+    """A log density up to a constant, its dimension, and its log Z; None if it is not known."""
 
     log_prob: Callable[[Tensor], Tensor]
     dim: int
@@ -67,8 +64,8 @@ def funnel() -> Target:
 
     def log_prob(x: Tensor) -> Tensor:
         v, rest = x[:, 0], x[:, 1:]
-        of_rest = -0.5 * (rest.square().sum(1) * (-v).exp() + rest.shape[1] * (v + math.log(2 * math.pi)))
-        return of_rest - 0.5 * (v.square() / 9 + math.log(2 * math.pi * 9))
+        log_rest = -0.5 * (rest.square().sum(1) * (-v).exp() + rest.shape[1] * (v + math.log(2 * math.pi)))
+        return log_rest - 0.5 * (v.square() / 9 + math.log(2 * math.pi * 9))
 
     return Target(log_prob, 10, 0.0)
 
@@ -84,8 +81,8 @@ def many_well() -> Target:
         return (well(x[:, ::2]) - x[:, 1::2].square() / 2).sum(1)
 
     grid = torch.linspace(-6, 6, 100_001, dtype=torch.float64)
-    of_pair = torch.trapezoid(well(grid).exp(), grid).log().item() + 0.5 * math.log(2 * math.pi)
-    return Target(log_prob, 50, 25 * of_pair)
+    log_pair = torch.trapezoid(well(grid).exp(), grid).log().item() + 0.5 * math.log(2 * math.pi)
+    return Target(log_prob, 50, 25 * log_pair)
 
 
 def cancer() -> Target:
@@ -117,11 +114,11 @@ class AnnealingOptions(Options):
     targets: str = option("all", f"{', '.join(TARGETS)}, with commas between, or all")
     evaluations: str = option("16,64,256", "several with commas between")
     iterations: int = option(200, "of training; 0 trains nothing")
-    train_up_to: int = option(64, "evaluations beyond which nothing is trained")
+    train_up_to: int = option(64, "largest number of evaluations with training")
     batch_size: int = option(64, "paths in an iteration")
     lr: float = option(0.02, "Adam's learning rate")
-    paths: int = option(2000, "paths of a result; an eighth of it to choose by", least=16)
-    seed: int = option(0, "to which the seeds of tuning, choosing and testing are added")
+    paths: int = option(2000, "paths of a result; tuning uses an eighth of them", least=16)
+    seed: int = option(0, "added to the seeds of tuning, choosing and testing")
     out: str = option("runs/annealing", "folder for the tables and the figure")
 
     def chosen_targets(self) -> list[str]:
@@ -129,11 +126,11 @@ class AnnealingOptions(Options):
         return list(TARGETS) if self.targets == "all" else self.targets.split(",")
 
     def counts(self) -> list[int]:
-        """Return the numbers of evaluations, growing."""
+        """Return the numbers of evaluations in ascending order."""
         return sorted({int(count) for count in self.evaluations.split(",")})
 
     def check(self) -> None:
-        """Refuse options that no run can have."""
+        """Raise ValueError for invalid options."""
         super().check()
         unknown = [name for name in self.chosen_targets() if name not in TARGETS]
         if unknown:
@@ -146,7 +143,7 @@ class AnnealingOptions(Options):
 
 
 class Force(nn.Module):
-    """A small network for each coordinate, and one of all of them: zero before they are trained."""
+    """A small network for each coordinate, and one of all coordinates; the initial force is zero."""
 
     def __init__(self, dim: int, hidden: int = 8, joint: int = 32) -> None:
         super().__init__()
@@ -160,12 +157,12 @@ class Force(nn.Module):
 
     def forward(self, t: Tensor, x: Tensor) -> Tensor:
         """Return the force (n, d) at x (n, d)."""
-        of_each = (x[..., None] * self.slope + self.shift + t * self.drift).tanh()
-        return (of_each * self.weight).sum(-1) + self.net(t, x)
+        units = (x[..., None] * self.slope + self.shift + t * self.drift).tanh()
+        return (units * self.weight).sum(-1) + self.net(t, x)
 
 
 def annealing(target: Target, evaluations: int, step_size: float, damping: float) -> HeavyBallAnnealing:
-    """Untrained paths from a standard normal prior."""
+    """Return the untrained sampler, with a standard normal prior."""
     prior = Independent(Normal(torch.zeros(target.dim), torch.ones(target.dim), validate_args=False), 1)
     return HeavyBallAnnealing(
         target.log_prob, prior, evaluations, step_size=torch.full((target.dim,), step_size), damping=damping
@@ -173,7 +170,7 @@ def annealing(target: Target, evaluations: int, step_size: float, damping: float
 
 
 def bound(model: HeavyBallAnnealing, paths: int, seed: int) -> float:
-    """Return the bound without a graph; minus infinity if a path is not finite."""
+    """Return the bound; minus infinity if a path is not finite."""
     try:
         with torch.no_grad():
             return model.bound(paths, seed=seed).item()
@@ -182,7 +179,7 @@ def bound(model: HeavyBallAnnealing, paths: int, seed: int) -> float:
 
 
 def tune(target: Target, sampler: str, evaluations: int, options: AnnealingOptions) -> HeavyBallAnnealing:
-    """Return the best of the grid."""
+    """Return the best sampler of the grid."""
     seed = 1000 * options.seed + TUNING
     grid = itertools.product(STEP_SIZES, DAMPINGS[sampler])
     models = [annealing(target, evaluations, step_size, damping) for step_size, damping in grid]
@@ -194,7 +191,7 @@ def tune(target: Target, sampler: str, evaluations: int, options: AnnealingOptio
 
 
 def train(model: HeavyBallAnnealing, options: AnnealingOptions) -> HeavyBallAnnealing:
-    """Return the same with a force, trained on the bound; what has the best bound on a seed of its own is kept."""
+    """Return the sampler with a force, trained on the bound, with the parameters of the best bound for another seed."""
     seed = 1000 * options.seed + CHOOSING
     torch.manual_seed(seed)
     model = HeavyBallAnnealing(
@@ -206,7 +203,7 @@ def train(model: HeavyBallAnnealing, options: AnnealingOptions) -> HeavyBallAnne
         force=Force(model.dim),
     )
     optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
-    best, kept = bound(model, options.paths // 8, seed), copy.deepcopy(model.state_dict())
+    best, best_state = bound(model, options.paths // 8, seed), copy.deepcopy(model.state_dict())
     for iteration in range(1, options.iterations + 1):
         for group in optimizer.param_groups:
             group["lr"] = options.lr * (1 + math.cos(math.pi * (iteration - 1) / options.iterations)) / 2
@@ -214,19 +211,19 @@ def train(model: HeavyBallAnnealing, options: AnnealingOptions) -> HeavyBallAnne
         try:
             (-model.bound(options.batch_size)).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 10.0, error_if_nonfinite=True)
-        except RuntimeError as error:  # paths or gradients that are not finite
+        except RuntimeError as error:  # paths or gradients are not finite
             logger.info("iteration %d: %s", iteration, error)
-            model.load_state_dict(kept)
+            model.load_state_dict(best_state)
             continue
         optimizer.step()
         if iteration % 10 == 0 and (now := bound(model, options.paths // 8, seed)) > best:
-            best, kept = now, copy.deepcopy(model.state_dict())
-    model.load_state_dict(kept)
+            best, best_state = now, copy.deepcopy(model.state_dict())
+    model.load_state_dict(best_state)
     return model
 
 
 def result(model: HeavyBallAnnealing, options: AnnealingOptions) -> dict[str, float | None]:
-    """Bound, estimate of log Z and their errors, on a seed that nothing was chosen by."""
+    """Return the bound, the estimate of log Z and their errors for the seed of tests."""
     seed = 1000 * options.seed + TESTING
     _, log_weight = model.sample(options.paths, seed=seed)
     estimate, error = model.log_z(options.paths, seed=seed)
@@ -241,15 +238,7 @@ def result(model: HeavyBallAnnealing, options: AnnealingOptions) -> dict[str, fl
 
 
 def measure(name: str, sampler: str, evaluations: int, options: AnnealingOptions) -> list[dict[str, Any]]:
-    """Return the rows of one sampler with one number of evaluations, from disk if they are there."""
-    path = Path(options.out) / f"{name}-{sampler.replace(' ', '-')}-{evaluations}.json"
-    wanted = {key: getattr(options, key) for key in KEPT}
-    if path.exists():
-        found = read_json(path)
-        if found["options"] != wanted:
-            raise SystemExit(f"{path} has other options: {found['options']}. Fix: --out another-folder, or delete it.")
-        rows: list[dict[str, Any]] = found["rows"]
-        return rows
+    """Return the rows of one sampler with one number of evaluations."""
     start = time.process_time()
     target = TARGETS[name]()
     about = {"target": name, "sampler": sampler, "evaluations": evaluations}
@@ -258,14 +247,11 @@ def measure(name: str, sampler: str, evaluations: int, options: AnnealingOptions
     if options.iterations and evaluations <= options.train_up_to:
         model = train(model, options)
         rows.append({**about, "trained": True, **result(model, options), "seconds": time.process_time() - start})
-    write_json(path, {"options": wanted, "rows": rows, **environment(torch.device("cpu"))})
-    for row in rows:
-        print(f"{TITLES[name]}, {sampler}, {evaluations}, {stage(row)}: bound {row['bound']:.2f}", flush=True)
     return rows
 
 
 def reference(name: str, rows: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
-    """Return the log Z of a target and its standard error: exact, or the estimate that has the least error."""
+    """Return the log Z of a target and its standard error: exact, or the estimate with the least error."""
     exact = TARGETS[name]().log_z
     if exact is not None:
         return exact, 0.0
@@ -273,31 +259,11 @@ def reference(name: str, rows: Sequence[Mapping[str, Any]]) -> tuple[float, floa
     return best["log_z_estimate"], best["log_z_error"]
 
 
-# The table and the figure
-
-
-def stage(row: Mapping[str, Any]) -> str:
-    """Return whether a row is of a trained sampler, in words."""
-    return "trained" if row["trained"] else "untrained"
-
-
-def table_row(row: Mapping[str, Any]) -> dict[str, object]:
-    """Return a row of the printed table: bound minus log Z, and the error of the estimate of log Z."""
-    return {
-        "target": TITLES[row["target"]],
-        "sampler": row["sampler"],
-        "": stage(row),
-        "evaluations": row["evaluations"],
-        "step size": f"{row['step_size']:.3g}",
-        "damping": "∞" if row["damping"] is None else f"{row['damping']:.3g}",
-        "bound − log Z": f"{row['gap']:.2f} ± {row['bound_error']:.2f}",
-        "estimate − log Z": f"{row['estimate_gap']:.2f} ± {row['log_z_error']:.2f}",
-        "CPU s": f"{row['seconds']:.0f}",
-    }
+# The figure
 
 
 def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """The gap of the bound, log Z minus it, against evaluations, a panel for each target."""
+    """Draw log Z minus the bound against evaluations, a panel for each target."""
     names = list(dict.fromkeys(row["target"] for row in rows))
     kinds = list(itertools.product(DAMPINGS, (False, True)))
     with panels(path, 1, len(names), size=(2 + 3.6 * len(names), 3.6)) as (_, axes):
@@ -321,7 +287,7 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure what is not measured yet; print and write the table, and draw it."""
+    """Measure every sampler, print and write the results, and draw them."""
     options = parse(AnnealingOptions, {}, __doc__, argv)
     out = Path(options.out)
     rows: list[dict[str, Any]] = []
@@ -333,12 +299,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         for row in measured:
             gaps = {"gap": row["bound"] - log_z, "estimate_gap": row["log_z_estimate"] - log_z}
             rows.append({**row, "log_z": log_z, "log_z_reference_error": error, **gaps})
-    text = markdown([table_row(row) for row in rows])
-    print(text)
-    write_whole(out / "annealing.md", (text + "\n").encode())
-    write_table(out / "annealing.csv", rows)
+            kind = f"{row['sampler']}, {row['evaluations']} evaluations, {'trained' if row['trained'] else 'untrained'}"
+            print(f"  {kind}: bound − log Z {rows[-1]['gap']:.2f} ± {row['bound_error']:.2f}")
+    write_study(out, "annealing", rows, task="annealing")
     draw(rows, out / "annealing.png")
-    print("written: " + ", ".join(str(out / f"annealing.{end}") for end in ("md", "csv", "png")))
+    print(f"written: {out / 'annealing.csv'}, {out / 'annealing.png'}")
 
 
 if __name__ == "__main__":

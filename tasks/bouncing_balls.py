@@ -2,26 +2,26 @@
 
 Section 3.1 of the supplement of Martens and Sutskever, Learning Recurrent Neural Networks with Hessian-Free
 Optimization (2011): videos of 30 frames of 18 x 18 pixels, real numbers in [0, 1]. A recurrent layer with a linear
-readout predicts frame t + 1 after frame t, so 29 frames of a video are predicted. The loss of a video is the sum over
-these frames and their pixels q of the Kullback-Leibler divergence from the prediction p, q log(q / p) + (1 - q)
-log((1 - q) / (1 - p)). What is trained on is the cross-entropy, which differs from it by the entropy of q, a constant.
-Reported are the divergence a video, "kl", and the squared error a frame, the sum over its pixels, "squared_error".
+readout predicts frame t + 1 after frame t, 29 frames of a video. The loss of a video is the sum over these frames and
+their pixels q of the Kullback-Leibler divergence from the prediction p, q log(q / p) + (1 - q) log((1 - q) / (1 - p)).
+Training minimises the cross-entropy, which differs from it by a constant, the entropy of q. Reported are the divergence
+per video, "kl", and the squared error per frame, the sum over its pixels, "squared_error".
 
-The supplement does not give the balls' size and speed: here radius 0.12 and root mean square speed 0.05 a frame in a
-box of side 1, without gravity, see tasks/data/bouncing_balls.py. Its figures are of other videos. Trivial baselines are
-the mean frame, and the last frame repeated, whose divergence is infinite, because it has pixels of 0 and 1 too.
+The supplement does not give the size and the speed of the balls. Here the radius is 0.12 and the root mean square speed
+0.05 per frame, in a box of side 1 without gravity, see tasks/data/bouncing_balls.py. So the supplement's numbers are of
+other videos. The trivial baselines are the mean frame, and repeating the last frame, whose divergence is infinite.
 
-Every video is new: an epoch is --iterations batches. By --optimizer hf a batch has 500 videos, of which 100 show the
-curvature, else 50. The supplement's 40,000 and 4,000, and 10^8 videos in all, are the preset "supplement"; lambda 1 at
-first and mu 1 are its too. The test videos are the same for all runs. A rule's values are those of MNIST in table 7 of
-the MomentumRNN paper, not tuned. In the end a video is drawn beside its predictions: from the true frames, and running
-free, from the first 10 frames and then its own predictions.
+Every video is new, and an epoch is --iterations batches. With --optimizer hf a batch has 500 videos, 100 of them for
+the curvature; otherwise it has 50. The supplement's 40,000 and 4,000, and 10^8 videos in total, are the preset
+"supplement"; initial lambda 1 and mu 1 are also the supplement's. The test videos are the same for all runs. The rule
+has the numbers of MNIST in table 7 of the MomentumRNN paper, which are not tuned. In the end a video is drawn with two
+predictions: from the true frames, and free running, from the first 10 frames and then from its own predictions.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, cast
+from typing import ClassVar
 
 import torch
 from matplotlib.figure import Figure, SubFigure
@@ -30,22 +30,22 @@ from torch import Tensor, nn
 from tasks.common.config import option
 from tasks.common.figures import figure_at
 from tasks.common.run import Run, command
-from tasks.common.train import Objective, Outputs, Samples, evaluate, fresh_data
+from tasks.common.train import Batches, Objective, Samples, Trainer, evaluate, fresh_data
 from tasks.data.bouncing_balls import SIDE, videos
-from tasks.models.next_step import NextStep, NextStepConfig
-from tasks.models.recurrent import RuleOptions
+from tasks.models.next_step import NextStepConfig
+from tasks.models.recurrent import LayerWithReadout, RuleOptions
 
 PIXELS = SIDE * SIDE
 TABLE = {"momentum": RuleOptions(momentum=0.6, step_size=0.6)}
 EVAL_BATCH_SIZE = 250
-GIVEN = 10  # frames that free running begins with
+GIVEN = 10  # true frames at the start of free running
 SHOWN = 12  # frames of the picture
 GAP = 2  # pixels between two of them
 
 
 @dataclasses.dataclass(frozen=True)
 class BouncingBallsConfig(NextStepConfig):
-    """Options of bouncing balls; an epoch is some fresh batches."""
+    """Options of bouncing balls."""
 
     settings: ClassVar = {
         "hf": {"batch_size": 500, "curvature_size": 100, "iterations": 1},
@@ -54,12 +54,12 @@ class BouncingBallsConfig(NextStepConfig):
     positive = "test_size"
 
     epochs: int = option(30, "epochs, each of --iterations batches", may_change=True)
-    iterations: int = option(0, "batches in an epoch; 0: 1 of hf, 100 of others")
-    lr: float = option(1e-2, "learning rate, but of hf")
+    iterations: int = option(0, "batches in an epoch; 0: 1 for hf, 100 for others")
+    lr: float = option(1e-2, "learning rate, not for hf")
     hidden: int = option(100, "size of h")
     length: int = option(30, "frames of a video", least=GIVEN + 1)
     test_size: int = option(1000, "test videos")
-    damping: float = option(1.0, "hf: lambda at first")
+    damping: float = option(1.0, "hf: initial lambda")
     structural_damping: float = option(1.0, "hf: mu, the factor of lambda on hidden states; 0: none")
 
 
@@ -70,20 +70,17 @@ PRESETS = {"supplement": "--optimizer hf --batch-size 40000 --curvature-size 400
 
 
 class Divergence(Objective):
-    """The cross-entropy of a batch's frames after the first, a video; its divergence and squared error."""
+    """The cross-entropy of the frames after the first, per video; also the divergence and the squared error."""
 
     loss = "bce"
 
-    def outputs(self, model: nn.Module, batch: Samples, *, with_hidden: bool = False) -> Outputs:
-        """Return logits of the frames after the first, these frames, and what structural damping acts on."""
+    def parts(self, batch: Samples) -> tuple[Samples, Tensor, None]:
+        """Return the frames except the last one, and the frames after each."""
         (x,) = batch
-        if not with_hidden:
-            return model(x[:, :-1]), x[:, 1:]
-        logits, hidden = cast(NextStep, model).with_hidden(x[:, :-1])
-        return logits, x[:, 1:], hidden
+        return (x[:, :-1],), x[:, 1:], None
 
     def means(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
-        """Return the divergence a video, and the squared error a frame."""
+        """Return the divergence per video, and the squared error per frame."""
         return {
             "kl": divergence(outputs, targets).mean().item(),
             "squared_error": (outputs.sigmoid() - targets).square().sum(2).mean().item(),
@@ -91,14 +88,14 @@ class Divergence(Objective):
 
 
 def divergence(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the Kullback-Leibler divergence of each video, (batch,), from logits (batch, frames, pixels) of pixels."""
+    """Return the Kullback-Leibler divergence of each video, (batch,), for logits (batch, frames, pixels)."""
     entropy = -torch.xlogy(targets, targets) - torch.xlogy(1 - targets, 1 - targets)
     crossed = nn.functional.binary_cross_entropy_with_logits(logits, targets, reduction="none")
     return (crossed - entropy).sum((1, 2))
 
 
 def trivial_errors(test: Tensor) -> dict[str, float]:
-    """Return what can be said of the test videos (N, frames, pixels) without a model."""
+    """Return the errors of the trivial baselines on the test videos (N, frames, pixels)."""
     true = test[:, 1:]
     mean = true.mean((0, 1)).expand_as(true)
     return {
@@ -113,27 +110,27 @@ def trivial_errors(test: Tensor) -> dict[str, float]:
 
 @torch.no_grad()
 def free_running(model: nn.Module, video: Tensor, given: int = GIVEN) -> Tensor:
-    """Return the frames after the first, predicted from true frames at first, and then from the model's own.
+    """Return predictions of the frames after the first, from some true frames and then the model's own predictions.
 
     Arguments:
-        model: of logits.
+        model: returns logits.
         video: true frames (frames, pixels).
-        given: how many of them the model sees.
+        given: the number of true frames.
     """
-    seen = video[None, :given]
-    while seen.shape[1] < len(video):
-        seen = torch.cat([seen, model(seen)[:, -1:].sigmoid()], dim=1)
-    return model(seen[:, :-1])[0].sigmoid()
+    inputs = video[None, :given]
+    while inputs.shape[1] < len(video):
+        inputs = torch.cat([inputs, model(inputs)[:, -1:].sigmoid()], dim=1)
+    return model(inputs[:, :-1])[0].sigmoid()
 
 
 @torch.no_grad()
 def draw_video(model: nn.Module, video: Tensor, figure: Figure | SubFigure) -> None:
-    """Draw some frames of a video (frames, pixels), true, predicted and running free, in three rows."""
+    """Draw frames of a video (frames, pixels) in three rows: true, predicted and free running."""
     from matplotlib.patches import Rectangle
 
     model.eval()
     predicted = model(video[None, :-1])[0].sigmoid()
-    rows = {"true": video[1:], "predicted from\ntrue frames": predicted, "running free": free_running(model, video)}
+    rows = {"true": video[1:], "predicted from\ntrue frames": predicted, "free running": free_running(model, video)}
     chosen = torch.linspace(0, len(video) - 2, min(SHOWN, len(video) - 1)).round().long()
     centres = [(SIDE + GAP) * column + SIDE / 2 - 0.5 for column in range(len(chosen))]
     for ax, (name, frames) in zip(figure.subplots(len(rows), 1), rows.items(), strict=True):
@@ -145,37 +142,29 @@ def draw_video(model: nn.Module, video: Tensor, figure: Figure | SubFigure) -> N
         ax.spines[:].set_visible(False)
         ax.set_ylabel(name, rotation=0, ha="right", va="center")
         for centre, index in zip(centres, chosen.tolist(), strict=True):
-            made_itself = name == "running free" and index + 1 > GIVEN  # of its inputs
+            made_itself = name == "free running" and index + 1 > GIVEN
             corner = (centre - SIDE / 2, -0.5)
             ax.add_patch(Rectangle(corner, SIDE, SIDE, fill=False, edgecolor="C3" if made_itself else "0.7", lw=0.8))
-
-
-def write_picture(model: nn.Module, video: Tensor, name: str, run: Run) -> None:
-    """Write ``frames.png``."""
-    title = f"{name}: frames of a test video; red: the model saw predictions of its own"
-    with figure_at(run.folder / "frames.png", (11, 3.4), title) as figure:
-        draw_video(model, video, figure)
-
-
-# The run
 
 
 def train(config: BouncingBallsConfig) -> None:
     """Train one model with one seed."""
     config = config.filled()
     run = Run("bouncing_balls", config, f"{config.preset}-{config.name}")
-    model = NextStep(config, PIXELS, TABLE)
-    fresh, (test,) = fresh_data(config, lambda count, generator: (videos(count, config.length, generator),))
-    simple = trivial_errors(test)
+    model = LayerWithReadout(config.make_layer(PIXELS, TABLE, batch_first=True), config.hidden, PIXELS)
+    fresh, test = fresh_data(config, lambda count, generator: (videos(count, config.length, generator),))
+    simple = trivial_errors(test[0])
     run.announce(model, config.title, ", ".join(f"{name} {value:.4g}" for name, value in simple.items()))
     objective = Divergence(config.curvature_size)
-    trainer = config.make_trainer(run, model, fresh, objective)
-    held_out = (test.to(run.workers.device),)
-    trainer.fit(lambda: evaluate(run, model, held_out, objective, "test", EVAL_BATCH_SIZE), stop=config.is_over)
+    trainer = Trainer(run, model, Batches(run, fresh), objective, config.optimizer_of(objective.loss))
+    trainer.fit(lambda: evaluate(run, model, test, objective, "test", EVAL_BATCH_SIZE), stop=config.is_over)
     if run.workers.rank == 0 and not run.is_finished:
-        write_picture(model, held_out[0][0], config.title, run)
-    videos_seen = len(run.rows) * fresh.samples
-    run.finish(model, **simple, videos=videos_seen, rule=dataclasses.asdict(config.rule_options(TABLE)))
+        title = f"{config.title}: frames of a test video; red: from the model's own predictions"
+        with figure_at(run.folder / "frames.png", (11, 3.4), title) as figure:
+            draw_video(model, test[0][0].to(run.workers.device), figure)
+    run.finish(
+        model, **simple, videos=len(run.rows) * fresh.samples, rule=dataclasses.asdict(config.rule_options(TABLE))
+    )
 
 
 main = command(BouncingBallsConfig, PRESETS, __doc__, train)

@@ -1,27 +1,24 @@
 """Classification of irregular series: five ODE-RNNs beside recurrent networks, a neural CDE, boosting and MiniRocket.
 
---dataset clinic is made up: patients with six features of which most values are missing, static features, and one in
-five who gets worse, told by growing swings, a rise, how often was measured, and the age. The others are sets of the UEA
-and UCR archive that packages ship, see tasks/data/labelled_series.py. --table and --labels take any set in long form: a
-CSV file with columns id, time, variable, value, or id, time and the features; and one with id, label and static
-features.
+--dataset clinic is simulated: patients with six features, most of whose values are missing, and static features. One in
+five gets worse. The others are sets of the UEA and UCR archive that packages ship, see tasks/data/labelled_series.py.
+For your own data use ``hbnode.estimators.SeriesClassifier``.
 
-One protocol for all: a split by the seed, 60/20/20, stratified, of all series of a set, so that figures are not those
-of the archive's own split; --drop of the values dropped at random; at most --samples stamps of each series, drawn at
-random; about --parameters parameters in each network; the weights of the best validation epoch. Boosting and the
+All models have the same protocol: a stratified split of all series, 60/20/20, by the seed, so that results differ from
+those of the archive's own split; --drop of the values dropped at random; at most --samples times of each series, chosen
+at random; about --parameters parameters in each network; the weights of the best validation epoch. Boosting and the
 logistic regressions (on summaries, on MiniRocket's features, on the last values) choose from four settings by
-validation; "constant" is the classes' shares of the training series. Seconds are those of training steps, of them all.
-The unit of time is fitted, unless --time-unit gives one.
+validation. "constant" is the frequencies of the classes. Seconds are those of all training steps. The unit of time is
+fitted, unless --time-unit gives one.
 
-predictions.csv has the test probabilities; tasks.studies.classification_table makes a table of finished runs, with
-bootstrap intervals of the differences.
+predictions.csv has the test probabilities. tasks.results collects the differences between models from it, with
+bootstrap intervals.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,7 +28,7 @@ from torch import Tensor, nn
 from hbnode.data import Series
 from hbnode.nn.sequences import fitted_unit
 from tasks.common.config import MODELS, SCHEDULES, option
-from tasks.common.files import exit_on, write_table
+from tasks.common.files import write_table
 from tasks.common.run import Run, command
 from tasks.common.train import Samples, accuracy, clock, fit
 from tasks.data.labelled_series import DATASETS, read_labelled_series, thinned
@@ -50,24 +47,16 @@ class ClassificationConfig(IrregularSeriesConfig):
     lr: float = option(5e-3, "Adam's learning rate")
     schedule: str = option("cosine", "learning rate, as for the other tasks", SCHEDULES)
     clip: float = option(1.0, "largest norm of the gradient; 0 does not clip")
-    time_unit: float = option(0.0, "unit of time, in that of the data; 0 fits it, ten median gaps")
-    dataset: str = option("clinic", "the set, unless --table gives one", DATASETS)
-    table: str = option("", "CSV file of series in long form, see above")
-    labels: str = option("", "CSV file of their labels, see above")
-    drop: float = option(0.0, "share of the values that is dropped at random", below=1)
-    samples: int = option(100, "stamps of a series that are kept at most, at random; 0 keeps all")
-    parameters: int = option(5000, "parameters of a network, about")
+    time_unit: float = option(0.0, "unit of time, in that of the data; 0: ten median gaps")
+    dataset: str = option("clinic", "the set of series", DATASETS)
+    drop: float = option(0.0, "share of the values to drop at random", below=1)
+    samples: int = option(100, "largest number of times of a series, chosen at random; 0: all")
+    parameters: int = option(5000, "approximate number of parameters of a network")
     pool: str = option("last", "features that a network's head reads", ("last", "last and mean"))
-    dropout: float = option(0.0, "share of a network's inputs and features that is dropped in training", below=1)
-
-    def check(self) -> None:
-        """Refuse options that no run can have."""
-        super().check()
-        if bool(self.table) != bool(self.labels):
-            raise ValueError("--table and --labels go together")
+    dropout: float = option(0.0, "dropout of a network's inputs and features", below=1)
 
     def try_out(self, model: str) -> None:
-        """Solve a small ODE-RNN with these options, or see that what another model needs is installed."""
+        """Solve a small ODE-RNN with these options, or check that the package of another model is installed."""
         if model in MODELS or model in BASELINES:
             super().try_out(model)
         if model == "minirocket" and importlib.util.find_spec("aeon") is None:
@@ -75,8 +64,11 @@ class ClassificationConfig(IrregularSeriesConfig):
 
 
 def load(config: ClassificationConfig) -> tuple[dict[str, Samples], list[str]]:
-    """Training, validation and test data: x, t, mask, lengths, static features and class; and the classes' names."""
-    series, labels, names = read_labelled_series(config.dataset, config.table, config.labels)
+    """Return training, validation and test data and the classes' names.
+
+    The data are x, t, mask, lengths, static features and class.
+    """
+    series, labels, names = read_labelled_series(config.dataset)
     series = thinned(series, config.drop, config.samples, config.seed)
     parts = split(labels, config.seed)
     return {
@@ -85,16 +77,12 @@ def load(config: ClassificationConfig) -> tuple[dict[str, Samples], list[str]]:
 
 
 def split(labels: Tensor, seed: int) -> dict[str, Tensor]:
-    """Return places of 60, 20 and 20 % of the series of each class."""
+    """Return the indices of 60, 20 and 20 % of the series of each class."""
     generator = torch.Generator().manual_seed(seed)
     parts: dict[str, list[Tensor]] = {"train": [], "validation": [], "test": []}
-    if len(labels.unique()) < 2:
-        raise ValueError("all series are of one class; expected two or more. Fix: another column as label.")
     for label in labels.unique():
         places = (labels == label).nonzero()[:, 0]
         places = places[torch.randperm(len(places), generator=generator)]
-        if len(places) < 3:
-            raise ValueError(f"class {int(label)} has {len(places)} series; expected 3 or more. Fix: leave it out.")
         held = max(1, round(0.2 * len(places)))
         cut = places.split([len(places) - 2 * held, held, held])
         for name, part in zip(parts, cut, strict=True):
@@ -103,7 +91,7 @@ def split(labels: Tensor, seed: int) -> dict[str, Tensor]:
 
 
 def as_samples(series: Series, labels: Tensor, total: int) -> Samples:
-    """Return tensors of equal length, padded alike in all parts."""
+    """Return tensors padded to a given length."""
     static = series.x.new_zeros(len(series), 0) if series.static is None else series.static
     missing = (0, 0, 0, total - series.x.shape[1])
     x = nn.functional.pad(series.x, missing, value=torch.nan)
@@ -113,7 +101,7 @@ def as_samples(series: Series, labels: Tensor, total: int) -> Samples:
 
 
 def cross_entropy(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, float]]:
-    """Return mean negative log-likelihood, and the accuracy."""
+    """Return the mean negative log-likelihood, and the accuracy."""
     *inputs, labels = batch
     longest = int(inputs[3].max())
     x, t, mask = (part[:, :longest] for part in inputs[:3])
@@ -122,7 +110,7 @@ def cross_entropy(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, f
 
 
 def probabilities(model: nn.Module, data: Samples) -> np.ndarray:
-    """Of each class, (series, classes)."""
+    """Return the probability of each class, (series, classes)."""
     model.eval()
     with torch.no_grad():
         parts = [
@@ -132,7 +120,7 @@ def probabilities(model: nn.Module, data: Samples) -> np.ndarray:
 
 
 def scores(predicted: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-    """Accuracy, mean negative log-likelihood, and AUROC of two classes."""
+    """Return accuracy, mean negative log-likelihood, and for two classes the AUROC."""
     from sklearn.metrics import log_loss, roc_auc_score
 
     classes = range(predicted.shape[1])
@@ -144,7 +132,7 @@ def scores(predicted: np.ndarray, labels: np.ndarray) -> dict[str, float]:
 
 
 def train_shallow(run: Run, config: ClassificationConfig, data: dict[str, Samples]) -> np.ndarray:
-    """Fit a model that is no network; its test probabilities. One row of metrics, after which all is done."""
+    """Fit a model that is no network, write its single row of metrics, and return its test probabilities."""
     run.begin(config.epochs if run.load_checkpoint() else 0)
     begun = clock(run.workers.device)
     predict = fit_shallow(config.model, data["train"], data["validation"], config.seed)
@@ -162,18 +150,14 @@ def train_shallow(run: Run, config: ClassificationConfig, data: dict[str, Sample
 
 def train(config: ClassificationConfig) -> None:
     """Train one model with one seed."""
-    with exit_on(FileNotFoundError, ValueError, TypeError, KeyError):
-        data, names = load(config)
-    source = config.table or config.dataset
-    named = Path(config.table).stem or config.dataset
-    kind = f"{config.preset}-{named}" + ("-mean" if config.pool != "last" else "")
+    data, names = load(config)
+    kind = f"{config.preset}-{config.dataset}" + ("-mean" if config.pool != "last" else "")
     kind += f"-dropout{config.dropout:g}" if config.dropout else ""
-    label = f"{kind}-drop{config.drop:g}-{config.model}-seed{config.seed}"
-    run = Run("classification", config, label)
+    run = Run("classification", config, f"{kind}-drop{config.drop:g}-{config.model}-seed{config.seed}")
     x, t, mask, lengths, static, _ = data["train"]
     missing = 1 - float(mask.sum()) / (float(lengths.sum()) * x.shape[2])
     parts = "/".join(str(len(part[0])) for part in data.values())
-    about = f"{source}: {parts} series, {x.shape[2]} features, {missing:.0%} missing, {len(names)} classes"
+    about = f"{config.dataset}: {parts} series, {x.shape[2]} features, {missing:.0%} missing, {len(names)} classes"
     extra: dict[str, Any] = {}
     model: nn.Module = nn.Module()
     if config.model in SHALLOW:
@@ -181,16 +165,14 @@ def train(config: ClassificationConfig) -> None:
         predicted = train_shallow(run, config, data)
     else:
         unit = config.time_unit or fitted_unit(t, mask, lengths)
-        with exit_on(ValueError):
-            samples, options = (x, t, mask, lengths, static), config.rnn_options()
-            sizes = len(names), unit, config.parameters
-            model = make_classifier(config.model, samples, *sizes, options, config.pool, config.dropout)
+        sizes, options = (len(names), unit, config.parameters), config.rnn_options()
+        samples = x, t, mask, lengths, static
+        model = make_classifier(config.model, samples, *sizes, options, config.pool, config.dropout)
         run.announce(model, TITLES[config.model], about, f"unit of time {unit:.4g}")
         extra = fit(
             run, model, data["train"], data["validation"], cross_entropy, held_out="validation", best="validation_loss"
         ) | {"time_unit": unit}
-        test = tuple(part.to(run.workers.device) for part in data["test"])
-        predicted = probabilities(model, test)
+        predicted = probabilities(model, run.workers.to_device(data["test"]))
     labels = data["test"][-1].numpy()
     if not run.is_finished and run.workers.rank == 0:
         rows = [
@@ -199,7 +181,7 @@ def train(config: ClassificationConfig) -> None:
         ]
         write_table(run.folder / "predictions.csv", rows)
     seconds = sum(row["seconds"] for row in run.rows)
-    run.finish(model, **scores(predicted, labels), **extra, training_seconds=seconds, data=source)
+    run.finish(model, **scores(predicted, labels), **extra, training_seconds=seconds, data=config.dataset)
 
 
 main = command(ClassificationConfig, {}, __doc__, train)

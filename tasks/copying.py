@@ -1,15 +1,15 @@
 """Copying: recalling ten characters after a long pause.
 
-Appendix A.4 of Nguyen et al., MomentumRNN (2020), figures 4 and 10: ten of eight characters, L blanks, a start symbol
-and nine more blanks go in, one-hot; L + 10 blanks and the ten characters are to come out. The loss is the mean
-cross-entropy over all L + 20 outputs. A network without memory can say blanks and then guess: 10 ln 8 / (L + 20), the
-trivial loss, printed and drawn with every run. It is 0.0103 for 2K, where the paper's LSTM ends at 0.010 and its
-MomentumLSTM at 0.009; only what is well below it has learned to remember.
+Appendix A.4 of Nguyen et al., MomentumRNN (2020), figures 4 and 10. The inputs are ten of eight characters, L blanks, a
+start symbol and nine more blanks, one-hot. The targets are L + 10 blanks and the ten characters. The loss is the mean
+cross-entropy over all L + 20 outputs. Without memory a network can predict the blanks and guess the characters, with
+the loss 10 ln 8 / (L + 20), the trivial loss, which is printed and drawn with every run. It is 0.0103 for 2K. The
+paper's LSTM ends there at 0.010 and its MomentumLSTM at 0.009; only a clearly lower loss shows memory.
 
 The presets "1k" and "2k" have the sizes of table 6, RMSprop with alpha 0.9, and the rules of tables 7 to 10, of 1K
-below L = 2000. For NAG and adaptive momentum, which the tables do not have, the step size is that of momentum. Every
-batch is new; an "epoch" is --iterations of them, and the paper's 7000 are taken as batches, as in the code that it
-follows. The test set is the same for all runs. By default, network, batch and L are small enough for two cores.
+below L = 2000. NAG and adaptive momentum are not in the tables; their step size is that of momentum. Every batch is
+new, and an epoch is --iterations batches. The paper's 7000 are taken as batches, as in the code that it follows. The
+test set is the same for all runs. The default network, batch and L are small enough for two cores.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from tasks.common.config import option
 from tasks.common.run import Run, command
 from tasks.common.train import Samples, accuracy, fit, fresh_data
-from tasks.models.recurrent import OSCILLATORS, VARIANTS, RecurrentConfig, RuleOptions, title
+from tasks.models.recurrent import OSCILLATORS, VARIANTS, LayerWithReadout, RecurrentConfig, RuleOptions, title
 
 CHARACTERS = 8
 RECALLED = 10
@@ -44,7 +44,7 @@ TABLES = {
 
 @dataclasses.dataclass(frozen=True)
 class CopyingConfig(RecurrentConfig):
-    """Options of copying; an epoch is some fresh batches."""
+    """Options of copying."""
 
     models = (*VARIANTS, OSCILLATORS)
     positive = "iterations test_size"
@@ -62,29 +62,26 @@ class CopyingConfig(RecurrentConfig):
         return self.length + RECALLED
 
     def table(self) -> Mapping[str, RuleOptions]:
-        """The rules of the length."""
+        """Return the rules for the length."""
         return TABLES["2k" if self.length >= 2000 else "1k"]
 
     @property
     def trivial_loss(self) -> float:
-        """Of blanks and then a guess, which needs no memory."""
+        """The loss of blanks and guesses, without memory."""
         return RECALLED * math.log(CHARACTERS) / (self.length + 2 * RECALLED)
 
 
-_PAPER = {"hidden": 190, "lr": 2e-4, "batch_size": 128, "epochs": 70}
-PRESETS = {
-    "1k": "--length 1000 --hidden 190 --lr 0.0002 --batch-size 128 --epochs 70",
-    "2k": "--length 2000 --hidden 190 --lr 0.0002 --batch-size 128 --epochs 70",
-}
+_PAPER = "--hidden 190 --lr 0.0002 --batch-size 128 --epochs 70"
+PRESETS = {"1k": f"--length 1000 {_PAPER}", "2k": f"--length 2000 {_PAPER}"}
 
 
 def characters(count: int, generator: torch.Generator) -> Samples:
-    """Characters to remember, of one sequence each row, (count, 10)."""
+    """Draw characters to remember (count, 10)."""
     return (torch.randint(CHARACTERS, (count, RECALLED), generator=generator),)
 
 
 def sequences(remembered: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """What goes in and what is to come out, as numbers of symbols, (batch, length + 20) both.
+    """Return inputs and targets as numbers of symbols, (batch, length + 20) each.
 
     Arguments:
         remembered: characters (batch, 10).
@@ -96,43 +93,28 @@ def sequences(remembered: Tensor, length: int) -> tuple[Tensor, Tensor]:
     return x, torch.cat([blanks, remembered], dim=1)
 
 
-class Copier(nn.Module):
-    """A recurrent layer on one-hot symbols, and a linear readout of each h."""
-
-    def __init__(self, config: CopyingConfig) -> None:
-        super().__init__()
-        self.layer = config.make_layer(START + 1, config.table(), batch_first=True)
-        self.head = nn.Linear(config.hidden, BLANK + 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Scores (batch, T, 9) of the characters and the blank, from symbols (batch, T)."""
-        output, _ = self.layer(nn.functional.one_hot(x, START + 1).to(self.head.weight.dtype))
-        return self.head(output)
-
-
 def cross_entropy(model: nn.Module, batch: Samples, length: int) -> tuple[Tensor, dict[str, float]]:
-    """Mean cross-entropy of all outputs, and the share of the characters that is recalled."""
+    """Return the mean cross-entropy of all outputs, and the share of the characters that is recalled."""
     (remembered,) = batch
     x, target = sequences(remembered, length)
-    scores = model(x)
+    scores = model(nn.functional.one_hot(x, START + 1).float())
     loss = nn.functional.cross_entropy(scores.flatten(0, 1), target.flatten())
     return loss, accuracy(scores[:, -RECALLED:], remembered)
-
-
-def rmsprop(model: nn.Module, lr: float) -> torch.optim.Optimizer:
-    """RMSprop with the paper's alpha."""
-    return torch.optim.RMSprop(model.parameters(), lr=lr, alpha=0.9)
 
 
 def train(config: CopyingConfig) -> None:
     """Train one model with one seed."""
     run = Run("copying", config, f"{config.preset}-{config.length}-{config.cell}-{config.model}-seed{config.seed}")
-    model = Copier(config)
+    layer = config.make_layer(START + 1, config.table(), batch_first=True)
+    model = LayerWithReadout(layer, config.hidden, BLANK + 1)
     run.announce(model, title(config.model, config.cell), f"trivial loss {config.trivial_loss:.4g}")
     fresh, test = fresh_data(config, characters)
     loss = functools.partial(cross_entropy, length=config.length)
-    optimizer = functools.partial(rmsprop, lr=config.lr)
-    fit(run, model, fresh, test, loss, optimizer=optimizer, eval_batch_size=config.batch_size)
+
+    def rmsprop(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.RMSprop(model.parameters(), lr=config.lr, alpha=0.9)
+
+    fit(run, model, fresh, test, loss, optimizer=rmsprop, eval_batch_size=config.batch_size)
     run.finish(model, trivial_loss=config.trivial_loss, rule=dataclasses.asdict(config.rule_options(config.table())))
 
 

@@ -1,49 +1,46 @@
-"""Densities in the plane by a heavy-ball flow, beside a continuous normalizing flow with the exact trace.
+"""Densities in the plane by a heavy-ball flow and by a continuous normalizing flow with the exact trace.
 
 Section 3.5 of Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture Design? (2022), leaves
 normalizing flows by HBNODEs open. On phase space they have an exact density without a trace
-(hbnode.distributions.HeavyBallFlow), but data have no momentum, so that their likelihood is a bound. The CNF (Chen et
-al., arXiv:1806.07366) is a NODE whose log-density is integrated along its path, with as many parameters. It has the
-better likelihood; a step of the heavy-ball flow costs less.
+(hbnode.distributions.HeavyBallFlow). But data have no momentum, so their likelihood is a bound. The CNF (Chen et al.,
+arXiv:1806.07366) is a NODE whose log-density is integrated along its path, with as many parameters. It has the better
+likelihood; a step of the heavy-ball flow costs less.
 
-Every batch is new; the test set is the same for all runs. The test loss is a negative log-likelihood in nats: exact
-for the CNF, for heavy-ball flows an upper bound from --eval-samples momenta for each point, in the summary from
---final-samples. With --dataset ring there are no data, but a known energy: the loss is the reverse Kullback-Leibler
-divergence, for heavy-ball flows that of h and m together, which is no smaller. It can settle on one of the two
-crescents, with a divergence of about log 2. density.png shows the density on a grid, by importance sampling over the
-momenta, beside samples of the model and data; tasks.plot draws these of several models below one another.
+Every batch is new; the test set is the same for all runs. The test loss is a negative log-likelihood in nats. It is
+exact for the CNF; for heavy-ball flows it is an upper bound from --eval-samples momenta per point, in the summary from
+--final-samples. --dataset ring has no data but a known energy. There the loss is the reverse Kullback-Leibler
+divergence, for heavy-ball flows that of h and m together, which is at least as large. Training can end in one of the
+two crescents, with a divergence of about log 2. density.png shows the density on a grid, by importance sampling over
+the momenta, samples of the model, and data.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import textwrap
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure, SubFigure
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 from typing_extensions import override
 
 from tasks.common.config import TaskConfig, option
 from tasks.common.figures import figure_at
-from tasks.common.files import write_tensors
 from tasks.common.run import Run, command, count_parameters
 from tasks.common.train import Samples, fit, fresh_data
 from tasks.data.planar import DATASETS, EXTENT, grid, log_normalizer, ring
 from tasks.models.densities import CNF, TITLES, Flow
 
 PICTURE = 100  # points of a side of the density's picture
-ROWS = 50_000  # points that are moved at once to estimate a density
-SPAN = 2.0  # length of time of a heavy-ball flow; that of a CNF is 1
+ROWS = 50_000  # points of a batch in the estimate of a density
+SPAN = 2.0  # time span of a heavy-ball flow; that of a CNF is 1
 
 
 @dataclasses.dataclass(frozen=True)
 class DensityConfig(TaskConfig):
-    """Options of density estimation; an epoch is some fresh batches."""
+    """Options of density estimation."""
 
     models = tuple(TITLES)
     positive = "iterations test_size hidden steps eval_samples final_samples"
@@ -54,8 +51,8 @@ class DensityConfig(TaskConfig):
     lr: float = option(5e-3, "Adam's learning rate")
     schedule: str = option("cosine", "learning rate: constant, falling to 0 as a cosine", ("constant", "cosine"))
     clip: float = option(10.0, "largest norm of the gradient; 0 does not clip")
-    dataset: str = option("pinwheel", "what is to be learned; ring is an energy", (*DATASETS, "ring"))
-    hidden: int = option(64, "units of the two hidden layers of f; a CNF has more, for equal parameters")
+    dataset: str = option("pinwheel", "the density to learn; ring is an energy", (*DATASETS, "ring"))
+    hidden: int = option(64, "units of the two hidden layers of f; a CNF has more, for an equal number of parameters")
     steps: int = option(16, "leapfrog steps of a heavy-ball flow")
     test_size: int = option(2000, "test points")
     eval_samples: int = option(20, "momenta for each test point after each epoch")
@@ -63,7 +60,7 @@ class DensityConfig(TaskConfig):
 
 
 class Objective(nn.Module):
-    """A model under the name that the wrappers of several processes call: its loss on a batch."""
+    """The loss of a model as a module, because DistributedDataParallel calls only ``forward``."""
 
     def __init__(self, model: Flow | CNF, energy: bool, eval_samples: int) -> None:
         super().__init__()
@@ -72,7 +69,7 @@ class Objective(nn.Module):
 
     @override
     def forward(self, x: Tensor) -> Tensor:
-        """Return negative log-likelihood of x, or the reverse divergence of as many samples."""
+        """Return the negative log-likelihood of x, or the reverse divergence of as many samples of the model."""
         if self.energy:
             drawn, log_prob = self.model.draw(len(x))
             return (log_prob + ring(drawn)).mean() + self.log_z
@@ -85,12 +82,12 @@ def loss_of(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, float]]
 
 
 def make_flow(config: DensityConfig, generalized: bool = False) -> Flow:
-    """Return a heavy-ball flow of the options."""
+    """Return the heavy-ball flow of these options."""
     return Flow(config.hidden, t_span=(0.0, SPAN), generalized=generalized, steps=config.steps)
 
 
 def make_model(config: DensityConfig) -> Flow | CNF:
-    """Return the model; a CNF as wide as gives it the parameters of a heavy-ball flow."""
+    """Return the model. The width of a CNF gives it the number of parameters of a heavy-ball flow."""
     if config.model != "cnf":
         return make_flow(config, config.model == "generalized")
     with torch.random.fork_rng(devices=[]):
@@ -101,13 +98,13 @@ def make_model(config: DensityConfig) -> Flow | CNF:
 
 @torch.no_grad()
 def log_density(model: Flow | CNF, x: Tensor, samples: int) -> Tensor:
-    """Return the log-density of many points, some at a time."""
+    """Return the log-density of many points, in batches."""
     return torch.cat([model.log_prob(part, samples) for part in x.split(max(1, ROWS // samples))])
 
 
 @torch.no_grad()
 def effective_sample_size(model: Flow | CNF, n: int) -> dict[str, float]:
-    """Return what importance sampling of the ring by n samples gives: the share of effective samples, and log Z."""
+    """Return the share of effective samples and log Z of the ring, by importance sampling with n samples."""
     x, log_prob = model.draw(n)
     weight = -ring(x) - log_prob
     share = (2 * weight.logsumexp(0) - (2 * weight).logsumexp(0)).exp() / n
@@ -115,39 +112,29 @@ def effective_sample_size(model: Flow | CNF, n: int) -> dict[str, float]:
 
 
 def picture_of(model: Flow | CNF, wanted: Tensor, samples: int) -> dict[str, Tensor]:
-    """Return what is drawn: the density on a grid, samples, and what is wanted: points, or a density on that grid."""
+    """Return the density on a grid, samples, and the target: points, or a density on the grid."""
     density = log_density(model, grid(PICTURE).to(wanted.device), samples).exp()
     with torch.no_grad():
         drawn = model.draw(2000)[0]
     return {"density": density.view(PICTURE, PICTURE).cpu(), "samples": drawn.cpu(), "wanted": wanted.cpu()}
 
 
-def draw_densities(figure: Figure | SubFigure, rows: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Draw a row for each model: its density, its samples, and the data or the density of the energy."""
-    axes = figure.subplots(len(rows), 3, squeeze=False)
+def draw_density(figure: Figure, parts: Mapping[str, Tensor], name: str) -> None:
+    """Draw the density of a model, its samples, and the data or the density of the energy."""
+    axes = figure.subplots(1, 3)
     image: dict[str, Any] = {"extent": (-EXTENT, EXTENT) * 2, "origin": "lower", "cmap": "viridis"}
-    for line, (name, parts) in zip(axes, rows.items(), strict=True):
-        for ax, part, color in zip(line, ("density", "samples", "wanted"), ("", "C0", "C3"), strict=True):
-            if parts[part].shape == (PICTURE, PICTURE):
-                brightest = parts[part].flatten().quantile(0.999)  # an estimate by few samples has outliers
-                ax.imshow(parts[part].numpy(), vmin=0, vmax=brightest.item(), **image)
-            else:
-                ax.scatter(*parts[part].T.numpy(), s=1, linewidths=0, color=color)
-            ticks = (-4, 0, 4)
-            ax.set(xlim=(-EXTENT, EXTENT), ylim=(-EXTENT, EXTENT), aspect="equal", xticks=ticks, yticks=ticks)
-        lines = [part for whole in name.split("\n") for part in textwrap.wrap(whole, 26)]
-        line[0].set_ylabel("\n".join(lines), fontsize="small")
-    wanted = next(iter(rows.values()))["wanted"]
-    is_energy = wanted.shape == (PICTURE, PICTURE)
-    for ax, name in zip(axes[0], ("density", "samples", "density wanted" if is_energy else "data"), strict=True):
-        ax.set_title(name, fontsize="medium")
-
-
-def write_picture(picture: dict[str, Tensor], name: str, title: str, folder: Path) -> None:
-    """Write ``density.pt``, which tasks.plot draws beside those of other models, and ``density.png``."""
-    write_tensors(folder / "density.pt", picture)
-    with figure_at(folder / "density.png", (7.5, 3), title) as figure:
-        draw_densities(figure, {name: picture})
+    is_energy = parts["wanted"].shape == (PICTURE, PICTURE)
+    titles = {"density": "density", "samples": "samples", "wanted": "target density" if is_energy else "data"}
+    for ax, (part, title), color in zip(axes, titles.items(), ("", "C0", "C3"), strict=True):
+        if parts[part].shape == (PICTURE, PICTURE):
+            brightest = parts[part].flatten().quantile(0.999)  # an estimate from few samples has outliers
+            ax.imshow(parts[part].numpy(), vmin=0, vmax=brightest.item(), **image)
+        else:
+            ax.scatter(*parts[part].T.numpy(), s=1, linewidths=0, color=color)
+        ticks = (-4, 0, 4)
+        ax.set(xlim=(-EXTENT, EXTENT), ylim=(-EXTENT, EXTENT), aspect="equal", xticks=ticks, yticks=ticks)
+        ax.set_title(title, fontsize="medium")
+    axes[0].set_ylabel(name, fontsize="small")
 
 
 def train(config: DensityConfig) -> None:
@@ -175,7 +162,8 @@ def train(config: DensityConfig) -> None:
         bound = "" if config.model == "cnf" else " at most"
         title = f"{TITLES[config.model]}: {name}{bound} {value:.3f} nats"
         wanted = (-ring(grid(PICTURE)) - objective.log_z).exp().view(PICTURE, PICTURE) if energy else x
-        write_picture(picture_of(model, wanted, 100), TITLES[config.model], title, run.folder)
+        with figure_at(run.folder / "density.png", (7.5, 3), title) as figure:
+            draw_density(figure, picture_of(model, wanted, 100), TITLES[config.model])
     run.finish(objective, **extra)
 
 

@@ -3,19 +3,18 @@
 Section 3.4.2 of Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture Design? (2022), figures 6, 10
 and 11: a convolutional f with the time as an extra channel, a learned initial state, and a linear head on h(1).
 
-The presets "paper-mnist" and "paper-cifar10" solve as the paper did, with torchdiffeq's dopri5 and its adjoint, under
-the adjoint's full error norm. The paper prints channels, parameter counts, batch size 64, learning rate 1e-3 and, for
-CIFAR-10, the tolerance 1e-5. The rest is the authors' code: hidden sizes, 40 epochs; for MNIST tolerance 1e-4 and
-gradients clipped at 10 (the paper speaks of clipping the adjoint state); for CIFAR-10 clipping at 1, 5 % off the
-learning rate after every 1,000 steps, and a constant xi = 1.5. (Their logs of CIFAR-10 are of batches of 256.) The
-presets depart from the code in MNIST's xi, which starts at ln 2 (there 2.13), and in the sign of f, which is the
-paper's.
+The presets "paper-mnist" and "paper-cifar10" use the paper's solver, torchdiffeq's dopri5 with its adjoint and the full
+error norm. The paper gives channels, parameter counts, batch size 64, learning rate 1e-3 and, for CIFAR-10, the
+tolerance 1e-5. The rest is from the authors' code: hidden sizes and 40 epochs; for MNIST tolerance 1e-4 and gradients
+clipped at 10 (the paper says that the adjoint state is clipped); for CIFAR-10 clipping at 1, a learning rate that
+decreases by 5 % every 1,000 steps, and a constant xi = 1.5. (Their logs of CIFAR-10 have batches of 256.) The presets
+differ from the code in MNIST's xi, which starts at ln 2 (there 2.13), and in the sign of f, which is the paper's.
 
-The paper trained models at each tolerance for figure 11; --curve solves one trained model at each, so that nothing but
-the tolerance differs, and measures the errors beside the evaluations.
+The paper trained models at each tolerance for figure 11. --curve solves one trained model at each tolerance instead, so
+that only the tolerance differs, and also measures errors.
 
-Regularisation is the obvious alternative to momentum: --regularize adds kinetic and Jacobian penalties (Finlay et al.
-2020) to the loss of NODE and ANODE.
+Regularisation is an alternative to momentum: --regularize adds kinetic and Jacobian penalties (Finlay et al. 2020) to
+the loss of NODE and ANODE.
 """
 
 from __future__ import annotations
@@ -29,16 +28,20 @@ from torch import Tensor, nn
 
 import hbnode
 from tasks.common.config import LATER, SECOND_ORDER, ODEConfig, make_field, option
-from tasks.common.files import exit_on, read_checkpoint, read_json, write_tensors, written_whole
+from tasks.common.files import read_json, read_tensors, write_tensors, written_whole
 from tasks.common.run import Run, command
 from tasks.common.train import EVAL_BATCH_SIZE, Samples, accuracy, fit
 from tasks.data.images import READ, SHAPE
 from tasks.models.regularization import Regularized
 
 # Channels of h and of f's hidden layers. MNIST and CIFAR-10: section 3.4.2, footnote 6 and Table 5, with the hidden
-# sizes of the authors' code. Digits: MNIST's channels, sizes that give the five models about equal parameter counts.
-FEW = {"node": 1, "anode": 6, "sonode": 5, "hbnode": 5, "ghbnode": 6}
-CHANNELS = {"digits": FEW, "mnist": FEW, "cifar10": {"node": 3, "anode": 13, "sonode": 12, "hbnode": 12, "ghbnode": 12}}
+# sizes of the authors' code. Digits: MNIST's channels, and hidden sizes with about equal parameter counts.
+GREY = {"node": 1, "anode": 6, "sonode": 5, "hbnode": 5, "ghbnode": 6}
+CHANNELS = {
+    "digits": GREY,
+    "mnist": GREY,
+    "cifar10": {"node": 3, "anode": 13, "sonode": 12, "hbnode": 12, "ghbnode": 12},
+}
 HIDDEN = {
     "digits": {"node": 38, "anode": 33, "sonode": 24, "hbnode": 24, "ghbnode": 23},
     "digits-small": {"node": 28, "anode": 21, "sonode": 16, "hbnode": 16, "ghbnode": 15},
@@ -46,7 +49,7 @@ HIDDEN = {
     "cifar10": {"node": 125, "anode": 64, "sonode": 50, "hbnode": 51, "ghbnode": 51},
 }
 TRAINING_IMAGES = {"digits": 1437, "mnist": 60_000, "cifar10": 50_000}
-CURVE_IMAGES = 16  # the reference solution keeps the graph of hundreds of evaluations in float64
+CURVE_IMAGES = 16  # few, because the reference solution stores the graph of hundreds of evaluations in float64
 for sizes in (*HIDDEN.values(), *CHANNELS.values()):
     sizes |= dict.fromkeys(LATER, sizes["hbnode"])
 XI: dict[str, dict[str, Any]] = {"digits": {}, "mnist": {}, "cifar10": {"xi": 1.5, "learn_xi": False}}
@@ -60,11 +63,11 @@ class ImageConfig(ODEConfig):
 
     dataset: str = option("digits", "which images", tuple(READ))
     small: bool = option(False, "a smaller f, for digits only")
-    subset: int = option(0, "train on the first N images only; 0 is all of them")
-    test_subset: int = option(0, "test on the first N images only; 0 is all of them")
+    subset: int = option(0, "train only on the first N images; 0: all")
+    test_subset: int = option(0, "test only on the first N images; 0: all")
     regularize: str = option("none", "penalties of node and anode", ("none", "kinetic", "jacobian", "both"))
     penalty: float = option(0.01, "weight of the penalties of --regularize")
-    bfloat16: bool = option(False, "let the networks run in bfloat16 (autocast); states stay float32")
+    bfloat16: bool = option(False, "networks in bfloat16 (autocast), states in float32")
     curve: bool = option(False, "measure evaluations and errors against tolerance (figure 11)", may_change=True)
 
     def __post_init__(self) -> None:
@@ -76,7 +79,7 @@ class ImageConfig(ODEConfig):
             raise ValueError("--curve varies the tolerance, which a fixed grid (--steps) does not have")
 
     def make_model(self) -> Classifier:
-        """Return the model that the options describe."""
+        """Return the model of these options."""
         return Classifier(
             self.model,
             self.dataset,
@@ -97,7 +100,7 @@ PRESETS = {
 
 
 class InitialState(nn.Module):
-    """The learned start of the models with momentum: x -> (h, m), h = [x, learned channels], m learned.
+    """The learned initial state of models with momentum: x -> (h, m), h = [x, learned channels], m learned.
 
     With ``moments`` it is (h, m, 1), for AdamNODE.
     """
@@ -144,13 +147,13 @@ class Classifier(nn.Module):
         penalized = Regularized(field) if is_regularized else field
         self.block = hbnode.ODEBlock(penalized, initial_state=start, **solver)
         self.head = nn.Linear(channels * size[0] * size[1], 10)
-        # f and its gradient take about two thirds of the time on a CPU
+        # reduces the time of f and its gradient on a CPU to about two thirds
         self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # missing in torch's signatures
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Return logits ``(batch, 10)`` of images ``(batch, channels, H, W)``.
 
-        In training, a regularised model also returns the kinetic and the Jacobian penalty, ``(batch, 2)``.
+        In training a regularised model also returns the kinetic and the Jacobian penalty, ``(batch, 2)``.
         """
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.uses_bfloat16):
             out = self.block(x).flatten(1)
@@ -161,7 +164,7 @@ class Classifier(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class CrossEntropy:
-    """Loss of a batch: mean cross-entropy, and the mean of the penalties that the configuration names."""
+    """The loss of a batch: mean cross-entropy, and the mean of the chosen penalties."""
 
     regularize: str = "none"
     penalty: float = 0.0
@@ -185,22 +188,18 @@ def load_run(folder: Path) -> tuple[ImageConfig, Classifier]:
     """Return the configuration and the trained model of a finished run."""
     config = ImageConfig.read(read_json(folder / "config.json"), out=str(folder))
     model = config.make_model()
-    if not (folder / "summary.json").exists():
-        raise SystemExit(f"{folder} is no finished run. Fix: train it first.")
-    checkpoint = read_checkpoint(folder / "checkpoint.pt", "image_classification", config.model)
-    model.load_state_dict(checkpoint["model"])
+    model.load_state_dict(read_tensors(folder / "checkpoint.pt")["model"])
     return config, model.eval()
 
 
 def load_data(config: ImageConfig) -> tuple[Samples, Samples]:
-    """Return training and test data, cut to the sizes wanted."""
-    with exit_on(FileNotFoundError, ValueError):
-        train, test = (READ[config.dataset](split) for split in ("train", "test"))
+    """Return training and test data of the sizes that the options give."""
+    train, test = (READ[config.dataset](split) for split in ("train", "test"))
     return tuple(x[: config.subset or None] for x in train), tuple(x[: config.test_subset or None] for x in test)
 
 
 def save_examples(run: Run, model: nn.Module, test: Samples, count: int = 60) -> None:
-    """Keep some test images with their predictions in ``examples.pt``, for the figure."""
+    """Store some test images with their predictions in ``examples.pt``, for the figure."""
     images, labels = test
     with torch.no_grad():
         predictions = model.eval()(images[:count].to(run.workers.device)).argmax(1).cpu()
@@ -209,14 +208,14 @@ def save_examples(run: Run, model: nn.Module, test: Samples, count: int = 60) ->
 
 
 def save_curve(run: Run, model: nn.Module, test: Samples, loss_scale: float) -> None:
-    """Evaluations, error and gradient error of the trained model against tolerance in ``tolerance.csv``."""
-    x, y = (part[:CURVE_IMAGES].to(run.workers.device) for part in test)
+    """Write evaluations, error and gradient error of the trained model by tolerance to ``tolerance.csv``."""
+    x, y = run.workers.to_device([part[:CURVE_IMAGES] for part in test])
     curve = hbnode.diagnostics.nfe_vs_tolerance(
         model,
         x,
         [10.0**-k for k in range(1, 6)],
         loss=lambda logits: loss_scale * nn.functional.cross_entropy(logits, y),
-        reference_tolerance=1e-6,  # f is full of kinks
+        reference_tolerance=1e-6,  # not smaller, because f has many kinks
     )
     with written_whole(run.folder / "tolerance.csv") as path:
         curve.to_csv(path)
@@ -233,7 +232,7 @@ def train(config: ImageConfig) -> None:
     curve = run.folder / "tolerance.csv"
     if run.workers.rank == 0 and not run.is_finished:
         save_examples(run, model, test)
-        curve.unlink(missing_ok=True)  # of the model before it was trained longer
+        curve.unlink(missing_ok=True)  # an earlier one was of fewer epochs
     if run.workers.rank == 0 and config.curve and not curve.exists():
         save_curve(run, model, test, config.loss_scale)
     run.finish(

@@ -1,29 +1,28 @@
-"""Language model: the next word of a text, with momentum LSTMs in the place of AWD-LSTM's.
+"""Language model: the next word of a text, with momentum LSTMs in place of AWD-LSTM's.
 
-Section 3.3 and table 3 of Nguyen et al., MomentumRNN: Integrating Momentum into Recurrent Neural Networks (2020). The
-model, its regularisers and its training are those of Merity et al. (2018), whom the paper follows: embedding and
-readout share a weight; dropout of words, of the embedding, between the layers and of the output, each with one mask
-for all times; dropout of the entries of U; penalties on the last layer's output (AR) and on its change (TAR);
-backpropagation through pieces of varying length, the state carried over, the rate proportional to the length; SGD,
-whose iterates are averaged from the epoch on at which the validation loss ceases to fall (NT-ASGD).
+Section 3.3 and table 3 of Nguyen et al., MomentumRNN: Integrating Momentum into Recurrent Neural Networks (2020). Like
+the paper, this task has the model, the regularisation and the training of Merity et al. (2018). Embedding and readout
+share a weight. There is dropout of words, of the embedding, between the layers and of the output, each with one mask
+for all times, dropout of the entries of U, and penalties on the last layer's output (AR) and on its change (TAR).
+Backpropagation is truncated to chunks of varying length; the state is carried over, and the rate is proportional to the
+length. SGD averages its iterates from the epoch in which the validation loss stops falling (NT-ASGD).
 
-Text: Penn Treebank where ``HBNODE_DATA`` has ptb/ptb.train.txt, ptb.valid.txt and ptb.test.txt, else WikiText-2, else a
-Markov chain of 40 words, whose least perplexity is 3.35. Words beyond --vocabulary are ``<unk>``, which makes
-perplexities incomparable with those of all words. Yardstick: a unigram model's perplexity, which knows how frequent
-words are.
+The text is Penn Treebank if ``HBNODE_DATA`` has ptb/ptb.train.txt, ptb.valid.txt and ptb.test.txt, otherwise
+WikiText-2, otherwise a simulated Markov chain of 40 words with a least perplexity of 3.35. Words beyond --vocabulary
+are ``<unk>``; perplexities of different vocabularies cannot be compared. The baseline is a unigram model.
 
 The preset "ptb" has the paper's sizes and tables 6, 7 and 10. Its "momentum" has mu = 0 and s = 0.6: no momentum, and
-the same model as "gain". Rules whose values the paper does not give have these too. Ours departs from the authors' code
-where the paper says otherwise or nothing: v and the restart's count are carried from piece to piece, where theirs
-restarts; the forget gate's bias is --forget-bias; weights start as the appendix has it for the other tasks; the test
-text is read in ten columns, as theirs does the validation text. The default preset is for two cores: a part of the
-text, few words, small layers, all regularisers weak, since little is to be learned by heart.
+the same model as "gain". Rules without numbers in the paper have these too. Differences from the authors' code, where
+the paper says otherwise or nothing: v and the count of the restart are carried from chunk to chunk; the forget gate's
+bias is --forget-bias; weights are initialised as in the appendix for the other tasks; the test text is read in ten
+columns, like their validation text. The default preset is for two cores: a part of the text, few words, small layers,
+and weak regularisation.
 
-The epoch with the least validation loss gives the weights that are tested, once, in the end.
+The weights of the epoch with the least validation loss are tested once, in the end.
 
---model transformer has options of its own (--model transformer --help): transformers with momentum over depth, and
-controls with as many parameters in width and in depth, see tasks/models/depth.py. They read Tiny Shakespeare by
-characters where ``HBNODE_DATA`` has tinyshakespeare/input.txt, else the made-up text, in windows, and train with AdamW.
+--model transformer has its own options (--model transformer --help): transformers with momentum over depth, and
+controls with equal parameters in width and depth, see tasks/models/depth.py. They read windows of Tiny Shakespeare by
+characters if ``HBNODE_DATA`` has tinyshakespeare/input.txt, otherwise of the simulated text, and train with AdamW.
 """
 
 from __future__ import annotations
@@ -41,9 +40,8 @@ from torch.nn.utils import parametrize
 
 import hbnode
 from tasks.common.config import option, parse
-from tasks.common.files import exit_on
 from tasks.common.run import Run, sweep
-from tasks.common.train import Batches, FreshData, Piece, Samples, Trainer, epoch_generator, require_finite
+from tasks.common.train import Batches, FreshData, Minibatch, Samples, Trainer, epoch_generator, require_finite
 from tasks.common.train import evaluate as evaluate_samples
 from tasks.data.text import SOURCES, Text, in_windows, read_text
 from tasks.models import depth
@@ -51,10 +49,10 @@ from tasks.models.awd_lstm import Averaging, chunk_lengths, drop_recurrent_weigh
 from tasks.models.depth import DepthConfig
 from tasks.models.recurrent import RecurrentConfig, RuleOptions
 
-EVAL_COLUMNS = 10  # streams that the validation text and the test are read in
+EVAL_COLUMNS = 10  # columns of the validation text and of the test
 States = list["hbnode.nn.RecurrentState | None"]  # of each layer
 
-# What a table has no row of goes by momentum's. The second is the paper's, tables 7 and 10.
+# Rules without a row use that of momentum. The second table is the paper's, tables 7 and 10.
 TABLE = {"momentum": RuleOptions(momentum=0.6, step_size=0.6), "sr": RuleOptions(step_size=0.6, restart=2)}
 PTB_TABLE = TABLE | {"momentum": RuleOptions(momentum=0.0, step_size=0.6)}
 
@@ -67,32 +65,26 @@ class LanguageModelConfig(RecurrentConfig):
 
     cell: str = option("lstm", "the layer that the rule is put into", ("lstm", "rnn", "gru"))
     epochs: int = option(10, "passes over the training text", may_change=True)
-    batch_size: int = option(20, "streams that the training text is cut into")
-    lr: float = option(20.0, "SGD's learning rate, for a piece of --bptt words")
+    batch_size: int = option(20, "columns of the training text")
+    lr: float = option(20.0, "SGD's learning rate, for a chunk of --bptt words")
     schedule: str = option("constant", "learning rate: constant; see --patience", ("constant",))
     clip: float = option(0.25, "largest norm of the gradient; 0 does not clip")
     data: str = option("auto", "the text; auto is the first that is there", SOURCES)
-    vocabulary: int = option(5000, "words to tell apart; 0: all")
+    vocabulary: int = option(5000, "different words; 0: all")
     train_size: int = option(200_000, "words of the training text; 0: all")
     test_size: int = option(50_000, "words of the validation text and of the test; 0: all")
     embedding: int = option(64, "size of a word's vector, and of the last layer")
     layers: int = option(2, "recurrent layers")
-    bptt: int = option(35, "words of a piece, on average; the authors' batches have 70, with a chance of 0.05 half")
+    bptt: int = option(35, "words of a chunk, on average; in the paper 70, with probability 0.05 half of it")
     dropout: float = option(0.1, "dropout of the output", below=1)
     dropout_between: float = option(0.1, "dropout between the layers", below=1)
     dropout_input: float = option(0.1, "dropout of the embedding", below=1)
     dropout_words: float = option(0.0, "dropout of words from the embedding", below=1)
     weight_drop: float = option(0.1, "dropout of the entries of U", below=1)
     ar: float = option(0.0, "factor of the output's mean square in the loss")
-    tar: float = option(0.0, "factor of its change's")
+    tar: float = option(0.0, "factor of the mean square of its change")
     weight_decay: float = option(1.2e-6, "SGD's weight decay")
     patience: int = option(5, "epochs without a better validation loss until iterates are averaged; 0: never")
-
-    def check(self) -> None:
-        """Refuse what no run can have."""
-        super().check()
-        if self.vocabulary == 1:
-            raise ValueError("--vocabulary must be 0, for all words, or at least 2, got 1")
 
 
 PRESETS = {
@@ -106,10 +98,10 @@ PRESETS = {
 
 
 class LanguageModel(nn.Module):
-    """Embedding, recurrent layers of which the last is as wide as the embedding, and the embedding's weight as readout.
+    """Embedding, recurrent layers, the last one as wide as the embedding, and the embedding's weight as readout.
 
     Arguments:
-        words: how many.
+        words: the size of the vocabulary.
         config: sizes and dropouts.
         make: (input size, hidden size) -> a layer.
     """
@@ -125,14 +117,11 @@ class LanguageModel(nn.Module):
         self.bias = nn.Parameter(torch.zeros(words))
 
     def forward(self, words: Tensor, states: States) -> tuple[Tensor, Tensor, Tensor, States]:
-        """Scores of the next words, and what a penalty is on.
+        """Return scores (T, batch, words), the last layer's output after and before dropout, and the states.
 
         Arguments:
             words: (T, batch).
-            states: of each layer, None for that of a fresh text.
-
-        Returns:
-            Scores (T, batch, words), the last layer's output after dropout and before it, and the states.
+            states: of each layer, None at the beginning of a text.
         """
         config, after = self.config, []
         x = locked_dropout(
@@ -141,34 +130,34 @@ class LanguageModel(nn.Module):
         for index, (layer, state) in enumerate(zip(self.layers, states, strict=True)):
             if index > 0:
                 x = locked_dropout(x, config.dropout_between, self.training)
-            with parametrize.cached():  # one mask of U, however often a layer reads it
+            with parametrize.cached():  # one mask of U for all accesses of a layer
                 x, state = layer(x, state)
             after.append(state)
         dropped = locked_dropout(x, config.dropout, self.training)
         return nn.functional.linear(dropped, self.embedding.weight, self.bias), dropped, x, after
 
     def fresh(self) -> States:
-        """The states at the beginning of a text."""
+        """Return the states at the beginning of a text."""
         return [None] * len(self.layers)
 
 
 def make_model(words: int, config: LanguageModelConfig) -> LanguageModel:
-    """The model that the options name."""
+    """Return the model of these options."""
     table = table_of(config)
     return LanguageModel(words, config, lambda before, after: config.make_layer(before, table, hidden_size=after))
 
 
 def in_columns(text: Tensor, columns: int) -> Tensor:
-    """A text (N,) as streams that go on from row to row, (N // columns, columns); the remainder is left out."""
+    """Return a text (N,) as columns (N // columns, columns), without the remainder."""
     rows = len(text) // columns
     if rows < 2:
-        raise SystemExit(f"a text of {len(text)} words has no two for each of {columns} streams. Fix: a longer one.")
+        raise ValueError(f"a text of {len(text)} words is too short for {columns} columns. Fix: a longer one.")
     return text[: rows * columns].reshape(columns, rows).T.contiguous()
 
 
 @torch.no_grad()
 def evaluate(model: LanguageModel, text: Tensor, bptt: int) -> float:
-    """Mean loss of the words of a text in columns, but the first ones."""
+    """Return the mean loss over the words of a text in columns, without its first row."""
     model.eval()
     states, total = model.fresh(), 0.0
     for x, y in zip(text[:-1].split(bptt), text[1:].split(bptt), strict=True):
@@ -179,53 +168,46 @@ def evaluate(model: LanguageModel, text: Tensor, bptt: int) -> float:
 
 
 def table_of(config: LanguageModelConfig) -> Mapping[str, RuleOptions]:
-    """The rules of the preset."""
+    """Return the rules of the preset."""
     return PTB_TABLE if config.preset == "ptb" else TABLE
 
 
 def perplexity(loss: float) -> float:
-    """The exponential of a mean loss, of which one too large for a number is called infinite."""
+    """Return the exponential of a mean loss; infinity instead of an overflow."""
     return math.exp(loss) if loss < 700 else math.inf
 
 
 # Training
 
 
-class TextPieces:
-    """A text in columns, in pieces of varying length, with the state of the layers carried from one to the next.
+class TextChunks:
+    """A text in columns, in chunks of varying length, with the state of the layers carried from one to the next.
 
     Arguments:
-        model: whose states are carried.
+        model: the model.
         text: (rows, columns).
-        config: of the run: ``bptt``, ``seed``, and the factors of the penalties.
+        config: ``bptt``, ``seed``, and the factors of the penalties.
     """
 
     unit = "word"
 
     def __init__(self, model: LanguageModel, text: Tensor, config: LanguageModelConfig) -> None:
         self.model, self.text, self.config = model, text, config
-        self.per_epoch = len(text) - 1  # words of a column that are predicted
+        self.per_epoch = len(text) - 1  # predicted words of a column
         self.states = model.fresh()
 
-    def piece(self, epoch: int, start: int) -> Piece:
-        """The words of a piece and those after them; an epoch begins with fresh states."""
+    def minibatch(self, epoch: int, start: int) -> Minibatch:
+        """Return the words of a chunk and those after them; an epoch begins with fresh states."""
         if start == 0:
             self.states = self.model.fresh()
-        length = self._length(epoch, start)
+        lengths = chunk_lengths(self.per_epoch, self.config.bptt, self.config.seed, epoch)
+        length = lengths[list(itertools.accumulate(lengths, initial=0)).index(start)]
         x, y = self.text[start : start + length], self.text[start + 1 : start + 1 + length]
-        rate, place = length / self.config.bptt, f"word {start + 1} of the streams"
-        return Piece((x, y), samples=y.numel(), weight=1.0, rate=rate, length=length, place=place)
-
-    def _length(self, epoch: int, start: int) -> int:
-        """Words of the piece that begins there."""
-        for length in chunk_lengths(self.per_epoch, self.config.bptt, self.config.seed, epoch):
-            if start == 0:
-                return length
-            start -= length
-        raise RuntimeError(f"no piece of epoch {epoch + 1} begins where the checkpoint says")
+        rate, place = length / self.config.bptt, f"word {start + 1} of the columns"
+        return Minibatch((x, y), samples=y.numel(), weight=1.0, rate=rate, length=length, place=place)
 
     def loss(self, model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, float]]:
-        """Mean cross-entropy and penalties; reported is the cross-entropy. The states go on without their graph."""
+        """Return the mean cross-entropy with penalties, and without them to report; store the states."""
         x, y = batch
         scores, dropped, raw, states = model(x, self.states)
         self.states = [state.detach() for state in states]
@@ -233,22 +215,22 @@ class TextPieces:
         return loss + penalty(dropped, raw, self.config.ar, self.config.tar), {"loss": loss.item()}
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of the layers."""
+        """Return the states of the layers."""
         return {"states": [state and state.as_dict() for state in self.states]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from :meth:`state_dict`."""
+        """Load a state of :meth:`state_dict`."""
         states = (state and hbnode.nn.RecurrentState(**state) for state in state["states"])
         self.states = [state and state.map(lambda x: x.to(self.text.device)) for state in states]
 
 
 def fit(run: Run, model: LanguageModel, parts: Mapping[str, Tensor], config: LanguageModelConfig) -> dict[str, float]:
-    """Train for the configured epochs; what the summary says of the best, whose weights the model then has."""
+    """Train for the configured epochs, load the best weights, and return their epoch and perplexity."""
     train, validation = (
         in_columns(parts[name], columns).to(run.workers.device)
         for name, columns in (("train", config.batch_size), ("validation", EVAL_COLUMNS))
     )
-    pieces = TextPieces(model, train, config)
+    chunks = TextChunks(model, train, config)
     averaging = Averaging(list(model.parameters()), config.patience)
 
     def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -261,7 +243,7 @@ def fit(run: Run, model: LanguageModel, parts: Mapping[str, Tensor], config: Lan
         losses = {"validation_loss": loss, "validation_perplexity": perplexity(loss)}
         return losses | {"is_averaged": int(is_averaged), "batch_size": config.batch_size}
 
-    trainer = Trainer(run, model, pieces, pieces.loss, make_optimizer, {"averaging": averaging, "pieces": pieces})
+    trainer = Trainer(run, model, chunks, chunks.loss, make_optimizer, {"averaging": averaging, "chunks": chunks})
     return trainer.fit(
         validate, after_step=lambda position: averaging.step(), best="validation_perplexity", weights=averaging.used
     )
@@ -273,7 +255,7 @@ def fit(run: Run, model: LanguageModel, parts: Mapping[str, Tensor], config: Lan
 def train(config: LanguageModelConfig) -> None:
     """Train one model with one seed, and test the best epoch's weights once."""
     text = read(config)
-    config = dataclasses.replace(config, data=text.source)  # a run is of one text, and is not resumed with another
+    config = dataclasses.replace(config, data=text.source)  # a run cannot be resumed with another text
     run = Run("language_model", config, f"{config.preset}-{text.source}-{config.cell}-{config.model}-seed{config.seed}")
     if run.workers.size > 1:
         raise SystemExit("a language model trains in one process. Fix: no torchrun.")
@@ -288,21 +270,20 @@ def train(config: LanguageModelConfig) -> None:
 
 
 def read(config: LanguageModelConfig | DepthConfig, **options: Any) -> Text:
-    """The text that the options name."""
+    """Return the text of these options."""
     sizes = {name: getattr(config, name) for name in ("vocabulary", "train_size", "test_size")}
-    with exit_on(FileNotFoundError, ValueError):
-        return read_text(config.data, **sizes, **options)
+    return read_text(config.data, **sizes, **options)
 
 
 def about(text: Text) -> str:
-    """A line about a text."""
+    """Return a line about a text."""
     counts = "/".join(f"{len(part):,}" for part in text.parts.values())
     said = f"{counts} words, {len(text.words):,} different; unigram perplexity {text.unigram_perplexity():.4g}"
     return f"text: {text.source}, {said}"
 
 
 def tested(run: Run, name: str, loss: float, results: Mapping[str, float]) -> dict[str, float]:
-    """What the summary says of the test."""
+    """Return test loss and perplexity for the summary."""
     require_finite({"loss": loss, "perplexity": perplexity(loss)}, "test data", run)
     if run.workers.rank == 0:
         print(f"{name}: test perplexity {perplexity(loss):.4g}, epoch {results['best_epoch']}")
@@ -310,51 +291,48 @@ def tested(run: Run, name: str, loss: float, results: Mapping[str, float]) -> di
 
 
 def finish(run: Run, model: nn.Module, text: Text, **results: Any) -> None:
-    """Write the summary, with what there is to say of the text."""
+    """Write the summary, with the size of the vocabulary and the unigram perplexity."""
     words, unigram = len(text.words), text.unigram_perplexity()
     run.finish(model, source=text.source, words=words, unigram_perplexity=unigram, **results)
 
 
 def next_word_loss(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, float]]:
-    """Mean cross-entropy of the words of windows (batch, context + 1) but the first ones."""
+    """Return the mean cross-entropy of the words of windows (batch, context + 1) after the first ones."""
     (windows,) = batch
     return nn.functional.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten()), {}
 
 
 def train_transformer(config: DepthConfig) -> None:
-    """Train one transformer with one seed likewise; the windows of an epoch begin elsewhere than those of another."""
+    """Train one transformer with one seed, and test the best epoch's weights once."""
     text = read(config, order=("tinyshakespeare",))
     config = dataclasses.replace(config, data=text.source)
     run = Run("language_model", config, f"{config.preset}-{text.source}-{config.connection}-seed{config.seed}")
     model = config.make_model(len(text.words))
     run.announce(model, f"transformer, {config.connection}", about(text))
-    with exit_on(ValueError):
-        windows = {name: in_windows(text.parts[name], config.context) for name in ("validation", "test")}
-        samples = len(in_windows(text.parts["train"], config.context, config.context - 1))
+    windows = {name: (in_windows(text.parts[name], config.context),) for name in ("validation", "test")}
+    samples = len(in_windows(text.parts["train"], config.context, config.context - 1))
 
-    def of_epoch(epoch: int) -> Samples:
+    def windows_of(epoch: int) -> Samples:
         start = int(torch.randint(config.context, (), generator=epoch_generator(config.seed, epoch)))
         return (in_windows(text.parts["train"], config.context, start)[:samples],)
 
     def validate() -> dict[str, float]:
-        held_out = (windows["validation"].to(run.workers.device),)
-        losses = evaluate_samples(run, model, held_out, next_word_loss, "validation", config.batch_size)
+        losses = evaluate_samples(run, model, windows["validation"], next_word_loss, "validation", config.batch_size)
         return losses | {"validation_perplexity": perplexity(losses["validation_loss"])}
 
     def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
 
-    batches = Batches(run, FreshData(samples, of_epoch))
+    batches = Batches(run, FreshData(samples, windows_of))
     results = Trainer(run, model, batches, next_word_loss, make_optimizer).fit(validate, best="validation_perplexity")
     if not run.is_finished:
-        test = (windows["test"].to(run.workers.device),)
-        loss = evaluate_samples(run, model, test, next_word_loss, "test", config.batch_size)["test_loss"]
-        results |= tested(run, config.connection, loss, results)
+        losses = evaluate_samples(run, model, windows["test"], next_word_loss, "test", config.batch_size)
+        results |= tested(run, config.connection, losses["test_loss"], results)
     finish(run, model, text, **results)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train what the command line says."""
+    """Train the models that the command line names."""
     which = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     which.add_argument("--model")
     if which.parse_known_args(argv)[0].model == "transformer":

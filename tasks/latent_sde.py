@@ -1,24 +1,24 @@
-"""Latent SDEs of irregular series: a heavy ball in a heat bath, beside a first-order SDE by torchsde.
+"""Latent SDEs of irregular series: a heavy ball with a Langevin thermostat, and a first-order SDE by torchsde.
 
---model kalman is a linear counterpart: twelve noisy oscillators with a Kalman filter, which maximise the likelihood and
-need no bound. They see no sample after the row that they predict; the others' encoder sees all, for rows held out too.
+--model kalman is a linear baseline: twelve noisy oscillators with a Kalman filter, which maximise the likelihood
+without a bound. Their predictions use no later samples; the encoder of the others reads all samples, also for rows that
+are held out.
 
-Training by the evidence lower bound (ELBO) after Li et al., arXiv:2001.01328: the Gaussian log-likelihood of the
-samples, less the divergence of the initial state and that of the paths, the integral of |u|² / 2, where u is the
-posterior's control in units of the noise. A GRU reads the samples backwards. After the last sample there is no control,
-so that the posterior's path is a forecast by the prior.
+Training maximises the evidence lower bound (ELBO) after Li et al., arXiv:2001.01328: the Gaussian log-likelihood of the
+samples, minus the divergence of the initial state and that of the paths. The latter is the integral of |u|² / 2, where
+u is the posterior's control in units of the noise. A GRU reads the samples backwards. After the last sample there is no
+control, so that the posterior's path is a forecast by the prior.
 
---dataset lorenz: windows of 50 rows, a unit of time of the stochastic Lorenz equations, which begin at any of the first
-41 rows of a path, standardised, with noise of 0.01; a tenth of the first 40 is held out, the last 10 are forecast; the
-unit of time of the models is 10 rows. If all windows began with the path, a forecast would be of states that training
-has hardly seen, and its band far too narrow.
+--dataset lorenz: windows of 50 rows, one unit of time of the stochastic Lorenz equations, standardised, with noise of
+0.01. They begin at any of the first 41 rows of a path. A tenth of the first 40 rows is held out, and the last 10 are
+forecast. The unit of time of the models is 10 rows. If all windows began with the path, training would contain few of
+the states in a forecast, and the intervals would be far too narrow.
 
---dataset vibration: the segments of tasks.plane_vibration with its split "honest". What was removed there is held out,
-the 8 rows after 64 samples are forecast; the unit of time is 16 rows.
+--dataset vibration: the segments of tasks.plane_vibration with its split "honest". The rows removed there are held out,
+and the 8 rows after 64 samples are forecast. The unit of time is 16 rows.
 
-Test figures are from --paths paths a series, in the summary from --eval-samples: log-likelihood a number, squared error
-of the mean, and coverage of the 90 % band, noise of the samples included. bands.png is drawn after every --draw-every
-epochs and at the end.
+Test results are from --paths paths per series, in the summary from --eval-samples: the log-likelihood per number, the
+squared error of the mean, and the coverage of the 90 % interval with observation noise. bands.png is drawn in the end.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ import hbnode
 from hbnode.nn.latent import GRUEncoder, LatentModel, LatentSDE
 from tasks.common.config import SCHEDULES, TaskConfig, option
 from tasks.common.figures import panels
-from tasks.common.files import exit_on
 from tasks.common.run import Run, command, count_parameters
 from tasks.common.train import Batches, Samples, Trainer, evaluate
 from tasks.data import f16
@@ -48,12 +47,12 @@ from tasks.models.oscillating import TITLES as OSCILLATING
 from tasks.models.oscillating import NoisyOscillators
 from tasks.plane_vibration import HORIZON, WINDOW, Splits
 
-SPACING = {"lorenz": 0.1, "vibration": 1 / 16}  # time between two rows, in units in which series turn in about 1 to 6
+SPACING = {"lorenz": 0.1, "vibration": 1 / 16}  # time between two rows; in these units a period is about 1 to 6
 ROWS, LORENZ_WINDOW, NOISE = 50, 40, 0.01
-TOGETHER = 4096  # paths that are drawn at once
+TOGETHER = 4096  # paths in a batch
 KALMAN = "kalman"
 ALL_TITLES = {**TITLES, KALMAN: OSCILLATING[KALMAN]}
-# Ranges of the oscillators' frequencies and decays at first: series of lorenz turn about once in a unit of time.
+# Initial ranges of the oscillators' frequencies and decays; the period of lorenz is about a unit of time.
 RANGES: dict[str, dict[str, tuple[float, float]]] = {
     "lorenz": {"frequency": (0.05, 1.0), "decay": (0.05, 1.0)},
     "vibration": {"frequency": (0.064, 0.8), "decay": (0.016, 0.32)},
@@ -66,30 +65,29 @@ class LatentSDEConfig(TaskConfig):
     """Options of latent SDEs."""
 
     models = (*TITLES, KALMAN)
-    positive = "size hidden context train_size test_size eval_samples paths draw_every"
+    positive = "size hidden context train_size test_size eval_samples paths"
 
     epochs: int = option(40, "passes over the training series", may_change=True)
     batch_size: int = option(128, "series in a step")
     lr: float = option(2e-2, "Adam's learning rate")
-    schedule: str = option("cosine", "learning rate, as for the other tasks", SCHEDULES)
+    schedule: str = option("cosine", "learning rate: constant, cosine or step", SCHEDULES)
     clip: float = option(10.0, "largest norm of the gradient; 0 does not clip")
-    dataset: str = option("lorenz", "what the series are of", tuple(SPACING))
-    data: str = option("auto", "of vibration, as for tasks.plane_vibration", f16.SOURCES)
+    dataset: str = option("lorenz", "the set of series", tuple(SPACING))
+    data: str = option("auto", "source of vibration, as in tasks.plane_vibration", f16.SOURCES)
     size: int = option(4, "size of h, and of the state of a first-order SDE")
     hidden: int = option(64, "units of the hidden layers of drift and control; a first-order SDE has more")
     context: int = option(32, "units of the encoder")
-    train_size: int = option(4096, "series of training, or all segments if these are fewer")
+    train_size: int = option(4096, "series of training; all segments if there are fewer")
     test_size: int = option(256, "series of the test")
-    paths: int = option(8, "paths a series in the test after every epoch")
-    eval_samples: int = option(100, "paths a series in the picture and in the summary")
-    draw_every: int = option(10, "epochs between two pictures")
+    paths: int = option(8, "paths per series in the test after every epoch")
+    eval_samples: int = option(100, "paths per series in the picture and in the summary")
 
 
 # Data
 
 
 def lorenz(count: int, seed: int, like: Tensor | None = None) -> tuple[Samples, Tensor]:
-    """Return rows and the masks of those seen, held out and forecast; and mean and deviation that standardise them."""
+    """Return rows and masks of the observed, held out and forecast ones; and the mean and deviation of the rows."""
     generator = torch.Generator().manual_seed(seed)
     x = stochastic_lorenz(count, ROWS + LORENZ_WINDOW, 1 / (ROWS - 1), generator)
     first = torch.randint(LORENZ_WINDOW + 1, (count, 1), generator=generator)
@@ -102,7 +100,7 @@ def lorenz(count: int, seed: int, like: Tensor | None = None) -> tuple[Samples, 
 
 
 def vibration(splits: Splits, name: str, length: int, count: int) -> Samples:
-    """Segments as rows and three masks, spread over all that there are."""
+    """Return segments, evenly spaced among all, as rows and three masks."""
     stamps = splits.rows[name]
     stamps = stamps[torch.linspace(0, len(stamps) - 1, min(count, len(stamps))).long()]
     first, last = stamps[:, :1], stamps[:, -1:]
@@ -115,12 +113,11 @@ def vibration(splits: Splits, name: str, length: int, count: int) -> Samples:
 
 
 def load(config: LatentSDEConfig) -> tuple[Samples, Samples, str]:
-    """Return training and test data, and where they come from."""
+    """Return training and test data, and their source."""
     if config.dataset == "lorenz":
         train, moments = lorenz(config.train_size, 0)
         return train, lorenz(config.test_size, 1, moments)[0], "generated"
-    with exit_on(FileNotFoundError, ValueError):
-        record, source = f16.read_plane_vibration(config.data)
+    record, source = f16.read_plane_vibration(config.data)
     splits = Splits.from_record(record, "honest")
     length = max(int((rows[:, -1] - rows[:, 0]).max()) for rows in splits.rows.values()) + HORIZON
     train = vibration(splits, "train", length, config.train_size)
@@ -131,7 +128,7 @@ def load(config: LatentSDEConfig) -> tuple[Samples, Samples, str]:
 
 
 def make_model(config: LatentSDEConfig, channels: int) -> torch.nn.Module:
-    """Return the model; a first-order SDE as wide as brings it to the parameters of a heavy ball."""
+    """Return the model. The width of a first-order SDE gives it the number of parameters of a heavy ball."""
     if config.model == KALMAN:
         return NoisyOscillators(channels, OSCILLATORS, noise=0.1, **RANGES[config.dataset])
 
@@ -154,7 +151,7 @@ def times(x: Tensor, spacing: float) -> Tensor:
 
 
 def loss_of(model: torch.nn.Module, batch: Samples, spacing: float, paths: int) -> tuple[Tensor, dict[str, float]]:
-    """Return minus the ELBO for each number seen, and its parts; of the test also figures from several paths."""
+    """Return minus the ELBO per observed number, and its parts; in the test also results from several paths."""
     x, seen, *masks = batch
     with hbnode.count_nfe(model) as nfe:
         elbo = model(x, times(x, spacing), seen > 0)
@@ -162,7 +159,7 @@ def loss_of(model: torch.nn.Module, batch: Samples, spacing: float, paths: int) 
     value, kl_path, kl_start = (part.sum() / (seen.sum() * x.shape[-1]) for part in parts)
     means = {"elbo": value.item(), "kl_path": kl_path.item(), "kl_start": kl_start.item(), "nfe": nfe.forward}
     if not model.training:
-        means |= figures_of(predicted(cast("LatentModel", model), x, seen, spacing, paths), x, masks)
+        means |= test_results(predicted(cast("LatentModel", model), x, seen, spacing, paths), x, masks)
     return -value, means
 
 
@@ -176,20 +173,23 @@ def predicted(model: LatentModel, x: Tensor, seen: Tensor, spacing: float, paths
 def noisy_loss(
     model: torch.nn.Module, batch: Samples, spacing: float, paths: int = 1
 ) -> tuple[Tensor, dict[str, float]]:
-    """Return minus the log-likelihood of noisy oscillators for each number seen; of the test also figures."""
+    """Return minus the log-likelihood of noisy oscillators per observed number; in the test also other results."""
     x, seen, *masks = batch
     before, log_likelihood = model(x, times(x, spacing), seen > 0)
     value = log_likelihood.sum() / (seen.sum() * x.shape[-1])
     means = {"log_likelihood": value.item()}
     if not model.training:
-        means |= figures_of(Normal(before.mean.unsqueeze(0), before.std), x, masks)
+        means |= test_results(Normal(before.mean.unsqueeze(0), before.std), x, masks)
     return -value, means
 
 
-def figures_of(normal: Normal, x: Tensor, masks: Sequence[Tensor]) -> dict[str, float]:
-    """Return figures of rows held out and of forecasts, for a mixture of equal parts (paths, batch, rows, channels).
+def test_results(normal: Normal, x: Tensor, masks: Sequence[Tensor]) -> dict[str, float]:
+    """Return results for rows held out and for forecasts: log-likelihood, squared error of the mean, and coverage.
 
-    They are the log-likelihood a number, the squared error of the mean, and the coverage of the 90 % band.
+    Arguments:
+        normal: components of a mixture with equal weights, (paths, batch, rows, channels).
+        x: rows (batch, rows, channels).
+        masks: of rows held out and of forecasts.
     """
     mean, paths = normal.mean, len(normal.mean)
     below = normal.cdf(x).mean(0)
@@ -220,7 +220,7 @@ def quantiles(model: Any, x: Tensor, seen: Tensor, config: LatentSDEConfig) -> T
 
 
 def draw_bands(model: torch.nn.Module, batch: Samples, config: LatentSDEConfig, path: Path) -> None:
-    """Draw median and 90 % band of three series, with the rows that were seen, held out and forecast."""
+    """Draw the median and the 90 % interval of three series, with observed, held out and forecast rows."""
     x, seen, held, ahead = (part[:3] for part in batch)
     low, median, high = quantiles(model, x, seen, config)
     t, x, channels = torch.arange(x.shape[1]) * SPACING[config.dataset], x.cpu(), (-3, -2, -1)
@@ -243,28 +243,22 @@ def draw_bands(model: torch.nn.Module, batch: Samples, config: LatentSDEConfig, 
 
 
 def train(config: LatentSDEConfig) -> None:
-    """Train one model with one seed, drawing bands now and then."""
+    """Train one model with one seed."""
     data, test, source = load(config)
     if config.dataset == "vibration":
         config = dataclasses.replace(config, data=source)
     run = Run("latent_sde", config, f"{config.preset}-{config.dataset}-{config.model}-seed{config.seed}")
     model = make_model(config, data[0].shape[-1])
     run.announce(model, ALL_TITLES[config.model], f"{source} data, {len(data[0])}/{len(test[0])} series")
-    test = tuple(part.to(run.workers.device) for part in test)
+    test = run.workers.to_device(test)
     of_model = noisy_loss if config.model == KALMAN else loss_of
     loss, last_loss = (
         functools.partial(of_model, spacing=SPACING[config.dataset], paths=paths)
         for paths in (config.paths, config.eval_samples)
     )
     trainer = Trainer(run, model, Batches(run, data), loss)
-    if trainer.position == 0:
-        run.begin(0)
-        trainer.save()  # a folder that has a picture and no checkpoint could not go on
 
     def validate() -> dict[str, float]:
-        epoch = len(run.rows) + 1
-        if run.workers.rank == 0 and (epoch % config.draw_every == 0 or epoch == config.epochs):
-            draw_bands(model, test, config, run.folder / "bands.png")
         with torch.random.fork_rng():
             torch.manual_seed(1)  # the same paths after every epoch
             return evaluate(run, model, test, loss, "test")
@@ -272,6 +266,7 @@ def train(config: LatentSDEConfig) -> None:
     trainer.fit(validate)
     final: dict[str, float] = {}
     if not run.is_finished:
+        draw_bands(model, test, config, run.folder / "bands.png")
         final = evaluate(run, model, test, last_loss, "final")
     run.finish(model, source=source, **final)
 

@@ -7,10 +7,10 @@ model solves from the first measurement of a swing, and the loss is the squared 
 - "sonode": q'' = f(q, q').
 - "node": (q, p)' = f(q, p).
 
-Then the model swings on its own for 100 periods, from rest at 1.5 radians. The first is solved by leapfrog with 200
-steps a period, which keeps an energy close to the learned one; the others by tsit5 at 1e-7. Reported is the error of
-the true energy p²/2 + 1 - cos q relative to its first value: "energy_error", the largest, and "energy_error_last", that
-of the last period. The figure shows it beside that of the other runs in the same folder.
+Then the model is solved for 100 periods, from rest at 1.5 radians. "port_hamiltonian" uses leapfrog with 200 steps per
+period, which conserves an energy close to the learned one; the others use tsit5 at 1e-7. The results are errors of the
+true energy p²/2 + 1 - cos q relative to its first value: "energy_error", the largest, and "energy_error_last", that of
+the last period. The figure also shows the other runs in the same folder.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class PendulumConfig(TaskConfig):
     schedule: str = option("cosine", "learning rate: constant, cosine to 0", ("constant", "cosine"))
     swings: int = option(100, "swings to train on")
     times: int = option(15, "measurements of a swing after the first")
-    duration: float = option(3.0, "time of a swing; a small swing takes 2 pi for a period")
+    duration: float = option(3.0, "time of a swing; a small swing has a period of 2 pi")
     noise: float = option(0.01, "standard deviation of the measurements' noise")
     hidden: int = option(32, "units in each of two hidden layers")
     tol: float = option(1e-4, "rtol = atol in training")
@@ -61,7 +61,7 @@ class PendulumConfig(TaskConfig):
 
 
 class Pendulum(nn.Module):
-    """A learned pendulum, called with its first states (batch, 2)."""
+    """A learned pendulum, a function of its first states (batch, 2)."""
 
     def __init__(self, model: str, hidden: int, duration: float, times: int, tol: float) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Pendulum(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the states (batch, times, 2) at the measurements after the first."""
-        return self.swing(self.block, x, self.t)[1:].transpose(0, 1)
+        return swing(self.block, x, self.t)[1:].transpose(0, 1)
 
     def long_swing(self, periods: int) -> tuple[Tensor, Tensor]:
         """Return the times in periods, (T,), and the states (T, 2) from rest at START, in float64."""
@@ -85,13 +85,13 @@ class Pendulum(nn.Module):
         block = hbnode.ODEBlock(field, rtol=1e-7, atol=1e-7, initial_state=self.block.initial_state, **fine)
         t = torch.arange(periods * PER_PERIOD + 1, dtype=torch.float64) / PER_PERIOD
         with torch.no_grad():
-            return t, self.swing(block, torch.tensor([[START, 0.0]], dtype=torch.float64), PERIOD * t)[:, 0]
+            return t, swing(block, torch.tensor([[START, 0.0]], dtype=torch.float64), PERIOD * t)[:, 0]
 
-    @staticmethod
-    def swing(block: hbnode.ODEBlock, x: Tensor, t: Tensor) -> Tensor:
-        """Return the states (T, batch, 2) at the times ``t`` (T,), for the first states (batch, 2)."""
-        path = block.trajectory(x, t)
-        return torch.cat(path, -1) if isinstance(path, tuple) else path
+
+def swing(block: hbnode.ODEBlock, x: Tensor, t: Tensor) -> Tensor:
+    """Return the states (T, batch, 2) at the times ``t`` (T,), for the first states (batch, 2)."""
+    path = block.trajectory(x, t)
+    return torch.cat(path, -1) if isinstance(path, tuple) else path
 
 
 def split(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -117,7 +117,7 @@ def make_swings(config: PendulumConfig, seed: int) -> Samples:
 
 
 def squared_error(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, float]]:
-    """Return the mean squared error of the later states, and nothing more to report."""
+    """Return the mean squared error of the later states."""
     start, later = batch
     return nn.functional.mse_loss(model(start), later), {}
 
@@ -129,7 +129,7 @@ def energy(states: Tensor) -> Tensor:
 
 
 def draw(folder: Path) -> None:
-    """Draw the long swing of a run and of the other runs in the same folder, and their errors of the energy."""
+    """Draw the long swings of all runs in the folder above, and the errors of their energies."""
     titles = {
         path.parent: TITLES[read_json(path.parent / "config.json")["model"]]
         for path in folder.parent.glob("*/energy.csv")
@@ -144,14 +144,16 @@ def draw(folder: Path) -> None:
             ax.plot(table["q"], table["p"], f"C{index}", linewidth=0.4)
             ax.plot(np.r_[angle, angle[::-1]], np.r_[speed, -speed], "k--", linewidth=1)
             ax.set(xlabel="angle (rad)", ylabel="velocity" if not index else "", title=titles[path])
-            largest = table["error"].abs().groupby(table["period"].astype(int)).max()[:-1]  # the last time begins one
+            largest = (
+                table["error"].abs().groupby(table["period"].astype(int)).max()[:-1]
+            )  # without the last time, which begins a period
             errors.semilogy(largest.index + 0.5, 100 * largest, f"C{index}", label=titles[path])
         errors.set(xlabel="period", ylabel="error of the energy (%)", title="largest error in each period")
         errors.grid(alpha=0.3)
 
 
 def train(config: PendulumConfig) -> None:
-    """Train one model and let it swing."""
+    """Train one model and solve the long swing."""
     run = Run("pendulum", config, f"{config.preset}-{config.model}-seed{config.seed}")
     model = Pendulum(config.model, config.hidden, config.duration, config.times, config.tol)
     run.announce(model, TITLES[config.model])

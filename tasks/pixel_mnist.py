@@ -1,18 +1,18 @@
-"""Pixel MNIST: an image's class after its pixels were read one at a time, in order or permuted.
+"""Pixel MNIST: the class of an image whose pixels are read one at a time, in order or permuted.
 
 Section 3.1 and appendix A.1 of Nguyen, Baraniuk, Bertozzi, Osher and Wang, MomentumRNN (2020), tables 1, 11 and 13,
 figures 3, 6, 9 and 11: 784 grey values in [0, 1], a linear readout of the last state, cross-entropy, RMSprop, gradients
-clipped to 1. The presets have the numbers of tables 6 to 10. What the tables leave out is taken from the nearest size;
-NAG and adaptive momentum, which they lack, take the step size of momentum. RMSprop's alpha is 0.9 for cells with gates,
-as in appendix A.1, and torch's 0.99 for DTRIV, as in the authors' code.
+clipped to 1. The presets have the numbers of tables 6 to 10. Missing numbers are those of the nearest size; NAG and
+adaptive momentum, which are not in the tables, have the step size of momentum. RMSprop's alpha is 0.9 for cells with
+gates, as in appendix A.1, and torch's 0.99 for DTRIV, as in the authors' code.
 
-Departures from the paper, which prints the best of 150 test accuracies and, in its code, draws a permutation for each
-seed: the last 10,000 of the 60,000 training images are held out, and pick the epoch whose weights are tested, once; the
-test of the last epoch's weights stands beside it. --permuted has one permutation for all runs,
+Differences from the paper: it prints the best of 150 test accuracies, and its code draws a permutation for each seed.
+Here the last 10,000 of the 60,000 training images are for validation, and the weights of the best epoch by validation
+are tested once. --permuted has one permutation for all runs,
 numpy.random.RandomState(92916).permutation(784), as in the code of expRNN. "sr" is the paper's equation (9) with the
-scheduled momentum, where its tables of LSTMs come from another cell.
+scheduled momentum; the paper's tables of LSTMs are of another cell.
 
-By default the images are averaged down to 14 x 14, and there are 10,000 of them, which two cores can train on.
+By default there are 10,000 images, averaged down to 14 x 14, a size for two cores.
 """
 
 from __future__ import annotations
@@ -29,20 +29,19 @@ from torch import Tensor, nn
 import hbnode
 from hbnode.nn.recurrent import parameter_groups
 from tasks.common.config import option
-from tasks.common.files import exit_on
-from tasks.common.run import Run, command, count_parameters
+from tasks.common.run import Run, command
 from tasks.common.train import Samples, accuracy, evaluate, fit
 from tasks.data.images import read_digits, read_mnist
-from tasks.models.recurrent import OSCILLATORS, VARIANTS, RecurrentConfig, RuleOptions, title
+from tasks.models.recurrent import OSCILLATORS, VARIANTS, LayerWithReadout, RecurrentConfig, RuleOptions, title
 
 READ = {"mnist": read_mnist, "digits": read_digits}
 EDGE = {"mnist": 28, "digits": 8}  # pixels of an image's edge
 SIDE = {"mnist": 14, "digits": 8}  # the default of --side
-HELD_OUT = 6  # one in so many training images, from the end, is for validation
+HELD_OUT = 6  # one of this number of training images, from the end, is for validation
 CLASSES = 10
-EVAL_BATCH_SIZE = 250  # adam keeps a number for every sample, pixel and gate
+EVAL_BATCH_SIZE = 250  # small, because adam stores a number for every sample, pixel and gate
 
-# Tables 7 to 10 by permuted and size; all rules that the paper tried with an LSTM.
+# Tables 7 to 10 by permuted and size: the rules of the paper for an LSTM.
 GATED: dict[tuple[bool, int], dict[str, RuleOptions]] = {
     (False, 128): {
         "momentum": RuleOptions(momentum=0.6, step_size=0.6),
@@ -59,7 +58,7 @@ GATED: dict[tuple[bool, int], dict[str, RuleOptions]] = {
 }
 GATED[False, 256] = GATED[False, 128] | {"rmsprop": RuleOptions(step_size=0.6, beta=0.9)}
 GATED[True, 256] = GATED[True, 128] | {"sr": RuleOptions(restart=40, step_size=0.9)}
-# The same for DTRIV, of which there is PMNIST only; the rules beside momentum were tried with 512.
+# The same for DTRIV on PMNIST; those of the rules other than momentum are for size 512.
 ORTHOGONAL: dict[int, dict[str, RuleOptions]] = {
     size: {
         "momentum": momentum,
@@ -84,14 +83,14 @@ class PixelMnistConfig(RecurrentConfig):
 
     dataset: str = option("mnist", "which images", tuple(READ))
     permuted: bool = option(False, "read the pixels in a fixed random order")
-    side: int | None = option(None, "pixels on an edge, averaged down; none: 14 of mnist, 8 of digits")
-    train_size: int = option(10_000, "train on the first N images only; 0 is all of them")
-    test_size: int = option(2_000, "validate and test on the first N images only; 0 is all of them")
+    side: int | None = option(None, "pixels of an edge after averaging; none: 14 of mnist, 8 of digits")
+    train_size: int = option(10_000, "train only on the first N images; 0: all")
+    test_size: int = option(2_000, "validate and test only on the first N images; 0: all")
     batch_size: int = option(128, "images in a step")
     clip: float = option(1.0, "largest norm of the gradient; 0 does not clip")
     hidden: int = option(128, "size of h")
     orthogonal_lr: float = option(2e-4, "learning rate of DTRIV's orthogonal weight")
-    rebase: int = option(0, "move the basis of DTRIV's orthogonal weight after every N steps; 0 never")
+    rebase: int = option(0, "move the basis of DTRIV's orthogonal weight every N steps; 0: never")
 
     def __post_init__(self) -> None:
         edge = EDGE[self.dataset]
@@ -100,7 +99,7 @@ class PixelMnistConfig(RecurrentConfig):
 
     @property
     def pixels_on_edge(self) -> int:
-        """What --side says or leaves open."""
+        """The value of --side or its default."""
         return SIDE[self.dataset] if self.side is None else self.side
 
     @property
@@ -109,18 +108,18 @@ class PixelMnistConfig(RecurrentConfig):
         return self.pixels_on_edge**2
 
     def rules(self) -> Mapping[str, RuleOptions]:
-        """The table of rules for this cell, order of pixels and size."""
+        """Return the rules for this cell, order of pixels and size."""
         sizes = ORTHOGONAL if self.cell == "dtriv" else (128, 256)
         nearest = min(sizes, key=lambda size: abs(size - self.hidden))
         return ORTHOGONAL[nearest] if self.cell == "dtriv" else GATED[self.permuted, nearest]
 
-    def make_model(self) -> PixelClassifier:
-        """The model that the options describe."""
-        return PixelClassifier(self.make_layer(1, self.rules(), batch_first=True), self.hidden)
+    def make_model(self) -> LayerWithReadout:
+        """Return the model of these options."""
+        return LayerWithReadout(self.make_layer(1, self.rules(), batch_first=True), self.hidden, CLASSES, last=True)
 
 
 WHOLE = "--dataset mnist --side 28 --train-size 0 --test-size 0 --epochs 150"
-_DTRIV = f"{WHOLE} --cell dtriv"  # table 6's lower half; K = infinity is rebase 0
+_DTRIV = f"{WHOLE} --cell dtriv"  # the lower half of table 6; its K = infinity is rebase 0
 PRESETS = {
     "mnist-128": f"{WHOLE} --hidden 128",
     "mnist-256": f"{WHOLE} --hidden 256",
@@ -139,9 +138,8 @@ PRESETS = {
 
 
 def load_data(config: PixelMnistConfig) -> dict[str, Samples]:
-    """Sequences (N, pixels, 1) and labels (N,) of training, validation and test."""
-    with exit_on(FileNotFoundError, ValueError):
-        (x, y), test = (READ[config.dataset](split) for split in ("train", "test"))
+    """Return sequences (N, pixels, 1) and labels (N,) of training, validation and test."""
+    (x, y), test = (READ[config.dataset](split) for split in ("train", "test"))
     first = len(x) - len(x) // HELD_OUT
     some = config.test_size or None
     parts = {
@@ -153,7 +151,7 @@ def load_data(config: PixelMnistConfig) -> dict[str, Samples]:
 
 
 def sequences(images: Tensor, config: PixelMnistConfig) -> Tensor:
-    """Images (N, 1, edge, edge), averaged down, row by row or permuted: (N, pixels, 1)."""
+    """Return images (N, 1, edge, edge), averaged down, row by row or permuted: (N, pixels, 1)."""
     pixels = nn.functional.avg_pool2d(images, images.shape[-1] // config.pixels_on_edge).flatten(1)
     if config.permuted:
         pixels = pixels[:, permutation(pixels.shape[1])]
@@ -161,55 +159,35 @@ def sequences(images: Tensor, config: PixelMnistConfig) -> Tensor:
 
 
 def permutation(pixels: int) -> Tensor:
-    """The order in which pixels are read, (pixels,): numpy's legacy generator, which never changes."""
+    """Return the order of the pixels, (pixels,), by numpy's legacy generator, which never changes."""
     return torch.from_numpy(np.random.RandomState(92916).permutation(pixels))
 
 
 # Model and training
 
 
-class PixelClassifier(nn.Module):
-    """A recurrent layer and a linear readout of its last state."""
-
-    def __init__(self, layer: nn.Module, hidden: int) -> None:
-        super().__init__()
-        self.layer = layer
-        self.head = nn.Linear(hidden, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Logits (batch, 10) of sequences (batch, T, 1)."""
-        output, _ = self.layer(x)
-        return self.head(output[:, -1])
-
-
 def cross_entropy(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, float]]:
-    """The mean cross-entropy of a batch, and the accuracy."""
+    """Return the mean cross-entropy of a batch, and the accuracy."""
     x, y = batch
     logits = model(x)
     return nn.functional.cross_entropy(logits, y), accuracy(logits, y)
 
 
 def make_optimizer(model: nn.Module, config: PixelMnistConfig) -> torch.optim.Optimizer:
-    """RMSprop, with a separate learning rate for an orthogonal weight."""
+    """Return RMSprop, with a separate learning rate for an orthogonal weight."""
     if config.cell == "dtriv":
         return torch.optim.RMSprop(parameter_groups(model, config.lr, config.orthogonal_lr), lr=config.lr)
     return torch.optim.RMSprop(model.parameters(), lr=config.lr, alpha=0.9)
 
 
-def rebase(model: PixelClassifier, config: PixelMnistConfig, steps: int) -> None:
-    """Move the basis of an orthogonal weight if, after so many steps, it is time to."""
+def rebase(model: LayerWithReadout, config: PixelMnistConfig, steps: int) -> None:
+    """Move the basis of an orthogonal weight every ``config.rebase`` steps."""
     if config.cell == "dtriv" and config.rebase and steps % config.rebase == 0:
         cast(hbnode.nn.MomentumDTRIV, model.layer).rebase()
 
 
-def degrees_of_freedom(model: nn.Module, config: PixelMnistConfig) -> int:
-    """Of the parameters; an orthogonal weight has as many as there are pairs of units."""
-    redundant = config.hidden * (config.hidden + 1) // 2 if config.cell == "dtriv" else 0
-    return count_parameters(model) - redundant
-
-
 def train(config: PixelMnistConfig) -> None:
-    """Train one model, and test the weights of the best epoch by validation and those of the last."""
+    """Train one model, and test the weights of the best epoch by validation."""
     data = load_data(config)
     order = "permuted" if config.permuted else "in-order"
     label = f"{config.preset}-{config.dataset}-{order}-{config.cell}-{config.model}-seed{config.seed}"
@@ -230,18 +208,13 @@ def train(config: PixelMnistConfig) -> None:
         eval_batch_size=EVAL_BATCH_SIZE,
     )
     if not run.is_finished:
-        test = tuple(x.to(run.workers.device) for x in data["test"])
-        found |= evaluate(run, model, test, cross_entropy, "test", EVAL_BATCH_SIZE)
-        if checkpoint := run.load_checkpoint():
-            model.load_state_dict(checkpoint["model"])  # the weights of the last epoch
-        found |= evaluate(run, model, test, cross_entropy, "last_test", EVAL_BATCH_SIZE)
+        found |= evaluate(run, model, data["test"], cross_entropy, "test", EVAL_BATCH_SIZE)
         if run.workers.rank == 0:
             print(f"{name}: test accuracy {found['test_accuracy']:.4g}")
     run.finish(
         model,
         **found,
         rule=dataclasses.asdict(config.rule_options(config.rules())),
-        degrees_of_freedom=degrees_of_freedom(model, config),
         training_images=len(data["train"][0]),
         test_images=len(data["test"][0]),
         pixels=data["train"][0].shape[1],

@@ -1,34 +1,34 @@
-"""Plane vibration: forecasting the shaking of an aircraft from irregular samples with ODE-RNN hybrids.
+"""Plane vibration: forecasting the vibrations of an aircraft from irregular samples with ODE-RNNs.
 
 Section 3.4.3 of Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture Design? (2022), figure 12:
-force, voltage and three accelerations of a ground vibration test, 400 rows a second, of which 10 % are removed. From
-64 samples the 8 consecutive rows from the 65th stamp on are forecast. The unit of time is a row, 0.0025 s. Without the
-data a made-up structure stands in for the aircraft; the summary names the source. Trivial baseline: the last sample.
+force, voltage and three accelerations of a ground vibration test, 400 rows per second. 10 % of the rows are removed. A
+model forecasts 8 rows from the 64 samples before. The unit of time is a row, 0.0025 s. Without the data the run uses a
+simulated structure; a warning and the summary say so. The trivial baseline repeats the last sample.
 
---protocol paper: the last 100 rows dropped, the rest split 50/25/25 in order, standardised with all rows, as in the
-authors' code. The force repeats every 8192 rows, so that the test set repeats the training set almost exactly: what the
-rows a whole number of periods earlier say, all of the first half, is printed as a second one.
+--protocol paper: without the last 100 rows, the record is split 50/25/25 in order and standardised with all rows, as in
+the authors' code. The force repeats every 8192 rows, so that the test set repeats the training set almost exactly. The
+error of the rows a whole number of periods earlier, all from the first half, is printed as a second baseline.
 
---protocol honest: the rows are folded into the 8192 phases of the period; training has the phases 0 to 3975, validation
-4056 to 6043, test 6124 to 8111, targets included, in each of the nine periods. Nobody uses the 80 phases between two of
-them, the length of a segment and its horizon. Standardised with the rows of training.
+--protocol honest: the split is by the phase in the period of 8192 rows. In each of the nine periods training has the
+phases 0 to 3975, validation 4056 to 6043, test 6124 to 8111, targets included. The 80 phases between two of them, the
+length of a segment and its horizon, are not used. The record is standardised with the rows of training.
 
-The preset "paper" has the paper's sizes, split, tolerance and epochs; from the code, where the paper is silent, are the
-batch of 64, the gradient clipped to 1 and the adjoint's full error norm. The learning rate falls from 1e-3 as a cosine,
-where the code goes from 1e-3 to 1e-4 after 50 epochs. The loss is the squared error of the forecast and 0.1 times that
-of the prediction at each next stamp, which is how we read the paper's regulariser; the code's third term, 0.1 times
-the squared error of the sample that the state has just seen, is left out. Momentum, damping and signs are the paper's;
-xi, which it leaves open, starts at 0.01. A residual linear cell with torch's initial weights explodes within 64
-samples: those of the cell, the encoder and the last layer of f are a thousandth of them at first. (The code shrinks
-everything, the damping's parameter too.)
+The preset "paper" has the paper's sizes, split, tolerance and epochs, and from the code the batch of 64, the gradient
+clipped to 1 and the adjoint's full error norm. The learning rate falls from 1e-3 as a cosine; in the code it goes from
+1e-3 to 1e-4 after 50 epochs. The loss is the squared error of the forecast and 0.1 times that of the prediction of each
+next sample, our reading of the paper's regulariser. The code's third term, 0.1 times the squared error at the current
+sample, is left out. Momentum, damping and signs are the paper's; xi, which it does not give, starts at 0.01. A residual
+linear cell with torch's initial weights diverges within 64 samples. So the initial weights of the cell, the encoder and
+the last layer of f are multiplied by 0.001. (The code does so with all parameters, also that of the damping.)
 
---model oscillators is a layer of linear oscillators whose outputs are the forecasts; "oscillator_stack" has two blocks
-with gates between them and goes on with its own predictions, as the other baselines do. "kalman" has a few oscillators
-in noise, and maximises their likelihood in place of that loss. Frequencies start about where the record has power;
-these linear models bear a larger --lr, 1e-2 and 1e-1.
+--model oscillators is a layer of linear oscillators whose outputs are the forecasts. "oscillator_stack" has two blocks
+with gates between them and continues with its own predictions, as the other baselines do. "kalman" has a few noisy
+oscillators and maximises their likelihood instead of that loss. Initial frequencies are those with power in the record.
+These linear models allow a larger --lr, 1e-2 and 1e-1.
 
-The encoder makes the state at the first stamp out of all 64 samples, as the authors' does: only what comes after the
-window is a forecast. Of the baselines, which have no encoder, every prediction is one: compare the forecasts.
+The encoder computes the state at the first sample from all 64 samples, as in the authors' code, so only the rows after
+the window are forecasts. The baselines have no encoder, so all their predictions are forecasts: compare only the rows
+after the window.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ from torch import Tensor, nn
 import hbnode
 from tasks.common.config import MODELS, SCHEDULES, SECOND_ORDER, make_field, option
 from tasks.common.figures import panels
-from tasks.common.files import exit_on
 from tasks.common.run import Run, command
 from tasks.common.train import Samples, evaluate, fit
 from tasks.data import f16
@@ -53,21 +52,21 @@ from tasks.models.oscillating import TITLES, NoisyForecaster, NoisyOscillators, 
 
 COLUMNS = ("force", "voltage", "acceleration 1", "acceleration 2", "acceleration 3")
 CHANNELS = len(COLUMNS)
-WINDOW = 64  # samples that a model sees
-HORIZON = 8  # rows that it forecasts, from the stamp after them on
+WINDOW = 64  # samples of a segment
+HORIZON = 8  # rows to forecast, from the time after the samples on
 DROPPED = 100  # rows at the end, in the paper's protocol
 PERIOD = f16.PERIOD
-# 80 phases between two of them: 65 stamps are 72 rows, and 8 are forecast
+# 80 phases between two of them: 65 times are 72 rows, and 8 rows are forecast
 PHASES = {"train": (0, 3976), "validation": (4056, 6044), "test": (6124, 8112)}
-XI = 0.01  # at first, in 1/row^2: h swings at 400 sqrt(XI) / 2 pi = 6 Hz, where the record has its power; ln 2: 53 Hz
-PARAMETERS = 16_000  # of a baseline: about as many as the models have
-FREQUENCY = (0.004, 0.05)  # of oscillators at first, in cycles a row: 1.6 to 20 Hz
+XI = 0.01  # initial value in 1/row^2: h oscillates at 400 sqrt(XI) / 2 pi = 6 Hz, as the record does; ln 2: 53 Hz
+PARAMETERS = 16_000  # of a baseline, about as many as those of the models
+FREQUENCY = (0.004, 0.05)  # initial range of oscillators, in cycles per row: 1.6 to 20 Hz
 OSCILLATORS = ("oscillators", "oscillator_stack", "kalman")
 NOISY = 12  # oscillators of "kalman"
-REMOVED_SEED = 1  # of the rows that are removed
-NEXT_WEIGHT = 0.1  # of the predictions at the next stamps in the loss
+REMOVED_SEED = 1  # of the removed rows
+NEXT_WEIGHT = 0.1  # weight in the loss of the predictions of the next samples
 
-# size of h, and of the hidden layers of f
+# sizes of h and of the hidden layers of f
 SIZES = {
     "node": (21, (63, 84)),
     "anode": (27, (81, 108)),
@@ -83,11 +82,11 @@ class PlaneVibrationConfig(IrregularSeriesConfig):
 
     models = tuple(dict.fromkeys((*MODELS, *BASELINES, *OSCILLATORS)))
     epochs: int = option(50, "passes over the training segments", may_change=True)
-    schedule: str = option("cosine", "learning rate, as for the other tasks", SCHEDULES)
+    schedule: str = option("cosine", "learning rate: constant, cosine or step", SCHEDULES)
     clip: float = option(1.0, "largest norm of the gradient; 0 does not clip")
     tol: float = option(1e-5, "rtol = atol of the solver")
-    protocol: str = option("honest", "how the data is split, see above", ("paper", "honest"))
-    data: str = option("auto", "the F-16's, a generated structure's, or the first if it is there", f16.SOURCES)
+    protocol: str = option("honest", "how the data are split, see above", ("paper", "honest"))
+    data: str = option("auto", "f16, generated (a simulated structure), or auto: f16 if it is there", f16.SOURCES)
 
 
 PRESETS = {"paper": "--protocol paper --tol 1e-07 --solver torchdiffeq --adjoint-norm full --epochs 500"}
@@ -97,9 +96,9 @@ PRESETS = {"paper": "--protocol paper --tol 1e-07 --solver torchdiffeq --adjoint
 
 
 def split_rows(count: int, protocol: str) -> dict[str, Tensor]:
-    """Return the row numbers of non-overlapping segments of 65 stamps, (segments, 65), for each part.
+    """Return the row numbers of non-overlapping segments of 65 times, (segments, 65), for each part.
 
-    A tenth of the rows is removed at random, whole rows. The 8 rows that are forecast begin at a segment's last stamp.
+    A tenth of the rows is removed at random. The 8 rows to forecast begin at a segment's last time.
 
     Arguments:
         count: rows of the record.
@@ -114,18 +113,18 @@ def split_rows(count: int, protocol: str) -> dict[str, Tensor]:
         runs = {name: [part] for name, part in zip(PHASES, parts, strict=True)}
     else:
         runs = {name: list(_runs(kept, count, *phases)) for name, phases in PHASES.items()}
-    return {name: torch.cat([_cut(run) for run in of_it]) for name, of_it in runs.items()}
+    return {name: torch.cat([_cut(run) for run in parts]) for name, parts in runs.items()}
 
 
 def _runs(kept: Tensor, count: int, start: int, stop: int) -> Iterator[Tensor]:
-    """For each period, the kept rows of some phases from which all that is forecast is of these phases too."""
+    """Yield for each period the rows of some phases whose forecasts are of these phases too."""
     for first in range(0, count, PERIOD):
         yield kept[(kept >= first + start) & (kept <= min(first + stop, count) - HORIZON)]
 
 
 def _cut(run: Tensor) -> Tensor:
-    stamps = WINDOW + 1
-    return run[: len(run) // stamps * stamps].reshape(-1, stamps)
+    length = WINDOW + 1
+    return run[: len(run) // length * length].reshape(-1, length)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,12 +132,12 @@ class Splits:
     """Training, validation and test, standardised.
 
     Attributes:
-        batches: for each, the samples (segments, 64, 5), the stamps in rows since the first (segments, 65), and the
-            rows from the 65th stamp on (segments, 8, 5).
-        rows: for each, the numbers of the rows of the stamps (segments, 65).
-        record: the whole record, standardised with the same numbers, (N, 5).
-        mean: what was taken off, (5,).
-        deviation: what the rest was divided by, (5,).
+        batches: for each, the samples (segments, 64, 5), the times in rows since the first (segments, 65), and the rows
+            from the 65th time on (segments, 8, 5).
+        rows: for each, the row numbers of the times (segments, 65).
+        record: the whole record, standardised, (N, 5).
+        mean: of the columns, (5,).
+        deviation: standard deviation of the columns, (5,).
     """
 
     batches: dict[str, Samples]
@@ -165,11 +164,11 @@ class Splits:
         return cls(batches, rows, record, mean, deviation)
 
     def trivial_errors(self) -> dict[str, float]:
-        """Return mean squared errors of forecasts of the test set without a model."""
+        """Return mean squared errors of the trivial baselines on the test set."""
         x, _, target = self.batches["test"]
         errors = {"persistence_forecast_mse": mse(x[:, -1:].expand_as(target), target)}
         rows = self.rows["test"][:, -1:] + torch.arange(HORIZON)
-        unseen = self.rows["validation"].min()  # where the rows of training end, in the paper's protocol
+        unseen = self.rows["validation"].min()  # the end of the rows of training, in the paper's protocol
         earlier = rows - (rows - unseen).div(PERIOD, rounding_mode="floor").add(1) * PERIOD
         if bool((self.rows["train"].max() < unseen) & (earlier >= 0).all()):
             errors["periods_earlier_forecast_mse"] = mse(self.record[earlier], target)
@@ -180,7 +179,7 @@ class Splits:
 
 
 class Encoder(nn.Module):
-    """The state at the first stamp, a linear map of all samples of the window; the 65th stamp has none."""
+    """The state at the first time, a linear map of all samples of the window."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -192,7 +191,7 @@ class Encoder(nn.Module):
 
 
 class LinearCell(nn.Module):
-    """U x + W_h h, or U x + W_h h + W_m m, each with a bias; as large as the state s = h or s = [h, m]."""
+    """U x + W_h h, or U x + W_h h + W_m m, each with a bias, for the state s = h or s = [h, m]."""
 
     def __init__(self, input_size: int, hidden_size: int, parts: int) -> None:
         super().__init__()
@@ -207,7 +206,7 @@ class LinearCell(nn.Module):
 
 
 class Forecaster(nn.Module):
-    """An ODE-RNN that filters a window to the stamp after it and forecasts from there; one dense layer reads h."""
+    """An ODE-RNN that filters a window and forecasts from the time after it; a dense layer reads h."""
 
     def __init__(self, model: str, *, shrink: float = 1e-3, **solver: Any) -> None:
         super().__init__()
@@ -224,16 +223,13 @@ class Forecaster(nn.Module):
         self.head = nn.Linear(n, CHANNELS)
 
     def forward(self, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the forecast, and the predictions at stamps 2 to 65.
+        """Return the forecast (batch, 8, 5), and the predictions at times 2 to 65, (batch, 64, 5).
 
         Arguments:
             x: samples (batch, 64, 5).
-            t: stamps (batch, 65), in rows.
-
-        Returns:
-            (batch, 8, 5), (batch, 64, 5).
+            t: times (batch, 65), in rows.
         """
-        x = nn.functional.pad(x, (0, 0, 0, 1))  # nothing is seen at the 65th stamp
+        x = nn.functional.pad(x, (0, 0, 0, 1))  # there is no sample at the 65th time
         mask = torch.arange(WINDOW + 1, device=x.device).expand(len(x), -1) < WINDOW
         before, _, state = self.rnn.filter(x, t, mask=mask)
         h, _ = self.rnn.forecast(state, torch.arange(float(HORIZON), device=x.device))
@@ -241,7 +237,7 @@ class Forecaster(nn.Module):
 
 
 class Baseline(nn.Module):
-    """A recurrent network that predicts the next stamp, and forecasts by going on with its own predictions."""
+    """A recurrent network that predicts the next sample, and forecasts from its own predictions."""
 
     def __init__(self, model: str) -> None:
         super().__init__()
@@ -249,11 +245,11 @@ class Baseline(nn.Module):
         self.head = nn.Linear(self.rnn.hidden_size, CHANNELS)
 
     def forward(self, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the forecast and the predictions at stamps 2 to 65, for the arguments of :class:`Forecaster`."""
+        """Return the forecast and the predictions at times 2 to 65; see :class:`Forecaster`."""
         gap = t.diff(dim=1)
         features, state = self.rnn(x, nn.functional.pad(gap[:, :-1], (1, 0)), gap_after=gap)
         following = self.head(features)
-        forecast = [following[:, -1:]]  # at the 65th stamp
+        forecast = [following[:, -1:]]  # at the 65th time
         gap, row = gap[:, -1:], torch.ones_like(gap[:, -1:])
         for _ in range(HORIZON - 1):
             features, state = self.rnn(forecast[-1], gap, state, gap_after=row)
@@ -263,7 +259,7 @@ class Baseline(nn.Module):
 
 
 def make_model(config: PlaneVibrationConfig) -> nn.Module:
-    """Return the model that the options name."""
+    """Return the model of these options."""
     if config.model == "oscillators":
         return RowForecaster(CHANNELS, HORIZON, PARAMETERS, frequency=FREQUENCY, decay=(0.002, 0.05))
     if config.model == "kalman":
@@ -280,9 +276,9 @@ mse = nn.functional.mse_loss
 
 
 def squared_errors(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, float]]:
-    """Return mean squared error of the forecast, plus a tenth of that at the next stamps.
+    """Return the mean squared error of the forecast, plus a tenth of that of the next samples.
 
-    A model that returns log-likelihoods is trained by these instead.
+    If a model returns log-likelihoods, the loss is minus their mean.
     """
     x, t, target = batch
     forecast, following, *log_likelihood = model(x, t)
@@ -298,14 +294,8 @@ def squared_errors(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, 
 
 def train(config: PlaneVibrationConfig) -> None:
     """Train one model with one seed, and forecast the test set once."""
-    with exit_on(FileNotFoundError, ValueError):
-        record, source = f16.read_plane_vibration(config.data)
-    if source != config.data and source == "generated":
-        print(
-            "The F-16 record is not in HBNODE_DATA, so this run is on simulated data. "
-            "--data f16 says how to get the record."
-        )
-    config = dataclasses.replace(config, data=source)  # a run is of one source, and is not resumed with another
+    record, source = f16.read_plane_vibration(config.data)
+    config = dataclasses.replace(config, data=source)  # a run cannot be resumed with another source
     splits = Splits.from_record(record, config.protocol)
     run = Run("plane_vibration", config, f"{config.preset}-{config.protocol}-{config.model}-seed{config.seed}")
     model = make_model(config)
@@ -313,12 +303,13 @@ def train(config: PlaneVibrationConfig) -> None:
         model.rnn.fit_time_unit(splits.batches["train"][1])
     trivial_errors = splits.trivial_errors()
     sizes = "/".join(str(len(rows)) for rows in splits.rows.values())
+    described = "simulated, not of an aircraft" if source == "generated" else source
     errors_without = ", ".join(f"{name} {value:.4g}" for name, value in trivial_errors.items())
-    run.announce(model, config.model, f"data: {source}, {sizes} segments; {errors_without}")
+    run.announce(model, config.model, f"data: {described}, {sizes} segments; {errors_without}")
     fit(run, model, splits.batches["train"], splits.batches["validation"], squared_errors, held_out="validation")
     errors: dict[str, object] = {}
     if not run.is_finished:
-        test = tuple(part.to(run.workers.device) for part in splits.batches["test"])
+        test = run.workers.to_device(splits.batches["test"])
         errors |= evaluate(run, model, test, squared_errors, "test")
         model.eval()
         with torch.no_grad():
@@ -334,7 +325,7 @@ def train(config: PlaneVibrationConfig) -> None:
 
 
 def draw_forecasts(forecast: Tensor, splits: Splits, title: str, folder: Path) -> None:
-    """Draw the accelerations of four test segments, measured and forecast, in ``forecast.png``."""
+    """Draw measured and forecast accelerations of four test segments, in ``forecast.png``."""
     x, t, target = splits.batches["test"]
     scale, shift = splits.deviation.float(), splits.mean.float()
     title = f"{title}; accelerations in the unit of the data"

@@ -1,14 +1,13 @@
-"""Point cloud separation: a disc inside an annulus, which a NODE in the plane cannot pull apart.
+"""Point cloud separation: a disc inside an annulus, which a NODE in the plane cannot separate.
 
 Section 3.4.1 of Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture Design? (2022), figure 9: 40
-points uniform in |r| < 0.5 and 80 in 0.85 < |r| < 1, an MLP for f, integration from 0 to 1, and a dense layer. Draws
-the evolution of the cloud through the ODE.
+points uniform in |r| < 0.5 and 80 in 0.85 < |r| < 1, an MLP for f, integration from 0 to 1, and a dense layer. The task
+draws the evolution of the cloud through the ODE.
 
 The preset "paper" has the paper's 120 points, sizes, learning rate and tolerance 1e-7. The authors' code trains on 50
-points of an older file, all in one batch, which is the batch size that the paper prints: here the batch is the whole
-cloud. From the code, where the paper is silent, are 300 steps, scores clipped to [-1, 1], the squared error, an initial
-momentum clipped to [-5, 5], a constant xi = 2, and the adjoint's full error norm. The code's GHBNODE has the identity
-for sigma; here it is the paper's tanh.
+points of an older file in one batch, and the paper gives this batch size; here a batch is the whole cloud. From the
+code are 300 steps, scores clipped to [-1, 1], the squared error, an initial momentum clipped to [-5, 5], a constant
+xi = 2, and the adjoint's full error norm. The sigma of the code's GHBNODE is the identity; here it is the paper's tanh.
 """
 
 from __future__ import annotations
@@ -24,30 +23,28 @@ from torch import Tensor, nn
 import hbnode
 from tasks.common.config import SECOND_ORDER, ODEConfig, make_field, option
 from tasks.common.figures import panels
-from tasks.common.files import written_whole
 from tasks.common.run import Run, command
 from tasks.common.train import Samples, fit
 
-FRAMES = 41  # of the animation; the figure shows six of them
+TIMES = 6  # of the figure
 HIDDEN = {"node": 20, "anode": 20, "sonode": 13, "hbnode": 14, "ghbnode": 14}
 
 
 @dataclasses.dataclass(frozen=True)
 class PointCloudConfig(ODEConfig):
-    """Options of point cloud separation; an epoch is one step on the whole cloud."""
+    """Options of point cloud separation. An epoch is one step on the whole cloud."""
 
     epochs: int = option(300, "steps, each on the whole cloud", may_change=True)
     batch_size: int = option(120, "samples in a step")
     lr: float = option(1e-2, "Adam's learning rate")
     tol: float = option(1e-5, "rtol = atol of the solver")
-    animate: bool = option(False, "draw the evolution as a GIF too", may_change=True)
 
 
 PRESETS = {"paper": "--tol 1e-07 --solver torchdiffeq --adjoint-norm full"}
 
 
 def make_cloud(seed: int) -> tuple[Tensor, Tensor]:
-    """40 points uniform in the disc |r| < 0.5 (target -1), 80 in the annulus 0.85 < |r| < 1 (target 1).
+    """Draw 40 points in the disc |r| < 0.5 (target -1) and 80 in the annulus 0.85 < |r| < 1 (target 1), uniform.
 
     Returns:
         Points (120, 2) and targets (120, 1).
@@ -65,7 +62,7 @@ def make_cloud(seed: int) -> tuple[Tensor, Tensor]:
 
 
 class Separator(nn.Module):
-    """An ODE block on the plane and a dense layer clipped to [-1, 1]."""
+    """An ODE block on the plane, and a dense layer clipped to [-1, 1]."""
 
     def __init__(self, model: str, **solver: Any) -> None:
         super().__init__()
@@ -89,53 +86,40 @@ class Separator(nn.Module):
 
 
 def squared_error(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, float]]:
-    """Return mean squared distance of the scores from the targets, and the share on the right side of zero."""
+    """Return the mean squared error of the scores, and the share on the right side of zero."""
     x, target = batch
     score = model(x)
     return nn.functional.mse_loss(score, target), {"accuracy": (score.sign() == target).float().mean().item()}
 
 
-def draw_evolution(model: Separator, points: Tensor, targets: Tensor, folder: Path, title: str, animate: bool) -> None:
-    """Draw the cloud at six times in ``evolution.png``, and moving in ``evolution.gif``; mind the changing scale."""
-    import matplotlib.pyplot as plt
-    from matplotlib.animation import FuncAnimation, PillowWriter
-
-    times = torch.linspace(0, 1, FRAMES)
+def draw_evolution(model: Separator, points: Tensor, targets: Tensor, folder: Path, title: str) -> None:
+    """Draw the cloud at six times in ``evolution.png``; the scales differ."""
+    times = torch.linspace(0, 1, TIMES)
     with torch.no_grad():
         path = model.block(points.to(next(model.parameters()).device), times).cpu()
     colors = ["C0" if target < 0 else "C3" for target in targets[:, 0].tolist()]
     space = {"projection": "3d"} if path.shape[-1] == 3 else {}
-
-    def scatter(ax: plt.Axes, index: int) -> None:
-        ax.clear()
-        marks: dict[str, Any] = {"s": 9, "c": colors}
-        ax.scatter(*path[index].T.numpy(), **marks)
-        ax.set_title(f"t = {times[index]:.2f}", fontsize="medium")
-        ax.tick_params(labelsize="x-small")
-
-    size = (15, 3)
-    with panels(folder / "evolution.png", 1, 6, size=size, title=title, legend=False, subplot_kw=space) as (_, axes):
-        for ax, index in zip(axes[0], range(0, FRAMES, FRAMES // 5), strict=True):
-            scatter(ax, index)
-    if animate:
-        figure, ax = plt.subplots(figsize=(4, 4), subplot_kw=space)
-        movie = FuncAnimation(figure, lambda index: scatter(ax, index), frames=FRAMES)
-        with written_whole(folder / "evolution.gif") as file:
-            movie.save(file, writer=PillowWriter(fps=12))
-        plt.close(figure)
+    size, marks = (15, 3), {"s": 9, "c": colors}
+    with panels(folder / "evolution.png", 1, TIMES, size=size, title=title, legend=False, subplot_kw=space) as (
+        _,
+        axes,
+    ):
+        for ax, time, cloud in zip(axes[0], times.tolist(), path, strict=True):
+            ax.scatter(*cloud.T.numpy(), **marks)
+            ax.set_title(f"t = {time:.2f}", fontsize="medium")
+            ax.tick_params(labelsize="x-small")
 
 
 def train(config: PointCloudConfig) -> None:
-    """Train one model on one cloud and draw what it does to it."""
+    """Train one model on one cloud, and draw the evolution of the cloud."""
     cloud, fresh = make_cloud(config.seed), make_cloud(config.seed + 1_000_000)
     run = Run("point_cloud", config, f"{config.preset}-{config.model}-seed{config.seed}")
     model = Separator(config.model, **config.ode_options())
     run.announce(model, config.model)
     fit(run, model, cloud, fresh, squared_error, every=50)
-    is_wanted = not run.is_finished or (config.animate and not (run.folder / "evolution.gif").exists())
-    if run.workers.rank == 0 and is_wanted:
+    if run.workers.rank == 0 and not run.is_finished:
         title = f"{config.model.upper()}: training loss {run.rows[-1]['train_loss']:.3f} after {len(run.rows)} steps"
-        draw_evolution(model, *cloud, run.folder, title, config.animate)
+        draw_evolution(model, *cloud, run.folder, title)
     run.finish(model, separates=run.rows[-1]["train_accuracy"] == 1)
 
 

@@ -1,46 +1,48 @@
-"""The experiments behind the pages of Results: what is done, running what is missing, collecting what came out.
+"""Results: runs the experiments, collects their rows, draws the pages of Results, and shows any run folders.
 
-    python -m tasks.results                    # each experiment: done, in part or not done, and its CPU hours
-    python -m tasks.results run                # what is missing, one thread each, two at a time; repeat it to resume
-    python -m tasks.results run digits speech  # of these experiments only
-    python -m tasks.results collect            # reads the runs that are there into docs/results again
+    python -m tasks.results                    # each page: its state, its CPU hours and where its rows are from
+    python -m tasks.results run                # runs the commands that are not done; repeat it to resume
+    python -m tasks.results run digits speech  # those of two experiments; --yes does not ask
+    python -m tasks.results collect            # writes the rows of the runs that exist to docs/results
+    python -m tasks.results draw               # draws the tables and figures of the pages into docs/_results
+    python -m tasks.results show runs/digits   # a table and figures of the finished runs under a folder
 
-An experiment (tasks/experiments.py) is a question and the commands that answer it. A command runs in a folder of its
-own, ``runs/results/EXPERIMENT/TABLE``, and resumes there; beside it ``TABLE.json`` says that it has ended, and by which
-command. After each, ``docs/results/EXPERIMENT.csv`` is written anew, whole or not at all: one row for each model, seed
-and metric with the conditions under which it was measured (see
-``tasks/result_rows.py``). A run that has not come to its end has one
-row, metric "epochs", that says how far it came. New rows replace those of the same table and model that were
-transcribed from an earlier page, whose runs are lost; all other rows stay.
+``tasks/experiments.py`` has the commands. Each runs in ``runs/results/EXPERIMENT/TABLE`` with one thread, and resumes
+there. ``TABLE.json`` beside the folder marks a command that has ended. After each command its rows are written to
+``docs/results/EXPERIMENT.csv``. They replace the rows of the same table and model; all other rows stay. The rows of an
+earlier page whose runs are lost are marked "transcribed" in the column "origin".
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from tasks.common.files import read_json, write_json
-from tasks.common.run import stopped_by
-from tasks.experiments import EXPERIMENTS
-from tasks.result_rows import COLUMNS, Command, Experiment, Row, read_rows, write_rows
+from tasks.common.files import read_json, write_figure, write_json
+from tasks.experiments import COMMANDS, Command
+from tasks.pages import TITLES, read_results, show, write_results
+from tasks.rows import COLUMNS, Group, Row, grouped, read_csv, tell_apart, write_rows
 
 PAGES = Path("docs/results")
 RUNS = Path("runs/results")
+LOST = "transcribed from docs"  # the origin of rows whose runs are lost
+SHOWN = "train_,validation_,test_,best_,final_,nfe_forward,nfe_backward,seconds,separates,solved"
 
 
 def merged(old: Sequence[Row], new: Sequence[Row]) -> list[Row]:
-    """Return old rows, each group of one table and model replaced by the new one where that has finished runs.
+    """Return the old rows with those of each table and model replaced by new ones, if these are of finished runs.
 
-    Unfinished runs stand beside the old rows, in place of what was said of them before.
+    Rows of unfinished runs are added to the old rows, and replace earlier rows of unfinished runs.
     """
 
-    def key(row: Mapping[str, str]) -> tuple[str, str]:
+    def key(row: Row) -> tuple[str, str]:
         return row["table"], row["model"]
 
     ended = {key(row) for row in new if row.get("statistic") != "unfinished"}
@@ -49,134 +51,186 @@ def merged(old: Sequence[Row], new: Sequence[Row]) -> list[Row]:
     for row in old:
         if key(row) not in ended and row["statistic"] != "unfinished":
             found.append(row)
-        elif key(row) in ended - placed:  # the new ones in the place of the first old one
+        elif key(row) in ended - placed:  # the new rows take the place of the first old one
             found += [other for other in new if key(other) == key(row)]
             placed.add(key(row))
     return found + [row for row in new if row not in found]
 
 
-def collect(name: str, experiment: Experiment, root: Path, pages: Path) -> int:
-    """Write an experiment's file from the runs that are there; return how many rows came from them."""
+def collect(name: str, root: Path, pages: Path) -> int:
+    """Write the rows of the runs of an experiment to its file; return how many there are."""
     new = []
-    for command in experiment.commands:
-        out = folder_of(root, name, command)
-        about = {"table": command.table, "data": command.data, "size": command.size, "command": command.text(out)}
-        for row in command.read(out):
+    for key, command in chosen([name]).items():
+        data, size = command.data
+        about = {"table": key.partition("/")[2], "data": data, "size": size, "command": command.text(root / key)}
+        for row in command.read(root / key):
             filled = about | {column: value for column, value in row.items() if value}
             new.append({column: filled.get(column, "") for column in COLUMNS})
     if new:
-        write_rows(pages / f"{name}.csv", merged(read_rows(pages / f"{name}.csv"), new))
+        write_rows(pages / f"{name}.csv", merged(read_csv(pages / f"{name}.csv"), new))
     return len(new)
 
 
 # Running
 
 
-def folder_of(root: Path, name: str, command: Command) -> Path:
-    """Return the folder that a command runs in."""
-    return root / name / command.table
+def chosen(names: Sequence[str]) -> dict[str, Command]:
+    """Return the commands of some experiments."""
+    return {key: command for key, command in COMMANDS.items() if key.partition("/")[0] in names}
 
 
-def marker(out: Path) -> Path:
-    """Return the file that says of a command's folder that the command has ended."""
-    return out.with_name(f"{out.name}.json")
+def unfinished(names: Sequence[str], root: Path) -> dict[str, Command]:
+    """Return the commands of some experiments that have not ended with their present options."""
+
+    def is_done(key: str, command: Command) -> bool:
+        path = root / f"{key}.json"
+        return path.exists() and read_json(path)["command"] == command.text(root / key)
+
+    return {key: command for key, command in chosen(names).items() if not is_done(key, command)}
 
 
-def is_done(out: Path, command: Command) -> bool:
-    """Whether the command, as it is now, has ended in its folder."""
-    path = marker(out)
-    return path.exists() and read_json(path)["command"] == command.text(out)
+def listing(names: Sequence[str], root: Path, pages: Path) -> str:
+    """Return a line for each experiment: its commands, CPU hours and rows. The last line has the sums."""
+    head = f"{'page':<18} {'commands done':>13} {'CPU hours left':>14} {'rows':>6} {'runs lost':>9}  title"
+    lines, total, lost = [head], 0, 0
+    for name in names:
+        rows, page = read_csv(pages / f"{name}.csv"), pages / f"{name}.md"
+        waiting, commands = unfinished([name], root), chosen([name])
+        done = f"{len(commands) - len(waiting)} of {len(commands)}" if commands else "make bench"
+        hours = sum(command.hours for command in waiting.values())
+        without = sum(row["origin"].startswith(LOST) for row in rows)
+        title = page.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ") if page.exists() else ""
+        lines.append(f"{name:<18} {done:>13} {hours:>14.1f} {len(rows):>6} {without:>9}  {title}")
+        total, lost = total + len(rows), lost + without
+    hours = sum(command.hours for command in unfinished(names, root).values())
+    lines.append(f"{lost:,} of {total:,} rows were transcribed from earlier pages, and their runs are lost.")
+    return "\n".join([*lines, f"The commands that are left take about {hours:.1f} CPU hours of one thread."])
 
 
-def state(out: Path, command: Command) -> str:
-    """Return "done", "in part", or "not done"."""
-    if is_done(out, command):
-        return "done"
-    return "in part" if out.exists() and any(out.iterdir()) else "not done"
+def ask(names: Sequence[str], root: Path, jobs: int) -> None:
+    """Ask whether to start the commands that are left. Without a terminal or the answer yes, the program ends."""
+    left = unfinished(names, root)
+    hours = sum(command.hours for command in left.values())
+    said = f"{len(left)} commands will run for about {hours:.1f} CPU hours, {jobs} at a time."
+    if left and not sys.stdin.isatty():
+        raise SystemExit(f"{said} There is no terminal to confirm this. Fix: --yes, or make results YES=1.")
+    if left and input(f"{said} Start them? [y/N] ").strip().lower() not in ("y", "yes"):
+        raise SystemExit("Nothing was started.")
 
 
-def listing(experiments: Mapping[str, Experiment], root: Path, pages: Path) -> str:
-    """Return a line for each experiment: how far it is, its hours, where its rows are from, and its question."""
-    lines = []
-    for name, experiment in experiments.items():
-        states = [state(folder_of(root, name, command), command) for command in experiment.commands]
-        done = states.count("done")
-        said = "done" if done == len(states) else "not done" if set(states) == {"not done"} else "in part"
-        rows = read_rows(pages / f"{name}.csv")
-        copied = sum(row["origin"].startswith("transcribed") for row in rows)
-        lines.append(
-            f"{name:<22} {said:<9} {done} of {len(states)} commands  {experiment.hours:6.1f} h  "
-            f"{len(rows):4d} rows, {copied:4d} transcribed  {experiment.question}"
-        )
-    return "\n".join(lines)
+def run(names: Sequence[str], root: Path, pages: Path, jobs: int) -> list[str]:
+    """Run the commands that are left, ``jobs`` at a time; return a message for each that failed."""
+    processes: list[subprocess.Popen[bytes]] = []
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
+    def execute(key: str, command: Command) -> str:
+        print(f"{key}: {command.text(root / key)}", flush=True)
+        for line in command.arguments(root / key):
+            processes.append(process := subprocess.Popen([sys.executable, "-m", *line], env=os.environ | threads))
+            if status := process.wait():
+                return f"{key}: exit status {status}, see its output above"
+        write_json(root / f"{key}.json", {"command": command.text(root / key)})
+        return ""
 
-def run(experiments: Mapping[str, Experiment], root: Path, pages: Path, jobs: int) -> list[str]:
-    """Run what is missing, so many commands at a time, one thread each; what is to be said of those that failed."""
-    waiting = [
-        (name, experiment, command)
-        for name, experiment in experiments.items()
-        for command in experiment.commands
-        if not is_done(folder_of(root, name, command), command)
-    ][::-1]
-    running: dict[subprocess.Popen[bytes], tuple[str, Experiment, Command, list[list[str]]]] = {}
-    failed = []
-    with stopped_by(signal.SIGINT, signal.SIGTERM):
-        try:
-            while waiting or running:
-                while waiting and len(running) < jobs:
-                    name, experiment, command = waiting.pop()
-                    lines = command.arguments(folder_of(root, name, command))
-                    print(f"{name}/{command.table}: {command.text(folder_of(root, name, command))}", flush=True)
-                    running[_start(lines.pop(0))] = name, experiment, command, lines
-                time.sleep(0.2)
-                for process in [process for process in running if process.poll() is not None]:
-                    name, experiment, command, lines = running.pop(process)
-                    if process.returncode:
-                        failed.append(f"{name}/{command.table}: exit status {process.returncode}, as said above")
-                    elif lines:
-                        running[_start(lines.pop(0))] = name, experiment, command, lines
-                        continue
-                    else:
-                        out = folder_of(root, name, command)
-                        write_json(marker(out), {"command": command.text(out)})
-                    try:
-                        collect(name, experiment, root, pages)
-                    except SystemExit as error:  # the other commands go on
-                        failed.append(str(error))
-        finally:
-            for process in running:
-                process.terminate()
-            for process in running:
-                process.wait()
+    failed: list[str] = []
+    pool = ThreadPoolExecutor(jobs)
+    try:
+        futures = {pool.submit(execute, *left): left[0].partition("/")[0] for left in unfinished(names, root).items()}
+        for future in as_completed(futures):
+            failed += filter(None, [future.result()])
+            try:
+                collect(futures[future], root, pages)
+            except SystemExit as error:  # the other commands continue
+                failed.append(str(error))
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in processes:
+            process.terminate()  # does nothing to a process that has ended
+        for process in processes:
+            process.wait()
     return failed
 
 
-def _start(line: Sequence[str]) -> subprocess.Popen[bytes]:
-    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    return subprocess.Popen([sys.executable, "-m", *line], env=os.environ | threads)
+# Run folders
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """List, run or collect experiments."""
+def show_runs(root: Path, columns: tuple[str, ...], out: Path | None) -> None:
+    """Print a table and write figures of the finished runs under a folder, for each task, preset and data set."""
+    experiments: dict[str, list[Group]] = {}
+    for group in grouped(root):
+        experiments.setdefault(group.experiment, []).append(group)
+    if not experiments:
+        raise SystemExit(f"{root} has no finished run. Fix: train one first; python -m tasks lists the tasks.")
+    if out and len(experiments) > 1:
+        raise SystemExit(
+            f"--out names one figure, but {root} has {sorted(experiments)}. Fix: show one of their folders."
+        )
+    for name, groups in experiments.items():
+        tell_apart(groups, TITLES)
+        text, figures = show(groups, columns, name)
+        print(text)
+        for suffix, figure in figures.items():
+            path = out or root / f"{name}.png"
+            path = path.with_stem(path.stem + suffix)
+            write_figure(figure, path)
+            print(f"figure: {path}")
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", nargs="?", choices=("list", "run", "collect"), default="list")
-    parser.add_argument("names", nargs="*", metavar="name", help="experiments; none: all")
+    parser.add_argument("action", nargs="?", choices=("list", "run", "collect", "draw", "show"), default="list")
+    parser.add_argument("names", nargs="*", metavar="name", help="experiments [all]; for show, folders of runs [runs]")
+    parser.add_argument("--yes", action="store_true", help="run without asking")
     parser.add_argument("--jobs", type=int, choices=(1, 2), default=2, help="commands at a time [2]")
     parser.add_argument("--runs", type=Path, default=RUNS, help=f"folder of the runs [{RUNS}]")
     parser.add_argument("--pages", type=Path, default=PAGES, help=f"folder of the files of results [{PAGES}]")
+    parser.add_argument(
+        "--columns", default=SHOWN, help=f"what show shows: beginnings of the names of results [{SHOWN}]"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="of show, the figure [FOLDER/NAME.png]; of draw, a folder [docs/_results]"
+    )
     options = parser.parse_intermixed_args(argv)
-    unknown = sorted(set(options.names) - set(EXPERIMENTS))
-    if unknown:
-        parser.error(f"unknown experiments {unknown}; expected some of {', '.join(EXPERIMENTS)}")
-    chosen = {name: EXPERIMENTS[name] for name in options.names or EXPERIMENTS}
-    failed = run(chosen, options.runs, options.pages, options.jobs) if options.action == "run" else []
-    if options.action == "collect":
-        for name, experiment in chosen.items():
-            print(f"{name}: {collect(name, experiment, options.runs, options.pages)} rows")
+    if options.action == "show":
+        return options
+    if not options.pages.is_dir():
+        parser.error(f"there is no folder {options.pages}. Fix: run this in a checkout, or --pages FOLDER.")
+    known = dict.fromkeys(key.partition("/")[0] for key in COMMANDS)
+    if unknown := sorted(set(options.names) - set(known)):
+        parser.error(f"unknown experiments {unknown}; expected some of {', '.join(known)}")
+    options.names = options.names or sorted({*known, *read_results(options.pages)})
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """List, run, collect or draw experiments, or show run folders."""
+    options = parse(argv)
+    names, root, pages = options.names, options.runs, options.pages
+    logging.basicConfig(format="%(message)s")
+    if options.action == "show":
+        for folder in names or ["runs"]:
+            show_runs(Path(folder), tuple(options.columns.split(",")), options.out)
+    elif options.action == "draw":
+        written = write_results(pages, options.out or pages.parent / "_results")
+        print(f"{len(written)} tables and figures are in {written[0].parent}")
+    elif options.action == "collect":
+        for name in names:
+            print(f"{name}: {collect(name, root, pages)} rows")
+    else:
+        print(listing(names, root, pages))
+    if options.action != "run":
+        return
+    if not options.yes:
+        ask(names, root, options.jobs)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+    try:
+        failed = run(names, root, pages, options.jobs)
+    except KeyboardInterrupt:
+        raise SystemExit("Interrupted. Fix: repeat the command to resume.") from None
     if failed:
         raise SystemExit("\n".join(failed))
-    print(listing(chosen, options.runs, options.pages))
+    print("All commands are done.")
 
 
 if __name__ == "__main__":

@@ -1,17 +1,17 @@
 """Silverbox: simulating the output V2 of an electronic oscillator from its input V1, on the official test sets.
 
 The Silverbox is a circuit that resembles a Duffing oscillator. Data and split are those of nonlinearbenchmark.org (T.
-Wigren and J. Schoukens, ECC 2013). The momentum-architectures paper only shows how untrained models grow on it, which
-is tasks.studies.silverbox_growth; here they learn it.
+Wigren and J. Schoukens, ECC 2013). The momentum-architectures paper shows only the growth of untrained models on it,
+as in tasks.studies.silverbox_growth; here the models are trained.
 
-f is a small network of the state and V1(t), the initial state comes from an encoder that reads the samples before (all
-of the state: the zero of an ANODE would contradict every window that starts in motion). Trained are windows of the
-multisines; the last part of them is kept for validation. The three test sets are simulated in one go, from the state
-that the encoder finds in the first 50 samples, which the benchmark gives and does not count; errors are root mean
-squares in millivolts. GHBNODE has the hardtanh of the paper's figure 7 for sigma.
+f is a small network of the state and V1(t). An encoder of the samples before returns the initial state, also the part
+that is zero in a usual ANODE, because a window does not start at rest. Training uses windows of the multisines; the
+last part of these is for validation. Each of the three test sets is one simulation. Its initial state is from the first
+50 samples, which the benchmark gives and does not count. Errors are root mean squares in millivolts. The sigma of
+GHBNODE is the hardtanh of the paper's figure 7.
 
---model oscillators has no ODE to solve and no encoder: three blocks of linear oscillators with gates between them read
-V1 and, as long as it is given, V2. They need windows much longer than what they are given, to learn to do without V2:
+--model oscillators has no ODE and no encoder: three blocks of linear oscillators with gates between them read V1, and
+V2 as far as it is given. Their windows must be much longer than the given part, so that they learn to simulate V2:
 --window 500 --stride 50 --batch-size 32.
 """
 
@@ -30,12 +30,11 @@ from torch import Tensor, nn
 import hbnode
 from tasks.common.config import GRADIENTS, MODELS, SCHEDULES, SECOND_ORDER, ODEConfig, make_field, option
 from tasks.common.figures import panels
-from tasks.common.files import exit_on
 from tasks.common.run import Run, command, count_parameters
 from tasks.common.train import Samples, fit
 from tasks.data.silverbox import SETS, START, read_silverbox
 
-FINE = 8  # points a sample of the interpolated input
+FINE = 8  # points per sample of the interpolated input
 OSCILLATORS = "oscillators"
 HIDDEN = {"node": 20, "anode": 13, "sonode": 16, "hbnode": 20, "ghbnode": 20}
 
@@ -50,54 +49,51 @@ class SilverboxConfig(ODEConfig):
     epochs: int = option(60, "passes over the training windows", may_change=True)
     batch_size: int = option(256, "windows in a step")
     lr: float = option(2e-2, "Adam's learning rate")
-    schedule: str = option("cosine", "learning rate, as for the other tasks", SCHEDULES)
+    schedule: str = option("cosine", "learning rate: constant, cosine or step", SCHEDULES)
     clip: float = option(1.0, "largest norm of the gradient; 0 does not clip")
-    gradient: str = option("direct", "how to differentiate; a window is short enough to keep its graph", GRADIENTS)
-    steps: int = option(1, "steps a sample; 0 chooses them by the tolerance")
-    window: int = option(50, "samples that are simulated in training")
-    past: int = option(20, "samples that the encoder reads, 50 at most")
+    gradient: str = option("direct", "how to differentiate; the graph of a window is small", GRADIENTS)
+    steps: int = option(1, "steps per sample; 0: by the tolerance")
+    window: int = option(50, "simulated samples of a training window")
+    past: int = option(20, "samples that the encoder reads, at most 50")
     stride: int = option(10, "samples between the starts of two training windows")
-    validation: int = option(8192, "last samples of the training set, kept for validation")
+    validation: int = option(8192, "last samples of the training set, for validation")
 
     def __post_init__(self) -> None:
         if self.validation < START + self.window:
-            raise ValueError(
-                f"--validation must be at least {START + self.window}, the first "
-                f"{START} samples and a window; got {self.validation}"
-            )
+            raise ValueError(f"--validation must be at least {START + self.window}, got {self.validation}")
         if self.past > START:
             raise ValueError(f"--past must be at most {START}, the samples that the benchmark gives; got {self.past}")
 
     def try_out(self, model: str) -> None:
-        """Solve a small model with these options, if it solves any."""
+        """Solve a small model with these options, unless it has no ODE."""
         if model != OSCILLATORS:
             super().try_out(model)
 
 
 def refine(u: Tensor) -> Tensor:
-    """Return a signal of N samples at :data:`FINE` points a sample, (N - 1) * FINE + 1 of them.
+    """Return a signal of N samples at :data:`FINE` points per sample, (N - 1) * FINE + 1 points.
 
-    The input has power up to a third of the sampling rate, where lines between its samples lose a good part of it: this
-    is band-limited interpolation with a Kaiser window of 48 samples; beyond the ends it takes the last sample.
+    This is band-limited interpolation with a Kaiser window of 48 samples, because the input has power up to a third of
+    the sampling rate, which linear interpolation would reduce. Beyond its ends the signal is constant.
     """
     half = 24
     taps = torch.arange(-half, half + 1, dtype=torch.float64)
     distance = taps - torch.arange(FINE)[:, None] / FINE  # (points between two samples, taps)
     window = torch.special.i0(8.0 * (1 - (distance / (half + 1)) ** 2).clamp(min=0).sqrt())
     kernel = torch.sinc(distance) * window / torch.special.i0(torch.tensor(8.0, dtype=torch.float64))
-    kernel = (kernel / kernel.sum(1, keepdim=True)).to(u.dtype)  # a constant stays what it is
+    kernel = (kernel / kernel.sum(1, keepdim=True)).to(u.dtype)  # exact for a constant
     padded = nn.functional.pad(u[None, None], (half, half), mode="replicate")
     return nn.functional.conv1d(padded, kernel[:, None])[0].T.reshape(-1)[: (len(u) - 1) * FINE + 1]
 
 
 def windows(samples: Tensor, fine: Tensor, past: int, length: int, stride: int) -> Samples:
-    """Cut a record into windows, each some samples to find the state in, and some to simulate.
+    """Cut a record into windows of samples for the initial state and samples to simulate.
 
     Arguments:
         samples: V1 and V2, (N, 2).
-        fine: V1 as :func:`refine` makes it.
-        past: samples that the encoder reads; the state is that at the last of them.
-        length: samples simulated.
+        fine: V1 after :func:`refine`.
+        past: samples that the encoder reads; the state is that at the last one.
+        length: samples to simulate.
         stride: samples between the starts of two windows.
 
     Returns:
@@ -119,7 +115,7 @@ class Force(nn.Module):
         self.linear = nn.Linear(inputs + 1, outputs, bias=False)
         self.net = hbnode.nn.MLP(inputs + 1, [hidden], outputs, activation=nn.Tanh)
         for p in (self.linear.weight, *self.net.layers[-1].parameters()):
-            nn.init.zeros_(p)  # the ball hardly moves at first: a random force would throw it far away
+            nn.init.zeros_(p)  # a random initial force would make h diverge
         self.input: Callable[[Tensor], Tensor]  # set for each solve, and its backward pass
 
     def forward(self, t: Tensor, *state: Tensor) -> Tensor:
@@ -129,7 +125,7 @@ class Force(nn.Module):
 
 
 class Encoder(nn.Module):
-    """The state at the last of some samples: h is V2 there at first, and what it learns is added."""
+    """The state at the last of some samples: h is V2 there plus a learned term."""
 
     def __init__(self, past: int, size: int, pair: bool) -> None:
         super().__init__()
@@ -159,15 +155,17 @@ class Simulator(nn.Module):
     def forward(self, past: Tensor, drive: Tensor) -> Tensor:
         """(batch, past, 2), (batch, T * FINE + 1) -> (batch, T)."""
         length = (drive.shape[1] - 1) // FINE
-        # float64: a test set has 40,000 units of time, of which float32 would leave hundredths
+        # float64, because a test set has 40,000 units of time, with an error of 0.01 in float32
         times = torch.arange(drive.shape[1], dtype=torch.float64, device=drive.device) / FINE
         signal = hbnode.Signal(times, drive.T[..., None], outside="hold")
-        cast(Force, self.block.field.func).input = signal.forward  # not the module: it is no part of the model
+        cast(
+            Force, self.block.field.func
+        ).input = signal.forward  # not the module, which would become a part of the model
         return self.block(past, times[::FINE])[1:, :, 0].T if length else drive[:, :0]
 
 
 class Swinging(nn.Module):
-    """V2 from V1 and a few samples before by three blocks of oscillators, of as many parameters as GHBNODE has."""
+    """V2 from V1 and a few samples before by three blocks of oscillators, with as many parameters as GHBNODE."""
 
     def __init__(self, past: int) -> None:
         super().__init__()
@@ -181,7 +179,7 @@ class Swinging(nn.Module):
         self.stack = hbnode.nn.match_parameters(stack, parameters)
 
     def forward(self, past: Tensor, drive: Tensor) -> Tensor:
-        """Return the shapes of :meth:`Simulator.forward`; V2 is an input as long as it is known, and whether it is."""
+        """Return V2, see :meth:`Simulator.forward`. Inputs are V1, the known part of V2, and whether V2 is known."""
         v1 = torch.cat([past[..., 0], drive[:, FINE::FINE]], 1)
         known = torch.arange(v1.shape[1], device=v1.device).expand(v1.shape) < past.shape[1]
         v2 = nn.functional.pad(past[..., 1], (0, v1.shape[1] - past.shape[1]))
@@ -189,14 +187,14 @@ class Swinging(nn.Module):
 
 
 def make_model(config: SilverboxConfig) -> nn.Module:
-    """Return the model that the options name."""
+    """Return the model of these options."""
     if config.model == OSCILLATORS:
         return Swinging(config.past)
     return Simulator(config.model, config.past, **config.ode_options())
 
 
 def squared_error(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, float]]:
-    """Return mean squared error of the standardised V2."""
+    """Return the mean squared error of the standardised V2."""
     past, drive, target = batch
     return nn.functional.mse_loss(model(past, drive), target), {}
 
@@ -209,18 +207,14 @@ def split(record: Tensor, validation: int) -> tuple[dict[str, Tensor], float]:
     records = {name: record[part] for name, part in SETS.items()}
     whole = records["train"]
     if len(whole) < 2 * validation:
-        raise SystemExit(f"--validation {validation} leaves too little of {len(whole)} training samples")
+        raise ValueError(f"--validation {validation} leaves too few of {len(whole)} training samples")
     records |= {"train": whole[:-validation], "validation": whole[-validation:]}
     mean, deviation = records["train"].mean(0), records["train"].std(0)
     return {k: ((v - mean) / deviation).float() for k, v in records.items()}, deviation[1].item()
 
 
 def simulate(model: nn.Module, samples: Tensor, config: SilverboxConfig) -> Tensor:
-    """V2 of a whole record from its V1 and the first 50 samples, of which the encoder reads the last ones.
-
-    Returns:
-        The samples after the first 50; infinite from where the model diverged.
-    """
+    """Return V2 of a whole record after its first 50 samples, from these and V1; infinite after a divergence."""
     device = next(model.parameters()).device
     samples = samples[START - config.past :]
     fine = refine(samples[:, 0])
@@ -237,14 +231,13 @@ def simulate(model: nn.Module, samples: Tensor, config: SilverboxConfig) -> Tens
 
 
 def rmse(simulated: Tensor, measured: Tensor) -> float:
-    """Root of the mean squared difference, in float64."""
+    """Return the root of the mean squared difference, in float64."""
     return (simulated.double() - measured.double()).square().mean().sqrt().item()
 
 
 def identify(config: SilverboxConfig) -> None:
     """Train one model with one seed, simulate the test sets, and draw the arrow."""
-    with exit_on(FileNotFoundError, ValueError):
-        records, scale = split(read_silverbox(), config.validation)
+    records, scale = split(read_silverbox(), config.validation)
     train, validation = records["train"], records["validation"]
     cut = functools.partial(windows, past=config.past, length=config.window)
     run = Run("silverbox", config, f"{config.preset}-{config.model}-seed{config.seed}")
@@ -262,7 +255,7 @@ def identify(config: SilverboxConfig) -> None:
     if run.workers.rank == 0 and not run.is_finished:
         model.eval()
         simulated = {k: simulate(model, records[k], config) for k in ("validation", "multisine", "arrow_full")}
-        # the arrow without extrapolation is the first part of the whole one, and starts with it
+        # the arrow without extrapolation is the first part of the whole arrow
         part = len(records["arrow_no_extrapolation"]) - START
         simulated["arrow_no_extrapolation"] = simulated["arrow_full"][:part]
         for name, values in simulated.items():
@@ -277,7 +270,7 @@ def identify(config: SilverboxConfig) -> None:
 def draw_simulation(
     simulated: Tensor, measured: Tensor, part: int, name: str, errors: Mapping[str, float], folder: Path
 ) -> None:
-    """Draw V2 of the arrow and the error of its simulation over it, in ``simulation.png``."""
+    """Draw V2 of the arrow and the error of its simulation, in ``simulation.png``."""
     seconds = torch.arange(START, START + len(measured)) / 610.35
     texts = {"arrow_no_extrapolation": "up to the dotted line", "arrow_full": "all of it", "multisine": "multisine"}
     values = {text: errors[f"{record}_rmse_mV"] for record, text in texts.items()}

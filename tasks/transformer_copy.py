@@ -5,12 +5,12 @@ sequences w 0 w 0 0 ... with 10 different symbols, and a causal transformer that
 accuracy are those of the second w. Every batch is new; the test set is the same for all runs.
 
 The preset "paper" has the paper's sizes: length 128, 4 layers with 8 heads of 32, batch 64, RAdam at 1e-3, and a tenth
-of that after 3,000 steps. By default length, batch and model are small enough for a core.
+of that after 3,000 steps. The default length, batch and model are small enough for one core.
 
-Beside softmax, linear and the paper's attention stand linear attention with the gain 1 / (1 - beta) that momentum has
-for all but the last keys, and newer rivals of linear time. Each run says how many parameters it has and how many
-numbers it carries from token to token. Parameters are equal, but for a few gates; with --equal state the states are as
-well: contenders that keep one matrix for each head then have half the heads, of twice the size.
+In addition to softmax, linear and the paper's attention there are linear attention times 1 / (1 - beta), the weight
+that momentum gives to all except the last keys, and newer baselines of linear time. Each run prints its number of
+parameters and the size of its state. The numbers of parameters are equal except for a few gates. With --equal state the
+states are equal too: models with one matrix per head then have half the heads, of twice the size.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tasks.models.contenders import TITLES, ContenderConfig
 
 @dataclasses.dataclass(frozen=True)
 class CopyConfig(ContenderConfig):
-    """Options of the copy task; an epoch is some fresh batches."""
+    """Options of the copy task."""
 
     positive = "iterations test_size symbols"
 
@@ -39,7 +39,7 @@ class CopyConfig(ContenderConfig):
     drop_after: int = option(2500, "steps after which the learning rate is a tenth; 0: never")
     layers: int = option(2, "layers")
     length: int = option(48, "symbols of a sequence", least=8)
-    symbols: int = option(10, "different symbols, the separator not counted")
+    symbols: int = option(10, "different symbols without the separator")
     test_size: int = option(500, "test sequences")
 
 
@@ -50,7 +50,7 @@ PRESETS = {
 
 
 def cross_entropy(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, float]]:
-    """Mean cross-entropy of the symbols of the second w, and the share of them that is predicted."""
+    """Return the mean cross-entropy of the symbols of the second w, and the accuracy."""
     tokens, sizes = batch
     wanted = is_copied(sizes, tokens.shape[1])[:, 1:]
     scores, targets = model(tokens[:, :-1])[wanted], tokens[:, 1:][wanted]
@@ -58,18 +58,17 @@ def cross_entropy(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, f
 
 
 def rate(step: int, drop_after: int) -> float:
-    """The factor of the learning rate: a tenth after so many steps, of which 0 are never."""
+    """Return the factor of the learning rate: a tenth after ``drop_after`` steps; 0: never."""
     return 0.1 if 0 < drop_after <= step else 1.0
 
 
 def train(config: CopyConfig) -> None:
-    """Train one contender with one seed."""
+    """Train one model with one seed."""
     run = Run("transformer_copy", config, f"{config.preset}-{config.length}-{config.model}-seed{config.seed}")
     model = config.make_transformer(1 + config.symbols)
     state = config.state_size(config.length)
-    run.announce(model, TITLES[config.model], f"carries {state} numbers after {config.length} symbols")
-    fresh, drawn = fresh_data(config, lambda count, generator: doubled(count, config.length, config.symbols, generator))
-    test = tuple(x.to(run.workers.device) for x in drawn)
+    run.announce(model, TITLES[config.model], f"state of {state} numbers after {config.length} symbols")
+    fresh, test = fresh_data(config, lambda count, generator: doubled(count, config.length, config.symbols, generator))
     batches = Batches(run, fresh, rate=lambda step: rate(step, config.drop_after))
     trainer = Trainer(run, model, batches, cross_entropy, lambda m: torch.optim.RAdam(m.parameters(), lr=config.lr))
     trainer.fit(lambda: evaluate(run, model, test, cross_entropy, "test"))

@@ -1,27 +1,27 @@
 """Translation: English to German, all words at once, refined a few times.
 
 Section 4.4.4 and table 9 of Wang et al. (2022), after Lee et al., Deterministic Non-Autoregressive Neural Sequence
-Modeling by Iterative Refinement (2018). An encoder reads the English sentence and predicts by how much the German one
-is longer. A first decoder turns the English words, spread over that length, into German ones; a second one turns these
-into better ones, --iterations - 1 times. It reads the words and the first decoder's, later its own, output vectors. In
-training there are --refinements passes, whose losses count alike. With a chance of a half, a pass reads the true
-translation, corrupted, in the place of what the pass before made of it: some of its words, fewer with every pass and
-10 % in the last, are repeated in the place of the next, replaced, or swapped with the next.
+Modeling by Iterative Refinement (2018). An encoder reads the English sentence and predicts how much longer the German
+one is. A first decoder translates the English words, spread over that length. A second one refines the translation
+--iterations - 1 times, from the words and the output vectors of the pass before. Training has --refinements passes with
+equally weighted losses. With probability 1/2 a pass reads the corrupted true translation instead of the output of the
+pass before. Some of its words, fewer in every pass and 10 % in the last, are replaced by the word before, replaced by
+any word, or swapped with the next.
 
-The models are those of all tasks of attention, in the encoder, in the decoders and between them, none of them causal:
-"momentum" is equation 74, where the last keys weigh less. Memories read in an order, so they do not apply here.
+The attention layers, in the encoder, the decoders and between them, are those of the other tasks, and none is causal:
+"momentum" is equation 74, in which the last keys have less weight. Memories read in order, so they do not apply here.
 
-Sentences: Tatoeba where ``HBNODE_DATA`` has tatoeba-deu-eng/deu-eng.zip, else a made-up language. No sentence of the
-test is in training, in either language. Subwords of both languages share one vocabulary. BLEU is sacrebleu's, of text
-as it was written, on sentences that a run reads once, in the end, with the weights of the best validation BLEU: after
-each pass, and for the true length ("oracle"). A word several times in a row is written once, as in their code.
+The sentences are Tatoeba if ``HBNODE_DATA`` has tatoeba-deu-eng/deu-eng.zip, otherwise of a simulated language. No
+sentence of the test is in training, in either language. Subwords of both languages share one vocabulary. BLEU is
+sacrebleu's, of the original text. The weights of the best validation BLEU are tested once, in the end: after each pass,
+and with the true length ("oracle"). A repeated word is written once, as in their code.
 
-The preset "paper" has the sizes of Lee et al. for IWSLT'16 (278, 507, 5 layers, 2 heads, 40,000 subwords, 8 passes);
-from their code are 4 passes in training, Adam's rate, the kinds of corruption and its chance. Ours departs from it: no
-teacher's translations to learn from, but those of people; one weight for all embeddings and readouts; no positional
-attention and no highways, but sinusoids and the layers of hbnode; a cosine for the rate; each word is corrupted by
-chance, and not a fixed number. The length is learned at the same time, from vectors that it does not change. The
-default preset is for two cores: short sentences, small layers.
+The preset "paper" has the sizes of Lee et al. for IWSLT'16 (278, 507, 5 layers, 2 heads, 40,000 subwords, 8 passes),
+and from their code 4 passes in training, Adam's rate, the kinds of corruption and its probability. Differences: the
+targets are translations of people and not of a teacher; all embeddings and readouts share a weight; there are sinusoids
+and layers of hbnode instead of positional attention and highways; the rate follows a cosine; words are corrupted
+independently instead of a fixed number of them. The length is learned at the same time, without a gradient into the
+encoder. The default preset is for two cores: short sentences and small layers.
 """
 
 from __future__ import annotations
@@ -39,14 +39,13 @@ from torch import Tensor, nn
 
 import hbnode
 from tasks.common.config import TaskConfig, option
-from tasks.common.files import exit_on
 from tasks.common.run import Run, command
 from tasks.common.train import Batches, Samples, Trainer, evaluate
 from tasks.data.subwords import PADDING, SPECIAL, decode, learn_subwords
-from tasks.data.tatoeba import SOURCES, Pair, Translations, read_pairs
+from tasks.data.tatoeba import SOURCES, Pair, read_pairs
 from tasks.models.contenders import CONTENDERS, attention_of
 
-MAX_OFFSET = 20  # the most that a translation is longer or shorter by, in subwords
+MAX_OFFSET = 20  # largest difference of the lengths of a sentence and its translation, in subwords
 SHOWN = 8  # translations in the summary
 
 
@@ -54,7 +53,7 @@ SHOWN = 8  # translations in the summary
 class TranslationConfig(TaskConfig):
     """Options of translation."""
 
-    models = tuple(name for name, of in CONTENDERS.items() if not of.causal_only)
+    models = tuple(name for name, model in CONTENDERS.items() if not model.causal_only)
     positive = "vocabulary d_model heads layers feedforward refinements iterations"
 
     epochs: int = option(10, "passes over the training data", may_change=True)
@@ -62,7 +61,7 @@ class TranslationConfig(TaskConfig):
     clip: float = option(1.0, "largest norm of the gradient; 0 does not clip")
     data: str = option("auto", "the sentences; auto is Tatoeba if it is there", SOURCES)
     max_words: int = option(5, "most words of a sentence; longer pairs are left out; 0: any")
-    max_length: int = option(10, "most subwords of a sentence in training, likewise")
+    max_length: int = option(10, "most subwords of a sentence in training; longer pairs are left out; 0: any")
     train_size: int = option(20_000, "pairs to train on; 0: all")
     test_size: int = option(500, "pairs of the validation data and of the test; 0: all")
     vocabulary: int = option(2000, "subwords of both languages")
@@ -75,13 +74,13 @@ class TranslationConfig(TaskConfig):
     iterations: int = option(8, "passes in translating")
 
     def check(self) -> None:
-        """Refuse what no run can have."""
+        """Raise ValueError for options that cannot be combined."""
         super().check()
         if self.d_model % self.heads or self.d_model % 2:
             raise ValueError(f"--d-model must be even and a multiple of --heads, got {self.d_model} and {self.heads}")
 
     def layer_options(self) -> dict[str, Any]:
-        """The arguments of a layer that the options describe; positions are in the embedding."""
+        """Return the arguments of a layer; positions are in the embedding."""
         options = attention_of(self.model)
         if options["attention"] == "softmax":
             options["attention_options"] = {"rotary": False}
@@ -98,31 +97,31 @@ PRESETS = {
 
 
 def as_samples(pairs: Sequence[Pair], subwords: Tokenizer) -> Samples:
-    """Numbers of the subwords of English and of German, (N, longest) both, with padding behind them."""
+    """Return the numbers of the subwords of English and of German, (N, longest) each, padded at the end."""
     return tuple(
         torch.tensor([text.ids for text in subwords.encode_batch(list(texts))]) for texts in zip(*pairs, strict=True)
     )
 
 
 def at_most(samples: Samples, length: int) -> Samples:
-    """The pairs of at most that many subwords in either language; 0: all."""
+    """Return the pairs with at most ``length`` subwords in either language; 0: all."""
     if not length:
         return tuple(map(trimmed, samples))
     kept = torch.stack([(x != PADDING).sum(1) <= length for x in samples]).all(0)
     if not kept.any():
-        raise SystemExit(f"no pair has at most {length} subwords. Fix: a larger --max-length, or 0 for all.")
+        raise ValueError(f"no pair has at most {length} subwords. Fix: a larger --max-length, or 0 for all.")
     return tuple(trimmed(x[kept]) for x in samples)
 
 
 def trimmed(tokens: Tensor) -> Tensor:
-    """Without the columns that hold padding only."""
+    """Return tokens without columns of padding."""
     return tokens[:, : int((tokens != PADDING).sum(1).max())]
 
 
 def corrupt(tokens: Tensor, share: float, words: int) -> Tensor:
-    """Subwords (batch, length) of which a share is changed, in one of three ways each: see the top of the file.
+    """Return subwords (batch, length) of which a share is changed.
 
-    A subword is repeated in the place of the next, replaced by any, or swapped with the next.
+    A subword is repeated instead of the next one, replaced by any, or swapped with the next.
     """
     kind = torch.rand(tokens.shape, device=tokens.device) * 3 / share
     is_pair = (tokens[:, :-1] != PADDING) & (tokens[:, 1:] != PADDING)
@@ -139,7 +138,7 @@ def corrupt(tokens: Tensor, share: float, words: int) -> Tensor:
 
 
 class Translator(nn.Module):
-    """Encoder, two decoders, and a prediction of the length.
+    """An encoder, two decoders, and a prediction of the length.
 
     Arguments:
         words: size of the vocabulary.
@@ -164,11 +163,11 @@ class Translator(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Vectors (batch, length, d_model) of subwords, with their variance 1 at first."""
+        """Return vectors (batch, length, d_model) of subwords, with an initial variance of 1."""
         return self.embedding(tokens) * self.config.d_model**0.5
 
     def encode(self, source: Tensor) -> tuple[Tensor, Tensor]:
-        """What the decoders attend to (batch, length, d_model), and scores of the length's offset (batch, 41)."""
+        """Return the memory of the decoders (batch, length, d_model), and scores of the length's offset (batch, 41)."""
         padding = source == PADDING
         x, depth = self.dropout(self.embed(source) + positions(source.shape[1], self.embedding.weight)), None
         for layer in self.encoder:
@@ -177,22 +176,22 @@ class Translator(nn.Module):
         return x, self.length(mean)
 
     def decode(self, index: int, x: Tensor, padding: Tensor, memory: Tensor, source: Tensor) -> Tensor:
-        """A pass of the decoder whose turn it is: vectors to vectors (batch, length, d_model)."""
+        """Return the output of a pass of the first or the second decoder, (batch, length, d_model)."""
         x, depth = self.dropout(x + positions(x.shape[1], x)), None
         for layer in self.second if index else self.first:
             x, depth = layer(x, memory, depth, key_padding_mask=padding, memory_key_padding_mask=source == PADDING)
         return x
 
     def read_out(self, x: Tensor) -> Tensor:
-        """Scores (batch, length, words) of the subwords."""
+        """Return scores (batch, length, words) of the subwords."""
         return nn.functional.linear(x, self.embedding.weight, self.bias)
 
     def forward(self, source: Tensor, target: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Scores of the subwords after each pass, and of the length's offset.
+        """Return scores of the subwords after each pass, and of the length's offset.
 
         Arguments:
             source: (batch, length).
-            target: likewise; tells the passes how long it is, and in training, corrupted, what to refine.
+            target: (batch, length), for its length, and corrupted as an input in training.
         """
         memory, offset = self.encode(source)
         padding, passes = target == PADDING, self.config.refinements
@@ -208,11 +207,11 @@ class Translator(nn.Module):
 
     @torch.no_grad()
     def translate(self, source: Tensor, lengths: Tensor | None = None) -> list[Tensor]:
-        """Subwords (batch, length) after each pass, with padding behind them.
+        """Return subwords (batch, length) after each pass, padded at the end.
 
         Arguments:
             source: (batch, length).
-            lengths: of the translations, (batch,); None predicts them.
+            lengths: of the translations, (batch,); None: predicted.
         """
         memory, offset = self.encode(source)
         if lengths is None:
@@ -228,7 +227,7 @@ class Translator(nn.Module):
 
 
 def positions(length: int, like: Tensor) -> Tensor:
-    """Sinusoids (length, d_model) of the places 0, 1, ..., of wavelengths from 2 pi to 20,000 pi."""
+    """Return sinusoids (length, d_model) at 0, 1, ..., with wavelengths from 2 pi to 20,000 pi."""
     size = like.shape[-1]
     rates = 10_000 ** -(torch.arange(0, size, 2, device=like.device) / size)
     angles = torch.arange(length, device=like.device)[:, None] * rates
@@ -236,11 +235,11 @@ def positions(length: int, like: Tensor) -> Tensor:
 
 
 def spread(source: Tensor, padding: Tensor) -> Tensor:
-    """The source's subwords (batch, target length), some repeated or left out, evenly, to be as many as the target's.
+    """Return the source's subwords, repeated or left out evenly to the length of the target, (batch, target length).
 
     Arguments:
         source: (batch, length).
-        padding: (batch, target length), True behind the target.
+        padding: (batch, target length), True after the target.
     """
     have, want = (source != PADDING).sum(1, keepdim=True), (~padding).sum(1, keepdim=True)
     places = torch.arange(padding.shape[1], device=source.device) * have // want
@@ -251,28 +250,28 @@ def spread(source: Tensor, padding: Tensor) -> Tensor:
 
 
 def cross_entropy(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, float]]:
-    """Mean cross-entropy of the passes, plus that of the length; reported are the former, and the last pass's."""
+    """Return the mean cross-entropy of the passes plus that of the length. Report the passes' mean and the last one."""
     source, target = map(trimmed, batch)
     scores, offset = model(source, target)
     losses = [nn.functional.cross_entropy(x.flatten(0, 1), target.flatten(), ignore_index=PADDING) for x in scores]
-    by = ((target != PADDING).sum(1) - (source != PADDING).sum(1)).clamp(-MAX_OFFSET, MAX_OFFSET)
+    offsets = ((target != PADDING).sum(1) - (source != PADDING).sum(1)).clamp(-MAX_OFFSET, MAX_OFFSET)
     loss = torch.stack(losses).mean()
     reported = {"loss": loss.item(), "last_pass": losses[-1].item()}
-    return loss + nn.functional.cross_entropy(offset, by + MAX_OFFSET), reported
+    return loss + nn.functional.cross_entropy(offset, offsets + MAX_OFFSET), reported
 
 
 def without_repeats(sentence: str) -> str:
-    """The sentence, with each of its words once where it stands several times in a row."""
+    """Return the sentence without repetitions of a word."""
     return " ".join(word for word, _ in itertools.groupby(sentence.split()))
 
 
 class Judge:
-    """Translates a part of the data and compares with its translations.
+    """Translates sentences and compares the results with their true translations.
 
     Arguments:
         pairs: the sentences and their translations.
         subwords: the vocabulary.
-        batch_size: sentences that are translated at once.
+        batch_size: sentences in a batch.
         device: of the model.
     """
 
@@ -281,11 +280,11 @@ class Judge:
         self.samples = tuple(x.to(device) for x in as_samples(pairs, subwords))
 
     def translations(self, model: Translator, is_oracle: bool = False) -> list[list[str]]:
-        """The sentences after each pass.
+        """Return the translations after each pass.
 
         Arguments:
-            model: what translates.
-            is_oracle: whether it is told how long the translations are.
+            model: the model.
+            is_oracle: whether to give it the true lengths.
         """
         model.eval()
         passes: list[list[str]] = [[] for _ in range(model.config.iterations)]
@@ -297,13 +296,13 @@ class Judge:
         return passes
 
     def bleu(self, sentences: Sequence[str]) -> float:
-        """BLEU of a translation of all sentences, in percent."""
+        """Return BLEU of translations of all sentences, in percent."""
         import sacrebleu
 
         return float(sacrebleu.corpus_bleu(list(sentences), [[german for _, german in self.pairs]]).score)
 
     def results(self, model: Translator) -> dict[str, object]:
-        """What the summary says of the test."""
+        """Return the results of the test."""
         begun = time.perf_counter()
         passes = self.translations(model)
         seconds = time.perf_counter() - begun
@@ -316,7 +315,7 @@ class Judge:
 
 
 def fit(run: Run, model: Translator, pairs: Mapping[str, list[Pair]], subwords: Tokenizer) -> dict[str, float]:
-    """Train for the configured epochs; what the summary says of the best, whose weights the model then has."""
+    """Train for the configured epochs, load the best weights, and return their epoch and BLEU."""
     config, device = model.config, run.workers.device
     judge = Judge(pairs["validation"], subwords, config.batch_size, device)
 
@@ -330,30 +329,24 @@ def fit(run: Run, model: Translator, pairs: Mapping[str, list[Pair]], subwords: 
     return trainer.fit(validate, best="validation_bleu")
 
 
-def read(config: TranslationConfig) -> Translations:
-    """The sentences that the options name."""
-    sizes = {name: getattr(config, name) for name in ("max_words", "train_size", "test_size")}
-    with exit_on(FileNotFoundError, ValueError):
-        return read_pairs(config.data, **sizes)
-
-
 def train(config: TranslationConfig) -> None:
     """Train one model with one seed, and test the best epoch's weights once."""
-    data = read(config)
-    config = dataclasses.replace(config, data=data.source)  # a run is of one text, and is not resumed with another
-    run = Run("translation", config, f"{config.preset}-{data.source}-{config.model}-seed{config.seed}")
-    subwords = learn_subwords((text for pair in data.parts["train"] for text in pair), config.vocabulary)
+    sizes = {name: getattr(config, name) for name in ("max_words", "train_size", "test_size")}
+    parts, source = read_pairs(config.data, **sizes)
+    config = dataclasses.replace(config, data=source)  # a run cannot be resumed with another source
+    run = Run("translation", config, f"{config.preset}-{source}-{config.model}-seed{config.seed}")
+    subwords = learn_subwords((text for pair in parts["train"] for text in pair), config.vocabulary)
     words = subwords.get_vocab_size()
     model = Translator(words, config)
-    counts = "/".join(f"{len(part):,}" for part in data.parts.values())
-    run.announce(model, config.model, f"sentences: {data.source}, {counts}; {words:,} subwords")
-    results: dict[str, object] = {**fit(run, model, data.parts, subwords)}
+    counts = "/".join(f"{len(part):,}" for part in parts.values())
+    run.announce(model, config.model, f"sentences: {source}, {counts}; {words:,} subwords")
+    results: dict[str, object] = {**fit(run, model, parts, subwords)}
     if not run.is_finished:
-        judge = Judge(data.parts["test"], subwords, config.batch_size, run.workers.device)
+        judge = Judge(parts["test"], subwords, config.batch_size, run.workers.device)
         results |= judge.results(model)
         if run.workers.rank == 0:
             print(f"{config.model}: test BLEU {results['test_bleu']:.4g}, epoch {results['best_epoch']}")
-    run.finish(model, source=data.source, subwords=words, **results)
+    run.finish(model, source=source, subwords=words, **results)
 
 
 main = command(TranslationConfig, PRESETS, __doc__, train)

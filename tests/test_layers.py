@@ -11,7 +11,6 @@ ROOT = Path(__file__).parents[1]
 # From the top down. A module imports from its own layer and those below it; a folder stands for its modules.
 LAYERS = [
     ["tasks", "tasks.__main__", "tasks.results", "tasks.studies"],
-    ["tasks.plot", "tasks.pathological_table"],
     [
         "tasks.adding",
         "tasks.copying",
@@ -31,8 +30,9 @@ LAYERS = [
         "tasks.silverbox",
         "tasks.walker2d",
     ],
-    ["tasks.annealing", "tasks.experiments", "tasks.recall_table", "tasks.results_pages", "tasks.run_groups"],
-    ["tasks.result_rows"],
+    ["tasks.annealing", "tasks.experiments", "tasks.pages"],
+    ["tasks.readers"],
+    ["tasks.rows"],
     ["tasks.data", "tasks.models"],
     ["tasks.common"],
     ["hbnode"],

@@ -27,11 +27,11 @@ FIELDS: dict[str, Callable[..., hbnode.Field]] = {
 }
 LATER = ("nesterovnode", "adamnode")  # models after the paper's five
 MODELS = tuple(name for name in FIELDS if name not in LATER)
-SECOND_ORDER = ("sonode", "hbnode", "ghbnode")  # of these the state is a pair (h, m)
+SECOND_ORDER = ("sonode", "hbnode", "ghbnode")  # their state is a pair (h, m)
 SCHEDULES = ("constant", "cosine", "step")
 GRADIENTS = ("", "direct", "checkpoint", "reversible", "adjoint")
-REQUIRED = dataclasses.MISSING  # in place of the default of an argument that must be given
-Kind = typing.TypeVar("Kind", bound="Options")
+REQUIRED = dataclasses.MISSING  # the default of an argument that must be given
+T = typing.TypeVar("T", bound="Options")
 C = typing.TypeVar("C", bound="TaskConfig")
 
 
@@ -41,7 +41,7 @@ def make_field(model: str, func: Callable[..., Tensor], **options: Mapping[str, 
     Arguments:
         model: one of :data:`FIELDS`.
         func: f of its equation.
-        options: for a model's name, the arguments that are its own.
+        options: further arguments of a field, by the model's name.
     """
     return FIELDS[model](func, **options.get(model, {}))
 
@@ -52,11 +52,11 @@ def option(
     """Return a field of a configuration.
 
     Arguments:
-        default: its default value; the help does not show None. With REQUIRED it is an argument and no option.
-        text: its help.
-        choices: the values it can have; empty: any.
+        default: the default value. The help does not show None. REQUIRED makes a positional argument.
+        text: the help.
+        choices: the valid values; empty: any.
         may_change: whether a run may be resumed with another value.
-        limits: ``least``, the least value of a number, None for none, and ``below``, which it must be below.
+        limits: ``least``, the least value of a number, None for no limit, and ``below``, an upper limit.
     """
     metadata = {"help": text, "choices": choices or None, "may_change": may_change, "least": 0, "below": math.inf}
     return dataclasses.field(default=default, metadata=metadata | limits)
@@ -66,16 +66,16 @@ def option(
 class Options:
     """Options of a command."""
 
-    positive: ClassVar[str] = ""  # numbers that must not be 0, beside those of the classes above
+    positive: ClassVar[str] = ""  # numbers that must not be 0, in addition to those of the base classes
 
     @classmethod
-    def read(cls: type[Kind], described: Mapping[str, typing.Any], **changes: object) -> Kind:
-        """Return the options that a run's ``config.json`` holds, with some changed."""
+    def read(cls: type[T], described: Mapping[str, typing.Any], **changes: object) -> T:
+        """Return the options in a run's ``config.json``, with changes."""
         names = {field.name for field in dataclasses.fields(cls)}
         return cls(**{name: value for name, value in described.items() if name in names} | changes)
 
     def check(self) -> None:
-        """Refuse numbers that no run can have, before anything is written."""
+        """Raise ValueError for an invalid number, before anything is written."""
         positive = {name for kind in type(self).__mro__ for name in vars(kind).get("positive", "").split()}
         for field in dataclasses.fields(self):
             value, flag = getattr(self, field.name), "--" + field.name.replace("_", "-")
@@ -94,11 +94,11 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class TaskConfig(Options):
-    """Options that all tasks have, and what is fixed for a task."""
+    """Options of all tasks."""
 
-    models: ClassVar[tuple[str, ...]] = ()  # those it can train
-    later: ClassVar[tuple[str, ...]] = ()  # those it can train, too, but which "all" leaves out
-    swept: ClassVar[str] = "model"  # the option that names them, of which a command may run several
+    models: ClassVar[tuple[str, ...]] = ()  # the models of the task
+    later: ClassVar[tuple[str, ...]] = ()  # further models, which "all" does not include
+    swept: ClassVar[str] = "model"  # the option that names one or several models
     positive = "seeds epochs batch_size lr"
 
     model: str = option("all", "one of {models}, several with commas between, or all")
@@ -117,16 +117,16 @@ class TaskConfig(Options):
 
     @property
     def label(self) -> str:
-        """What ``--model``, or what else the task sweeps over, says."""
+        """The value of ``--model``, or of another option that names the models."""
         return str(getattr(self, self.swept))
 
     def with_model(self: C, name: str) -> C:
-        """Return the same options with one of the models."""
+        """Return the same options with one model."""
         chosen: dict[str, typing.Any] = {self.swept: name}
         return dataclasses.replace(self, **chosen)
 
     def chosen(self) -> tuple[str, ...]:
-        """Return the models that ``--model`` names, or what else the task sweeps over, in its order and each once."""
+        """Return the models that the options name, in their order and each once."""
         names = self.models if self.label == "all" else tuple(dict.fromkeys(self.label.split(",")))
         for name in names:
             if name not in (*self.models, *self.later):
@@ -135,7 +135,7 @@ class TaskConfig(Options):
         return names
 
     def check(self) -> None:
-        """Refuse options that no run can have, before anything is written."""
+        """Raise an error for invalid options, before anything is written."""
         super().check()
         if self.seed + self.seeds > 2**32:
             raise ValueError(f"--seed must be below 2**32, got {self.seed + self.seeds - 1}")
@@ -146,13 +146,13 @@ class TaskConfig(Options):
 
 @dataclasses.dataclass(frozen=True)
 class ODEConfig(TaskConfig):
-    """Options of the tasks that solve ODEs."""
+    """Options of tasks that solve ODEs."""
 
     models = MODELS
     positive = "tol loss_scale"
 
     model: str = option("hbnode", "one of {models}, several with commas between, or all")
-    loss_scale: float = option(1.0, "factor of the loss in the backward pass, which an adjoint's evaluations depend on")
+    loss_scale: float = option(1.0, "factor of the loss in the backward pass; an adjoint's evaluations depend on it")
     solver: str = option("native", "hbnode's solvers, or torchdiffeq's as in the papers", ("native", "torchdiffeq"))
     method: str = option("", "method; empty is the best native one for the model, or torchdiffeq's dopri5")
     tol: float = option(1e-3, "rtol = atol of an adaptive method")
@@ -161,7 +161,7 @@ class ODEConfig(TaskConfig):
     adjoint_norm: str = option("seminorm", "error norm of torchdiffeq's adjoint", ("seminorm", "full"))
 
     def ode_options(self) -> dict[str, typing.Any]:
-        """Return the arguments of an ODEBlock that the options describe."""
+        """Return the arguments of an ODEBlock."""
         options: dict[str, typing.Any] = {
             "method": self.method or None,
             "rtol": self.tol,
@@ -176,7 +176,7 @@ class ODEConfig(TaskConfig):
         return options | {"method": method, "gradient": gradient, "adjoint_options": norm}
 
     def check(self) -> None:
-        """Refuse options that no run can have; a small solve with each model finds the rest."""
+        """Raise an error for options that cannot be combined. A small solve with each model checks them."""
         super().check()
         theirs = self.solver == "torchdiffeq"
         if self.method and theirs != (self.method in TORCHDIFFEQ_METHODS):
@@ -190,24 +190,24 @@ class ODEConfig(TaskConfig):
             self.try_out(model)
 
     def try_out(self, model: str) -> None:
-        """Solve a small model with these options: method, tolerance, steps and gradient must go together."""
+        """Solve a small model, because some methods, gradients and models cannot be combined."""
         x = torch.ones(1, 2, requires_grad=True)
         hbnode.ODEBlock(trial_field(model), **self.ode_options())(x).sum().backward()
 
 
 def trial_field(model: str) -> hbnode.Field:
-    """Return a small field to try options on."""
+    """Return a small field for checks of options."""
     return make_field(model, (lambda h, v: -h) if model == "sonode" else (lambda h: -h), anode={"augment": 1})
 
 
-def parse(kind: type[Kind], presets: Mapping[str, str], doc: str | None, argv: Sequence[str] | None) -> Kind:
+def parse(kind: type[T], presets: Mapping[str, str], doc: str | None, argv: Sequence[str] | None) -> T:
     """Turn a command line into a configuration: defaults, then the preset, then the options given.
 
     Arguments:
-        kind: of the configuration.
-        presets: by name, options as a command line has them.
-        doc: what the help says.
-        argv: the command line; None is that of the process.
+        kind: the class of the configuration.
+        presets: command lines by name.
+        doc: text of the help.
+        argv: the command line; None: that of the process.
     """
     presets = {"default": "", **presets}
     named = "\n".join(f"  {name}: {options}" for name, options in presets.items() if options)

@@ -1,7 +1,6 @@
-"""What the figures of runs share: lines that do not hide each other, and legends that hide no line.
+"""Parts of figures: styles that tell lines apart, legends beside the axes, figures that are written at the end.
 
-The figures themselves are drawn in ``tasks/plot.py``, for all runs, and in the file of each task or study that has
-figures of its own. ``hbnode/diagnostics/plot.py`` draws a user's own data and solves.
+``tasks/pages.py`` draws the curves of all runs. A task or study with figures of its own draws them in its own file.
 """
 
 from __future__ import annotations
@@ -12,21 +11,20 @@ from typing import TYPE_CHECKING, Any
 from tasks.common.files import write_figure
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
     from pathlib import Path
 
     from matplotlib.figure import Figure, SubFigure
     from matplotlib.legend import Legend
-    from torch import Tensor
 
 MARKERS = "osD^vPX*<>"
 
 
 def line_style(index: int, count: int, length: int) -> dict[str, Any]:
-    """Return how the line of one of ``count`` groups is drawn, so that equal lines can be told apart.
+    """Return the style of one of ``count`` lines, so that lines on top of each other can be told apart.
 
-    Each has a marker of its own, hollow and smaller than those before it. Lines of many points have theirs at other
-    points than one another.
+    Each line has its own marker, which is hollow and smaller than those of the lines before it. Lines with many points
+    have their markers at different points.
     """
     every = max(count, length // 5) if length >= 2 * count else 1
     return {
@@ -39,7 +37,7 @@ def line_style(index: int, count: int, length: int) -> dict[str, Any]:
 
 
 def legend_beside(figure: Figure | SubFigure) -> Legend:
-    """Return a legend of all lines to the right of the axes; entries of the same name once."""
+    """Add a legend to the right of all axes, with each label once."""
     entries: dict[str, Any] = {}
     for ax in figure.axes:
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
@@ -49,13 +47,13 @@ def legend_beside(figure: Figure | SubFigure) -> Legend:
 
 @contextmanager
 def figure_at(path: Path, size: tuple[float, float], title: str = "", *, legend: bool = False) -> Iterator[Figure]:
-    """Yield a new figure, which in the end gets a title, perhaps a legend of all lines beside the axes, and is written.
+    """Yield a new figure. At the end it gets a title and perhaps a legend, and is written.
 
     Arguments:
         path: of the file.
         size: in inches.
         title: of the figure.
-        legend: whether there is one.
+        legend: whether it gets a legend of all lines beside the axes.
     """
     import matplotlib.pyplot as plt
 
@@ -78,37 +76,6 @@ def panels(
     legend: bool = True,
     **options: Any,
 ) -> Iterator[tuple[Figure, Any]]:
-    """Yield a new figure and its axes (rows, columns), see :func:`figure_at`; options are those of ``subplots``."""
+    """Yield a new figure and its axes (rows, columns) as :func:`figure_at` does; options are those of ``subplots``."""
     with figure_at(path, size, title, legend=legend) as figure:
         yield figure, figure.subplots(rows, columns, squeeze=False, **options)
-
-
-def draw_maps(
-    sequences: Mapping[str, Tensor],
-    extent: tuple[float, float, float, float] | None,
-    title: str,
-    path: Path,
-    *,
-    xlabel: str,
-    ylabel: str,
-    unit: str = "",
-    **options: Any,
-) -> None:
-    """Draw sequences (steps, features) as images, one above the other, over the same axis of time.
-
-    Arguments:
-        sequences: by their titles.
-        extent: left, right, bottom and top of all images; None counts steps and features.
-        title: of the figure.
-        path: of the file.
-        xlabel: what the steps are.
-        ylabel: what the features are.
-        unit: of the colors.
-        options: further ones of ``imshow``, such as ``vmin`` and ``vmax``.
-    """
-    with panels(path, len(sequences), size=(9, 6), title=title, legend=False, sharex=True) as (figure, axes):
-        for ax, (label, values) in zip(axes.flat, sequences.items(), strict=True):
-            image = ax.imshow(values.T.numpy(), origin="lower", aspect="auto", extent=extent, **options)
-            ax.set(title=label, ylabel=ylabel)
-        axes[-1, 0].set_xlabel(xlabel)
-        figure.colorbar(image, ax=axes, label=unit)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 
 import hbnode
 from tasks.common import files
@@ -27,11 +27,19 @@ from tasks.common.config import TaskConfig, parse
 
 C = TypeVar("C", bound=TaskConfig)
 PRELOADED = ["tasks.common.train"]  # imported once for all runs; it must start no thread of OpenMP
+RESULTS = ("checkpoint.pt", "metrics.csv", "summary.json")
+OTHER_FOLDER = "Fix: --out another-folder, or delete that one."
 
 
 @dataclasses.dataclass(frozen=True)
 class Workers:
-    """The processes that train together, and this one's place among them."""
+    """The processes that train one model together.
+
+    Attributes:
+        rank: the number of this process.
+        size: the number of processes.
+        device: where this process computes.
+    """
 
     rank: int
     size: int
@@ -39,24 +47,27 @@ class Workers:
 
     @classmethod
     def join(cls, device: str) -> Workers:
-        """Join the processes that torchrun started, or work alone."""
+        """Join the processes that torchrun started, if there are any.
+
+        Arguments:
+            device: cpu, cuda, or auto, which is cuda if there is one.
+        """
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         size, local = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
         if device.startswith("cuda"):
             device = f"cuda:{local}" if size > 1 or device == "cuda" else device
-            if torch.device(device).index >= torch.cuda.device_count():
-                raise SystemExit(
-                    f"{device} is not there: this machine has {torch.cuda.device_count()} CUDA devices. "
-                    "Fix: --device cpu, or as many processes as devices."
-                )
             torch.cuda.set_device(device)
         if size > 1 and not distributed.is_initialized():
             distributed.init_process_group("nccl" if device.startswith("cuda") else "gloo")
         return cls(distributed.get_rank() if size > 1 else 0, size, torch.device(device))
 
+    def to_device(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return tensors on this process's device."""
+        return tuple(x.to(self.device) for x in tensors)
+
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Return the model to train: itself, or one whose gradients are averaged over the processes."""
+        """Return the model to train. With several processes, its gradients are averaged over them."""
         return model if self.size == 1 else nn.parallel.DistributedDataParallel(model)
 
     def sum(self, values: dict[str, float]) -> dict[str, float]:
@@ -71,11 +82,16 @@ class Workers:
 class Run:
     """A run folder: ``config.json``, ``metrics.csv``, ``summary.json``, ``checkpoint.pt``.
 
-    How a run resumes: the same command finds the folder, ``config.json`` must have the same options, and the trainer
+    The same command resumes a run. It finds the folder, ``config.json`` must have the same options, and the trainer
     continues from :meth:`load_checkpoint` in the middle of an epoch, with the numbers of an uninterrupted run.
 
-    Files are written atomically. The constructor refuses a folder that another process writes to, or that holds a run
-    with other options, parts of a run, or other files that might be overwritten.
+    Arguments:
+        task: the name of the task.
+        config: its options.
+        label: the name of the folder in ``runs/task``, unless ``config.out`` names a folder.
+
+    Raises:
+        SystemExit: if the folder has the results of a run with other options, or results without their checkpoint.
     """
 
     def __init__(self, task: str, config: TaskConfig, label: str) -> None:
@@ -86,47 +102,32 @@ class Run:
         self.rows: list[dict[str, float]] = []
         self.is_finished = False
         self.described = {"task": task, **dataclasses.asdict(config), "processes": self.workers.size}
-        if self.folder.exists() and not self.folder.is_dir():
-            raise SystemExit(f"{self.folder} is a file; expected a folder for the run. Fix: --out another-folder.")
-        self.lock = files.FolderLock(self.folder) if self.workers.rank == 0 else None
-        self._refuse_others()
+        if (self.folder / "config.json").exists():
+            self._check_options(files.read_json(self.folder / "config.json"))
+        found = [name for name in RESULTS if (self.folder / name).exists()]
+        missing = [name for name in ("config.json", "checkpoint.pt") if not (self.folder / name).exists()]
+        if found and missing:
+            raise SystemExit(f"{self.folder} holds {', '.join(found)} but no {missing[0]}. {OTHER_FOLDER}")
         torch.manual_seed(config.seed)
 
-    def _refuse_others(self) -> None:
-        """End if the folder holds what this run would overwrite and cannot go on from."""
-        found = files.outputs(self.folder) if self.folder.exists() else set()
-        if "config.json" in found:
-            self._refuse_another(files.read_json(self.folder / "config.json"))
-        missing = [name for name in ("config.json", "checkpoint.pt") if name not in found]
-        if missing and found - {"config.json"}:  # which is alone if the process ended before its first checkpoint
-            listed = ", ".join(sorted(found)[:4])
-            raise SystemExit(
-                f"{self.folder} holds {listed} but no {missing[0]}: expected nothing, or a run to go on from. "
-                "Fix: --out another-folder, or delete that one."
-            )
-
-    def _refuse_another(self, found: dict[str, object]) -> None:
+    def _check_options(self, found: dict[str, object]) -> None:
         free = {field.name for field in dataclasses.fields(self.config) if field.metadata["may_change"]}
         if self.config.schedule == "cosine":
             free -= {"epochs"}
-        wanted = self.described
-        changed = {
-            name: (found.get(name), wanted.get(name))
-            for name in (found.keys() | wanted.keys()) - free
-            if found.get(name) != wanted.get(name)
-        }
+        changed = [
+            f"{name}: {found.get(name)!r} there, {self.described.get(name)!r} wanted"
+            for name in sorted((found.keys() | self.described.keys()) - free)
+            if found.get(name) != self.described.get(name)
+        ]
         if changed:
-            listed = ", ".join(f"{name}: {old!r} there, {new!r} wanted" for name, (old, new) in sorted(changed.items()))
-            raise SystemExit(
-                f"{self.folder} holds a different run ({listed}). Fix: --out another-folder, or delete that one."
-            )
+            raise SystemExit(f"{self.folder} holds a different run ({', '.join(changed)}). {OTHER_FOLDER}")
 
     def begin(self, epochs_done: float, *, is_done: bool = False) -> None:
-        """Note that training starts or goes on; a finished run is left as it is.
+        """Write ``config.json`` before the training, unless the run is finished.
 
         Arguments:
-            epochs_done: how many are behind it.
-            is_done: whether nothing is left to do, though there may be fewer epochs than the options say.
+            epochs_done: the epochs that are trained already.
+            is_done: whether the run ended before the epochs that the options ask for.
         """
         if epochs_done > self.config.epochs:
             raise SystemExit(
@@ -143,21 +144,20 @@ class Run:
                 files.write_json(self.folder / "config.json", self.described)
 
     def announce(self, model: nn.Module, name: str, *about: str) -> None:
-        """Print what is trained and where it goes, and lines about it; only the first process does."""
+        """Print the model's name and size, the folder, and further lines; only the first process does."""
         if self.workers.rank == 0:
             size = f"{count_parameters(model)} parameters"
             print(f"{name}, seed {self.config.seed}: {size}, writing to {self.folder}", *about, sep="\n")
 
     def load_checkpoint(self) -> dict[str, Any] | None:
-        """Return the last checkpoint, checked to be this task's and this model's, or None."""
+        """Return the last checkpoint; None without one."""
         path = self.folder / "checkpoint.pt"
-        return files.read_checkpoint(path, self.task, self.config.model) if path.exists() else None
+        return files.read_tensors(path) if path.exists() else None
 
     def save_checkpoint(self, **state: object) -> None:
         """Write the checkpoint; only the first process does."""
         if self.workers.rank == 0:
-            checkpoint = {"task": self.task, "model_name": self.config.model, **state}
-            files.write_checkpoint(self.folder / "checkpoint.pt", checkpoint)
+            files.write_tensors(self.folder / "checkpoint.pt", state)
 
     def write_metrics(self) -> None:
         """Write all rows so far to ``metrics.csv``."""
@@ -165,7 +165,7 @@ class Run:
             files.write_table(self.folder / "metrics.csv", self.rows)
 
     def finish(self, model: nn.Module, **extra: object) -> None:
-        """Write ``summary.json``: the last row, the model's size, and where it was run."""
+        """Write ``summary.json``: the last row, further results, the model's size, and the machine."""
         if self.workers.rank == 0 and not self.is_finished:
             seconds = [row["seconds"] for row in self.rows]
             summary = {
@@ -177,7 +177,7 @@ class Run:
                 **{
                     f"{name}_mean": sum(row[name] for row in self.rows) / len(seconds)
                     for name in ("nfe_forward", "nfe_backward")
-                    if name in self.rows[0]  # of a task that solves ODEs
+                    if name in self.rows[0]  # only tasks with ODEs count them
                 },
                 **extra,
                 **environment(self.workers.device),
@@ -185,8 +185,6 @@ class Run:
                 "runs_at_a_time": self.config.jobs or 1,
             }
             files.write_json(self.folder / "summary.json", summary)
-        if self.lock is not None:
-            self.lock.release()
         if self.workers.size > 1:
             gc.collect()  # a DistributedDataParallel that outlives its group can hang in gloo's threads
             distributed.barrier()
@@ -194,12 +192,12 @@ class Run:
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Number of trained parameters."""
+    """Return the number of trained parameters."""
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
 def environment(device: torch.device) -> dict[str, object]:
-    """Return where a run was made: versions, device, commit."""
+    """Return the versions, the device, the commit and the command of this process."""
     describe = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         git = subprocess.run(describe, capture_output=True, text=True, check=False, cwd=Path(__file__).parent).stdout
@@ -217,13 +215,13 @@ def environment(device: torch.device) -> dict[str, object]:
 
 
 def write_study(folder: Path, name: str, rows: Sequence[Mapping[str, object]], **about: object) -> None:
-    """Write the results of a study, its rows as ``name.csv`` and what there is to say of them as ``name.json``."""
+    """Write the rows of a study as ``name.csv``, and its other results as ``name.json``."""
     files.write_table(folder / f"{name}.csv", rows)
     files.write_json(folder / f"{name}.json", {**about, **environment(torch.device("cpu"))})
 
 
 def _processor() -> str:
-    """Return the processor's name where the system tells it."""
+    """Return the name of the processor, if the system has it."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -236,12 +234,12 @@ def _processor() -> str:
 def command(
     kind: type[C], presets: Mapping[str, str], doc: str | None, train: Callable[[C], None]
 ) -> Callable[..., None]:
-    """Return the ``main`` of a task, which trains what a command line says.
+    """Return the ``main`` of a task, which trains the models that a command line names.
 
     Arguments:
         kind: options of the task.
         presets: see :func:`tasks.common.config.parse`.
-        doc: what the help says.
+        doc: text of the help.
         train: the task, a function at the top level of its module.
     """
 
@@ -252,24 +250,27 @@ def command(
 
 
 def sweep(config: C, train: Callable[[C], None]) -> None:
-    """Train one model with one seed, or all that the options name.
+    """Train every model with every seed that the options name.
 
-    Each run has its own folder. A run that fails does not stop the others. When interrupted, the current runs save
-    themselves and no further ones start.
+    Each run has its own folder. A run that fails does not stop the others. After an interrupt the current runs save
+    their state and no further run starts.
 
     Arguments:
-        config: options; ``model``, or what else the task sweeps over, may be "all" or several, and ``seeds`` more
-            than 1.
+        config: the options.
         train: the task, a function at the top level of its module.
     """
     models = config.chosen()
     seeds = range(config.seed, config.seed + config.seeds)
     if len(models) * len(seeds) == 1:
-        with stopped_by(signal.SIGINT):
-            train(config.with_model(models[0]))
+        run_here(config.with_model(models[0]), train)
         return
     configs = [
-        dataclasses.replace(config.with_model(model), seed=seed, seeds=1, out=_folder(config, model, seed))
+        dataclasses.replace(
+            config.with_model(model),
+            seed=seed,
+            seeds=1,
+            out=str(Path(config.out) / f"{model}-seed{seed}") if config.out else "",  # empty: the task names it
+        )
         for seed in seeds
         for model in models
     ]
@@ -278,17 +279,31 @@ def sweep(config: C, train: Callable[[C], None]) -> None:
         raise SystemExit("\n".join([*failed, f"{len(failed)} of {len(configs)} runs failed"]))
 
 
-def run_side_by_side(configs: Sequence[C], train: Callable[[C], None]) -> list[str]:
-    """Run all, as many at a time as their ``jobs`` says, one alone in this process; what is to be said of failures.
+def run_here(config: C, train: Callable[[C], None], threads: int = 0) -> None:
+    """Train one model in this process. Errors of data, files and options end it with their message.
 
     Arguments:
-        configs: one for each run, alike in ``jobs`` and ``device``.
+        config: the options.
+        train: the task.
+        threads: of torch; 0 leaves them.
+    """
+    if threads:
+        torch.set_num_threads(threads)
+    with stopped_by(signal.SIGINT), files.exit_on(OSError, ImportError, ValueError):
+        train(config)
+
+
+def run_side_by_side(configs: Sequence[C], train: Callable[[C], None]) -> list[str]:
+    """Train each configuration in a process of its own, and return a line for each run that failed.
+
+    Arguments:
+        configs: one for each run, equal in ``jobs``, how many run at a time, and ``device``. A single one trains in
+            this process.
         train: the task, a function at the top level of its module.
     """
     if len(configs) <= 1:
-        with stopped_by(signal.SIGINT):
-            for config in configs:
-                train(config)
+        for config in configs:
+            run_here(config, train)
         return []
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise SystemExit("torchrun trains one model with one seed. Fix: no --seeds, and one --model.")
@@ -297,55 +312,39 @@ def run_side_by_side(configs: Sequence[C], train: Callable[[C], None]) -> list[s
     on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
     jobs = min(configs[0].jobs or (1 if on_gpu else cores), len(configs))
     threads = max(1, min(torch.get_num_threads(), cores // jobs))
-    return side_by_side([dataclasses.replace(config, jobs=jobs) for config in configs], train, jobs, threads)
-
-
-def _folder(config: TaskConfig, model: str, seed: int) -> str:
-    """Return the run's folder, in that of the command; empty leaves it to the task."""
-    return str(Path(config.out) / f"{model}-seed{seed}") if config.out else ""
-
-
-def side_by_side(configs: Sequence[C], train: Callable[[C], None], jobs: int, threads: int) -> list[str]:
-    """Run all, ``jobs`` at a time; what is to be said of those that failed."""
     method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
     context: Any = multiprocessing.get_context(method)
     context.set_forkserver_preload(PRELOADED)
-    waiting, failed = list(reversed(configs)), []
-    running: dict[Any, tuple[BaseProcess, TaskConfig]] = {}  # by what the system signals the end with
+    waiting, failed = [dataclasses.replace(config, jobs=jobs) for config in reversed(configs)], []
+    running: dict[Any, tuple[BaseProcess, C]] = {}  # by the handle that becomes ready when the process ends
     with stopped_by(signal.SIGINT, signal.SIGTERM):
         try:
             while waiting or running:
                 while waiting and len(running) < jobs:
                     config = waiting.pop()
-                    process = context.Process(target=_run, args=(train, config, threads))
+                    process = context.Process(target=run_here, args=(config, train, threads))
                     process.start()
                     running[process.sentinel] = process, config
                 for sentinel in wait(list(running)):
-                    ended, of = running.pop(sentinel)
-                    ended.join()
-                    if ended.exitcode:
-                        killed = f"killed by signal {-ended.exitcode}"
-                        why = killed if ended.exitcode < 0 else "failed, as said above"
-                        failed.append(f"{of.label}, seed {of.seed}: {why}")
+                    process, config = running.pop(sentinel)
+                    process.join()
+                    if process.exitcode:
+                        killed = f"killed by signal {-process.exitcode}"
+                        why = killed if process.exitcode < 0 else "failed, as said above"
+                        failed.append(f"{config.label}, seed {config.seed}: {why}")
         finally:
-            for other, _ in running.values():
-                other.terminate()
-            for other, _ in running.values():
-                other.join()
+            for process, _ in running.values():
+                process.terminate()
+            for process, _ in running.values():
+                process.join()
     return failed
-
-
-def _run(train: Callable[[C], None], config: C, threads: int) -> None:
-    torch.set_num_threads(threads)
-    with stopped_by(signal.SIGINT):
-        train(config)
 
 
 @contextmanager
 def stopped_by(*numbers: int) -> Iterator[None]:
-    """Let these signals interrupt what is within, and end with a sentence.
+    """End the process with a message when one of these signals arrives.
 
-    They do so even where a shell had started the process in the background, and with SIGINT ignored.
+    This holds also if SIGINT was ignored, as in a process that a shell starts in the background.
     """
     before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
     try:

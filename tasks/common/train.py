@@ -1,15 +1,13 @@
-"""The training loop of every task: it counts, reports, saves, and goes on where a killed run stopped.
+"""The training loop of every task. It counts evaluations, reports, saves, and resumes a run that was killed.
 
-One process trains on the CPU or on one GPU; ``torchrun --nproc-per-node=N -m tasks.X`` trains on several with torch's
+One process trains on the CPU or on one GPU. ``torchrun --nproc-per-node=N -m tasks.X`` trains on several with torch's
 DistributedDataParallel, each process on its share of every batch. Tasks that compare optimizers have these by name:
 
 - "adam": torch's.
-- "sgd": torch's, with momentum 0.9.
-- "soap": SOAP, Adam in the eigenbasis of Shampoo's preconditioner (Vyas et al., arXiv:2409.11321), of the package
-  pytorch_optimizer, without weight decay. Of the second-order methods of kept libraries it is the one whose rate and
-  moments are Adam's, so that a comparison tells what curvature gains; it takes any weight, where Muon, in torch itself,
-  takes matrices only and leaves the rest to Adam.
-- "hf": :class:`hbnode.optim.HessianFree`, with structural damping where the loss names hidden states.
+- "soap": SOAP, Adam in the eigenbasis of Shampoo's preconditioner (Vyas et al., arXiv:2409.11321), from the package
+  pytorch_optimizer, without weight decay. Its rate and moments are Adam's, so the comparison shows what curvature
+  gains. It trains weights of any shape; Muon, in torch, trains matrices only.
+- "hf": :class:`hbnode.optim.HessianFree`, with structural damping if the loss returns hidden states.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ import typing
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,24 +33,23 @@ from tqdm import tqdm
 
 import hbnode
 from tasks.common.config import ODEConfig, TaskConfig, option
-from tasks.common.files import damaged
 from tasks.common.run import Run, Workers
 
 Samples = tuple[Tensor, ...]  # tensors of equal length: a batch, or all of a data set
 Loss = Callable[[nn.Module, Samples], tuple[Tensor, dict[str, float]]]
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
-TEST_SEED = 2**62  # which no training data has
-EVAL_BATCH_SIZE = 512  # of the test data; the evaluations that a batch takes depend on it
-OPTIMIZER_TITLES = {"adam": "Adam", "sgd": "SGD with momentum", "soap": "SOAP", "hf": "HF"}
+TEST_SEED = 2**62  # no training data has this seed
+EVAL_BATCH_SIZE = 512  # of the test data; the evaluations of a batch depend on it
+OPTIMIZER_TITLES = {"adam": "Adam", "soap": "SOAP", "hf": "HF"}
 OPTIMIZERS = tuple(OPTIMIZER_TITLES)
-SGD_MOMENTUM = 0.9
 Outputs = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Any]  # outputs, targets, and perhaps hidden states
 LossName = Literal["mse", "bce", "cross_entropy"]
+SILENT = -100.0  # a logit whose loss for the target 0 is exactly 0 in float32
 PROGRESS = ("damping", "ratio", "cg_iterations", "step_length", "reduction")
 
 
 def clock(device: torch.device) -> float:
-    """Return what seconds of training are counted by: processor time on a CPU, which no other process takes from."""
+    """Return the time in seconds: processor time on a CPU, because other processes do not change it."""
     return time.process_time() if device.type == "cpu" else time.perf_counter()
 
 
@@ -61,27 +58,28 @@ def clock(device: torch.device) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class FreshData:
-    """Training data made anew for every epoch.
+    """Training data that is new in every epoch.
 
     Attributes:
-        samples: how many an epoch has.
-        make: makes those of an epoch, counted from 0, of its number and the seed alone: a resumed run makes them again.
+        samples: the samples of an epoch.
+        make: returns the data of an epoch. It uses only the epoch's number, counted from 0, and the seed, so that a
+            resumed run has the same data.
     """
 
     samples: int
     make: Callable[[int], Samples]
 
 
-class Piece(typing.NamedTuple):
-    """What one step trains on.
+class Minibatch(typing.NamedTuple):
+    """The data of one training step.
 
     Attributes:
-        batch: what the loss gets.
-        samples: how many this process has in it, the weight of its means in those of the epoch.
+        batch: the data, an argument of the loss.
+        samples: the number of samples in this process, the weight of its means in the means of the epoch.
         weight: factor of the loss in the backward pass.
         rate: factor of the learning rate, multiplied with that of the schedule.
-        length: by how much the position in the training data grows.
-        place: what the piece is called in messages.
+        length: how far the position in the training data advances.
+        place: the name of the minibatch in messages.
     """
 
     batch: Samples
@@ -93,27 +91,27 @@ class Piece(typing.NamedTuple):
 
 
 class TrainingData(typing.Protocol):
-    """Training data in pieces: those of an epoch follow from its number, the seed and the position alone.
+    """Training data in minibatches, which depend only on the epoch, the seed and the position.
 
     Attributes:
-        unit: what the position counts.
-        per_epoch: how many of these units an epoch has.
+        unit: the unit of the position.
+        per_epoch: the units of an epoch.
     """
 
     unit: str
     per_epoch: int
 
-    def piece(self, epoch: int, start: int) -> Piece:
-        """Return the piece of an epoch, counted from 0, that begins at this position."""
+    def minibatch(self, epoch: int, start: int) -> Minibatch:
+        """Return the minibatch that begins at this position of an epoch, counted from 0."""
 
 
 class Batches:
-    """Training data in batches, in another order in every pass over it; each process has its share of a batch.
+    """Training data in batches, in a new order in every pass. Each process has a share of a batch.
 
     Arguments:
-        run: its options say the batch size and the seed.
+        run: its options have the batch size and the seed.
         train: the training data, or how to make those of a pass.
-        per_epoch: batches of an epoch, which may end in the middle of a pass; 0: a pass.
+        per_epoch: the batches of an epoch, which may end within a pass; 0: a pass.
         rate: the factor of the learning rate in a step, counted from 0 over all epochs.
     """
 
@@ -126,26 +124,26 @@ class Batches:
         self.train = train if isinstance(train, FreshData) else FreshData(len(train[0]), lambda number: train)
         self.per_pass = -(-self.train.samples // self.config.batch_size)
         self.per_epoch = per_epoch or self.per_pass
-        self.made = -1  # the number of a pass
-        self.data: Samples = ()  # of that pass
+        self.made = -1  # the number of the pass whose data is stored
+        self.data: Samples = ()
 
-    def piece(self, epoch: int, start: int) -> Piece:
-        """Return a batch, of which this process has its share."""
+    def minibatch(self, epoch: int, start: int) -> Minibatch:
+        """Return this process's share of a batch."""
         step = epoch * self.per_epoch + start
         number, index = divmod(step, self.per_pass)
         if number != self.made:
-            self.made, self.data = number, tuple(x.to(self.workers.device) for x in self.train.make(number))
+            self.made, self.data = number, self.workers.to_device(self.train.make(number))
         order = _order(self.config.seed, number, self.train.samples)
         share = share_of_batch(self.data, order, index, self.config.batch_size, self.workers)
-        return Piece(*share, rate=self.rate(step), length=1, place=f"batch {start + 1}")
+        return Minibatch(*share, rate=self.rate(step), length=1, place=f"batch {start + 1}")
 
 
 def fresh_data(config: Any, draw: Callable[[int, torch.Generator], Samples]) -> tuple[FreshData, Samples]:
-    """Return training data that is drawn anew for every epoch of ``iterations`` batches, and the test data.
+    """Return training data with ``iterations`` new batches in every epoch, and test data.
 
     Arguments:
         config: options, ``iterations``, ``batch_size``, ``seed`` and ``test_size`` among them.
-        draw: (samples, generator) -> so many samples.
+        draw: draws samples, of their number and a generator.
     """
     samples = config.iterations * config.batch_size
     train = FreshData(samples, lambda epoch: draw(samples, epoch_generator(config.seed, epoch)))
@@ -153,7 +151,7 @@ def fresh_data(config: Any, draw: Callable[[int, torch.Generator], Samples]) -> 
 
 
 def accuracy(scores: Tensor, labels: Tensor) -> dict[str, float]:
-    """Return the share of the labels that have the highest score, classes last."""
+    """Return the share of the labels with the highest score; scores have the classes in their last dimension."""
     return {"accuracy": (scores.argmax(-1) == labels).float().mean().item()}
 
 
@@ -164,17 +162,17 @@ def _order(seed: int, epoch: int, length: int) -> Tensor:
 
 
 def epoch_generator(seed: int, epoch: int) -> torch.Generator:
-    """Random numbers of an epoch: of its number and the seed alone, so that a resumed run repeats them."""
+    """Return a generator that depends only on the seed and the epoch, so that a resumed run repeats its numbers."""
     return torch.Generator().manual_seed(1_000_003 * seed + epoch)
 
 
 def share_of_batch(
     data: Samples, order: Tensor, index: int, batch_size: int, workers: Workers
 ) -> tuple[Samples, int, float]:
-    """This process's part of a batch, how many samples of it count, and the weight of their mean loss.
+    """Return this process's part of a batch, the number of its samples, and the weight of its mean loss.
 
-    The mean over the processes of the weighted losses is the mean over the batch, however unequal the parts. A process
-    left without a sample gets one that counts nothing, because all must take part in the averaging.
+    The mean of the weighted losses over the processes is the mean over the batch, even if the parts are unequal. A
+    process without a sample gets one of weight 0, because every process must take part in the averaging.
     """
     chosen = order[index * batch_size : (index + 1) * batch_size]
     part = chosen[workers.rank :: workers.size]
@@ -192,9 +190,9 @@ class OptimizerConfig(TaskConfig):
 
     positive = "damping max_cg"
 
-    optimizer: str = option("adam", "adam, sgd with momentum 0.9, soap of pytorch_optimizer, or hf", OPTIMIZERS)
-    curvature_size: int = option(0, "hf: samples of a batch that show the curvature; 0: all")
-    damping: float = option(0.1, "hf: lambda at first")
+    optimizer: str = option("adam", "adam, soap of pytorch_optimizer, or hf", OPTIMIZERS)
+    curvature_size: int = option(0, "hf: samples of a batch for the curvature; 0: all")
+    damping: float = option(0.1, "hf: initial lambda")
     min_damping: float = option(2e-4, "hf: the least lambda, which keeps structural damping on a plateau")
     structural_damping: float = option(1 / 30, "hf: mu, the factor of lambda on hidden states; 0: none")
     max_cg: int = option(300, "hf: steps of conjugate gradients in an iteration")
@@ -202,14 +200,14 @@ class OptimizerConfig(TaskConfig):
     def make_optimizer(
         self, parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]], loss: LossName
     ) -> torch.optim.Optimizer:
-        """Return the optimizer that the options describe.
+        """Return the optimizer of these options.
 
         Arguments:
-            parameters: those to train, or groups of them.
-            loss: what a Hessian-free optimizer minimises.
+            parameters: the parameters to train, or groups of them.
+            loss: the loss that a Hessian-free optimizer minimises.
 
         Raises:
-            ImportError: if "soap" is asked for and pytorch_optimizer is not installed.
+            ImportError: if the optimizer is "soap" and pytorch_optimizer is not installed.
         """
         if self.optimizer == "hf":
             return hbnode.optim.HessianFree(
@@ -220,14 +218,16 @@ class OptimizerConfig(TaskConfig):
                 structural_damping=self.structural_damping,
                 max_cg=self.max_cg,
             )
-        if self.optimizer == "sgd":
-            return torch.optim.SGD(parameters, lr=self.lr, momentum=SGD_MOMENTUM)
         if self.optimizer == "soap":
             return _soap(parameters, self.lr)
         return torch.optim.Adam(parameters, lr=self.lr)
 
+    def optimizer_of(self, loss: LossName) -> MakeOptimizer:
+        """Return a function that makes the optimizer of a model; see :meth:`make_optimizer`."""
+        return lambda model: self.make_optimizer(model.parameters(), loss)
+
     def check(self) -> None:
-        """Refuse what no run can have, and what needs a package that is not there."""
+        """Raise an error if the options contradict each other, or if a package is missing."""
         super().check()
         if self.optimizer == "hf" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ValueError("--optimizer hf trains in one process. Fix: no torchrun.")
@@ -246,7 +246,7 @@ class OptimizerConfig(TaskConfig):
 
 
 def _soap(parameters: Iterable[Any], lr: float) -> torch.optim.Optimizer:
-    """SOAP, which is imported here alone."""
+    """Return SOAP. Its package is imported only here, because it is optional."""
     try:
         from pytorch_optimizer import SOAP
     except ImportError as error:
@@ -262,7 +262,7 @@ class Objective(abc.ABC):
 
     Attributes:
         loss: half the squared error, "mse"; "bce" of logits; or "cross_entropy" of scores, classes last.
-        curvature_size: of a Hessian-free optimizer, how many samples of a batch, from its start, show the curvature;
+        curvature_size: the samples of a batch, from its start, that a Hessian-free optimizer uses for the curvature;
             0: all.
     """
 
@@ -272,17 +272,26 @@ class Objective(abc.ABC):
         self.curvature_size = curvature_size
 
     @abc.abstractmethod
+    def parts(self, batch: Samples) -> tuple[Samples, Tensor, Tensor | None]:
+        """Return the inputs of the model, the targets, and a mask of the targets without padding; None: no padding."""
+
     def outputs(self, model: nn.Module, batch: Samples, *, with_hidden: bool = False) -> Outputs:
-        """Outputs of a batch and their targets.
+        """Return the outputs of a batch and their targets. In padding the loss is zero.
 
         Arguments:
             model: the model.
             batch: samples, the first dimension of each tensor.
-            with_hidden: whether hidden states come third, as :meth:`hbnode.optim.HessianFree.step` takes them.
+            with_hidden: whether to return hidden states too, for :meth:`hbnode.optim.HessianFree.step`.
         """
+        inputs, targets, mask = self.parts(batch)
+        outputs, hidden = cast(Any, model).with_hidden(*inputs) if with_hidden else (model(*inputs), None)
+        if mask is not None:
+            outputs = outputs.where(mask, targets if self.loss == "mse" else SILENT)
+            hidden = hidden and (hidden[0], hidden[1] * mask)
+        return (outputs, targets, hidden) if with_hidden else (outputs, targets)
 
     def means(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
-        """Further means to report over a batch."""
+        """Return further means to report over a batch."""
         return {}
 
     def __call__(self, model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, float]]:
@@ -304,12 +313,12 @@ class Objective(abc.ABC):
 def hessian_free_step(
     optimizer: hbnode.optim.HessianFree, model: nn.Module, batch: Samples, objective: Objective
 ) -> tuple[Tensor, dict[str, float]]:
-    """One iteration; the loss before it, and its progress.
+    """Take a step, and return the loss before it and the optimizer's progress.
 
     Arguments:
-        optimizer: takes the step.
-        model: is changed.
-        batch: shows the loss and its gradient.
+        optimizer: the optimizer.
+        model: trained in place.
+        batch: samples for the loss and its gradient.
         objective: the loss.
     """
     with_hidden = any(group["structural_damping"] > 0 for group in optimizer.param_groups)
@@ -325,7 +334,7 @@ def hessian_free_step(
 
 
 class Diverged(SystemExit):
-    """The end of a run whose numbers are not finite, with a sentence that names one."""
+    """A loss or another number of a run is not finite."""
 
 
 def fit(
@@ -340,23 +349,22 @@ def fit(
     eval_batch_size: int = EVAL_BATCH_SIZE,
     **options: Any,
 ) -> dict[str, float]:
-    """Train for the configured epochs on shuffled batches, from the last checkpoint if there is one; one row an epoch.
+    """Train for the configured epochs on shuffled batches, from the last checkpoint if there is one.
 
     Arguments:
-        run: where to write; its rows are filled.
+        run: the folder; its rows are filled, one per epoch.
         model: trained in place.
         train: tensors of equal length, the training data, or how to make those of an epoch.
-        test: the test data likewise, evaluated after every epoch.
+        test: the test data, evaluated after every epoch.
         loss: (model, batch) -> the batch's mean loss, and further means to report.
-        held_out: what the test data is called; "validation" where another set is the test.
+        held_out: the name of the test data; "validation" if another set is the test.
         optimizer: makes the optimizer of the model; Adam if not given. The schedule multiplies each group's rate.
         eval_batch_size: samples of a batch of the test data.
         options: of :meth:`Trainer.fit`.
 
     Returns:
-        For the summary: ``best_epoch``, and the best value as ``best_`` and its name; nothing without ``best``.
+        The result of :meth:`Trainer.fit`.
     """
-    test = tuple(x.to(run.workers.device) for x in test)
     trainer = Trainer(run, model, Batches(run, train), loss, optimizer)
     return trainer.fit(lambda: evaluate(run, model, test, loss, held_out, eval_batch_size), **options)
 
@@ -369,39 +377,40 @@ def fit_and_test(
     batch_size: int = EVAL_BATCH_SIZE,
     stop: Callable[[Sequence[Mapping[str, float]]], bool] = lambda rows: False,
 ) -> dict[str, float]:
-    """Train, and test the weights of the epoch that is best by validation, once; what the summary says of both.
+    """Train, test the weights of the best epoch by validation once, and return both results for the summary.
 
     Arguments:
-        trainer: what trains.
+        trainer: the trainer.
         data: "validation" and "test".
-        name: of the model, to print with the result.
-        best: the mean that picks the epoch, such as "accuracy".
+        name: the name of the model in the printed result.
+        best: the mean that selects the epoch, such as "accuracy".
         batch_size: samples of a batch of these data.
         stop: see :meth:`Trainer.fit`.
     """
     run, model, loss = trainer.run, trainer.model, trainer.loss
-    validation, test = (tuple(x.to(run.workers.device) for x in data[part]) for part in ("validation", "test"))
     found = trainer.fit(
-        lambda: evaluate(run, model, validation, loss, "validation", batch_size), best=f"validation_{best}", stop=stop
+        lambda: evaluate(run, model, data["validation"], loss, "validation", batch_size),
+        best=f"validation_{best}",
+        stop=stop,
     )
     if not run.is_finished:
-        found |= evaluate(run, model, test, loss, "test", batch_size)
+        found |= evaluate(run, model, data["test"], loss, "test", batch_size)
         if run.workers.rank == 0:
             print(f"{name}: test {best} {found[f'test_{best}']:.4g}, epoch {found['best_epoch']}")
     return found
 
 
 class Trainer:
-    """A model, its optimizer and its place in the training data: all that a checkpoint holds.
+    """A model, its optimizer and its position in the training data: the content of a checkpoint.
 
     Arguments:
-        run: where to write; its rows are filled.
+        run: the folder; its rows are filled.
         model: trained in place.
-        data: what to train on.
-        loss: (model, batch) -> the batch's mean loss, and further means to report; "loss" among them is reported in
-            the place of the one that is differentiated.
+        data: the training data.
+        loss: (model, batch) -> the batch's mean loss, and further means to report. If they have a "loss", it is
+            reported instead of the loss that is differentiated.
         optimizer: makes the optimizer of the model; Adam if not given.
-        parts: what else a checkpoint holds, by name: each has a ``state_dict`` and loads it.
+        parts: further parts of a checkpoint by name, each with ``state_dict`` and ``load_state_dict``.
     """
 
     def __init__(
@@ -418,15 +427,15 @@ class Trainer:
         self.model = model.to(self.workers.device)
         self.optimizer = optimizer(model) if optimizer else torch.optim.Adam(model.parameters(), lr=self.config.lr)
         self.parts: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer, **(parts or {})}
-        self.rates = [group.get("lr") for group in self.optimizer.param_groups]  # a Hessian-free one has none
+        self.rates = [group.get("lr") for group in self.optimizer.param_groups]  # HessianFree has none
         self.total = self.config.epochs * data.per_epoch
-        self.position = 0  # units of the training data behind it
+        self.position = 0  # units of the training data that are done
         self.totals: Any = Counter()  # sums over the epoch so far
-        self.best: dict[str, Any] = {}  # epoch, value and weights of the best so far
+        self.best: dict[str, Any] = {}  # epoch, value and weights of the best epoch so far
         self._resume()
         self.wrapped = self.workers.wrap(model)
         alone = self.workers.rank == 0 and multiprocessing.parent_process() is None
-        hidden = None if alone else True  # one bar at a time, and on a terminal only
+        hidden = None if alone else True  # one bar at a time, and only on a terminal
         self.bar = tqdm(total=self.total, initial=self.position, disable=hidden, unit=data.unit)
         self.saved = time.monotonic()
 
@@ -440,17 +449,21 @@ class Trainer:
         weights: Callable[[], AbstractContextManager[None]] = nullcontext,
         stop: Callable[[Sequence[Mapping[str, float]]], bool] = lambda rows: False,
     ) -> dict[str, float]:
-        """Train until the configured epochs are done; one row an epoch.
+        """Train until the configured epochs are done, with one row of metrics per epoch.
 
         Arguments:
-            validate: the columns of the row that are not means over the training data; called after every epoch.
-            every: how many epochs between two printed lines.
-            after_step: called with the position after each step; that it goes by this number, and not by its own
-                count, is what makes a resumed run the same.
-            best: a column, such as "validation_accuracy", whose best epoch's weights the model has in the end. The
-                highest value is best of an accuracy and of BLEU, the lowest of all else. Empty: the last epoch's.
-            weights: within it the model has the weights to validate and keep, which need not be those it trains.
-            stop: whether the rows so far are all there is to do.
+            validate: called after every epoch, returns the columns of the row that are not means over training data.
+            every: the epochs between two printed lines.
+            after_step: called after each step with the position. It should depend on this number and not on a count of
+                its own, so that a resumed run is equal.
+            best: a column, such as "validation_accuracy". In the end the model has the weights of its best epoch: the
+                largest accuracy or BLEU, the smallest value of other columns. Empty: those of the last epoch.
+            weights: a context in which the model has the weights to validate and store, if these are not the trained
+                ones.
+            stop: called with the rows so far, returns whether to end the training.
+
+        Returns:
+            ``best_epoch``, and the best value as ``best_`` and its name; nothing without ``best``.
         """
         run, per_epoch = self.run, self.data.per_epoch
         if run.rows and stop(run.rows):
@@ -472,7 +485,7 @@ class Trainer:
                         tqdm.write(f"{self.config.label}, seed {self.config.seed}: {figures}")
                 wanted = self.workers.sum({"stop": float(interrupted()), "save": float(self.is_checkpoint_due())})
                 if any(wanted.values()) or self.position in (per_epoch, self.total):
-                    self.save()  # before the first metrics, so that there are none without a checkpoint
+                    self.save()  # before the metrics, so that a killed run has no metrics without a checkpoint
                 if is_last:
                     run.write_metrics()
                 if wanted["stop"] and self.position < self.total:
@@ -481,40 +494,40 @@ class Trainer:
         return self.restore_best(best)
 
     def step(self) -> bool:
-        """Train on one piece; whether it was the last of its epoch."""
+        """Train on one minibatch, and return whether it was the last of its epoch."""
         epoch, start = divmod(self.position, self.data.per_epoch)
-        piece = self.data.piece(epoch, start)
-        where = f"epoch {epoch + 1}, {piece.place}"
-        factor = piece.rate * _schedule(self.config.schedule, self.position, self.total)
+        minibatch = self.data.minibatch(epoch, start)
+        where = f"epoch {epoch + 1}, {minibatch.place}"
+        factor = minibatch.rate * _schedule(self.config.schedule, self.position, self.total)
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             if rate is not None:
                 group["lr"] = rate * factor
         begun = clock(self.workers.device)
         with hbnode.count_nfe(self.wrapped) as nfe, failures_named(where, self.run):
-            value, means = self.update(piece)
+            value, means = self.update(minibatch)
         if value.is_cuda:
             torch.cuda.synchronize(value.device)
         seconds = clock(self.workers.device) - begun
         means = {"loss": value.item(), **means}
         require_finite({name: value for name, value in means.items() if name not in PROGRESS}, where, self.run)
         counts = {"batches": 1, "nfe_forward": nfe.forward, "nfe_backward": nfe.backward, "seconds": seconds}
-        self.totals.update(_weighted(means, piece.samples) | counts)
-        self.position += piece.length
+        self.totals.update(_weighted(means, minibatch.samples) | counts)
+        self.position += minibatch.length
         shown = {"loss": f"{means['loss']:.4f}", **{name: f"{means[name]:.3g}" for name in PROGRESS if name in means}}
         if isinstance(self.config, ODEConfig):
             mean = (self.totals[name] / self.totals["batches"] for name in ("nfe_forward", "nfe_backward"))
             shown["nfe"] = "/".join(f"{x:.0f}" for x in mean)
         self.bar.set_postfix(shown, refresh=False)
-        self.bar.update(piece.length)
+        self.bar.update(minibatch.length)
         return self.position % self.data.per_epoch == 0
 
-    def update(self, piece: Piece) -> tuple[Tensor, dict[str, float]]:
-        """Change the weights by what a piece shows; its loss before that, and further means."""
+    def update(self, minibatch: Minibatch) -> tuple[Tensor, dict[str, float]]:
+        """Take a step of the optimizer, and return the loss before it and further means."""
         if isinstance(self.optimizer, hbnode.optim.HessianFree) and isinstance(self.loss, Objective):
-            return hessian_free_step(self.optimizer, self.model, piece.batch, self.loss)
+            return hessian_free_step(self.optimizer, self.model, minibatch.batch, self.loss)
         self.optimizer.zero_grad()
-        value, means = self.loss(self.wrapped, piece.batch)
-        (value * piece.weight * self.loss_scale).backward()
+        value, means = self.loss(self.wrapped, minibatch.batch)
+        (value * minibatch.weight * self.loss_scale).backward()
         if self.loss_scale != 1:
             for p in self.model.parameters():
                 p.grad = p.grad if p.grad is None else p.grad / self.loss_scale
@@ -524,7 +537,7 @@ class Trainer:
         return value, means
 
     def row(self, test: dict[str, float]) -> dict[str, float]:
-        """Return the row of metrics.csv; evaluations are means per batch and process, seconds those of the steps."""
+        """Return a row of metrics.csv. Evaluations are means per batch and process; seconds are those of the steps."""
         totals = self.workers.sum(self.totals)
         self.totals = Counter()
         samples, batches = totals.pop("samples"), totals.pop("batches")
@@ -538,7 +551,7 @@ class Trainer:
         return {"epoch": self.position // self.data.per_epoch, **means, **test, **of_odes, "seconds": seconds}
 
     def keep_best(self, name: str) -> None:
-        """Keep the weights if the last row is better than all before."""
+        """Store the weights if the last row is the best one."""
         if not name:
             return
         value, sign = self.run.rows[-1][name], -1 if name.endswith(("accuracy", "bleu")) else 1
@@ -547,7 +560,7 @@ class Trainer:
             self.best = {"epoch": self.run.rows[-1]["epoch"], "value": value, "model": weights}
 
     def restore_best(self, name: str) -> dict[str, float]:
-        """Give the model the weights that were kept; what the summary says of them."""
+        """Load the stored weights into the model, and return their epoch and value."""
         if not name:
             return {}
         self.model.load_state_dict(self.best["model"])
@@ -575,34 +588,28 @@ class Trainer:
         checkpoint = self.run.load_checkpoint()
         if checkpoint is None:
             return
-        try:
-            for name, part in self.parts.items():
-                part.load_state_dict(checkpoint[name])
-            torch.set_rng_state(checkpoint["rng"])
-            device, device_rng = self.workers.device, checkpoint.get("device_rng")  # older checkpoints have none
-            if device.type == "cuda" and device_rng is not None:
-                torch.cuda.set_rng_state(device_rng, device)
-            self.best = checkpoint.get("best", {})
-            self.run.rows, self.position = checkpoint["rows"], checkpoint["position"]
-            self.totals = Counter(
-                checkpoint["totals"] if self.workers.rank == 0 else {}
-            )  # summed over all when it was saved
-        except (KeyError, RuntimeError, TypeError, ValueError) as error:
-            raise SystemExit(damaged(self.run.folder / "checkpoint.pt", f"does not fit the model: {error}")) from error
+        for name, part in self.parts.items():
+            part.load_state_dict(checkpoint[name])
+        torch.set_rng_state(checkpoint["rng"])
+        if checkpoint["device_rng"] is not None and self.workers.device.type == "cuda":
+            torch.cuda.set_rng_state(checkpoint["device_rng"], self.workers.device)
+        self.best = checkpoint["best"]
+        self.run.rows, self.position = checkpoint["rows"], checkpoint["position"]
+        self.totals = Counter(checkpoint["totals"] if self.workers.rank == 0 else {})  # they are sums over processes
         self.run.write_metrics()
 
 
 def evaluate(
     run: Run, model: nn.Module, data: Samples, loss: Loss, name: str, batch_size: int = EVAL_BATCH_SIZE
 ) -> dict[str, float]:
-    """Means over the test data, and of a task of ODEs the evaluations that a batch of it takes."""
+    """Return means over the test data, and in tasks with ODEs the evaluations per batch."""
     counter: Any = Counter()
     model.eval()
     with torch.no_grad():
         for index in range(-(-len(data[0]) // batch_size)):
             batch, samples, _ = share_of_batch(data, torch.arange(len(data[0])), index, batch_size, run.workers)
             with hbnode.count_nfe(model) as nfe, failures_named(f"{name} data", run):
-                value, means = loss(model, batch)
+                value, means = loss(model, run.workers.to_device(batch))
             counter.update(_weighted({"loss": value.item(), **means}, samples) | {"batches": 1, "nfe": nfe.forward})
     model.train()
     totals = dict(run.workers.sum(counter))
@@ -614,7 +621,7 @@ def evaluate(
 
 @contextmanager
 def failures_named(where: str, run: Run) -> Iterator[None]:
-    """Within it a solver or an optimizer that fails ends the process with a sentence that says where."""
+    """End the process with a message that names the place if a solver or an optimizer fails."""
     try:
         yield
     except hbnode.SolverError as error:
@@ -622,12 +629,12 @@ def failures_named(where: str, run: Run) -> Iterator[None]:
             f"{where}: {type(error).__name__}: {error}. Fix: a smaller --lr, --clip 1, or another --tol, with another "
             f"--out; what was done is in {run.folder}"
         ) from error
-    except FloatingPointError as error:  # of a Hessian-free optimizer
+    except FloatingPointError as error:  # raised by HessianFree
         raise Diverged(f"{where}: {error} What was done is in {run.folder}") from error
 
 
 def require_finite(means: Mapping[str, float], where: str, run: Run) -> None:
-    """End with a sentence that names what is not finite, and where."""
+    """Raise Diverged with the name and the place of a number that is not finite."""
     for name, value in means.items():
         if not math.isfinite(value):
             raise Diverged(
@@ -637,7 +644,7 @@ def require_finite(means: Mapping[str, float], where: str, run: Run) -> None:
 
 
 def _schedule(name: str, position: int, total: int) -> float:
-    """Return the factor of the learning rate after so many of all steps."""
+    """Return the factor of the learning rate at a position of the whole training."""
     factors = {
         "constant": 1.0,
         "cosine": (1 + math.cos(math.pi * position / total)) / 2,
@@ -652,7 +659,7 @@ def _weighted(means: dict[str, float], samples: int) -> dict[str, float]:
 
 @contextmanager
 def flushed_denormals() -> Iterator[None]:
-    """Within it numbers below 1e-38 are zero: saturated gates make so many that an LSTM takes four times as long."""
+    """Round numbers below 1e-38 to zero. With them, an LSTM with saturated gates takes four times as long."""
     torch.set_flush_denormal(True)
     try:
         yield
@@ -662,7 +669,7 @@ def flushed_denormals() -> Iterator[None]:
 
 @contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
-    """Turn Ctrl-C and SIGTERM into a flag that is looked at between steps; a second one stops at once."""
+    """Yield a function that returns whether SIGINT or SIGTERM has arrived. A second signal ends the process at once."""
     received = []
 
     def note(number: int, frame: types.FrameType | None) -> None:

@@ -9,17 +9,17 @@ from torch import Tensor
 
 BALLS = 3
 RADIUS = 0.12  # the side of the box is 1
-SPEED = 0.05  # root mean square over the balls of a video, a frame
+SPEED = 0.05  # root mean square over the balls of a video, per frame
 SIDE = 18  # pixels
 PAIRS = tuple((i, j) for i in range(BALLS) for j in range(i + 1, BALLS))
 
 
 class State(NamedTuple):
-    """Where the balls are and how they move.
+    """Positions and velocities of the balls.
 
     Attributes:
-        position: (N, 3, 2), of the centres, from the radius to 1 - the radius.
-        velocity: (N, 3, 2), a frame.
+        position: of the centres, from the radius to 1 - the radius, (N, 3, 2).
+        velocity: per frame, (N, 3, 2).
     """
 
     position: Tensor
@@ -27,10 +27,10 @@ class State(NamedTuple):
 
 
 def start(count: int, generator: torch.Generator) -> State:
-    """Return balls at places that are uniform among those where none overlap; normal velocities, scaled to SPEED.
+    """Return balls at uniform positions without overlaps, with normal velocities scaled to SPEED.
 
     Arguments:
-        count: how many boxes, N.
+        count: the number of boxes, N.
         generator: of the random numbers.
     """
     position = torch.empty(count, BALLS, 2, dtype=torch.float64)
@@ -45,15 +45,15 @@ def start(count: int, generator: torch.Generator) -> State:
 
 
 def advance(state: State, duration: float = 1.0) -> State:
-    """Return where the balls are some frames later.
+    """Return the balls some frames later.
 
-    They move freely to the next collision of their box, again and again. At a wall the velocity across it changes its
-    sign. Two balls of equal mass exchange their velocities along the line between their centres, which keeps their
+    The balls move freely from one collision of their box to the next. At a wall the velocity across it changes its
+    sign. Two balls of equal mass exchange their velocities along the line between their centres, which conserves
     momentum and energy.
 
     Arguments:
         state: the balls of N boxes.
-        duration: frames, in parts too.
+        duration: frames, not necessarily a whole number.
     """
     position, velocity = state
     left = torch.full((len(position),), duration, dtype=position.dtype)
@@ -74,7 +74,7 @@ def advance(state: State, duration: float = 1.0) -> State:
 
 
 def exchange(position: Tensor, velocity: Tensor, i: int, j: int) -> Tensor:
-    """Return velocities (N, 3, 2) after the balls i and j of each box have collided."""
+    """Return velocities (N, 3, 2) after the collision of the balls i and j of each box."""
     between = position[:, i] - position[:, j]
     line = between / between.norm(dim=1, keepdim=True)
     along = ((velocity[:, i] - velocity[:, j]) * line).sum(1, keepdim=True) * line
@@ -85,16 +85,16 @@ def exchange(position: Tensor, velocity: Tensor, i: int, j: int) -> Tensor:
 
 
 def _times_to_walls(position: Tensor, velocity: Tensor) -> Tensor:
-    """Return frames until each coordinate of each ball reaches the wall that it moves to, (N, 3, 2); inf at rest."""
+    """Return the frames until each coordinate of each ball reaches a wall, (N, 3, 2); inf at rest."""
     wall = torch.where(velocity > 0, 1 - RADIUS, RADIUS)
     return torch.where(velocity == 0, torch.inf, ((wall - position) / velocity).clamp(min=0))
 
 
 def _times_to_pairs(position: Tensor, velocity: Tensor) -> Tensor:
-    """Return frames until each pair collides, (N, 3); inf where it does not.
+    """Return the frames until each pair collides, (N, 3); inf if it does not.
 
-    The squared distance is |x|² + 2 b t + |v|² t², with b = x·v. A collision is where it first equals (2 r)². The form
-    below is exact for a pair that touches already, too.
+    The squared distance is |x|² + 2 b t + |v|² t², with b = x·v. The collision is the first time at which it equals
+    (2 r)². The form below is exact also for a pair that touches already.
     """
     times = []
     for i, j in PAIRS:
@@ -111,11 +111,11 @@ def _distance(position: Tensor, i: int, j: int) -> Tensor:
 
 
 def trajectories(count: int, frames: int, generator: torch.Generator) -> Tensor:
-    """Return positions of the balls of some boxes, (count, frames, 3, 2), from random starts.
+    """Return positions of the balls, (count, frames, 3, 2), from random starts.
 
     Arguments:
-        count: how many boxes.
-        frames: how many moments, one time unit apart.
+        count: the number of boxes.
+        frames: the number of times, one unit apart.
         generator: of the random numbers.
     """
     state = start(count, generator)
@@ -127,10 +127,10 @@ def trajectories(count: int, frames: int, generator: torch.Generator) -> Tensor:
 
 
 def render(position: Tensor) -> Tensor:
-    """Pictures of discs, (..., 18 · 18) in [0, 1], float32; rows from the top, where the second coordinate is 0.
+    """Return pictures of discs, (..., 18 · 18) in [0, 1], float32. The second coordinate is 0 in the first row.
 
-    A pixel's value is about the part of it that discs cover: 1/2 + (r - d) / w within [0, 1] for each disc, d the
-    distance of the pixel's centre from the disc's, w the width of a pixel; and of all discs together at most 1.
+    A pixel's value is about its share that the discs cover: 1/2 + (r - d) / w within [0, 1] for each disc, with the
+    distance d between the centres of pixel and disc and the width w of a pixel. The sum over the discs is at most 1.
 
     Arguments:
         position: (..., balls, 2).
@@ -145,6 +145,6 @@ def render(position: Tensor) -> Tensor:
 
 
 def videos(count: int, frames: int, generator: torch.Generator) -> Tensor:
-    """Return videos (count, frames, 324); see :func:`trajectories` and :func:`render`."""
+    """Return videos (count, frames, 324) of :func:`trajectories`."""
     moments = trajectories(count, frames, generator).unbind(1)
     return torch.stack([render(position) for position in moments], dim=1)

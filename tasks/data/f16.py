@@ -1,4 +1,4 @@
-"""The ground vibration test of an aircraft, found in ``HBNODE_DATA`` or made up."""
+"""The ground vibration test of an aircraft, or a simulated structure."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tasks.data.files import check_record, find, from_benchmarks, read_columns, readable
+from tasks.common.files import readable
+from tasks.data.files import check_record, find, from_benchmarks, read_columns, read_or_simulate
 
-PERIOD = 8192  # rows after which the force repeats, in the file and in the generated record
+PERIOD = 8192  # rows after which the force repeats, in the file and in the simulated record
 ROWS = 9 * PERIOD
-RATE = 400.0  # rows a second
+RATE = 400.0  # rows per second
 NAME = "F16Data_FullMSine_Level1"
 COLUMNS = ("Force", "Voltage", "Acceleration1", "Acceleration2", "Acceleration3")
 FIX = f"Fix: get {NAME}.csv anew, from the F-16 benchmark of nonlinearbenchmark.org."
@@ -21,12 +22,13 @@ SOURCES = ("auto", "f16", "generated")
 
 
 def read_plane_vibration(source: str = "auto") -> tuple[Tensor, str]:
-    """Force, voltage and three accelerations of a vibrating aircraft, 400 rows a second, and where they come from.
+    """Return force, voltage and three accelerations of a vibrating aircraft, 400 rows per second, and their source.
 
-    "f16" is the ground vibration test of an F-16 with a full multisine, level 1, whose force (N) and shaker voltage (V)
+    "f16" is the ground vibration test of an F-16 with a full multisine, level 1. Its force (N) and shaker voltage (V)
     repeat every 8192 rows, nine times; the unit of the accelerations is not in the file. It is ``NAME.csv``, or
-    ``plane-vibration/NAME.csv``, in ``HBNODE_DATA`` with NAME = F16Data_FullMSine_Level1; else what the package
-    ``nonlinear_benchmarks`` downloads. "generated" is :func:`vibrating_structure`, "auto" is the first if it is there.
+    ``plane-vibration/NAME.csv``, in ``HBNODE_DATA`` with NAME = F16Data_FullMSine_Level1. Without this file the
+    package ``nonlinear_benchmarks`` downloads it. "generated" is :func:`vibrating_structure`. "auto" is "f16" if it is
+    there, otherwise "generated", with a warning.
 
     References:
         J.-P. Noel and M. Schoukens, F-16 aircraft benchmark based on ground vibration test data, 2017,
@@ -36,18 +38,10 @@ def read_plane_vibration(source: str = "auto") -> tuple[Tensor, str]:
         Rows (73728, 5) in float64, and "f16" or "generated".
 
     Raises:
-        FileNotFoundError: if "f16" is asked for and is not there.
+        FileNotFoundError: if ``source`` is "f16" and there is no file.
         ValueError: if the file is damaged and ``source`` is not "generated".
     """
-    if source not in SOURCES:
-        raise ValueError(f"source must be one of {', '.join(SOURCES)}, got {source!r}")
-    if source != "generated":
-        try:
-            return _f16(), "f16"
-        except FileNotFoundError:
-            if source == "f16":
-                raise
-    return vibrating_structure(), "generated"
+    return read_or_simulate(source, "f16", _f16, vibrating_structure)
 
 
 def _f16() -> Tensor:
@@ -66,7 +60,7 @@ def _f16() -> Tensor:
 
 
 def _f16_mat(path: Path) -> Tensor:
-    """Return the same record as Matlab's arrays: force and voltage (1, N), accelerations (3, N)."""
+    """Return the record from Matlab's arrays: force and voltage (1, N), accelerations (3, N)."""
     from scipy.io import loadmat
 
     with readable(path, FIX):
@@ -76,12 +70,12 @@ def _f16_mat(path: Path) -> Tensor:
 
 
 def vibrating_structure() -> Tensor:
-    """Return a made-up structure in place of the aircraft: the same columns, rate, period and number of rows.
+    """Return the record of a simulated structure, with the columns, rate, period and number of rows of the aircraft's.
 
-    Six damped modes q'' + 2 zeta w q' + w^2 q = phi_s F, w = 2 pi f, shaken by a force F, a full multisine of 2 to
-    15 Hz with random phases, which repeats every 8192 rows; an acceleration is the sum of phi_k q'' over the modes. It
-    has run for ever, so the response is the periodic one, exact for each frequency. Every column has white noise of
-    1 % of its deviation, new in each period. The six frequencies are nobody's measurement.
+    Six damped modes q'' + 2 zeta w q' + w^2 q = phi_s F, w = 2 pi f, are driven by a force F, a full multisine of 2 to
+    15 Hz with random phases, which repeats every 8192 rows. An acceleration is the sum of phi_k q'' over the modes.
+    The response is the periodic one, exact for each frequency. Every column has white noise with 1 % of its standard
+    deviation, different in each period. The six frequencies are chosen, not measured.
 
     Returns:
         Force, voltage and three accelerations, (73728, 5) in float64.

@@ -1,34 +1,37 @@
-"""Files of data sets: found in the folder ``HBNODE_DATA``, or downloaded once with a checksum; read and checked."""
+"""Files of data sets: found in the folder ``HBNODE_DATA`` or downloaded, checked, or replaced by simulated data."""
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from tasks.common.files import readable
+
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 
 def data_folder() -> Path | None:
-    """Return the folder ``HBNODE_DATA``, None without one."""
+    """Return the folder ``HBNODE_DATA``; None if it is not set."""
     root = os.environ.get("HBNODE_DATA")
     return Path(root) if root else None
 
 
 def find(names: Sequence[str], folders: Sequence[str] = ("",)) -> Path | None:
-    """Return the first file of these names in these folders of ``HBNODE_DATA``; None if there is none."""
+    """Return the first file with one of these names in these folders of ``HBNODE_DATA``; None if there is none."""
     root = data_folder()
     paths = (root / folder / name for folder in folders for name in names) if root else ()
     return next((path for path in paths if path.is_file()), None)
 
 
 def missing(name: str, fix: str) -> FileNotFoundError:
-    """Return the error that a file or folder is not there.
+    """Return the error for a missing file or folder.
 
     Arguments:
         name: of the file or folder.
@@ -37,33 +40,37 @@ def missing(name: str, fix: str) -> FileNotFoundError:
     return FileNotFoundError(f"{name} is not in HBNODE_DATA={os.environ.get('HBNODE_DATA')!r}. {fix}")
 
 
-@contextmanager
-def readable(path: Path | str, fix: str, problem: str = "cannot be read") -> Iterator[None]:
-    """Within it any exception, of which a damaged file raises whatever it likes, is a ValueError that names the file.
+def read_or_simulate(source: str, name: str, read: Callable[[], T], simulate: Callable[[], T]) -> tuple[T, str]:
+    """Return data and their source. A warning says when missing data are replaced by simulated ones.
 
     Arguments:
-        path: of the file.
-        fix: what the error advises.
-        problem: what it says of the file.
+        source: "generated", which simulates; "auto", which simulates if there is no data; otherwise reads.
+        name: the source of the data that ``read`` returns.
+        read: reads the data, and raises FileNotFoundError if there is none.
+        simulate: makes simulated data.
     """
-    try:
-        yield
-    except Exception as error:
-        raise ValueError(f"{path} {problem} ({type(error).__name__}: {error}). {fix}") from error
+    if source != "generated":
+        try:
+            return read(), name
+        except FileNotFoundError as error:
+            if source != "auto":
+                raise
+            logger.warning("This run uses simulated data. %s", error)
+    return simulate(), "generated"
 
 
 def download(url: str, name: str, md5: str, folder: str, fix: str) -> Path:
-    """Return the file, downloaded once, into a folder of ``HBNODE_DATA`` if that is set.
+    """Return a file that is downloaded once, into a folder of ``HBNODE_DATA`` if that is set.
 
     Arguments:
         url: of the file, without its name.
         name: of the file.
         md5: its checksum.
-        folder: where to put it, in ``HBNODE_DATA`` or in the cache of the user.
+        folder: where to store it, in ``HBNODE_DATA`` or in the cache of the user.
         fix: what the error asks the user to put into ``HBNODE_DATA``.
 
     Raises:
-        FileNotFoundError: if it cannot be downloaded, or is another file.
+        FileNotFoundError: if it cannot be downloaded, or if its checksum differs.
     """
     import pooch
 
@@ -71,7 +78,7 @@ def download(url: str, name: str, md5: str, folder: str, fix: str) -> Path:
     cache = Path(root or pooch.os_cache("hbnode")) / folder
     try:
         return Path(pooch.retrieve(url + name, f"md5:{md5}", fname=name, path=cache, progressbar=True))
-    except (OSError, ValueError) as error:  # no network, or a file that is not the one
+    except (OSError, ValueError) as error:  # no network, or another file
         raise FileNotFoundError(
             f"{name} is neither in HBNODE_DATA={root!r} nor could it be downloaded ({error}). "
             f"Fix: set HBNODE_DATA to a folder and put {fix}."
@@ -79,7 +86,7 @@ def download(url: str, name: str, md5: str, folder: str, fix: str) -> Path:
 
 
 def from_benchmarks(read: Callable[[Any], T], name: str, fix: str) -> T:
-    """Return what ``read`` gets from the package ``nonlinear_benchmarks``, which downloads data.
+    """Return data of the package ``nonlinear_benchmarks``, which downloads them.
 
     Arguments:
         read: called with the package.
@@ -91,21 +98,19 @@ def from_benchmarks(read: Callable[[Any], T], name: str, fix: str) -> T:
     """
     try:
         import nonlinear_benchmarks
-    except ImportError as error:
-        raise missing(name, f"The package nonlinear_benchmarks is not installed. {fix}") from error
-    try:
+
         return read(nonlinear_benchmarks)
-    except Exception as error:  # no network, or an answer without the data, and it raises whatever it likes
+    except Exception as error:  # not installed, no network, or an answer without the data
         raise missing(name, f"The package nonlinear_benchmarks failed ({error!r}). {fix}") from error
 
 
 def read_columns(path: Path, columns: Sequence[str], rows: int, fix: str) -> Tensor:
-    """The first columns of a CSV file with a header, in float64, (rows, columns).
+    """Return the first columns of a CSV file with a header, in float64, (rows, columns).
 
     Arguments:
-        path: of the file; further columns are disregarded.
+        path: of the file; further columns are ignored.
         columns: their names.
-        rows: how many the file must have.
+        rows: the number of rows that the file must have.
         fix: what the error advises.
 
     Raises:
@@ -114,48 +119,19 @@ def read_columns(path: Path, columns: Sequence[str], rows: int, fix: str) -> Ten
     import pandas as pd
 
     with readable(path, fix):
-        try:
-            table = pd.read_csv(
-                path, index_col=False, skip_blank_lines=False, encoding_errors="replace", float_precision="round_trip"
-            )
-        except pd.errors.EmptyDataError:
-            table = pd.DataFrame()
-    header = list(table.columns[: len(columns)])
-    if header != list(columns):
-        raise ValueError(f"{path}: expected the header {','.join(columns)}, got {header}. {fix}")
-    wanted = table[header].dropna(how="all")  # blank lines
-    numbers = wanted.apply(pd.to_numeric, errors="coerce")
-    if bool(numbers.isna().any(axis=None)):
-        line = numbers.isna().any(axis=1).idxmax()
-        found = wanted.loc[line].tolist()
-        raise ValueError(f"{path}, line {line + 2}: expected {len(columns)} numbers, got {found}. {fix}")
-    return check_record(torch.tensor(numbers.to_numpy("float64")), (rows, len(columns)), str(path), fix)
+        table = pd.read_csv(path, index_col=False, float_precision="round_trip")
+        header = list(table.columns[: len(columns)])
+        if header != list(columns):
+            raise ValueError(f"expected the header {','.join(columns)}, got {header}")
+        record = torch.tensor(table[header].dropna(how="all").to_numpy("float64"))
+    return check_record(record, (rows, len(columns)), str(path), fix)
 
 
 def check_record(record: Tensor, shape: tuple[int, int], name: str, fix: str) -> Tensor:
-    """The record, if it is of this shape and finite.
-
-    Raises:
-        ValueError: if it is not.
-    """
-    is_finite = bool(torch.isfinite(record).all())
-    if record.shape != shape or not is_finite:
+    """Return the record if it has this shape and is finite, otherwise raise ValueError."""
+    if record.shape != shape or not torch.isfinite(record).all():
         raise ValueError(
-            f"{name}: expected {shape[0]:,} rows of {shape[1]} finite numbers, got shape {tuple(record.shape)}"
-            f"{'' if is_finite else ' with others among them'}. {fix}"
+            f"{name}: expected {shape[0]:,} rows of {shape[1]} finite numbers, got shape {tuple(record.shape)} with "
+            f"{int((~torch.isfinite(record)).sum())} numbers that are not finite. {fix}"
         )
     return record
-
-
-def pad_bytes(texts: Sequence[bytes], max_length: int) -> tuple[Tensor, Tensor]:
-    """Texts as rows of their bytes, cut to ``max_length`` and padded with 0, (N, longest) uint8; lengths (N,).
-
-    A zero byte, which no text should have, becomes a space, so that 0 is padding alone.
-    """
-    lengths = torch.tensor([min(len(text), max_length) for text in texts], dtype=torch.long)
-    rows = torch.zeros(len(texts), int(lengths.max()) if len(texts) else 0, dtype=torch.uint8)
-    for row, text in zip(rows, texts, strict=True):
-        cut = bytearray(text[:max_length].replace(b"\0", b" "))
-        if cut:
-            row[: len(cut)] = torch.frombuffer(cut, dtype=torch.uint8)
-    return rows, lengths

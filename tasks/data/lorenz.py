@@ -7,11 +7,11 @@ from torch import Tensor
 
 DRIFT = (10.0, 28.0, 8 / 3)
 DIFFUSION = (0.1, 0.28, 0.3)
-STEPS = 20  # of the simulation between two rows
+STEPS = 20  # steps of the simulation between two rows
 
 
 def stochastic_lorenz(count: int, rows: int, spacing: float, generator: torch.Generator) -> Tensor:
-    """Return paths from x(0) ~ N(0, 1), (count, rows, 3), by the Euler-Maruyama method with 20 steps a row.
+    """Return paths from x(0) ~ N(0, 1), (count, rows, 3), by the Euler-Maruyama method with 20 steps per row.
 
         dx = 10 (y - x) dt + 0.1 x dW,  dy = (28 x - y - x z) dt + 0.28 y dW,  dz = (x y - 8/3 z) dt + 0.3 z dW
 
@@ -22,7 +22,7 @@ def stochastic_lorenz(count: int, rows: int, spacing: float, generator: torch.Ge
         coefficients of torchsde's example.
 
     Arguments:
-        count: how many paths.
+        count: the number of paths.
         rows: of each path.
         spacing: time between two rows.
         generator: of the random numbers.

@@ -1,4 +1,4 @@
-"""Distributions in the plane for density estimation: four that are sampled, and an energy."""
+"""Distributions in the plane for density estimation: two with samples, and one with an energy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-EXTENT = 4.5  # half the side of the square that holds nearly all of each of them
+EXTENT = 4.5  # half the side of a square that holds nearly all of each distribution
 
 
 def pinwheel(count: int, generator: torch.Generator) -> Tensor:
@@ -20,34 +20,14 @@ def pinwheel(count: int, generator: torch.Generator) -> Tensor:
 
 
 def checkerboard(count: int, generator: torch.Generator) -> Tensor:
-    """Uniform on the eight dark squares, of side 2, of a board of side 8; its entropy is log 32: (count, 2)."""
+    """Return points, uniform on the eight dark squares of side 2 of a board of side 8; entropy log 32: (count, 2)."""
     column = torch.randint(4, (count,), generator=generator)
     row = 2 * torch.randint(2, (count,), generator=generator) + column % 2
     corner = torch.stack([column, row], 1) - 2
     return 2 * (corner + torch.rand(count, 2, generator=generator))
 
 
-def two_moons(count: int, generator: torch.Generator) -> Tensor:
-    """Return two half circles of radius 2 that interlock, with noise of 0.2: (count, 2)."""
-    angle = math.pi * torch.rand(count, generator=generator)
-    side = torch.randint(2, (count,), generator=generator) * 2 - 1
-    moon = torch.stack([side * angle.cos() - 0.5 * side, side * angle.sin() - 0.25 * side], 1)
-    return 2 * moon + 0.2 * torch.randn(count, 2, generator=generator)
-
-
-def eight_gaussians(count: int, generator: torch.Generator) -> Tensor:
-    """Return eight normals of standard deviation 0.35 on a circle of radius 2.8: (count, 2)."""
-    angle = math.pi / 4 * torch.randint(8, (count,), generator=generator)
-    centre = 2.8 * torch.stack([angle.cos(), angle.sin()], 1)
-    return centre + 0.35 * torch.randn(count, 2, generator=generator)
-
-
-DATASETS: dict[str, Callable[[int, torch.Generator], Tensor]] = {
-    "pinwheel": pinwheel,
-    "checkerboard": checkerboard,
-    "two_moons": two_moons,
-    "eight_gaussians": eight_gaussians,
-}
+DATASETS = {"pinwheel": pinwheel, "checkerboard": checkerboard}
 
 
 def ring(x: Tensor) -> Tensor:
@@ -58,12 +38,12 @@ def ring(x: Tensor) -> Tensor:
 
 
 def log_normalizer(energy: Callable[[Tensor], Tensor], points: int = 801) -> float:
-    """Logarithm of the integral of exp(-energy) over the plane, by the rule of rectangles on a grid of the square."""
+    """Return the logarithm of the integral of exp(-energy) over the plane, by a sum over a grid of the square."""
     return float((-energy(grid(points).double())).logsumexp(0) + 2 * math.log(2 * EXTENT / (points - 1)))
 
 
 def grid(points: int) -> Tensor:
-    """Return points of the square with ``points`` on each side, (points², 2); the first coordinate changes fastest."""
+    """Return a grid of the square, ``points`` on each side, (points², 2); the first coordinate changes fastest."""
     axis = torch.linspace(-EXTENT, EXTENT, points)
     y, x = torch.meshgrid(axis, axis, indexing="ij")
     return torch.stack([x.flatten(), y.flatten()], 1)

@@ -1,13 +1,12 @@
-"""Polyphonic music as piano rolls of 88 notes, found in ``HBNODE_DATA``, or made up."""
+"""Polyphonic music as piano rolls of 88 notes, published or simulated."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from tasks.data.files import find, missing, readable
+from tasks.common.files import readable
+from tasks.data.files import find, missing, read_or_simulate
 
 FILES = {"jsb": "JSB_Chorales.mat", "nottingham": "Nottingham.mat", "piano": "Piano_midi.mat"}
 NAMES = ("auto", *FILES, "generated")
@@ -21,62 +20,47 @@ Pieces = dict[str, list[Tensor]]
 
 
 def read_polyphonic(name: str = "auto") -> tuple[Pieces, str]:
-    """Pieces of training, validation and test, (steps, 88) uint8 each, 1 where a note sounds; and which set it is.
+    """Return pieces of training, validation and test, (steps, 88) uint8 each, 1 for a sounding note, and their source.
 
     "jsb", "nottingham" and "piano" are JSB Chorales, Nottingham and Piano-midi.de in the splits of N.
     Boulanger-Lewandowski, Y. Bengio and P. Vincent, Modeling Temporal Dependencies in High-Dimensional Sequences, ICML
-    2012: ``polyphonic/NAME.mat``, or ``NAME.mat``, in ``HBNODE_DATA``. "generated" is :func:`chords`, "auto" jsb if it
-    is there and chords if not.
+    2012. They are ``polyphonic/NAME.mat``, or ``NAME.mat``, in ``HBNODE_DATA``. "generated" is :func:`chords`. "auto"
+    is "jsb" if it is there, otherwise "generated", with a warning.
 
     Arguments:
         name: one of NAMES.
 
     Raises:
-        FileNotFoundError: if the file is asked for and is not there.
-        ValueError: if it is damaged or another one.
+        FileNotFoundError: if there is no such file and ``name`` is not "auto".
+        ValueError: if the file is damaged or another one.
     """
-    if name not in NAMES:
-        raise ValueError(f"name must be one of {', '.join(NAMES)}, got {name!r}")
-    if name == "auto":
-        name = "jsb" if find((FILES["jsb"],), ("polyphonic", "")) else "generated"
-    if name == "generated":
-        return chords(), name
-    path = find((FILES[name],), ("polyphonic", ""))
-    if path is None:
-        raise missing(f"polyphonic/{FILES[name]}", FIX.format(FILES[name]))
-    return _read(path), name
+    known = "jsb" if name == "auto" else name
+    return read_or_simulate(name, known, lambda: _read(FILES[known]), chords)
 
 
-def _read(path: Path) -> Pieces:
-    """The pieces of a Matlab file with a cell array for each part."""
+def _read(name: str) -> Pieces:
+    """Return the pieces of a Matlab file with a cell array for each part."""
     from scipy.io import loadmat
 
-    fix = FIX.format(path.name)
+    path, fix = find((name,), ("polyphonic", "")), FIX.format(name)
+    if path is None:
+        raise missing(f"polyphonic/{name}", fix)
     with readable(path, fix):
         content = loadmat(path)
-    pieces: Pieces = {}
-    for part, variable in PARTS.items():
-        found = list(content[variable].flat) if variable in content else []
-        if not found:
-            raise ValueError(f"{path}: expected pieces in the cell array {variable}, got none. {fix}")
-        for index, roll in enumerate(found):
-            shape = tuple(getattr(roll, "shape", ()))
-            is_roll = len(shape) == 2 and min(shape) > 1 and shape[-1] == NOTES
-            if not is_roll or not ((roll == 0) | (roll == 1)).all():
-                raise ValueError(
-                    f"{path}: expected pieces of 2 or more steps of {NOTES} zeros and ones, got shape {shape} "
-                    f"as number {index} of {variable}. {fix}"
-                )
-        pieces[part] = [torch.from_numpy(roll.astype("uint8")) for roll in found]
+        pieces = {part: [torch.from_numpy(x.astype("uint8")) for x in content[PARTS[part]].flat] for part in PARTS}
+        for part, rolls in pieces.items():
+            if not rolls or any(x.dim() != 2 or x.shape[1] != NOTES or len(x) < 2 or x.max() > 1 for x in rolls):
+                raise ValueError(f"expected pieces of 2 or more steps of {NOTES} zeros and ones in {PARTS[part]}")
     return pieces
 
 
 def chords(counts: tuple[int, int, int] = (80, 20, 20)) -> Pieces:
-    """Made-up music: a chord of a major key every four steps, that of the next degree in a circle of fifths or the same
-    again, with a melody of its notes above it; 30 to 60 steps.
+    """Return simulated pieces of 30 to 60 steps: a chord of a major key every four steps, and a melody of its notes.
+
+    A chord is the one before, or the next degree in a circle of fifths.
 
     Arguments:
-        counts: how many pieces for training, validation and test.
+        counts: the number of pieces for training, validation and test.
     """
     generator = torch.Generator().manual_seed(0)
     scale = (0, 2, 4, 5, 7, 9, 11)

@@ -1,4 +1,4 @@
-"""Recall: bindings of keys to values that are asked for later, and sequences that hold everything twice."""
+"""Associative recall: keys with values that are queried later, and sequences that repeat a word."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ import torch
 from torch import Tensor
 
 FILLER = SEPARATOR = 0
-IGNORED = -100  # a target that is none, as torch's cross-entropy has it
-GAP_EXPONENT = -0.99  # of the chances of the places where keys are asked for
+IGNORED = -100  # no target, as in torch's cross-entropy
+GAP_EXPONENT = -0.99  # of the probabilities of the places of queries
 
 
 @dataclasses.dataclass(frozen=True)
 class Bindings:
-    """Sequences of bindings, a key and its value in turn, and of questions: the keys once more, each once.
+    """Sequences of bindings, each a key and its value, and then queries: each key once.
 
-    The questions follow at places that are likelier the sooner they come, by a power law as in Zoology (Arora et al.,
-    arXiv:2312.04927). All between them is filler.
+    The places of the queries follow a power law, the first places being the most likely, as in Zoology (Arora et al.,
+    arXiv:2312.04927). Between the queries there is filler.
 
     Attributes:
-        pairs: how many keys are bound.
-        length: symbols of a sequence, 2 x pairs x times + pairs at least.
-        keys: how many keys there are to choose from; they are the symbols 1 to ``keys``.
-        values: how many values; they are the next symbols.
+        pairs: the number of bound keys.
+        length: symbols of a sequence, at least 2 x pairs x times + pairs.
+        keys: the number of keys to choose from; they are the symbols 1 to ``keys``.
+        values: the number of values; they are the next symbols.
         times: how often each key is bound, in a random order of all bindings.
-        changing: whether a key has another value each time, of which the last is asked for; otherwise it is the same.
-        noise: chance that a binding shows a value drawn anew in the place of its own.
+        changing: whether a key has another value each time; the answer is then the last one.
+        noise: probability that a binding has a random value instead of its own.
     """
 
     pairs: int
@@ -50,15 +50,15 @@ class Bindings:
             raise ValueError(f"{self.times} different values need as many, got {self.values}. Fix: more values.")
 
     def draw(self, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-        """Sequences, what they ask for, and for changing keys what a question must not be answered with.
+        """Draw sequences, their answers, and the first values of the keys, which are wrong answers if values change.
 
         Arguments:
-            count: how many.
+            count: the number of sequences.
             generator: of random numbers.
 
         Returns:
-            Symbols (count, length); the value at each question, counted from 0, and -100 elsewhere (count, length);
-            likewise the value that the key had first, where it changes.
+            Symbols (count, length); the value at each query, counted from 0, and -100 elsewhere (count, length); the
+            first value of the key in the same form.
         """
         keys = distinct(count, self.pairs, self.keys, generator)
         if self.changing:
@@ -66,16 +66,16 @@ class Bindings:
         else:
             values = torch.randint(self.values, (count, self.pairs, 1), generator=generator)
             values = values.expand(-1, -1, self.times)
-        shown = values
+        written = values
         if self.noise:
             wrong = torch.rand(values.shape, generator=generator) < self.noise
-            shown = torch.where(wrong, torch.randint(self.values, values.shape, generator=generator), values)
+            written = torch.where(wrong, torch.randint(self.values, values.shape, generator=generator), values)
         order = self._order(count, generator)
         tokens = torch.full((count, self.length), FILLER)
-        told = order.shape[1] * 2
-        tokens[:, 0:told:2] = 1 + keys.gather(1, order // self.times)
-        tokens[:, 1:told:2] = 1 + self.keys + shown.flatten(1).gather(1, order)
-        places = told + self._places(count, self.length - told, generator)
+        end = order.shape[1] * 2
+        tokens[:, 0:end:2] = 1 + keys.gather(1, order // self.times)
+        tokens[:, 1:end:2] = 1 + self.keys + written.flatten(1).gather(1, order)
+        places = end + self._places(count, self.length - end, generator)
         tokens.scatter_(1, places, 1 + keys)
         targets, stale = torch.full((2, count, self.length), IGNORED)
         targets.scatter_(1, places, values[:, :, -1])
@@ -83,25 +83,25 @@ class Bindings:
         return tokens, targets, stale
 
     def _order(self, count: int, generator: torch.Generator) -> Tensor:
-        """Bindings, numbered pair by pair, in a random order in which those of a pair keep theirs (count, all)."""
+        """Return bindings, numbered pair by pair, in a random order that keeps those of a pair sorted (count, all)."""
         order = torch.rand(count, self.pairs * self.times, generator=generator).argsort(1)
         pairs = order // self.times
         turns = torch.nn.functional.one_hot(pairs, self.pairs).cumsum(1).gather(2, pairs.unsqueeze(2)) - 1
         return pairs * self.times + turns.squeeze(2)
 
     def _places(self, count: int, room: int, generator: torch.Generator) -> Tensor:
-        """Where the pairs are asked for (count, pairs), different ones of ``room`` places."""
+        """Return the places of the queries (count, pairs), different ones of ``room`` places."""
         chances = torch.arange(1, room + 1, dtype=torch.float64).pow(GAP_EXPONENT)
         return torch.multinomial(chances.expand(count, room), self.pairs, generator=generator)
 
 
 def distinct(count: int, size: int, of: int, generator: torch.Generator) -> Tensor:
-    """Rows of different numbers below ``of`` (count, size)."""
+    """Return rows of different numbers below ``of`` (count, size)."""
     return torch.rand(count, of, generator=generator).topk(size, dim=1).indices
 
 
 def unit_keys(spread: Tensor, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Vectors of norm 1 in random directions (*shape, features): normals with these deviations, normalised."""
+    """Return random vectors of norm 1 (*shape, features): normals with these deviations, normalised."""
     x = spread * torch.randn(*shape, len(spread), generator=generator)
     return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True)
 
@@ -110,19 +110,17 @@ def unit_keys(spread: Tensor, shape: tuple[int, ...], generator: torch.Generator
 
 
 def doubled(count: int, length: int, symbols: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Sequences w 0 w 0 0 ..., with n symbols w of 1 to ``symbols``, and n from length / 4 to below (length - 1) / 2.
+    """Draw sequences w 0 w 0 0 ..., with n symbols w of 1 to ``symbols``, n from length / 4 to below (length - 1) / 2.
 
     Arguments:
-        count: how many.
-        length: symbols of a sequence; 8 or more, so that there are several n.
-        symbols: how many symbols there are to copy.
+        count: the number of sequences.
+        length: symbols of a sequence, at least 8, so that there are several n.
+        symbols: the number of different symbols to copy.
         generator: of random numbers.
 
     Returns:
         The sequences (count, length), and n of each (count,).
     """
-    if length < 8:
-        raise ValueError(f"length must be 8 or more, got {length}. Fix: a longer sequence.")
     sizes = torch.randint(length // 4, (length - 1) // 2, (count,), generator=generator)
     word = torch.randint(1, symbols + 1, (count, length), generator=generator)
     place, n = torch.arange(length), sizes[:, None]
@@ -132,7 +130,7 @@ def doubled(count: int, length: int, symbols: int, generator: torch.Generator) -
 
 
 def is_copied(sizes: Tensor, length: int) -> Tensor:
-    """Which of the symbols belong to the second w (count, length).
+    """Return which symbols belong to the second w (count, length).
 
     Arguments:
         sizes: n of each sequence (count,).

@@ -1,4 +1,4 @@
-"""The Silverbox, an electronic oscillator: found in ``HBNODE_DATA``, or what a package downloads."""
+"""The Silverbox, an electronic oscillator."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from tasks.data.files import check_record, find, from_benchmarks, read_columns
 ROWS = 131_072
 FIX = "Fix: get SNLS80mV.csv anew, from SilverboxFiles.zip of nonlinearbenchmark.org."
 COLUMNS = ("V1", "V2")
-START = 50  # samples of a test set that are given, to find the state there; errors count from the next on
+START = 50  # first samples of a test set, given to estimate the state; errors do not count them
 SETS = {  # the official split, as in Silverbox() of the package nonlinear_benchmarks 1.0.1
     "train": slice(40_650, 105_712),  # three quarters of the ten multisines, validation included
     "multisine": slice(105_712, 127_400),
-    "arrow_no_extrapolation": slice(100, 32_100),  # the arrow while about as high as the multisines
+    "arrow_no_extrapolation": slice(100, 32_100),  # the arrow as far as it is no higher than the multisines
     "arrow_full": slice(100, 40_575),
 }
 
 
 def read_silverbox() -> Tensor:
-    """Return input V1 and output V2 of an electronic Duffing oscillator, in volts, 610.35 samples a second.
+    """Return input V1 and output V2 of an electronic Duffing oscillator, in volts, 610.35 samples per second.
 
-    ``SNLS80mV.csv``, or ``silverbox/SNLS80mV.csv``, in ``HBNODE_DATA``; else what the package ``nonlinear_benchmarks``
-    downloads. T. Wigren and J. Schoukens, Three free data sets for development and benchmarking in nonlinear system
-    identification, European Control Conference 2013; nonlinearbenchmark.org.
+    The file is ``SNLS80mV.csv``, or ``silverbox/SNLS80mV.csv``, in ``HBNODE_DATA``. Without it the package
+    ``nonlinear_benchmarks`` downloads the data. T. Wigren and J. Schoukens, Three free data sets for development and
+    benchmarking in nonlinear system identification, European Control Conference 2013; nonlinearbenchmark.org.
 
     Returns:
         (131072, 2) in float64.

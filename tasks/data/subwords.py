@@ -11,13 +11,13 @@ SPECIAL = ("<pad>", "<unk>")
 
 
 def learn_subwords(texts: Iterable[str], size: int) -> Tokenizer:
-    """Return a tokenizer of words and runs of punctuation, whose decoded texts differ in their spaces only.
+    """Return a tokenizer of words and runs of punctuation. A decoded text differs from the original only in spaces.
 
     Batches are padded with :data:`PADDING`; a character that is not in ``texts`` is :data:`UNKNOWN`.
 
     Arguments:
-        texts: what to learn from.
-        size: entries of the vocabulary, the special ones included. It has all characters of the texts in any case.
+        texts: the training texts.
+        size: entries of the vocabulary with the special ones. It always has all characters of the texts.
     """
     tokenizer = Tokenizer(models.BPE(unk_token=SPECIAL[UNKNOWN]))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Replace(Regex(r"\s+"), " "), normalizers.Strip()])
@@ -32,5 +32,5 @@ def learn_subwords(texts: Iterable[str], size: int) -> Tokenizer:
 
 
 def decode(tokenizer: Tokenizer, ids: Iterable[int]) -> str:
-    """Return the text of these ids without padding."""
+    """Return the text of ids without padding."""
     return tokenizer.decode([n for n in ids if n != PADDING], skip_special_tokens=False)

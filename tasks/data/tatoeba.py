@@ -1,9 +1,9 @@
-"""Pairs of an English sentence and a German one, found in ``HBNODE_DATA`` or made up.
+"""Pairs of an English and a German sentence, of Tatoeba or simulated.
 
-Tatoeba (tatoeba.org), as www.manythings.org/anki hands it out: ``tatoeba-deu-eng/deu-eng.zip`` with a file ``deu.txt``
-of lines English, tab, German. A sentence has several translations there, and these have others. So that nothing of the
-test was seen in training, pairs that share a sentence in either language, by its words without regard to case and
-punctuation, are in the same part, and so are all that they share a sentence with.
+Tatoeba (tatoeba.org), as distributed by www.manythings.org/anki, is ``tatoeba-deu-eng/deu-eng.zip`` in ``HBNODE_DATA``
+with a file ``deu.txt`` of lines English, tab, German. A sentence can have several translations. So that no sentence of
+the test is in training, pairs that share a sentence in either language are in the same part. Sentences are equal if
+their words are, regardless of case and punctuation.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ import re
 import zipfile
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from tasks.data.files import find, missing, readable
+from tasks.common.files import readable
+from tasks.data.files import find, missing, read_or_simulate
 
 SOURCES = ("auto", "tatoeba", "generated")
 FILE = "tatoeba-deu-eng/deu-eng.zip"
@@ -25,24 +24,14 @@ PARTS = ("train", "validation", "test")
 Pair = tuple[str, str]
 
 
-@dataclass(frozen=True)
-class Translations:
-    """Training, validation and test.
+def read_pairs(
+    source: str = "auto", *, max_words: int = 0, train_size: int = 0, test_size: int = 0
+) -> tuple[dict[str, list[Pair]], str]:
+    """Return pairs of training, validation and test, and their source.
 
-    Attributes:
-        parts: for each, its pairs of a sentence and its translation.
-        source: where they come from.
-    """
-
-    parts: dict[str, list[Pair]]
-    source: str
-
-
-def read_pairs(source: str = "auto", *, max_words: int = 0, train_size: int = 0, test_size: int = 0) -> Translations:
-    """The pairs that ``source`` names; "auto" is Tatoeba if it is there, else a made-up language.
-
-    The parts have 90, 5 and 5 % of the sentences, which depend on no argument. Validation and test have each English
-    sentence once.
+    "tatoeba" is Tatoeba, "generated" is :func:`simulated_pairs`. "auto" is "tatoeba" if it is there, otherwise
+    "generated", with a warning. The parts have 90, 5 and 5 % of the sentences, independent of the arguments.
+    Validation and test have each English sentence once.
 
     Arguments:
         source: one of SOURCES.
@@ -51,15 +40,11 @@ def read_pairs(source: str = "auto", *, max_words: int = 0, train_size: int = 0,
         test_size: pairs of the validation data and of the test; 0: all.
 
     Raises:
-        FileNotFoundError: if the pairs are asked for and are not there.
-        ValueError: if the file is not as described, or nothing is left.
+        FileNotFoundError: if ``source`` is "tatoeba" and there is no file.
+        ValueError: if the file is damaged, or no pair is left.
     """
-    if source not in SOURCES:
-        raise ValueError(f"source must be one of {', '.join(SOURCES)}, got {source!r}")
-    path = find((FILE,)) if source != "generated" else None
-    if source == "tatoeba" and path is None:
-        raise missing(source, f"There is expected {FILE}. Fix: put it there, or --data auto, which needs none.")
-    parts = split(_read(path) if path else made_up(GENERATED, seed=0))
+    everything, source = read_or_simulate(source, "tatoeba", _read, lambda: simulated_pairs(GENERATED, seed=0))
+    parts = split(everything)
     for name, pairs in parts.items():
         kept = [pair for pair in pairs if not max_words or max(map(_length, pair)) <= max_words]
         if name != "train":
@@ -68,10 +53,13 @@ def read_pairs(source: str = "auto", *, max_words: int = 0, train_size: int = 0,
         if not kept:
             raise ValueError(f"no pair of at most {max_words} words in the {name} data. Fix: allow longer ones.")
         parts[name] = kept[: (train_size if name == "train" else test_size) or None]
-    return Translations(parts, "tatoeba" if path else "generated")
+    return parts, source
 
 
-def _read(path: Path) -> list[Pair]:
+def _read() -> list[Pair]:
+    path = find((FILE,))
+    if path is None:
+        raise missing(FILE, "Fix: put it there, or --data auto, which needs none.")
     problem = "is no archive with a file deu.txt of English, tab, German"
     with readable(path, "Fix: get the file anew.", problem), zipfile.ZipFile(path) as archive:
         lines = archive.read("deu.txt").decode("utf-8").splitlines()
@@ -80,7 +68,7 @@ def _read(path: Path) -> list[Pair]:
 
 
 def words_of(sentence: str) -> str:
-    """What two sentences have in common that are the same but for case, punctuation and spaces."""
+    """Return the words of a sentence in lower case, without punctuation."""
     return " ".join(re.findall(r"\w+", sentence.lower()))
 
 
@@ -89,13 +77,13 @@ def _length(sentence: str) -> int:
 
 
 def _shuffled(pair: Pair) -> tuple[int, Pair]:
-    """A key that orders pairs as if by chance, and the same everywhere."""
+    """Return a key that sorts pairs in a pseudorandom order, the same on every machine."""
     return zlib.crc32("\t".join(pair).encode()), pair
 
 
 def split(pairs: Sequence[Pair]) -> dict[str, list[Pair]]:
-    """Training, validation and test, which share no sentence in either language."""
-    group: dict[tuple[int, str], tuple[int, str]] = {}  # a sentence of a language -> one that is in the same group
+    """Return training, validation and test, which share no sentence in either language."""
+    group: dict[tuple[int, str], tuple[int, str]] = {}  # a sentence of a language -> another one of its group
 
     def root(sentence: tuple[int, str]) -> tuple[int, str]:
         while group.setdefault(sentence, sentence) != sentence:
@@ -105,7 +93,7 @@ def split(pairs: Sequence[Pair]) -> dict[str, list[Pair]]:
 
     for english, german in pairs:
         first, second = sorted((root((0, words_of(english))), root((1, words_of(german)))))
-        group[second] = first  # the least sentence names the group, in whatever order pairs are read
+        group[second] = first  # the least sentence names the group, whatever the order of the pairs
     parts: dict[str, list[Pair]] = {name: [] for name in PARTS}
     for english, german in pairs:
         place = zlib.crc32(root((0, words_of(english)))[1].encode()) % 20
@@ -113,7 +101,7 @@ def split(pairs: Sequence[Pair]) -> dict[str, list[Pair]]:
     return parts
 
 
-# Made up
+# Simulated
 
 GENERATED = 4000
 VERBS = ("sees", "hears", "finds", "likes")
@@ -122,10 +110,10 @@ ADJECTIVES = ("red", "old", "small", "kind")
 ADVERBS = ("often", "never", "today")
 
 
-def made_up(count: int, seed: int) -> list[Pair]:
-    """Sentences such as "old dog sees cat." and their translations into a language that ends with the verb.
+def simulated_pairs(count: int, seed: int) -> list[Pair]:
+    """Return sentences such as "old dog sees cat." and their translations into a language that ends with the verb.
 
-    A word's translation is the word backwards, and an adjective follows its noun.
+    The translation of a word is the word backwards, and an adjective follows its noun.
     """
     generator = torch.Generator().manual_seed(seed)
 

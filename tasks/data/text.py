@@ -1,16 +1,16 @@
-"""Text as numbers of words or characters, found in ``HBNODE_DATA`` or made up."""
+"""Texts as numbers of words or characters, published or simulated."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from tasks.data.files import find, missing, readable
+from tasks.common.files import readable
+from tasks.data.files import find, missing, read_or_simulate
 
 SOURCES = ("auto", "ptb", "wikitext-2", "tinyshakespeare", "generated")
 PARTS = ("train", "validation", "test")
@@ -30,8 +30,8 @@ class Text:
 
     Attributes:
         parts: for each, the numbers of its words, (N,) int64.
-        words: the word of each number, the commonest of training first; a character in a text of characters.
-        source: where it comes from.
+        words: the word, or the character, of each number, the most frequent one of training first.
+        source: the source of the text.
     """
 
     parts: dict[str, Tensor]
@@ -39,7 +39,7 @@ class Text:
     source: str
 
     def unigram_perplexity(self) -> float:
-        """The test's by the words' shares in training, each counted once more than it is there."""
+        """Return the test perplexity of the word frequencies in training, with 1 added to each count."""
         counts = torch.bincount(self.parts["train"], minlength=len(self.words)).double() + 1
         return (counts / counts.sum()).log()[self.parts["test"]].mean().neg().exp().item()
 
@@ -52,41 +52,32 @@ def read_text(
     test_size: int = 0,
     order: Sequence[str] = WORD_LEVEL,
 ) -> Text:
-    """The text that ``source`` names; "auto" is the first of ``order`` that is there, else a made-up one.
+    """Return a text. "auto" is the first of ``order`` that is there, otherwise "generated", with a warning.
 
     Every line ends with the word ``<eos>``. The vocabulary is that of the training text; another word is ``<unk>``.
-    Tiny Shakespeare is read by characters, the end of a line among them: the first 90 % are for training, the next
-    and the last 5 % for validation and test.
+    Tiny Shakespeare is read by characters, with ends of lines. Its first 90 % are for training, the next and the last
+    5 % for validation and test. "generated" is :func:`chain_text`.
 
     Arguments:
         source: one of SOURCES.
-        vocabulary: how many words to tell apart, the commonest, ``<unk>`` among them; 0: all.
+        vocabulary: the number of words, the most frequent ones and ``<unk>``; 0: all.
         train_size: words of the training text, from its beginning; 0: all.
-        test_size: words of the validation text and of the test likewise.
-        order: which texts "auto" looks for.
+        test_size: the same for the validation text and the test.
+        order: the texts that "auto" looks for.
 
     Raises:
-        FileNotFoundError: if the text is asked for and is not there.
+        FileNotFoundError: if there is no such text and ``source`` is not "auto".
         ValueError: if it is empty or not UTF-8.
     """
-    if source not in SOURCES:
-        raise ValueError(f"source must be one of {', '.join(SOURCES)}, got {source!r}")
-    wanted = order if source == "auto" else (source,)
-    paths = {name: [find((file,)) for file in FILES[name]] for name in wanted if name in FILES}
-    found = next((name for name, of_it in paths.items() if all(of_it)), "generated")
-    if found == "generated" and source in FILES:
-        fix = "Fix: put the files there, or --data auto, which takes what is there."
-        raise missing(source, f"There are expected {', '.join(FILES[source])}. {fix}")
-    if found == "generated":
-        whole = [chain_text(count, seed) for count, seed in CHAIN_PARTS]
-    elif found in WORD_LEVEL:
-        whole = [_words(path) for path in paths[found] if path]
-    else:
-        whole = [list(part) for path in paths[found] if path for part in _characters(path)]
+    there = (name for name in order if all(find((file,)) for file in FILES[name]))
+    known = next(there, order[0]) if source == "auto" else source
+    whole, found = read_or_simulate(
+        source, known, lambda: _read(known), lambda: [chain_text(count, seed) for count, seed in CHAIN_PARTS]
+    )
     texts = [text[: limit or None] for text, limit in zip(whole, (train_size, test_size, test_size), strict=True)]
     counts = Counter(texts[0])
-    known = [word for word, _ in counts.most_common() if word != UNKNOWN][: vocabulary - 1 if vocabulary else None]
-    ranked = sorted([*known, UNKNOWN], key=lambda word: -counts[word])
+    common = [word for word, _ in counts.most_common() if word != UNKNOWN][: vocabulary - 1 if vocabulary else None]
+    ranked = sorted([*common, UNKNOWN], key=lambda word: -counts[word])
     numbers = {word: number for number, word in enumerate(ranked)}
     parts = {
         name: torch.tensor([numbers.get(word, numbers[UNKNOWN]) for word in text])
@@ -95,34 +86,29 @@ def read_text(
     return Text(parts, tuple(ranked), found)
 
 
-def _read(path: Path) -> str:
-    """The characters of a file; line ends, of Windows too, are one of them."""
-    with readable(path, "Fix: get the file anew.", "is no text in UTF-8"):
-        return path.read_text(encoding="utf-8")
-
-
-def _words(path: Path) -> list[str]:
-    """The words of a file, one line after another, each with ``<eos>`` at its end."""
-    text = _read(path)
-    if not text:
-        raise ValueError(f"{path} is empty; expected lines of words. Fix: get the file anew.")
-    return f"{text.removesuffix(NEWLINE)}{NEWLINE}".replace(NEWLINE, f" {END} ").split()
-
-
-def _characters(path: Path) -> tuple[str, str, str]:
-    """The characters of a file, 90, 5 and 5 % of them."""
-    text = _read(path)
-    first, second = len(text) * 90 // 100, len(text) * 95 // 100
-    parts = text[:first], text[first:second], text[second:]
-    if not all(parts):
-        raise ValueError(f"{path} has {len(text)} characters; expected a text. Fix: get the file anew.")
-    return parts
+def _read(name: str) -> list[list[str]]:
+    """Return the words or characters of training, validation and test."""
+    parts = []
+    for file in FILES[name]:
+        path = find((file,))
+        if path is None:
+            raise missing(file, "Fix: put it there, or --data auto, which needs none.")
+        with readable(path, "Fix: get the file anew.", "is no text in UTF-8"):
+            parts.append(path.read_text(encoding="utf-8"))
+    if name in WORD_LEVEL:
+        words = [f"{text.removesuffix(NEWLINE)}{NEWLINE}".replace(NEWLINE, f" {END} ").split() for text in parts]
+    else:
+        first, second = len(parts[0]) * 90 // 100, len(parts[0]) * 95 // 100
+        words = [list(parts[0][:first]), list(parts[0][first:second]), list(parts[0][second:])]
+    if not all(parts) or not all(words):
+        raise ValueError(f"a part of the text {name} is empty. Fix: get its files anew.")
+    return words
 
 
 def in_windows(text: Tensor, length: int, start: int = 0) -> Tensor:
-    """A text (N,) from ``start`` on as windows (count, length + 1); each begins with the last word of the one before.
+    """Return a text (N,) from ``start`` on as windows (count, length + 1), without the remainder.
 
-    The remainder is left out.
+    A window begins with the last word of the one before.
     """
     count = (len(text) - start - 1) // length
     if count < 1:
@@ -133,14 +119,14 @@ def in_windows(text: Tensor, length: int, start: int = 0) -> Tensor:
     return text[start : start + count * length + 1].unfold(0, length + 1, length)
 
 
-# Made up
+# Simulated
 
 CHAIN_WORDS = 40
 CHAIN_PARTS = ((20_000, 1), (2_000, 2), (2_000, 3))  # words and seed of each part
 
 
 def chain_transitions() -> Tensor:
-    """The chance of each word after each, (40, 40): four words can follow, with 0.5, 0.25, 0.15 and 0.1."""
+    """Return the probability of each word after each, (40, 40): four words can follow, with 0.5, 0.25, 0.15, 0.1."""
     generator = torch.Generator().manual_seed(0)
     transitions = torch.zeros(CHAIN_WORDS, CHAIN_WORDS, dtype=torch.float64)
     for row in transitions:
@@ -150,7 +136,7 @@ def chain_transitions() -> Tensor:
 
 
 def chain_text(count: int, seed: int) -> list[str]:
-    """A made-up text, a Markov chain over 40 words; no model's perplexity is below exp(1.208) = 3.35 for long."""
+    """Return a simulated text, a Markov chain over 40 words. The least expected perplexity is exp(1.208) = 3.35."""
     generator = torch.Generator().manual_seed(seed)
     cumulative = chain_transitions().cumsum(1)
     chances = torch.rand(count, generator=generator, dtype=torch.float64)

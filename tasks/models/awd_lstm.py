@@ -1,4 +1,4 @@
-"""How a language model of recurrent layers is kept from overfitting: AWD-LSTM's means, for any layer.
+"""AWD-LSTM's regularisation of a language model, for any recurrent layer.
 
 References:
     S. Merity, N. Keskar and R. Socher, Regularizing and Optimizing LSTM Language Models, 2018, arXiv:1708.02182.
@@ -12,18 +12,18 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
+from torch.nn.utils import parameters_to_vector, parametrize, vector_to_parameters
 
 
 def locked_dropout(x: Tensor, p: float, training: bool) -> Tensor:
-    """Dropout with one mask for all times of x (T, batch, features)."""
+    """Return x (T, batch, features) after dropout with one mask for all times."""
     if not training or p == 0:
         return x
     return x * nn.functional.dropout(torch.ones_like(x[:1]), p)
 
 
 def embed(embedding: nn.Embedding, words: Tensor, p: float, training: bool) -> Tensor:
-    """Vectors of words, where a dropped word is zero wherever it stands."""
+    """Return vectors of words. A dropped word is zero at every place."""
     if not training or p == 0:
         return embedding(words)
     kept = nn.functional.dropout(torch.ones_like(embedding.weight[:, :1]), p)
@@ -31,23 +31,19 @@ def embed(embedding: nn.Embedding, words: Tensor, p: float, training: bool) -> T
 
 
 class DropWeights(nn.Module):
-    """Dropout of the entries of a weight, with one mask until it is read anew."""
+    """Dropout of the entries of a weight; each access to the parametrised weight draws a mask."""
 
     def __init__(self, p: float) -> None:
         super().__init__()
         self.p = p
 
     def forward(self, weight: Tensor) -> Tensor:
-        """The weight with a share p of its entries 0 and the others 1 / (1 - p) times as large."""
+        """Return the weight after dropout."""
         return nn.functional.dropout(weight, self.p, self.training)
-
-    def extra_repr(self) -> str:
-        """The share of the entries dropped."""
-        return f"p={self.p}"
 
 
 def drop_recurrent_weights(layer: nn.Module, p: float) -> nn.Module:
-    """The layer, with dropout of every weight between h and h; call it within ``parametrize.cached()``."""
+    """Return the layer with dropout of its recurrent weights; call it within ``parametrize.cached()``."""
     names = [name for name, _ in layer.named_parameters(recurse=False) if name.startswith("weight_hh")]
     for name in names if p > 0 else ():
         parametrize.register_parametrization(layer, name, DropWeights(p))
@@ -55,13 +51,13 @@ def drop_recurrent_weights(layer: nn.Module, p: float) -> nn.Module:
 
 
 def penalty(dropped: Tensor, raw: Tensor, alpha: float, beta: float) -> Tensor:
-    """The mean square of the last layer's output times alpha, and that of its change from time to time times beta.
+    """Return alpha times the mean square of the last layer's output plus beta times that of its changes over time.
 
     Arguments:
-        dropped: the output after dropout, (T, batch, features).
-        raw: the same before.
-        alpha: of the activations (AR).
-        beta: of their changes (TAR).
+        dropped: the output after dropout, (T, batch, features), of the first term.
+        raw: the output before dropout, of the second term.
+        alpha: factor of the activations (AR).
+        beta: factor of their changes (TAR).
     """
     value = alpha * dropped.square().mean()
     return value + beta * raw.diff(dim=0).square().mean() if len(raw) > 1 else value
@@ -69,10 +65,10 @@ def penalty(dropped: Tensor, raw: Tensor, alpha: float, beta: float) -> Tensor:
 
 @functools.lru_cache(maxsize=1)
 def chunk_lengths(total: int, bptt: int, seed: int, epoch: int) -> tuple[int, ...]:
-    """Lengths of the pieces of an epoch, of the seed and the epoch alone, so that a resumed run repeats them.
+    """Return the lengths of the chunks of an epoch. They depend only on the seed and the epoch.
 
-    Each is drawn from a normal distribution of deviation 5 around ``bptt``, or with a chance of 0.05 around half of it,
-    and is at least 5; the last is what is left.
+    A length is normal with standard deviation 5 and mean ``bptt``, or half of it with probability 0.05, and at least 5.
+    The last one is the rest.
     """
     generator = torch.Generator().manual_seed(1_000_003 * seed + epoch)
     lengths: list[int] = []
@@ -86,12 +82,12 @@ def chunk_lengths(total: int, bptt: int, seed: int, epoch: int) -> tuple[int, ..
 
 
 class Averaging:
-    """NT-ASGD: the mean of the weights, from the epoch on at which the validation loss ceases to fall.
+    """NT-ASGD: the mean of the weights since the epoch in which the validation loss stopped falling.
 
-    That is when it is above the best of all epochs but the last ``patience`` before it.
+    In this epoch the loss is above the best one of all epochs except the last ``patience``.
 
     Arguments:
-        parameters: the model's.
+        parameters: the parameters of the model.
         patience: epochs; 0 never averages.
     """
 
@@ -104,18 +100,18 @@ class Averaging:
 
     @property
     def is_on(self) -> bool:
-        """Whether the weights are averaged by now."""
+        """Whether the weights are averaged."""
         return self.means is not None
 
     def note(self, loss: float) -> None:
-        """An epoch is over, with this validation loss."""
+        """Record the validation loss after an epoch."""
         known = self.losses[: -self.patience] if self.patience else []
         if self.means is None and known and loss > min(known):
             self.means = [p.detach().clone() for p in self.parameters]
         self.losses.append(loss)
 
     def step(self) -> None:
-        """The optimizer has made a step."""
+        """Update the mean after a step of the optimizer."""
         if self.means is not None:
             self.count += 1
             for mean, p in zip(self.means, self.parameters, strict=True):
@@ -123,28 +119,23 @@ class Averaging:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Within it the model has the means for its weights, if there are any."""
+        """Replace the weights by their means, if there are any, within a context."""
         if self.means is None or self.count == 0:
             yield
             return
-        with torch.no_grad():
-            trained = [p.clone() for p in self.parameters]
-            self._set(self.means)
-            try:
-                yield
-            finally:
-                self._set(trained)
-
-    def _set(self, values: Sequence[Tensor]) -> None:
-        for p, value in zip(self.parameters, values, strict=True):
-            p.copy_(value)
+        trained = [p.detach().clone() for p in self.parameters]
+        vector_to_parameters(parameters_to_vector(self.means), self.parameters)
+        try:
+            yield
+        finally:
+            vector_to_parameters(parameters_to_vector(trained), self.parameters)
 
     def state_dict(self) -> dict[str, object]:
-        """What a checkpoint needs."""
+        """Return the state for a checkpoint."""
         return {"losses": self.losses, "means": self.means, "count": self.count}
 
     def load_state_dict(self, state: dict) -> None:
-        """Go on from :meth:`state_dict`."""
+        """Load a state of :meth:`state_dict`."""
         means = state["means"]
         self.means = means and [mean.to(p) for mean, p in zip(means, self.parameters, strict=True)]
         self.losses, self.count = state["losses"], state["count"]

@@ -1,9 +1,9 @@
-"""Recurrent networks for irregular series, to compare an ODE-RNN with, all called in the same way.
+"""Recurrent networks for irregular series, the baselines of ODE-RNNs.
 
-``make_baseline("gru", input_size, parameters)`` makes one of about so many parameters. They
-differ in how they treat the gaps between samples:
+``make_baseline("gru", input_size, parameters)`` makes one with about this number of parameters. They differ in how
+they use the gaps between samples:
 
-- "lstm", "gru": torch's, which read the gap as one more input.
+- "lstm", "gru": torch's, with the gap as a further input.
 - "gru-d": a GRU whose hidden state decays over the gap.
 - "cfc": closed-form continuous-time units, of the package ncps.
 - "oscillators": two blocks of :class:`hbnode.nn.OscillatorStack`, exact over any gap.
@@ -24,37 +24,34 @@ from torch import Tensor, nn
 import hbnode
 from tasks.common.config import MODELS, ODEConfig, option, trial_field
 
-NetworkState = typing.Any  # a tensor or a pair of them, to be handed back as it came
+NetworkState = typing.Any  # the state of any network
 
 
 class Recurrent(nn.Module, abc.ABC):
-    """A recurrent network whose inputs are samples and the times between them.
+    """A recurrent network with samples and the times between them as inputs.
 
     Arguments:
         input_size: features of a sample.
-        hidden_size: features that it makes of each.
-        predicts_ahead: whether the time until the stamp to predict is one more input.
+        hidden_size: features of the output.
+        predicts_ahead: whether the time until the predicted sample is a further input.
     """
 
     def __init__(self, input_size: int, hidden_size: int, *, predicts_ahead: bool = False) -> None:
         super().__init__()
         self.input_size, self.hidden_size = input_size, hidden_size
-        self.features = input_size + predicts_ahead  # numbers in a sample, with the time ahead
+        self.features = input_size + predicts_ahead
 
     def forward(
         self, x: Tensor, gap_before: Tensor, state: NetworkState | None = None, gap_after: Tensor | None = None
     ) -> tuple[Tensor, NetworkState]:
-        """Read samples, each with all before it.
+        """Return features (B, T, hidden_size), each of the samples so far, and the state after the last sample.
 
         Arguments:
             x: samples (B, T, input_size).
-            gap_before: time since the sample before, (B, T), in a unit in which gaps are about 1; 0 for the first of
-                all. With a state, its first column is the time since the last sample that the state has seen.
-            state: what an earlier call returned, to go on from there; None starts anew.
-            gap_after: time until the stamp that is to be predicted, (B, T), if the network was made to predict ahead.
-
-        Returns:
-            Features (B, T, hidden_size), and the state after the last sample.
+            gap_before: time since the sample before, (B, T), in a unit in which gaps are about 1; 0 for the first
+                sample. With a state, its first column is the time since the last sample of the state.
+            state: the state that an earlier call returned; None starts anew.
+            gap_after: time until the predicted sample, (B, T), if ``predicts_ahead``.
         """
         x = x if gap_after is None else torch.cat([x, gap_after[..., None]], dim=-1)
         return self._read(x, gap_before[..., None], state)
@@ -66,7 +63,7 @@ class Recurrent(nn.Module, abc.ABC):
     def _unroll(
         self, step: Callable[[Tensor, Tensor, Tensor], Tensor], x: Tensor, gap: Tensor, h: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return every h, and the last, where ``step`` makes each of a sample, its gap (B, ...) and the h before."""
+        """Return all h and the last one; ``step`` computes h from a sample, its gap (B, ...) and the h before."""
         h = x.new_zeros(len(x), self.hidden_size) if h is None else h
         output = []
         for sample, elapsed in zip(x.unbind(1), gap.unbind(1), strict=True):
@@ -90,8 +87,8 @@ class Decaying(Recurrent):
     """GRU-D: h <- exp(-max(0, w gap + b)) * h over the gap, then h <- GRU(x, h).
 
     Z. Che et al., Recurrent Neural Networks for Multivariate Time Series with Missing Values, 2018, arXiv:1606.01865.
-    Here whole samples are missing and no single values, so that one gap serves all of h, and the paper's imputation of
-    inputs, which lets a missing value decay to its mean, and its mask have nothing to do: both are left out.
+    Here whole samples are missing and no single values. So there is one gap for all of h, and the paper's mask and
+    imputation of inputs are left out.
     """
 
     def __init__(self, input_size: int, hidden_size: int, **options: bool) -> None:
@@ -107,8 +104,8 @@ class Decaying(Recurrent):
 class ClosedForm(Recurrent):
     """CfC: h <- (1 - s) * g(x, h) + s * f(x, h), with s = sigmoid(a(x, h) gap + b(x, h)), g and f ending in tanh.
 
-    R. Hasani et al., Closed-form Continuous-time Neural Models, 2022, arXiv:2106.13898. The cell is that of ncps, with
-    one layer of as many units as h shared by its four heads.
+    R. Hasani et al., Closed-form Continuous-time Neural Models, 2022, arXiv:2106.13898. The cell is that of ncps. Its
+    four heads share a layer with as many units as h.
     """
 
     def __init__(self, input_size: int, hidden_size: int, **options: bool) -> None:
@@ -119,7 +116,7 @@ class ClosedForm(Recurrent):
             raise ImportError(
                 f"cfc needs the package ncps ({error}). Fix: pip install -e '.[peers]', or choose another model."
             ) from error
-        # not its whole CfC: that takes one gap for the samples of a batch as one for each of the units
+        # not the class CfC of ncps: it confuses the gaps of a batch with those of the units
         self.cell = CfCCell(self.features, hidden_size, backbone_units=hidden_size)
 
     def _read(self, x: Tensor, gap: Tensor, state: NetworkState | None) -> tuple[Tensor, NetworkState]:
@@ -127,7 +124,7 @@ class ClosedForm(Recurrent):
 
 
 class Swinging(Recurrent):
-    """Damped oscillators; the slowest have a cycle in 200 gaps."""
+    """Damped oscillators; the slowest have a cycle of 200 gaps."""
 
     def __init__(self, input_size: int, hidden_size: int, **options: bool) -> None:
         super().__init__(input_size, hidden_size, **options)
@@ -142,7 +139,7 @@ class Swinging(Recurrent):
 
 
 class Selective(Swinging):
-    """Selective memory with as many real states as features, and weak selection at first."""
+    """Selective memory with as many real states as features; the initial selection is weak."""
 
     def _make(self) -> nn.Module:
         layer = hbnode.nn.Oscillators(
@@ -167,18 +164,18 @@ BASELINES = tuple(KINDS)
 def make_baseline(
     name: str, input_size: int, parameters: int, *, output_size: int = 0, predicts_ahead: bool = False
 ) -> Recurrent:
-    """Return a baseline of that number of parameters, or as near to it as a whole number of hidden units comes.
+    """Return a baseline whose number of parameters is the nearest to a given one.
 
     Arguments:
         name: one of :data:`BASELINES`.
         input_size: features of a sample.
-        parameters: how many it shall have.
-        output_size: of a linear head on its features, whose parameters are counted with its own; 0 has none.
+        parameters: the wanted number of parameters.
+        output_size: features of a linear head whose parameters are counted too; 0: no head.
         predicts_ahead: see :class:`Recurrent`.
 
     Raises:
-        ValueError: if there is none so small.
-        ImportError: if "cfc" is asked for and ncps is not installed.
+        ValueError: if the number is too small.
+        ImportError: if ``name`` is "cfc" and ncps is not installed.
     """
 
     def make(hidden_size: int) -> Recurrent:
@@ -188,25 +185,25 @@ def make_baseline(
         head = [nn.Linear(hidden_size, output_size)] if output_size else []
         return nn.ModuleList([make(hidden_size), *head])
 
-    with torch.device("meta"):  # no random numbers drawn
+    with torch.device("meta"):  # draws no random numbers
         matched = hbnode.nn.match_parameters(with_head, parameters)[0]
     return make(typing.cast(Recurrent, matched).hidden_size)
 
 
 @dataclasses.dataclass(frozen=True)
 class IrregularSeriesConfig(ODEConfig):
-    """Options of the tasks that compare ODE-RNNs with the baselines."""
+    """Options of tasks that compare ODE-RNNs with the baselines."""
 
     models = (*MODELS, *BASELINES)
 
-    time_unit: float = option(1.0, "unit of time of an ODE-RNN, in that of the data; 0 fits it, ten median gaps")
+    time_unit: float = option(1.0, "unit of time of an ODE-RNN, in that of the data; 0: ten median gaps")
 
     def rnn_options(self) -> dict[str, typing.Any]:
-        """Return the arguments of an ODERNN: those of an ODEBlock, and, where possible, a step size for each sample."""
+        """Return the arguments of an ODERNN: those of an ODEBlock, and a step size for each sample if possible."""
         return self.ode_options() | {"per_sample": self.solver == "native", "time_unit": self.time_unit or 1.0}
 
     def try_out(self, model: str) -> None:
-        """Solve a small ODE-RNN with these options, or make a baseline: what it needs must be installed."""
+        """Solve a small ODE-RNN with these options, or make a baseline to check that its package is installed."""
         if model in BASELINES:
             make_baseline(model, input_size=1, parameters=1000)
         if model not in MODELS:

@@ -1,23 +1,23 @@
-"""Classifiers of irregular series, all called in the same way: ``model(x, t, mask, lengths, static)`` -> logits.
+"""Classifiers of irregular series: ``model(x, t, mask, lengths, static)`` -> logits.
 
-All networks standardise the values, and see the mask, the time since each feature was observed, and the static
-features: they differ in what carries their state from sample to sample.
+All networks standardise the values. Their inputs are the values, the mask, the time since the last observation of each
+feature, and the static features. They differ in how the state changes between samples.
 
-- "node", "anode", "sonode", "hbnode", "ghbnode": ODE-RNNs, missing values held and decaying.
-- "gru", "momentum_lstm", "cfc", "oscillators", "selective": missing values are zero; the gap is one more input, or the
-  time over which the state of "cfc" and of oscillators goes on.
-- "gru-d": missing values held and decaying, and so does the hidden state (Che et al., arXiv:1606.01865).
-- "ncde": a neural controlled differential equation, dz = f(z) dX (Kidger et al., arXiv:2005.08926), with X linear
-  between the samples: time, values held, and how often each has been observed. It takes one step of rk4 a gap.
+- "node", "anode", "sonode", "hbnode", "ghbnode": ODE-RNNs; missing values are held and decay.
+- "gru", "momentum_lstm", "cfc", "oscillators", "selective": missing values are zero. The gap is a further input, or the
+  time over which the state of "cfc" and of oscillators evolves.
+- "gru-d": missing values are held and decay, and so does the hidden state (Che et al., arXiv:1606.01865).
+- "ncde": a neural controlled differential equation, dz = f(z) dX (Kidger et al., arXiv:2005.08926). X is linear between
+  the samples and has the time, the held values, and the number of observations of each. One step of rk4 per gap.
 
 Five are no networks:
 
-- "boosting", "logistic": gradient boosting and logistic regression on each feature's count, first, last, mean, least
-  and greatest value, deviation and slope, and the static features.
-- "minirocket": logistic regression on MiniRocket's features (Dempster et al., arXiv:2012.08791) of the series on linear
-  interpolation, and the static features.
-- "last": logistic regression on the last observed value of each feature, and the static features.
-- "constant": the classes' shares of the training series.
+- "boosting", "logistic": gradient boosting and logistic regression on the count, the first, last, mean, smallest and
+  largest value, the standard deviation and the slope of each feature, and on the static features.
+- "minirocket": logistic regression on MiniRocket's features (Dempster et al., arXiv:2012.08791) of the linearly
+  interpolated series, and on the static features.
+- "last": logistic regression on the last observed value of each feature, and on the static features.
+- "constant": the frequencies of the classes in the training series.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ CLASSIFIERS = tuple(name for name in TITLES if name != "lstm")
 
 
 class Reader(nn.Module):
-    """What turns a checked batch into features after each sample, (batch, T, hidden_size).
+    """A network with outputs (batch, T, hidden_size), one after each sample.
 
     Arguments:
         features: of a sample.
-        static: of a series.
-        unit: of time; the gaps of a network that takes them as inputs are in tenths of it, about 1.
+        static: features of a series.
+        unit: of time; gaps as inputs are in tenths of it, about 1.
         missing: see :class:`hbnode.ODERNN`.
-        dropout: probability that an input is dropped in training.
+        dropout: probability of dropout of an input.
     """
 
     def __init__(self, features: int, static: int, unit: float, missing: Any, dropout: float) -> None:
@@ -71,10 +71,10 @@ class Reader(nn.Module):
         self.unit, self.dropout = unit, nn.Dropout(dropout)
 
     def fed(self, x: Tensor, t: Tensor, mask: Tensor, lengths: Tensor, static: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return what a network is fed (batch, T, n), and the gap before each sample (batch, T)."""
+        """Return the inputs (batch, T, n), and the gap before each sample (batch, T)."""
         sequences = Sequences(x.shape[2], x, t, mask, lengths, self.unit)
         gaps = sequences.t.diff(dim=1, prepend=sequences.t[:, :1]) / (0.1 * self.unit)
-        gaps = gaps if sequences.valid is None else torch.where(sequences.valid, gaps, 1.0)  # time goes on in padding
+        gaps = gaps if sequences.valid is None else torch.where(sequences.valid, gaps, 1.0)  # in padding time continues
         return self.dropout(self.inputs(sequences, static, None, self.unit)[0]), gaps.to(x.dtype)
 
 
@@ -85,10 +85,9 @@ class ODEReader(nn.Module):
         self, name: str, features: int, static: int, unit: float, size: int, options: Mapping[str, Any]
     ) -> None:
         super().__init__()
-        shown: dict[str, Any] = {"missing": "decay", "mask_features": True, "elapsed_features": True}
-        given = {**options, "static_size": static, "time_unit": unit}
-        field: Any = name
-        self.rnn = hbnode.ODERNN(features, size, field=field, **shown, **given)
+        inputs = {"missing": "decay", "mask_features": True, "elapsed_features": True}
+        given: dict[str, Any] = {**inputs, **options, "static_size": static, "time_unit": unit, "field": name}
+        self.rnn = hbnode.ODERNN(features, size, **given)
 
     def forward(self, x: Tensor, t: Tensor, mask: Tensor, lengths: Tensor, static: Tensor | None) -> Tensor:
         """(batch, T, size)."""
@@ -141,15 +140,15 @@ class CDEReader(Reader):
         fed, gaps = self.fed(x, t, mask, lengths, None)
         held, seen = fed.split([x.shape[2], fed.shape[2] - x.shape[2]], -1)
         often = seen[..., : x.shape[2]].cumsum(1)
-        path = torch.cat([gaps.cumsum(1).unsqueeze(-1), held, often], -1) / 10  # stays of about unit size
+        path = torch.cat([gaps.cumsum(1).unsqueeze(-1), held, often], -1) / 10  # of about unit size
         valid = torch.arange(path.shape[1], device=path.device) < lengths.to(path.device).unsqueeze(1)
-        changes = torch.where(valid[:, 1:, None], path.diff(dim=1), 0.0)  # at the end of a series it stands still
+        changes = torch.where(valid[:, 1:, None], path.diff(dim=1), 0.0)  # constant after the end of a series
         first = path[:, 0] if static is None else torch.cat([path[:, 0], static], -1)
         states = [self.start(first)]
         for change in changes.unbind(1):
             self.control.change = change
             states.append(hbnode.odeint(self.field, states[-1], [0.0, 1.0], method="rk4", steps=1)[-1])
-        self.control.change = torch.zeros(())  # which keeps no graph
+        self.control.change = torch.zeros(())  # to free the graph
         return torch.stack(states, 1)
 
 
@@ -157,13 +156,13 @@ class Classifier(nn.Module):
     """A reader of standardised series, and a linear head.
 
     Arguments:
-        reader: of features and static features.
-        size: features that it returns.
+        reader: the network of features and static features.
+        size: features of its output.
         scale: of the values.
         scale_static: of the static features, None if there are none.
-        classes: how many.
-        pool: what the head reads, ``"last"`` or ``"last and mean"`` of the features over the samples.
-        dropout: probability that a feature is dropped in training.
+        classes: the number of classes.
+        pool: input of the head, ``"last"`` or ``"last and mean"`` of the features over the samples.
+        dropout: probability of dropout of a feature.
     """
 
     def __init__(
@@ -198,17 +197,17 @@ def make_classifier(
     name: str, train: Samples, classes: int, unit: float, parameters: int, options: Mapping[str, Any],
     pool: str = "last", dropout: float = 0.0,
 ) -> Classifier:  # fmt: skip
-    """Return a network of about so many parameters.
+    """Return a network with about a given number of parameters.
 
     Arguments:
-        name: one of :data:`CLASSIFIERS` that is no shallow one.
+        name: one of :data:`CLASSIFIERS`, but not of :data:`SHALLOW`.
         train: x, t, mask, lengths and static features of the training data.
-        classes: how many.
+        classes: the number of classes.
         unit: of time.
-        parameters: about how many the network shall have.
+        parameters: the wanted number of parameters.
         options: of an ODE-RNN's solver.
         pool: see :class:`Classifier`.
-        dropout: probability that an input or a feature is dropped in training; an ODE-RNN's inputs are not.
+        dropout: probability of dropout of an input or a feature, but not of an ODE-RNN's inputs.
     """
     x, _, mask, _, static = train
     features, fixed = x.shape[2], static.shape[1]
@@ -232,7 +231,7 @@ def make_classifier(
 
 
 def summaries(x: Tensor, t: Tensor, mask: Tensor, lengths: Tensor, static: Tensor) -> np.ndarray:
-    """Return statistics of each series, (batch, 8 features + static); NaN where a feature was never observed."""
+    """Return statistics of each series, (batch, 8 features + static); NaN for a feature without observation."""
     value, time = x.double(), t.double().unsqueeze(-1).expand(x.shape)
     count = mask.sum(1).double()
     zero = torch.where(mask, value, 0.0)
@@ -254,14 +253,14 @@ def summaries(x: Tensor, t: Tensor, mask: Tensor, lengths: Tensor, static: Tenso
 
 
 def last_values(x: Tensor, t: Tensor, mask: Tensor, lengths: Tensor, static: Tensor) -> np.ndarray:
-    """Return the last observed value of each feature, NaN if there is none, and the static features."""
+    """Return the last observed value of each feature, NaN without one, and the static features."""
     features = x.shape[2]
     found = summaries(x, t, mask, lengths, static)
     return np.concatenate([found[:, 2 * features : 3 * features], found[:, 8 * features :]], 1)
 
 
 def rocket(train: Samples, seed: int) -> Callable[..., np.ndarray]:
-    """Return the function that gives MiniRocket's features of series on linear interpolation, and the static ones."""
+    """Return a function of series that returns MiniRocket's features and the static ones."""
     from hbnode.features import RocketFeatures
 
     def series(x: Tensor, t: Tensor, mask: Tensor, lengths: Tensor) -> Series:
@@ -272,7 +271,7 @@ def rocket(train: Samples, seed: int) -> Callable[..., np.ndarray]:
 
 
 def fit_shallow(name: str, train: Samples, validation: Samples, seed: int) -> Callable[[Samples], np.ndarray]:
-    """Fit a model that is no network, of a few settings the one with the least validation loss.
+    """Fit a model that is no network with a few settings, and choose the one with the least validation loss.
 
     Arguments:
         name: one of :data:`SHALLOW`.
@@ -281,7 +280,7 @@ def fit_shallow(name: str, train: Samples, validation: Samples, seed: int) -> Ca
         seed: of boosting and of MiniRocket.
 
     Returns:
-        The function that gives the probability of each class, (series, classes), for such samples.
+        A function of such samples that returns the probability of each class, (series, classes).
     """
     from sklearn.dummy import DummyClassifier
     from sklearn.ensemble import HistGradientBoostingClassifier

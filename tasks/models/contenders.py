@@ -1,10 +1,10 @@
-"""The transformers that tasks compare: one stack, with the attention and the connection that a name stands for.
+"""The transformers that tasks compare: a kind of attention and a kind of connection over depth each.
 
-``linear_gain`` is linear attention times 1 / (1 - β), the weight that momentum gives to keys long past: it has the same
-input scale, and no momentum. ``gated_delta`` (Gated DeltaNet) and ``gated_linear`` are newer baselines of linear time.
+``linear_gain`` is linear attention times 1 / (1 - β), the weight that momentum gives to old keys: the same input scale
+without momentum. ``gated_delta`` (Gated DeltaNet) and ``gated_linear`` are newer baselines of linear time.
 
-Contenders share besides the width the number of heads, or by ``--equal state`` the size of the state: those that keep
-one matrix for each head then have half the heads, of twice the size.
+All have the same width. They have the same number of heads, or with ``--equal state`` states of the same size: models
+with one matrix per head then have half the heads, of twice the size.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tasks.common.config import TaskConfig, option
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """What a name stands for."""
+    """The title, the attention and the connection of a model."""
 
     title: str
     attention: AttentionName
@@ -27,7 +27,7 @@ class Contender:
 
     @property
     def causal_only(self) -> bool:
-        """Whether it reads in order, so that it is no bidirectional encoder."""
+        """Whether it cannot be a bidirectional encoder, because it reads in order."""
         return self.attention in MEMORIES
 
 
@@ -43,12 +43,12 @@ CONTENDERS: dict[str, Contender] = {
     "heavy_ball": Contender("heavy-ball memory", "heavy_ball"),
 }
 TITLES = {name: contender.title for name, contender in CONTENDERS.items()}
-ONE_MATRIX = ("linear", "linear_gain", "gated_linear", "gated_delta")  # for each head; others have a velocity too
+ONE_MATRIX = ("linear", "linear_gain", "gated_linear", "gated_delta")  # per head; others have a velocity too
 MEMORIES = ("gated_linear", "gated_delta", "heavy_ball")  # without a normaliser
 
 
 def attention_of(name: str, momentum: float = 0.6, step_size: float = 1.0) -> dict[str, Any]:
-    """Return the arguments of a layer that a contender stands for.
+    """Return the arguments of a layer.
 
     Arguments:
         name: one of :data:`CONTENDERS`.
@@ -73,13 +73,13 @@ def make_transformer(
     positions: str = "auto",
     **options: Any,
 ) -> MomentumTransformer:
-    """Return a contender's transformer.
+    """Return a transformer.
 
     Arguments:
         name: one of :data:`CONTENDERS`.
         num_embeddings: of :class:`hbnode.nn.MomentumTransformer`.
         momentum: see :func:`attention_of`.
-        step_size: likewise.
+        step_size: see :func:`attention_of`.
         positions: ``"sinusoidal"``, ``"rotary"`` (softmax attention only), or ``"auto"``: rotary in causal softmax
             attention, else sinusoidal. Default: "auto"
         **options: further arguments of :class:`hbnode.nn.MomentumTransformer`.
@@ -92,7 +92,7 @@ def make_transformer(
 
 @dataclasses.dataclass(frozen=True)
 class ContenderConfig(TaskConfig):
-    """Options of the tasks that compare transformers."""
+    """Options of tasks that compare transformers."""
 
     models = tuple(CONTENDERS)
     positive = "d_model heads layers feedforward step_size"
@@ -103,13 +103,15 @@ class ContenderConfig(TaskConfig):
     layers: int = option(3, "layers")
     feedforward: int = option(256, "hidden units of a layer's network")
     dropout: float = option(0.0, "probability of dropout", below=1)
-    equal: str = option("heads", "what contenders share: heads, or the size of the state", ("heads", "state"))
+    equal: str = option(
+        "heads", "what is equal between the models: heads, or the size of the state", ("heads", "state")
+    )
     momentum: float = option(0.6, "beta of momentum attention, and of the scale of linear_gain", below=1)
     step_size: float = option(1.0, "gamma of momentum attention")
     positions: str = option("auto", "auto: rotary in causal softmax, else sinusoidal", ("auto", "sinusoidal", "rotary"))
 
     def check(self) -> None:
-        """Refuse what no run can have."""
+        """Raise ValueError for options that cannot be combined."""
         super().check()
         if self.d_model % self.heads:
             raise ValueError(f"--d-model must be a multiple of --heads, got {self.d_model} and {self.heads}")
@@ -122,14 +124,14 @@ class ContenderConfig(TaskConfig):
             )
 
     def heads_used(self) -> int:
-        """How many heads the contender has."""
+        """Return the number of heads of the model."""
         return self.heads // 2 if self.equal == "state" and self.model in ONE_MATRIX else self.heads
 
     def state_size(self, length: int) -> int:
-        """How many numbers the contender carries to the next token of a sequence, without a velocity that stays 0.
+        """Return the size of the model's state between two tokens, without a velocity that is always 0.
 
         Arguments:
-            length: tokens so far, on which only softmax attention depends.
+            length: tokens so far; only the state of softmax attention depends on it.
         """
         if self.model == "softmax":
             return self.layers * 2 * self.d_model * length
@@ -138,11 +140,11 @@ class ContenderConfig(TaskConfig):
         return self.layers * (matrix * (1 if self.model in ONE_MATRIX else 2) + normaliser)
 
     def make_transformer(self, num_embeddings: int | None, **options: Any) -> MomentumTransformer:
-        """The transformer that the options describe.
+        """Return the transformer of these options.
 
         Arguments:
             num_embeddings: tokens of the vocabulary; None: inputs are vectors.
-            options: further ones of the model, such as ``output_size`` and ``causal``.
+            options: further arguments of the model, such as ``output_size`` and ``causal``.
         """
         return make_transformer(
             self.model,

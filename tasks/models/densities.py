@@ -22,7 +22,7 @@ class Flow(nn.Module):
         self.flow = hbnode.distributions.HeavyBallFlow(net, 2, **options)
 
     def log_prob(self, x: Tensor, samples: int) -> Tensor:
-        """Return a bound of the log-density of x (batch, 2) from so many samples."""
+        """Return a lower bound of the log-density of x (batch, 2) from several samples of the momentum."""
         return self.flow.log_prob_bound(x, samples)
 
     def draw(self, n: int) -> tuple[Tensor, Tensor]:
@@ -54,7 +54,7 @@ class CNF(nn.Module):
         return -torch.func.vmap(column)(axes).diagonal(dim1=0, dim2=2).sum(1)  # f itself is evaluated once
 
     def log_prob(self, x: Tensor, samples: int) -> Tensor:
-        """Return the log-density, up to the solver's tolerance."""
+        """Return the log-density, with the solver's error."""
         z, change = self.block.with_integral(x, self.change)
         return log_normal(z) - change
 
@@ -66,5 +66,5 @@ class CNF(nn.Module):
 
 
 def log_normal(z: Tensor) -> Tensor:
-    """Return log-density of the standard normal in the plane."""
+    """Return the log-density of the standard normal in the plane."""
     return -z.square().sum(1) / 2 - math.log(2 * math.pi)

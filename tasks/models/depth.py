@@ -1,19 +1,19 @@
-"""Transformers as language models, with momentum over depth and what it is to be compared with.
+"""Transformers as language models with momentum over depth, and their controls.
 
-The text is Tiny Shakespeare by characters where ``HBNODE_DATA`` has tinyshakespeare/input.txt, else a made-up one, or
-what --data says. It is read in windows, which begin elsewhere in every epoch; AdamW trains on them in any order. The
-epoch with the least validation loss gives the weights that are tested, once, in the end.
+The text is Tiny Shakespeare by characters if ``HBNODE_DATA`` has tinyshakespeare/input.txt, otherwise a simulated one,
+or that of --data. It is read in shuffled windows, which begin at another place in every epoch, and AdamW trains the
+model. The weights of the epoch with the least validation loss are tested once, in the end.
 
-The variants of --connection are how a layer joins the stream:
+--connection is how a layer joins the residual stream:
 
 - "residual", "momentum" (equation 75 of Wang et al., 2022), "momentum_state" (what their code runs), "adaptive"
   (equations 76 and 77), "heavy_ball" and "nesterov" (streams with learned scalars, arXiv:2601.23236 and 2605.24425).
 - "scaled": the heavy-ball stream without momentum: residual, with a learned step size of each sublayer.
-- "wider" and "deeper": residual, with one layer less or more and a feedforward block whose width gives as many
-  parameters as "nesterov" has, to the nearest unit.
+- "wider" and "deeper": residual, with one layer less or more and a feedforward block whose width gives the number of
+  parameters of "nesterov", to the nearest unit.
 
-Momentum over depth has at most five scalars a layer more than "residual", less than one unit of a feedforward block:
-at the same depth "residual" is itself the control of equal width.
+Momentum over depth adds at most five scalars per layer to "residual", less than one unit of a feedforward block. So
+"residual" is the control of equal width.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class DepthConfig(TaskConfig):
     schedule: str = option("cosine", "learning rate: constant, cosine or step", ("constant", "cosine", "step"))
     clip: float = option(1.0, "largest norm of the gradient; 0 does not clip")
     data: str = option("auto", "the text; auto is Tiny Shakespeare if it is there", SOURCES)
-    vocabulary: int = option(5000, "words, or characters, to tell apart; 0: all")
+    vocabulary: int = option(5000, "different words, or characters; 0: all")
     train_size: int = option(500_000, "words of the training text; 0: all")
     test_size: int = option(0, "words of the validation text and of the test; 0: all")
     context: int = option(64, "words of a window")
@@ -62,20 +62,18 @@ class DepthConfig(TaskConfig):
     weight_decay: float = option(0.01, "AdamW's weight decay")
 
     def check(self) -> None:
-        """Refuse what no run can have."""
+        """Raise ValueError for options that cannot be combined."""
         super().check()
         if self.d_model % (2 * self.heads):
             raise ValueError(f"--d-model must be a multiple of twice --heads, got {self.d_model} and {self.heads}")
         if self.layers == 1 and "wider" in self.chosen():
             raise ValueError("--connection wider has a layer less, and --layers is 1. Fix: --layers 2.")
-        if self.vocabulary == 1:
-            raise ValueError("--vocabulary must be 0, for all words, or at least 2, got 1")
 
     def make_model(self, words: int) -> nn.Module:
-        """The transformer that the options describe.
+        """Return the transformer of these options.
 
         Arguments:
-            words: how many there are.
+            words: the size of the vocabulary.
         """
         if self.connection not in ("wider", "deeper"):
             return self._make(words, self.connection, self.layers, self.feedforward)

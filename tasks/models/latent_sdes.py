@@ -14,7 +14,7 @@ TITLES = {"hbsde": "heavy-ball SDE", "sde": "first-order SDE, torchsde"}
 
 
 class FirstOrder(LatentModel):
-    """dz = f(z) dt + g(z) dW with a diffusion of each feature alone, as in torchsde's example.
+    """dz = f(z) dt + g(z) dW, where the diffusion of a feature depends only on this feature, as in torchsde's example.
 
     The posterior's drift is f + g u with the control u of :class:`hbnode.nn.LatentSDE`. All series have the same times.
 
@@ -39,13 +39,13 @@ class FirstOrder(LatentModel):
         self.bias = nn.Parameter(torch.zeros(size))
 
     def diffusion(self, z: Tensor) -> Tensor:
-        """Return the diffusion of each feature, between a hundredth, because torchsde divides by it, and 1."""
+        """Return the diffusion of each feature, between 0.01, because torchsde divides by it, and 1."""
         units = nn.functional.softplus(z.unsqueeze(-1) * self.inner[0] + self.inner[1])
         return 0.01 + 0.99 * torch.sigmoid((units * self.outer).sum(-1) + self.bias)
 
     @override
     def solve(self, z: Tensor, t: Tensor, guide: Guide | None) -> tuple[Tensor, Tensor]:
-        import torchsde  # here, because it takes long to import
+        import torchsde  # here, because the import is slow
 
         assert guide is not None
         equation, times = _Equation(self, guide), t[0].to(z)
@@ -55,7 +55,7 @@ class FirstOrder(LatentModel):
             size=(len(z), self.latent_size + 1),  # one more for the divergence, which has no noise
             dtype=z.dtype,
             device=z.device,
-            entropy=int(torch.randint(2**62, ())),  # without it, numpy's generator decides
+            entropy=int(torch.randint(2**62, ())),  # otherwise the seed is numpy's
             dt=self.dt,
         )
         z, kl = torchsde.sdeint(equation, z, times, bm=motion, dt=self.dt, method="euler", logqp=True)
@@ -63,7 +63,7 @@ class FirstOrder(LatentModel):
 
 
 class _Equation:
-    """The posterior f, the prior h and the diffusion g, as torchsde asks for them."""
+    """The posterior f, the prior h and the diffusion g under torchsde's names."""
 
     noise_type, sde_type = "diagonal", "ito"
 

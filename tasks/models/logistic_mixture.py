@@ -7,8 +7,8 @@ A network's output for a pixel is (K logits, K means, K log scales). With the le
 .. math:: P(x) = \sum_k \pi_k \left[\sigma\left(\frac{y + \delta - \mu_k}{s_k}\right)
     - \sigma\left(\frac{y - \delta - \mu_k}{s_k}\right)\right],
 
-where the first level has all that is below it, and the last all that is above. The loss and the sampler take the scales
-from one function: a sampler with another parametrisation draws from another distribution than was trained.
+where the first level also has everything below it, and the last level everything above. The loss and the sampler use
+one function for the scales, so that both have the same parametrisation.
 
 References:
     T. Salimans et al., PixelCNN++, 2017, arXiv:1701.05517, section 2.1.
@@ -20,24 +20,24 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-LOG_SCALE_LIMIT = 7.0  # of the log scales' size; a step between 256 levels is exp(-4.8)
+LOG_SCALE_LIMIT = 7.0  # largest absolute log scale; a step between 256 levels is exp(-4.8)
 
 
 def split(parameters: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits of the weights, means and scales, (..., K) each, of parameters (..., 3 K)."""
+    """Return logits of the weights, means and scales, (..., K) each, of parameters (..., 3 K)."""
     logits, means, log_scales = parameters.chunk(3, dim=-1)
     return logits, means, log_scales.clamp(-LOG_SCALE_LIMIT, LOG_SCALE_LIMIT).exp()
 
 
 def log_probability(parameters: Tensor, x: Tensor, levels: int) -> Tensor:
-    """The natural logarithm of P(x), without a difference of sigmoids that could be 0.
+    """Return the natural logarithm of P(x), without a difference of sigmoids that could be 0.
 
     For a > b, sigmoid(a) - sigmoid(b) = sigmoid(a) sigmoid(-b) (1 - exp(b - a)).
 
     Arguments:
         parameters: (..., 3 K).
         x: levels, 0 to ``levels - 1``, (...).
-        levels: how many there are, at least 2.
+        levels: the number of levels, at least 2.
     """
     logits, means, scales = split(parameters)
     half = 1 / (levels - 1)
@@ -52,11 +52,11 @@ def log_probability(parameters: Tensor, x: Tensor, levels: int) -> Tensor:
 
 
 def sample(parameters: Tensor, levels: int, generator: torch.Generator | None = None) -> Tensor:
-    """Levels (...), drawn from P.
+    """Draw levels (...) from P.
 
     Arguments:
         parameters: (..., 3 K).
-        levels: how many there are, at least 2.
+        levels: the number of levels, at least 2.
         generator: of the random numbers.
     """
     logits, means, scales = split(parameters.detach())

@@ -1,6 +1,6 @@
-"""Linear oscillators of a series: forecasts by a readout of their states, and a Kalman filter of noisy ones.
+"""Linear oscillators that forecast a series, by a readout of their states or by a Kalman filter.
 
-Nothing here is nonlinear. Blocks with gates between them are those of "oscillators" in :mod:`tasks.models.baselines`.
+Blocks of oscillators with gates between them are "oscillators" in :mod:`tasks.models.baselines`.
 """
 
 from __future__ import annotations
@@ -16,19 +16,18 @@ from hbnode.nn.oscillators import Gaussian
 
 TITLES = {"oscillators": "oscillators", "oscillator_stack": "oscillator stack", "kalman": "noisy oscillators"}
 Range = tuple[float, float]
-LONGEST = 8  # gaps before a forecast that are told apart, in rows
+LONGEST = 8  # the longest gap before a forecast, in rows; longer ones count as this
 
 
 class RowForecaster(nn.Module):
     """One layer of oscillators, whose outputs at a sample are forecasts of the rows after it.
 
-    It sees each sample, and the sample times the rows that are missing before it: a kick that stands for several rows
-    may be larger.
+    The inputs are each sample, and the sample times the number of rows that are missing before it.
 
     Arguments:
         channels: of a sample.
-        horizon: rows that are forecast, from the stamp after the last sample on.
-        parameters: how many it shall have, about.
+        horizon: rows to forecast, from the time after the last sample on.
+        parameters: the approximate number of parameters.
         frequency: range of initial frequencies, in cycles a row.
         decay: range of initial decay rates, in 1 / row.
     """
@@ -44,17 +43,17 @@ class RowForecaster(nn.Module):
         self.oscillators = hbnode.nn.match_parameters(layer, parameters)
 
     def forward(self, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the forecast (batch, horizon, channels), and the predictions at the next stamps (batch, T, channels).
+        """Return the forecast (batch, horizon, channels), and the predictions of the next samples (batch, T, channels).
 
         Arguments:
             x: samples (batch, T, channels).
-            t: stamps (batch, T + 1), in rows; the forecast is from the last of them on.
+            t: times (batch, T + 1), in rows; the forecast begins at the last one.
         """
         gaps = t.diff(dim=1)
         missing = nn.functional.pad(gaps[:, :-1] - 1, (1, 0)).unsqueeze(2)
         y, _ = self.oscillators(torch.cat([x, x * missing], 2), t[:, :-1])
         rows = y.unflatten(2, (-1, self.channels))
-        first = gaps.clamp(max=LONGEST).long() - 1  # of the next stamp among the rows after a sample
+        first = gaps.clamp(max=LONGEST).long() - 1  # index of the next time among the rows after a sample
         places = (first[:, -1:] + torch.arange(self.horizon, device=x.device)).unsqueeze(2)
         forecast = rows[:, -1].gather(1, places.expand(-1, -1, self.channels))
         following = rows.gather(2, first[..., None, None].expand(-1, -1, 1, self.channels)).squeeze(2)
@@ -62,12 +61,12 @@ class RowForecaster(nn.Module):
 
 
 class NoisyOscillators(nn.Module):
-    """Oscillators in noise, with a Kalman filter: trained by the likelihood, they give forecasts with bands.
+    """Oscillators driven by noise, with a Kalman filter. Their forecasts have prediction intervals.
 
     Arguments:
         channels: of a sample.
         size: number of oscillators.
-        noise: standard deviation of the noise of samples at first.
+        noise: initial standard deviation of the observation noise.
         ranges: ``frequency`` and ``decay`` of the layer.
     """
 
@@ -78,23 +77,23 @@ class NoisyOscillators(nn.Module):
             nn.init.constant_(self.oscillators.log_observation_noise, math.log(noise))
 
     def forward(self, x: Tensor, t: Tensor, seen: Tensor) -> tuple[Gaussian, Tensor]:
-        """Return the distribution of each sample given those seen before it, and the log-likelihood of each series.
+        """Return the distribution of each sample given those observed before it, and the log-likelihood of each series.
 
         Arguments:
             x: samples (batch, T, channels).
             t: times (batch, T) or (T,).
-            seen: which samples are seen, (batch, T) of bool.
+            seen: which samples are observed, (batch, T) of bool.
         """
         before, _, log_likelihood, _ = self.oscillators.filter(x, t, mask=seen)
         return before, log_likelihood.sum(1)
 
 
 class NoisyForecaster(nn.Module):
-    """The same as a forecaster: the rows to forecast are samples that nobody sees.
+    """A forecaster of noisy oscillators: the rows to forecast are samples that are not observed.
 
     Arguments:
         model: the oscillators.
-        horizon: as of :class:`RowForecaster`.
+        horizon: see :class:`RowForecaster`.
     """
 
     def __init__(self, model: NoisyOscillators, horizon: int) -> None:
@@ -102,7 +101,7 @@ class NoisyForecaster(nn.Module):
         self.model, self.horizon = model, horizon
 
     def forward(self, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what :class:`RowForecaster` returns, and for training the log-likelihood of each series, (batch,)."""
+        """Return the outputs of :class:`RowForecaster`, and the log-likelihood of each series, (batch,)."""
         ahead = t[:, -1:] + torch.arange(self.horizon, device=x.device)
         padded = nn.functional.pad(x, (0, 0, 0, self.horizon))
         seen = torch.arange(padded.shape[1], device=x.device) < x.shape[1]

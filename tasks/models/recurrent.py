@@ -1,16 +1,14 @@
-"""Recurrent layers with a momentum rule, and the layers without one that they are to be compared with.
+"""Recurrent layers with a momentum rule, and their controls without one.
 
-A rule changes how the input reaches the gates, and with it the size of the input and the bias of the forget gate. The
-comparison tells the three apart:
+A rule also changes the scale of the input and the bias of the forget gate. The controls separate these effects:
 
 - "plain": the layer without a rule: momentum 0, step size 1.
-- "gain": the input at the same step size s, without momentum.
-- "forget": the forget gate's bias that "momentum" has in the long run, without momentum; of an LSTM only. Of its two
-  biases b, the rule filters the input's, which grows to b s / (1 - mu); here each is half of b + b s / (1 - mu).
+- "gain": the same step size s, without momentum.
+- "forget": the asymptotic bias of the forget gate of "momentum", without momentum; only for an LSTM. Of its two biases
+  b, the rule filters that of the input, which grows to b s / (1 - mu); here each is half of b + b s / (1 - mu).
 - "momentum", "nag", "sr" (scheduled restart), "adam", "rmsprop", "adaptive": the rules.
 
-Of some tasks there is also "oscillators", which has no cell: :func:`make_oscillators`, with as many parameters as the
-plain LSTM has.
+Some tasks also have "oscillators", :func:`make_oscillators`, with as many parameters as the plain LSTM and no cell.
 """
 
 from __future__ import annotations
@@ -20,18 +18,19 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import hbnode
 from hbnode.nn import rules
+from hbnode.optim import tanh_hidden
 from tasks.common.config import TaskConfig, option
 
 VARIANTS: tuple[str, ...] = ("plain", "gain", "forget", "momentum", "nag", "sr", "adam", "rmsprop", "adaptive")
 OSCILLATORS = "oscillators"
 CELLS = ("lstm", "rnn", "gru", "dtriv")
-# Of --cell lstm alone, with the reason.
-LSTM_ONLY = {"forget": "which has a forget gate", OSCILLATORS: "whose parameters they equal; they have no cell"}
-# The values of a RuleOptions that a variant is made from; others say nothing to it.
+# Only for --cell lstm, with the reason.
+LSTM_ONLY = {"forget": "which has a forget gate", OSCILLATORS: "whose number of parameters they have"}
+# The values of RuleOptions that a variant uses.
 USES = {
     "plain": (),
     "gain": ("step_size",),
@@ -50,7 +49,7 @@ LAYERS = {
     "gru": hbnode.nn.MomentumGRU,
     "dtriv": hbnode.nn.MomentumDTRIV,
 }
-# The rules beside momentum, with the papers' names of the layers that have them.
+# The rules other than momentum, with the papers' prefixes for their layers.
 RULES = {
     "nag": (rules.NAG, "NAG"),
     "sr": (rules.ScheduledRestart, "SR"),
@@ -62,10 +61,10 @@ RULES = {
 
 @dataclasses.dataclass(frozen=True)
 class RuleOptions:
-    """What a variant runs with.
+    """The numbers of a rule.
 
     Attributes:
-        momentum: mu; 0 where there is none, or where the rule sets it itself.
+        momentum: mu; 0 if there is none, or if the rule computes it.
         step_size: s, the factor of the input.
         beta: decay of the running mean of the squared input.
         restart: samples between two restarts.
@@ -81,22 +80,22 @@ class RuleOptions:
 
 @dataclasses.dataclass(frozen=True)
 class RecurrentConfig(TaskConfig):
-    """Options of the tasks of recurrent layers."""
+    """Options of tasks of recurrent layers."""
 
     models = VARIANTS
     positive = "step_size restart hidden"
 
     model: str = option("momentum", "one of {models}, several with commas between, or all")
     cell: str = option("lstm", "the layer that the rule is put into", CELLS)
-    momentum: float | None = option(None, "mu of momentum and adam; if not given, as the task's table has it", below=1)
-    step_size: float | None = option(None, "s of all but plain, likewise")
-    beta: float | None = option(None, "decay of the mean square in adam and rmsprop, likewise", below=1)
-    restart: int | None = option(None, "samples between two restarts in sr, likewise")
+    momentum: float | None = option(None, "mu of momentum and adam; default: the task's table", below=1)
+    step_size: float | None = option(None, "s of all models except plain; default: the task's table")
+    beta: float | None = option(None, "decay of the mean square in adam and rmsprop; default: the table", below=1)
+    restart: int | None = option(None, "samples between two restarts in sr; default: the table")
     hidden: int = option(128, "size of h")
-    forget_bias: float = option(1.0, "bias of an LSTM's forget gate at first, each of the two", least=None)
+    forget_bias: float = option(1.0, "initial bias of an LSTM's forget gate, each of the two", least=None)
 
     def chosen(self) -> tuple[str, ...]:
-        """The variants that ``--model`` names; all are those that the cell has."""
+        """Return the variants that ``--model`` names; "all" are those of the cell."""
         names = super().chosen()
         if self.cell == "lstm":
             return names
@@ -107,26 +106,23 @@ class RecurrentConfig(TaskConfig):
 
     @property
     def memory(self) -> int:
-        """For how many samples something is to be remembered, about, which oscillators go by."""
+        """The approximate number of samples that oscillators must remember."""
         return 100
 
     def check(self) -> None:
-        """Refuse what no run can have, and values of a rule that no variant asked for would look at."""
+        """Raise ValueError for invalid options, and for a number that no chosen model uses."""
         super().check()
         used = {name for model in self.chosen() for name in USES[model]}
-        for field in dataclasses.fields(RuleOptions):
-            value, flag = getattr(self, field.name, None), "--" + field.name.replace("_", "-")
-            if value is None:
-                continue
-            if field.name not in used:
-                raise ValueError(f"{flag} says nothing to --model {self.model}. Fix: leave it out.")
+        for name in ("momentum", "step_size", "beta", "restart"):
+            if getattr(self, name) is not None and name not in used:
+                flag = "--" + name.replace("_", "-")
+                raise ValueError(f"--model {self.model} does not use {flag}. Fix: leave it out.")
 
     def rule_options(self, table: Mapping[str, RuleOptions]) -> RuleOptions:
-        """What the variant ``model`` runs with.
+        """Return the numbers of the model's rule. Those given as options replace those of the table.
 
         Arguments:
-            table: the task's values by variant; "gain" and "forget" go by those of "momentum", as a rule
-                does that the table leaves out. Values that the options give come first.
+            table: the task's numbers by model. Models that it does not have use those of "momentum".
         """
         wanted = table.get(self.model, table["momentum"])
         given = {name: getattr(self, name) for name in USES[self.model]}
@@ -138,13 +134,13 @@ class RecurrentConfig(TaskConfig):
     def make_layer(
         self, input_size: int, table: Mapping[str, RuleOptions], *, hidden_size: int = 0, **options: Any
     ) -> nn.Module:
-        """The layer that the options describe.
+        """Return the layer of these options.
 
         Arguments:
             input_size: features of a sample.
             table: see :meth:`rule_options`.
-            hidden_size: size of h; 0 is that of the options.
-            options: further ones of the layer, such as ``batch_first``.
+            hidden_size: size of h; 0: that of the options.
+            options: further arguments of the layer, such as ``batch_first``.
         """
         if self.model == OSCILLATORS:
             return make_oscillators(input_size, hidden_size or self.hidden, self.memory)
@@ -170,17 +166,17 @@ def make_layer(
     init: str = "cayley",
     **options: Any,
 ) -> nn.Module:
-    """A layer of :mod:`hbnode.nn.recurrent`.
+    """Return a layer of :mod:`hbnode.nn.recurrent`.
 
     Arguments:
         model: one of :data:`VARIANTS`.
         cell: one of :data:`CELLS`.
         input_size: features of a sample.
         hidden_size: size of h.
-        rule: what :meth:`RecurrentConfig.rule_options` returned.
-        forget_bias: of an LSTM, the bias of its forget gate, before the rule's factor; other cells have none.
-        init: of a DTRIV, how its orthogonal weight starts.
-        options: further ones of the layer, such as ``num_layers``, ``batch_first``.
+        rule: the numbers of the rule.
+        forget_bias: bias of an LSTM's forget gate, before the rule's factor.
+        init: initialisation of a DTRIV's orthogonal weight.
+        options: further arguments of the layer, such as ``batch_first``.
     """
     names = USES[model] if model in RULES else ("momentum", "step_size")
     kind = RULES[model][0] if model in RULES else rules.Momentum
@@ -193,12 +189,12 @@ def make_layer(
 
 
 def make_oscillators(input_size: int, hidden_size: int, memory: int) -> hbnode.nn.OscillatorStack:
-    """Two blocks of oscillators with a linear readout as large as an LSTM's h, and as many parameters as it has.
+    """Return two blocks of oscillators and a linear readout with the output size and the parameters of an LSTM.
 
     Arguments:
         input_size: features of a sample.
         hidden_size: features of the output.
-        memory: the slowest oscillators have a cycle in ten times as many samples.
+        memory: the slowest oscillators have a cycle of ten times this number of samples.
     """
     slowest = 0.1 / memory
     frequency, decay = (slowest, max(0.25, slowest)), (slowest, max(0.1, slowest))
@@ -212,10 +208,40 @@ def make_oscillators(input_size: int, hidden_size: int, memory: int) -> hbnode.n
 
 
 def title(model: str, cell: str) -> str:
-    """What a variant is called in tables and figures."""
+    """Return the title of a variant in tables and figures."""
     if model == OSCILLATORS:
         return "oscillators"
     controls = {"plain": "", "gain": ", same step size", "forget": ", same forget bias"}
     if model in controls:
         return cell.upper() + controls[model]
     return (RULES[model][1] if model in RULES else "Momentum") + cell.upper()
+
+
+class LayerWithReadout(nn.Module):
+    """A recurrent layer and a linear readout of its h.
+
+    Arguments:
+        layer: the layer, batch first.
+        hidden: features of h.
+        outputs: features of an output.
+        last: whether there is one output, of the last h, instead of one for each.
+    """
+
+    def __init__(self, layer: nn.Module, hidden: int, outputs: int, *, last: bool = False) -> None:
+        super().__init__()
+        self.layer, self.last = layer, last
+        self.head = nn.Linear(hidden, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return outputs (batch, T, outputs), or (batch, outputs), of samples (batch, T, features)."""
+        h, _ = self.layer(x)
+        return self.head(h[:, -1] if self.last else h)
+
+    def with_hidden(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Return outputs, and h with the weights of its squared changes for structural damping.
+
+        The weights of a tanh RNN are 1 / (1 - h²), see :func:`hbnode.optim.tanh_hidden`; those of other layers are 1.
+        """
+        h, _ = self.layer(x)
+        is_tanh = isinstance(self.layer, hbnode.nn.MomentumRNN)
+        return self.head(h), tanh_hidden(h) if is_tanh else (h, torch.ones_like(h))

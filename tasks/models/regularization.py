@@ -1,4 +1,4 @@
-"""Kinetic and Jacobian penalties of a neural ODE's path, carried along in its solve."""
+"""Kinetic and Jacobian penalties of a neural ODE's path, integrated with its solve."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 import hbnode
 
-PenalizedState = Tensor | tuple[Tensor, Tensor, Tensor]  # h, in training with the two penalties
+PenalizedState = Tensor | tuple[Tensor, Tensor, Tensor]  # h; in training h and the two penalties
 
 
 class Regularized(nn.Module):
@@ -30,10 +30,10 @@ class Regularized(nn.Module):
     def __init__(self, field: hbnode.Field) -> None:
         super().__init__()
         self.field = field
-        self.noise: Tensor | None = None  # of the solve that runs, or ran last
+        self.noise: Tensor | None = None  # of the current or the last solve
 
     def initial_state(self, x: Tensor) -> PenalizedState:
-        """The field's own, with penalties of zero."""
+        """Return the field's initial state, in training with penalties of zero."""
         h = self.field.initial_state(x)
         if not isinstance(h, Tensor):
             raise TypeError(f"the field's state must be one tensor, got {len(h)} of them. Fix: a NODE or an ANODE.")
@@ -43,7 +43,7 @@ class Regularized(nn.Module):
         return h, h.new_zeros(len(h)), h.new_zeros(len(h))
 
     def forward(self, t: Tensor, state: PenalizedState) -> PenalizedState:
-        """The derivatives of the state and of the penalties."""
+        """Return the derivatives of the state and of the penalties."""
         if isinstance(state, Tensor):
             return self.field(t, state)
         wanted = torch.is_grad_enabled()
@@ -55,7 +55,7 @@ class Regularized(nn.Module):
         return f, _mean_square(f), _mean_square(product)
 
     def readout(self, state: PenalizedState) -> Tensor:
-        """Hidden state of a state or trajectory, in training with the penalties behind it."""
+        """Return h of a state or trajectory, in training with the penalties after it."""
         if isinstance(state, Tensor):
             return self.field.readout(state)
         h, *penalties = state

@@ -1,9 +1,7 @@
-"""Recurrent networks for long sequences, all called in the same way.
+"""Recurrent networks for long sequences of equal or different lengths.
 
-``make_model("gru", input_size, hidden, output_size)`` reads sequences of equal or different lengths:
-
-- "tanh": :class:`hbnode.nn.TanhRNN`, with 15 connections a unit at first, in the readout too,
-  and biases drawn as weights.
+- "tanh": :class:`hbnode.nn.TanhRNN`, whose weights, also of the readout, have 15 nonzero entries per unit initially,
+  with random biases.
 - "lstm": torch's, with a bias of 1 at the forget gate.
 - "lstm_chrono": the same with chrono initialisation (Tallec and Ollivier, arXiv:1804.11188): biases log u at the forget
   gate and -log u at the input gate, u uniform in [1, length - 1].
@@ -26,7 +24,7 @@ import hbnode
 from hbnode.nn.recurrent import sparse_
 from hbnode.optim import tanh_hidden
 
-MakeLayer = Callable[[int, int, int], nn.Module]  # of features, units and the length to be remembered
+MakeLayer = Callable[[int, int, int], nn.Module]  # of features, units and the length to remember
 
 
 class Swinging(nn.Sequential):
@@ -44,7 +42,7 @@ class Swinging(nn.Sequential):
 
 
 def lstm(input_size: int, hidden: int, length: int) -> nn.LSTM:
-    """Torch's LSTM with a bias of 1 at the forget gate, and none elsewhere."""
+    """Return torch's LSTM with a bias of 1 at the forget gate and no other biases."""
     layer = nn.LSTM(input_size, hidden, batch_first=True)
     input_gate, forget_gate, *others = _biases(layer, hidden)
     for bias in (input_gate, *others):
@@ -54,7 +52,7 @@ def lstm(input_size: int, hidden: int, length: int) -> nn.LSTM:
 
 
 def lstm_chrono(input_size: int, hidden: int, length: int) -> nn.LSTM:
-    """Torch's LSTM whose units forget after 1 to ``length`` steps."""
+    """Return torch's LSTM whose units initially forget after 1 to ``length`` steps."""
     layer = lstm(input_size, hidden, length)
     input_gate, forget_gate, *_ = _biases(layer, hidden)
     forget_gate.copy_(torch.empty(hidden).uniform_(1, max(length - 1, 1)).log())
@@ -63,13 +61,13 @@ def lstm_chrono(input_size: int, hidden: int, length: int) -> nn.LSTM:
 
 
 def _biases(layer: nn.LSTM, hidden: int) -> list[Tensor]:
-    """The biases to set of each gate, input and forget gate first; torch's second ones come last."""
+    """Return the first biases of the gates, input and forget gate first, and then all of torch's second biases."""
     of_input, of_state = (p.detach() for name, p in layer.named_parameters() if name.startswith("bias"))
     return [*of_input.split(hidden), of_state]
 
 
 def adam_lstm(input_size: int, hidden: int, length: int) -> nn.Module:
-    """An AdamLSTM with the rule's values in adding and copying, tables 8 and 9 of Nguyen et al. (2020)."""
+    """Return an AdamLSTM with the rule of tables 8 and 9 of Nguyen et al. (2020) for adding and copying."""
     rule = hbnode.nn.rules.Adam(momentum=0.6, step_size=2.0, beta=0.999)
     return hbnode.nn.MomentumLSTM(input_size, hidden, rule=rule, forget_bias=0.5, batch_first=True)
 
@@ -95,14 +93,14 @@ TITLES = {
 
 
 class SequenceModel(nn.Module):
-    """A recurrent layer and a linear readout of its h, of the last one or of each.
+    """A recurrent layer and a linear readout of its last h, or of each h.
 
     Arguments:
         name: of the layer in :data:`LAYERS`.
         input_size: features of a step.
         hidden: features of h.
         output_size: features of an output.
-        length: for how many steps something is to be remembered, about.
+        length: the approximate number of steps to remember.
         reads_end: whether there is one output, of the last step.
     """
 
@@ -119,7 +117,7 @@ class SequenceModel(nn.Module):
             nn.init.normal_(self.head.bias, std=connections**-0.5)
 
     def forward(self, x: Tensor, last: Tensor) -> Tensor:
-        """Outputs (batch, output_size), or (batch, T, output_size).
+        """Return outputs (batch, output_size), or (batch, T, output_size).
 
         Arguments:
             x: sequences (batch, T, input_size), padded at their end.
@@ -128,13 +126,13 @@ class SequenceModel(nn.Module):
         return self.read(self.layer(x)[0], last)
 
     def read(self, h: Tensor, last: Tensor) -> Tensor:
-        """Outputs of all h (batch, T, hidden)."""
+        """Return the outputs for all h (batch, T, hidden)."""
         return self.head(h[torch.arange(len(h), device=h.device), last] if self.reads_end else h)
 
     def with_hidden(self, x: Tensor, last: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Outputs, and what structural damping acts on with its metric, which is 0 on padding.
+        """Return outputs, and hidden states for structural damping with their metric, which is 0 on padding.
 
-        Of a tanh network these are its pre-activations, see :func:`hbnode.optim.tanh_hidden`, of all others h.
+        The hidden states of a tanh network are its pre-activations, see :func:`hbnode.optim.tanh_hidden`.
         """
         h = self.layer(x)[0]
         counts = (torch.arange(h.shape[1], device=h.device) <= last[:, None]).to(h.dtype).unsqueeze(2)

@@ -1,21 +1,20 @@
-"""The archive's own splits: SeriesClassifier beside aeon's MiniRocket on the sets of the UEA and UCR archive.
+"""The archive's own splits: SeriesClassifier and aeon's MiniRocket on data sets of the UEA and UCR archive.
 
-``accuracy.csv`` has a row for each set, model and seed: the share of the archive's test set that is right, and the
-processor seconds of one thread to fit and predict. Models:
+``accuracy.csv`` has a row for each data set, model and seed: the accuracy on the archive's test set, and the processor
+seconds of one thread to fit and predict. Models:
 
-- "default": :class:`hbnode.estimators.SeriesClassifier` as it is;
-- "features", "rocket", "oscillators", "odernn", "gru": its kinds;
-- "aeon": MiniRocketClassifier of the package aeon, on sets of equal lengths only, which it demands.
+- "default": :class:`hbnode.estimators.SeriesClassifier` with its default arguments;
+- "features", "rocket", "oscillators", "odernn", "gru": the same with this kind;
+- "aeon": MiniRocketClassifier of the package aeon, on data sets whose series have equal lengths.
 
-Sets are those that aeon ships. What the table in ``--out`` has already is skipped, so that the command can be ended and
-given again.
+The data sets are those that aeon ships. Rows that ``accuracy.csv`` already has are skipped, so that the command can be
+stopped and repeated.
 
     python -m tasks.studies.archive --sets GunPoint,ItalyPowerDemand --models default,aeon
 """
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import itertools
 import time
@@ -32,6 +31,7 @@ from tasks.common.config import Options, option, parse
 from tasks.common.files import exit_on
 from tasks.common.run import write_study
 from tasks.data.labelled_series import AEON, read_split
+from tasks.rows import read_csv
 
 MODELS = ("default", "features", "rocket", "aeon", "oscillators", "odernn", "gru")
 Part = tuple[Series, Tensor]  # series and their classes
@@ -43,27 +43,21 @@ class ArchiveOptions(Options):
 
     positive = "seeds"
 
-    sets: str = option("all", f"{', '.join(AEON)}, with commas between, or all")
-    models: str = option("all", f"{', '.join(MODELS)}, with commas between, or all")
-    seeds: int = option(5, "seeds of each model, counting up from 0")
+    sets: str = option(",".join(AEON), "data sets, with commas between")
+    models: str = option(",".join(MODELS), "with commas between")
+    seeds: int = option(5, "seeds of each model, from 0")
     out: str = option("runs/archive", "folder for the table")
 
-    def chosen(self) -> tuple[list[str], list[str]]:
-        """Return the names of sets and of models."""
-        sets = list(AEON) if self.sets == "all" else self.sets.split(",")
-        return sets, list(MODELS) if self.models == "all" else self.models.split(",")
-
     def check(self) -> None:
-        """Refuse options that no run can have."""
+        """Raise an error for the name of an unknown data set or model."""
         super().check()
-        for asked, known, name in zip(self.chosen(), (AEON, MODELS), ("sets", "models"), strict=True):
-            unknown = [one for one in asked if one not in known]
-            if unknown:
+        for names, known, name in ((self.sets, AEON, "sets"), (self.models, MODELS, "models")):
+            if unknown := [one for one in names.split(",") if one not in known]:
                 raise ValueError(f"argument --{name}: {unknown[0]!r} is not one of {', '.join(known)}")
 
 
 def make(model: str, seed: int) -> Any:
-    """Return an estimator that is not fitted."""
+    """Return an estimator before its fit."""
     from hbnode.estimators import SeriesClassifier
 
     if model == "aeon":
@@ -75,7 +69,7 @@ def make(model: str, seed: int) -> Any:
 
 
 def measure(model: str, seed: int, train: Part, test: Part) -> dict[str, float]:
-    """Return accuracy and seconds of a model."""
+    """Return the test accuracy of a model and its seconds to fit and predict."""
     inputs: list[Any] = [train[0], test[0]]
     if model == "aeon":
         inputs = [series.x.numpy().swapaxes(1, 2).astype(np.float64) for series in inputs]
@@ -86,7 +80,7 @@ def measure(model: str, seed: int, train: Part, test: Part) -> dict[str, float]:
 
 
 def compile_kernels() -> None:
-    """Let aeon compile MiniRocket's kernels, of one and of several channels, so that no model pays for it."""
+    """Compile the kernels of MiniRocket, for one and for several channels, before seconds are measured."""
     from hbnode.features import RocketFeatures
 
     for channels in (1, 2):
@@ -94,20 +88,16 @@ def compile_kernels() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure what is missing; write the table after each."""
+    """Measure the rows that are missing, and write the table after each."""
     options = parse(ArchiveOptions, {}, __doc__, argv)
-    sets, models = options.chosen()
     torch.set_num_threads(1)
     path = Path(options.out) / "accuracy.csv"
-    rows: list[dict[str, object]] = []
-    if path.exists():
-        with path.open(newline="", encoding="utf-8") as lines:
-            rows = list(csv.DictReader(lines))
-    done = {(row["case"], row["model"], str(row["seed"])) for row in rows}
+    rows: list[dict[str, object]] = [{**row} for row in read_csv(path)]
+    done = {(row["case"], row["model"], row["seed"]) for row in rows}
     with exit_on(FileNotFoundError):
-        splits = {name: read_split(name) for name in sets}
+        splits = {name: read_split(name) for name in options.sets.split(",")}
     compile_kernels()
-    for name, model, seed in itertools.product(sets, models, range(options.seeds)):
+    for name, model, seed in itertools.product(splits, options.models.split(","), range(options.seeds)):
         train, test = splits[name]
         is_ragged = len(torch.cat([train[0].lengths, test[0].lengths]).unique()) > 1
         if (name, model, str(seed)) in done or (model == "aeon" and is_ragged):

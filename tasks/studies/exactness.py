@@ -1,8 +1,8 @@
 """Exactness: reversible gradients, the delta-rule memory in float32 at strong decay, and a likelihood by celerite2.
 
 ``reversible.csv``: a heavy ball whose f is a tanh network of 64 features, batch 64, T = 10, with equal steps, float64.
-For each gradient the relative error against "direct" by the same method, in the norm over input and parameters, and the
-MiB of the tensors that a forward pass makes and that are alive after it.
+For each gradient it has the relative error against "direct" by the same method, in the norm over input and parameters,
+and the MiB of the tensors that a forward pass creates and that are alive after it.
 
 ``memory.csv``: :func:`hbnode.nn.functional.heavy_ball_memory` in float32 against its recurrence in float64, by decay of
 the memory in a step. "divided keys" is the chunk form of gated linear attention as its paper first states it, in which
@@ -10,8 +10,8 @@ queries are multiplied by the cumulative decay and keys are divided by it (arXiv
 rule, in chunks of the same 64 steps.
 
 ``likelihood.csv``: the log-likelihood of one channel at random times under three noisy oscillators, float64, by
-``hbnode.nn.Oscillators(noise=True)`` and by celerite2 with the same kernel, a sum of three SHOTerms; the relative error
-is against celerite2. Without that package there is no such file. All are deterministic and take seconds.
+``hbnode.nn.Oscillators(noise=True)`` and by celerite2 with the same kernel, a sum of three SHOTerms. The relative error
+is against celerite2; without this package there is no such file. All are deterministic and take seconds.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ GRADIENTS = {
 }
 DECAYS = (1.0, 0.9, 0.5, 0.3, 0.1, 0.01, 0.0)
 LENGTH, HEADS, FEATURES, CHUNK = 256, 4, 16, 64
-# of three oscillators: frequency in rad per unit of time, damping ratio, deviation; and the deviation of observations
+# of three oscillators: frequency in rad per unit of time, damping ratio, deviation; and the observation noise
 OMEGA, ZETA, SIGMA, NOISE = (0.3, 1.1, 4.0), (0.05, 0.7, 3.0), (1.0, 0.5, 0.8), 0.05
 SAMPLES = (100, 1000, 10_000)
 Row = dict[str, object]
@@ -56,7 +56,7 @@ class ExactnessOptions(Options):
 
 
 class Living(TorchDispatchMode):
-    """Follows the storages that operations make; ``size()`` counts the bytes of those alive, without ``known``."""
+    """Records the storages that operations create; ``size()`` is the bytes of those alive, without ``known``."""
 
     def __init__(self, known: Sequence[Tensor] = ()) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Living(TorchDispatchMode):
         self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Do the operation and remember the storages of what it returns."""
+        """Run the operation and record the storages of its results."""
         result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(tensor, Tensor):
@@ -74,12 +74,12 @@ class Living(TorchDispatchMode):
         return result
 
     def size(self) -> int:
-        """Bytes of the storages that are alive."""
+        """Return the bytes of the storages that are alive."""
         return sum(size for reference, size in self.storages.values() if not reference.expired())
 
 
 def gradients(method: Any, gradient: Any, steps: int) -> tuple[Tensor, float]:
-    """Return the gradient of |h(10)|^2 by input and parameters, one vector, and the MiB kept for the backward pass."""
+    """Return the gradient of |h(10)|^2 by input and parameters, a vector, and the MiB stored for the backward pass."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)).double()
     block = hbnode.ODEBlock(hbnode.HBNODE(net), method=method, gradient=gradient, steps=steps)
@@ -104,7 +104,7 @@ def reversible() -> list[Row]:
 
 
 def recurrence(q: Tensor, k: Tensor, v: Tensor, decay: float, momentum: float, *, delta: bool) -> Tensor:
-    """Return the memory's outputs step by step, as the equations of ``heavy_ball_memory`` have them."""
+    """Return the memory's outputs step by step, by the equations of ``heavy_ball_memory``."""
     memory = q.new_zeros(*q.shape[:2], FEATURES, FEATURES)
     velocity, outputs = memory, []
     for q_t, k_t, v_t in zip(q.unbind(2), k.unbind(2), v.unbind(2), strict=True):

@@ -1,16 +1,14 @@
-"""Image generation, untrained: images a second from the recurrent state, beside softmax attention with a cache.
+"""Image generation, untrained: images per second from the recurrent state, and by softmax attention with a cache.
 
 Tables 6 and 7 of Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture Design? (2022), compare with
-softmax attention that reads the whole image again for every pixel. Here it keeps the keys and values of the pixels
-before, as anyone would run it. Every model draws images of the same number of pixels from the same mixture. The weights
-are those of the initialisation, since the time does not depend on them. Models take turns: ratios are medians over the
-rounds, each over softmax attention in the same round. Beside the time stands the size of the state after the last
-pixel.
+softmax attention that reads the whole image again for every pixel. Here it stores the keys and values of the pixels
+before, as usual. Every model draws images with the same number of pixels from the same mixture. The weights are random,
+since the time does not depend on them. The models take turns. Ratios are medians over the rounds, relative to softmax
+attention in the same round. The table also has the size of the state after the last pixel.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import random
 import statistics
@@ -24,6 +22,7 @@ from torch import Tensor
 
 from hbnode.nn import MomentumTransformer
 from hbnode.nn.attention import KeyValueCache
+from tasks.common.config import option, parse
 from tasks.common.files import write_json
 from tasks.common.run import Workers, environment
 from tasks.image_generation import ImageGenerationConfig, draw_pixels
@@ -32,8 +31,35 @@ from tasks.models.contenders import TITLES
 SIZES = ("d_model", "heads", "layers", "feedforward", "logistics")  # options of the models
 
 
+@dataclasses.dataclass(frozen=True)
+class ThroughputConfig(ImageGenerationConfig):
+    """Options of the study: those of the models, and what is measured."""
+
+    positive = "repeats"
+
+    model: str = option("all", "several with commas between, softmax among them, or all")
+    dataset: str = option("mnist", "the images", ("mnist",))
+    length: str = option("196,784,3072", "pixels of an image, several with commas between")
+    batch_size: int = option(16, "images in a batch")
+    repeats: int = option(3, "rounds after the first, which does not count")
+    device: str = option("cpu", "where to compute", ("auto", "cpu", "cuda"))
+    out: str = option("runs/image_throughput", "folder for the table")
+
+    def check(self) -> None:
+        """Raise ValueError for invalid options."""
+        super().check()
+        if "softmax" not in self.chosen():
+            raise ValueError(f"--model must name softmax, which ratios are relative to, got {self.model}")
+        if min(self.lengths()) < 1:
+            raise ValueError(f"--length must be positive, got {self.length}")
+
+    def lengths(self) -> list[int]:
+        """Return the numbers of pixels."""
+        return [int(length) for length in self.length.split(",")]
+
+
 def state_bytes(state: object) -> int:
-    """The bytes of all tensors in a state, of a cache those that are in use."""
+    """Return the bytes of all tensors in a state; of a cache, those in use."""
     if isinstance(state, Tensor):
         return state.numel() * state.element_size()
     if isinstance(state, KeyValueCache):
@@ -44,7 +70,7 @@ def state_bytes(state: object) -> int:
 
 
 def seconds(model: MomentumTransformer, config: ImageGenerationConfig, batch_size: int, length: int) -> float:
-    """The time for a batch of images of ``length`` pixels."""
+    """Return the seconds for a batch of images of ``length`` pixels."""
     device = next(model.parameters()).device
     begun = time.perf_counter()
     draw_pixels(model, batch_size, length, config.levels, torch.Generator(device).manual_seed(0))
@@ -53,23 +79,16 @@ def seconds(model: MomentumTransformer, config: ImageGenerationConfig, batch_siz
     return time.perf_counter() - begun
 
 
-def measure(
-    config: ImageGenerationConfig,
-    names: Sequence[str],
-    length: int,
-    batch_size: int,
-    repeats: int,
-    device: torch.device,
-) -> list[dict[str, Any]]:
-    """A row for each model: images a second, the factor over softmax attention, bytes of the state of an image."""
-    models = {}
+def measure(config: ThroughputConfig, length: int, device: torch.device) -> list[dict[str, Any]]:
+    """Return a row for each model: images per second, the ratio to softmax attention, bytes of the state per image."""
+    names, models = config.chosen(), {}
     for name in names:
         torch.manual_seed(0)
         models[name] = dataclasses.replace(config, model=name).make_model().to(device).eval()
     shuffle, rounds = random.Random(0), []
-    for _ in range(1 + repeats):  # the first does not count
+    for _ in range(1 + config.repeats):  # the first round does not count
         order = shuffle.sample(list(names), len(names))
-        rounds.append({name: seconds(models[name], config, batch_size, length) for name in order})
+        rounds.append({name: seconds(models[name], config, config.batch_size, length) for name in order})
     rows = []
     for name, model in models.items():
         with torch.no_grad():
@@ -78,7 +97,7 @@ def measure(
             {
                 "model": name,
                 "length": length,
-                "images_per_second": batch_size / statistics.median(times[name] for times in rounds[1:]),
+                "images_per_second": config.batch_size / statistics.median(times[name] for times in rounds[1:]),
                 "over_softmax": statistics.median(times["softmax"] / times[name] for times in rounds[1:]),
                 "state_bytes": state_bytes(state.layers),
             }
@@ -86,50 +105,22 @@ def measure(
     return rows
 
 
-def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, ImageGenerationConfig]:
-    """The command line, and the options of the models."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="all", help="several with commas between, softmax among them [all]")
-    parser.add_argument("--length", type=int, nargs="+", default=[196, 784, 3072], help="pixels [196 784 3072]")
-    parser.add_argument("--batch-size", type=int, default=16, help="images drawn at a time [16]")
-    parser.add_argument("--repeats", type=int, default=3, help="rounds that count [3]")
-    parser.add_argument("--device", default="cpu", choices=("auto", "cpu", "cuda"), help="[cpu]")
-    parser.add_argument("--out", type=Path, default=Path("runs/image_throughput"), help="[runs/image_throughput]")
-    fields = {field.name: field for field in dataclasses.fields(ImageGenerationConfig)}
-    for name in SIZES:
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=fields[name].default)
-    options = parser.parse_args(argv)
-    try:
-        sizes = {name: getattr(options, name) for name in SIZES}
-        config = ImageGenerationConfig(dataset="mnist", model=options.model, **sizes)
-        config.check()
-    except ValueError as error:
-        parser.error(str(error))
-    if "softmax" not in config.chosen():
-        parser.error(f"--model must name softmax, which the others are compared with, got {options.model}")
-    if min(*options.length, options.batch_size, options.repeats) < 1:
-        parser.error("--length, --batch-size and --repeats must be positive")
-    return options, config
-
-
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure what the command line says; print a table and write ``throughput.json``."""
-    options, config = parse(argv)
-    device = Workers.join(options.device).device
+    """Measure all models; print a table and write ``throughput.json``."""
+    config = parse(ThroughputConfig, {}, __doc__, argv)
+    device = Workers.join(config.device).device
     rows: list[dict[str, Any]] = []
-    print(f"{'pixels':>6}  {'model':<24}{'images/s':>10}{'× softmax':>11}{'state, kB an image':>20}")
-    for length in options.length:
-        for row in measure(config, config.chosen(), length, options.batch_size, options.repeats, device):
+    print(f"{'pixels':>6}  {'model':<24}{'images/s':>10}{'× softmax':>11}{'state, kB per image':>20}")
+    for length in config.lengths():
+        for row in measure(config, length, device):
             rows.append(row)
             print(
                 f"{length:>6}  {TITLES[row['model']]:<24}{row['images_per_second']:>10.3g}{row['over_softmax']:>11.3g}"
                 f"{row['state_bytes'] / 1000:>20.4g}"
             )
-    sizes = {name: getattr(config, name) for name in SIZES}
-    about = {"batch_size": options.batch_size, "repeats": options.repeats, **sizes}
-    write_json(
-        options.out / "throughput.json", {"task": "image_throughput", **about, "rows": rows, **environment(device)}
-    )
+    about = {name: getattr(config, name) for name in ("batch_size", "repeats", *SIZES)}
+    path = Path(config.out) / "throughput.json"
+    write_json(path, {"task": "image_throughput", **about, "rows": rows, **environment(device)})
 
 
 if __name__ == "__main__":

@@ -1,28 +1,29 @@
-"""Pixel MNIST, gradients through time: the norm of dL/dh_t, t by t, while a layer learns, with momentum and without.
+"""Pixel MNIST, gradients through time: the norm of dL/dh_t during training, with momentum and without.
 
 Figure 2 and appendix A.5 of Nguyen et al., MomentumRNN (2020): |dL/dh_t| at every iteration, for DTRIV and
-MomentumDTRIV on permuted MNIST. The paper concludes from equation (13) that momentum keeps gradients from vanishing.
-That equation does not describe the cell: v_t = mu v_{t-1} + s (W x_t + b) holds no h, and so h_t acts on the loss
-through the next state alone, dL/dh_t = U^T D_{t+1} dL/dh_{t+1} with D = diag(sigma'), with and without momentum.
-Momentum can change the norm only as the scale of the input does, through the states at which D is taken, and through
-the weights that are learned with it. The share of the gradient that passes through the rule is measured, by cutting it
-off, and printed: it is zero.
+MomentumDTRIV on permuted MNIST. The paper concludes from equation (13) that momentum prevents vanishing gradients. But
+that equation does not describe the cell: v_t = mu v_{t-1} + s (W x_t + b) does not depend on h. So h_t changes the loss
+only through the next state, dL/dh_t = U^T D_{t+1} dL/dh_{t+1} with D = diag(sigma'), with and without momentum. Like
+the scale of the input, momentum changes the norm only through the states in D and through the learned weights. The
+share of the gradient through the rule is measured, by detaching it, and printed: it is zero.
 
-Shown are medians over some validation images, each with the gradient of its own loss, in float64. It is the total
-derivative: the layer is given one sample at a time and hands on its state, of which h_t is an entry. It is exactly 0,
-and left white, in a DTRIV while all pixels were black and so the state is 0, and in an untrained LSTM, whose recurrent
-weight reaches the input gate alone, wherever the next pixel is black and so the cell's input is tanh(0); with momentum,
-the input there is that of earlier pixels.
+    python -m tasks.studies.pixel_mnist_gradients                 # DTRIV
+    python -m tasks.studies.pixel_mnist_gradients --preset lstm
 
-Beside momentum stands a layer with the same step size, "gain"; beside a MomentumLSTM, whose step size is 1 on PMNIST,
-one with the same forget bias in the long run, "forget", which sets how fast its cell state fades. Sizes and learning
-rates are those of PMNIST with 170 units (DTRIV) or 128 (others). The authors' arrays behind figure 2 are named after mu
-0.9, s 0.1 (DTRIV) and mu 0.999, s 0.6 (MomentumDTRIV), which is not in their tables: --momentum 0.999 --step-size 0.6.
+The results are medians over validation images, each with the gradient of its own loss, in float64. It is the total
+derivative: the layer reads one sample at a time, and h_t is a part of its state. It is exactly 0, and white in the
+figure, in a DTRIV as long as all pixels were black, since the state is 0. In an untrained LSTM the recurrent weight
+changes only the input gate, so it is 0 if the next pixel is black and the cell's input is tanh(0); with momentum this
+input is that of earlier pixels.
+
+The controls are a layer with the same step size, "gain", and for a MomentumLSTM, whose step size is 1 on PMNIST, one
+with the same asymptotic forget bias, "forget", which sets the decay of its cell state. Sizes and learning rates are
+those of PMNIST with 170 units (DTRIV) or 128 (LSTM). The authors' arrays behind figure 2 are named after mu 0.9, s 0.1
+(DTRIV) and mu 0.999, s 0.6 (MomentumDTRIV), which is not in their tables: --momentum 0.999 --step-size 0.6.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 import dataclasses
 import math
@@ -35,27 +36,42 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from tasks import pixel_mnist
-from tasks.common.config import parse as parse_task
+from tasks.common.config import option, parse
 from tasks.common.figures import panels
 from tasks.common.run import write_study
 from tasks.common.train import Samples
-from tasks.models.recurrent import CELLS, title
-from tasks.pixel_mnist import PRESETS, PixelClassifier, PixelMnistConfig, load_data, make_optimizer, rebase
+from tasks.models.recurrent import LayerWithReadout, title
+from tasks.pixel_mnist import PixelMnistConfig, load_data, make_optimizer, rebase
 
-OUT = Path("runs/pixel_mnist_gradients")
 LEVELS = {"median": 0.5, "q10": 0.1, "q90": 0.9}
 LINES = 5  # iterations that are drawn as lines
+_SMALL = "--side 14 --train-size 10000 --cell"
+PRESETS = {  # the paper's settings with smaller images
+    "default": f"{pixel_mnist.PRESETS['pmnist-dtriv-170']} {_SMALL} dtriv --model plain,gain,momentum",
+    "lstm": f"{pixel_mnist.PRESETS['pmnist-128']} {_SMALL} lstm --model plain,forget,momentum",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientConfig(PixelMnistConfig):
+    """Options of the study: those of pixel MNIST, and what is measured."""
+
+    positive = "iterations every measured"
+
+    iterations: int = option(200, "training steps")
+    every: int = option(10, "steps between two measurements")
+    measured: int = option(32, "validation images")
 
 
 @dataclasses.dataclass(frozen=True)
 class GradientNorms:
-    """What was measured of one layer.
+    """The measurements of one layer.
 
     Attributes:
-        iterations: after how many steps, (n,).
+        iterations: the numbers of training steps, (n,).
         norms: of each image, (n, images, T).
         loss: the training loss of the last step.
-        share: the largest share of a gradient that passed through the rule.
+        share: the largest share of a gradient through the rule.
     """
 
     iterations: Tensor
@@ -64,13 +80,13 @@ class GradientNorms:
     share: float
 
 
-def gradients(model: PixelClassifier, batch: Samples, *, cut: bool = False) -> Tensor:
-    """dL/dh_t of every image, (images, T, H), L being the image's cross-entropy: total derivatives.
+def gradients(model: LayerWithReadout, batch: Samples, *, cut: bool = False) -> Tensor:
+    """Return the total derivatives dL/dh_t of every image's cross-entropy L, (images, T, H).
 
     Arguments:
         model: of one layer, in one direction.
         batch: sequences (images, T, 1) and labels.
-        cut: whether to leave out what passes through the rule's memory.
+        cut: whether to detach the rule's memory.
     """
     x, y = batch
     state, states = None, []
@@ -81,48 +97,48 @@ def gradients(model: PixelClassifier, batch: Samples, *, cut: bool = False) -> T
                 state = dataclasses.replace(state.detach(), h=state.h, c=state.c)
             states.append(state.h)
         logits = model.head(states[-1][-1])
-    loss = nn.functional.cross_entropy(logits, y, reduction="sum")  # the images do not touch each other
+    loss = nn.functional.cross_entropy(logits, y, reduction="sum")  # the images are independent
     return torch.stack([gradient[-1] for gradient in torch.autograd.grad(loss, states)], dim=1)
 
 
-def share_of_rule(model: PixelClassifier, batch: Samples) -> float:
-    """The largest of |dL/dh_t - the same without the rule's memory| / |dL/dh_t| over the images."""
+def share_of_rule(model: LayerWithReadout, batch: Samples) -> float:
+    """Return the largest of |dL/dh_t - the same without the rule's memory| / |dL/dh_t| over the images."""
     whole = gradients(model, batch)
     difference = (whole - gradients(model, batch, cut=True)).norm(dim=-1)
     return (difference / whole.norm(dim=-1).clamp(min=torch.finfo(whole.dtype).tiny)).max().item()
 
 
 def batches(data: Samples, size: int, seed: int) -> Iterator[Samples]:
-    """Batches of one shuffled pass over the data after another, without an end."""
+    """Yield batches of shuffled passes over the data, without end."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         for chosen in torch.randperm(len(data[0]), generator=generator).split(size):
             yield tuple(x[chosen] for x in data)
 
 
-def measure(config: PixelMnistConfig, data: Mapping[str, Samples], options: argparse.Namespace) -> GradientNorms:
-    """Train one layer for some iterations and take the norms before, at every ``every``-th, and after the last."""
+def measure(config: GradientConfig, data: Mapping[str, Samples]) -> GradientNorms:
+    """Train one layer, and measure the norms before, at every ``every``-th step, and after the last."""
     torch.manual_seed(config.seed)
     model = config.make_model()
     optimizer = make_optimizer(model, config)
-    measured = tuple(part[: options.measured] for part in data["validation"])
+    measured = tuple(part[: config.measured] for part in data["validation"])
     exact = (measured[0].double(), measured[1])
     steps = batches(data["train"], config.batch_size, config.seed)
     iterations, norms, loss = [], [], math.nan
-    for iteration in range(options.iterations + 1):
-        if iteration % options.every == 0 or iteration == options.iterations:
+    for iteration in range(config.iterations + 1):
+        if iteration % config.every == 0 or iteration == config.iterations:
             iterations.append(iteration)
             norms.append(gradients(copy.deepcopy(model).double(), exact).norm(dim=-1))
-        if iteration < options.iterations:
+        if iteration < config.iterations:
             loss = step(model, optimizer, next(steps), config, iteration + 1)
     share = share_of_rule(copy.deepcopy(model).double(), exact)
     return GradientNorms(torch.tensor(iterations), torch.stack(norms), loss, share)
 
 
 def step(
-    model: PixelClassifier, optimizer: torch.optim.Optimizer, batch: Samples, config: PixelMnistConfig, iteration: int
+    model: LayerWithReadout, optimizer: torch.optim.Optimizer, batch: Samples, config: PixelMnistConfig, iteration: int
 ) -> float:
-    """One step of the task's training; its loss."""
+    """Take one training step, and return its loss."""
     loss, _ = pixel_mnist.cross_entropy(model, batch)
     if not bool(torch.isfinite(loss)):
         raise SystemExit(
@@ -138,12 +154,12 @@ def step(
 
 
 def quantiles(norms: Tensor) -> Tensor:
-    """Those of LEVELS over the images: (n, images, T) -> (n, LEVELS, T)."""
+    """Return the quantiles LEVELS over the images: (n, images, T) -> (n, LEVELS, T)."""
     return torch.quantile(norms, torch.tensor(list(LEVELS.values()), dtype=norms.dtype), dim=1).transpose(0, 1)
 
 
 def sentence(record: GradientNorms) -> str:
-    """How much of the gradient at T is left further back, before and after training, and what the rule adds."""
+    """Return a line with the ratios of the gradient before T to that at T, and the share through the rule."""
     length, said = record.norms.shape[2], []
     for name, index in (("untrained", 0), (f"after {record.iterations[-1]} iterations", -1)):
         norms = record.norms[index]
@@ -151,12 +167,12 @@ def sentence(record: GradientNorms) -> str:
         said.append(f"{left[0]:.2g} and {left[1]:.2g} {name}")
     return (
         f"|dL/dh_t| / |dL/dh_T| at t = {length // 2} and {length // 4}: {', '.join(said)}; training loss "
-        f"{record.loss:.3g}; share that passes through the rule {record.share:.1g}"
+        f"{record.loss:.3g}; share through the rule {record.share:.1g}"
     )
 
 
 def table(records: Mapping[str, GradientNorms]) -> list[dict[str, object]]:
-    """Rows of the quantiles of the norms by model, iteration and t."""
+    """Return rows of the quantiles of the norms by model, iteration and t."""
     return [
         {"model": model, "iteration": iteration, "t": t + 1}
         | {name: f"{value:.6g}" for name, value in zip(LEVELS, values, strict=True)}
@@ -167,11 +183,11 @@ def table(records: Mapping[str, GradientNorms]) -> list[dict[str, object]]:
 
 
 def draw_norms(records: Mapping[str, GradientNorms], cell: str, about: str, path: Path) -> None:
-    """Draw a column for each model: the median against t and iteration as a map, and some iterations as lines."""
+    """Draw a column for each model: the median by t and iteration as an image, and some iterations as lines."""
     import matplotlib.pyplot as plt
 
     medians = {model: quantiles(record.norms)[:, 0].log10().numpy() for model, record in records.items()}
-    drawn = np.concatenate([median[np.isfinite(median)] for median in medians.values()])  # log10 of 0 is left white
+    drawn = np.concatenate([median[np.isfinite(median)] for median in medians.values()])  # log10 of 0 is white
     low, high = drawn.min(), max(drawn.max(), drawn.min() + 1)
     size = 1.5 + 3.8 * len(records), 6.5
     with panels(path, 2, len(records), size=size, title=about, sharex=True) as (figure, axes):
@@ -189,35 +205,15 @@ def draw_norms(records: Mapping[str, GradientNorms], cell: str, about: str, path
         figure.colorbar(shown, ax=axes[0], label="log10 |dL/dh_t|, median")
 
 
-def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[PixelMnistConfig]]:
-    """The options of this file, and what each model is trained with: the paper's settings, and the options given."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("--cell", default="dtriv", choices=CELLS, help="the layer [dtriv]")
-    parser.add_argument("--iterations", type=int, default=200, help="training steps [200]")
-    parser.add_argument("--every", type=int, default=10, help="steps between two measurements [10]")
-    parser.add_argument("--measured", type=int, default=32, help="validation images that gradients are taken of [32]")
-    parser.add_argument("--out", type=Path, help=f"folder [{OUT}-CELL]")
-    options, rest = parser.parse_known_args(argv)
-    if min(options.iterations, options.every, options.measured) < 1:
-        parser.error("--iterations, --every and --measured must be positive")
-    preset = PRESETS["pmnist-dtriv-170" if options.cell == "dtriv" else "pmnist-128"]
-    models = "plain,forget,momentum" if options.cell == "lstm" else "plain,gain,momentum"
-    changed = f"--cell {options.cell} --model {models} --train-size 10000 --test-size {options.measured}"
-    presets = {"pmnist": f"{preset} {changed}".replace("--side 28", "")}
-    config = parse_task(PixelMnistConfig, presets, __doc__ or "", ["--preset", "pmnist", *rest])
-    return options, [dataclasses.replace(config, model=model) for model in config.chosen()]
-
-
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure all models; write ``gradients.csv``, ``.json`` and ``.png``, and say what is left of the gradient."""
-    options, configs = parse(argv)
-    folder, first = options.out or OUT.with_name(f"{OUT.name}-{options.cell}"), configs[0]
+    """Measure all models; write ``gradients.csv``, ``.json`` and ``.png``, and print the ratios of the gradients."""
+    options = parse(GradientConfig, PRESETS, __doc__, argv)
+    configs = [options.with_model(model) for model in options.chosen()]
+    folder, first = Path(options.out or f"runs/pixel_mnist_gradients-{options.cell}"), configs[0]
     data = load_data(first)
     records, said = {}, []
     for config in configs:
-        records[config.model] = measure(config, data, options)
+        records[config.model] = measure(config, data)
         said.append(f"{title(config.model, config.cell)}: {sentence(records[config.model])}")
         print(said[-1])
     write_study(
@@ -225,7 +221,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         "gradients",
         table(records),
         task="pixel_mnist_gradients",
-        options={name: str(value) for name, value in vars(options).items()},
         configs=[dataclasses.asdict(config) for config in configs],
         rules={config.model: dataclasses.asdict(config.rule_options(config.rules())) for config in configs},
         found=said,

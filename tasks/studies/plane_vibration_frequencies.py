@@ -1,16 +1,16 @@
-"""Plane vibration, learned frequencies: those of noisy oscillators against the resonances of the structure.
+"""Plane vibration: the learned frequencies of noisy oscillators, and the resonances of the structure.
 
-Train some, and name their folder:
+Train models, and give their folder:
 
     python -m tasks.plane_vibration --model kalman --lr 0.1 --epochs 13 --seeds 5 --out runs/kalman
     python -m tasks.studies.plane_vibration_frequencies runs/kalman
 
-The force repeats after 8192 rows, so that the accelerations over the force, of the means over the nine periods, is the
-structure's frequency response at every excited frequency, 0.05 Hz apart. Its resonances are the peaks of the root of
-the sum of squares over the three accelerations, in decibels, averaged over five frequencies, that stand out by 3 dB.
+The force repeats after 8192 rows. So the ratio of accelerations and force, both averaged over the nine periods, is the
+structure's frequency response at every excited frequency, 0.05 Hz apart. The resonances are peaks with a prominence of
+3 dB of the root of the sum of squares over the three accelerations, in decibels, averaged over five frequencies.
 
-A mark of the figure is an oscillator at its undamped frequency, its area the share that it has in the variance of the
-accelerations, standardised, under the model: oscillators are independent, so that the shares add up to 1.
+A mark of the figure is an oscillator at its undamped frequency. Its area is its share in the variance of the
+standardised accelerations under the model. Oscillators are independent, so the shares add up to 1.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from torch import Tensor
 import hbnode
 from tasks.common.config import REQUIRED, Options, option, parse
 from tasks.common.figures import panels
-from tasks.common.files import exit_on, read_checkpoint, read_json, write_table
+from tasks.common.files import exit_on, read_json, read_tensors, write_table
 from tasks.data import f16
 from tasks.models.oscillating import NoisyForecaster
 from tasks.plane_vibration import PlaneVibrationConfig, make_model
 
-BAND = (2.0, 15.0)  # Hz, which the force excites
+BAND = (2.0, 15.0)  # Hz, the frequencies of the force
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,19 +64,17 @@ def resonances(f: np.ndarray, response: np.ndarray) -> list[float]:
 
 def load_run(folder: Path) -> tuple[PlaneVibrationConfig, hbnode.nn.Oscillators]:
     """Return the options and the trained layer of a run of ``--model kalman``."""
-    described = read_json(folder / "config.json")
-    task, model = described.get("task"), described.get("model")
-    if (task, model) != ("plane_vibration", "kalman"):
-        raise ValueError(f"{folder} is a run of tasks.{task} --model {model}. Fix: plane_vibration --model kalman.")
-    config = PlaneVibrationConfig.read(described)
+    config = PlaneVibrationConfig.read(read_json(folder / "config.json"))
+    if config.model != "kalman":
+        raise SystemExit(f"{folder} is a run of --model {config.model}. Fix: --model kalman.")
     forecaster = cast(NoisyForecaster, make_model(config))
-    forecaster.load_state_dict(read_checkpoint(folder / "checkpoint.pt", "plane_vibration", "kalman")["model"])
+    forecaster.load_state_dict(read_tensors(folder / "checkpoint.pt")["model"])
     return config, forecaster.model.oscillators
 
 
 @torch.no_grad()
 def spectrum(layer: hbnode.nn.Oscillators) -> list[dict[str, float]]:
-    """Of each oscillator, by frequency: Hz, damping ratio, share in the accelerations' variance and in the force's."""
+    """Return the frequency of each oscillator, its damping ratio, and its shares in the variances, by frequency."""
     omega = layer.stiffness.sqrt()
     noise = layer.process_noise
     assert noise is not None
@@ -89,7 +87,7 @@ def spectrum(layer: hbnode.nn.Oscillators) -> list[dict[str, float]]:
 
 
 def draw(f: np.ndarray, response: np.ndarray, runs: Sequence[tuple[int, list[dict[str, float]]]], path: Path) -> None:
-    """The frequency response with its resonances, and below it the oscillators of each seed."""
+    """Draw the frequency response with its resonances, and below it the oscillators of each seed."""
     with panels(path, 2, size=(9, 5.6), legend=False, sharex=True, height_ratios=(3, 0.6 + 0.35 * len(runs))) as (
         _,
         axes,
@@ -118,20 +116,15 @@ def draw(f: np.ndarray, response: np.ndarray, runs: Sequence[tuple[int, list[dic
 def main(argv: Sequence[str] | None = None) -> None:
     """Read the runs, print a table and write ``frequencies.csv`` and ``frequencies.png``."""
     options = parse(FrequencyOptions, {}, __doc__, argv)
-    folders = sorted(path.parent for path in Path(options.runs).rglob("checkpoint.pt"))
+    loaded = [load_run(path.parent) for path in sorted(Path(options.runs).rglob("checkpoint.pt"))]
+    if not loaded:
+        raise SystemExit(f"no checkpoint.pt in {options.runs}. Fix: finished runs of --model kalman.")
     with exit_on(FileNotFoundError, ValueError):
-        if not folders:
-            raise ValueError(f"no checkpoint.pt in {options.runs}. Fix: finished runs of --model kalman.")
-        loaded = [load_run(folder) for folder in folders]
         record, source = f16.read_plane_vibration(loaded[0][0].data)
     f, response = frequency_response(record)
     runs = [(config.seed, spectrum(layer)) for config, layer in loaded]
     peaks = resonances(f, response)
     print(f"{source}: resonances at {', '.join(f'{peak:.2f}' for peak in peaks)} Hz")
-    for seed, oscillators in runs:
-        chosen = sorted(oscillators, key=lambda row: -row["acceleration_share"])[:5]
-        listed = ", ".join(f"{row['hertz']:.2f} Hz {row['acceleration_share']:.0%}" for row in chosen)
-        print(f"seed {seed}: most of the accelerations by {listed}")
     write_table(Path(options.out, "frequencies.csv"), [{"seed": seed, **row} for seed, rows in runs for row in rows])
     draw(f, response, runs, Path(options.out, "frequencies.png"))
 

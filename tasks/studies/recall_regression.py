@@ -1,12 +1,12 @@
-"""Regression in context with noise, untrained: what momentum does for a memory with a delta rule.
+"""Regression in context with noise, untrained: momentum in a memory with a delta rule.
 
-Keys of norm 1 and values W'k + noise are written one after another, and after each the memory is asked with a query q
-of standard normal entries; the error is the mean square of S'q - W'q, without noise, over the last tenth of a sequence.
-W has standard normal entries, and so have white keys before they are normalised; of ill-conditioned ones the variances
-fall from 1 to a twelfth, evenly in their logarithms. The delta rule (momentum 0) and the delta rule with momentum are
-each taken at the best of their settings: the momentum mu and the step g = s eta / (1 - mu).
+Keys of norm 1 and values W'k + noise are written one after another. After each, the memory S is read with a query q of
+standard normal entries. The error is the mean square of S'q - W'q, without noise, over the last tenth of a sequence. W
+and white keys before normalisation have standard normal entries. The variances of ill-conditioned keys fall from 1 to a
+twelfth, evenly in their logarithms. The delta rule (momentum 0) and the delta rule with momentum have the best of their
+settings: the momentum mu and the step g = s eta / (1 - mu).
 
-"safe" are settings that stay bounded when keys come in bursts: s eta <= 3 (1 - mu)^2. "any" are all.
+"safe" are settings whose memory stays bounded for repeated keys: s eta <= 3 (1 - mu)^2. "any" are all.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FEATURES, TARGETS = 8, 16
 LENGTHS = (100, 300, 1000)  # the error over the last tenth of each
 MOMENTA = (0.0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99)
 STEPS = tuple(0.01 * 2 ** (index / 3) for index in range(23))  # 0.01 to 1.6
-KEYS = {"white": 1.0, "ill-conditioned": 12.0}  # the largest variance of a coordinate over the smallest
+KEYS = {"white": 1.0, "ill-conditioned": 12.0}  # ratio of the largest to the smallest variance of a coordinate
 NOISES = (0.0, 0.3)
 
 
@@ -46,17 +46,17 @@ class RegressionOptions(Options):
 
 
 def deviations(condition: float) -> Tensor:
-    """Of the coordinates of keys before they are normalised."""
+    """Return the standard deviations of the coordinates of keys before normalisation."""
     return torch.logspace(0, -math.log10(condition) / 2, FEATURES)
 
 
 def errors(spread: Tensor, noise: float, sequences: int, seed: int) -> Tensor:
-    """The error of each setting, mean over sequences and targets (momenta, steps, lengths).
+    """Return the error of each setting, a mean over sequences and targets (momenta, steps, lengths).
 
     Arguments:
         spread: deviations of the keys' coordinates.
-        noise: deviation of the noise that is added to values of deviation 1.
-        sequences: how many.
+        noise: standard deviation of the noise; that of the values is 1.
+        sequences: the number of sequences.
         seed: of all random numbers.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -77,20 +77,20 @@ def errors(spread: Tensor, noise: float, sequences: int, seed: int) -> Tensor:
 
 
 def settings() -> dict[str, Tensor]:
-    """Which settings each set has (momenta, steps)."""
+    """Return the masks of the sets of settings (momenta, steps)."""
     momenta, steps = torch.tensor(MOMENTA)[:, None], torch.tensor(STEPS)[None]
     safe = (momenta == 0) | (steps <= 3 * (1 - momenta))
     return {"safe": safe, "any": torch.ones_like(safe)}
 
 
 def best(found: Tensor, allowed: Tensor) -> tuple[float, float, float]:
-    """The least error (momenta, steps) of the settings that are allowed, and its momentum and step."""
+    """Return the least error (momenta, steps) of the allowed settings, its momentum and its step."""
     index = int(found.where(allowed, torch.inf).argmin())
     return found.flatten()[index].item(), MOMENTA[index // len(STEPS)], STEPS[index % len(STEPS)]
 
 
 def rows(found: Tensor, about: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row for each length and set of settings, without momentum and with it."""
+    """Return a row for each length and set of settings, without momentum and with it."""
     plain = torch.tensor(MOMENTA)[:, None] == 0
     table = []
     for place, length in enumerate(LENGTHS):
@@ -103,9 +103,9 @@ def rows(found: Tensor, about: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def draw(found: dict[tuple[str, float], Tensor], path: Path) -> None:
-    """The error against the step at the last length, a line for each momentum, a panel for each kind of key.
+    """Draw the error by the step at the last length, a line for each momentum, a panel for each kind of key.
 
-    Lines are dotted beyond the settings that are safe.
+    Lines are dotted outside of the safe settings.
     """
     last = {keys: found[keys, NOISES[-1]][..., -1] for keys in KEYS}
     with panels(path, 1, len(KEYS), size=(11, 4), sharey=True) as (_, axes):
@@ -131,12 +131,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for noise in NOISES:
             found[keys, noise] = errors(deviations(condition), noise, options.sequences, options.seed)
             table += rows(found[keys, noise], {"keys": keys, "noise": noise})
-    for row in table:
-        print(
-            f"{row['keys']:16} noise {row['noise']:3} after {row['length']:4}, {row['settings']:4}: delta "
-            f"{row['delta']:8.3g} (g = {row['delta_step']:.3f}), with momentum {row['momentum_delta']:8.3g} (mu = "
-            f"{row['momentum']:4}, g = {row['momentum_step']:.3f})"
-        )
+    print(*table, sep="\n")
     about = {"task": "recall_regression", "sequences": options.sequences, "seed": options.seed, "table": table}
     write_study(out, "regression", table, **about)
     draw(found, out / "regression.png")

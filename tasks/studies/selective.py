@@ -1,15 +1,15 @@
-"""Selective oscillators beside linear ones, a GRU and minGRU: error by CPU seconds on two problems of long memory.
+"""Selective oscillators, linear ones, a GRU and minGRU: error by CPU seconds on two problems of long memory.
 
-"adding": of --length numbers uniform in [0, 1) at irregular times two are marked, one in each half; the output at the
-last sample is to be their sum. To say 1 has the squared error 1/6. "tone": a sine with noise has one frequency before,
-another within and another after a marked window of a fifth of the samples; the output at the last sample is to name the
-one in the window, of eight. To guess has the error 7/8.
+"adding": of --length numbers uniform in [0, 1) at irregular times two are marked, one in each half; the target at the
+last sample is their sum. Guessing 1 has the squared error 1/6. "tone": a sine with noise has one frequency before,
+another within and another after a marked window of a fifth of the samples. The target at the last sample is that in the
+window, of eight. Guessing has the error 7/8.
 
 Models: "real", selective oscillators with ``frequency=None``; "swinging", with a frequency for half of the states;
-"linear", the oscillators that select nothing; "gru", of which the gap is one more input, as of "mingru", minGRU (Feng
-et al., arXiv:2410.01201) in the same residual blocks. Adam's rate follows a cosine over --seconds of CPU time, in
-one thread. Its first value is, of --rates, the one of least median error after --tuning-seconds, for each model by
-itself, with --tuning-seeds seeds that are no other's. A finished run is a file in --out, which is not made again.
+"linear", oscillators without selection; "gru"; "mingru", minGRU (Feng et al., arXiv:2410.01201) in the same residual
+blocks. The last two have the gap as a further input. Adam's rate follows a cosine over --seconds of CPU time, in one
+thread. Its first value is the one of --rates with the least median error after --tuning-seconds, for each model, with
+--tuning-seeds other seeds. A finished run is a file in --out and is not repeated.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ class SelectiveOptions(Options):
     seeds: int = option(1, "seeds, one after another", least=1)
     first_seed: int = option(0, "the first of them", least=0)
     rates: str = option("2e-3,5e-3,1.2e-2", "learning rates of Adam to choose from, or one")
-    tuning_seconds: float = option(40.0, "CPU seconds of training for the choice of a rate")
+    tuning_seconds: float = option(40.0, "CPU seconds of training to choose a rate")
     tuning_seeds: int = option(3, "seeds for that choice", least=1)
     test_size: int = option(256, "test series")
     out: str = option("runs/selective", "folder for the table and the figure")
 
 
 def adding(count: int, length: int, generator: torch.Generator) -> Samples:
-    """Samples (count, length, 2), their times, and the sums of what is marked, (count, 1)."""
+    """Draw samples (count, length, 2), their times, and the sums of the marked numbers, (count, 1)."""
     numbers = torch.rand(count, length, generator=generator)
     half = length // 2
     first = torch.randint(half, (count, 1), generator=generator)
@@ -76,7 +76,7 @@ def adding(count: int, length: int, generator: torch.Generator) -> Samples:
 
 
 def tone(count: int, length: int, generator: torch.Generator) -> Samples:
-    """Samples (count, length, 2), their times, and the number of the tone in the window, (count,)."""
+    """Draw samples (count, length, 2), their times, and the number of the tone in the window, (count,)."""
     window = length // 5
     t = (2 * torch.rand(count, length, generator=generator)).cumsum(1)
     start = torch.randint(length - window + 1, (count, 1), generator=generator)
@@ -101,14 +101,14 @@ class GRU(nn.Module):
         self.head = nn.Linear(size, outputs)
 
     def forward(self, x: Tensor, t: Tensor) -> tuple[Tensor, None]:
-        """The output at every sample."""
+        """Return the output at every sample."""
         return self.head(self.layer(with_gaps(x, t))[0]), None
 
 
 class MinGRU(nn.Module):
     """Residual blocks h + GLU(W gelu(s)) of s_i = (1 - z_i) s_{i-1} + z_i c_i, with gate z and candidate c of a sample.
 
-    The biases of z are drawn so that memories are log-uniform, from 2 samples to all.
+    The biases of z give log-uniform memories, from 2 samples to all.
     """
 
     def __init__(self, outputs: int, size: int, layers: int, length: int) -> None:
@@ -125,7 +125,7 @@ class MinGRU(nn.Module):
         self.gates = nn.ModuleList(gates)
 
     def forward(self, x: Tensor, t: Tensor) -> tuple[Tensor, None]:
-        """The output at every sample."""
+        """Return the output at every sample."""
         h = self.encoder(with_gaps(x, t)).transpose(0, 1)
         for norm, gate, mixer in zip(self.norms, self.gates, self.mixers, strict=True):
             z, candidate = gate(norm(h)).chunk(2, -1)
@@ -135,12 +135,12 @@ class MinGRU(nn.Module):
 
 
 def with_gaps(x: Tensor, t: Tensor) -> Tensor:
-    """Samples joined with log(1 + gap)."""
+    """Return samples joined with log(1 + gap)."""
     return torch.cat([x, t.diff(dim=1, prepend=t[:, :1]).log1p().unsqueeze(-1)], -1)
 
 
 def make_model(name: str, problem: str, size: int, length: int, t: Tensor) -> nn.Module:
-    """The model of a name, whose initial rates suit times ``t``."""
+    """Return a model with initial rates for the times ``t``."""
     outputs, layers = OUTPUTS[problem], LAYERS[problem]
     if name == "gru":
         return GRU(outputs, size, layers)
@@ -158,7 +158,7 @@ def make_model(name: str, problem: str, size: int, length: int, t: Tensor) -> nn
 
 
 def loss_of(y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """The loss of the outputs at the last sample, and the error that is reported."""
+    """Return the loss of the outputs at the last sample, and the error to report."""
     if target.dim() == 2:
         loss = functional.mse_loss(y, target)
         return loss, loss
@@ -166,7 +166,7 @@ def loss_of(y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def train(options: SelectiveOptions, name: str, seed: int, lr: float, seconds: float) -> dict[str, Any]:
-    """Train a model; the test error by CPU seconds of training."""
+    """Train a model, and return its test error by CPU seconds of training."""
     torch.manual_seed(seed)
     length = options.length or LENGTHS[options.problem]
     problem = PROBLEMS[options.problem]
@@ -201,7 +201,7 @@ def train(options: SelectiveOptions, name: str, seed: int, lr: float, seconds: f
 
 
 def finished(options: SelectiveOptions, name: str, seed: int, lr: float, seconds: float) -> dict[str, Any]:
-    """Train a model unless its file is there; return the run."""
+    """Return a run, from its file or by training."""
     label = f"{options.problem}-{options.length or LENGTHS[options.problem]}-{name}-{lr:g}-{seconds:g}s-seed{seed}"
     path = Path(options.out) / "runs" / f"{label}.json"
     if not path.exists():
@@ -210,7 +210,7 @@ def finished(options: SelectiveOptions, name: str, seed: int, lr: float, seconds
 
 
 def chosen_rate(options: SelectiveOptions, name: str) -> float:
-    """Return the learning rate of least median error after a short training, with seeds for nothing else."""
+    """Return the learning rate with the least median error after a short training, with other seeds."""
     rates = [float(rate) for rate in options.rates.split(",")]
     if len(rates) == 1:
         return rates[0]
@@ -223,7 +223,7 @@ def chosen_rate(options: SelectiveOptions, name: str) -> float:
 
 
 def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
-    """The test error by CPU seconds, a panel for each problem, a line for each run, a color for each model."""
+    """Draw the test error by CPU seconds, a panel for each problem, a line for each run, a color for each model."""
     problems = [problem for problem in TRIVIAL if any(run["problem"] == problem for run in runs)]
     with panels(path, 1, len(problems), size=(5.5 * len(problems), 4)) as (_, axes):
         for ax, problem in zip(axes[0], problems, strict=True):
@@ -239,7 +239,7 @@ def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train all; write ``PROBLEM.csv``, ``PROBLEM.json`` and ``PROBLEM.png``."""
+    """Train all models; write ``PROBLEM.csv``, ``PROBLEM.json`` and ``PROBLEM.png``."""
     options = parse(SelectiveOptions, {}, __doc__, argv)
     torch.set_num_threads(1)
     names = MODELS if options.model == "all" else tuple(options.model.split(","))

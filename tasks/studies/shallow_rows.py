@@ -1,23 +1,23 @@
-"""Rows without a network: what a constant, the last value, ridge regression, MiniRocket and boosting forecast.
+"""Baselines without a network: forecasts by a constant, the last value, ridge regression, MiniRocket and boosting.
 
-``errors.csv`` has a row for each model, and a column for each error, on the test windows of a task, ``--data``:
+``errors.csv`` has a row for each model and a column for each error, on the test windows of a task, ``--data``:
 
 - "vibration" and "vibration-paper", the two splits of plane vibration: the eight rows ahead, standardised.
 - "walker2d": the next frame in the data's units.
-- "speech": the next frame; a constant and the last value only.
+- "speech": the next frame; only a constant and the last value.
 
 "constant" is the mean of the training rows, "last value" the last sample. The other models forecast the change from the
-last sample, and the best of three settings on validation is tested:
+last sample, and the best of three settings by validation is tested:
 
-- "ridge": ridge regression on the window, interpolated linearly to a regular grid that ends one step before the
-  forecast begins. Penalties 0.01, 0.1, 1 times the deviation of features squared.
+- "ridge": ridge regression on the window, linearly interpolated to a regular grid that ends one step before the
+  forecast. Penalties 0.01, 0.1, 1 times the deviation of features squared.
 - "minirocket": ridge regression on MiniRocket's features of that grid (Dempster et al., arXiv:2012.08791; aeon's).
   Penalties 100, 1,000, 10,000.
 - "boosting": gradient boosting, one model for each output, on the last eight samples, their times, and statistics of
   the window. Learning rates 0.03, 0.1, 0.3, of 100 trees.
 
-Of Walker2D they see the last 16 frames before each prediction, are trained on 20,000 of all frames, drawn at random,
-and are chosen on 5,000 of validation. tasks.classification has such models of its own.
+For Walker2D the inputs are the last 16 frames before each prediction. Training has 20,000 random frames, and validation
+5,000. tasks.classification has its own models of this kind.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tasks.data.f16 import read_plane_vibration
 from tasks.models.classifiers import summaries
 
 PAST = 16  # frames of Walker2D before each prediction
-RECENT = 8  # samples that boosting sees as they are
+RECENT = 8  # last samples, inputs of boosting
 FITTED = ("ridge", "minirocket", "boosting")
 Row = dict[str, object]
 
@@ -49,19 +49,21 @@ Row = dict[str, object]
 class ShallowOptions(Options):
     """Options of the study."""
 
-    data: str = option("vibration", "which task's windows", ("vibration", "vibration-paper", "walker2d", "speech"))
-    seed: int = option(0, "of MiniRocket, and of the frames of Walker2D that are drawn")
+    data: str = option(
+        "vibration", "the task whose windows are forecast", ("vibration", "vibration-paper", "walker2d", "speech")
+    )
+    seed: int = option(0, "of MiniRocket, and of the random frames of Walker2D")
     out: str = option("runs/shallow_rows", "folder for the table")
 
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """Windows of irregular samples, and what follows each.
+    """Windows of irregular samples, and the rows after each.
 
     Attributes:
         x: samples (N, T, channels), float32, NaN before the first one.
-        age: steps from each sample to the first one that is forecast, (N, T).
-        y: what follows, (N, steps ahead, channels).
+        age: steps from each sample to the first forecast one, (N, T).
+        y: the rows to forecast, (N, steps ahead, channels).
     """
 
     x: Tensor
@@ -70,11 +72,11 @@ class Windows:
 
     @property
     def last(self) -> Tensor:
-        """The last sample, as far as ``y`` goes."""
+        """The last sample, in the shape of ``y``."""
         return self.x[:, -1:].expand_as(self.y)
 
     def grid(self) -> np.ndarray:
-        """Return the samples on linear interpolation T, ..., 2, 1 steps before the forecast, (N, T, channels)."""
+        """Return linearly interpolated samples T, ..., 2, 1 steps before the forecast, (N, T, channels)."""
         x, age = self.x.double().numpy(), self.age.double().numpy()
         first = np.isnan(x[..., 0]).sum(1)
         at = -np.arange(x.shape[1], 0, -1.0)
@@ -93,7 +95,7 @@ class Windows:
 
 
 def fit(name: str, train: Windows, validation: Windows, seed: int) -> Callable[[Windows], Tensor]:
-    """Fit a model with three settings; return the forecasts, like ``y``, of that with the least validation error.
+    """Fit a model with three settings, and return the forecasts of the one with the least validation error.
 
     Arguments:
         name: one of :data:`FITTED`.
@@ -135,11 +137,11 @@ def fit(name: str, train: Windows, validation: Windows, seed: int) -> Callable[[
 
 
 def row(data: str, size: str, model: str) -> Row:
-    """Return what a row says beside errors."""
+    """Return the columns of a row other than errors."""
     return {"case": "", "data": data, "size": size, "model": model, "seed": ""}
 
 
-def of_vibration(seed: int, protocol: str = "honest") -> Iterator[Row]:
+def vibration_rows(seed: int, protocol: str = "honest") -> Iterator[Row]:
     """Yield the rows of a split of plane vibration."""
     record, source = read_plane_vibration()
     splits = plane_vibration.Splits.from_record(record, protocol)
@@ -158,7 +160,7 @@ def of_vibration(seed: int, protocol: str = "honest") -> Iterator[Row]:
 
 
 def windows_of_walking(batch: Samples, count: int = 0, seed: int = 0) -> Windows:
-    """Return the last frames before each prediction, in time order, or so many of them drawn at random."""
+    """Return the last frames before each prediction, or before ``count`` random ones."""
     x, t, y = batch
     past = torch.nn.functional.pad(x, (0, 0, PAST - 1, 0), value=torch.nan).unfold(1, PAST, 1).swapaxes(2, 3)
     when = torch.nn.functional.pad(t, (PAST - 1, 0), value=torch.nan).unfold(1, PAST, 1)
@@ -170,11 +172,11 @@ def windows_of_walking(batch: Samples, count: int = 0, seed: int = 0) -> Windows
     return Windows(past[places], age[places], y[places].unsqueeze(1))
 
 
-def of_walking(seed: int) -> Iterator[Row]:
+def walking_rows(seed: int) -> Iterator[Row]:
     """Yield the rows of Walker2D."""
     splits = walker2d.Splits.from_options(walker2d.WalkerConfig(model="gru"))
     train, validation = windows_of_walking(splits.train, 20_000, seed), windows_of_walking(splits.validation, 5_000)
-    tests = [windows_of_walking(part) for part in zip(*(of_all.split(200) for of_all in splits.test), strict=True)]
+    tests = [windows_of_walking(part) for part in zip(*(x.split(200) for x in splits.test), strict=True)]
     target = torch.cat([test.y for test in tests])
     forecasts = {"constant": splits.mean.expand_as(target), "last value": torch.cat([test.last for test in tests])}
     for name in FITTED:
@@ -185,10 +187,10 @@ def of_walking(seed: int) -> Iterator[Row]:
         yield about | {"test_mse": (forecast - target).square().mean().item()}
 
 
-def of_speech(seed: int) -> Iterator[Row]:
+def speech_rows(seed: int) -> Iterator[Row]:
     """Yield the rows of speech."""
     batches, source = speech.read_batches(speech.SpeechConfig(model="plain"))
-    errors = speech.yardsticks(batches["train"], batches["test"])
+    errors = speech.trivial_errors(batches["train"], batches["test"])
     for model, name in (("constant", "mean_mse"), ("last value", "repeat_mse")):
         about = row(f"speech ({source})", f"{len(batches['test'][0])} test recordings", model)
         yield about | {"test_mse": errors[name]}
@@ -198,10 +200,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure, and write the table."""
     options = parse(ShallowOptions, {}, __doc__, argv)
     sources: dict[str, Callable[[int], Iterator[Row]]] = {
-        "vibration": of_vibration,
-        "vibration-paper": partial(of_vibration, protocol="paper"),
-        "walker2d": of_walking,
-        "speech": of_speech,
+        "vibration": vibration_rows,
+        "vibration-paper": partial(vibration_rows, protocol="paper"),
+        "walker2d": walking_rows,
+        "speech": speech_rows,
     }
     rows = list(sources[options.data](options.seed))
     print(*rows, sep="\n")

@@ -1,10 +1,10 @@
-"""Silverbox, untrained: how fast the five models grow at initialisation.
+"""Silverbox, untrained: growth of the five models at initialisation.
 
 Figure 7 of Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture Design? (2022): the norm of h(t)
-over 63 samples of the Silverbox benchmark, f being one dense layer that also sees the input V1(t). Both signals are
+over 63 samples of the Silverbox benchmark, where f is a dense layer of the state and the input V1(t). Both signals are
 centred and multiplied by 100, a sample is a unit of time, and the second-order models start with a learned scalar, as
 in the authors' code. There V1 was extrapolated beyond t = 1; here it is interpolated. The paper draws the mean of ten
-seeds, which the worst seed decides; here are the median and the quantiles of many, and the mean beside them.
+seeds, which depends on the worst seed. Here are the median and quantiles of many seeds, and the mean.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class GrowthOptions(Options):
 
 
 class Draws:
-    """Many initialisations of a model of figure 7, each a sample of one batch, with weights of its own."""
+    """Many initialisations of a model of figure 7 as samples of one batch, each with its own weights."""
 
     def __init__(self, model: str, seeds: Sequence[int], signal: Callable[[Tensor], Tensor]) -> None:
         self.model, self.signal = model, signal
@@ -55,14 +55,14 @@ class Draws:
         self.weight, self.bias, self.start = (torch.stack(x).double() for x in (weights, biases, starts))
 
     def take(self, index: slice) -> Draws:
-        """Return some of them."""
+        """Return some of the initialisations."""
         part = object.__new__(Draws)
         part.model, part.signal = self.model, self.signal
         part.weight, part.bias, part.start = self.weight[index], self.bias[index], self.start[index]
         return part
 
     def dense(self, t: Tensor, *state: Tensor) -> Tensor:
-        """Return the dense layer f(t, h) or f(t, h, v), of each draw on its own sample."""
+        """Return the dense layer f(t, h) or f(t, h, v) of each draw for its own sample."""
         u = self.signal(t)
         x = torch.cat([*state, u.expand(len(self.weight), 1)], dim=-1)
         return torch.einsum("bij,bj->bi", self.weight, x) + self.bias
@@ -83,14 +83,14 @@ class Draws:
         )
 
     def norms(self, start: float, times: Tensor, tol: float) -> Tensor:
-        """Return the norm of h(t), (times, draws); infinite from where a draw diverged."""
+        """Return the norm of h(t), (times, draws); infinite after a divergence."""
         field = self.field()
         state = field.initial_state(torch.full((len(self.weight), 1), start, dtype=torch.float64))
         try:
             solved = hbnode.odeint(field, state, times, rtol=tol, atol=tol, per_sample=True, max_steps=100_000)
             return field.readout(solved).norm(dim=-1)
         except hbnode.SolverError as error:
-            if len(self.weight) > 1:  # one at a time: the others go on
+            if len(self.weight) > 1:  # one at a time, because the others do not fail
                 each = [self.take(slice(i, i + 1)).norms(start, times, tol) for i in range(len(self.weight))]
                 return torch.cat(each, dim=1)
             reached = int((times < error.t).sum()) - 1
@@ -102,9 +102,9 @@ class Draws:
 
 
 def statistics(norms: Tensor) -> dict[str, Tensor]:
-    """Median, 10 % and 90 % quantile and mean over the draws (times, draws), and how many diverged so far.
+    """Return median, 10 % and 90 % quantile, mean and number of divergences over the draws (times, draws).
 
-    A quantile is the nearest draw, which is defined where draws are infinite.
+    A quantile is the nearest draw, which is defined also for infinite draws.
     """
     levels = {"median": 0.5, "q10": 0.1, "q90": 0.9}
     found = {name: torch.quantile(norms, q, dim=1, interpolation="nearest") for name, q in levels.items()}

@@ -2,7 +2,6 @@
 
 import csv
 import dataclasses
-import json
 import multiprocessing
 import os
 import signal
@@ -12,7 +11,7 @@ from pathlib import Path
 import torch
 
 from tasks.common.config import TaskConfig, option, parse
-from tasks.common.files import read_checkpoint
+from tasks.common.files import read_tensors
 from tasks.common.run import Run, sweep
 from tasks.common.train import fit
 
@@ -27,8 +26,8 @@ def read_metrics(folder):
 
 
 def names_in(folder):
-    """Of all files but the lock."""
-    return {path.name for path in folder.iterdir()} - {".lock"}
+    """Of all files."""
+    return {path.name for path in folder.iterdir()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,8 +102,7 @@ def wait_for_position(folder, position, is_alive):
     path = folder / "checkpoint.pt"
     while time.monotonic() < deadline and is_alive():
         if path.exists():
-            about = json.loads((folder / "config.json").read_text())
-            found = read_checkpoint(path, about["task"], about["model"])["position"]
+            found = read_tensors(path)["position"]
             if found >= position:
                 return found
         time.sleep(0.01)

@@ -1,6 +1,5 @@
 """The task of annealing: exact normalising constants, a small run, and that it goes on where it was."""
 
-import csv
 import math
 
 import pytest
@@ -44,15 +43,3 @@ def test_training_raises_the_bound(sampler):
     trained = annealing.train(model, options)
     before, after = (annealing.bound(one, 400, 17) for one in (model, trained))
     assert after > before + 1
-
-
-def test_an_unknown_log_z_is_the_best_estimate_and_other_options_are_refused(tmp_path, capsys):
-    arguments = "--targets cancer --evaluations 2 --iterations 0 --paths 16 --out".split()
-    annealing.main([*arguments, str(tmp_path)])
-    with (tmp_path / "annealing.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    best = min(rows, key=lambda row: float(row["log_z_error"]))
-    assert {row["log_z"] for row in rows} == {best["log_z_estimate"]}
-    assert "logistic regression, d = 31: log Z = " in capsys.readouterr().out
-    with pytest.raises(SystemExit, match=r"has other options.*Fix: --out another-folder"):
-        annealing.main([*arguments, str(tmp_path), "--seed", "1"])

@@ -1,8 +1,6 @@
 """The baselines: what they read and in which order, what gaps do, and their sizes; options of tasks that have them."""
 
-import dataclasses
 import math
-import sys
 
 import pytest
 import torch
@@ -10,9 +8,8 @@ from torch import nn
 
 pytest.importorskip("tqdm")
 
-from tasks.common.config import MODELS, parse
 from tasks.common.run import count_parameters
-from tasks.models.baselines import BASELINES, KINDS, Decaying, IrregularSeriesConfig, make_baseline
+from tasks.models.baselines import BASELINES, KINDS, Decaying, make_baseline
 
 BATCH, LENGTH, INPUTS = 3, 7, 4
 
@@ -106,26 +103,6 @@ def test_the_cell_of_cfc_is_that_of_its_paper():
     s = torch.sigmoid(cell.time_a(shared) * gap + cell.time_b(shared))
     expected = (1 - s) * cell.ff1(shared).tanh() + s * cell.ff2(shared).tanh()
     torch.testing.assert_close(features[:, 0], expected)
-
-
-def test_too_few_parameters_and_no_ncps_are_said(monkeypatch):
-    with pytest.raises(ValueError, match=r"size 1 has \d+ parameters, more than parameters=5"):
-        make_baseline("gru", INPUTS, 5)
-    monkeypatch.setitem(sys.modules, "ncps.torch", None)
-    with pytest.raises(ImportError, match=r"cfc needs the package ncps .*Fix: pip install -e '\.\[peers\]'"):
-        make_baseline("cfc", INPUTS, 1000)
-
-
-def test_models_and_options_of_a_task():
-    assert IrregularSeriesConfig(model="all").chosen() == (*MODELS, *BASELINES)
-    argv = "--device cpu --model gru,hbnode,gru".split()
-    assert parse(IrregularSeriesConfig, {}, "", argv).chosen() == ("gru", "hbnode")
-    argv = "--device cpu --model gru --gradient adjoint".split()  # not tried for a baseline
-    assert parse(IrregularSeriesConfig, {}, "", argv).model == "gru"
-    config = IrregularSeriesConfig()
-    assert config.rnn_options() == config.ode_options() | {"per_sample": True, "time_unit": 1.0}
-    changed = dataclasses.replace(config, solver="torchdiffeq", time_unit=2.0).rnn_options()
-    assert (changed["per_sample"], changed["time_unit"]) == (False, 2.0)
 
 
 # Options of tasks that have baselines beside the five models

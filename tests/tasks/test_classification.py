@@ -1,11 +1,8 @@
-"""Classification of irregular series: data, models, training, the table."""
+"""Classification of irregular series: data and models."""
 
 import itertools
-import json
 import math
-import re
 import sys
-import types
 import zipfile
 
 import numpy as np
@@ -16,110 +13,18 @@ pytest.importorskip("tqdm")
 pytest.importorskip("pandas")
 pytest.importorskip("sklearn")
 
-import pandas as pd
 
-import hbnode
-from tasks import classification, plot
+from tasks import classification
 from tasks.common.run import count_parameters
 from tasks.data import labelled_series
 from tasks.models.classifiers import (
     CLASSIFIERS,
     SHALLOW,
-    Controlled,
     fit_shallow,
     last_values,
     make_classifier,
     summaries,
 )
-from tasks.studies import archive, classification_table
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A set of 40 series in two files of long form, told by a mean."""
-    root = tmp_path_factory.mktemp("tables")
-    random = np.random.default_rng(0)
-    rows, labels = [], []
-    for one in range(40):
-        label = one % 2
-        labels.append((f"s{one}", "up" if label else "down", 0.1 * one))
-        for t in np.sort(random.uniform(0, 10, 8)):
-            rows.append((f"s{one}", t, random.choice(["a", "b"]), 3 * label + random.normal()))
-    pd.DataFrame(rows, columns=["id", "time", "variable", "value"]).to_csv(root / "table.csv", index=False)
-    pd.DataFrame(labels, columns=["id", "label", "age"]).to_csv(root / "labels.csv", index=False)
-    return root
-
-
-def arguments(folder, *options):
-    small = "--device cpu --epochs 2 --batch-size 8 --parameters 400 --lr 0.02".split()
-    return [*small, "--table", str(folder / "table.csv"), "--labels", str(folder / "labels.csv"), *options]
-
-
-def test_tables_in_long_form(folder):
-    series, labels, names = labelled_series.read_labelled_series(
-        "", str(folder / "table.csv"), str(folder / "labels.csv")
-    )
-    assert names == ["down", "up"]
-    assert labels.tolist() == [int(one[1:]) % 2 for one in series.ids]
-    assert series.features == ["a", "b"]
-    torch.testing.assert_close(series.static[:, 0], torch.tensor([0.1 * int(one[1:]) for one in series.ids]))
-    wide = pd.DataFrame({"id": ["s0", "s0", "s1"], "time": ["2020-01-01", "2020-01-02", "2020-01-01"], "p": [1, 2, 3]})
-    wide.to_csv(folder / "wide.csv", index=False)
-    series, _, _ = labelled_series.read_tables(folder / "wide.csv", folder / "labels.csv")
-    assert series.t[0].diff().tolist() == [86400.0]
-
-
-def rewritten(folder, tmp_path, rows=None, known=None, **options):
-    """The set of two tables, each changed by a function and written anew."""
-    for name, change in (("table", rows), ("labels", known)):
-        frame = pd.read_csv(folder / f"{name}.csv")
-        (change or (lambda x: x))(frame).to_csv(tmp_path / f"{name}.csv", **{"index": False, **options})
-    return labelled_series.read_tables(tmp_path / "table.csv", tmp_path / "labels.csv")
-
-
-def numbered(frame):
-    return frame.assign(id=frame["id"].str.removeprefix("s").str.zfill(3))
-
-
-@pytest.mark.parametrize(
-    ("rows", "known", "options"),
-    [
-        (None, None, {"index": True}),  # an index without a name is no feature
-        (None, None, {"encoding": "utf-8-sig", "lineterminator": "\r\n"}),
-        (numbered, numbered, {}),  # ids that are numbers to pandas
-        (numbered, lambda x: pd.concat([numbered(x), x[:1].assign(id="control")]), {}),  # and texts in one of them
-    ],
-    ids=["index", "windows", "numbers", "texts"],
-)
-def test_tables_as_others_write_them(folder, tmp_path, rows, known, options):
-    expected, labels, _ = rewritten(folder, tmp_path)
-    series, found, _ = rewritten(folder, tmp_path, rows, known, **options)
-    assert found.equal(labels)
-    assert series.static_features == ["age"]
-    assert series.x.nan_to_num().equal(expected.x.nan_to_num())
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"known": lambda x: pd.concat([x, x[:1].assign(label="up")])}, "id 's0' has rows that differ. Fix: one label"),
-        ({"known": lambda x: x.assign(label=x["label"].where(x.index > 1))}, "id 's0' has no label. Fix: leave"),
-        ({"known": lambda x: x.assign(sex="m")}, "'sex' is a static feature, a number, got 'm'"),
-        ({"known": lambda x: x.assign(age=np.inf)}, "'age' is a static feature, a number, got inf"),
-        ({"rows": lambda x: x.assign(time=[f"{1 + i % 9},5" for i in x.index])}, "got '1,5'"),
-        ({"rows": lambda x: x.assign(time=x["time"].astype(str).where(x.index > 0, "late"))}, "dates, got 'late'"),
-        ({"rows": lambda x: x.rename(columns={"id": "name"})}, "has no column 'id', but .* Fix: rename one"),
-        ({"rows": lambda x: x.assign(id="other")}, "share no id"),
-        ({"sep": ";"}, r"has no column 'id', but \['id;time.* Fix: commas between the columns"),
-        ({"encoding": "utf-16"}, r"table.csv cannot be read \(.*codec.* Fix: a CSV file in UTF-8"),
-    ],
-    ids=["labels", "no-label", "text", "infinite", "comma", "late", "column", "ids", "semicolons", "utf-16"],
-)
-def test_tables_that_are_refused(folder, tmp_path, change, message):
-    with pytest.raises(ValueError, match=message):
-        rewritten(folder, tmp_path, **change)
-    with pytest.raises(FileNotFoundError, match=r"cannot be read: Is a directory. Fix: the path of a CSV file"):
-        labelled_series.read_tables(tmp_path, tmp_path / "labels.csv")
 
 
 def test_sets_of_the_archive_are_read_from_wheels(tmp_path, monkeypatch):
@@ -211,9 +116,6 @@ def test_the_split_is_stratified_and_disjoint():
     parts = classification.split(labels, 0)
     assert sorted(torch.cat(list(parts.values())).tolist()) == list(range(63))
     assert [labels[part].bincount().tolist() for part in parts.values()] == [[30, 6, 1], [10, 2, 1], [10, 2, 1]]
-    for few, message in (([0, 0, 0, 1, 1], "class 1 has 2 series"), ([0.0] * 5, "all series are of one class")):
-        with pytest.raises(ValueError, match=message):
-            classification.split(torch.tensor(few), 0)
 
 
 @pytest.fixture(scope="module")
@@ -241,17 +143,6 @@ def test_networks_of_equal_parameters_that_padding_does_not_change(name, pool, b
     assert all(p.grad is not None for p in model.parameters())
     moved = model(x, t + 100, mask, lengths, static)  # only gaps count
     torch.testing.assert_close(moved, logits, rtol=1e-3, atol=1e-4)
-
-
-def test_the_cde_follows_its_control():
-    """dz = f(z) dX with a constant f is a sum of the changes."""
-    control = Controlled(2, 3)
-    with torch.no_grad():
-        control.net[2].weight.zero_()
-    control.change = torch.tensor([[0.5, -1.0]])
-    matrix = control.net[2].bias.tanh().view(3, 2)
-    z = hbnode.odeint(hbnode.NODE(control), torch.zeros(1, 3), [0.0, 1.0], method="rk4", steps=1)[-1]
-    torch.testing.assert_close(z[0], matrix @ torch.tensor([0.5, -1.0]))
 
 
 def test_summaries_against_numpy(batch):
@@ -297,74 +188,3 @@ def test_models_that_are_no_networks_on_the_clinic():
     for b, k in itertools.product(range(5), range(count)):
         values = x[b, mask[b, :, k], k]
         assert last[b, k] == values[-1] if len(values) else np.isnan(last[b, k])
-
-
-def test_minirocket_needs_aeon(monkeypatch, capsys):
-    monkeypatch.setattr(classification.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit):
-        classification.main(["--model", "minirocket"])
-    assert "--model minirocket needs aeon. Fix: pip install aeon." in capsys.readouterr().err
-
-
-def test_runs_and_the_table_of_their_differences(folder, tmp_path, capsys):
-    for model, seed in itertools.product(("gru", "logistic"), "01"):
-        classification.main(arguments(folder, "--model", model, "--seed", seed, "--out", str(tmp_path / model / seed)))
-    summary = json.loads((tmp_path / "logistic" / "1" / "summary.json").read_text())
-    assert {"test_accuracy", "test_auroc", "test_loss", "training_seconds"} <= set(summary)
-    capsys.readouterr()
-    classification_table.main([str(tmp_path), "--resamples", "50"])
-    lines = capsys.readouterr().out.splitlines()
-    assert sum(line.startswith("|") for line in lines) == 4
-    assert " to " in lines[-1]
-    plot.main([str(tmp_path)])
-    _, head, _, network, regression, *_ = capsys.readouterr().out.splitlines()
-    columns = ["model", "seeds", "validation accuracy %", "best epoch", "train accuracy %", "test accuracy %"]
-    assert re.split("  +", head)[: len(columns)] == columns
-    assert (tmp_path / "classification-default-table.png").exists()  # the name of the set's file
-    assert [re.split("  +", line)[3] == "-" for line in (network, regression)] == [False, True]
-    with pytest.raises(SystemExit, match="no finished runs"):
-        classification_table.main([str(folder)])
-
-
-def test_the_loss_at_equal_seconds(tmp_path):
-    folders = [tmp_path / "0", tmp_path / "1"]
-    for folder, losses in zip(folders, ([0.9, 0.5, 0.1], [0.8, 0.7, 0.2]), strict=True):
-        folder.mkdir()
-        lines = [f"{loss},2.0" for loss in losses]
-        (folder / "metrics.csv").write_text("\n".join(["validation_loss,seconds", *lines]))
-    group = types.SimpleNamespace(folders=folders)
-    assert [classification_table.early(group, s) for s in (1.0, 2.0, 5.9, np.inf)] == ["–", "0.850", "0.600", "0.150"]
-
-
-def test_scores_and_differences():
-    from sklearn.metrics import roc_auc_score
-
-    random = np.random.default_rng(0)
-    labels = random.integers(2, size=200)
-    good = np.clip(0.5 + 0.2 * (2 * labels - 1) + 0.2 * random.normal(size=200), 0, 1).round(2)
-    pair = np.stack([1 - good, good], 1)
-    assert classification_table.score(labels, pair) == pytest.approx(roc_auc_score(labels, good))
-    noise = random.random((200, 2))
-    mean, low, high = classification_table.difference({0: (labels, pair)}, {0: (labels, noise)}, 200)
-    assert 0 < low < mean < high
-    assert classification_table.difference({0: (labels, pair)}, {0: (labels, pair)}, 10) == (0, 0, 0)
-
-
-def test_the_splits_of_the_archive(tmp_path, monkeypatch, capsys):
-    pytest.importorskip("aeon")
-    monkeypatch.setattr(archive, "compile_kernels", lambda: None)
-    options = ["--sets", "GunPoint", "--models", "features", "--seeds", "1", "--out", str(tmp_path)]
-    archive.main(options)
-    (row,) = pd.read_csv(tmp_path / "accuracy.csv").to_dict("records")
-    assert (row["case"], row["model"], row["size"]) == ("GunPoint", "features", "50 training and 150 test series")
-    assert row["test_accuracy"] > 0.9
-    assert row["seconds"] > 0
-    capsys.readouterr()
-    monkeypatch.setattr(archive, "measure", lambda *arguments: {"test_accuracy": 0.5, "seconds": 1.0})
-    archive.main([*options, "--seeds", "2"])  # goes on where it was
-    assert pd.read_csv(tmp_path / "accuracy.csv")["test_accuracy"].tolist() == [row["test_accuracy"], 0.5]
-    archive.main(["--sets", "JapaneseVowels", "--models", "aeon", "--out", str(tmp_path / "other")])
-    assert not (tmp_path / "other").exists()  # aeon's takes equal lengths only
-    with pytest.raises(SystemExit):
-        archive.main(["--sets", "Gunpoint"])
-    assert "'Gunpoint' is not one of ACSF1" in capsys.readouterr().err

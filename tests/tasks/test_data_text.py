@@ -11,7 +11,7 @@ pytest.importorskip("tokenizers")
 
 from tasks.data import tatoeba
 from tasks.data.subwords import PADDING, UNKNOWN, decode, learn_subwords
-from tasks.data.text import FILES, Text, chain_transitions, read_text
+from tasks.data.text import FILES, chain_transitions, read_text
 
 
 @pytest.fixture(autouse=True)
@@ -66,26 +66,18 @@ def test_characters(folder):
     assert ([len(part) for part in few.parts.values()], len(few.words)) == ([6, 2, 2], 3)
 
 
-def test_unigram_perplexity():
-    parts = {"train": torch.tensor([0, 0, 1]), "validation": torch.tensor([0]), "test": torch.tensor([0, 2])}
-    text = Text(parts, ("a", "b", "c"), "generated")
-    assert text.unigram_perplexity() == pytest.approx((6 / 3 * 6 / 1) ** 0.5)
-
-
 def test_texts_that_cannot_be_read(folder):
     for name in ("ptb", "tinyshakespeare"):
-        with pytest.raises(FileNotFoundError, match=rf"{name} is not in HBNODE_DATA=.*expected {FILES[name][0]}.*Fix:"):
+        with pytest.raises(FileNotFoundError, match=rf"{FILES[name][0]} is not in HBNODE_DATA=.*Fix:"):
             read_text(name)
-    with pytest.raises(ValueError, match="source must be one of"):
-        read_text("novel")
     write_ptb(folder, valid="")
-    with pytest.raises(ValueError, match=r"ptb\.valid\.txt is empty"):
+    with pytest.raises(ValueError, match="a part of the text ptb is empty"):
         read_text()
     (folder / "ptb" / "ptb.train.txt").write_bytes(b"caf\xe9")
     with pytest.raises(ValueError, match=r"ptb\.train\.txt is no text in UTF-8"):
         read_text()
     write_shakespeare(folder, "short")
-    with pytest.raises(ValueError, match=r"input\.txt has 5 characters"):
+    with pytest.raises(ValueError, match="a part of the text tinyshakespeare is empty"):
         read_text("tinyshakespeare")
 
 
@@ -125,25 +117,23 @@ def test_sentence_pairs_of_limited_length_and_number(folder):
     lines = [f"I see {i}.\tIch sehe {i}.\tCC-BY" for i in range(400)] + ["Go\u202fon!\tMach weiter, immer weiter."]
     lines += [f"I see {i}.\tDie {i} sehe ich." for i in range(400)]
     write_pairs(folder, lines)
-    data = tatoeba.read_pairs()
-    assert data.source == "tatoeba"
-    assert_disjoint(data.parts)
-    assert ("Go on!", "Mach weiter, immer weiter.") in [pair for pairs in data.parts.values() for pair in pairs]
+    parts, source = tatoeba.read_pairs()
+    assert source == "tatoeba"
+    assert_disjoint(parts)
+    assert ("Go on!", "Mach weiter, immer weiter.") in [pair for pairs in parts.values() for pair in pairs]
     for name in ("validation", "test"):  # each English sentence once
-        assert len({english for english, _ in data.parts[name]}) == len(data.parts[name])
-    few = tatoeba.read_pairs(max_words=3, train_size=50, test_size=4)
-    assert {name: len(pairs) for name, pairs in few.parts.items()} == {"train": 50, "validation": 4, "test": 4}
-    assert all(len(german.split()) == 3 for pairs in few.parts.values() for _, german in pairs)
-    assert few.parts["train"] == [pair for pair in data.parts["train"] if len(pair[1].split()) == 3][:50]
+        assert len({english for english, _ in parts[name]}) == len(parts[name])
+    few, _ = tatoeba.read_pairs(max_words=3, train_size=50, test_size=4)
+    assert {name: len(pairs) for name, pairs in few.items()} == {"train": 50, "validation": 4, "test": 4}
+    assert all(len(german.split()) == 3 for pairs in few.values() for _, german in pairs)
+    assert few["train"] == [pair for pair in parts["train"] if len(pair[1].split()) == 3][:50]
     with pytest.raises(ValueError, match="no pair of at most 1 words in the train data"):
         tatoeba.read_pairs(max_words=1)
 
 
 def test_sentences_that_cannot_be_read(folder):
-    with pytest.raises(FileNotFoundError, match=r"tatoeba is not in HBNODE_DATA=.*expected tatoeba-deu-eng.*Fix: put"):
+    with pytest.raises(FileNotFoundError, match=r"tatoeba-deu-eng/deu-eng\.zip is not in HBNODE_DATA=.*Fix: put"):
         tatoeba.read_pairs("tatoeba")
-    with pytest.raises(ValueError, match="source must be one of"):
-        tatoeba.read_pairs("novel")
     write_pairs(folder, ["Hi.\tHallo.", "one language"])
     with pytest.raises(ValueError, match=r"deu-eng\.zip is no archive with a file deu\.txt"):
         tatoeba.read_pairs()
@@ -153,14 +143,14 @@ def test_sentences_that_cannot_be_read(folder):
 
 
 def test_the_synthetic_language():
-    pairs = tatoeba.made_up(50, seed=0)
-    assert pairs == tatoeba.made_up(50, seed=0)
+    pairs = tatoeba.simulated_pairs(50, seed=0)
+    assert pairs == tatoeba.simulated_pairs(50, seed=0)
     assert len(set(pairs)) == 50
     for english, german in pairs:
         words, theirs = (sentence.rstrip(".").split() for sentence in (english, german))
         assert sorted(word[::-1] for word in theirs) == sorted(words)
         assert theirs[-1][::-1] in tatoeba.VERBS
-    assert_disjoint(tatoeba.read_pairs("generated").parts)
+    assert_disjoint(tatoeba.read_pairs("generated")[0])
 
 
 TEXTS = ("low low low lower", "newest newest widest!", "He said: „low, lower“ …", "", " a\u202f  b ")

@@ -18,16 +18,6 @@ def options_of(*argv):
     return parse(density.DensityConfig, {}, "", ["--device", "cpu", *argv])
 
 
-@pytest.mark.parametrize("name", DATASETS)
-def test_data_are_in_the_square_and_repeat_with_the_generator(name):
-    x, again = (DATASETS[name](5000, torch.Generator().manual_seed(0)) for _ in range(2))
-    assert x.shape == (5000, 2)
-    assert torch.equal(x, again)
-    assert (x.abs() < EXTENT).all(1).float().mean() > 0.999
-    assert x.mean(0).abs().max() < 0.15
-    assert 0.5 < x.std(0).min() < x.std(0).max() < 3
-
-
 def test_the_checkerboard_is_uniform_on_its_eight_squares():
     x = DATASETS["checkerboard"](8000, torch.Generator().manual_seed(0))
     square = ((x + 4) / 2).floor().long()

@@ -12,18 +12,7 @@ import torch
 pytest.importorskip("sklearn")
 
 from tasks import image_classification
-from tasks.data.images import read_cifar10, read_digits, read_mnist
-
-
-def test_digits():
-    x, _ = read_digits("train")
-    test_x, test_y = read_digits("test")
-    assert x.shape == (1437, 1, 8, 8)
-    assert test_x.shape == (360, 1, 8, 8)
-    assert (x.min(), x.max()) == (0, 1)
-    assert torch.bincount(test_y).min() >= 34  # stratified
-    seen = {tuple(image.flatten().tolist()) for image in x}
-    assert sum(tuple(image.flatten().tolist()) in seen for image in test_x) == 0
+from tasks.data.images import read_cifar10, read_mnist
 
 
 def idx_bytes(shape, data):
@@ -53,15 +42,15 @@ def test_mnist_is_read_from_the_data_folder(folder):
     torch.testing.assert_close(x, (torch.arange(32 * 784) % 251).view(32, 1, 28, 28) / 255)
     assert y.tolist() == [k % 10 for k in range(32)]
     for images, labels, message in (
-        ((6, 28, 28), [0, 1, 2, 3, 4, 10], r"images \(6, 28, 28\), labels \(6,\) from 0 to 10"),
+        ((6, 28, 28), [0, 1, 2, 3, 4, 10], r"images \(6, 28, 28\), labels \(6,\)"),
         ((6, 32, 32), range(6), r"images \(6, 32, 32\)"),
-        ((6, 28, 28), range(5), r"labels \(5,\) from 0 to 4"),
+        ((6, 28, 28), range(5), r"labels \(5,\)"),
         ((6, 784), range(6), r"images \(6, 784\)"),
     ):
         write_mnist(folder, images, labels)
         with pytest.raises(ValueError, match=rf"no MNIST files: .*{message}.*expected \(N, 28, 28\) and \(N,\) with"):
             read_mnist("train")
-    with pytest.raises(SystemExit, match="no MNIST files"):
+    with pytest.raises(ValueError, match="no MNIST files"):
         image_classification.load_data(image_classification.ImageConfig(dataset="mnist"))
 
 
@@ -108,22 +97,8 @@ def test_cifar10_is_read_from_the_official_batches(packed, folder):
     torch.testing.assert_close(x[-1, 0], torch.full((32, 32), 4 / 255))
     assert read_cifar10("test")[1].tolist() == [5] * 4
     write_cifar(folder, labels=[0, 1, 2, 99])
-    with pytest.raises(ValueError, match=r"no CIFAR-10 files: images \(4, 3, 32, 32\), labels \(4,\) from 0 to 99"):
+    with pytest.raises(ValueError, match=r"no CIFAR-10 files: images \(4, 3, 32, 32\), labels \(4,\)"):
         read_cifar10("test")
-
-
-def test_cifar10_is_read_from_a_subset(folder):
-    images = np.arange(2 * 32 * 32 * 3, dtype=np.int64).astype(np.uint8).reshape(2, 32, 32, 3)
-    labels = np.array([3, 9], np.uint8)
-    path = folder / "cifar10-subset" / "cifar10_subset.npz"
-    path.parent.mkdir()
-    np.savez(path, x_train=images, y_train=labels, x_test=images[:1], y_test=labels[:1])
-    x, y = read_cifar10("train")
-    assert y.tolist() == [3, 9]
-    torch.testing.assert_close(x[1, 2, 4, 5] * 255, torch.tensor(float(images[1, 4, 5, 2])))
-    path.write_bytes(path.read_bytes()[:5000])
-    with pytest.raises(ValueError, match=r"cifar10_subset.npz cannot be read[\s\S]*Fix: get it anew"):
-        read_cifar10("train")
 
 
 def test_a_pickle_that_would_run_something_is_refused(folder):

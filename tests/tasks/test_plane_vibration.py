@@ -27,17 +27,6 @@ def made_up():
 # Data
 
 
-def test_the_made_up_structure_repeats_but_for_its_noise(made_up):
-    period = made_up.reshape(9, 8192, 5).mean(0)
-    noise = (made_up.reshape(9, 8192, 5) - period).std((0, 1)) / made_up.std(0)
-    torch.testing.assert_close(noise, torch.full((5,), 0.0094, dtype=torch.float64), atol=2e-4, rtol=0)
-    assert made_up.shape == (73_728, 5)
-    assert torch.equal(made_up, f16.vibrating_structure())
-    spectrum = torch.fft.rfft(period, dim=0).abs()
-    f = torch.fft.rfftfreq(8192, 1 / 400)
-    assert spectrum[(f < 1.9) | (f > 15.1)].square().sum() < 1e-2 * spectrum.square().sum()
-
-
 def test_the_record_is_read_from_the_data_folder_or_the_package(made_up, tmp_path, monkeypatch):
     """Damaged CSV files are those of the Silverbox: one function reads both."""
     from scipy.io import savemat
@@ -48,10 +37,8 @@ def test_the_record_is_read_from_the_data_folder_or_the_package(made_up, tmp_pat
     monkeypatch.setenv("HBNODE_DATA", str(tmp_path / "data"))
     monkeypatch.setitem(sys.modules, "nonlinear_benchmarks", None)
     assert f16.read_plane_vibration()[1] == "generated"
-    with pytest.raises(FileNotFoundError, match=rf"nonlinear_benchmarks is not installed\. Fix: put {NAME}\.csv"):
+    with pytest.raises(FileNotFoundError, match=rf"nonlinear_benchmarks failed .*Fix: put {NAME}\.csv"):
         f16.read_plane_vibration("f16")
-    with pytest.raises(ValueError, match="source must be one of auto, f16, generated, got 'f17'"):
-        f16.read_plane_vibration("f17")
     path = tmp_path / f"{NAME}.mat"
     parts = record.T.numpy()
     savemat(path, {"Force": parts[:1], "Voltage": parts[1:2], "Acceleration": parts[2:], "Fs": 400.0})
@@ -183,20 +170,6 @@ def test_a_prediction_has_seen_the_samples_before_it_only(model, short):
     torch.testing.assert_close(forecast[:, 0], following[:, -1])
     torch.testing.assert_close(shifted[0][:, 0], forecast[:, 3], rtol=1e-3, atol=1e-4)  # 3 rows later
     assert forecast.square().mean() < 30
-
-
-@pytest.mark.parametrize("model", ["lstm", "gru-d"])
-def test_a_baseline_goes_on_with_its_own_predictions(model):
-    torch.manual_seed(0)
-    baseline = plane_vibration.Baseline(model).double()
-    x, t = window()
-    with torch.no_grad():
-        forecast, following = baseline(x, t)
-        longer = torch.cat([x, forecast[:, :7]], dim=1)  # its predictions, as if they had been measured
-        gap = torch.cat([t.diff(dim=1), torch.ones(3, 7)], dim=1)
-        features, _ = baseline.rnn(longer, torch.nn.functional.pad(gap[:, :-1], (1, 0)), gap_after=gap)
-    torch.testing.assert_close(following, baseline.head(features)[:, :64])
-    torch.testing.assert_close(forecast, baseline.head(features)[:, 63:])
 
 
 def test_the_loss_is_the_error_of_the_forecast_and_a_tenth_of_that_at_the_next_stamps():

@@ -1,11 +1,12 @@
-"""Results: files of runs become rows, rows become tables, and no number of a results page is typed by hand."""
+"""Results: runs and studies become rows, rows become tables and figures, and no number of a page is typed by hand."""
 
-import csv
+import importlib
 import json
 import math
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,18 +15,17 @@ pytest.importorskip("tqdm")
 pytest.importorskip("matplotlib")
 pytest.importorskip("pandas")
 
-import importlib
-
-from tasks import results, results_pages, walker2d
+from tasks import pages, readers, results, walker2d
 from tasks.common import run as task_run
-from tasks.experiments import EXPERIMENTS
-from tasks.result_rows import COLUMNS, Command, Experiment, read_rows, renamed, runs, study, write_rows
-from tasks.results import collect
-from tasks.results_pages import lookup, read_results, substitute, tables, write_results
+from tasks.common.figures import line_style
+from tasks.experiments import COMMANDS, Command
+from tasks.pages import lookup, read_results, substitute, tables, write_results
+from tasks.rows import COLUMNS, grouped, read_csv, renamed, runs, study, tell_apart, write_rows
 from tasks.studies import exactness, shallow_rows
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = sorted((DOCS / "results").glob("*.md"))
+NAMES = list(dict.fromkeys(key.partition("/")[0] for key in COMMANDS))
 NUMBER = re.compile(r"(?<![\w-])\d")
 MACHINE = {"torch": "2.13", "device": "a processor", "threads": 1, "commit": "abc"}
 
@@ -34,11 +34,21 @@ def row(**values):
     return dict.fromkeys(COLUMNS, "") | values
 
 
-def write_run(folder, *, seed=0, epochs=2, done=2.0, **summary):
+def write_run(folder, *, epochs=2, done=2.0, options=(), **summary):
+    """The files of a run of two epochs, which has finished if it has a summary."""
     folder.mkdir(parents=True)
-    config = {"model": "hbnode", "seed": seed, "epochs": epochs, "solver": "native", "method": "", "tol": 1e-3}
-    (folder / "config.json").write_text(json.dumps(config | {"gradient": "", "steps": 0}))
-    (folder / "metrics.csv").write_text(f"epoch,loss,seconds\n1.0,1,2\n{done},0.5,3\n")
+    config = {
+        "task": "x",
+        "model": "hbnode",
+        "dataset": "y",
+        "seed": 0,
+        "epochs": epochs,
+        "solver": "native",
+        "method": "",
+        "tol": 1e-3,
+    }
+    (folder / "config.json").write_text(json.dumps(config | {"gradient": "", "steps": 0} | dict(options)))
+    (folder / "metrics.csv").write_text(f"epoch,test_loss,nfe_forward,seconds\n1.0,1,8,2\n{done},0.5,9,3\n")
     if summary:
         found = {"epoch": done, "parameters": 10, **MACHINE, **summary}
         (folder / "summary.json").write_text(json.dumps(found))
@@ -47,37 +57,30 @@ def write_run(folder, *, seed=0, epochs=2, done=2.0, **summary):
 # The pages
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_no_table_of_a_page_is_typed_by_hand(page):
-    lines = page.read_text(encoding="utf-8").splitlines()
-    typed = [line for line in lines if line.lstrip().startswith("|") and NUMBER.search(line)]
-    assert not typed, f"{page.name} has a table with numbers. Fix: collect them into docs/results and include the table"
-
-
-def test_no_measured_number_of_a_claim_is_typed_by_hand():
-    with (DOCS / "results" / "claims.csv").open(newline="", encoding="utf-8") as lines:
-        for claim in csv.DictReader(lines):
-            assert not NUMBER.search(results_pages.REFERENCE.sub("", claim["measured"])), claim["claim"]
-            assert claim["verdict"].split(":")[0].split(";")[0].split()[0].rstrip(",") in (
-                "yes",
-                "partly",
-                "no",
-                "not",
-                "early",
-            )
-            assert not claim["page"] or (DOCS / "results" / f"{claim['page']}.md").exists()
+def test_no_measured_number_is_typed_by_hand():
+    for page in PAGES:
+        lines = page.read_text(encoding="utf-8").splitlines()
+        typed = [line for line in lines if line.lstrip().startswith("|") and NUMBER.search(line)]
+        assert not typed, (
+            f"{page.name} has a table with numbers. Fix: collect them into docs/results, include the table"
+        )
+    for claim in read_csv(DOCS / "results" / "claims.csv"):
+        assert not NUMBER.search(pages.REFERENCE.sub("", claim["measured"])), claim["claim"]
+        assert re.match(r"(yes|partly|no|not|early)\b", claim["verdict"])
+        assert not claim["page"] or (DOCS / "results" / f"{claim['page']}.md").exists()
 
 
 def test_pages_include_every_table_and_every_reference_is_found(tmp_path):
     written = {path.name for path in write_results(DOCS / "results", tmp_path)}
     files = read_results(DOCS / "results")
+    assert all(set(rows[0]) == set(COLUMNS) for rows in files.values())
     texts = [page.read_text(encoding="utf-8") for page in PAGES]
     included = set(re.findall(r"\.\./_results/([^)\n]+?)(?:\n|\))", "\n".join(texts)))
     assert not included - written
     assert not {name for name in written - included if not name.startswith("recurrent-cost")}  # on the page Benchmarks
     for text in texts:
-        assert not results_pages.REFERENCE.search(substitute(text, files))
-    assert {page.stem for page in PAGES} >= set(EXPERIMENTS)
+        assert not pages.REFERENCE.search(substitute(text, files))
+    assert {page.stem for page in PAGES} >= set(NAMES)
 
 
 def test_a_table_shows_its_file(tmp_path):
@@ -89,14 +92,14 @@ def test_a_table_shows_its_file(tmp_path):
     ]
     facts += [row(table="t", model="gru", metric="seconds", value="2512", statistic="unfinished", seed="1")]
     write_rows(tmp_path / "one.csv", facts)
-    text = tables("one", read_rows(tmp_path / "one.csv"))["t"]
-    assert "| HBNODE | 96.4 [95, 97] |" in text
-    assert "seeds 3" in text
-    assert "origin abc" in text
-    assert "*Not finished:* gru, seed 1" in text
-    facts[0]["value"] = "0.955"
-    write_rows(tmp_path / "one.csv", facts)
-    assert "| HBNODE | 95.5 [95, 97] |" in tables("one", read_rows(tmp_path / "one.csv"))["t"]
+    text = tables("one", read_csv(tmp_path / "one.csv"))["t"]
+    for part in ("| HBNODE | 96.4 [95, 97] |", "seeds 3", "origin abc", "*Not finished:* gru, seed 1"):
+        assert part in text
+    solved = [row(metric="solved", value="1"), row(metric="solved", value="0")]
+    assert pages.cell(solved) == "1 of 2"
+    assert pages.cell([row(metric="solved", value="2", seeds="3")]) == "2 of 3"
+    wide = pages.grid([row(model="gru", metric=f"m{k}", value=str(k)) for k in range(9)])
+    assert wide == [["", "GRU"], *([f"m{k}", str(k)] for k in range(9))]
 
 
 def test_references():
@@ -119,71 +122,63 @@ def test_references():
             substitute(wrong, files)
 
 
-# Collecting and running
+# Rows
 
 
-def test_runs_become_rows_and_replace_transcribed_ones(tmp_path):
-    command = Command("t", ("tasks.x --seeds 2",), 1, runs("test_loss"), "data", "10 rows")
-    root, pages = tmp_path / "runs", tmp_path / "pages"
+def test_runs_become_rows_and_replace_transcribed_ones(tmp_path, monkeypatch):
+    command = Command(1, "x --seeds 2", runs("test_loss", "seconds"), ("data", "10 rows"))
+    monkeypatch.setattr(results, "COMMANDS", {"one/t": command})
+    root, folder = tmp_path / "runs", tmp_path / "pages"
     old = [
         row(table="t", model=model, metric=metric, value="9", origin="transcribed from a page")
         for model, metric in (("hbnode", "test_loss"), ("hbnode", "loss"), ("gru", "test_loss"))
     ]
-    write_rows(pages / "one.csv", old)
-    assert collect("one", Experiment("?", (command,)), root, pages) == 0
-    write_run(root / "one" / "t" / "b", seed=1, done=1.5)
-    collect("one", Experiment("?", (command,)), root, pages)
-    found = read_rows(pages / "one.csv")
+    write_rows(folder / "one.csv", old)
+    assert results.collect("one", root, folder) == 0
+    write_run(root / "one" / "t" / "b", done=1.5, options={"seed": 1})
+    results.collect("one", root, folder)
+    found = read_csv(folder / "one.csv")
     assert [line["value"] for line in found] == ["9", "9", "9", "1.5"]
     assert (found[3]["statistic"], found[3]["epochs_done"], found[3]["epochs_asked"]) == ("unfinished", "1.5", "2")
     write_run(root / "one" / "t" / "a", test_loss=0.25)
-    assert collect("one", Experiment("?", (command,)), root, pages) == 2
-    found = read_rows(pages / "one.csv")
-    assert [(line["model"], line["value"]) for line in found] == [("hbnode", "0.25"), ("hbnode", "1.5"), ("gru", "9")]
-    collect("one", Experiment("?", (command,)), root, pages)
-    assert read_rows(pages / "one.csv") == found  # collecting again changes nothing
+    assert results.collect("one", root, folder) == 3
+    found = read_csv(folder / "one.csv")
+    values = [("hbnode", "0.25"), ("hbnode", "5"), ("hbnode", "1.5"), ("gru", "9")]
+    assert [(line["model"], line["value"]) for line in found] == values
+    results.collect("one", root, folder)
+    assert read_csv(folder / "one.csv") == found  # collecting again changes nothing
     new = {"data": "data", "size": "10 rows", "tolerance": "0.001", "cpu": "a processor", "origin": "abc", "seed": "0"}
     assert {name: found[0][name] for name in new} == new
-    with pytest.raises(SystemExit, match="has no error"):
-        collect("one", Experiment("?", (Command("t", ("tasks.x",), 1, runs("error")),)), root, pages)
+    with pytest.raises(SystemExit, match="has no metric 'error'"):
+        list(runs("error")(root))
+    of_epochs = runs("test_loss", at={1: "begin", 2: "end"}, table="{task}", label="{model}!")(root)
+    parts = [(line["table"], line["model"], line["case"], line["value"]) for line in of_epochs]
+    assert parts[:2] == [("x", "hbnode!", "begin", "1"), ("x", "hbnode!", "end", "0.5")]
 
 
 def test_studies_become_rows(tmp_path):
     (tmp_path / "found.csv").write_text("model,case,a,b\nx,one,0.5,\ny,two,inf,2\n")
     (tmp_path / "found.json").write_text(json.dumps(MACHINE))
-    found = list(study("found.csv", "a", "b")(tmp_path))
-    assert [(line["model"], line["metric"], line["value"]) for line in found] == [
-        ("x", "a", "0.5"),
-        ("y", "a", "diverged"),
-        ("y", "b", "2"),
+    found = list(
+        renamed(study("found.csv", "a", "b", table="{case}s"), b={"metric": "a", "statistic": "stderr"})(tmp_path)
+    )
+    assert [(line["table"], line["model"], line["metric"], line.get("statistic"), line["value"]) for line in found] == [
+        ("ones", "x", "a", None, "0.5"),
+        ("twos", "y", "a", None, "diverged"),
+        ("twos", "y", "a", "stderr", "2"),
     ]
     assert {line["origin"] for line in found} == {"abc"}
     assert list(study("missing.csv", "a")(tmp_path)) == []
 
 
-def test_metrics_become_others(tmp_path):
-    (tmp_path / "found.csv").write_text("model,kind,a,error\nx,one,0.5,0.1\n")
-    reader = study("found.csv", "a", "error", case=lambda line: line["kind"] * 2, table=lambda line: line["kind"])
-    found = list(renamed(reader, error={"metric": "a", "statistic": "stderr"})(tmp_path))
-    assert [(line["table"], line["case"], line["metric"], line.get("statistic")) for line in found] == [
-        ("one", "oneone", "a", None),
-        ("one", "oneone", "a", "stderr"),
-    ]
-
-
 FILES = {  # of the folder of a command, what its task writes, cut down
-    ("annealing", "bounds"): {
+    "annealing/bounds": {
         "annealing.csv": "target,sampler,evaluations,trained,gap,bound_error\n"
         + "".join(
             f"{target},heavy ball,16,{trained},-1,0.1\n" for target, trained in (("many_well", True), ("cancer", False))
         )
     },
-    ("recall", "table"): {
-        "recall.csv": "kind,equal,model,pairs,noise,share,mean,counting\n"
-        "once,state,linear,8,0.0,accuracy,0.9,\nagain,state,softmax,4,0.0,stale,0.1,\n"
-        "noisy,state,linear,8,0.2,accuracy,0.7,0.98\nnoisy,state,linear,4,0.2,accuracy,0.7,0.98\n"
-    },
-    ("image-generation", "throughput"): {
+    "image-generation/throughput": {
         "throughput.json": json.dumps(
             {
                 "rows": [
@@ -193,86 +188,193 @@ FILES = {  # of the folder of a command, what its task writes, cut down
             }
         )
     },
+    "recall/table": {},
 }
 
 
-@pytest.mark.parametrize("name", FILES, ids=lambda name: name[0])
-def test_a_rerun_replaces_what_was_transcribed(name, tmp_path):
+@pytest.mark.parametrize("key", FILES)
+def test_a_rerun_replaces_what_was_transcribed(key, tmp_path):
     """Table, model, case and metric of new rows are found among those on the page."""
-    experiment, table = name
-    (command,) = (one for one in EXPERIMENTS[experiment].commands if one.table == table)
-    for file, text in FILES[name].items():
+    name, _, table = key.partition("/")
+    for file, text in FILES[key].items():
         (tmp_path / file).write_text(text)
-    found = list(command.read(tmp_path))
-    page = {fact(line) for line in read_rows(DOCS / "results" / f"{experiment}.csv")}
+    shares = {"test_8_accuracy": 0.9, "test_8_stale": 0.1, "test_4_accuracy": 1.0}
+    noisy = {"test_8_0.2_accuracy": 0.7, "test_4_0.2_accuracy": 0.7}
+    for lr, best in ((1e-3, 0.5), (1e-2, 0.6)) if name == "recall" else ():
+        for kind, found in (("once", {"test_8_accuracy": best}), ("again", shares), ("noisy", noisy)):
+            options = {
+                "kind": kind,
+                "equal": "state",
+                "model": "linear",
+                "lr": lr,
+                "keys": 32,
+                "values": 32,
+                "times": 4,
+            }
+            write_run(tmp_path / f"{kind}{lr}", options=options, best_validation_accuracy=best, **found)
+    found = list(COMMANDS[key].read(tmp_path))
+    page = {fact(line) for line in read_csv(DOCS / "results" / f"{name}.csv")}
     assert found
     for line in found:
         assert fact({"table": table, "statistic": "", **{k: v for k, v in line.items() if v}}) in page
+    if name == "recall":
+        of_kind = {(line["table"], line["model"]): float(line["value"]) for line in found}
+        assert of_kind["once", "linear"] == 0.6  # of the best rate only
+        assert of_kind["noisy", "linear"] == 0.7 < of_kind["noisy", "counting"] <= 1
 
 
 def fact(line):
     return tuple(line[name] for name in ("table", "model", "case", "metric", "statistic"))
 
 
+def test_differences_between_classifiers(tmp_path):
+    from sklearn.metrics import roc_auc_score
+
+    random = np.random.default_rng(0)
+    labels = random.integers(2, size=200)
+    good = np.clip(0.5 + 0.2 * (2 * labels - 1) + 0.2 * random.normal(size=200), 0, 1).round(2)
+    pair, noise = np.stack([1 - good, good], 1), random.random((200, 2))
+    assert readers.score(labels, pair) == pytest.approx(roc_auc_score(labels, good))
+    assert readers.difference({0: (labels, pair)}, {0: (labels, pair)}, 10) == (0, 0, 0)
+    for model, predicted in (("gru", pair), ("node", noise)):
+        auroc = readers.score(labels, predicted)
+        write_run(tmp_path / model, options={"model": model}, test_auroc=auroc, training_seconds=2.0)
+        lines = ["label,p0,p1", *(f"{y},{p[0]},{p[1]}" for y, p in zip(labels, predicted, strict=True))]
+        (tmp_path / model / "predictions.csv").write_text("\n".join(lines))
+        metrics = tmp_path / model / "metrics.csv"
+        metrics.write_text(metrics.read_text().replace("test_loss", "validation_loss"))
+    found = [
+        (line["model"], line["metric"], line["statistic"], float(line["value"])) for line in readers.compared(tmp_path)
+    ]
+    assert [line[:2] for line in found if line[2] == "mean"] == [
+        ("gru", "validation_loss_at_equal_seconds"),
+        ("node", "validation_loss_at_equal_seconds"),
+        ("node", "difference_to_first"),
+    ]
+    mean, low, high = (line[3] for line in found[2:])
+    assert low < mean < high < 0
+    assert found[0][3] == 1  # the loss after the first epoch, of two seconds
+    (group,) = (group for group in grouped(tmp_path) if group.model == "gru")
+    assert math.isnan(readers.loss_within(group, 1.0))
+
+
+# The command
+
+
 def test_what_is_missing_is_run(tmp_path, monkeypatch, capfd):
-    root, pages = tmp_path / "runs", tmp_path / "pages"
-    write = "import pathlib; p = pathlib.Path('{out}'); p.mkdir(parents=True, exist_ok=True); p.joinpath('f.csv')"
-    right = f"timeit -n 1 -r 1 \"{write}.write_text('model,a\\nx,1\\n')\""
-    wrong = 'timeit -n 1 -r 1 "raise OSError(\\"{out}\\")"'
-    experiments = {
-        "good": Experiment("Does it?", (Command("t", (right, right), 1, study("f.csv", "a")),)),
-        "bad": Experiment("Does it?", (Command("t", (wrong,), 2, study("f.csv", "a")),)),
+    root, folder = tmp_path / "runs", tmp_path / "pages"
+    folder.mkdir()
+    module = tmp_path / "tasks_of_a_test.py"
+    module.write_text(
+        "import sys, pathlib\nout = pathlib.Path(sys.argv[-1])\nout.mkdir(parents=True, exist_ok=True)\n"
+        "out.joinpath('f.csv').write_text('model,a\\nx,1\\n')\nsys.exit(int(sys.argv[1]))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(Command, "arguments", lambda self, out: [["tasks_of_a_test", self.line, str(out)]])
+    commands = {
+        f"{name}/t": Command(1.5, status, study("f.csv", "a")) for name, status in (("good", "0"), ("bad", "3"))
     }
-    assert "not done" in results.listing(experiments, root, pages).splitlines()[0]
-    failed = results.run(experiments, root, pages, 2)
-    assert [line.split(":")[0] for line in failed] == ["bad/t"]
-    assert read_rows(pages / "good.csv")[0]["value"] == "1"
-    assert results.run({"good": experiments["good"]}, root, pages, 1) == []
-    assert capfd.readouterr().out.count("good/t: ") == 1  # the second call has nothing to do
-    good, bad = results.listing(experiments, root, pages).splitlines()
-    assert re.match(r"good +done +1 of 1 commands +1\.0 h +1 rows", good)
-    assert re.match(r"bad +not done", bad)
+    monkeypatch.setattr(results, "COMMANDS", commands)
+    options = ["--runs", str(root), "--pages", str(folder)]
+    with pytest.raises(SystemExit, match=r"2 commands will run for about 3\.0 CPU hours.* Fix: --yes"):
+        results.main(["run", *options])
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", lambda text: "n")
+    with pytest.raises(SystemExit, match="Nothing was started"):
+        results.main(["run", *options])
+    assert not root.exists()
+    with pytest.raises(SystemExit, match="bad/t: exit status 3"):
+        results.main(["run", "--yes", *options])
+    assert read_csv(folder / "good.csv")[0]["value"] == "1"
+    capfd.readouterr()
+    results.main(["run", "good", *options])  # nothing is left, so that it does not ask
+    assert "All commands are done" in (out := capfd.readouterr().out)
+    assert "good/t: " not in out
+    results.main(options)
+    states = {line.split()[0]: line.split()[1:5] for line in capfd.readouterr().out.splitlines()}
+    assert (states["good"], states["bad"]) == (["1", "of", "1", "0.0"], ["0", "of", "1", "1.5"])
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.parametrize("name", NAMES)
 def test_commands_are_understood(name, monkeypatch, tmp_path):
     """Every command of a task has options that the task takes; those of studies have at least a module."""
     taken = []
     monkeypatch.setattr(task_run, "sweep", lambda config, train: taken.append(config))
-    for command in EXPERIMENTS[name].commands:
-        for module, *arguments in command.arguments(tmp_path / name / command.table):
+    for key, command in results.chosen([name]).items():
+        for module, *arguments in command.arguments(tmp_path / key):
             task = importlib.import_module(module)
             if task.main.__module__ == "tasks.common.run" or hasattr(task, "sweep"):
                 if hasattr(task, "sweep"):
                     monkeypatch.setattr(task, "sweep", lambda config, train: taken.append(config))
                 task.main(arguments)
-                assert Path(taken[-1].out).is_relative_to(tmp_path / name / command.table)
+                assert Path(taken[-1].out).is_relative_to(tmp_path / key)
 
 
-def test_the_list_is_printed(capsys, tmp_path):
-    results.main(["list", "digits", "speech", "--runs", str(tmp_path)])
-    assert capsys.readouterr().out.count("not done") == 2
+def test_what_is_lost_is_listed(capsys, tmp_path):
+    results.main(["list", "--runs", str(tmp_path), "--pages", str(DOCS / "results")])
+    lines = capsys.readouterr().out.splitlines()
+    files = read_results(DOCS / "results")
+    assert {line.split()[0] for line in lines[1:-2]} == set(files)
+    lost = sum(row["origin"].startswith("transcribed from docs") for rows in files.values() for row in rows)
+    assert lines[-2].startswith(f"{lost:,} of {sum(map(len, files.values())):,} rows were transcribed")
+    hours = sum(command.hours for command in COMMANDS.values())
+    assert f"about {hours:.1f} CPU hours" in lines[-1]
     with pytest.raises(SystemExit):
-        results.main(["run", "no-such"])
+        results.main(["run", "no-such", "--pages", str(DOCS / "results")])
     assert "unknown experiments ['no-such']" in capsys.readouterr().err
-    results.main(["collect", "digits", "--runs", str(tmp_path)])
-    assert "digits: 0 rows" in capsys.readouterr().out
 
 
-def test_values_at_epochs_and_cases(tmp_path):
-    write_run(tmp_path / "a", test_loss=0.25)
-    found = list(runs("loss", "seconds", at={1: "begin", 2: "end"}, table=lambda config: "x")(tmp_path))
-    assert [(line["case"], line["metric"], line["value"], line["table"]) for line in found] == [
-        ("begin", "loss", "1", "x"),
-        ("end", "loss", "0.5", "x"),
-        ("begin", "seconds", "2", "x"),
-        ("end", "seconds", "3", "x"),
+# Run folders
+
+
+def test_a_table_and_figures_of_run_folders(tmp_path, capsys, caplog):
+    with pytest.raises(SystemExit, match="has no finished run"):
+        results.main(["show", str(tmp_path)])
+    for name, options, loss in (
+        ("a", {}, 0.25),
+        ("b", {"seed": 1}, 0.75),
+        ("bb", {"seed": 1}, 0.75),
+        ("tight", {"tol": 1e-6}, 0.1),
+        ("gru", {"model": "gru"}, None),
+    ):
+        write_run(tmp_path / name, options=options, test_loss=loss, test_accuracy=0.5, nfe_forward_mean=8.5)
+    write_run(tmp_path / "unfinished", options={"seed": 9})
+    head = "tolerance,forward,backward,error,gradient_error\n"
+    for name in ("a", "b"):
+        (tmp_path / name / "tolerance.csv").write_text(head + "".join(f"{10.0**-k},{k},{k},0.1,0.1\n" for k in (1, 2)))
+    images = {"images": torch.rand(2, 1, 8, 8), "labels": torch.tensor([1, 2]), "predictions": torch.tensor([1, 3])}
+    torch.save(images, tmp_path / "a" / "examples.pt")
+    results.main(["show", str(tmp_path)])
+    lines = [re.split(r"  +", line.strip()) for line in capsys.readouterr().out.splitlines()]
+    assert lines[1:5] == [
+        ["test loss", "test accuracy %", "NFE, forward", "seconds"],
+        ["HBNODE tol=0.001", "0.5 [0.25, 0.75]", "50", "8.5", "5"],
+        ["HBNODE tol=1e-06, 1 of 2 seeds", "0.1", "50", "8.5", "5"],
+        ["GRU tol=0.001, 1 of 2 seeds", "diverged", "50", "8.5", "5"],
     ]
-    (line,) = runs("seconds", case=lambda config: f"{config['epochs']} epochs")(tmp_path)
-    assert (line["case"], line["value"]) == ("2 epochs", "5")
-    solved = [row(metric="solved", value="1"), row(metric="solved", value="0")]
-    assert results_pages.cell(solved) == "1 of 2"
-    assert results_pages.cell([row(metric="solved", value="2", seeds="3")]) == "2 of 3"
+    for name in ("x-y.png", "x-y-tolerance.png"):
+        assert (tmp_path / name).read_bytes()[:4] == b"\x89PNG"
+    assert "repeats a run" in caplog.text
+    assert "has not finished" in caplog.text
+    groups = grouped(tmp_path)
+    tell_apart(groups, pages.TITLES)
+    figure = pages.draw_runs(groups, "metrics.csv", ("test_loss", "nfe"), "")
+    drawn = {ax.get_ylabel(): [line.get_label() for line in ax.get_lines()] for ax in figure.axes if ax.get_ylabel()}
+    assert drawn == {key: [group.label for group in groups] for key in ("test loss", "nfe forward")}
+    assert [ax.get_yscale() for ax in figure.axes[:2]] == ["log", "linear"]
+    assert [ax.get_title() for ax in figure.axes if ax.get_title()] == ["1", "3, is 2"]
+    pages.plt.close(figure)
+
+
+@pytest.mark.parametrize(("count", "length"), [(2, 30), (5, 8), (5, 100), (1, 1), (10, 3)])
+def test_equal_lines_can_be_told_apart(count, length):
+    """No two have the same marker of the same size, and long lines have theirs at different points."""
+    styles = [line_style(index, count, length) for index in range(count)]
+    assert len({(style["marker"], style["markersize"]) for style in styles}) == count
+    marked = [set(range(style["markevery"][0], length, style["markevery"][1])) for style in styles]
+    assert all(marked)
+    if length >= 2 * count:
+        assert len(set.union(*marked)) == sum(map(len, marked))
 
 
 # The studies that take no training
@@ -300,7 +402,7 @@ def test_the_likelihood_of_noisy_oscillators_is_celerite2s():
 def test_the_shallow_rows_of_vibration(monkeypatch):
     monkeypatch.setattr(shallow_rows, "FITTED", ("ridge",))
     for protocol in ("honest", "paper"):
-        errors = {line["model"]: line["test_forecast_mse"] for line in shallow_rows.of_vibration(0, protocol)}
+        errors = {line["model"]: line["test_forecast_mse"] for line in shallow_rows.vibration_rows(0, protocol)}
         assert errors["ridge"] < errors["last value"] < errors["constant"]
 
 

@@ -1,6 +1,5 @@
 """Run folders: what is refused, what a killed, damaged or full one leaves, and sweeps; the processes are real."""
 
-import contextlib
 import json
 import os
 import shutil
@@ -15,7 +14,6 @@ import torch
 
 pytest.importorskip("tqdm")
 
-from tasks.common import files
 from tasks.common.run import PRELOADED, Run, sweep
 from tests.tasks.small_runs import PolynomialConfig, fail_or_write, polynomial, read_metrics, start, wait_for_position
 
@@ -24,7 +22,7 @@ FILES = ("checkpoint.pt", "config.json", "metrics.csv", "summary.json")
 
 
 def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".lock"}
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.fixture(scope="module")
@@ -40,56 +38,30 @@ def finished(two_epochs, tmp_path):
     return Path(shutil.copytree(two_epochs, tmp_path / "run"))
 
 
-# What is refused
+# Refused
 
 
-LEFT = [
-    ("config.json",),
-    ("checkpoint.pt",),
-    ("metrics.csv",),
-    ("summary.json",),
-    ("checkpoint.pt", "config.json"),
-    ("config.json", "metrics.csv", "summary.json"),
-    ("checkpoint.pt", "metrics.csv", "summary.json"),
-]
-
-
-@pytest.mark.parametrize("left", LEFT, ids="-".join)
-def test_whatever_is_left_of_a_run_is_not_overwritten_by_another(left, finished):
+@pytest.mark.parametrize("left", [("metrics.csv",), ("config.json", "summary.json"), ("checkpoint.pt", "metrics.csv")])
+def test_results_without_their_run_are_not_overwritten(left, finished):
     for name in set(FILES) - set(left):
         (finished / name).unlink()
     before = contents(finished)
-    with pytest.raises(SystemExit, match=r"(lr: 0.1 there|no (config.json|checkpoint.pt)).*Fix: --out another-folder"):
-        polynomial("--lr", "0.5", "--out", finished)
-    # nor by itself, if it could only begin anew; a lone configuration is of a run killed before its first checkpoint
-    if left != ("config.json",) and not {"checkpoint.pt", "config.json"} <= set(left):
-        with pytest.raises(SystemExit, match=r"holds .* but no (config.json|checkpoint.pt): .*Fix: --out another"):
-            polynomial("--epochs", "3", "--out", finished)
-        assert contents(finished) == before
-    else:
-        assert contents(finished) == before
+    with pytest.raises(SystemExit, match=r"holds .* but no (config.json|checkpoint.pt)\. Fix: --out another-folder"):
         polynomial("--epochs", "3", "--out", finished)
-        assert len(read_metrics(finished)) == 3
+    assert contents(finished) == before
 
 
-@pytest.mark.parametrize(
-    ("name", "content"), [("config.json", "{}"), ("config.json", "[1]"), ("metrics.csv", "a,b\n"), ("weights.pt", "")]
-)
-def test_files_of_other_origin_are_not_overwritten(name, content, tmp_path):
-    (tmp_path / name).write_text(content)
-    (tmp_path / "log.txt").write_text("begun")  # a shell's > run/log.txt is let be
-    with pytest.raises(SystemExit, match=r"different run|holds no JSON object|but no config.json"):
-        polynomial("--out", tmp_path)
-    assert contents(tmp_path) == {name: content.encode(), "log.txt": b"begun"}
-    (tmp_path / name).unlink()
-    polynomial("--out", tmp_path)
-    assert (tmp_path / "log.txt").read_text() == "begun"
+def test_a_run_with_other_options_is_not_overwritten(finished):
+    before = contents(finished)
+    with pytest.raises(SystemExit, match=r"holds a different run \(lr: 0.1 there, 0.5 wanted\)\. Fix: --out another"):
+        polynomial("--lr", "0.5", "--out", finished)
+    assert contents(finished) == before
 
 
 def test_no_metrics_without_a_checkpoint(tmp_path):
     """Killed at any time, a run goes on: if there are metrics, the first epoch's checkpoint was there before."""
     (tmp_path / "metrics.csv.partial.csv").symlink_to("/dev/full")
-    with pytest.raises(SystemExit, match=r"metrics.csv cannot be written"):
+    with pytest.raises(SystemExit, match="No space left on device"):
         polynomial("--out", tmp_path)
     assert set(contents(tmp_path)) == {"checkpoint.pt", "config.json"}
     polynomial("--out", tmp_path)
@@ -125,19 +97,6 @@ def test_a_finished_run_is_left_alone_and_can_be_trained_longer_to_the_same_numb
 # Damage
 
 
-def test_a_checkpoint_that_does_not_fit_is_refused(finished, tmp_path):
-    path = finished / "checkpoint.pt"
-    checkpoint = torch.load(path, weights_only=True)  # it is an ordinary one to torch
-    checkpoint["model"]["weight"] = torch.zeros(1, 7)
-    torch.save(checkpoint, path)  # without a digest, as older ones are
-    with pytest.raises(SystemExit, match=r"does not fit the model[\s\S]*size mismatch"):
-        polynomial("--out", finished)
-    polynomial("--model", "cubic", "--out", tmp_path / "other")
-    (tmp_path / "other" / "checkpoint.pt").replace(path)
-    with pytest.raises(SystemExit, match=r"is a checkpoint of model_name='cubic'; expected 'line'. Fix: --out"):
-        polynomial("--out", finished)
-
-
 @pytest.mark.parametrize(
     ("name", "content"), [("checkpoint.pt", b"PK\x03\x04 cut"), ("checkpoint.pt", b""), ("config.json", b"{")]
 )
@@ -145,23 +104,6 @@ def test_a_damaged_run_is_named(name, content, finished):
     (finished / name).write_bytes(content)
     with pytest.raises(SystemExit, match=rf"{name} cannot be read[\s\S]*Fix: delete its folder"):
         polynomial("--out", finished)
-
-
-def test_every_flipped_byte_of_a_checkpoint_is_seen_or_changes_nothing(tmp_path):
-    """torch verifies nothing, and the checksums of the zip archive do not cover its directory."""
-    path = tmp_path / "checkpoint.pt"
-    files.write_checkpoint(path, {"task": "polynomial", "model_name": "line", "weights": torch.arange(5.0)})
-    content, whole = path.read_bytes(), files.read_checkpoint(path, "polynomial", "line")
-    mark = len(content) - 64 - len(files.SEAL)  # where the digest begins; before it is its length
-    for index in range(len(content)):
-        flipped = content[:index] + bytes([content[index] ^ 0xFF]) + content[index + 1 :]
-        if mark - 2 <= index < mark + len(files.SEAL):
-            path.write_bytes(flipped)
-            with contextlib.suppress(SystemExit):
-                assert equal(files.read_checkpoint(path, "polynomial", "line"), whole)
-        else:
-            with pytest.raises(ValueError, match="its bytes have changed"):
-                files.verify(flipped)
 
 
 def equal(a, b):
@@ -177,11 +119,11 @@ def equal(a, b):
 # Writing
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_on_a_full_disk_the_run_ends_with_a_sentence_and_goes_on_later(name, finished, tmp_path):
+@pytest.mark.parametrize("name", ["checkpoint.pt", "metrics.csv"])
+def test_on_a_full_disk_the_run_ends_and_can_be_resumed(name, finished, tmp_path):
     before = contents(finished)
     (finished / f"{name}.partial{Path(name).suffix}").symlink_to("/dev/full")
-    with pytest.raises(SystemExit, match=rf"{name} cannot be written: No space left on device. Fix: make room"):
+    with pytest.raises(SystemExit, match="No space left on device"):
         polynomial("--epochs", "3", "--out", finished)
     after = contents(finished)
     assert set(after) <= set(FILES)  # nothing half written
@@ -192,34 +134,20 @@ def test_on_a_full_disk_the_run_ends_with_a_sentence_and_goes_on_later(name, fin
     assert set(contents(finished)) == set(FILES)
 
 
-@pytest.mark.parametrize("folder", ["/proc/run", "{file}/run", "{tmp}/locked/run"])
-def test_a_folder_that_cannot_be_written_is_named(folder, tmp_path):
-    (tmp_path / "file").write_text("")
-    (tmp_path / "locked").mkdir(mode=0o500)
-    if "locked" in folder and os.access(tmp_path / "locked", os.W_OK):
-        pytest.skip("root may write everywhere")
-    folder = folder.format(file=tmp_path / "file", tmp=tmp_path)
-    with pytest.raises(SystemExit, match=rf"{folder} cannot be written: .*Fix: make room or allow it"):
-        polynomial("--out", folder)
-
-
 # Processes
 
 
-def test_two_processes_on_one_folder_and_a_killed_one_that_is_resumed_to_the_same_numbers(tmp_path):
+def test_a_killed_run_is_resumed_to_the_same_numbers(tmp_path):
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     options = ["--model", "cubic", "--checkpoint-seconds", "0.01", "--out"]
     process = start(polynomial, *options, killed, "--epochs", "100000")
     try:
         wait_for_position(killed, 8, process.is_alive)
-        with pytest.raises(SystemExit, match=rf"another process is writing to {killed}. Fix: wait"):
-            polynomial(*options, killed, "--epochs", "100000")
-        assert process.is_alive()
     finally:
         os.kill(process.pid, signal.SIGKILL)
         process.join()
     position = torch.load(killed / "checkpoint.pt", weights_only=True)["position"]
-    for folder in (killed, whole):  # the lock ended with the process
+    for folder in (killed, whole):
         polynomial(*options, folder, "--epochs", str(position // 3 + 2))
     assert read_metrics(killed) == read_metrics(whole)
     assert equal(*(torch.load(path / "checkpoint.pt", weights_only=True)["model"] for path in (killed, whole)))
@@ -252,14 +180,6 @@ def test_an_interrupted_sweep_saves_what_goes_on_and_starts_no_more(number, tmp_
 
 
 # Sweeps
-
-
-def test_interrupted_before_the_training_it_ends_with_a_sentence():
-    def read_data(config):
-        signal.raise_signal(signal.SIGINT)
-
-    with pytest.raises(SystemExit, match="interrupted: the same command goes on"):
-        sweep(PolynomialConfig(), read_data)
 
 
 FORK = """

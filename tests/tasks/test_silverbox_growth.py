@@ -4,7 +4,6 @@ import csv
 import json
 import math
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -21,14 +20,6 @@ def draws_of(model, weight, bias, start):
     return draws
 
 
-def test_growth_of_a_node_is_the_exponential():
-    w, b = torch.tensor([0.3, -0.5], dtype=torch.float64), torch.tensor([0.2, -0.1], dtype=torch.float64)
-    draws = draws_of("node", [[[0.3, 0.7]], [[-0.5, 0.7]]], [[0.2], [-0.1]], [[0.0], [0.0]])
-    times = torch.arange(64, dtype=torch.float64)
-    exact = ((0.9 + b / w) * (times[:, None] * w).exp() - b / w).abs()
-    torch.testing.assert_close(draws.norms(0.9, times, 1e-7), exact, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("model", ["sonode", "hbnode", "ghbnode"])
 def test_growth_of_the_second_order_models_is_that_of_their_linear_equation(model):
     """h'' = -c h' + k h from (h0, m0), with c and k of each model; sigma of a small momentum is the identity."""
@@ -42,12 +33,6 @@ def test_growth_of_the_second_order_models_is_that_of_their_linear_equation(mode
     torch.testing.assert_close(norms[:, 0], exact[:, 0].abs(), rtol=1e-5, atol=1e-6)
 
 
-def test_growth_of_an_anode_counts_both_coordinates():
-    turn = [[[0.0, 1.0, 0.0], [-1.0, 0.0, 0.0]]]
-    norms = draws_of("anode", turn, [[0.0, 0.0]], [[0.0]]).norms(0.9, torch.arange(20, dtype=torch.float64), 1e-7)
-    torch.testing.assert_close(norms, torch.full_like(norms, 0.9), rtol=1e-5, atol=0)
-
-
 def test_one_that_diverges_is_infinite_and_leaves_the_others_alone():
     times = torch.arange(5, dtype=torch.float64)
     draws = draws_of("node", [[[0.0, 0.0]], [[300.0, 0.0]], [[0.1, 0.0]]], [[0.0]] * 3, [[0.0]] * 3)
@@ -58,14 +43,6 @@ def test_one_that_diverges_is_infinite_and_leaves_the_others_alone():
     assert found["diverged"].tolist() == [0, 0, 1, 1, 1]
     assert found["mean"].isinf().tolist() == [False, False, True, True, True]
     assert found["median"].isfinite().all()
-
-
-def test_statistics_against_numpy():
-    norms = torch.rand(3, 101, dtype=torch.float64)
-    found = silverbox_growth.statistics(norms)
-    for name, q in (("median", 0.5), ("q10", 0.1), ("q90", 0.9)):
-        np.testing.assert_allclose(found[name], np.quantile(norms.numpy(), q, axis=1))
-    np.testing.assert_allclose(found["mean"], norms.numpy().mean(1))
 
 
 def test_draws_are_the_dense_layers_of_their_seeds():

@@ -16,7 +16,7 @@ pytest.importorskip("tqdm")
 
 from matplotlib.figure import Figure
 
-from tasks import annealing, plane_vibration, silverbox, walker2d
+from tasks import plane_vibration, silverbox, walker2d
 from tasks.common.train import Trainer
 from tasks.data import labelled_series, polyphonic, speech
 from tasks.data import silverbox as silverbox_data
@@ -72,7 +72,7 @@ pendulum --model port_hamiltonian --swings 8 --batch-size 4 --times 3 --hidden 4
 plane_vibration --data generated --schedule constant --tol 0.1 --batch-size 2
 plane_vibration --data generated --schedule constant --model oscillators --batch-size 2
 silverbox --model oscillators {RECORD}
-speech --model plain --cell rnn --features mfcc --optimizer hf --max-cg 5 {VOICES}
+speech --model plain --cell rnn --optimizer hf --max-cg 5 {VOICES}
 translation --model adaptive --iterations 2 --schedule constant {PAIRS} {TRANSFORMER}
 walker2d --model hbnode --windows 24 --batch-size 8 --tol 1e-3 --ahead 3
 """
@@ -85,9 +85,7 @@ FIGURES = {
     "pendulum": "energy.png",
     "plane_vibration": "forecast.png",
     "point_cloud": "evolution.png",
-    "polyphonic_music": "prediction.png",
     "silverbox": "simulation.png",
-    "speech": "prediction.png",
     "walker2d": "forecast.png",
 }
 
@@ -155,14 +153,3 @@ def test_a_task_trains_resumes_and_leaves_its_files(run, small_data, tmp_path, m
     main([*command, str(tmp_path / "parts")])
     assert "is finished already" in capsys.readouterr().out
     assert resumed.read_bytes() == before
-
-
-def test_annealing_resumes_where_it_was(tmp_path, monkeypatch):
-    command = "--targets funnel --evaluations 2,4 --iterations 2 --paths 16 --train-up-to 2 --out".split()
-    annealing.main([*command, str(tmp_path)])
-    table = (tmp_path / "annealing.md").read_text()
-    assert table.count("\n") == 2 + 2 * (2 + 1)
-    assert (tmp_path / "annealing.png").exists()
-    monkeypatch.setattr(annealing, "tune", None)  # nothing is computed again
-    annealing.main([*command, str(tmp_path)])
-    assert (tmp_path / "annealing.md").read_text() == table

@@ -1,7 +1,6 @@
-"""Studies: gradients through time, grids of momentum and step size, images a second, recall, tables and figures."""
+"""Studies: gradients through time, a grid of momentum and step size, images per second, regression by memories."""
 
 import csv
-import dataclasses
 import itertools
 import json
 
@@ -13,16 +12,12 @@ pytest.importorskip("tqdm")
 pytest.importorskip("matplotlib")
 pytest.importorskip("sklearn")
 
-from tasks import recall
 from tasks.data.recall import unit_keys
-from tasks.models.contenders import TITLES
 from tasks.pixel_mnist import PixelMnistConfig
-from tasks.recall_table import best_rate
 from tasks.studies import image_throughput, momentum_ablation, pixel_mnist_gradients, recall_regression
 from tests.tasks.small_runs import names_in
 
 TRANSFORMER = "--device cpu --d-model 8 --heads 2 --layers 1 --feedforward 8".split()
-QUICK = "--device cpu --dataset digits --side 4 --train-size 24 --test-size 10 --batch-size 8 --hidden 6".split()
 
 
 def tiny(**options):
@@ -35,12 +30,6 @@ def tiny(**options):
 def read_rows(path):
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
-
-
-def one_after_another(configs, train):
-    for config in configs:
-        train(config)
-    return []
 
 
 def unrolled(model, x, y, cell, rule):
@@ -82,34 +71,9 @@ def test_gradients_are_total_derivatives_and_nothing_passes_through_the_rule(cel
     assert pixel_mnist_gradients.share_of_rule(tiny(cell=cell, model="adam").make_model().double(), batch) == 0
 
 
-def test_a_share_that_there_is_would_be_seen():
-    """A layer whose next momentum holds the last state, which no rule's does."""
-
-    class Leaky(nn.Module):
-        def __init__(self, layer):
-            super().__init__()
-            self.layer = layer
-
-        def forward(self, x, state=None):
-            output, state = self.layer(x, state)
-            return output, dataclasses.replace(state, v=state.v + state.h.repeat(1, 1, 4))
-
-    net = tiny(model="momentum").make_model().double()
-    net.layer = Leaky(net.layer)
-    assert pixel_mnist_gradients.share_of_rule(net, pictures(pixels=12)) > 0.01
-
-
-def test_quantiles_of_the_norms():
-    norms = torch.rand(2, 11, 3, dtype=torch.float64)
-    found = pixel_mnist_gradients.quantiles(norms)
-    ordered = norms.sort(dim=1).values
-    assert list(pixel_mnist_gradients.LEVELS) == ["median", "q10", "q90"]
-    torch.testing.assert_close(found, ordered[:, [5, 1, 9]])
-
-
 def test_gradients_write_their_files(tmp_path, capsys):
     argv = "--dataset digits --side 4 --hidden 6 --train-size 200 --iterations 3 --every 2 --measured 5".split()
-    pixel_mnist_gradients.main([*argv, "--cell", "lstm", "--out", str(tmp_path)])
+    pixel_mnist_gradients.main([*argv, "--preset", "lstm", "--out", str(tmp_path)])
     assert names_in(tmp_path) == {"gradients.csv", "gradients.json", "gradients.png"}
     rows = read_rows(tmp_path / "gradients.csv")
     keys = [(row["model"], int(row["iteration"]), int(row["t"])) for row in rows]
@@ -117,54 +81,31 @@ def test_gradients_write_their_files(tmp_path, capsys):
     assert all(float(row["q10"]) <= float(row["median"]) <= float(row["q90"]) for row in rows)
     said = capsys.readouterr().out
     assert "MomentumLSTM: |dL/dh_t| / |dL/dh_T| at t = 8 and 4: " in said
-    assert said.count("share that passes through the rule 0") == 3
+    assert said.count("share through the rule 0") == 3
     assert json.loads((tmp_path / "gradients.json").read_text())["rules"]["momentum"]["momentum"] == 0.6
 
 
 # The grid of momentum and step size
 
 
-def test_the_authors_numbers_are_in_their_places():
-    grids = {name: momentum_ablation.of_authors(judged) for name, judged in momentum_ablation.TASKS.items()}
-    places = [(0.9, 0.1), (0.0, 1.0), (0.3, 0.6), (0.1, 0.1)]
-    assert [grids["pixel_mnist"][place] for place in places[:3]] == [99.08, 98.90, 65.73]
-    assert [grids["speech"][place] for place in (places[0], places[1], places[3])] == [121.07, 9.33, 5.86]
-    assert all(len(grid) == 25 for grid in grids.values())
-
-
 @pytest.mark.parametrize(
-    ("means", "is_higher_better", "said"),
+    ("means", "said"),
     [
-        ({(0.0, 1.0): 10.0, (0.0, 0.5): 13.0, (0.6, 1.0): 14.0}, True, "75 % of the gain without momentum, at step"),
-        ({(0.0, 1.0): 10.0, (0.0, 0.5): 13.0, (0.6, 0.5): 9.0}, False, "best pair 0.6, 0.5: 9; 0 % of the gain"),
-        ({(0.0, 1.0): 5.0, (0.6, 1.0): 5.0}, True, "no gain"),
-        ({(0.6, 1.0): 5.0}, True, "needs the pair 0, 1"),
+        ({(0.0, 1.0): 14.0, (0.0, 0.5): 11.0, (0.6, 1.0): 10.0}, "75 % of the gain without momentum, at step"),
+        ({(0.0, 1.0): 10.0, (0.0, 0.5): 13.0, (0.6, 0.5): 9.0}, "best pair 0.6, 0.5: 9; 0 % of the gain"),
+        ({(0.0, 1.0): 5.0, (0.6, 1.0): 5.0}, "no gain"),
+        ({(0.6, 1.0): 5.0}, "needs the pair 0, 1"),
     ],
 )
-def test_what_there_is_without_momentum(means, is_higher_better, said):
-    assert said in momentum_ablation.without_momentum(means, is_higher_better=is_higher_better)
+def test_the_gain_without_momentum(means, said):
+    assert said in momentum_ablation.without_momentum(means)
 
 
-@pytest.mark.slow
-def test_the_ablation_runs_the_grid_and_goes_on(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(momentum_ablation, "run_side_by_side", one_after_another)
-    options = ["--momenta", "0.6", "0", "--step-sizes", "1", "0.5", "--epochs", "1", "--seeds", "2"]
-    options = [*options, *QUICK, "--out", str(tmp_path)]
-    momentum_ablation.main(options)
-    assert names_in(tmp_path) >= {"ablation.csv", "ablation.json", "ablation.png"}
-    rows = read_rows(tmp_path / "ablation.csv")
-    pairs = [(float(row["momentum"]), float(row["step_size"])) for row in rows]
-    assert pairs == list(itertools.product((0.6, 0.0), (1.0, 0.5)))
-    assert [float(row["gain"]) for row in rows] == pytest.approx([2.5, 1.25, 1, 0.5])
-    folders = [tmp_path / f"momentum0.6-step1-seed{seed}" for seed in (0, 1)]
-    summaries = [json.loads((folder / "summary.json").read_text()) for folder in folders]
-    assert [s["rule"]["momentum"] for s in summaries] == [0.6, 0.6]
-    assert float(rows[0]["test accuracy, %"]) == pytest.approx(50 * sum(s["test_accuracy"] for s in summaries))
-    capsys.readouterr()
-    momentum_ablation.main(options)
-    assert capsys.readouterr().out.count("is finished already") == 8
-    with pytest.raises(SystemExit, match="holds a different run"):
-        momentum_ablation.main([*options, "--lr", "0.5"])
+def test_the_ablation_has_a_run_for_each_pair_and_seed():
+    config = momentum_ablation.AblationConfig(momenta="0.6,0", step_sizes="1,0.5", seeds=2, out="grid")
+    runs = [(run.seed, run.momentum, run.step_size, run.out) for run in config.runs()]
+    assert runs[:2] == [(0, 0.6, 1.0, "grid/momentum0.6-step1-seed0"), (0, 0.6, 0.5, "grid/momentum0.6-step0.5-seed0")]
+    assert len(runs) == 8
 
 
 # Images a second
@@ -174,7 +115,7 @@ def test_throughput_writes_a_table_with_ratios_to_softmax(tmp_path, capsys, monk
     measured = iter([9.0, 9.0, 4.0, 1.0, 4.0, 2.0, 4.0, 0.5] * 2)  # softmax and momentum in rounds; the first is void
     monkeypatch.setattr(image_throughput, "seconds", lambda *args: next(measured))
     monkeypatch.setattr(image_throughput.random.Random, "sample", lambda self, names, count: names)
-    argv = [*"--model softmax,momentum --length 6 12 --batch-size 2 --repeats 3".split(), *TRANSFORMER]
+    argv = [*"--model softmax,momentum --length 6,12 --batch-size 2 --repeats 3".split(), *TRANSFORMER]
     image_throughput.main([*argv, "--out", str(tmp_path)])
     report = json.loads((tmp_path / "throughput.json").read_text())
     rows = {(row["model"], row["length"]): row for row in report["rows"]}
@@ -189,36 +130,6 @@ def test_throughput_writes_a_table_with_ratios_to_softmax(tmp_path, capsys, monk
 
 
 # Recall
-
-
-@pytest.mark.slow
-def test_one_command_makes_the_table(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(recall, "run_side_by_side", one_after_another)
-    options = (
-        "--most 8 --keys 16 --values 16 --iterations 2 --epochs 1 --batch-size 4 --test-size 4 --jobs 1 --kind all"
-    )
-    options += " --model linear,momentum --rates 1e-3,1e-2 --seeds 2"
-    recall.main([*TRANSFORMER, *options.split(), "--out", str(tmp_path)])
-    out = capsys.readouterr().out
-    assert all(f"{kind}, equal state" in out for kind in recall.KINDS)
-    assert "counting" in out
-    assert out.count(TITLES["linear"]) >= 3
-    rows = read_rows(tmp_path / "recall.csv")
-    assert {(row["seeds"], row["model"]) for row in rows} == {("2", "linear"), ("2", "momentum")}
-    shares = {(kind, "accuracy") for kind in recall.KINDS} | {("again", "stale")}
-    assert {(row["kind"], row["share"]) for row in rows} == shares
-    assert {int(row["pairs"]) for row in rows if row["kind"] == "again"} == {1, 2, 4, 8}
-    assert (tmp_path / "recall.png").read_bytes()[:4] == b"\x89PNG"
-    assert len(list(tmp_path.rglob("summary.json"))) == 2 * 3 * (2 + 1)
-    for row in rows:
-        candidates = [tmp_path / f"{row['kind']}-state-{row['model']}-lr{rate}-seed0" for rate in ("0.001", "0.01")]
-        assert float(row["lr"]) == best_rate(candidates)
-
-
-def test_no_run_no_rate(tmp_path, caplog):
-    assert best_rate([tmp_path]) is None
-    recall.report(tmp_path)
-    assert "no finished run of recall" in caplog.text
 
 
 def test_errors_of_the_plain_recurrence(monkeypatch):
@@ -261,14 +172,3 @@ def test_the_best_settings_of_each_set():
     assert (safe["momentum_delta"], safe["momentum"], safe["momentum_step"]) == (0.25, 0.9, recall_regression.STEPS[1])
     assert (every["momentum_delta"], every["momentum"]) == (0.125, 0.99)
     assert (safe["settings"], every["settings"], every["length"]) == ("safe", "any", 1000)
-
-
-def test_the_regression_leaves_table_and_figure(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(recall_regression, "LENGTHS", (10, 20))
-    recall_regression.main(["--sequences", "2", "--out", str(tmp_path)])
-    assert "ill-conditioned  noise 0.3 after   20, safe" in capsys.readouterr().out
-    assert {path.name for path in tmp_path.iterdir()} == {"regression.csv", "regression.json", "regression.png"}
-    assert len(json.loads((tmp_path / "regression.json").read_text())["table"]) == 2 * 2 * 2 * 2
-
-
-# Tables and figures of runs without ODEs

@@ -9,7 +9,7 @@ pytest.importorskip("tqdm")
 
 from tasks.common.config import TaskConfig
 from tasks.common.run import Run
-from tasks.common.train import FreshData, epoch_generator, fit, flushed_denormals
+from tasks.common.train import FreshData, epoch_generator, fit
 from tests.tasks.small_runs import read_metrics
 
 
@@ -89,11 +89,3 @@ def test_a_loss_that_is_not_finite_is_named(tmp_path):
     with pytest.raises(SystemExit, match=r"test data: test_loss is (inf|nan)\. Fix: a smaller --lr"):
         fit_line(tmp_path / "test", 1, optimizer=sgd(1e30), config={"batch_size": 16})
     assert not (tmp_path / "test" / "summary.json").exists()
-
-
-def test_denormals_are_flushed_for_a_while_only():
-    tiny = torch.tensor(1e-38)
-    with flushed_denormals():
-        if torch.set_flush_denormal(True):  # this processor can
-            assert (tiny / 10).item() == 0
-    assert (tiny / 10).item() > 0

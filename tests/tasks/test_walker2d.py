@@ -4,7 +4,6 @@ import csv
 import itertools
 import json
 import math
-import sys
 
 import numpy as np
 import pytest
@@ -15,8 +14,7 @@ pytest.importorskip("matplotlib")
 
 from tasks import walker2d
 from tasks.common.config import parse
-from tasks.common.run import Run, count_parameters
-from tasks.data import walker2d as walker2d_data
+from tasks.common.run import count_parameters
 from tasks.data.walker2d import read_walker2d
 from tasks.models.baselines import BASELINES
 from tasks.studies import walker2d_gradients
@@ -73,23 +71,7 @@ def test_rollouts_are_read_from_the_data_folder(data, monkeypatch):
     (data / "generated.json").write_text("{}")
     assert read_walker2d()[1] == "8 rollouts of the scripted gait"
     monkeypatch.delenv("HBNODE_DATA", raising=False)
-    with pytest.raises(FileNotFoundError, match=r"HBNODE_DATA=None. Fix: put the rollouts[\s\S]*--generate 100"):
-        read_walker2d()
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda path: path.write_bytes(path.read_bytes()[:300]), "cannot be read"),
-        (lambda path: np.save(path, np.zeros((5, 16))), r"expected 5 rows of 17 finite numbers, got shape \(5, 16\)"),
-        (lambda path: np.save(path, np.full((5, 17), np.nan)), "with others among them"),
-        (lambda path: np.save(path, np.array([{}])), "cannot be read"),
-        (lambda path: np.save(path, np.array(["a"])), "cannot be read"),
-    ],
-)
-def test_a_damaged_rollout_is_named(damage, message, data):
-    damage(data / "rollout_003.npy")
-    with pytest.raises(ValueError, match=rf"rollout_003\.npy.*{message}[\s\S]*Fix: delete the file"):
+    with pytest.raises(FileNotFoundError, match=r"HBNODE_DATA=None. Fix: put the rollouts"):
         read_walker2d()
 
 
@@ -107,7 +89,7 @@ def test_windows_are_kept_frames_with_their_times_and_the_next_raw_frames():
     assert set((numbers[:, 0] >= 5000).tolist()) == {True, False}
     x, _, future = walker2d.windows([numbered(200)], seed=0, after=20)
     assert torch.equal(future[..., 0], x[:, -1:, 0] + torch.arange(1.0, 21.0))
-    with pytest.raises(ValueError, match=r"too few for one window of 64 kept ones and 1 after them\. Fix"):
+    with pytest.raises(ValueError, match=r"too few for a window of 64 and 1 after it\. Fix"):
         walker2d.windows([numbered(50), numbered(40)], seed=0)
 
 
@@ -168,19 +150,6 @@ def test_a_prediction_is_the_head_of_the_state_a_frame_later():
         assert low < cell(samples(3, 17), torch.zeros(3, 24, dtype=torch.float64)).abs().max() <= high
 
 
-def test_channels_leave_in_their_own_units():
-    mean, deviation = (torch.linspace(*span, 17, dtype=torch.float64) for span in ((-3, 3), (0.1, 9)))
-    config = walker2d.WalkerConfig(model="hbnode")
-    x, t = samples(2, 4, 17), torch.arange(4.0, dtype=torch.float64).expand(2, 4) / 64
-    torch.manual_seed(0)
-    scaled = walker2d.make_model(config, mean, deviation).double()
-    torch.manual_seed(0)
-    bare = make("hbnode")
-    torch.testing.assert_close(scaled(mean + deviation * x, t)[0], mean + deviation * bare(x, t)[0])
-    raw = walker2d.make_model(walker2d.WalkerConfig(model="hbnode", standardize=False), mean, deviation)
-    assert torch.equal(raw.enter(x), x)
-
-
 def test_walking_on_feeds_predictions_a_frame_apart():
     torch.manual_seed(2)
     net = make("hbnode", shrink=1.0)
@@ -195,76 +164,7 @@ def test_walking_on_feeds_predictions_a_frame_apart():
 # The figure
 
 
-def test_a_report_has_the_errors_of_predictions_and_of_standing_still(data, tmp_path):
-    config = walker2d.WalkerConfig(model="node", ahead=3, windows=8, device="cpu", out=str(tmp_path), tol=1e-3)
-    splits = walker2d.Splits.from_options(config)
-    model = walker2d.make_model(config, splits.mean, splits.deviation)
-    found = walker2d.report(Run("walker2d", config, ""), model, splits, config)
-    x, t, y = splits.test
-    assert found["test_mse"] == pytest.approx((model(x, t)[0] - y).square().mean().item(), rel=1e-4)
-    assert found["test_standing_mse"] == pytest.approx((x - y).square().mean().item(), rel=1e-5)
-    x, t, future = splits.futures
-    walk = walker2d.walk_on(model, x, t, 3)
-    assert found["walk_mse"] == pytest.approx((walk - future).square().mean().item(), rel=1e-4)
-    assert found["walk_standing_mse"] == pytest.approx((x[:, -1:] - future).square().mean().item(), rel=1e-5)
-    assert (tmp_path / "forecast.png").read_bytes()[:4] == b"\x89PNG"
-
-
 # Generating rollouts
-
-
-class StandIn:
-    """In place of gymnasium and MuJoCo: every other episode falls too early."""
-
-    __version__ = "0"
-
-    def __init__(self):
-        self.episodes, self.actions = 0, []
-
-    def make(self, name):
-        assert name == "Walker2d-v5"
-        return self
-
-    def reset(self, seed):
-        self.episodes += 1
-        self.left = 50 if self.episodes % 2 else 180
-        return np.zeros(17), {}
-
-    def step(self, action):
-        self.actions.append(action)
-        self.left -= 1
-        return np.full(17, 0.1 * self.left), 0.0, self.left == 0, False, {}
-
-
-def test_generated_rollouts_are_read_back(tmp_path, monkeypatch):
-    folder, environment = tmp_path / "made", StandIn()
-    monkeypatch.setenv("HBNODE_DATA", str(folder))
-    monkeypatch.setitem(sys.modules, "gymnasium", environment)
-    environment.step = None
-    with pytest.raises(TypeError):
-        walker2d.main(["--generate", "3"])
-    del environment.step
-    assert not (folder / "walker").exists()  # nothing half done
-    walker2d.main(["--generate", "3"])
-    rollouts, source = read_walker2d()
-    assert [tuple(r.shape) for r in rollouts] == [(181, 17)] * 3
-    assert source == "3 rollouts of the scripted gait"
-    assert {path.name for path in folder.iterdir()} == {"walker"}
-    actions = np.array(environment.actions)
-    assert actions.shape[1:] == (6,)
-    assert np.abs(actions).max() <= 1
-    with pytest.raises(SystemExit, match=r"walker is there already\. Fix: move it away"):
-        walker2d.main(["--generate", "3"])
-    monkeypatch.setenv("HBNODE_DATA", str(tmp_path / "other"))
-    monkeypatch.setattr(walker2d_data, "SHORTEST", 10_000)
-    with pytest.raises(SystemExit, match="only 0 of 50 episodes lasted 10000 frames"):
-        walker2d_data.generate(1, 0)
-    monkeypatch.setitem(sys.modules, "gymnasium", None)
-    with pytest.raises(SystemExit, match=r"Walker2d-v5 cannot be simulated \(.*Fix: pip install -e '\.\[walker\]'"):
-        walker2d_data.generate(1, 0)
-    monkeypatch.delenv("HBNODE_DATA")
-    with pytest.raises(SystemExit, match="HBNODE_DATA is not set"):
-        walker2d_data.generate(1, 0)
 
 
 # Gradients through time
