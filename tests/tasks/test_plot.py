@@ -7,7 +7,6 @@ import json
 import re
 
 import pytest
-import torch
 
 pytest.importorskip("sklearn")
 pytest.importorskip("tqdm")
@@ -18,12 +17,10 @@ from tasks.common.config import TaskConfig
 from tasks.common.figures import line_style
 from tasks.copying import CopyingConfig
 from tasks.image_classification import ImageConfig
-from tasks.image_generation import ImageGenerationConfig
 from tasks.lra import LRAConfig
 from tasks.plane_vibration import PlaneVibrationConfig
 from tasks.point_cloud import PointCloudConfig
 from tasks.run_groups import EXPERIMENTS, collect
-from tasks.studies import momentum_ablation
 
 MACHINE = {"device": "cpu", "threads": 1, "runs_at_a_time": 1}
 NFE = {"nfe_forward": 8.0, "nfe_backward": 4.0, "nfe_ratio": 0.5}
@@ -184,19 +181,6 @@ def test_equal_lines_can_be_told_apart(count, length):
         assert len(set.union(*marked)) == sum(map(len, marked))
 
 
-def test_the_colors_of_a_grid_are_a_scale(tmp_path, monkeypatch):
-    figures = []
-    monkeypatch.setattr("tasks.common.figures.write_figure", lambda figure, path: figures.append(figure))
-    judged = momentum_ablation.TASKS["pixel_mnist"]
-    grids = {"one": momentum_ablation.of_authors(judged), "single": {(0.0, 1.0): 7.0}}
-    momentum_ablation.draw_grids(grids, judged, tmp_path / "x.png")
-    images = [ax.images[0] for ax in figures[-1].axes if ax.images]
-    assert images[0].norm.vmax == pytest.approx(100 - 37.39)
-    assert len(figures[-1].axes) == 2 * len(grids)  # each with its scale
-    figures[-1].draw_without_rendering()
-    plot.plt.close(figures[-1])
-
-
 @pytest.mark.parametrize("task", EXPERIMENTS)
 def test_every_model_of_a_task_has_a_title(task):
     module = importlib.import_module(f"tasks.{task}")
@@ -210,21 +194,6 @@ def test_every_model_of_a_task_has_a_title(task):
         titles = EXPERIMENTS[task][1]
         titles = titles(dataclasses.asdict(kind())) if callable(titles) else titles
         assert set(kind.models) - {"transformer"} <= titles.keys()
-
-
-def test_images_that_were_drawn_stand_below_the_curves(tmp_path):
-    images = torch.arange(32).view(2, 16) % 17
-    for model in ("softmax", "linear"):
-        config = ImageGenerationConfig(model=model, side=4)
-        write_run(tmp_path / model, config, ("train_loss", "test_loss", "test_bits_per_dim"))
-        torch.save({1: images.flip(0), 2: images}, tmp_path / model / "samples.pt")
-    figure = plot.draw(collect(tmp_path), "title")
-    assert [ax.get_ylabel() for ax in figure.axes if ax.images and ax.get_ylabel()] == ["softmax", "linear"]
-    shown = [ax.images[0].get_array() for ax in figure.axes if ax.images][len(images) :]
-    for image, pixels in zip(images, shown, strict=True):
-        assert (pixels.flatten() * 16).tolist() == pytest.approx(image.tolist())
-    plot.plt.close(figure)
-    assert "test bits per dim" in plot.table(collect(tmp_path))
 
 
 def test_what_guesses_reach_is_drawn_and_tabulated(tmp_path):

@@ -300,7 +300,7 @@ def test_the_likelihood_of_noisy_oscillators_is_celerite2s():
 def test_the_shallow_rows_of_vibration(monkeypatch):
     monkeypatch.setattr(shallow_rows, "FITTED", ("ridge",))
     for protocol in ("honest", "paper"):
-        errors = {line["model"]: line["test_forecast_mse"] for line in shallow_rows.of_vibration(0, protocol)}
+        errors = {line["model"]: line["test_forecast_mse"] for line in shallow_rows.vibration_rows(0, protocol)}
         assert errors["ridge"] < errors["last value"] < errors["constant"]
 
 
