@@ -573,8 +573,8 @@ class RecurrentLayer(RecurrentBase):
     Shape:
         x: (T, batch, input_size), or (T, input_size), or a PackedSequence.
         output: (T, batch, directions * hidden_size).
-        state: h, and c of an LSTM, (layers * directions, batch, hidden_size); the memory of the rule is wider by the
-            number of gates.
+        state: h, and c of an LSTM, (layers * directions, batch, hidden_size).
+        memory of the rule: as h, but wider by the number of gates.
 
     Raises:
         TypeError: rule is neither a name nor a Rule, or bias, batch_first or bidirectional is not a bool.
