@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hbnode._tree import Record
 from hbnode.nn import MomentumTransformer
 from hbnode.nn.attention import KeyValueCache
 from tasks.common.config import option, parse
@@ -66,7 +67,7 @@ def state_bytes(state: object) -> int:
         return state_bytes((state.keys, state.values))
     if isinstance(state, Mapping):
         return sum(map(state_bytes, state.values()))
-    return sum(map(state_bytes, state)) if isinstance(state, (tuple, list)) else 0
+    return sum(map(state_bytes, state)) if isinstance(state, (tuple, list, Record)) else 0
 
 
 def seconds(model: MomentumTransformer, config: ImageGenerationConfig, batch_size: int, length: int) -> float:
