@@ -1,6 +1,7 @@
 """The loop of the native methods: steps and their control, outputs inside of steps, what is refused, failures."""
 
 import copy
+import dataclasses
 import functools
 import math
 import subprocess
@@ -13,7 +14,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hbnode
+from hbnode.nfe import NFE, Tally
 from hbnode.solve.methods import METHODS, Explicit
+from hbnode.solve.settings import Settings
+from hbnode.solve.stepper import Attempt, Setup
+from hbnode.solve.term import ODETerm
 from tests.models import AGAIN, compile_without_back_end, every_model, make_field, make_input
 from tests.problems import Driven, damped_oscillator, driven_exact
 
@@ -761,3 +766,16 @@ def test_a_tolerance_just_above_the_rounding_of_float32_ends():
     with torch.no_grad():
         nfe, _ = nfe_of(field, state, [0.0, 1.0], rtol=2e-9, atol=1e-12, max_steps=1000)
     assert nfe.total < 9000
+
+
+def test_the_coefficients_are_those_of_every_sample():
+    """Equal steps share them, but not if the step of one sample has another size."""
+    field, state = hbnode.HBNODE(lambda h: -h, damping=0.3), torch.ones(2, 1, dtype=torch.float64)
+    term = ODETerm(field, (state, state), Tally(field, NFE()), second_order=True, lanes=2)
+    times = torch.tensor([0.0, 1.0], dtype=torch.float64)
+    stepper = Setup.of(term, METHODS["nystrom4"], times, Settings("nystrom4")).stepper
+    for size in ([0.1, 0.2], [0.1, 0.3], [0.2, 0.3]):
+        attempt = Attempt(np.zeros(2), np.array(size), [])
+        found, _ = stepper.coefficients(attempt)
+        expected, _ = dataclasses.replace(stepper).coefficients(attempt)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
