@@ -14,6 +14,7 @@ from torch import nn
 import hbnode
 from hbnode.solve import methods
 from hbnode.solve.control import TRIALS
+from hbnode.solve.grid import Grid
 from tests.models import AGAIN
 from tests.problems import Forced, damped_oscillator
 
@@ -585,3 +586,10 @@ def test_times_with_gradients_do_not_change_the_values(method):
     y0, t = (float64(1, 2).view(2, 1), float64(0, 1).view(2, 1)), float64(0, 1, 2.5)
     found = [hbnode.odeint(field, y0, times, method=method)[0] for times in (t, t.clone().requires_grad_())]
     torch.testing.assert_close(found[1].detach(), found[0], rtol=0, atol=1e-14)
+
+
+def test_the_sides_of_a_jump_are_apart_by_more_than_the_rounding_of_any_time():
+    """Also of the first time of a backward solve, which is the largest."""
+    like = torch.zeros((), dtype=torch.float32)
+    for t in ([0.0, 1000.0], [1000.0, 0.0], [-1000.0, 0.0]):
+        assert Grid.of(torch.tensor(t, dtype=torch.float64), like, None).near >= 1000 * torch.finfo(like.dtype).eps
