@@ -255,20 +255,15 @@ def _solve(field: Any, y0: State, t: Times, settings: Settings, nfe: NFE, end: b
         torchdiffeq_methods.warn_of_callbacks(field, settings.method, torchdiffeq_methods.CALLBACKS)
     gradient, end_only = gradient_mode(settings.gradient), end and times.shape[-1] == 2
     setup = native_setup(field, y0, times, settings, counter, events, end_only=end_only)
-    may_compile = settings.compile and _torch.may_look() and not events
-    if settings.compile and events:
-        compiled.warn("events are searched for in Python", "leave compile out")
-    in_graphs = may_compile and not snapshot.masks and compiled.is_possible(setup, y0)
-    if may_compile and not in_graphs:
-        setup, solution = compile_steps(setup, field, y0, times, snapshot)
-        if solution is not None:
-            return last_of(solution) if end else solution
-    found = compiled.solve(setup, y0, snapshot, getattr(gradient, "keep_bytes", None), key) if in_graphs else None
-    trajectory, records = run(setup, y0, snapshot, gradient) if found is None else (found, None)
-    trajectory = last_of(trajectory) if end and not end_only else trajectory
+    found, records = None, None
+    if settings.compile and _torch.may_look():
+        setup, found = _compiled(setup, field, y0, times, snapshot, getattr(gradient, "keep_bytes", None), key)
+    if found is None:
+        found, records = run(setup, y0, snapshot, gradient)
+    found = last_of(found) if end and not end_only else found
     if records is None:
-        return trajectory
-    return trajectory, records[0] if isinstance(given, Event) else records
+        return found
+    return found, records[0] if isinstance(given, Event) else records
 
 
 def native_setup(
@@ -372,11 +367,23 @@ def check_field(method: str, field: Callable[..., Any]) -> None:
         )
 
 
-def compile_steps(setup: Setup, field: Any, y0: State, t: Tensor, snapshot: Snapshot) -> tuple[Setup, State | None]:
-    """Solve with one compiled program if there are few fixed steps; otherwise return a setup with a compiled step.
+def _compiled(
+    setup: Setup, field: Any, y0: State, t: Tensor, snapshot: Snapshot, keep_bytes: int | None, key: Any
+) -> tuple[Setup, State | None]:
+    """Solve by graphs if they have the step size control or all steps; otherwise return a setup with a compiled step.
 
-    Return the trajectory, too, or None if the setup still has to be solved.
+    Return the trajectory, too, or its end if the setup is ``end_only``, or None if the setup still has to be solved.
     """
+    if setup.events:
+        compiled.warn("events are searched for in Python", "leave compile out")
+        return setup, None
+    if not snapshot.masks and compiled.is_possible(setup, y0):
+        return setup, compiled.solve(setup, y0, snapshot, keep_bytes, key)
+    return _compiled_steps(setup, field, y0, t, snapshot)
+
+
+def _compiled_steps(setup: Setup, field: Any, y0: State, t: Tensor, snapshot: Snapshot) -> tuple[Setup, State | None]:
+    """Solve with one compiled program if there are few fixed steps; otherwise return a setup with a compiled step."""
     settings, stepper, method, term = setup.settings, setup.stepper, setup.stepper.method, setup.stepper.term
     if not stepper.like.numel():
         return setup, None
@@ -409,6 +416,7 @@ def compile_steps(setup: Setup, field: Any, y0: State, t: Tensor, snapshot: Snap
         term.counter.nfe.keeps_graph = torch.is_grad_enabled()
         with solving(snapshot, device.type):
             check_finite(setup, y0, parts(trajectory))
+        trajectory = last_of(trajectory) if setup.end_only else trajectory
     return setup, trajectory
 
 
