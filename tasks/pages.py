@@ -525,7 +525,10 @@ def draw_panel(ax: Axes, groups: Sequence[Group], tables: Sequence[Sequence[Sequ
             ax.fill_between(points, low, high, color=group.color, alpha=0.15, lw=0)
     is_positive = all((np.asarray(line.get_ydata()) > 0).all() for line in ax.get_lines())
     is_loss = name.endswith(("loss", "mse", "error", "perplexity"))
-    ax.set(xlabel=x, ylabel=name.replace("_", " "), yscale="log" if is_positive and is_loss else "linear")
+    label = " ".join(ABBREVIATIONS.get(word, word) for word in name.split("_"))
+    ax.set(xlabel=x, ylabel=METRICS.get(name, label), yscale="log" if is_positive and is_loss else "linear")
+    if name in ("nfe_forward", "nfe_backward", "seconds"):
+        ax.set_ylim(bottom=0.0)
     if x == "tolerance":
         ax.set_xscale("log")
         ax.invert_xaxis()

@@ -360,7 +360,7 @@ def test_a_table_and_figures_of_run_folders(tmp_path, capsys, caplog):
     tell_apart(groups, pages.TITLES)
     figure = pages.draw_runs(groups, "metrics.csv", ("test_loss", "nfe"), "")
     drawn = {ax.get_ylabel(): [line.get_label() for line in ax.get_lines()] for ax in figure.axes if ax.get_ylabel()}
-    assert drawn == {key: [group.label for group in groups] for key in ("test loss", "nfe forward")}
+    assert drawn == {key: [group.label for group in groups] for key in ("test loss", "NFE, forward")}
     assert [ax.get_yscale() for ax in figure.axes[:2]] == ["log", "linear"]
     assert [ax.get_title() for ax in figure.axes if ax.get_title()] == ["1", "3, is 2"]
     pages.plt.close(figure)
