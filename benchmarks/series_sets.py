@@ -20,7 +20,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,11 @@ from sklearn.linear_model import RidgeClassifierCV
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-from benchmarks.harness import command, write
+from benchmarks.harness import Row, command, write
 from hbnode.data import Series
 from hbnode.estimators import OscillatorSmoother, SeriesClassifier
 from hbnode.features import OscillatorFeatures, RocketFeatures
+from tasks.common.files import markdown
 from tasks.data.labelled_series import ARCHIVE, read_split, with_share
 
 SHARES = (1.0, 0.5, 0.2, 0.1)
@@ -75,20 +76,24 @@ def measure(train: tuple[Series, torch.Tensor], test: tuple[Series, torch.Tensor
 
 def table(found: dict[str, dict[str, list[Cell]]]) -> str:
     """Return the table in Markdown."""
-    lines = [f"| set | {' | '.join(CONTENDERS)} | seconds: {', '.join(CONTENDERS[1:])} |", "|---" * 7 + "|"]
-    means: dict[tuple[str, str], list[float]] = {}
-    for name, shares in found.items():
-        entries = []
-        for one in CONTENDERS:
-            values = {share: 100 * statistics.mean(cell[one][0] for cell in cells) for share, cells in shares.items()}
-            for share, value in values.items():
-                means.setdefault((one, share), []).append(value)
-            entries.append(" / ".join(f"{value:.1f}" for value in values.values()))
-        took = [statistics.mean(cell[one][1] for cell in shares["0.5"]) for one in CONTENDERS[1:]]
-        lines.append(f"| {name} | {' | '.join(entries)} | {', '.join(f'{each:.1f}' for each in took)} |")
-    shares = next(iter(found.values()))
-    ends = [" / ".join(f"{statistics.mean(means[one, share]):.1f}" for share in shares) for one in CONTENDERS]
-    return "\n".join([*lines, f"| mean | {' | '.join(ends)} | |"])
+    right = {
+        one: {
+            name: [100 * statistics.mean(cell[one][0] for cell in cells) for cells in shares.values()]
+            for name, shares in found.items()
+        }
+        for one in CONTENDERS
+    }
+    rows: list[Row] = [{"set": name} | {one: _slashed(right[one][name]) for one in CONTENDERS} for name in found]
+    seconds = f"seconds: {', '.join(CONTENDERS[1:])}"
+    for row, shares in zip(rows, found.values(), strict=True):
+        took = (statistics.mean(cell[one][1] for cell in shares["0.5"]) for one in CONTENDERS[1:])
+        row[seconds] = ", ".join(f"{each:.1f}" for each in took)
+    means = {one: _slashed(map(statistics.mean, zip(*right[one].values(), strict=True))) for one in CONTENDERS}
+    return markdown([*rows, {"set": "mean", **means, seconds: ""}])
+
+
+def _slashed(values: Iterable[float]) -> str:
+    return " / ".join(f"{value:.1f}" for value in values)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -101,11 +106,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     for channels in (1, 2):
         RocketFeatures(84).fit_transform(np.zeros((2, channels, 9)))  # compiles it
-    path = Path(options.out)
+    path: Path = options.out
     found: dict[str, dict[str, list[Cell]]] = json.loads(path.read_text())["cells"] if path.exists() else {}
-    for name in options.sets:
-        if name in found:
-            continue
+    for name in (name for name in options.sets if name not in found):
         (train, labels), (test, test_labels) = read_split(name)
         cells: dict[str, list[Cell]] = {}
         for share in SHARES:

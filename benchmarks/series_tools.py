@@ -36,6 +36,7 @@ from sklearn.ensemble import HistGradientBoostingRegressor
 from benchmarks.harness import command, write
 from hbnode.estimators import OscillatorSmoother, SeriesForecaster
 from hbnode.estimators.seasonal import StatsForecast
+from tasks.common.files import markdown
 
 MOST = 300
 FORECASTS: dict[str, tuple[str, list[str], int, int, str]] = {  # package, columns, season, horizon, steps
@@ -212,17 +213,15 @@ def gaps(name: str) -> Cells:
 
 def text(found: dict[str, Cells]) -> str:
     """Return the table in Markdown, with the least error in bold."""
-    widest: Cells = max(found.values(), key=len)
-    kinds = list(widest)
-    lines = [["set", *kinds, "seconds"], ["---"] * (len(kinds) + 2)]
+    kinds, rows = list(max(found.values(), key=len)), []
     for name, cells in found.items():
-        least, entries = min(f"{cell['error']:.2f}" for cell in cells.values()), dict.fromkeys(kinds, "–")
+        least, row = min(f"{cell['error']:.2f}" for cell in cells.values()), {"set": name} | dict.fromkeys(kinds, "–")
         for kind, cell in cells.items():
             error, bands = f"{cell['error']:.2f}", " / ".join(f"{100 * share:.0f}" for share in cell["covered"])
-            entries[kind] = (f"**{error}**" if error == least else error) + (f" ({bands})" if bands else "")
-        took = ", ".join(f"{cells[kind]['seconds']:.1f}" if kind in cells else "–" for kind in kinds)
-        lines.append([name, *entries.values(), took])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+            row[kind] = (f"**{error}**" if error == least else error) + (f" ({bands})" if bands else "")
+        took = (f"{cells[kind]['seconds']:.1f}" if kind in cells else "–" for kind in kinds)
+        rows.append(row | {"seconds": ", ".join(took)})
+    return markdown(rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -236,7 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    path = Path(options.out)
+    path: Path = options.out
     report: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"forecasts": {}, "gaps": {}}
     for name in options.cases:
         part = report[cases[name].__name__]
