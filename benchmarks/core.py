@@ -71,14 +71,13 @@ def of_sde() -> tuple[Step, Step]:
     return step, chained(net, x, 20)
 
 
-WIDE = (256, 256)
 CASES: dict[str, Callable[[], tuple[Step, Step]]] = {
     "block, T = 1, 1e-3": lambda: of_block(rtol=1e-3, atol=1e-3),
     "block, T = 1, defaults": of_block,
     "block, four steps of nystrom4": lambda: of_block(method="nystrom4", steps=4),
     "block, T = 10, nystrom4, 1e-4": lambda: of_block(end=10.0, method="nystrom4", rtol=1e-4, atol=1e-4),
-    "block, 16 steps, hidden 256": lambda: of_block(64, WIDE, 256, method="nystrom4", steps=16),
-    "block, T = 5, hidden 256, 1e-4": lambda: of_block(64, WIDE, 256, 5.0, rtol=1e-4, atol=1e-4),
+    "block, 16 steps, hidden 256": lambda: of_block(64, (256, 256), 256, method="nystrom4", steps=16),
+    "block, T = 5, hidden 256, 1e-4": lambda: of_block(64, (256, 256), 256, 5.0, rtol=1e-4, atol=1e-4),
     "per sample, 128 x 32": lambda: of_block(end=10.0, rtol=1e-4, atol=1e-4, per_sample=True),
     "per sample, 1000 x 4": lambda: of_block(4, (32, 32), 1000, 5.0, rtol=1e-4, atol=1e-4, per_sample=True),
     "100 output times, 1000 x 4": lambda: of_block(4, (32, 32), 1000, 5.0, torch.linspace(0.0, 5.0, 100)),

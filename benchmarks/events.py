@@ -40,8 +40,8 @@ class Balls:
     def solve(self, bounces: int, tolerance: float, t: Sequence[float], **settings: Any) -> tuple[Any, Any]:
         """Return the solution and the record of the first ``bounces`` bounces."""
         floor = hbnode.Event(lambda t, y: y[0], lambda t, y: (0 * y[0], -self.e * y[1]), max_count=bounces)
-        settings = {"rtol": tolerance, "atol": tolerance, **settings}
-        return hbnode.odeint(self.field, (self.h, self.v), t, events=floor, **settings)
+        settings |= {"rtol": tolerance, "atol": tolerance, "events": floor}
+        return hbnode.odeint(self.field, (self.h, self.v), t, **settings)
 
     def exact(self, bounces: int) -> Tensor:
         """Return the bounce times (balls, bounces) of the closed form, with gradients by the implicit function theorem.

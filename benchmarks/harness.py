@@ -95,7 +95,7 @@ def relative(x: Tensor, exact: Tensor) -> float:
 
 
 def peak_bytes() -> int:
-    """Return the peak of this process's memory, since :func:`reset_peak` if there was one.
+    """Return the peak of this process's memory.
 
     On Linux this is not ``ru_maxrss``, because a process inherits that from its parent.
     """
@@ -106,16 +106,11 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
 
 
-def reset_peak() -> int:
-    """Set the peak of memory back to what is in use, and return it; macOS cannot do so, and keeps its peak."""
-    if sys.platform == "linux":
-        Path("/proc/self/clear_refs").write_text("5")
-    return peak_bytes()
-
-
 def added_memory(functions: Mapping[str, Callable[[], object]]) -> dict[str, float]:
     """Return the MiB that each function and those before it add to the peak of this process, a fresh one."""
-    start, found = reset_peak(), {}
+    if sys.platform == "linux":
+        Path("/proc/self/clear_refs").write_text("5")  # sets the peak back to what is in use; macOS cannot do so
+    start, found = peak_bytes(), {}
     for name, function in functions.items():
         function()
         found[f"{name}_MiB"] = (peak_bytes() - start) / 2**20

@@ -88,9 +88,8 @@ def measured(repeats: int) -> Iterator[tuple[str, list[Row]]]:
     """Rows for each baseline: itself, hbnode with as good a gradient, hbnode with as good logits too."""
     model = trained(TRAINING)
     x, y = images(BATCH)
-    theirs = errors(model, PAPER, BASELINES)
     found = {name: errors(model, solver, TOLERANCES) for name, solver in METHODS.items()}
-    for tol, (logits, gradient) in zip(BASELINES, theirs, strict=True):
+    for tol, (logits, gradient) in zip(BASELINES, errors(model, PAPER, BASELINES), strict=True):
         chosen = {"dopri5, adjoint": (with_solver(model, tol, PAPER), tol, (logits, gradient))}
         for method, solver in METHODS.items():
             good = [i for i, error in enumerate(found[method]) if error[1] <= gradient]

@@ -46,8 +46,7 @@ class Problem:
 def tanh_network(dim: int, scale: float) -> MLP:
     """A random network d -> 64 -> 64 -> d whose weights are PyTorch's times a scale."""
     torch.manual_seed(0)
-    func = MLP(dim, [64, 64], dim, activation=nn.Tanh)
-    return scaled(func, scale)
+    return scaled(MLP(dim, [64, 64], dim, activation=nn.Tanh), scale)
 
 
 def scaled(func: nn.Module, scale: float) -> Any:

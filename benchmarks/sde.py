@@ -353,8 +353,7 @@ def solver(
     """
     if name.startswith("diffrax"):
         return diffrax_solver(name, sde, state, steps, training)
-    method, *gradient = name.removeprefix("torchsde ").split()
-    how = gradient[0] if gradient else "direct"
+    method, how = [*name.removeprefix("torchsde ").split(), "direct"][:2]
 
     def run() -> None:
         with torch.set_grad_enabled(training):

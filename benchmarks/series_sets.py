@@ -30,7 +30,7 @@ from sklearn.linear_model import RidgeClassifierCV
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-from benchmarks.harness import Row, command, write
+from benchmarks.harness import command, write
 from hbnode.data import Series
 from hbnode.estimators import OscillatorSmoother, SeriesClassifier
 from hbnode.features import OscillatorFeatures, RocketFeatures
@@ -69,27 +69,26 @@ def measure(train: tuple[Series, torch.Tensor], test: tuple[Series, torch.Tensor
     for name in CONTENDERS:
         start = time.process_time()
         model = contender(name, seed).fit(train[0], train[1].numpy())
-        right = float((model.predict(test[0]) == test[1].numpy()).mean())
-        found[name] = (right, time.process_time() - start)
+        accuracy = float((model.predict(test[0]) == test[1].numpy()).mean())
+        found[name] = (accuracy, time.process_time() - start)
     return found
 
 
 def table(found: dict[str, dict[str, list[Cell]]]) -> str:
     """Return the table in Markdown."""
-    right = {
-        one: {
-            name: [100 * statistics.mean(cell[one][0] for cell in cells) for cells in shares.values()]
-            for name, shares in found.items()
-        }
-        for one in CONTENDERS
-    }
-    rows: list[Row] = [{"set": name} | {one: _slashed(right[one][name]) for one in CONTENDERS} for name in found]
-    seconds = f"seconds: {', '.join(CONTENDERS[1:])}"
-    for row, shares in zip(rows, found.values(), strict=True):
+    seconds, rows = f"seconds: {', '.join(CONTENDERS[1:])}", []
+    for name, shares in found.items():
         took = (statistics.mean(cell[one][1] for cell in shares["0.5"]) for one in CONTENDERS[1:])
-        row[seconds] = ", ".join(f"{each:.1f}" for each in took)
-    means = {one: _slashed(map(statistics.mean, zip(*right[one].values(), strict=True))) for one in CONTENDERS}
+        row = {"set": name} | {one: _slashed(right(shares, one)) for one in CONTENDERS}
+        rows.append(row | {seconds: ", ".join(f"{each:.1f}" for each in took)})
+    columns = {one: zip(*(right(shares, one) for shares in found.values()), strict=True) for one in CONTENDERS}
+    means = {one: _slashed(map(statistics.mean, column)) for one, column in columns.items()}
     return markdown([*rows, {"set": "mean", **means, seconds: ""}])
+
+
+def right(shares: dict[str, list[Cell]], one: str) -> list[float]:
+    """Return the per cent that a contender has right, for each share of the stamps."""
+    return [100 * statistics.mean(cell[one][0] for cell in cells) for cells in shares.values()]
 
 
 def _slashed(values: Iterable[float]) -> str:

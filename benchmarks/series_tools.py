@@ -120,9 +120,8 @@ def forecasts(name: str) -> Cells:
 
     calls = {"auto": lambda: ours(table, later, step)}
     if step:
-        calls["auto, without statsforecast"] = patch.object(StatsForecast, "admits", lambda series: False)(
-            calls["auto"]
-        )
+        without = patch.object(StatsForecast, "admits", lambda series: False)
+        calls["auto, without statsforecast"] = without(calls["auto"])
     for kind in ("AutoETS", "AutoTheta", "AutoARIMA")[: 0 if not step else 3 if season <= 12 else 2]:
         calls[kind] = partial(theirs, kind)
     calls["boosted lags"] = lambda: {"mean": boosted(past / scales, table, season, step)[later] * scale}
@@ -227,10 +226,8 @@ def text(found: dict[str, Cells]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print the tables, write JSON."""
     parser = command(__doc__, "series_tools")
-    cases = {
-        **dict.fromkeys(FORECASTS, forecasts),
-        **{f"{n}, {k}": gaps for n in GAPS for k in ("at random", "blocks")},
-    }
+    of_gaps = dict.fromkeys((f"{name}, {kind}" for name in GAPS for kind in ("at random", "blocks")), gaps)
+    cases: dict[str, Callable[[str], Cells]] = dict.fromkeys(FORECASTS, forecasts) | of_gaps
     parser.add_argument("--cases", nargs="+", default=list(cases), choices=list(cases), help="sets, and sets of gaps")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)

@@ -120,8 +120,6 @@ def needed(runs: list[Run], target: float) -> float | None:
     points = front(runs)
     if not points or points[-1][1] > target:
         return None
-    if points[0][1] <= target:
-        return float(points[0][0])
     evaluations, errors = (np.log([point[i] for point in reversed(points)]) for i in (0, 1))
     return float(np.exp(np.interp(math.log(target), errors, evaluations)))
 
