@@ -147,7 +147,7 @@ def shown(row: Row) -> Row:
         return {"problem": row["name"]}
     cells = {f"cells, {other}": count for other, count in row.get("cells", {}).items()}
     ratios = {f"best/{other}": ratio for other, ratio in row.get("ratios", {}).items()}
-    return {"error": row["error"]} | row.get("evaluations", {}) | ratios | cells
+    return {"error": row["error"] or "all"} | row.get("evaluations", {}) | ratios | cells
 
 
 STYLES = {
