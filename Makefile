@@ -61,7 +61,6 @@ bench: .venv/.complete
 	$(BIN)/python -m benchmarks.solvers
 	$(BIN)/python -m benchmarks.strong_damping
 	$(BIN)/python -m benchmarks.gradients
-	$(BIN)/python -m benchmarks.overhead
 	$(BIN)/python -m benchmarks.dense
 	$(BIN)/python -m benchmarks.events
 	$(BIN)/python -m benchmarks.images

@@ -21,46 +21,38 @@ the rounds. Memory is the process's. Writes JSON with the machine in it, and a f
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
-import multiprocessing
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, normalize, pad, scaled_dot_product_attention
 
-import hbnode
-from benchmarks.harness import command, interleaved, milliseconds, peak_bytes, ratio, reset_peak, seconds, write
-from benchmarks.recurrent import table
+from benchmarks.harness import (
+    Row,
+    added_memory,
+    command,
+    in_fresh_process,
+    interleaved,
+    milliseconds,
+    panels,
+    ratio,
+    relative,
+    run,
+    seconds,
+)
 from hbnode.nn import _delta_rule
 from hbnode.nn.attention import KeyValueCache
-from tasks.common.files import write_figure
+from hbnode.nn.functional import heavy_ball_memory, momentum_attention
 from tasks.models.contenders import make_transformer
 
 LENGTHS = (256, 1024, 4096, 16384)
+TOKENS = (16, 3000)  # that are generated: sequences, length
 HEADS, DIM = 8, 32
-MOMENTUM = 0.9
-MODELS = {"softmax": "softmax", "linear": "linear", "momentum": "momentum", "gated delta": "gated_delta"}
-MODELS["heavy ball"] = "heavy_ball"
 SMALLEST = (1.0, 0.5, 0.1, 1e-3, 1e-10, 1e-30)
 SECTIONS = ("time", "memory", "generation", "precision", "forms")
-Row = dict[str, Any]
-Attend = Callable[..., Tensor]
-
-
-def linear(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> Tensor:
-    """Linear attention."""
-    return hbnode.nn.functional.momentum_attention(q, k, v, momentum=0.0)
-
-
-def momentum(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> Tensor:
-    """Linear attention with momentum."""
-    return hbnode.nn.functional.momentum_attention(q, k, v, momentum=MOMENTUM)
 
 
 def softmax(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> Tensor:
@@ -68,18 +60,25 @@ def softmax(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> Tensor:
     return scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
+def linear(q: Tensor, k: Tensor, v: Tensor, *_: Tensor, momentum: float = 0.0) -> Tensor:
+    """Linear attention, also with momentum."""
+    return momentum_attention(q, k, v, momentum=momentum)
+
+
 def gated_delta(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, write: Tensor, _: Tensor) -> Tensor:
     """Gated DeltaNet."""
-    return hbnode.nn.functional.heavy_ball_memory(q, k, v, log_momentum=None, log_decay=decay, write=write)
+    return heavy_ball_memory(q, k, v, log_momentum=None, log_decay=decay, write=write)
 
 
 def heavy_ball(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, write: Tensor, momentum: Tensor) -> Tensor:
     """The heavy-ball memory, its steps bounded as those of :class:`hbnode.nn.HeavyBallMemory`."""
     rest = 1 - momentum.exp()
-    step = rest * (3 * rest).clamp(max=1)
-    return hbnode.nn.functional.heavy_ball_memory(
-        q, k, v, log_momentum=momentum, log_decay=decay, step=step, write=write
-    )
+    return ours(q, k, v, decay, momentum, rest * (3 * rest).clamp(max=1), write)
+
+
+def ours(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, momentum: Tensor, step: Tensor, write: Tensor) -> Tensor:
+    """The heavy-ball memory, with the arguments of :func:`loop`."""
+    return heavy_ball_memory(q, k, v, log_momentum=momentum, log_decay=decay, step=step, write=write)
 
 
 def loop(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, momentum: Tensor, step: Tensor, write: Tensor) -> Tensor:
@@ -132,46 +131,37 @@ def published(
     return torch.cat(outputs, 2)
 
 
-def ours(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, momentum: Tensor, step: Tensor, write: Tensor) -> Tensor:
-    """The heavy-ball memory, with the arguments of :func:`loop`."""
-    return hbnode.nn.functional.heavy_ball_memory(
-        q, k, v, log_momentum=momentum, log_decay=decay, step=step, write=write
-    )
-
-
 def reference(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, momentum: Tensor, step: Tensor, write: Tensor) -> Tensor:
     """The same in differentiable operations of torch, without a backward pass of its own."""
     s, p = q.new_zeros(2, *q.shape[:2], q.shape[-1], v.shape[-1]).unbind()
     return _delta_rule.reference(("decayed", 64), q, k, v, momentum, decay, step, write, s, p)[0]
 
 
-FORMS: dict[str, Attend] = {"ours": ours, "published": published, "loop": loop, "reference": reference}
-CONTENDERS: dict[str, Attend] = {
+FORMS = {"ours": ours, "published": published, "loop": loop, "reference": reference}
+CONTENDERS: dict[str, Callable[..., Tensor]] = {
     "softmax": softmax,
     "linear": linear,
-    "momentum": momentum,
+    "momentum": partial(linear, momentum=0.9),
     "gated delta": gated_delta,
     "heavy ball": heavy_ball,
 }
 
 
-@dataclass
 class Contender:
     """An attention with its inputs, ready to be timed."""
 
-    attend: Attend
-    inputs: list[Tensor]
-    gradient: Tensor
+    def __init__(self, attend: Callable[..., Tensor], inputs: Sequence[Tensor]) -> None:
+        self.attend, self.inputs = attend, [x.requires_grad_() for x in inputs]
+        self.gradient = torch.randn_like(self.inputs[2])
 
     @classmethod
-    def of(cls, name: str, length: int, batch: int = 1) -> Contender:
+    def of(cls, name: str, length: int) -> Contender:
         """By its name in :data:`CONTENDERS`; keys of norm 1, decays near 0.95 and momenta near 0.9."""
         torch.manual_seed(0)
-        q, k, v, gradient = torch.randn(4, batch, HEADS, length, DIM).unbind()
-        decay, write, momentum = torch.randn(3, batch, HEADS, length).unbind()
-        gates = [logsigmoid(decay + 3.0), torch.sigmoid(write), logsigmoid(momentum + 2.2)]
-        inputs = [x.requires_grad_() for x in (q, normalize(k, dim=-1), v, *gates)]
-        return cls(CONTENDERS[name], inputs, gradient)
+        q, k, v = torch.randn(3, 1, HEADS, length, DIM).unbind()
+        decay, write, momentum = torch.randn(3, 1, HEADS, length).unbind()
+        gates = logsigmoid(decay + 3.0), torch.sigmoid(write), logsigmoid(momentum + 2.2)
+        return cls(CONTENDERS[name], (q, normalize(k, dim=-1), v, *gates))
 
     @torch.no_grad()
     def forward(self) -> None:
@@ -185,50 +175,30 @@ class Contender:
         self.attend(*self.inputs).backward(self.gradient)
 
 
-def time(options: argparse.Namespace) -> list[Row]:
-    """Forward passes and training steps; over linear attention, and how many times as fast as softmax attention."""
-    rows = []
-    for length in options.lengths:
-        contenders = {name: Contender.of(name, length) for name in CONTENDERS}
-        found: dict[str, Row] = {name: {"length": length, "attention": name} for name in contenders}
-        for what in ("forward", "train"):
-            steps = {name: getattr(each, what) for name, each in contenders.items()}
-            times = interleaved(steps, options.repeats, warm=1)
-            for name, mine in times.items():
-                found[name] |= {
-                    f"{what}_ms": milliseconds(mine),
-                    f"{what}_ratio": ratio(mine, times["linear"]),
-                    f"{what}_faster": ratio(times["softmax"], mine),
-                }
-        rows += found.values()
-    return rows
+def timed(contenders: dict[str, Contender], labels: Row, kind: str, base: str, repeats: int) -> list[Row]:
+    """Forward passes and training steps, over one contender, and how many times as fast as softmax attention."""
+    found: dict[str, Row] = {name: {**labels, kind: name} for name in contenders}
+    for what in ("forward", "train"):
+        times = interleaved({name: getattr(each, what) for name, each in contenders.items()}, repeats, warm=1)
+        for name, mine in times.items():
+            found[name] |= {f"{what}_ms": milliseconds(mine), f"{what}_ratio": ratio(mine, times[base])}
+            if "softmax" in times:
+                found[name][f"{what}_faster"] = ratio(times["softmax"], mine)
+    return list(found.values())
 
 
 def peak(name: str, length: int) -> dict[str, float]:
     """MiB that a forward pass and a training step add to the peak of this process, which must be a fresh one."""
-    torch.set_num_threads(1)
     Contender.of(name, 64).train()  # what libraries keep for good
-    contender, cpu = Contender.of(name, length), torch.device("cpu")
-    start, found = reset_peak(cpu), {}
-    for what in ("forward", "train"):
-        getattr(contender, what)()
-        found[f"{what}_MiB"] = (peak_bytes(cpu) - start) / 2**20
-    return found
+    contender = Contender.of(name, length)
+    return added_memory({"forward": contender.forward, "train": contender.train})
 
 
-def memory(options: argparse.Namespace) -> list[Row]:
+def memory(length: int) -> list[Row]:
     """Peaks, each in a process of its own, beside the size of the inputs."""
-    rows = []
-    for length in options.lengths[-2:]:
-        for name in CONTENDERS:
-            context = multiprocessing.get_context("spawn")
-            with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
-                found = pool.submit(peak, name, length).result()
-            rows.append({"length": length, "attention": name, **found})
-        softmax = next(row for row in rows if row["length"] == length)["train_MiB"]
-        for row in rows[-len(CONTENDERS) :]:
-            row["over_softmax_ratio"] = row["train_MiB"] / softmax if softmax else None
-    return rows
+    rows = [{"length": length, "attention": name, **in_fresh_process(peak, name, length)} for name in CONTENDERS]
+    softmax = rows[0]["train_MiB"]
+    return [row | {"over_softmax_ratio": row["train_MiB"] / softmax if softmax else None} for row in rows]
 
 
 def growth(times: list[Row], peaks: list[Row]) -> list[Row]:
@@ -245,46 +215,44 @@ def growth(times: list[Row], peaks: list[Row]) -> list[Row]:
 
 
 @torch.no_grad()
-def generation(options: argparse.Namespace) -> list[Row]:
+def generation(batch: int, count: int) -> list[Row]:
     """Transformers that step through the same tokens, in turns of some steps each."""
-    tokens, turn = torch.randint(256, (options.batch, options.tokens)), max(1, options.tokens // 30)
-    models = {
-        name: make_transformer(of, 256, d_model=HEADS * DIM, nhead=HEADS, num_layers=2, dim_feedforward=1024).eval()
-        for name, of in MODELS.items()
-    }
-    states = {name: model.init_state(options.batch) for name, model in models.items()}
-    sizes: dict[str, list[float]] = {name: [] for name in models}
+    sizes = {"d_model": HEADS * DIM, "nhead": HEADS, "num_layers": 2, "dim_feedforward": 1024}
+    models = {name: make_transformer(name.replace(" ", "_"), 256, **sizes).eval() for name in CONTENDERS}
+    states = {name: model.init_state(batch) for name, model in models.items()}
     times: dict[str, list[float]] = {name: [] for name in models}
+    first: dict[str, float] = {}
 
-    def run(name: str, part: Tensor) -> None:
+    def step(name: str, part: Tensor) -> None:
         for token in part.unbind(1):
             _, states[name] = models[name].step(token, states[name])
 
-    for part in tokens.split(turn, 1):
+    for part in torch.randint(256, (batch, count)).split(max(1, count // 30), 1):
         for name in models:
-            times[name].append(seconds(partial(run, name, part)) / part.shape[1])
-            sizes[name].append(_bytes(states[name].layers) / 2**20)
-    rows = []
-    for name in models:
-        row: Row = {"model": name, "tokens": options.tokens, "batch": options.batch}
-        row |= {
-            "tokens_per_s": options.batch / statistics.mean(times[name]),
-            "last_tokens_per_s": options.batch / times[name][-1],
-            "faster": statistics.mean(times["softmax"]) / statistics.mean(times[name]),
-            "first_MiB": sizes[name][0],
-            "last_MiB": sizes[name][-1],
+            times[name].append(seconds(partial(step, name, part)) / part.shape[1])
+            first.setdefault(name, _mebibytes(states[name].layers))
+    return [
+        {
+            "model": name,
+            "tokens": count,
+            "batch": batch,
+            "tokens_per_s": batch / statistics.mean(mine),
+            "last_tokens_per_s": batch / mine[-1],
+            "faster": statistics.mean(times["softmax"]) / statistics.mean(mine),
+            "first_MiB": first[name],
+            "last_MiB": _mebibytes(states[name].layers),
         }
-        rows.append(row)
-    return rows
+        for name, mine in times.items()
+    ]
 
 
-def _bytes(state: Any) -> int:
+def _mebibytes(state: Any) -> float:
     """Of the tensors of a state."""
     if isinstance(state, KeyValueCache):
-        return _bytes((state.keys, state.values))
+        return _mebibytes((state.keys, state.values))
     if isinstance(state, Tensor):
-        return state.numel() * state.element_size()
-    return 0 if state is None else sum(_bytes(part) for part in state)
+        return state.numel() * state.element_size() / 2**20
+    return 0 if state is None else sum(_mebibytes(part) for part in state)
 
 
 def gated_inputs(length: int, heads: int, smallest: float) -> list[Tensor]:
@@ -297,42 +265,19 @@ def gated_inputs(length: int, heads: int, smallest: float) -> list[Tensor]:
 
 
 @torch.no_grad()
-def precision(options: argparse.Namespace) -> list[Row]:
+def precision(smallest: float) -> Row:
     """Relative errors of the outputs in float32, by the norm of all outputs."""
-    rows = []
-    for smallest in SMALLEST:
-        inputs = gated_inputs(1024, 2, smallest)
-        wanted = loop(*(x.double() for x in inputs))
-        row: Row = {"smallest_gate": f"{smallest:g}"}
-        for name in ("ours", "published", "loop"):
-            error = (FORMS[name](*inputs).double() - wanted).norm() / wanted.norm()
-            row[name] = float(f"{error.item():.2g}")
-        rows.append(row)
-    return rows
+    inputs = gated_inputs(1024, 2, smallest)
+    wanted = loop(*(x.double() for x in inputs))
+    errors = {name: relative(FORMS[name](*inputs).double(), wanted) for name in ("ours", "published", "loop")}
+    return {"smallest_gate": f"{smallest:g}"} | errors
 
 
-def forms(options: argparse.Namespace) -> list[Row]:
-    """Forward passes and training steps of the forms of one memory, over ours."""
-    rows = []
-    for length in (1024, 4096):
-        inputs = [x.requires_grad_() for x in gated_inputs(length, HEADS, 0.8)]
-        contenders = {name: Contender(form, inputs, torch.randn_like(inputs[2])) for name, form in FORMS.items()}
-        found: dict[str, Row] = {name: {"length": length, "form": name} for name in contenders}
-        for what in ("forward", "train"):
-            steps = {name: getattr(each, what) for name, each in contenders.items()}
-            times = interleaved(steps, options.repeats, warm=1)
-            for name, mine in times.items():
-                found[name] |= {f"{what}_ms": milliseconds(mine), f"{what}_ratio": ratio(mine, times["ours"])}
-        rows += found.values()
-    return rows
-
-
-def draw(path: Path, report: dict[str, Any], machine: str) -> None:
+def draw(report: dict[str, Any], machine: str) -> Any:
     """Time of a training step, its peak of memory, and the speed of generation."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 4), layout="constrained")
-    by_time, by_memory, by_tokens = figure.subplots(1, 3)
+    if not {"time", "memory", "generation"} <= report.keys():
+        return None
+    figure, (by_time, by_memory, by_tokens) = panels((12, 4), columns=3)
     for ax, section, column in ((by_time, "time", "train_ms"), (by_memory, "memory", "train_MiB")):
         for name in CONTENDERS:
             own = [(row["length"], row[column]) for row in report[section] if row["attention"] == name and row[column]]
@@ -351,36 +296,40 @@ def draw(path: Path, report: dict[str, Any], machine: str) -> None:
     by_tokens.invert_yaxis()
     by_time.legend()
     figure.suptitle(f"{HEADS} heads of {DIM}, float32, 1 thread, {machine}", fontsize=10)
-    write_figure(figure, path)
+    return figure
+
+
+def measured(options: argparse.Namespace) -> Iterator[tuple[str, list[Row]]]:
+    """The sections that are asked for; growth where there are times and memory."""
+    times: list[Row] = []
+    peaks: list[Row] = []
+    for length in LENGTHS if "time" in options.sections else ():
+        contenders = {name: Contender.of(name, length) for name in CONTENDERS}
+        found = timed(contenders, {"length": length}, "attention", "linear", options.repeats)
+        times += found
+        yield "time", found
+    for length in LENGTHS[-2:] if "memory" in options.sections else ():
+        found = memory(length)
+        peaks += found
+        yield "memory", found
+    if times and peaks:
+        yield "growth", growth(times, peaks)
+    if "generation" in options.sections:
+        yield "generation", generation(*TOKENS)
+    if "precision" in options.sections:
+        yield "precision", [precision(smallest) for smallest in SMALLEST]
+    for length in (1024, 4096) if "forms" in options.sections else ():
+        inputs = gated_inputs(length, HEADS, 0.8)
+        contenders = {name: Contender(form, inputs) for name, form in FORMS.items()}
+        yield "forms", timed(contenders, {"length": length}, "form", "ours", options.repeats)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print the tables, write JSON and the figure."""
-    parser = command(__doc__, "attention")
+    parser = command(__doc__, "attention", repeats=7)
     parser.add_argument("--sections", nargs="+", default=SECTIONS, choices=SECTIONS)
-    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
-    parser.add_argument("--repeats", type=int, default=7, help="timed rounds [7]")
-    parser.add_argument("--tokens", type=int, default=3000, help="that are generated [3000]")
-    parser.add_argument("--batch", type=int, default=16, help="sequences that are generated [16]")
     options = parser.parse_args(arguments)
-    options.lengths = sorted(options.lengths)
-    torch.set_num_threads(1)
-    report: dict[str, Any] = {}
-    measures: dict[str, Callable[[], list[Row]]] = {
-        "time": lambda: time(options),
-        "memory": lambda: memory(options),
-        "growth": lambda: growth(report["time"], report["memory"]),
-        "generation": lambda: generation(options),
-        "precision": lambda: precision(options),
-        "forms": lambda: forms(options),
-    }
-    for section, measure in measures.items():
-        if section in options.sections or (section == "growth" and {"time", "memory"} <= report.keys()):
-            report[section] = measure()
-            print(f"{section}\n{table(report[section])}\n", flush=True)
-    machine = write(options.out, report)
-    if set(SECTIONS) <= report.keys():
-        draw(options.out.with_suffix(".png"), report, machine)
+    run(options, measured(options), draw=draw)
 
 
 if __name__ == "__main__":

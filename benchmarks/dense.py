@@ -9,18 +9,24 @@ processor, which other processes disturb less than that of the wall. Writes JSON
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import argparse
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torchdiffeq
 from torch import Tensor, nn
 
 import hbnode
-from benchmarks.harness import command, interleaved, milliseconds, ratio, write
-from benchmarks.overhead import Stacked
+from benchmarks.contenders import Stacked
+from benchmarks.harness import Row, command, gradient, interleaved, milliseconds, ratio, relative, run, training_step
 
-TOLERANCE = 1e-5
-Step = Callable[[], Tensor]
+SOLVER = {"rtol": 1e-5, "atol": 1e-5}
+OURS = {
+    "hbnode": {"gradient": "checkpoint"},
+    "hbnode direct": {"gradient": "direct"},
+    "hbnode onto the times": {"gradient": "checkpoint", "save": "exact"},
+}
+State = Tensor | tuple[Tensor, Tensor]
 
 
 class Cubic(nn.Module):
@@ -47,78 +53,58 @@ class Latent(nn.Module):
         return self.layers(y)
 
 
-def contenders(field: nn.Module, y0: Tensor | tuple[Tensor, ...], t: Tensor) -> dict[str, Step]:
-    """A training step with torchdiffeq and with each of our ways to the output times; each returns its gradient."""
-
-    def ours(save: hbnode.solve.Save, gradient: hbnode.solve.Gradient) -> Tensor:
-        y = hbnode.odeint(field, y0, t, rtol=TOLERANCE, atol=TOLERANCE, gradient=gradient, save=save)
-        return y if isinstance(y, Tensor) else torch.stack(y, 1)
+def contenders(field: nn.Module, y0: State, t: Tensor) -> dict[str, Callable[[], None]]:
+    """A training step with torchdiffeq and with each of our ways to the output times."""
 
     def theirs() -> Tensor:
         if isinstance(y0, Tensor):
-            return torchdiffeq.odeint(field, y0, t, rtol=TOLERANCE, atol=TOLERANCE)
-        return torchdiffeq.odeint(Stacked(field), torch.stack(y0), t, rtol=TOLERANCE, atol=TOLERANCE)
+            return torchdiffeq.odeint(field, y0, t, **SOLVER)
+        return torchdiffeq.odeint(Stacked(field), torch.stack(y0), t, **SOLVER)
 
-    def step(solve: Callable[[], Tensor]) -> Step:
-        def train() -> Tensor:
-            field.zero_grad()
-            solve().square().mean().backward()
-            return torch.cat([p.grad.flatten() for p in field.parameters()])
+    def ours(settings: Row) -> Tensor:
+        y = hbnode.odeint(field, y0, t, **SOLVER, **settings)
+        return y if isinstance(y, Tensor) else torch.stack(y, 1)
 
-        return train
-
-    return {
-        "torchdiffeq odeint, dopri5": step(theirs),
-        "hbnode": step(lambda: ours("interpolate", "checkpoint")),
-        "hbnode direct": step(lambda: ours("interpolate", "direct")),
-        "hbnode onto the times": step(lambda: ours("exact", "checkpoint")),
-    }
+    steps = {"torchdiffeq odeint, dopri5": training_step(field, lambda: theirs().square().mean())}
+    for name, settings in OURS.items():
+        steps[name] = training_step(field, lambda settings=settings: ours(settings).square().mean())
+    return steps
 
 
-def problems(batch: int, outputs: int, many: int) -> dict[str, dict[str, Step]]:
-    """The contenders of each problem."""
+def measured(options: argparse.Namespace) -> Iterator[tuple[str, list[Row]]]:
+    """A row for each contender on each problem."""
+    batch, outputs, many = (4, 10, 20) if options.quick else (1000, 100, 1000)
     torch.manual_seed(0)
     x, t = torch.randn(batch, 4), torch.linspace(0.0, 5.0, outputs)
     ball = hbnode.HBNODE(Latent(), damping=0.5)
-    return {
-        f"NODE, {batch} x 4, {outputs} times": contenders(Latent(), x, t),
-        f"heavy ball, {batch} x 4, {outputs} times": contenders(ball, (x, torch.zeros_like(x)), t),
-        f"cubic system, {many} times": contenders(Cubic(), torch.tensor([[2.0, 0.0]]), torch.linspace(0.0, 25.0, many)),
+    problems: dict[str, tuple[nn.Module, State, Tensor]] = {
+        f"NODE, {batch} x 4, {outputs} times": (Latent(), x, t),
+        f"heavy ball, {batch} x 4, {outputs} times": (ball, (x, torch.zeros_like(x)), t),
+        f"cubic system, {many} times": (Cubic(), torch.tensor([[2.0, 0.0]]), torch.linspace(0.0, 25.0, many)),
     }
-
-
-def measured(steps: dict[str, Step], repeats: int) -> list[dict]:
-    """A row for each contender."""
-    gradients = {name: step() for name, step in steps.items()}
-    times = interleaved(steps, repeats, warm=0)
-    baseline, *_ = steps
-    reference = gradients[baseline]
-    return [
-        {
-            "contender": name,
-            "ms": milliseconds(times[name]),
-            "ratio": ratio(times[name], times[baseline]),
-            "gradient_difference": float((gradients[name] - reference).norm() / reference.norm()),
-        }
-        for name in steps
-    ]
+    for problem, (field, y0, times_of_outputs) in problems.items():
+        steps = contenders(field, y0, times_of_outputs)
+        gradients = [gradient(step, field.parameters()) for step in steps.values()]
+        times = interleaved(steps, options.repeats, warm=0)
+        first = next(iter(times.values()))
+        yield (
+            problem,
+            [
+                {
+                    "contender": name,
+                    "ms": milliseconds(times[name]),
+                    "ratio": ratio(times[name], first),
+                    "gradient_difference": relative(found, gradients[0]),
+                }
+                for name, found in zip(steps, gradients, strict=True)
+            ],
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Time, print a table for each problem, write JSON."""
-    parser = command(__doc__, "dense")
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
-    options = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    sizes = (4, 10, 20) if options.quick else (1000, 100, 1000)
-    report: dict = {}
-    for problem, steps in problems(*sizes).items():
-        report[problem] = measured(steps, options.repeats)
-        print(f"{problem}\n{'contender':<28} {'ms':>8} {'ratio':>7} {'gradient difference':>20}")
-        for row in report[problem]:
-            print(f"{row['contender']:<28} {row['ms']:8.1f} {row['ratio']:7.3f} {row['gradient_difference']:20.1e}")
-    write(options.out, report)
+    options = command(__doc__, "dense", repeats=7, quick="small sizes, to see that it runs").parse_args(arguments)
+    run(options, measured(options))
 
 
 if __name__ == "__main__":

@@ -9,8 +9,10 @@ machine in it, and draws ten balls with ``--figure``.
 
 from __future__ import annotations
 
+import argparse
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ import torchdiffeq
 from torch import Tensor
 
 import hbnode
-from benchmarks.harness import command, seconds, write
+from benchmarks.harness import Row, command, interleaved, panels, ratio, run
 
 G = 9.81
 
@@ -38,8 +40,8 @@ class Balls:
     def solve(self, bounces: int, tolerance: float, t: Sequence[float], **settings: Any) -> tuple[Any, Any]:
         """Return the solution and the record of the first ``bounces`` bounces."""
         floor = hbnode.Event(lambda t, y: y[0], lambda t, y: (0 * y[0], -self.e * y[1]), max_count=bounces)
-        settings = {"rtol": tolerance, "atol": tolerance, **settings}
-        return hbnode.odeint(self.field, (self.h, self.v), t, events=floor, **settings)
+        settings |= {"rtol": tolerance, "atol": tolerance, "events": floor}
+        return hbnode.odeint(self.field, (self.h, self.v), t, **settings)
 
     def exact(self, bounces: int) -> Tensor:
         """Return the bounce times (balls, bounces) of the closed form, with gradients by the implicit function theorem.
@@ -80,7 +82,7 @@ class Balls:
         return ends
 
 
-def accuracy(n: int, bounces: int, tolerance: float, method: str | None) -> dict[str, Any]:
+def accuracy(n: int, bounces: int, tolerance: float, method: str | None) -> Row:
     """Return the largest error of the times, and of each gradient relative to its largest element."""
     balls = Balls(n)
     _, record = balls.solve(bounces, tolerance, [0.0, 60.0], method=method)
@@ -94,71 +96,47 @@ def accuracy(n: int, bounces: int, tolerance: float, method: str | None) -> dict
 
 def speed(n: int, few: int, bounces: int, tolerance: float, repeats: int) -> dict[str, float]:
     """Return the seconds of a forward and backward pass, and how many times as long the loop takes per ball."""
-
-    def ours() -> None:
-        _, record = many.solve(bounces, tolerance, [0.0, 60.0])
-        record.t.sum().backward()
-
-    def theirs() -> None:
-        torch.stack(some.loop(bounces, tolerance)).sum().backward()
-
     many, some = Balls(n), Balls(few)
-    times = [(seconds(ours), seconds(theirs)) for _ in range(repeats)]
-    ratios = [(loop / few) / (own / n) for own, loop in times]
-    return {"seconds": statistics.median(own for own, _ in times), "loop_ratio": statistics.median(ratios)}
+    passes = {
+        "ours": lambda: many.solve(bounces, tolerance, [0.0, 60.0])[1].t.sum().backward(),
+        "theirs": lambda: torch.stack(some.loop(bounces, tolerance)).sum().backward(),
+    }
+    ours, theirs = interleaved(passes, repeats, warm=0).values()
+    return {"seconds": statistics.median(ours), "loop_ratio": n / few * ratio(theirs, ours)}
 
 
-def draw(path: Path) -> None:
+def draw() -> Any:
     """Draw the heights of ten balls, their bounces, and the gradient of the bounce times with respect to e."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     balls, t = Balls(10), torch.linspace(0.0, 4.0, 801, dtype=torch.float64)
     (h, _), record = balls.solve(8, 1e-9, t.tolist())
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 3.6), width_ratios=(2, 1), constrained_layout=True)
+    figure, (left, right) = panels((11, 3.6), columns=2, width_ratios=(2, 1))
     for i in range(5):
-        count = int(record.count[i])
-        times = record.t[i, :count]
+        times = record.t[i, : int(record.count[i])]
         (line,) = left.plot(t, h[:, i].detach(), linewidth=1.2)
         style = {"markersize": 4, "color": line.get_color(), "clip_on": False}
-        left.plot(times.detach(), torch.zeros(count), "o", **style)
+        left.plot(times.detach(), torch.zeros_like(times), "o", **style)
         slopes = [float(torch.autograd.grad(x, balls.e, retain_graph=True)[0][i]) for x in times]
-        right.plot(range(1, count + 1), slopes, "o-", **style)
-    left.set(
-        xlabel="t",
-        ylabel="h",
-        xlim=(0, 4),
-        ylim=(0, None),
-        title="Five balls of one batch; the solve of each ends at its eighth bounce",
-    )
+        right.plot(range(1, len(times) + 1), slopes, "o-", **style)
+    title = "Five balls of one batch; the solve of each ends at its eighth bounce"
+    left.set(xlabel="t", ylabel="h", xlim=(0, 4), ylim=(0, None), title=title)
     right.set(xlabel="bounce", ylabel="dt / de", title="Gradient of the bounce times")
-    figure.savefig(path, dpi=120)
+    return figure
+
+
+def measured(options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
+    """Errors of methods and tolerances, and the speed."""
+    n, few, bounces, repeats = (5, 1, 2, 1) if options.quick else (10_000, 20, 20, options.repeats)
+    pairs = product((None, "nystrom4", "tsit5"), (1e-6, 1e-10))
+    yield "accuracy", [accuracy(min(n, 1000), bounces, tolerance, method) for method, tolerance in pairs]
+    yield "speed", speed(n, few, bounces, 1e-6, repeats)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print two tables, write JSON."""
-    parser = command(__doc__, "events")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser = command(__doc__, "events", repeats=3, quick="small sizes, to see that it runs")
     parser.add_argument("--figure", type=Path, help="where to draw the figure [nowhere]")
-    parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
     options = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    n, few, bounces = (5, 1, 2) if options.quick else (10_000, 20, 20)
-    report: dict[str, Any] = {"accuracy": [], "speed": {}}
-    print(f"{'method':<10} {'tolerance':>9} {'error of times':>15} {'of gradients':>13}")
-    for method in (None, "nystrom4", "tsit5"):
-        for tolerance in (1e-6, 1e-10):
-            row = accuracy(min(n, 1000), bounces, tolerance, method)
-            report["accuracy"].append(row)
-            print(f"{row['method']:<10} {tolerance:9.0e} {row['time']:15.1e} {row['gradient']:13.1e}")
-    report["speed"] = speed(n, few, bounces, 1e-6, 1 if options.quick else options.repeats)
-    print(f"{n} balls, {bounces} bounces: {report['speed']['seconds']:.1f} s; torchdiffeq's loop of {few}: "
-          f"{report['speed']['loop_ratio']:.0f} times as long per ball")  # fmt: skip
-    write(options.out, report)
-    if options.figure:
-        draw(options.figure)
+    run(options, measured(options), draw=lambda *_: draw() if options.figure else None)
 
 
 if __name__ == "__main__":

@@ -10,23 +10,32 @@ figure beside it.
 
 from __future__ import annotations
 
+import argparse
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import hbnode
-from benchmarks.contenders import Maker, Step, TorchStep, native, of, with_diffrax, with_torchdiffeq, with_torchode
-from benchmarks.harness import command, interleaved, milliseconds, ratio, write
+from benchmarks.contenders import (
+    Maker,
+    Solve,
+    Step,
+    TorchStep,
+    native,
+    of,
+    with_diffrax,
+    with_torchdiffeq,
+    with_torchode,
+)
+from benchmarks.harness import Row, command, interleaved, milliseconds, panels, ratio, relative, run
 from benchmarks.problems import Problem, network
 from hbnode.solve.adjoints import Checkpoint
 from hbnode.solve.compiled import STABLE
-from tasks.common.files import write_figure
 from tasks.studies.exactness import Living
 
 SETTINGS: dict[str, Callable[[], Problem]] = {
@@ -39,7 +48,6 @@ TOLERANCES = [digit * 10.0**-exponent for exponent in range(1, 9) for digit in (
 NYSTROM = ("nystrom4", "nystrom6", "nystrom8")
 BASELINE = "odeint_adjoint dopri5, full norm"
 WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 1}
-Row = dict[str, Any]
 
 
 @dataclass
@@ -61,25 +69,16 @@ class Entry:
 
 def contenders() -> dict[str, dict[str, Maker]]:
     """Of each contender the methods of which the fastest is taken."""
-    orders = {"dopri5": "Dopri5", "tsit5": "Tsit5"}
-    diffrax = {name: {k: with_diffrax(v, name) for k, v in orders.items()} for name in ADJOINTS}
+    orders = ("dopri5", "tsit5")
     return {
-        "hbnode checkpoint": {name: of(native(name, "checkpoint")) for name in NYSTROM},
-        "hbnode direct": {name: of(native(name, "direct")) for name in NYSTROM},
+        **{f"hbnode {how}": {name: of(native(name, how)) for name in NYSTROM} for how in ("checkpoint", "direct")},
         "torchdiffeq odeint": {"dopri5": of(with_torchdiffeq(None))},
         BASELINE: {"dopri5": of(with_torchdiffeq("full"))},
         "odeint_adjoint dopri5, seminorm": {"dopri5": of(with_torchdiffeq("seminorm"))},
         "torchode AutoDiffAdjoint": {name: of(with_torchode(name)) for name in orders},
-        **{f"diffrax {label}, jit": diffrax[name] for name, label in ADJOINTS.items()},
+        "diffrax checkpoint, jit": {name: with_diffrax(name, "RecursiveCheckpointAdjoint") for name in orders},
+        "diffrax backsolve, jit": {name: with_diffrax(name, "BacksolveAdjoint") for name in orders},
     }
-
-
-ADJOINTS = {"RecursiveCheckpointAdjoint": "checkpoint", "BacksolveAdjoint": "backsolve"}
-
-
-def relative(x: Tensor, exact: Tensor) -> float:
-    """The relative error of a vector."""
-    return ((x - exact).norm() / exact.norm()).item()
 
 
 def reference(problem: Problem) -> Tensor:
@@ -87,11 +86,7 @@ def reference(problem: Problem) -> Tensor:
     problem = problem.to(torch.float64)
     ours = TorchStep(problem, native("nystrom8", "direct"), 1e-12).gradient()
 
-    def dopri8(field: hbnode.HBNODE, x: Tensor, end: float, tol: float) -> Tensor:
-        y0 = field.initial_state(x)
-        return hbnode.odeint(field, y0, [0.0, end], method="dopri8", rtol=tol, atol=tol, save="exact")[0][-1]
-
-    theirs = TorchStep(problem, dopri8, 1e-12).gradient()
+    theirs = TorchStep(problem, native("dopri8", "direct", save="exact"), 1e-12).gradient()
     if relative(theirs, ours) > 1e-7:
         raise SystemExit(f"{problem.name}: nystrom8 and dopri8 give other gradients ({relative(theirs, ours):.1e})")
     return ours
@@ -114,9 +109,8 @@ def fastest(entries: list[Entry]) -> Entry | None:
     """The entry with the smallest median time."""
     if len(entries) < 2:
         return entries[0] if entries else None
-    steps = {str(i): entry.step for i, entry in enumerate(entries)}
-    medians = [statistics.median(times) for times in interleaved(steps, 15).values()]
-    return entries[medians.index(min(medians))]
+    times = interleaved({entry.method: entry.step for entry in entries}, 15)
+    return min(entries, key=lambda entry: statistics.median(times[entry.method]))
 
 
 def chosen(problem: Problem, exact: Tensor, compiled: bool) -> dict[str, Entry | None]:
@@ -124,45 +118,36 @@ def chosen(problem: Problem, exact: Tensor, compiled: bool) -> dict[str, Entry |
     found = {}
     for name, methods in contenders().items():
         entries = [tuned(method, make(problem), exact) for method, make in methods.items()]
-        found[name] = fastest([entry for entry in entries if entry is not None])
-        if name == "hbnode checkpoint" and compiled:
-            found["hbnode checkpoint, compiled"] = as_compiled(problem, exact, found[name])
+        entry = found[name] = fastest([entry for entry in entries if entry is not None])
+        if entry and name == "hbnode checkpoint" and compiled:
+            step = TorchStep(problem, native(entry.method, "checkpoint", compile=True), entry.tol)
+            for _ in range(STABLE + 2):  # then a whole solve is one graph
+                step()
+            found[f"{name}, compiled"] = Entry(entry.method, entry.tol, relative(step.gradient(), exact), step)
     return found
-
-
-def as_compiled(problem: Problem, exact: Tensor, entry: Entry | None) -> Entry | None:
-    """The same method at the same tolerance, compiled."""
-    if entry is None:
-        return None
-    step = TorchStep(problem, native(entry.method, "checkpoint", compile=True), entry.tol)
-    for _ in range(STABLE + 2):  # then a whole solve is one graph
-        step()
-    return Entry(entry.method, entry.tol, relative(step.gradient(), exact), step)
 
 
 def training(setting: str, repeats: int, compiled: bool) -> list[Row]:
     """Times of a training step of all contenders on one setting."""
     problem = SETTINGS[setting]()
     found = chosen(problem, reference(problem), compiled)
-    ready = {name: entry for name, entry in found.items() if entry is not None}
-    times = interleaved({name: entry.step for name, entry in ready.items()}, repeats)
+    times = interleaved({name: entry.step for name, entry in found.items() if entry}, repeats)
     rows = []
     for name, entry in found.items():
         row: Row = {"setting": setting, "problem": problem.name, "contender": name}
         if entry is not None:
-            source = found["hbnode checkpoint"] if name.endswith("compiled") else entry  # a hook would recompile
+            source = found[name.removesuffix(", compiled")]  # a hook would recompile
             forward, backward = source.step.evaluations()
             row |= {"method": entry.method, "tolerance": entry.tol, "gradient_error": entry.error}
             row |= {"forward": forward, "backward": backward, "ms": milliseconds(times[name])}
-            if BASELINE in times:
-                row["ratio"] = ratio(times[name], times[BASELINE])
+            row["ratio"] = ratio(times[name], times[BASELINE]) if BASELINE in times else None
         rows.append(row)
     return rows
 
 
-def kept_bytes(problem: Problem, method: str, gradient: str, steps: int) -> int:
-    """Bytes of the tensors made in a forward pass on a fixed grid that are alive after it, the outputs included."""
-    step = TorchStep(problem, partial(on_grid, method=method, gradient=gradient, steps=steps), 1e-5)
+def kept_bytes(problem: Problem, solve: Solve) -> int:
+    """Bytes of the tensors made in a forward pass that are alive after it, the outputs included."""
+    step = TorchStep(problem, solve, 1e-5)
     with Living([*step.leaves]) as living:
         loss = step.forward()
         size = living.size()
@@ -170,15 +155,11 @@ def kept_bytes(problem: Problem, method: str, gradient: str, steps: int) -> int:
     return size
 
 
-def on_grid(
-    field: hbnode.HBNODE, x: Tensor, end: float, tol: float, *, method: str, gradient: str, steps: int
-) -> Tensor:
-    """The value h(T) on a grid of equal steps; with torchdiffeq where the method is its own."""
+def on_grid(method: str, gradient: str, steps: int) -> Solve:
+    """A solve to T = 1 by equal steps; with torchdiffeq where the method is its own."""
     if method == "rk4":
-        options = {"step_size": end / steps}
-        return with_torchdiffeq(None, method, options)(field, x, end, tol)
-    mode = Checkpoint(keep_bytes=0) if gradient == RECOMPUTED else gradient
-    return native(method, mode, steps=steps)(field, x, end, tol)
+        return with_torchdiffeq(None, method, {"step_size": 1 / steps})
+    return native(method, Checkpoint(keep_bytes=0) if gradient == RECOMPUTED else gradient, steps=steps)
 
 
 RECOMPUTED = "checkpoint, keep_bytes=0"  # as beyond the 64 MiB of graph that it keeps
@@ -194,7 +175,7 @@ def memory() -> list[Row]:
     problem = SETTINGS["A"]()
     rows = []
     for method, gradient in MEMORY:
-        few, many = (kept_bytes(problem, method, gradient, steps) / 2**20 for steps in (16, 64))
+        few, many = (kept_bytes(problem, on_grid(method, gradient, steps)) / 2**20 for steps in (16, 64))
         rows.append({"method": method, "gradient": gradient, "MiB_16": few, "MiB_64": many, "growth": many / few})
     direct = {row["method"]: row["MiB_64"] for row in rows if row["gradient"] == "direct"}
     for row in rows:
@@ -210,14 +191,15 @@ def overhead(repeats: int) -> list[Row]:
         problem = SETTINGS["A"]().to(dtype)
         for method in NYSTROM:
             for grid, steps in (("16 steps", 16), ("rtol 1e-5", None)):
-                solve = partial(hbnode.odeint, problem.field, problem.state, [0.0, problem.end], method=method)
+                solve = partial(
+                    hbnode.odeint, problem.field, problem.state, [0.0, problem.end], method=method, steps=steps
+                )
                 with hbnode.count_nfe(problem.field) as nfe:
-                    solve(steps=steps)
+                    solve()
                 bare = partial(call, problem.field.func, problem.x, nfe.forward)
-                ours, theirs = interleaved({"solve": partial(solve, steps=steps), "bare": bare}, repeats).values()
+                ours, theirs = interleaved({"solve": solve, "bare": bare}, repeats).values()
                 row = {"method": method, "grid": grid, "dtype": str(dtype).removeprefix("torch.")}
-                row |= {"evaluations": nfe.forward, "ms": milliseconds(ours)}
-                row |= {"ratio": ratio(ours, theirs)}
+                row |= {"evaluations": nfe.forward, "ms": milliseconds(ours), "ratio": ratio(ours, theirs)}
                 rows.append(row)
     return rows
 
@@ -243,64 +225,14 @@ def round_trip() -> list[Row]:
     return rows
 
 
-def show(row: Row, name: str, form: str) -> str:
-    """An entry of a row, or that there is none."""
-    return "n/a" if row.get(name) is None else format(row[name], form)
-
-
-COLUMNS: dict[str, tuple[tuple[str, str], ...]] = {
-    "training": (
-        ("setting", "<7"),
-        ("contender", "<32"),
-        ("method", "<8"),
-        ("tolerance", ".0e"),
-        ("gradient_error", ".1e"),
-        ("forward", "d"),
-        ("backward", "d"),
-        ("ms", ".2f"),
-        ("ratio", ".3f"),
-    ),
-    "memory": (
-        ("method", "<12"),
-        ("gradient", "<24"),
-        ("MiB_16", ".3f"),
-        ("MiB_64", ".3f"),
-        ("growth", ".2f"),
-        ("over_direct_64", ".3f"),
-    ),
-    "overhead": (
-        ("method", "<8"),
-        ("grid", "<9"),
-        ("dtype", "<7"),
-        ("evaluations", "d"),
-        ("ms", ".2f"),
-        ("ratio", ".2f"),
-    ),
-    "round trip": (("method", "<12"), ("steps", "d"), ("relative_error", ".1e")),
-}
-
-
-def table(section: str, rows: list[Row]) -> str:
-    """A section's rows under its column names."""
-    columns = COLUMNS[section]
-    cells = [[name for name, _ in columns], *([show(row, name, form) for name, form in columns] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    aligned = ["<" if form.startswith("<") else ">" for _, form in columns]
-    return "\n".join(
-        "  ".join(f"{cell.strip():{side}{width}}" for cell, side, width in zip(line, aligned, widths, strict=True))
-        for line in cells
-    )
-
-
-def draw(path: Path, rows: list[Row], machine: str) -> None:
+def draw(report: dict[str, list[Row]], machine: str) -> Any:
     """The times of a training step, a panel of bars for each setting, with their ratios to the baseline's."""
-    from matplotlib.figure import Figure
     from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
+    rows = report["training"]
     settings = list(dict.fromkeys(row["setting"] for row in rows))
-    figure = Figure(figsize=(3.4 + 3.6 * len(settings), 4.4), layout="constrained")
-    panels = figure.subplots(1, len(settings), squeeze=False, sharey=True)[0]
-    for ax, setting in zip(panels, settings, strict=True):
+    figure, axes = panels((3.4 + 3.6 * len(settings), 4.4), columns=len(settings), sharey=True)
+    for ax, setting in zip(axes, settings, strict=True):
         own = [row for row in rows if row["setting"] == setting]
         times = [row["ms"] for row in own if "ms" in row] or [1.0]
         left, right = min(times) / 2, 6 * max(times)
@@ -309,45 +241,34 @@ def draw(path: Path, rows: list[Row], machine: str) -> None:
                 ax.axvline(row["ms"], color="0.3", linewidth=0.8, zorder=0)
             length, color = row.get("ms", left), "C0" if row["contender"].startswith("hbnode") else "0.6"
             ax.barh(place, length, color=color)
-            ratio = f" (×{row['ratio']:.2f})" if "ratio" in row else ""
-            label = f"{length:.1f} ms{ratio}" if "ms" in row else "not reached"
+            over = f" (×{row['ratio']:.2f})" if row.get("ratio") else ""
+            label = f"{length:.1f} ms{over}" if "ms" in row else "not reached"
             ax.text(length * 1.06, place, label, va="center", fontsize=8, bbox=WHITE)
         ax.set(xscale="log", xlim=(left, right), xlabel="milliseconds")
         ax.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         ax.xaxis.set_minor_formatter(NullFormatter())
         ax.set_title(f"{setting}: {own[0]['problem']}", fontsize=9)
         ax.set_yticks(range(len(own)), [row["contender"] for row in own])
-    panels[0].invert_yaxis()
+    axes[0].invert_yaxis()
     what = f"A training step whose gradient is exact to {WANTED:.0e}, float32\n×: over {BASELINE}"
     figure.suptitle(f"{what}\n1 thread, {machine}", fontsize=10)
-    write_figure(figure, path)
+    return figure
 
 
-def main() -> None:
+def measured(options: argparse.Namespace) -> Iterator[tuple[str, list[Row]]]:
+    """All tables."""
+    for setting in "A" if options.quick else SETTINGS:
+        yield "training", training(setting, options.repeats, compiled=not options.quick)
+    yield "memory", memory()
+    yield "overhead", overhead(options.repeats)
+    yield "round trip", round_trip()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print the tables, write JSON and the figure."""
-    parser = command(__doc__, "gradients")
-    parser.add_argument("--quick", action="store_true", help="setting A only")
-    parser.add_argument("--no-compile", dest="compiled", action="store_false", help="leave compile=True out")
-    parser.add_argument("--repeats", type=int, default=31)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    report: dict[str, Any] = {}
-    steps = [
-        row
-        for name in ("A" if options.quick else SETTINGS)
-        for row in training(name, options.repeats, options.compiled)
-    ]
-    sections = {
-        "training": lambda: steps,
-        "memory": memory,
-        "overhead": lambda: overhead(options.repeats),
-        "round trip": round_trip,
-    }
-    for section, measure in sections.items():
-        report[section] = measure()
-        print(f"{section}\n{table(section, report[section])}\n", flush=True)
-    machine = write(options.out, report)
-    draw(options.out.with_suffix(".png"), steps, machine)
+    parser = command(__doc__, "gradients", repeats=31, quick="setting A only, without compile=True")
+    options = parser.parse_args(arguments)
+    run(options, measured(options), draw=draw)
 
 
 if __name__ == "__main__":

@@ -1,27 +1,33 @@
-"""What the benchmarks share: a clock, timing in turn, ratios, peaks of memory, the command line, and the report."""
+"""What the benchmarks share: the command line, timing in turn, ratios, peaks of memory, tables, JSON and figures."""
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import gc
+import multiprocessing
 import random
 import re
 import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from tasks.common.files import write_json
+from tasks.common.files import write_figure, write_json
 from tasks.common.run import environment
 
+Row = dict[str, Any]
+MISSING = "{name} is not installed, and the benchmark compares with it. Fix: pip install 'hbnode[bench]'."
 
-def seconds(function: Callable[[], object]) -> float:
-    """Return the processor time of one call, without Python's garbage collector, as ``timeit`` does.
+
+def seconds(function: Callable[[], object], calls: int = 1) -> float:
+    """Return the processor time of a call, without Python's garbage collector, as ``timeit`` does.
 
     Other processes disturb it less than the time of the wall.
     """
@@ -29,24 +35,31 @@ def seconds(function: Callable[[], object]) -> float:
     gc.disable()
     try:
         start = time.process_time()
-        function()
-        return time.process_time() - start
+        for _ in range(calls):
+            function()
+        return (time.process_time() - start) / calls
     finally:
         gc.enable()
 
 
-def interleaved(functions: Mapping[str, Callable[[], object]], repeats: int, warm: int = 2) -> dict[str, list[float]]:
+def interleaved(
+    functions: Mapping[str, Callable[[], object]], repeats: int, warm: int = 2, at_least: float = 0.0
+) -> dict[str, list[float]]:
     """Return the seconds of each function in each round, after some rounds that do not count.
 
     The order changes from round to round, because what ran before, in another library's threads or caches, is felt.
+    With ``at_least``, a function is called so often in a round that it takes about so many seconds.
     """
     shuffle = random.Random(0)
     order = list(functions)
     times: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(warm + repeats):
+    calls = dict.fromkeys(functions, 1)
+    for turn in range(warm + repeats):
+        if turn == warm and at_least:
+            calls = {name: max(1, round(at_least / min(found))) for name, found in times.items()}
         shuffle.shuffle(order)
         for name in order:
-            times[name].append(seconds(functions[name]))
+            times[name].append(seconds(functions[name], calls[name]))
     return {name: found[warm:] for name, found in times.items()}
 
 
@@ -60,13 +73,32 @@ def ratio(times: Sequence[float], base: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(times, base, strict=True))
 
 
-def peak_bytes(device: torch.device) -> int:
-    """Return the peak of memory, since :func:`reset_peak` if there was one: on a GPU that of PyTorch's allocator.
+def training_step(module: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], None]:
+    """Return a training step without the optimizer's part."""
+
+    def step() -> None:
+        module.zero_grad()
+        loss().backward()
+
+    return step
+
+
+def gradient(step: Callable[[], object], parameters: Iterable[Tensor]) -> Tensor:
+    """Return the gradient of a training step as one vector."""
+    step()
+    return torch.cat([p.grad.flatten() for p in parameters])
+
+
+def relative(x: Tensor, exact: Tensor) -> float:
+    """Return the relative error of a tensor, in the Euclidean norm."""
+    return ((x - exact).norm() / exact.norm()).item()
+
+
+def peak_bytes() -> int:
+    """Return the peak of this process's memory.
 
     On Linux this is not ``ru_maxrss``, because a process inherits that from its parent.
     """
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
     if sys.platform == "linux":
         found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
         assert found
@@ -74,25 +106,90 @@ def peak_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
 
 
-def reset_peak(device: torch.device) -> int:
-    """Set the peak of memory back to what is in use, and return it; macOS cannot do so, and keeps its peak."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    elif sys.platform == "linux":
-        Path("/proc/self/clear_refs").write_text("5")
-    return peak_bytes(device)
+def added_memory(functions: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+    """Return the MiB that each function and those before it add to the peak of this process, a fresh one."""
+    if sys.platform == "linux":
+        Path("/proc/self/clear_refs").write_text("5")  # sets the peak back to what is in use; macOS cannot do so
+    start, found = peak_bytes(), {}
+    for name, function in functions.items():
+        function()
+        found[f"{name}_MiB"] = (peak_bytes() - start) / 2**20
+    return found
 
 
-def command(doc: str | None, name: str) -> argparse.ArgumentParser:
-    """Return the command line of a benchmark, with ``--out``."""
+def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what a function returns in a process of its own, with one thread."""
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, context, torch.set_num_threads, (1,)) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def command(doc: str | None, name: str, repeats: int | None = None, quick: str = "") -> argparse.ArgumentParser:
+    """Return the command line of a benchmark: ``--out``, and ``--repeats`` and ``--quick`` where it has them."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(f"runs/benchmarks/{name}.json"), help="where to write JSON")
+    if repeats is not None:
+        parser.add_argument("--repeats", type=int, default=repeats, help=f"timed rounds [{repeats}]")
+    if quick:
+        parser.add_argument("--quick", action="store_true", help=quick)
     return parser
 
 
-def write(out: Path, report: Mapping[str, Any], device: torch.device | None = None) -> str:
+def table(rows: Sequence[Row]) -> str:
+    """Return rows under the names of their columns, numbers with three digits."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    lines = [names, *([_cell(row.get(name)) for name in names] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    sides = ["<" if any(isinstance(row.get(name), str) for row in rows) else ">" for name in names]
+    return "\n".join(
+        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(line, sides, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "n/a"
+    return str(value) if not isinstance(value, float) else f"{value:{',.0f' if 100 <= value < 1e6 else '.3g'}}"
+
+
+def panels(size: tuple[float, float], rows: int = 1, columns: int = 1, **options: Any) -> tuple[Any, Any]:
+    """Return a figure and its axes."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False, **options).flatten()
+
+
+def run(
+    options: argparse.Namespace,
+    measured: Iterable[tuple[str, Any]],
+    shown: Callable[[Row], Row] = dict,
+    draw: Callable[[dict[str, Any], str], Any] | None = None,
+) -> None:
+    """Measure section by section on one thread, print each as a table, write JSON with the machine in it and a figure.
+
+    Arguments:
+        options: the command line.
+        measured: names of sections with their rows, a list that may come in parts, or with one row or number.
+        shown: what the table shows of a row.
+        draw: the figure of the whole report and the name of the machine; None draws none.
+    """
+    torch.set_num_threads(1)
+    report: dict[str, Any] = {}
+    for section, found in measured:
+        rows = found if isinstance(found, list) else [found if isinstance(found, dict) else {section: found}]
+        print(f"{section}\n{table([shown(row) for row in rows])}\n", flush=True)
+        report[section] = report.get(section, []) + found if isinstance(found, list) else found
+    machine = write(options.out, report)
+    figure = draw and draw(report, machine)
+    if figure:
+        write_figure(figure, getattr(options, "figure", None) or options.out.with_suffix(".png"))
+
+
+def write(out: Path, report: Mapping[str, Any]) -> str:
     """Write a report with the machine in it, and return the machine's name and the version of torch."""
-    machine = environment(device or torch.device("cpu"))
+    machine = environment(torch.device("cpu"))
     write_json(out, {"machine": machine, **report})
     print(f"written: {out}")
     return f"{machine['device']}, PyTorch {machine['torch']}"

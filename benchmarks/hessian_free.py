@@ -6,26 +6,23 @@ layers, kept between products; and that of curvlinops' ``GGNLinearOperator``, wh
 and knows no structural damping. The gradient is forward, loss and backward as a user has it: an LSTM's runs in oneDNN
 on the CPU.
 
-Times are medians of runs that take turns in one process, of the processor on one thread unless told; ratios are
-medians over the rounds. Writes JSON with the machine in it.
+Times are medians of runs that take turns in one process, of the processor on one thread; ratios are medians over the
+rounds. Writes JSON with the machine in it.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import hbnode
-from benchmarks.contenders import MISSING
-from benchmarks.harness import command, interleaved, milliseconds, ratio, write
-from benchmarks.recurrent import Setting, table
+from benchmarks.harness import MISSING, Row, command, interleaved, milliseconds, ratio, run
+from benchmarks.recurrent import Setting
 from hbnode.optim import tanh_hidden
 
 TINY = Setting(6, 4, 5, 3)
@@ -38,7 +35,6 @@ CELLS: dict[str, Callable[[int, int], nn.Module]] = {
     "nn.GRU": nn.GRU,
     "nn.LSTM": nn.LSTM,
 }
-Row = dict[str, Any]
 
 
 class Net(nn.Module):
@@ -49,13 +45,9 @@ class Net(nn.Module):
         self.layer = CELLS[cell](setting.inputs, setting.hidden)
         self.readout = nn.Linear(setting.hidden, OUTPUTS)
 
-    def states(self, x: Tensor) -> Tensor:
-        """All h."""
-        return self.layer(x)[0]
-
     def forward(self, x: Tensor) -> Tensor:
         """The outputs (T, batch, outputs)."""
-        return self.readout(self.states(x))
+        return self.readout(self.layer(x)[0])
 
 
 @contextmanager
@@ -68,64 +60,49 @@ def without_onednn() -> Iterator[None]:
         torch.backends.mkldnn.enabled = True
 
 
-@dataclass
 class Contender:
-    """A network with a batch.
+    """A network with inputs x, targets y, and the vector that the matrices multiply."""
 
-    Attributes:
-        net: the network.
-        x: inputs.
-        y: targets.
-        vector: what the matrices multiply.
-    """
-
-    net: Net
-    x: Tensor
-    y: Tensor
-    vector: Tensor
-
-    @classmethod
-    def of(cls, cell: str, setting: Setting) -> Contender:
-        """By the name of its cell."""
+    def __init__(self, cell: str, setting: Setting) -> None:
         torch.manual_seed(0)
-        net = Net(cell, setting)
-        x = torch.randn(setting.time, setting.batch, setting.inputs)
-        y = torch.randn(setting.time, setting.batch, OUTPUTS)
-        return cls(net, x, y, torch.randn(sum(parameter.numel() for parameter in net.parameters())))
+        self.net = Net(cell, setting)
+        self.x = torch.randn(setting.time, setting.batch, setting.inputs)
+        self.y = torch.randn(setting.time, setting.batch, OUTPUTS)
+        self.parameters = list(self.net.parameters())
+        self.vector = torch.randn(sum(parameter.numel() for parameter in self.parameters))
 
     def gradient(self) -> Tensor:
         """The gradient of the loss."""
         loss = (self.net(self.x) - self.y).square().sum() / 2 / self.x.shape[1]
-        return torch.cat([z.flatten() for z in torch.autograd.grad(loss, list(self.net.parameters()))])
+        return torch.cat([z.flatten() for z in torch.autograd.grad(loss, self.parameters)])
 
-    def optimizer(self, structural: float) -> hbnode.optim.HessianFree:
-        """After a step of one iteration; the parameters are as before."""
-        before = [parameter.detach().clone() for parameter in self.net.parameters()]
+    def hessian_free(self, structural: float) -> Callable[[], Tensor]:
+        """Products of the optimizer after a step of one iteration; the parameters are as before."""
+        before = [parameter.detach().clone() for parameter in self.parameters]
         options = {"damping": DAMPING, "structural_damping": structural, "max_cg": 1, "case_dim": 1}
-        optimizer = hbnode.optim.HessianFree(self.net.parameters(), loss="mse", **options)
+        optimizer = hbnode.optim.HessianFree(self.parameters, loss="mse", **options)
 
         def evaluate() -> tuple[Tensor, Tensor, Any]:
-            h = self.net.states(self.x)
+            h = self.net.layer(self.x)[0]
             is_tanh = isinstance(self.net.layer, (nn.RNN, hbnode.nn.TanhRNN))
             return self.net.readout(h), self.y, tanh_hidden(h) if is_tanh else h
 
         optimizer.step(evaluate)
-        with torch.no_grad():
-            for parameter, value in zip(self.net.parameters(), before, strict=True):
-                parameter.data.copy_(value)
-        return optimizer
+        for parameter, value in zip(self.parameters, before, strict=True):
+            parameter.data.copy_(value)
+        return lambda: optimizer.product(self.vector)
 
     def double_backward(self) -> Callable[[], Tensor]:
         """Products through torch's own layers, without structural damping."""
-        parameters = list(self.net.parameters())
         with without_onednn():
             outputs = self.net(self.x)
         u = torch.zeros_like(outputs, requires_grad=True)
-        grads = torch.autograd.grad(outputs, parameters, u, create_graph=True)  # J^T u, whose derivative in u is J^T
+        grads = torch.autograd.grad(outputs, self.parameters, u, create_graph=True)
+        transposed = torch.cat([g.flatten() for g in grads])  # J^T u, whose derivative in u is J^T
 
         def product() -> Tensor:
-            jvp = torch.autograd.grad(torch.cat([g.flatten() for g in grads]), u, self.vector, retain_graph=True)[0]
-            parts = torch.autograd.grad(outputs, parameters, jvp / self.x.shape[1], retain_graph=True)
+            jvp = torch.autograd.grad(transposed, u, self.vector, retain_graph=True)[0]
+            parts = torch.autograd.grad(outputs, self.parameters, jvp / self.x.shape[1], retain_graph=True)
             return torch.cat([z.flatten() for z in parts]) + DAMPING * self.vector
 
         return product
@@ -134,9 +111,9 @@ class Contender:
         """Products of curvlinops' operator, scaled from means over all numbers to means over cases of halves."""
         from curvlinops import GGNLinearOperator
 
-        flat = Flat(self.net)
+        flat = nn.Sequential(self.net, nn.Flatten(0, 1))  # all samples are a batch
         data = [(self.x, self.y.flatten(0, 1))]
-        operator = GGNLinearOperator(flat, nn.MSELoss(), list(flat.parameters()), data, check_deterministic=False)
+        operator = GGNLinearOperator(flat, nn.MSELoss(), self.parameters, data, check_deterministic=False)
         scale = len(self.x) * OUTPUTS / 2
 
         def product() -> Tensor:
@@ -146,62 +123,40 @@ class Contender:
         return product
 
 
-class Flat(nn.Module):
-    """The outputs of all samples as a batch."""
-
-    def __init__(self, net: Net) -> None:
-        super().__init__()
-        self.net = net
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(T * batch, outputs)."""
-        return self.net(x).flatten(0, 1)
-
-
 def products(cell: str, setting: Setting) -> dict[str, Callable[[], Tensor]]:
     """The gradient first, then the products."""
-    contender = Contender.of(cell, setting)
-    plain, structural = (contender.optimizer(mu) for mu in (0.0, STRUCTURAL))
+    contender = Contender(cell, setting)
     ways = {
         "gradient": contender.gradient,
-        "HessianFree": lambda: plain.product(contender.vector),
-        "HessianFree, structural": lambda: structural.product(contender.vector),
+        "HessianFree": contender.hessian_free(0.0),
+        "HessianFree, structural": contender.hessian_free(STRUCTURAL),
         "double backward": contender.double_backward(),
     }
-    return ways | ({"curvlinops": contender.curvlinops()} if has_curvlinops() else {})
+    return ways | ({"curvlinops": contender.curvlinops()} if importlib.util.find_spec("curvlinops") else {})
 
 
-def has_curvlinops() -> bool:
-    """Whether curvlinops is installed."""
-    return importlib.util.find_spec("curvlinops") is not None
-
-
-def measured(options: argparse.Namespace) -> list[Row]:
+def measured(settings: Sequence[Setting], repeats: int) -> Iterator[tuple[str, list[Row]]]:
     """A row for each cell and way at each setting."""
-    rows = []
-    for setting in (TINY,) if options.quick else SETTINGS:
+    if not importlib.util.find_spec("curvlinops"):
+        print(MISSING.format(name="curvlinops"))
+    for setting in settings:
         for cell in CELLS:
-            ways = products(cell, setting)
-            times = interleaved(ways, options.repeats)
-            for way, mine in times.items():
-                row = {"setting": str(setting), "cell": cell, "product": way, "ms": milliseconds(mine)}
-                rows.append(row | {"ratio": ratio(mine, times["gradient"])})
-    return rows
+            times = interleaved(products(cell, setting), repeats)
+            row = {"setting": str(setting), "cell": cell}
+            yield (
+                "products",
+                [
+                    row | {"product": way, "ms": milliseconds(mine), "ratio": ratio(mine, times["gradient"])}
+                    for way, mine in times.items()
+                ],
+            )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print the table, write JSON."""
-    parser = command(__doc__, "hessian_free")
-    parser.add_argument("--threads", type=int, default=1, help="of PyTorch [1]")
-    parser.add_argument("--repeats", type=int, default=9, help="timed rounds [9]")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes: whether it runs, not how fast")
+    parser = command(__doc__, "hessian_free", repeats=9, quick="tiny sizes: whether it runs, not how fast")
     options = parser.parse_args(arguments)
-    torch.set_num_threads(options.threads)
-    if not has_curvlinops():
-        print(MISSING.format(name="curvlinops"))
-    rows = measured(options)
-    print(table(rows), flush=True)
-    write(options.out, {"products": rows})
+    run(options, measured((TINY,) if options.quick else SETTINGS, options.repeats))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Training steps of the paper's MNIST models: hbnode's solvers beside torchdiffeq's: ``python -m benchmarks.images``.
+"""Training steps of the paper's HBNODE on MNIST with hbnode and with torchdiffeq: ``python -m benchmarks.images``.
 
 The same weights, after some training, on the same batch. The baseline is what the paper ran, dopri5 and its adjoint
 under the full error norm, at the tolerance of the MNIST experiment (1e-4) and at that of figure 6 (1e-5). Beside it
@@ -14,14 +14,14 @@ comes from HBNODE_DATA; without it the images are noise.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 import hbnode
-from benchmarks.harness import command, interleaved, milliseconds, ratio, write
-from tasks.common.config import MODELS
+from benchmarks.harness import Row, command, interleaved, milliseconds, ratio, run, training_step
 from tasks.data.images import read_mnist
 from tasks.image_classification import Classifier
 
@@ -30,6 +30,8 @@ PART = 8  # of the batch, for the errors: the reference keeps the graph of some 
 REFERENCE = 1e-6  # f is full of kinks, at which a tight solver takes ever smaller steps
 BASELINES = (1e-4, 1e-5)
 TOLERANCES = [digit * 10.0**-exponent for exponent in range(1, 6) for digit in (1, 0.3)]
+TRAINING = 20  # steps before
+METHODS: dict[str, Row] = {"hbnode": {}, "nystrom4": {"method": "nystrom4"}}
 PAPER = {"method": "dopri5", "gradient": "adjoint", "adjoint_options": {}}
 
 
@@ -45,16 +47,20 @@ def images(count: int) -> tuple[Tensor, Tensor]:
     return x[:count], y[:count]
 
 
-def trained(name: str, steps: int) -> Classifier:
-    """A model after some steps of training, at the paper's learning rate."""
+def loss(model: Classifier, x: Tensor, y: Tensor) -> Tensor:
+    """The cross-entropy."""
+    return nn.functional.cross_entropy(model(x), y)
+
+
+def trained(steps: int) -> Classifier:
+    """HBNODE after some steps of training, at the paper's learning rate."""
     torch.manual_seed(0)
-    model = Classifier(name, "mnist", rtol=1e-2, atol=1e-2)
+    model = Classifier("hbnode", "mnist", rtol=1e-2, atol=1e-2)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     x, y = images(BATCH * (steps + 1))
     for index in range(1, steps + 1):
         batch = slice(BATCH * index, BATCH * (index + 1))
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x[batch]), y[batch]).backward()
+        training_step(model, partial(loss, model, x[batch], y[batch]))()
         optimizer.step()
     return model
 
@@ -68,85 +74,45 @@ def with_solver(model: Classifier, tol: float, solver: dict[str, object]) -> Cla
     return model
 
 
-def step(model: Classifier, x: Tensor, y: Tensor) -> Callable[[], None]:
-    """A training step without the optimizer's part."""
-
-    def run() -> None:
-        model.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-
-    return run
-
-
-def errors(model: Classifier, x: Tensor, y: Tensor, tolerances: list[float]) -> list[tuple[float, float]]:
+def errors(model: Classifier, solver: Row, tolerances: Sequence[float]) -> list[tuple[float, float]]:
     """Errors of logits and gradient at each tolerance."""
+    x, y = images(PART)
+    criterion = partial(nn.functional.cross_entropy, target=y)
     curve = hbnode.diagnostics.nfe_vs_tolerance(
-        model,
-        x,
-        tolerances,
-        loss=lambda logits: nn.functional.cross_entropy(logits, y),
-        reference_tolerance=REFERENCE,
+        with_solver(model, 1.0, solver), x, tolerances, loss=criterion, reference_tolerance=REFERENCE
     )
     return list(zip(curve.error, curve.gradient_error, strict=True))
 
 
-def compare(name: str, training: int, repeats: int) -> list[dict[str, object]]:
+def measured(repeats: int) -> Iterator[tuple[str, list[Row]]]:
     """Rows for each baseline: itself, hbnode with as good a gradient, hbnode with as good logits too."""
-    model = trained(name, training)
+    model = trained(TRAINING)
     x, y = images(BATCH)
-    theirs = errors(with_solver(model, 1.0, PAPER), x[:PART], y[:PART], list(BASELINES))
-    methods = {"hbnode": {}, "nystrom4": {"method": "nystrom4"}} if name == "hbnode" else {"hbnode": {}}
-    found = {
-        k: errors(with_solver(model, 1.0, solver), x[:PART], y[:PART], TOLERANCES) for k, solver in methods.items()
-    }
-    rows = []
-    for tol, (logits, gradient) in zip(BASELINES, theirs, strict=True):
+    found = {name: errors(model, solver, TOLERANCES) for name, solver in METHODS.items()}
+    for tol, (logits, gradient) in zip(BASELINES, errors(model, PAPER, BASELINES), strict=True):
         chosen = {"dopri5, adjoint": (with_solver(model, tol, PAPER), tol, (logits, gradient))}
-        for method, solver in methods.items():
+        for method, solver in METHODS.items():
             good = [i for i, error in enumerate(found[method]) if error[1] <= gradient]
             better = [i for i in good if found[method][i][0] <= logits]
             for what, indices in (("gradient", good), ("gradient, logits", better)):
                 if indices:
                     at, error = TOLERANCES[indices[0]], found[method][indices[0]]
                     chosen[f"{method}, equal {what}"] = with_solver(model, at, solver), at, error
-        times = interleaved({what: step(each, x, y) for what, (each, _, _) in chosen.items()}, repeats, warm=1)
+        steps = {what: training_step(each, partial(loss, each, x, y)) for what, (each, _, _) in chosen.items()}
+        times = interleaved(steps, repeats, warm=1)
+        rows = []
         for what, (each, at, error) in chosen.items():
-            row = {"model": name, "baseline": tol, "solver": what, "tolerance": at}
-            row |= {"logits_error": error[0], "gradient_error": error[1], "ms": milliseconds(times[what])}
+            row = {"model": "hbnode", "baseline": tol, "solver": what, "tolerance": at}
+            row |= {"logits_error": error[0], "gradient_error": error[1]}
             row |= {"nfe_forward": each.block.nfe.forward, "nfe_backward": each.block.nfe.backward}
-            rows.append(row | {"faster": ratio(times["dopri5, adjoint"], times[what])})
-    return rows
+            rows.append(row | {"ms": milliseconds(times[what]), "faster": ratio(times["dopri5, adjoint"], times[what])})
+        yield "rows", rows
 
 
-COLUMNS = {
-    "model": "<8",
-    "solver": "<32",
-    "tolerance": "9.0e",
-    "logits_error": "12.1e",
-    "gradient_error": "14.1e",
-    "nfe_forward": "11d",
-    "nfe_backward": "12d",
-    "ms": "7.0f",
-    "faster": "6.2f",
-}
-
-
-def main() -> None:
-    """Time, print a row per model and baseline, write JSON."""
-    parser = command(__doc__, "images")
-    parser.add_argument("--models", nargs="+", default=("hbnode",), choices=MODELS)
-    parser.add_argument("--training", type=int, default=20, help="steps of training before [20]")
-    parser.add_argument("--repeats", type=int, default=5, help="timed rounds [5]")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    rows = []
-    widths = {name: int(form.lstrip("<").partition(".")[0].rstrip("d")) for name, form in COLUMNS.items()}
-    print("  ".join(name.rjust(width) for name, width in widths.items()))
-    for name in options.models:
-        for row in compare(name, options.training, options.repeats):
-            rows.append(row)
-            print("  ".join(format(row[column], form) for column, form in COLUMNS.items()), flush=True)
-    write(options.out, {"rows": rows})
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Time, print a row per baseline and solver, write JSON."""
+    options = command(__doc__, "images", repeats=5).parse_args(arguments)
+    run(options, measured(options.repeats))
 
 
 if __name__ == "__main__":

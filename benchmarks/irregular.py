@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import cProfile
 import pstats
-import subprocess
-import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,10 +26,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 import hbnode
-from benchmarks.harness import command, interleaved, milliseconds, peak_bytes, ratio, reset_peak, write
+from benchmarks.harness import (
+    Row,
+    added_memory,
+    command,
+    in_fresh_process,
+    interleaved,
+    milliseconds,
+    ratio,
+    run,
+    training_step,
+)
 
 BATCH, LENGTH, FEATURES, HIDDEN = 96, 64, 40, 32
 BATCHES = 10  # of an epoch
+EPOCHS = (0, 3)  # of training before
 UNIT = 10.0  # ten mean gaps; fit_time_unit would take ten median gaps, 6.9
 Batch = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -128,10 +138,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "node": lambda: Hybrid(field="node"),
 }
 MEMORY: dict[str, Callable[[], nn.Module]] = {
-    "nn.GRU": Gated,
-    "hbnode": Hybrid,
+    **{name: MODELS[name] for name in ("nn.GRU", "hbnode", "hbnode, leapfrog")},
     "hbnode, checkpoint": lambda: Hybrid(gradient="checkpoint"),
-    "hbnode, leapfrog": lambda: Hybrid(**LEAPFROG),
     "hbnode, leapfrog, checkpoint": lambda: Hybrid(**LEAPFROG, gradient="checkpoint"),
 }
 
@@ -140,15 +148,10 @@ def _with_mask(x: Tensor, mask: Tensor) -> Tensor:
     return torch.cat([torch.where(mask, x, 0.0), mask.to(x)], -1)
 
 
-def step(model: nn.Module, batch: Batch) -> Callable[[], None]:
-    """A training step without the optimizer's part."""
+def loss(model: nn.Module, batch: Batch) -> Tensor:
+    """The cross-entropy of the logits."""
     *inputs, target = batch
-
-    def run() -> None:
-        model.zero_grad()
-        nn.functional.binary_cross_entropy_with_logits(model(*inputs), target).backward()
-
-    return run
+    return nn.functional.binary_cross_entropy_with_logits(model(*inputs), target)
 
 
 def trained(make: Callable[[], nn.Module], epochs: int) -> nn.Module:
@@ -156,10 +159,9 @@ def trained(make: Callable[[], nn.Module], epochs: int) -> nn.Module:
     torch.manual_seed(0)
     model = make()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for _ in range(epochs):
-        for seed in range(BATCHES):
-            step(model, make_batch(seed))()
-            optimizer.step()
+    for seed in [*range(BATCHES)] * epochs:
+        training_step(model, partial(loss, model, make_batch(seed)))()
+        optimizer.step()
     return model
 
 
@@ -185,10 +187,11 @@ def profile(function: Callable[[], None]) -> dict[str, int]:
     return {"operations": operations.count, "python_calls": pstats.Stats(calls).total_calls}
 
 
-def compare(names: list[str], epochs: int, repeats: int) -> list[dict[str, Any]]:
+def compare(epochs: int, repeats: int) -> list[Row]:
     """A row for each model."""
-    models = {name: trained(MODELS[name], epochs) for name in names}
-    steps = {name: step(model, make_batch(1000)) for name, model in models.items()}
+    models = {name: trained(make, epochs) for name, make in MODELS.items()}
+    batch = make_batch(1000)
+    steps = {name: training_step(model, partial(loss, model, batch)) for name, model in models.items()}
     times = interleaved(steps, repeats)
     rows = []
     for name, model in models.items():
@@ -199,47 +202,28 @@ def compare(names: list[str], epochs: int, repeats: int) -> list[dict[str, Any]]
     return rows
 
 
-def memory(name: str, length: int) -> float:
-    """MiB by which the process grows in a step."""
+def memory(name: str, length: int = 1000) -> float:
+    """MiB by which the process, a fresh one, grows in a step."""
     model = trained(MEMORY[name], 0)
-    step(model, make_batch(0, 3))()
-    batch = make_batch(0, length)
-    cpu = torch.device("cpu")
-    before = reset_peak(cpu)
-    step(model, batch)()
-    return (peak_bytes(cpu) - before) / 2**20
+    training_step(model, partial(loss, model, make_batch(0, 3)))()
+    step = training_step(model, partial(loss, model, make_batch(0, length)))
+    return added_memory({"step": step})["step_MiB"]
 
 
-def main() -> None:
+def measured(repeats: int) -> Iterator[tuple[str, Any]]:
+    """The memory of each model, then times."""
+    grown = {name: in_fresh_process(memory, name) for name in MEMORY}
+    yield "memory_MiB", grown
+    yield "memory_over_gru", {name: found / max(grown["nn.GRU"], 1.0) for name, found in grown.items()}
+    for epochs in EPOCHS:
+        yield "rows", compare(epochs, repeats)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """Time, print a row for each model, write JSON."""
-    parser = command(__doc__, "irregular")
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--training", type=int, nargs="+", default=(0, 3), help="epochs of training before [0 3]")
-    parser.add_argument("--repeats", type=int, default=9, help="timed rounds [9]")
-    parser.add_argument("--length", type=int, default=1000, help="samples where memory is measured, 0 for none [1000]")
-    parser.add_argument("--memory-of", choices=list(MEMORY), help="print the memory of one model, and no more")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+    options = command(__doc__, "irregular", repeats=9).parse_args(arguments)
     warnings.filterwarnings("ignore", message="the gaps between samples take")  # a unit that was not fitted
-    if options.memory_of:
-        print(memory(options.memory_of, options.length))
-        return
-    names = list(dict.fromkeys(["nn.GRU", *options.models]))
-    grown = {}
-    for name in MEMORY if options.length else ():
-        arguments = [sys.executable, "-m", "benchmarks.irregular", "--memory-of", name, "--length", str(options.length)]
-        grown[name] = float(subprocess.run(arguments, capture_output=True, text=True, check=True).stdout)
-        print(f"{name:>34}  {grown[name]:6.0f} MiB  {grown[name] / max(grown['nn.GRU'], 1.0):.2f}")
-    print(f"{'model':>34}  epochs      ms  over nn.GRU  evaluations  operations  Python calls")
-    rows = []
-    for epochs in options.training:
-        for row in compare(names, epochs, options.repeats):
-            rows.append(row)
-            nfe = "" if row["evaluations_per_gap"] is None else f"{row['evaluations_per_gap']:.1f}"
-            counts = f"{row['operations']:10d}  {row['python_calls']:12d}"
-            times = f"{row['ms']:6.1f}  {row['over_gru']:11.2f}"
-            print(f"{row['model']:>34}  {epochs:6d}  {times}  {nfe:>11}  {counts}", flush=True)
-    write(options.out, {"rows": rows, "memory_MiB": grown})
+    run(options, measured(options.repeats))
 
 
 if __name__ == "__main__":

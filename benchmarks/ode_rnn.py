@@ -12,23 +12,23 @@ the data in HBNODE_DATA the record is that of the generated structure.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import hbnode
-from benchmarks.harness import command, interleaved, milliseconds, ratio, write
+from benchmarks.harness import Row, command, gradient, interleaved, milliseconds, ratio, relative, run, training_step
 from tasks.common.config import MODELS
-from tasks.common.train import Samples
 from tasks.data import f16
 from tasks.plane_vibration import Forecaster, Splits, squared_errors
 
 BATCH = 64
 TOLERANCE = 1e-5
+EPOCHS = (0, 5)  # of training before
 REFERENCE = 1e-9
 ADJOINT = {"method": "dopri5", "gradient": "adjoint", "per_sample": False}
 SOLVERS = {
@@ -63,82 +63,44 @@ def with_solver(model: Forecaster, tol: float, solver: dict[str, object]) -> For
     return model
 
 
-def step(model: Forecaster, batch: Samples) -> Callable[[], None]:
-    """A training step without the optimizer's part."""
-
-    def run() -> None:
-        model.zero_grad()
-        squared_errors(model, batch)[0].backward()
-
-    return run
-
-
-def gradient(model: Forecaster, batch: Samples) -> tuple[Tensor, hbnode.nfe.NFE]:
-    """The gradient of all parameters, and the evaluations that it took."""
-    with hbnode.count_nfe(model) as nfe:
-        step(model, batch)()
-    return torch.cat([p.grad.reshape(-1) for p in model.parameters()]).double(), nfe
-
-
-def compare(name: str, splits: Splits, epochs: int, repeats: int, *, compiled: bool) -> list[dict[str, object]]:
+def compare(name: str, splits: Splits, epochs: int, repeats: int) -> list[Row]:
     """A row for each way to solve one model."""
     model = trained(name, splits, epochs)
     batch = tuple(part[:BATCH] for part in splits.batches["train"])
-    exact, _ = gradient(with_solver(model, REFERENCE, {}).double(), tuple(part.double() for part in batch))
-    models = {
-        what: with_solver(model, TOLERANCE, solver)
-        for what, solver in SOLVERS.items()
-        if compiled or "compile" not in solver
+    models = {what: with_solver(model, TOLERANCE, solver) for what, solver in SOLVERS.items()}
+    steps = {
+        what: training_step(each, lambda each=each: squared_errors(each, batch)[0]) for what, each in models.items()
     }
+    exact, wide = with_solver(model, REFERENCE, {}).double(), tuple(part.double() for part in batch)
+    wanted = gradient(training_step(exact, lambda: squared_errors(exact, wide)[0]), exact.parameters())
     rows = []
     for what, each in models.items():
-        found, nfe = gradient(each, batch)
-        error = ((found - exact).norm() / exact.norm()).item()
+        with hbnode.count_nfe(each) as nfe:
+            error = relative(gradient(steps[what], each.parameters()), wanted)
         row = {"model": name, "epochs": epochs, "solver": what, "gradient_error": error}
         rows.append(row | {"nfe_forward": nfe.forward, "nfe_backward": nfe.backward})
-    times = interleaved({what: step(each, batch) for what, each in models.items()}, repeats)
+    times = interleaved(steps, repeats)
     full, seminorm, *_ = times.values()
     for row, mine in zip(rows, times.values(), strict=True):
-        row["ms"] = milliseconds(mine)
-        row["faster"] = ratio(full, mine)
-        row["than_seminorm"] = ratio(seminorm, mine)
+        row |= {"ms": milliseconds(mine), "faster": ratio(full, mine), "than_seminorm": ratio(seminorm, mine)}
     return rows
 
 
-COLUMNS = {
-    "model": "<7",
-    "epochs": "6d",
-    "solver": "<35",
-    "gradient_error": "14.1e",
-    "nfe_forward": "11d",
-    "nfe_backward": "12d",
-    "ms": "7.0f",
-    "faster": "6.1f",
-    "than_seminorm": "13.1f",
-}
-
-
-def main() -> None:
-    """Time, print a row per model and solver, write JSON."""
-    parser = command(__doc__, "ode_rnn")
-    parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
-    parser.add_argument("--training", type=int, nargs="+", default=(0, 5), help="epochs of training before [0 5]")
-    parser.add_argument("--repeats", type=int, default=5, help="timed rounds [5]")
-    parser.add_argument("--compiled", action=argparse.BooleanOptionalAction, default=True, help="compiled steps too")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+def measured(repeats: int) -> Iterator[tuple[str, Any]]:
+    """Rows for each model, untrained and trained."""
     record, source = f16.read_plane_vibration()
     splits = Splits.from_record(record, "paper")
-    print(f"data: {source}")
-    widths = {name: int(form.lstrip("<").partition(".")[0].rstrip("d")) for name, form in COLUMNS.items()}
-    print("  ".join(name.rjust(width) for name, width in widths.items()))
-    rows = []
-    for name in options.models:
-        for epochs in options.training:
-            for row in compare(name, splits, epochs, options.repeats, compiled=options.compiled):
-                rows.append(row)
-                print("  ".join(f"{row[key]:{form}}" for key, form in COLUMNS.items()), flush=True)
-    write(options.out, {"rows": rows, "tolerance": TOLERANCE, "source": source})
+    yield "tolerance", TOLERANCE
+    yield "source", source
+    for name in MODELS:
+        for epochs in EPOCHS:
+            yield "rows", compare(name, splits, epochs, repeats)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Time, print a row per model and solver, write JSON."""
+    options = command(__doc__, "ode_rnn", repeats=5).parse_args(arguments)
+    run(options, measured(options.repeats))
 
 
 if __name__ == "__main__":

@@ -12,36 +12,34 @@ that takes one sample at a time through autograd, and with celerite2, which take
 gradients. celerite2's likelihood and its posterior at the samples include the setting up of its kernel.
 
 Times are medians of processor time on one thread, of steps that take turns in one process; ratios are medians of the
-ratios of each round. "kept" is what autograd keeps for the backward pass. Writes JSON with the machine in it, and draws
-a figure with ``--figure``.
+ratios of each round. "kept" is what autograd keeps for the backward pass. Writes JSON with the machine in it, and a
+figure beside it.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import math
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import hbnode
-from benchmarks.harness import command, interleaved, milliseconds, ratio, write
+from benchmarks.harness import Row, command, interleaved, milliseconds, panels, ratio, run, training_step
 
 BATCH, FEATURES, HIDDEN, OSCILLATORS, SELECTIVE = 8, 64, 64, 128, 32
+SIZES = (1024, 4096, 16384), (64, 512), ((64, 64), (1, 1000), (100, 1000))  # T, T beside ODE-RNNs, batch and T
+TINY = (16, 32), (8,), ((2, 9),)
 LOOP_MOST = 1024  # samples that the loop is asked for
 
 
 def step(module: nn.Module, *inputs: Tensor) -> Callable[[], None]:
     """A forward and a backward pass."""
-
-    def run() -> None:
-        module.zero_grad()
-        module(*inputs)[0].square().mean().backward()
-
-    return run
+    return training_step(module, lambda: module(*inputs)[0].square().mean())
 
 
 class Loop(nn.Module):
@@ -78,13 +76,11 @@ def kept(function: Callable[[], None]) -> float:
     return sum(found.values()) / 2**20
 
 
-def layers(lengths: list[int], rounds: int) -> list[dict[str, object]]:
+def layers(lengths: Sequence[int], rounds: int) -> Iterator[list[Row]]:
     """A row for each layer and length."""
-    rows: list[dict[str, object]] = []
-    layer = hbnode.nn.Oscillators(FEATURES, HIDDEN, OSCILLATORS)
-    held = hbnode.nn.Oscillators(FEATURES, HIDDEN, OSCILLATORS, input="hold")
-    chooses = hbnode.nn.Oscillators(FEATURES, HIDDEN, SELECTIVE, selective=True)
-    is_real = hbnode.nn.Oscillators(FEATURES, HIDDEN, 2 * SELECTIVE, selective=True, frequency=None)
+    make = partial(hbnode.nn.Oscillators, FEATURES, HIDDEN)
+    layer, held, chooses = make(OSCILLATORS), make(OSCILLATORS, input="hold"), make(SELECTIVE, selective=True)
+    is_real = make(2 * SELECTIVE, selective=True, frequency=None)
     lstm, gru = (kind(FEATURES, HIDDEN, batch_first=True) for kind in (nn.LSTM, nn.GRU))
     for length in lengths:
         x = torch.randn(BATCH, length, FEATURES)
@@ -102,34 +98,31 @@ def layers(lengths: list[int], rounds: int) -> list[dict[str, object]]:
         if length <= LOOP_MOST:
             steps["loop"] = step(Loop(layer), x, t)
         times = interleaved(steps, rounds, warm=1)
+        rows = []
         for name, mine in times.items():
-            row: dict[str, object] = {"layer": name, "length": length, "ms": milliseconds(mine)}
-            row |= {"of_lstm": ratio(mine, times["nn.LSTM"]), "of_gru": ratio(mine, times["nn.GRU"])}
-            row["of_loop"] = ratio(mine, times["loop"]) if "loop" in times else None
-            row["kept_MiB"] = kept(steps[name])
-            rows.append(row)
-            print(show(row), flush=True)
-    return rows
+            row = {"layer": name, "length": length, "ms": milliseconds(mine)}
+            for over, rival in (("of_lstm", "nn.LSTM"), ("of_gru", "nn.GRU"), ("of_loop", "loop")):
+                row[over] = ratio(mine, times[rival]) if rival in times else None
+            rows.append(row | {"kept_MiB": kept(steps[name])})
+        yield rows
 
 
-def ode_rnns(lengths: list[int], rounds: int) -> list[dict[str, object]]:
+def ode_rnns(lengths: Sequence[int], rounds: int) -> Iterator[list[Row]]:
     """Rows of an ODE-RNN beside oscillators with as many parameters."""
-    rows: list[dict[str, object]] = []
     features, batch = 8, 16
     rnn = hbnode.ODERNN(features, 32, rtol=1e-3, atol=1e-3)
     wanted = sum(p.numel() for p in rnn.parameters())
     size = round((wanted - 32 * features) / (2 + features + 2 * 32))
-    layer = hbnode.nn.Oscillators(features, 32, size)
+    modules = {"ODERNN": rnn, "oscillators": hbnode.nn.Oscillators(features, 32, size)}
+    sizes = {name: sum(p.numel() for p in module.parameters()) for name, module in modules.items()}
     for length in lengths:
         x, t = torch.randn(batch, length, features), (0.5 + torch.rand(batch, length)).cumsum(1)
-        times = interleaved({"ODERNN": step(rnn, x, t), "oscillators": step(layer, x, t)}, rounds, warm=1)
+        times = interleaved({name: step(module, x, t) for name, module in modules.items()}, rounds, warm=1)
+        rows = []
         for name, mine in times.items():
-            row: dict[str, object] = {"layer": name, "length": length, "ms": milliseconds(mine)}
-            row["of_ode_rnn"] = ratio(mine, times["ODERNN"])
-            row["parameters"] = sum(p.numel() for p in (rnn if name == "ODERNN" else layer).parameters())
-            rows.append(row)
-            print(show(row), flush=True)
-    return rows
+            row = {"layer": name, "length": length, "ms": milliseconds(mine)}
+            rows.append(row | {"of_ode_rnn": ratio(mine, times["ODERNN"]), "parameters": sizes[name]})
+        yield rows
 
 
 def one_by_one(layer: hbnode.nn.Oscillators, x: Tensor, t: Tensor) -> Tensor:
@@ -176,90 +169,65 @@ class Celerite:
         return process
 
 
-def filters(sizes: list[tuple[int, int]], rounds: int) -> list[dict[str, object]]:
+def filters(sizes: Sequence[tuple[int, int]], rounds: int) -> Iterator[list[Row]]:
     """Rows of the filter and the smoother for batches of series, (batch, T)."""
-    rows: list[dict[str, object]] = []
     layer = hbnode.nn.Oscillators(1, 1, 3, noise=True, frequency=(0.05, 0.2)).double()
-    with torch.no_grad():
-        layer.weight_out.copy_(torch.tensor([[0.0, 0.0, 0.0, 1.0, 1.0, 1.0]]))
+    layer.weight_out.data.copy_(torch.tensor([[0.0, 0.0, 0.0, 1.0, 1.0, 1.0]]))
     peer, has_peer = Celerite(layer), importlib.util.find_spec("celerite2") is not None
     for batch, length in sizes:
         t = (0.5 + torch.rand(batch, length, dtype=torch.float64)).cumsum(1)
         x = torch.randn(batch, length, dtype=torch.float64)
-
-        def with_gradient(function: Callable[..., Tensor], *inputs: Tensor) -> Callable[[], None]:
-            def run() -> None:
-                layer.zero_grad()
-                function(*inputs).sum().backward()
-
-            return run
-
         samples = x.unsqueeze(-1)
+        likelihood, loop = partial(layer.log_likelihood, samples, t), partial(one_by_one, layer, x, t)
         functions: dict[str, Callable[[], object]] = {
-            "likelihood": torch.no_grad()(lambda: layer.log_likelihood(samples, t)),  # noqa: B023
-            "likelihood, gradient": with_gradient(layer.log_likelihood, samples, t),
-            "posterior": torch.no_grad()(lambda: layer.smooth(samples, t)),  # noqa: B023
+            "likelihood": torch.no_grad()(likelihood),
+            "likelihood, gradient": training_step(layer, lambda likelihood=likelihood: likelihood().sum()),
+            "posterior": torch.no_grad()(partial(layer.smooth, samples, t)),
         }
         if batch * length <= LOOP_MOST * 8:
-            functions["likelihood, one by one"] = torch.no_grad()(lambda: one_by_one(layer, x, t))  # noqa: B023
-            functions["likelihood, gradient, one by one"] = with_gradient(lambda *z: one_by_one(layer, *z), x, t)
+            functions["likelihood, one by one"] = torch.no_grad()(loop)
+            functions["likelihood, gradient, one by one"] = training_step(layer, loop)
         if has_peer:
-            functions["likelihood, celerite2"] = lambda: peer.log_likelihood(x, t)  # noqa: B023
-            if batch * length <= LOOP_MOST:
-                functions["posterior, celerite2"] = lambda: peer.smooth(x, t)  # noqa: B023
+            functions["likelihood, celerite2"] = partial(peer.log_likelihood, x, t)
+        if has_peer and batch * length <= LOOP_MOST:
+            functions["posterior, celerite2"] = partial(peer.smooth, x, t)
         times = interleaved(functions, rounds, warm=1)
+        rows = []
         for name in ("likelihood", "likelihood, gradient", "posterior"):
-            row: dict[str, object] = {"what": name, "batch": batch, "length": length, "ms": milliseconds(times[name])}
+            row: Row = {"what": name, "batch": batch, "length": length, "ms": milliseconds(times[name])}
             for other in ("one by one", "celerite2"):
-                row["of_" + other.replace(" ", "_")] = (
-                    ratio(times[name], times[f"{name}, {other}"]) if f"{name}, {other}" in times else None
-                )
+                rival = times.get(f"{name}, {other}")
+                row["of_" + other.replace(" ", "_")] = ratio(times[name], rival) if rival else None
             rows.append(row)
-            print(show(row), flush=True)
-    return rows
+        yield rows
 
 
-def show(row: dict[str, object]) -> str:
-    """A line of a table."""
-    cells = (f"{name} {value:.3g}" if isinstance(value, float) else f"{value}" for name, value in row.items())
-    return "  ".join(cells)
-
-
-def draw(rows: list[dict[str, object]], path: Path) -> None:
+def draw(report: dict[str, Any], machine: str) -> Any:
     """Milliseconds against the length."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.subplots()
-    names = list(dict.fromkeys(str(row["layer"]) for row in rows))
-    for name in names:
-        points = [(row["length"], row["ms"]) for row in rows if row["layer"] == name]
+    figure, (axes,) = panels((6, 4))
+    for name in dict.fromkeys(row["layer"] for row in report["layers"]):
+        points = [(row["length"], row["ms"]) for row in report["layers"] if row["layer"] == name]
         axes.loglog(*zip(*points, strict=True), marker="o", label=name, base=2)
     axes.set(xlabel="samples", ylabel="forward and backward, ms", yscale="log")
     axes.legend(fontsize="small")
     axes.grid(alpha=0.3)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    return figure
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Time, print a row per layer and length, write JSON."""
-    parser = command(__doc__, "oscillators")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384], help="[1024 4096 16384]")
-    parser.add_argument("--ode-rnn", type=int, nargs="*", default=[64, 512], help="lengths beside ODE-RNNs [64 512]")
-    parser.add_argument(
-        "--filter", type=int, nargs="*", default=[64, 64, 1, 1000, 100, 1000], help="batch, T, batch, ..."
-    )
-    parser.add_argument("--rounds", type=int, default=3, help="timed rounds [3]")
-    parser.add_argument("--figure", type=Path, default=None, help="where to draw the figure [nowhere]")
-    options = parser.parse_args(arguments)
-    torch.set_num_threads(1)
+def measured(options: argparse.Namespace) -> Iterator[tuple[str, list[Row]]]:
+    """All tables."""
     torch.manual_seed(0)
-    found = {"layers": layers(options.lengths, options.rounds), "ode_rnns": ode_rnns(options.ode_rnn, options.rounds)}
-    found["filters"] = filters(list(zip(options.filter[::2], options.filter[1::2], strict=True)), options.rounds)
-    write(options.out, found)
-    if options.figure is not None:
-        draw(found["layers"], options.figure)
+    sizes = TINY if options.quick else SIZES
+    for measure, cases in zip((layers, ode_rnns, filters), sizes, strict=True):
+        for rows in measure(cases, options.repeats):
+            yield measure.__name__, rows
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Time, print a row per layer and length, write JSON and the figure."""
+    parser = command(__doc__, "oscillators", repeats=3, quick="tiny sizes: whether it runs, not how fast")
+    options = parser.parse_args(arguments)
+    run(options, measured(options), draw=draw)
 
 
 if __name__ == "__main__":

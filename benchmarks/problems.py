@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,46 +17,60 @@ from tasks.data.images import read_digits
 
 @dataclass(frozen=True)
 class Problem:
-    """A field, where it starts (at rest), and the time at which the solution is wanted.
+    """A field, where it starts, and the time at which the solution is wanted.
 
     Attributes:
         name: what tables and figures call it.
         field: the equation.
-        x: h(0), of shape (batch, ...); m(0) is 0.
+        x: h(0), of shape (batch, ...).
         end: the time T; solves go from 0 to T.
+        m: m(0); None is rest.
     """
 
     name: str
     field: hbnode.HBNODE
     x: Tensor
     end: float
+    m: Tensor | None = None
 
     @property
     def state(self) -> tuple[Tensor, Tensor]:
         """The state (h, m) at time 0."""
-        return self.field.initial_state(self.x)
+        return self.field.initial_state(self.x) if self.m is None else (self.x, self.m)
 
     def to(self, dtype: torch.dtype) -> Problem:
-        """A copy with the same numbers in another precision."""
+        """A copy with the same numbers in another precision, from rest."""
         return Problem(self.name, copy.deepcopy(self.field).to(dtype), self.x.to(dtype), self.end)
 
 
-def network(dim: int, scale: float, end: float, gamma: float) -> Problem:
-    """A random tanh network d -> 64 -> 64 -> d whose weights are PyTorch's times a scale, on h(0) ~ N(0, 1)."""
+def tanh_network(dim: int, scale: float) -> MLP:
+    """A random network d -> 64 -> 64 -> d whose weights are PyTorch's times a scale."""
     torch.manual_seed(0)
-    func = MLP(dim, [64, 64], dim, activation=nn.Tanh)
-    with torch.no_grad():
-        for weight in func.parameters():
-            if weight.dim() == 2:
-                weight *= scale
+    return scaled(MLP(dim, [64, 64], dim, activation=nn.Tanh), scale)
+
+
+def scaled(func: nn.Module, scale: float) -> Any:
+    """The network with its weights, not its biases, times a scale."""
+    for weight in func.parameters():
+        if weight.dim() > 1:
+            weight.data *= scale
+    return func
+
+
+def network(dim: int, scale: float, end: float, gamma: float) -> Problem:
+    """A random tanh network on h(0) ~ N(0, 1)."""
+    func = tanh_network(dim, scale)
     x = torch.randn(120 if dim == 5 else 128, dim)
-    return Problem(f"dim {dim}, weights ×{scale:g}, T = {end:g}, γ = {gamma:g}", _field(func, gamma), x, end)
+    return Problem(
+        f"dim {dim}, weights ×{scale:g}, T = {end:g}, γ = {gamma:g}", hbnode.HBNODE(func, damping=gamma), x, end
+    )
 
 
 def pendulum() -> Problem:
     """A damped pendulum, h'' + 0.2 h' = -sin h, let go at 64 angles."""
     angles = torch.linspace(-3.0, 3.0, 64)[:, None]
-    return Problem("damped pendulum, T = 10", _field(lambda h: -torch.sin(h), 0.2, learned=False), angles, 10.0)
+    field = hbnode.HBNODE(lambda h: -torch.sin(h), damping=0.2, learn_damping=False)
+    return Problem("damped pendulum, T = 10", field, angles, 10.0)
 
 
 def duffing() -> Problem:
@@ -66,7 +80,7 @@ def duffing() -> Problem:
         return h - h**3 + 0.5 * torch.cos(1.2 * t)
 
     places = torch.linspace(-1.5, 1.5, 64)[:, None]
-    return Problem("driven Duffing, T = 10", _field(force, 0.3, learned=False), places, 10.0)
+    return Problem("driven Duffing, T = 10", hbnode.HBNODE(force, damping=0.3, learn_damping=False), places, 10.0)
 
 
 def trained(steps: int = 300) -> Problem:
@@ -89,16 +103,10 @@ def trained(steps: int = 300) -> Problem:
 def convolutional() -> Problem:
     """A random three-layer convolutional f with tanh on 8 noisy images of 5 channels, 14x14."""
     torch.manual_seed(0)
-    func = ConvNet(5, 32, 5, activation=nn.Tanh, time_dependent=False)
-    with torch.no_grad():
-        for weight in func.parameters():
-            if weight.dim() == 4:
-                weight *= 3.0
-    return Problem("convolutional, 5×14×14, weights ×3, T = 1", _field(func, 0.5), torch.randn(8, 5, 14, 14), 1.0)
-
-
-def _field(func: Callable[..., Tensor], gamma: float, learned: bool = True) -> hbnode.HBNODE:
-    return hbnode.HBNODE(func, damping=gamma, learn_damping=learned)
+    func = scaled(ConvNet(5, 32, 5, activation=nn.Tanh, time_dependent=False), 3.0)
+    return Problem(
+        "convolutional, 5×14×14, weights ×3, T = 1", hbnode.HBNODE(func, damping=0.5), torch.randn(8, 5, 14, 14), 1.0
+    )
 
 
 PROBLEMS: tuple[Callable[[], Problem], ...] = (
@@ -113,8 +121,3 @@ PROBLEMS: tuple[Callable[[], Problem], ...] = (
     convolutional,
 )
 QUICK = (PROBLEMS[0], PROBLEMS[2], pendulum)
-
-
-def geometric_mean(values: list[float]) -> float | None:
-    """The mean of ratios; None of no values."""
-    return math.exp(sum(map(math.log, values)) / len(values)) if values else None

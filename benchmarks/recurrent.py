@@ -7,26 +7,22 @@ pass of Adam's and RMSProp's LSTM without gradient over that of ``nn.LSTM``. *pa
 the setting of the paper's table 14. *memory*: what they add to the peak, as in table 15, each in a fresh process.
 
 A training step is forward, the mean square of all outputs, backward. Times are medians of runs that take turns in one
-process, on one thread unless told; ratios are medians over the rounds, each over its own rival. Memory is the
-process's, on a GPU that of PyTorch's allocator; on a CPU, where the compiler's would count too, only of eager layers.
-Writes JSON with the machine in it.
+process, on one thread; ratios are medians over the rounds, each over its own rival. Memory is the process's. Writes
+JSON with the machine in it.
 """
 
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
-import multiprocessing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from benchmarks.harness import command, interleaved, milliseconds, peak_bytes, ratio, reset_peak, write
+from benchmarks.harness import Row, added_memory, command, in_fresh_process, interleaved, milliseconds, ratio, run
 from hbnode.nn import recurrent
 from hbnode.nn.rules import RuleName
 
@@ -38,7 +34,7 @@ RULES: dict[str, RuleName] = {
     "Adam": "adam",
     "RMSProp": "rmsprop",
 }
-Row = dict[str, Any]
+SCANNED = ["AdamLSTM", "RMSPropLSTM"]
 
 
 @dataclass(frozen=True)
@@ -129,218 +125,128 @@ MODULES: dict[str, Callable[..., nn.Module]] = {
 }
 
 
-@dataclass
 class Contender:
-    """A layer at a setting, ready to be timed."""
+    """A layer at a setting, ready to be timed.
 
-    module: nn.Module
-    x: Tensor
-    state: Any = None
+    Arguments:
+        name: that in :data:`MODULES`, and behind a comma how it runs: "carried" or "compiled".
+        setting: the sizes.
+    """
 
-    @classmethod
-    def of(cls, name: str, setting: Setting, device: torch.device, how: str = "") -> Contender:
-        """By its name in :data:`MODULES`; ``how`` has "carried" or "compiled" in it."""
+    def __init__(self, name: str, setting: Setting) -> None:
         torch.manual_seed(0)
-        options = {"compile": True} if "compiled" in how else {}
-        module = MODULES[name](setting.inputs, setting.hidden, **options).to(device)
-        x = torch.randn(setting.time, setting.batch, setting.inputs, device=device)
-        contender = cls(module, x)
-        if "carried" in how:
-            contender.state = module(x[:2])[1].detach()
-        return contender
+        kind = name.removesuffix(", carried").removesuffix(", compiled")
+        options = {"compile": True} if name.endswith("compiled") else {}
+        self.module = MODULES[kind](setting.inputs, setting.hidden, **options)
+        self.inputs = [torch.randn(setting.time, setting.batch, setting.inputs)]
+        if name.endswith("carried"):
+            self.inputs.append(self.module(self.inputs[0][:2])[1].detach())
 
-    def output(self) -> Tensor:
-        """The outputs at all times."""
-        return (self.module(self.x) if self.state is None else self.module(self.x, self.state))[0]
-
-    def train(self) -> None:
+    def training(self) -> None:
         """A training step without the optimizer's part."""
         self.module.zero_grad()
-        self.output().square().mean().backward()
-        self.wait()
+        self.module(*self.inputs)[0].square().mean().backward()
 
     @torch.no_grad()
-    def evaluate(self) -> None:
+    def evaluation(self) -> None:
         """A forward pass."""
-        self.output()
-        self.wait()
-
-    def wait(self) -> None:
-        """Until the device has done its work."""
-        if self.x.is_cuda:
-            torch.cuda.synchronize(self.x.device)
+        self.module(*self.inputs)
 
 
 def timed(
-    contenders: dict[str, Contender], repeats: int, what: str = "train", rivals: dict[str, str] | None = None
+    names: Sequence[str], setting: Setting, repeats: int, what: str = "training", rivals: dict[str, str] | None = None
 ) -> list[Row]:
-    """A row for each contender; its ratio is over the rival that its name begins with, else over the first."""
-    times = interleaved({name: getattr(each, what) for name, each in contenders.items()}, repeats)
-    first = next(iter(contenders))
+    """A row for each layer; its ratio is over the rival that its name begins with, else over the first."""
+    times = interleaved({name: getattr(Contender(name, setting), what) for name in names}, repeats)
     rows = []
     for name, mine in times.items():
-        found = [rival for start, rival in (rivals or {}).items() if name.startswith(start)]
-        over = found[0] if found else first
-        rows.append({"layer": name, "over": over, "ms": milliseconds(mine), "ratio": ratio(mine, times[over])})
+        over = next((rival for start, rival in (rivals or {}).items() if name.startswith(start)), names[0])
+        row = {"setting": str(setting), "layer": name, "over": over}
+        rows.append(row | {"ms": milliseconds(mine), "ratio": ratio(mine, times[over])})
     return rows
 
 
-def entered(
-    names: Sequence[str], setting: Setting, device: torch.device, hows: Sequence[str] = ("",)
-) -> dict[str, Contender]:
-    """Contenders by name and by how they run."""
-    return {
-        f"{name}, {how}" if how else name: Contender.of(name, setting, device, how) for how in hows for name in names
-    }
+def with_ends(names: Sequence[str], end: str) -> list[str]:
+    """Names of layers that run otherwise."""
+    return [f"{name}, {end}" for name in names]
 
 
-def training(options: argparse.Namespace) -> list[Row]:
+def training(options: argparse.Namespace) -> Iterator[list[Row]]:
     """Steps of each rule's LSTM over those of nn.LSTM."""
-    rows = []
+    ours = [f"{rule}LSTM" for rule in RULES]
+    compiled = with_ends(() if options.quick else SCANNED, "compiled")  # linear rules have no scan to compile
     for setting in (TINY,) if options.quick else LSTMS:
-        names = [f"{rule}LSTM" for rule in RULES]
-        contenders = entered(["nn.LSTM"], setting, options.device)
-        contenders |= entered(names, setting, options.device, ["", "carried"])
-        if options.compiled:  # linear rules have no scan to compile
-            contenders |= entered(["AdamLSTM", "RMSPropLSTM"], setting, options.device, ["compiled"])
-        rows += [{"setting": str(setting), **row} for row in timed(contenders, options.repeats)]
-    return rows
+        yield timed(["nn.LSTM", *ours, *with_ends(ours, "carried"), *compiled], setting, options.repeats)
 
 
-def cells(options: argparse.Namespace) -> list[Row]:
+def cells(options: argparse.Namespace) -> Iterator[list[Row]]:
     """Steps over those of the per-step cell, as the batch shrinks."""
-    rows = []
+    names = ["appendix F", "appendix F, Adam", "nn.LSTM", *(f"{rule}LSTM" for rule in RULES)]
+    rivals = {"Adam": "appendix F, Adam", "RMSProp": "appendix F, Adam"}
     for setting in (TINY,) if options.quick else BATCHES:
-        names = ["appendix F", "appendix F, Adam", "nn.LSTM", *(f"{rule}LSTM" for rule in RULES)]
-        contenders = entered(names, setting, options.device)
-        rivals = {"Adam": "appendix F, Adam", "RMSProp": "appendix F, Adam"}
-        rows += [{"setting": str(setting), **row} for row in timed(contenders, options.repeats, rivals=rivals)]
-    return rows
+        yield timed(names, setting, options.repeats, rivals=rivals)
 
 
-def orthogonal(options: argparse.Namespace) -> list[Row]:
+def orthogonal(options: argparse.Namespace) -> Iterator[list[Row]]:
     """Steps of DTRIV layers over those of a plain loop."""
-    setting = TINY if options.quick else ORTHOGONAL
     names = ["DTRIV", *(f"{rule}DTRIV" for rule in RULES)]
-    contenders = entered(["MomentumDTRIV, loop", "DTRIV, loop"], setting, options.device)
-    contenders |= entered(names, setting, options.device)
-    if options.compiled:
-        contenders |= entered(names[:2], setting, options.device, ["compiled"])
-    rivals = {"DTRIV": "DTRIV, loop"}
-    return [{"setting": str(setting), **row} for row in timed(contenders, options.repeats, rivals=rivals)]
+    names += with_ends(() if options.quick else names[:2], "compiled")
+    setting, rivals = TINY if options.quick else ORTHOGONAL, {"DTRIV": "DTRIV, loop"}
+    yield timed(["MomentumDTRIV, loop", "DTRIV, loop", *names], setting, options.repeats, rivals=rivals)
 
 
-def inference(options: argparse.Namespace) -> list[Row]:
+def inference(options: argparse.Namespace) -> Iterator[list[Row]]:
     """Forward passes without gradient over those of nn.LSTM, where batches are small."""
-    rows = []
     for setting in (TINY,) if options.quick else INFERENCE:
-        contenders = entered(["nn.LSTM", "AdamLSTM", "RMSPropLSTM"], setting, options.device)
-        rows += [{"setting": str(setting), **row} for row in timed(contenders, options.repeats, "evaluate")]
-    return rows
+        yield timed(["nn.LSTM", *SCANNED], setting, options.repeats, "evaluation")
 
 
-def paper(options: argparse.Namespace) -> list[Row]:
+def paper(options: argparse.Namespace) -> Iterator[list[Row]]:
     """Training and evaluation at the setting of table 14, in microseconds for a sample of the batch."""
     setting = TINY if options.quick else PAPER
     names = ["nn.LSTM", *(f"{rule}LSTM" for rule in RULES)]
-    contenders = entered(names, setting, options.device)
-    rows = []
-    for trained, evaluated in zip(
-        timed(contenders, options.repeats), timed(contenders, options.repeats, "evaluate"), strict=True
-    ):
-        row = {"setting": str(setting), "layer": trained["layer"]}
-        for name, found in (("training", trained), ("evaluation", evaluated)):
-            row |= {f"{name}_us": 1e3 * found["ms"] / setting.batch, f"{name}_ratio": found["ratio"]}
-        rows.append(row)
-    return rows
+    rows: dict[str, Row] = {name: {"setting": str(setting), "layer": name} for name in names}
+    for what in ("training", "evaluation"):
+        for found in timed(names, setting, options.repeats, what):
+            us = 1e3 * found["ms"] / setting.batch
+            rows[found["layer"]] |= {f"{what}_us": us, f"{what}_ratio": found["ratio"]}
+    yield list(rows.values())
 
 
-def peak(name: str, setting: Setting, device: str, threads: int, how: str) -> dict[str, float]:
+def peak(name: str, setting: Setting) -> dict[str, float]:
     """MiB that evaluation and a training step add to the peak of this process, which must be a fresh one."""
-    torch.set_num_threads(threads)
-    place = torch.device(device)
-    Contender.of(name, Setting(2, 1, setting.hidden, setting.inputs), place).train()  # what libraries keep for good
-    contender = Contender.of(name, setting, place, how)
-    if "compiled" in how:
-        contender.train()
-        contender.module.zero_grad()
-    start, found = reset_peak(place), {}
-    for what, run in (("evaluation", contender.evaluate), ("training", contender.train)):
-        run()
-        found[f"{what}_MiB"] = (peak_bytes(place) - start) / 2**20
-    return found
+    small = Setting(2, 1, setting.hidden, setting.inputs)
+    Contender(name.removesuffix(", carried"), small).training()  # what libraries keep for good
+    contender = Contender(name, setting)
+    return added_memory({"evaluation": contender.evaluation, "training": contender.training})
 
 
-def memory(options: argparse.Namespace) -> list[Row]:
+def memory(options: argparse.Namespace) -> Iterator[list[Row]]:
     """Peaks at the setting of table 15, each layer's in a process of its own."""
     setting = TINY if options.quick else PAPER
     ours = [f"{rule}LSTM" for rule in RULES]
-    runs = [
-        ("nn.LSTM", ""),
-        ("appendix F", ""),
-        ("appendix F, Adam", ""),
-        *((name, how) for how in ("", "carried") for name in ours),
-    ]
-    if options.device.type == "cuda" and options.compiled:
-        runs += [(name, "compiled") for name in ours]
-    rows = []
-    for name, how in runs:
-        context = multiprocessing.get_context("spawn")
-        with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
-            found = pool.submit(peak, name, setting, str(options.device), options.threads, how).result()
-        rows.append({"setting": str(setting), "layer": f"{name}, {how}" if how else name, **found})
+    names = ["nn.LSTM", "appendix F", "appendix F, Adam", *ours, *with_ends(ours, "carried")]
+    rows = [{"setting": str(setting), "layer": name, **in_fresh_process(peak, name, setting)} for name in names]
     for row in rows:
         for what in ("training", "evaluation"):
             first = rows[0][f"{what}_MiB"]
             row[f"{what}_ratio"] = row[f"{what}_MiB"] / first if first else None
-    return rows
+    yield rows
 
 
-SECTIONS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
-    "training": training,
-    "cells": cells,
-    "orthogonal": orthogonal,
-    "inference": inference,
-    "paper": paper,
-    "memory": memory,
+SECTIONS: dict[str, Callable[[argparse.Namespace], Iterator[list[Row]]]] = {
+    found.__name__: found for found in (training, cells, orthogonal, inference, paper, memory)
 }
-FORMS = {"ms": ".2f", "ratio": ".3f", "faster": ".2f", "us": ".1f", "s": ".0f", "MiB": ".1f"}
-
-
-def table(rows: list[Row]) -> str:
-    """Rows under the names of their columns."""
-    names = list(rows[0])
-    lines = [names]
-    for row in rows:
-        lines.append([_show(row[name], FORMS.get(name.rpartition("_")[2])) for name in names])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    sides = ["<" if isinstance(value, str) else ">" for value in rows[0].values()]
-    return "\n".join(
-        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(line, sides, widths, strict=True))
-        for line in lines
-    )
-
-
-def _show(value: Any, form: str | None) -> str:
-    return "n/a" if value is None else format(value, form) if form else str(value)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print the tables, write JSON."""
-    parser = command(__doc__, "recurrent")
+    parser = command(
+        __doc__, "recurrent", repeats=7, quick="tiny sizes, nothing compiled: whether it runs, not how fast"
+    )
     parser.add_argument("--sections", nargs="+", default=list(SECTIONS), choices=list(SECTIONS))
-    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
-    parser.add_argument("--threads", type=int, default=1, help="of PyTorch on the CPU [1]")
-    parser.add_argument("--repeats", type=int, default=7, help="timed rounds [7]")
-    parser.add_argument("--no-compile", dest="compiled", action="store_false", help="leave compile=True out")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes: whether it runs, not how fast")
     options = parser.parse_args(arguments)
-    torch.set_num_threads(options.threads)
-    report: dict[str, Any] = {}
-    for section in options.sections:
-        report[section] = SECTIONS[section](options)
-        print(f"{section}\n{table(report[section])}\n", flush=True)
-    write(options.out, report, options.device)
+    run(options, ((name, rows) for name in options.sections for rows in SECTIONS[name](options)))
 
 
 if __name__ == "__main__":

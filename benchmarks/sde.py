@@ -19,13 +19,13 @@ thread. Writes JSON with the machine in it, and a figure beside it.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import importlib.util
 import math
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise, product
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,12 +34,11 @@ import torchsde
 from torch import Tensor, nn
 
 import hbnode
-from benchmarks import contenders
-from benchmarks.gradients import Living, relative
-from benchmarks.harness import command, interleaved, milliseconds, ratio, write
+from benchmarks.contenders import calls_of, jax_arrays, jax_layers, jax_network, rival
+from benchmarks.harness import MISSING, Row, command, interleaved, milliseconds, panels, ratio, relative, run
 from hbnode.solve import BrownianIncrements
 from hbnode.solve.sde import linear_part
-from tasks.common.files import write_figure
+from tasks.studies.exactness import Living
 
 SPAN, DAMPING, TEMPERATURE = 4.0, 1.0, 0.5
 VARIANCES = (1.0, 1 / 12, 1 / 720)  # of W, L and K in a step of size 1
@@ -48,22 +47,16 @@ AT_REST, RANDOM, NETWORK = "at rest in a well", "h, m ~ N(0, 1)", "network"
 STARTS = (AT_REST, RANDOM, NETWORK)
 DIFFRAX = {"ALIGN": 1, "ShOULD": 2, "QUICSORT": 2}  # evaluations of f in a step
 FIRST_VALUE = ("ALIGN", "ShOULD")  # these evaluate f once more, at the start
-Row = dict[str, Any]
 
 
-class Diagonal(nn.Module):
+def with_diagonal_noise(sde: hbnode.HeavyBallSDE) -> SimpleNamespace:
     """The same SDE as one with diagonal noise, which is 0 on h."""
 
-    noise_type, sde_type = "diagonal", "ito"
-
-    def __init__(self, sde: hbnode.HeavyBallSDE) -> None:
-        super().__init__()
-        self.sde, self.f = sde, sde.f
-
-    def g(self, t: Tensor, y: Tensor) -> Tensor:
-        """The diffusion of h and of m, side by side."""
+    def g(t: Tensor, y: Tensor) -> Tensor:
         _, m = y.chunk(2, -1)
-        return torch.cat([torch.zeros_like(m), self.sde.noise_scale(m)], -1)
+        return torch.cat([torch.zeros_like(m), sde.noise_scale(m)], -1)
+
+    return SimpleNamespace(noise_type="diagonal", sde_type="ito", f=sde.f, g=g)
 
 
 class Plain(nn.Module):
@@ -94,16 +87,15 @@ class Plain(nn.Module):
 
 
 def with_torchsde(
-    sde: hbnode.HeavyBallSDE, h: Tensor, m: Tensor, span: float, steps: int, method: str, gradient: str = "direct"
+    sde: hbnode.HeavyBallSDE, state: tuple[Tensor, Tensor], span: float, steps: int, method: str, gradient: str
 ) -> Tensor:
     """Return h at the end of the span, by a call of torchsde, whose Brownian motion is told the step."""
+    y, dt, t = torch.cat(state, -1), span / steps, torch.tensor([0.0, span], dtype=state[0].dtype)
     area = "space-time" if method == "srk" else "none"
-    motion = torchsde.BrownianInterval(
-        t0=0.0, t1=span, size=h.shape, dtype=h.dtype, dt=span / steps, levy_area_approximation=area
-    )
+    options = {"size": state[0].shape, "dtype": y.dtype, "dt": dt, "levy_area_approximation": area}
+    motion = torchsde.BrownianInterval(t0=0.0, t1=span, **options)
     solve = torchsde.sdeint_adjoint if gradient == "adjoint" else torchsde.sdeint
-    t = torch.tensor([0.0, span], dtype=h.dtype)
-    return solve(Plain(sde), torch.cat([h, m], -1), t, bm=motion, method=method, dt=span / steps)[-1, :, : h.shape[1]]
+    return solve(Plain(sde), y, t, bm=motion, method=method, dt=dt)[-1, :, : y.shape[1] // 2]
 
 
 class PathMotion(torchsde.BaseBrownian):
@@ -111,7 +103,7 @@ class PathMotion(torchsde.BaseBrownian):
 
     Arguments:
         noise: the increments.
-        silent: columns of 0 in front, for the noise on h of :class:`Diagonal`.
+        silent: columns of 0 in front, for the noise on h of :func:`with_diagonal_noise`.
     """
 
     def __init__(self, noise: BrownianIncrements, silent: int = 0) -> None:
@@ -173,13 +165,8 @@ class DoubleWell(nn.Module):
         return h - h**3
 
 
-def langevin_sde(func: nn.Module) -> hbnode.HeavyBallSDE:
-    """The SDE whose strong error is measured."""
-    return hbnode.HeavyBallSDE(func, damping=DAMPING, temperature=TEMPERATURE, learn_damping=False)
-
-
 def strong_network() -> nn.Module:
-    """A network of tanh with weights of twice the usual size, without which it would be almost linear."""
+    """A network of tanh with parameters of twice the usual size, without which it would be almost linear."""
     torch.manual_seed(0)
     net = hbnode.nn.MLP(8, [64, 64], 8, activation=nn.Tanh).double()
     for parameter in net.parameters():
@@ -189,13 +176,13 @@ def strong_network() -> nn.Module:
 
 def start_of(start: str, paths: int) -> tuple[hbnode.HeavyBallSDE, Tensor, Tensor]:
     """The SDE and h and m of each path at the time 0, (paths, 1), or (paths / 8, 8) for the network."""
-    generator = torch.Generator().manual_seed(0)
-    h, m = torch.randn(2, paths, 1, dtype=torch.float64, generator=generator)
+    func = strong_network() if start == NETWORK else DoubleWell()
+    sde = hbnode.HeavyBallSDE(func, damping=DAMPING, temperature=TEMPERATURE, learn_damping=False)
+    state = torch.randn(2, paths, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     if start == AT_REST:
-        return langevin_sde(DoubleWell()), torch.ones_like(h), torch.zeros_like(m)
-    if start == NETWORK:
-        return langevin_sde(strong_network()), h[: paths // 8 * 8].view(-1, 8), m[: paths // 8 * 8].view(-1, 8)
-    return langevin_sde(DoubleWell()), h, m
+        state = torch.stack([torch.ones_like(state[0]), torch.zeros_like(state[1])])
+    h, m = state[:, : paths // 8 * 8].view(2, -1, 8) if start == NETWORK else state
+    return sde, h, m
 
 
 def levels(noise: BrownianIncrements, most: int) -> Iterator[BrownianIncrements]:
@@ -204,21 +191,6 @@ def levels(noise: BrownianIncrements, most: int) -> Iterator[BrownianIncrements]
         if len(noise.sizes) <= most:
             yield noise
         noise = noise.coarser()
-
-
-def counted(sde: hbnode.HeavyBallSDE, solve: Callable[[], Tensor]) -> tuple[Tensor, int]:
-    """A solution and the number of calls of f that it took."""
-    calls = 0
-
-    def count(*_: Any) -> None:
-        nonlocal calls
-        calls += 1
-
-    handle = sde.func.register_forward_pre_hook(count)
-    try:
-        return solve(), calls
-    finally:
-        handle.remove()
 
 
 @torch.no_grad()
@@ -230,31 +202,28 @@ def strong(start: str, paths: int, fine: int) -> list[Row]:
     exact = hbnode.sdeint(sde, (h, m), t, method="nystrom4", dt=SPAN / fine, noise=path)[0][-1]
     rows: list[Row] = []
 
-    def measure(name: str, steps: int, solve: Callable[[], Tensor]) -> None:
-        end, calls = counted(sde, solve)
+    def add(name: str, steps: int, evaluations: int, end: Tensor) -> None:
         error = (end - exact).square().mean().sqrt().item()
-        rows.append({"start": start, "method": name, "steps": steps, "evaluations": calls, "rms": error})
+        rows.append({"start": start, "method": name, "steps": steps, "evaluations": evaluations, "rms": error})
 
     for name, finest in {"nystrom4": path, **with_flights(path, DAMPING)}.items():
         for noise in levels(finest, fine // 8):
-            options = {"method": name, "dt": float(noise.sizes[0]), "noise": noise}
-            measure(name, len(noise.sizes), lambda options=options: hbnode.sdeint(sde, (h, m), t, **options)[0][-1])
-    y = torch.cat([h, m], -1)
-    forms = {"torchsde euler": sde, "torchsde srk": sde, "torchsde srk, diagonal": Diagonal(sde)}
-    for name, form in forms.items():
-        for noise in levels(path, fine // 8):
-            motion = PathMotion(noise, silent=h.shape[1] * isinstance(form, Diagonal))
-            options = {"method": name.split()[1].strip(","), "dt": float(noise.sizes[0]), "bm": motion}
-            solve = partial(torchsde.sdeint, form, y, t, **options)
-            measure(name, len(noise.sizes), lambda solve=solve: solve()[-1, :, : h.shape[1]])
+            with calls_of(sde.func) as calls:
+                end, _ = hbnode.sdeint(sde, (h, m), t, method=name, dt=float(noise.sizes[0]), noise=noise)
+            add(name, len(noise.sizes), len(calls), end[-1])
+    forms = {"torchsde euler": sde, "torchsde srk": sde, "torchsde srk, diagonal": with_diagonal_noise(sde)}
+    for (name, form), noise in product(forms.items(), list(levels(path, fine // 8))):
+        motion = PathMotion(noise, silent=h.shape[1] * (form is not sde))
+        options = {"method": name.split()[1].strip(","), "dt": float(noise.sizes[0]), "bm": motion}
+        with calls_of(sde.func) as calls:
+            end = torchsde.sdeint(form, torch.cat([h, m], -1), t, **options)
+        add(name, len(noise.sizes), len(calls), end[-1, :, : h.shape[1]])
     for name in DIFFRAX if has_diffrax() else ():
         solve_theirs, force = langevin(name, fine // 8, "given"), jax_force(sde)
         for noise in levels(path, fine // 8):
             end, steps = solve_theirs(*force, jax_arrays(h, m), len(noise.sizes), given_path(noise, fine // 8))
-            error = math.sqrt(np.mean((np.asarray(end) - exact.numpy()) ** 2))
             evaluations = int(steps) * DIFFRAX[name] + (name in FIRST_VALUE)
-            row = {"start": start, "method": f"diffrax {name}", "steps": int(steps), "evaluations": evaluations}
-            rows.append(row | {"rms": error})
+            add(f"diffrax {name}", int(steps), evaluations, torch.from_numpy(np.array(end)))
     return rows
 
 
@@ -269,37 +238,19 @@ def has_diffrax() -> bool:
 @functools.cache
 def jax_and_diffrax() -> tuple[Any, Any]:
     """The modules, in float64 and with one thread."""
-    jax, diffrax = contenders._import("jax"), contenders._import("diffrax")
+    jax, diffrax = rival("jax"), rival("diffrax")
     jax.config.update("jax_enable_x64", True)
     return jax, diffrax
 
 
-def jax_arrays(*tensors: Tensor) -> tuple[Any, ...]:
-    """The same numbers as JAX arrays."""
-    jax, _ = jax_and_diffrax()
-    return tuple(jax.numpy.asarray(x.detach().numpy()) for x in tensors)
-
-
 def jax_force(sde: hbnode.HeavyBallSDE) -> tuple[Any, Any]:
     """The force as a hashable function of weights and h, and the weights."""
-    if isinstance(sde.func, DoubleWell):
-        return well_of_jax, ()
-    layers = [layer for layer in sde.func.layers if isinstance(layer, nn.Linear)]
-    return network_of_jax, tuple(jax_arrays(layer.weight, layer.bias) for layer in layers)
+    return (well_of_jax, ()) if isinstance(sde.func, DoubleWell) else (jax_network, jax_layers(sde.func))
 
 
 def well_of_jax(weights: Any, h: Any) -> Any:
     """The force of the double well."""
     return DoubleWell.forward(None, h)
-
-
-def network_of_jax(weights: Any, h: Any) -> Any:
-    """The network."""
-    jax, _ = jax_and_diffrax()
-    *hidden, (weight, bias) = weights
-    for of_layer, shift in hidden:
-        h = jax.numpy.tanh(h @ of_layer.T + shift)
-    return h @ weight.T + bias
 
 
 @functools.cache
@@ -373,135 +324,112 @@ def langevin(name: str, most: int, noise: str, training: bool = False) -> Callab
     return jax.jit(lambda force, weights, state, *others: slopes(weights, state, force, *others), static_argnums=0)
 
 
-def to_an_error(rows: list[Row], paths: int, repeats: int) -> list[Row]:
+def to_an_error(rows: list[Row], paths: int, repeats: int) -> Iterator[list[Row]]:
     """Milliseconds of a solve with the steps that an error needs, in evaluation and in training.
 
     Training is a solve and the gradients of the mean of h(T)² with respect to h(0), m(0) and the weights of f.
     """
-    found: list[Row] = []
     for start, wanted in product((AT_REST, NETWORK), (WANTED, FINE)):
         reached = to_reach([row for row in rows if row["start"] == start], wanted)
         steps = {row["method"]: row["steps"] for row in reached if "steps" in row and "diagonal" not in row["method"]}
         if wanted == WANTED:
             steps |= {name.replace("diffrax", "diffrax tree"): n for name, n in steps.items() if "diffrax" in name}
-        of_start = start_of(start, paths)
+        sde, *state = start_of(start, paths)
         for training in (False, True):
-            solves = {name: solver(name, *of_start, n, training) for name, n in steps.items()}
-            for name, mine in (interleaved(solves, repeats) if solves else {}).items():
-                row = {"start": start, "error": wanted, "pass": "training" if training else "evaluation"}
-                found.append(row | {"method": name, "steps": steps[name], "ms": milliseconds(mine)})
-    return found
+            for x in state:
+                x.requires_grad_(training)
+            solves = {name: solver(name, sde, tuple(state), SPAN, n, training) for name, n in steps.items()}
+            row = {"start": start, "error": wanted, "pass": PASSES[training]}
+            times = interleaved(solves, repeats)
+            yield [row | {"method": k, "steps": steps[k], "ms": milliseconds(mine)} for k, mine in times.items()]
 
 
 def solver(
-    name: str, sde: hbnode.HeavyBallSDE, h: Tensor, m: Tensor, steps: int, training: bool
+    name: str, sde: hbnode.HeavyBallSDE, state: tuple[Tensor, Tensor], span: float, steps: int, training: bool
 ) -> Callable[[], object]:
-    """A solve to T with its own noise, and its backward pass in training."""
-    library, _, theirs = name.rpartition(" ")
-    if library.startswith("diffrax"):
-        jax, _ = jax_and_diffrax()
-        noise = "tree" if library.endswith("tree") else "ahead"
-        arguments = (*jax_force(sde), jax_arrays(h, m), steps, jax.random.key(0))
-        end, taken = langevin(theirs, steps, noise)(*arguments)
-        assert int(taken) == steps, f"{name} took {taken} steps instead of {steps}"
-        assert bool(jax.numpy.isfinite(end).all()), f"{name} returned values that are not finite"
-        compiled = langevin(theirs, steps, noise, training)
-        return lambda: jax.block_until_ready(compiled(*arguments))
-    state = tuple(x.clone().requires_grad_(training) for x in (h, m))
-    inputs = [*state, *sde.func.parameters()]
+    """A solve to T with its own noise, and its backward pass in training.
+
+    A method of another library has its name in front, and a gradient that is not the default stands behind.
+    """
+    if name.startswith("diffrax"):
+        return diffrax_solver(name, sde, state, steps, training)
+    method, how = [*name.removeprefix("torchsde ").split(), "direct"][:2]
 
     def run() -> None:
         with torch.set_grad_enabled(training):
-            if library == "torchsde":
-                end = with_torchsde(sde, *state, SPAN, steps, theirs)
+            if name.startswith("torchsde"):
+                end = with_torchsde(sde, state, span, steps, method, how)
             else:
-                end = hbnode.sdeint(sde, state, [0.0, SPAN], dt=SPAN / steps, method=theirs)[0][-1]
+                end = hbnode.sdeint(sde, state, [0.0, span], dt=span / steps, method=method, gradient=how)[0][-1]
         if training:
-            torch.autograd.grad(end.square().mean(), inputs)
+            end.square().mean().backward()
 
     return run
+
+
+def diffrax_solver(
+    name: str, sde: hbnode.HeavyBallSDE, state: tuple[Tensor, Tensor], steps: int, training: bool
+) -> Callable[[], object]:
+    """The same by a solver of diffrax, with its tree or with increments that are drawn ahead."""
+    jax, _ = jax_and_diffrax()
+    words, noise = name.split(), "tree" if "tree" in name else "ahead"
+    arguments = (*jax_force(sde), jax_arrays(*state), steps, jax.random.key(0))
+    end, taken = langevin(words[-1], steps, noise)(*arguments)
+    assert int(taken) == steps, f"{name} took {taken} steps instead of {steps}"
+    assert bool(jax.numpy.isfinite(end).all()), f"{name} returned values that are not finite"
+    compiled = langevin(words[-1], steps, noise, training)
+    return lambda: jax.block_until_ready(compiled(*arguments))
 
 
 def to_reach(rows: list[Row], wanted: float = WANTED) -> list[Row]:
     """Evaluations and steps to the wanted error, interpolated between steps, and the order seen there."""
     found: list[Row] = []
-    starts = {row["start"] for row in rows}
-    if len(starts) > 1:
-        return [row for start in STARTS for row in to_reach([row for row in rows if row["start"] == start], wanted)]
-    for name in dict.fromkeys(row["method"] for row in rows):
-        own = sorted((row for row in rows if row["method"] == name), key=lambda row: row["steps"])
-        row: Row = {"start": own[0]["start"], "method": name}
-        for coarse, fine in pairwise(own):
+    for start, name in dict.fromkeys((row["start"], row["method"]) for row in rows):
+        own = [row for row in rows if (row["start"], row["method"]) == (start, name)]
+        row: Row = {"start": start, "method": name}
+        for coarse, fine in pairwise(sorted(own, key=lambda row: row["steps"])):
             if coarse["rms"] > wanted >= fine["rms"]:
-                order = math.log(coarse["rms"] / fine["rms"]) / math.log(fine["steps"] / coarse["steps"])
-                share = math.log(coarse["rms"] / wanted) / math.log(coarse["rms"] / fine["rms"])
+                gain = math.log(coarse["rms"] / fine["rms"])
+                share = math.log(coarse["rms"] / wanted) / gain
                 row["evaluations"] = coarse["evaluations"] * (fine["evaluations"] / coarse["evaluations"]) ** share
                 row["steps"] = math.ceil(coarse["steps"] * (fine["steps"] / coarse["steps"]) ** share)
-                row["order"] = order
+                row["order"] = gain / math.log(fine["steps"] / coarse["steps"])
         found.append(row)
-    reached = {row["method"]: row.get("evaluations") for row in found}
+    reached = {(row["start"], row["method"]): row["evaluations"] for row in found if "evaluations" in row}
     for row in found:
-        for rival, column in (("torchsde srk", "srk_over_it"), ("torchsde srk, diagonal", "diagonal_srk_over_it")):
-            if row.get("evaluations") and reached.get(rival):
-                row[column] = reached[rival] / row["evaluations"]
+        for method, column in (("torchsde srk", "srk_over_it"), ("torchsde srk, diagonal", "diagonal_srk_over_it")):
+            if "evaluations" in row and (row["start"], method) in reached:
+                row[column] = reached[row["start"], method] / row["evaluations"]
     return found
 
 
-def network(dim: int, hidden: int) -> hbnode.HeavyBallSDE:
-    """A network of tanh as f, of two hidden layers; without hidden units, h - h³."""
-    torch.manual_seed(0)
-    func = hbnode.nn.MLP(dim, [hidden, hidden], dim, activation=nn.Tanh) if hidden else lambda h: h - h**3
-    return hbnode.HeavyBallSDE(func, damping=0.5, temperature=TEMPERATURE)
-
-
-def solve(
-    sde: hbnode.HeavyBallSDE, h: Tensor, steps: int, training: bool, *, torchsde: bool = False, **options: Any
-) -> None:
-    """A solve to T = 1, by torchsde itself or by hbnode, with its backward pass in training."""
-    m = torch.zeros_like(h)
-    with torch.set_grad_enabled(training):
-        if torchsde:
-            end = with_torchsde(sde, h, m, 1.0, steps, **options)
-        else:
-            end = hbnode.sdeint(sde, (h, m), [0.0, 1.0], dt=1.0 / steps, **options)[0][-1]
-    if training:
-        end.square().mean().backward()
+def times(repeats: int, steps: int) -> Iterator[list[Row]]:
+    """Milliseconds of a step, over those of torchsde's Euler, in evaluation and in training."""
+    for (batch, dim, hidden), training in product(((128, 32, 0), (128, 32, 64), (1024, 2, 32)), (False, True)):
+        torch.manual_seed(0)
+        net = hbnode.nn.MLP(dim, [hidden, hidden], dim, activation=nn.Tanh) if hidden else DoubleWell()
+        sde, h = hbnode.HeavyBallSDE(net, damping=0.5, temperature=TEMPERATURE), torch.randn(batch, dim)
+        state = h, torch.zeros_like(h)
+        names = SOLVERS + (TRAINED if training else ())
+        found = interleaved({name: solver(name, sde, state, 1.0, steps, training) for name in names}, repeats)
+        row = {"f": "tanh" if hidden else "cubic", "batch": batch, "dim": dim, "pass": PASSES[training]}
+        yield [
+            row | {"method": name, "ms": milliseconds(mine) / steps, "euler_over_it": ratio(found[EULER], mine)}
+            for name, mine in found.items()
+        ]
 
 
 EULER = "torchsde euler"
-SOLVERS: dict[str, Row] = {
-    EULER: {"torchsde": True, "method": "euler"},
-    "torchsde srk": {"torchsde": True, "method": "srk"},
-    "ubu": {"method": "ubu"},
-    "baoab": {"method": "baoab"},
-    "nystrom4": {"method": "nystrom4"},
+SOLVERS = (EULER, "torchsde srk", "ubu", "baoab", "nystrom4")
+TRAINED = ("ubu checkpoint", "ubu reversible", "torchsde euler adjoint")
+PASSES = ("evaluation", "training")
+GRADIENTS = {
+    "ubu": ("checkpoint", "reversible"),
+    "baoab": ("checkpoint", "reversible"),
+    "nystrom4": ("checkpoint",),
+    "euler": ("adjoint",),
+    "reversible_heun": ("adjoint",),
 }
-TRAINING: dict[str, Row] = SOLVERS | {
-    "ubu checkpoint": {"method": "ubu", "gradient": "checkpoint"},
-    "ubu reversible": {"method": "ubu", "gradient": "reversible"},
-    "torchsde euler adjoint": {"torchsde": True, "method": "euler", "gradient": "adjoint"},
-}
-
-
-def times(repeats: int, steps: int) -> list[Row]:
-    """Milliseconds of a step, over those of torchsde's Euler, in evaluation and in training."""
-    rows = []
-    for batch, dim, hidden in ((128, 32, 0), (128, 32, 64), (1024, 2, 32)):
-        sde, h = network(dim, hidden), torch.randn(batch, dim)
-        for training in (False, True):
-            solvers = TRAINING if training else SOLVERS
-            solves = {name: partial(solve, sde, h, steps, training, **options) for name, options in solvers.items()}
-            found = interleaved(solves, repeats)
-            for name, mine in found.items():
-                row = {
-                    "f": "tanh" if hidden else "cubic",
-                    "batch": batch,
-                    "dim": dim,
-                    "pass": "training" if training else "evaluation",
-                    "method": name,
-                }
-                rows.append(row | {"ms": milliseconds(mine) / steps, "euler_over_it": ratio(found[EULER], mine)})
-    return rows
 
 
 def gradients() -> list[Row]:
@@ -520,121 +448,54 @@ def gradients() -> list[Row]:
         return torch.cat([x.reshape(-1) for x in torch.autograd.grad(loss, leaves)]), kept
 
     rows = []
-    for steps in (50, 400):
-        for method, others in (
-            ("ubu", ("checkpoint", "reversible")),
-            ("baoab", ("checkpoint", "reversible")),
-            ("nystrom4", ("checkpoint",)),
-            ("euler", ("adjoint",)),
-            ("reversible_heun", ("adjoint",)),
-        ):
-            exact, kept = gradient(steps, method=method)
-            base = {"steps": steps, "method": method}
-            rows.append(base | {"gradient": "direct", "error": 0.0, "MiB": kept / 2**20})
-            for other in others:
-                found, kept = gradient(steps, method=method, gradient=other)
-                rows.append(base | {"gradient": other, "error": relative(found, exact), "MiB": kept / 2**20})
+    for steps, (method, others) in product((50, 400), GRADIENTS.items()):
+        exact, _ = gradient(steps, method=method)
+        for other in ("direct", *others):
+            found, kept = gradient(steps, method=method, gradient=other)
+            row = {"steps": steps, "method": method, "gradient": other, "error": relative(found, exact)}
+            rows.append(row | {"MiB": kept / 2**20})
     return rows
-
-
-SECTIONS = ("time to an error", "time of a step", "gradients")
-COLUMNS: dict[str, dict[str, str]] = {
-    "strong error": {"start": "<17", "method": "<22", "steps": "d", "evaluations": "d", "rms": ".1e"},
-    "evaluations to 1e-3": {
-        "start": "<17",
-        "method": "<22",
-        "evaluations": ".0f",
-        "order": ".1f",
-        "srk_over_it": ".1f",
-        "diagonal_srk_over_it": ".1f",
-    },
-    "time to an error": {
-        "start": "<17",
-        "error": ".0e",
-        "pass": "<10",
-        "method": "<22",
-        "steps": "d",
-        "ms": ".1f",
-    },
-    "time of a step": {
-        "f": "<5",
-        "batch": "d",
-        "dim": "d",
-        "pass": "<10",
-        "method": "<22",
-        "ms": ".3f",
-        "euler_over_it": ".1f",
-    },
-    "gradients": {"steps": "d", "method": "<15", "gradient": "<10", "error": ".1e", "MiB": ".3f"},
-}
-
-
-def table(section: str, rows: list[Row]) -> str:
-    """A section's rows under its column names."""
-    columns = COLUMNS[section]
-    cells = [
-        list(columns),
-        *([format(row[c], form) if c in row else "n/a" for c, form in columns.items()] for row in rows),
-    ]
-    widths = [max(len(cell.strip()) for cell in column) for column in zip(*cells, strict=True)]
-    return "\n".join(
-        "  ".join(
-            f"{cell.strip():{'<' if form.startswith('<') else '>'}{width}}"
-            for cell, form, width in zip(line, columns.values(), widths, strict=True)
-        ).rstrip()
-        for line in cells
-    )
 
 
 COLORS = {EULER: "0.7", "torchsde srk": "0.1", "torchsde srk, diagonal": "0.45"}
 GREYS = dict.fromkeys(COLORS, "o--") | {f"diffrax {name}": "^:" for name in DIFFRAX}
 
 
-def draw(path: Path, rows: list[Row], machine: str) -> None:
+def draw(report: dict[str, list[Row]], machine: str) -> Any:
     """The strong error against the evaluations."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.4, 4.6), layout="constrained")
-    ax = figure.subplots()
+    figure, (ax,) = panels((6.4, 4.6))
+    rows = [row for row in report["strong error"] if row["start"] == AT_REST]
     for name in dict.fromkeys(row["method"] for row in rows):
         own = sorted((row["evaluations"], row["rms"]) for row in rows if row["method"] == name)
         own = [pair for pair in own if pair[1] < 1]  # a step that is too long diverges
         ax.loglog(*zip(*own, strict=True), GREYS.get(name, "s-"), color=COLORS.get(name), label=name, markersize=4)
     ax.axhline(WANTED, color="0.8", linewidth=0.8, zorder=0)
     ax.set(xlabel="evaluations of f", ylabel="root mean square error of h(T)")
-    ax.set_title(
-        f"Double well from rest, γ = {DAMPING:g}, η = {TEMPERATURE:g}, T = {SPAN:g}, the same paths\n{machine}",
-        fontsize=9,
-    )
+    what = f"Double well from rest, γ = {DAMPING:g}, η = {TEMPERATURE:g}, T = {SPAN:g}, the same paths"
+    ax.set_title(f"{what}\n{machine}", fontsize=9)
     ax.legend(fontsize=8)
-    write_figure(figure, path)
+    return figure
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Measure, print the tables, write JSON and the figure."""
-    parser = command(__doc__, "sde")
-    parser.add_argument("--quick", action="store_true", help="few paths and steps")
-    parser.add_argument("--repeats", type=int, default=11)
-    parser.add_argument("--sections", nargs="*", default=SECTIONS, choices=SECTIONS, help="besides the strong error")
-    options = parser.parse_args(arguments)
-    torch.set_num_threads(1)
+def measured(options: argparse.Namespace) -> Iterator[tuple[str, list[Row]]]:
+    """The strong errors and what they need, then the sections that are asked for."""
     if not has_diffrax():
-        print(contenders.MISSING.format(name="diffrax"))
-    report: dict[str, Any] = {}
+        print(MISSING.format(name="diffrax"))
     paths, fine, steps = (50, 256, 4) if options.quick else (1000, 4096, 100)
-    report["strong error"] = [row for start in STARTS for row in strong(start, paths, fine)]
-    report["evaluations to 1e-3"] = to_reach(report["strong error"])
-    if "time to an error" in options.sections:
-        report["time to an error"] = to_an_error(report["strong error"], paths, options.repeats)
-    if "time of a step" in options.sections:
-        report["time of a step"] = times(options.repeats, steps)
-    if "gradients" in options.sections:
-        report["gradients"] = gradients()
-    for section, rows in report.items():
-        print(f"{section}\n{table(section, rows)}\n", flush=True)
-    machine = write(options.out, report)
-    shown = [row for row in report["strong error"] if row["start"] == AT_REST]
-    draw(options.out.with_suffix(".png"), shown, machine)
+    errors = [row for start in STARTS for row in strong(start, paths, fine)]
+    yield "strong error", errors
+    yield "evaluations to 1e-3", to_reach(errors)
+    for rows in to_an_error(errors, paths, options.repeats):
+        yield "time to an error", rows
+    for rows in times(options.repeats, steps):
+        yield "time of a step", rows
+    yield "gradients", gradients()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print the tables, write JSON and the figure."""
+    options = command(__doc__, "sde", repeats=11, quick="few paths and steps").parse_args(arguments)
+    run(options, measured(options), draw=draw)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from benchmarks.harness import command, write
 from hbnode.data import Series
 from hbnode.estimators import OscillatorSmoother, SeriesClassifier
 from hbnode.features import OscillatorFeatures, RocketFeatures
+from tasks.common.files import markdown
 from tasks.data.labelled_series import ARCHIVE, read_split, with_share
 
 SHARES = (1.0, 0.5, 0.2, 0.1)
@@ -68,27 +69,30 @@ def measure(train: tuple[Series, torch.Tensor], test: tuple[Series, torch.Tensor
     for name in CONTENDERS:
         start = time.process_time()
         model = contender(name, seed).fit(train[0], train[1].numpy())
-        right = float((model.predict(test[0]) == test[1].numpy()).mean())
-        found[name] = (right, time.process_time() - start)
+        accuracy = float((model.predict(test[0]) == test[1].numpy()).mean())
+        found[name] = (accuracy, time.process_time() - start)
     return found
 
 
 def table(found: dict[str, dict[str, list[Cell]]]) -> str:
     """Return the table in Markdown."""
-    lines = [f"| set | {' | '.join(CONTENDERS)} | seconds: {', '.join(CONTENDERS[1:])} |", "|---" * 7 + "|"]
-    means: dict[tuple[str, str], list[float]] = {}
+    seconds, rows = f"seconds: {', '.join(CONTENDERS[1:])}", []
     for name, shares in found.items():
-        entries = []
-        for one in CONTENDERS:
-            values = {share: 100 * statistics.mean(cell[one][0] for cell in cells) for share, cells in shares.items()}
-            for share, value in values.items():
-                means.setdefault((one, share), []).append(value)
-            entries.append(" / ".join(f"{value:.1f}" for value in values.values()))
-        took = [statistics.mean(cell[one][1] for cell in shares["0.5"]) for one in CONTENDERS[1:]]
-        lines.append(f"| {name} | {' | '.join(entries)} | {', '.join(f'{each:.1f}' for each in took)} |")
-    shares = next(iter(found.values()))
-    ends = [" / ".join(f"{statistics.mean(means[one, share]):.1f}" for share in shares) for one in CONTENDERS]
-    return "\n".join([*lines, f"| mean | {' | '.join(ends)} | |"])
+        took = (statistics.mean(cell[one][1] for cell in shares["0.5"]) for one in CONTENDERS[1:])
+        row = {"set": name} | {one: _slashed(right(shares, one)) for one in CONTENDERS}
+        rows.append(row | {seconds: ", ".join(f"{each:.1f}" for each in took)})
+    columns = {one: zip(*(right(shares, one) for shares in found.values()), strict=True) for one in CONTENDERS}
+    means = {one: _slashed(map(statistics.mean, column)) for one, column in columns.items()}
+    return markdown([*rows, {"set": "mean", **means, seconds: ""}])
+
+
+def right(shares: dict[str, list[Cell]], one: str) -> list[float]:
+    """Return the per cent that a contender has right, for each share of the stamps."""
+    return [100 * statistics.mean(cell[one][0] for cell in cells) for cells in shares.values()]
+
+
+def _slashed(values: Iterable[float]) -> str:
+    return " / ".join(f"{value:.1f}" for value in values)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -101,11 +105,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     for channels in (1, 2):
         RocketFeatures(84).fit_transform(np.zeros((2, channels, 9)))  # compiles it
-    path = Path(options.out)
+    path: Path = options.out
     found: dict[str, dict[str, list[Cell]]] = json.loads(path.read_text())["cells"] if path.exists() else {}
-    for name in options.sets:
-        if name in found:
-            continue
+    for name in (name for name in options.sets if name not in found):
         (train, labels), (test, test_labels) = read_split(name)
         cells: dict[str, list[Cell]] = {}
         for share in SHARES:

