@@ -1,1 +1,1 @@
-"""Timings that print ratios, measured side by side: ``python -m benchmarks.overhead``."""
+"""Timings that print ratios, measured side by side: ``python -m benchmarks.core``."""
