@@ -306,9 +306,8 @@ class ODERNN(ModuleWithConstants):
             static: time-independent features, (batch, static_size). Default: ``None``.
         """
         lengths, padded, t, mask = seq.unpack(x, lengths, t, mask)
-        found = self._read(padded, t, state, mask, lengths, static)
-        h = found.after.h
-        return seq.pack_as(x, h, lengths) if isinstance(x, PackedSequence) else h, found.state
+        _, after, end = self._read(padded, t, state, mask, lengths, static)
+        return seq.pack_as(x, after.h, lengths) if isinstance(x, PackedSequence) else after.h, end
 
     if TYPE_CHECKING:  # nn.Module's returns Any
         __call__ = forward

@@ -195,7 +195,7 @@ def test_adjoint_norms_are_those_of_the_states_in_between(model):
 @pytest.mark.slow
 def test_gradients_write_their_files(data, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(walker2d, "LENGTH", 4)
-    monkeypatch.setattr(walker2d_gradients, "BACK", (2, 60))
+    monkeypatch.setattr(walker2d_gradients, "BACK", 2)
     argv = "--windows 8 --epochs 1 --batch-size 8 --measured 3 --seeds 1 --tol 1e-2".split()
     walker2d_gradients.main([*argv, "--out", str(tmp_path / "run")])
     assert (tmp_path / "run" / "adjoint_norms.png").read_bytes()[:4] == b"\x89PNG"
@@ -203,6 +203,6 @@ def test_gradients_write_their_files(data, tmp_path, monkeypatch, capsys):
         rows = list(csv.DictReader(file))
     assert len(rows) == 2 * 2 * 7 * 4
     assert all(float(row["ratio"]) == 1 for row in rows if row["frames_back"] == "0")
-    assert "trained, residual cell: 3 frames back the ODE changes it by a factor of" in capsys.readouterr().out
+    assert "residual cell, hbnode, trained: 2 frames back" in capsys.readouterr().out
     summary = json.loads((tmp_path / "run" / "adjoint_norms.json").read_text())
     assert len(summary["last_training_losses"]) == 2 * 7
