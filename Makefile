@@ -31,7 +31,7 @@ test: lint
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
 slow: .venv/.complete
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow -n auto --dist worksteal
 
 # Style; types of the project; types of the README's code, as a strict user's type checkers see it.
 lint: .venv/.complete
