@@ -90,7 +90,7 @@ def hessian_free():
 @pytest.mark.parametrize(
     ("make", "limits"),
     [
-        *((block, (91, 14, 13)), (ode_rnn, (101, 12, 12)), (sdeint, (67, 12, 11)), (lstm, (30, 4, 10))),
+        *((block, (91, 14, 13)), (ode_rnn, (101, 13, 12)), (sdeint, (67, 12, 11)), (lstm, (30, 4, 10))),
         *((oscillators, (69, 6, 10)), (memory, (39, 4, 7)), (hessian_free, (60, 7, 10))),
     ],
     ids=lambda made: getattr(made, "__name__", ""),
