@@ -116,6 +116,10 @@ class RecurrentState(Record):
             )
         return (self.h, self.c)[index]
 
+    def __getattr__(self, name: str) -> Any:
+        fix = f" Fix: state.h.{name}." if hasattr(Tensor, name) and not name.startswith("_") else ""
+        raise AttributeError(f"a RecurrentState has no attribute {name!r}.{fix}")
+
 
 @dataclasses.dataclass(frozen=True)
 class SequenceBatch:

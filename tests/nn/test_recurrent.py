@@ -342,6 +342,10 @@ def test_a_state_is_read_by_name_or_as_the_pair_of_an_lstm():
     for use in (lambda: lstm[-1], lambda: gru[-1], lambda: tuple(gru)):
         with pytest.raises(TypeError, match=r"read by name.*Fix: state\.h"):
             use()
+    with pytest.raises(AttributeError, match=r"no attribute 'squeeze'. Fix: state\.h\.squeeze"):
+        gru.squeeze(0)
+    gru.h.squeeze(0)
+    assert not hasattr(gru, "unknown")
 
 
 @pytest.mark.parametrize("rule", ["restart", "adam", "adaptive"])
