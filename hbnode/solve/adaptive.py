@@ -12,7 +12,15 @@ from torch import Tensor
 
 from hbnode.errors import DIVERGES, DivergenceError, MaxStepsError, StepSizeUnderflowError, diverges
 from hbnode.nfe import open_records
-from hbnode.solve.control import TRIALS, Clip, Control, PIController, cautious, first_size, is_negligible
+from hbnode.solve.control import (
+    TRIALS,
+    Clip,
+    Control,
+    PIController,
+    first_size,
+    first_size_time_dependent,
+    is_negligible,
+)
 from hbnode.solve.grid import Array, to_device
 from hbnode.solve.stepper import Attempt, Rows, Setup, Taken, first_index
 
@@ -25,8 +33,8 @@ GROWTH, DECAY = 1.2, 0.5  # between two estimates; step sizes that change by mor
 class AdaptiveSteps:
     """The adaptive steps of a solve: step sizes by PI control, equal up to the next time that a step must end on.
 
-    If f depends on time, the start is that of :func:`hbnode.solve.control.cautious`, and the first of several equal
-    steps is an irrational fraction of the rest, so that its nodes miss no harmonic.
+    If f depends on time, :func:`hbnode.solve.control.first_size_time_dependent` chooses the first step. The first of
+    several equal steps is shorter by an irrational factor, so that its nodes miss no harmonic.
 
     Attributes:
         control: the state of the controller.
@@ -66,8 +74,8 @@ class AdaptiveSteps:
         size = first_size(h, f, settings.rtol, settings.atol, method.rows, method.error_order or 1)
         size = np.where(np.isfinite(size), size, self.grid.end)
         if self.stepper.term.time_dependent:
-            of_force = h, f, self._found(state[0].detach(), h, f), self.grid.end, settings.rtol, settings.atol
-            size, longest, self.error_factor = cautious(np, *of_force, method, size, longest)
+            known = h, f, self._found(state[0].detach(), h, f), self.grid.end, settings.rtol, settings.atol
+            size, longest, self.error_factor = first_size_time_dependent(np, *known, method, size, longest)
         return np.full_like(h, self.options.get("first_step", size)), longest
 
     def _found(self, x: Tensor, h: Array, f: Array) -> Array:
@@ -137,7 +145,7 @@ class AdaptiveSteps:
     def _place(self, attempt: Attempt) -> None:
         """Set the positions of the outputs in a step with gradients."""
         grid, size = self.grid, attempt.size
-        t, begin, which = grid.of_lanes, grid.differentiable(self.control.now), to_device(attempt.outputs, grid.t) + 1
+        t, begin, which = grid.lane_times, grid.differentiable(self.control.now), to_device(attempt.outputs, grid.t) + 1
         if grid.lanes is None:
             t, size = t[which], size.expand(len(which))
         else:
@@ -146,7 +154,7 @@ class AdaptiveSteps:
         late = t - (begin + size)
         attempt.late, attempt.place = late - late.detach(), ((t - begin) / size, size)
 
-    def exclude(self, attempt: Attempt, refused: Array, before: Control) -> Attempt:
+    def zero_failed_lanes(self, attempt: Attempt, refused: Array, before: Control) -> Attempt:
         """Return the step with size 0 in the lanes that ``refused`` it because its error is not finite.
 
         ``before`` is the state of the controller at the start of the step.

@@ -24,7 +24,7 @@ from hbnode._tree import State, apply, parts
 from hbnode.errors import RecomputationError, ReversalError
 from hbnode.solve.events import as_column
 from hbnode.solve.grid import Array, Grid, to_device
-from hbnode.solve.loop import Begun, Outputs, Solution, fixed_steps, integrate, start_of
+from hbnode.solve.loop import Begun, SavedOutputs, Solution, fixed_steps, integrate, start_of
 from hbnode.solve.methods import METHODS
 from hbnode.solve.settings import Settings
 from hbnode.solve.stepper import Attempt, Rows, Setup, Stepper, Taken
@@ -148,7 +148,7 @@ class _Recomputation:
 
     def __call__(self, state: Rows, coefficients: Any) -> Taken:
         stepper, snapshot, end = owned(self.stepper), owned(self.snapshot), self.end
-        times: Any = [[t.clone() for t in of_step] for of_step in self.attempt.times]  # f may change them
+        times: Any = [[t.clone() for t in step_times] for step_times in self.attempt.times]  # f may change them
         restart = None if self.attempt.restart is None else self.attempt.restart.clone()
         with nullcontext() if end is None else snapshot:
             taken = stepper.step(state, coefficients, replace(self.attempt, times=times, restart=restart))
@@ -310,10 +310,10 @@ def _vjp_of_solve(
     no_autocast = torch.autocast(trajectory[0].device.type, enabled=False, cache_enabled=False)
     with solve.snapshot, no_autocast, torch.enable_grad():
         found = solve.gradient.backward(replace(solve, setup=setup), start, trajectory, gradients, constants, t)
-    of_constants, of_t, adjoint, of_leaves = found
+    grad_constants, grad_t, adjoint, grad_leaves = found
     if not setup.end_only:
         adjoint = tuple([c + g[0] for c, g in zip(adjoint, gradients, strict=True)])
-    return of_constants, of_t, *adjoint, *of_leaves
+    return grad_constants, grad_t, *adjoint, *grad_leaves
 
 
 @fast_form(reference=_refuse_higher, vjp=_vjp_of_solve)
@@ -457,16 +457,16 @@ class _Reversal:
         """Return the gradient with respect to the initial rows, given that with respect to the initial solver state."""
         if not self.stepper.method.is_fsal:
             return adjoint
-        *rows, of_value = adjoint
+        *rows, grad_value = adjoint
         ((_, x, value),) = self.records
-        (of_h,) = self.sums.vjp((value,), (of_value,), (x,))
-        return (rows[0] + of_h, *rows[1:])
+        (grad_h,) = self.sums.vjp((value,), (grad_value,), (x,))
+        return (rows[0] + grad_h, *rows[1:])
 
 
 def _vjp_of_value(known: Any, tensors: Rows, residuals: Rows, gradients: Any, needed: Any) -> tuple[Any, ...]:
     _, (time, x, value), sums = known
-    of_x, *of_time = sums.vjp((value,), gradients, (x, time) if time.requires_grad else (x,))
-    return of_x, *(of_time or [None])
+    grad_x, *grad_time = sums.vjp((value,), gradients, (x, time) if time.requires_grad else (x,))
+    return grad_x, *(grad_time or [None])
 
 
 @fast_form(reference=lambda known, x, time: (known[0](time, x),), vjp=_vjp_of_value)
@@ -524,11 +524,11 @@ class Adjoint:
             known, events, _ = integrate(Begun(setup, (*rows, *carried)))
         assert events is not None
         grid, like, owned_objects = setup.grid, setup.stepper.like, list[Any]()
-        saved, now, moving = Outputs(setup, rows), np.full_like(grid.end, -1.0), np.ones_like(grid.end, bool)
-        for landing in events.rounds():
+        saved, now, moving = SavedOutputs(setup, rows), np.full_like(grid.end, -1.0), np.ones_like(grid.end, bool)
+        for hits in events.segments():
             then = np.where(moving, grid.end, now)
-            goes, landed = to_device(moving, like), to_device(landing.lanes, like)
-            then[landing.lanes] = landing.now
+            goes, landed = to_device(moving, like), to_device(hits.lanes, like)
+            then[hits.lanes] = hits.now
             inside = moving[:, None] & (grid.outputs > now[:, None]) & (grid.outputs <= then[:, None])
             lanes, outputs = inside.nonzero()
             column = inside.cumsum(1)[inside]
@@ -537,26 +537,26 @@ class Adjoint:
             times = to_device(grid.begin[:, None] + grid.sign[:, None] * elapsed, like)
             lane, output, place = (to_device(x, like) for x in (lanes, outputs, column))
             if t is not None:
-                of_lanes = t.to(times).expand(len(now), -1)
-                times = times.index_put((lane, place), of_lanes[lane, output + 1])
-                times = torch.cat([of_lanes[:, :1], times[:, 1:]], 1) if (now < 0).all() else times
-            flight = Grid.of(times, like, grid.lanes)
-            flight = replace(flight, jumps=None if grid.jumps is None else grid.jumps - elapsed[:, :1])
+                lane_times = t.to(times).expand(len(now), -1)
+                times = times.index_put((lane, place), lane_times[lane, output + 1])
+                times = torch.cat([lane_times[:, :1], times[:, 1:]], 1) if (now < 0).all() else times
+            segment = Grid.of(times, like, grid.lanes)
+            segment = replace(segment, jumps=None if grid.jumps is None else grid.jumps - elapsed[:, :1])
             path: list[Tensor] = []
-            for row, y, after in zip(rows, known, landing.rows, strict=True):
+            for row, y, after in zip(rows, known, hits.rows, strict=True):
                 end = torch.where(as_column(goes, row), y[-1], row.detach()).index_copy(0, landed, after)
                 path.append(torch.stack([row.detach(), *[end] * (times.shape[1] - 1)]))
                 path[-1][place, lane] = y[output + 1, lane]
-            of_flight = replace(setup, grid=flight, events=(), end_only=False)
-            solve = _Solve(self, of_flight, snapshot, leaves, ids, (), tuple(path))
+            segment_setup = replace(setup, grid=segment, events=(), end_only=False)
+            solve = _Solve(self, segment_setup, snapshot, leaves, ids, (), tuple(path))
             values = solve.with_graph(rows)
             owned_objects.append(solve)
             saved.add(tuple([x[place, lane] for x in values]), lanes, outputs)
             now, moving = then, moving & (then < grid.end)
-            rows = events.repeat(landing, now, tuple([x[-1] for x in values]))
+            rows = events.repeat(hits, now, tuple([x[-1] for x in values]))
             if events.ended is not None:
                 lanes, last = events.ended
-                saved.hold(lanes, last, now)
+                saved.freeze(lanes, last, now)
                 moving[lanes] = False
         return Solution(saved.rows(), events, tuple(owned_objects))
 
@@ -572,24 +572,24 @@ class Adjoint:
             states = [start, *states] if setup.end_only else states
             adjoint: Rows = tuple([torch.zeros_like(row) for row in start])
             sums: Rows = tuple([torch.zeros_like(as_real(leaf.detach()), dtype=start[0].dtype) for leaf in leaves])
-            of_t = torch.zeros_like(times)
+            grad_t = torch.zeros_like(times)
             for k in reversed(range(1, len(times))):
-                of_output = [g[k - setup.end_only] for g in gradients]
+                grad_output = [g[k - setup.end_only] for g in gradients]
                 if t.requires_grad:
-                    of_t[k] = augmented.rate(times[k], states[k], of_output)
-                adjoint = tuple([a + g for a, g in zip(adjoint, of_output, strict=True)])
+                    grad_t[k] = augmented.rate(times[k], states[k], grad_output)
+                adjoint = tuple([a + g for a, g in zip(adjoint, grad_output, strict=True)])
                 if times[k].equal(times[k - 1]):
                     continue
                 end = augmented.solve(times[k - 1 : k + 1].flip(0), (*states[k], *adjoint, *sums))
                 _check_missed(setup, end[:n], states[k - 1], states[k], MOST_MISSED, _SOLVED_BACK)
                 adjoint, sums = end[n : 2 * n], end[2 * n :]
             if t.requires_grad:
-                of_t[0] = -augmented.rate(times[0], states[0], adjoint)
-        of_leaves = [
+                grad_t[0] = -augmented.rate(times[0], states[0], adjoint)
+        grad_leaves = [
             (torch.view_as_complex(x.clone()) if leaf.is_complex() else x).to(leaf)
             for x, leaf in zip(sums, leaves, strict=True)
         ]
-        return None, of_t.movedim(0, -1).to(t) if t.requires_grad else None, adjoint, of_leaves
+        return None, grad_t.movedim(0, -1).to(t) if t.requires_grad else None, adjoint, grad_leaves
 
 
 class _Augmented:
@@ -625,10 +625,10 @@ class _Augmented:
     def rate(self, t: Tensor, rows: Rows, adjoint: Any) -> Tensor:
         """Return the time derivative of a function of the state whose gradient is ``adjoint``."""
         self.term.counter.add("evaluation")
-        of_samples = self.term.lanes is not None
+        per_sample = self.term.lanes is not None
         slope = self.term.derivative(self.term.stages([t])[0], tuple(rows))
         products = [s * a for s, a in zip(slope, adjoint, strict=True)]
-        return sum(x.flatten(1).sum(1) if of_samples else x.sum() for x in products).to(t)
+        return sum(x.flatten(1).sum(1) if per_sample else x.sum() for x in products).to(t)
 
     def solve(self, t: Tensor, state: Rows) -> Rows:
         """Solve the adjoint ODE over an interval ``t`` of two times and return the state at its end."""

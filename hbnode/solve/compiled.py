@@ -185,8 +185,8 @@ def key_of(
     in_autocast = torch.is_autocast_enabled(tensors[0].device.type)
     if in_autocast or isinstance(gamma, Tensor) or not isinstance(settings.gradient, str | None):
         return None
-    of_field = change_of_call(field), frozenset(snapshot.dtypes), modes(snapshot), gamma
-    return tuple(t), end, isinstance(y0, Tensor), kinds, torch.is_grad_enabled(), *of_field, *values.values()
+    field_key = change_of_call(field), frozenset(snapshot.dtypes), modes(snapshot), gamma
+    return tuple(t), end, isinstance(y0, Tensor), kinds, torch.is_grad_enabled(), *field_key, *values.values()
 
 
 def is_possible(setup: Setup, y0: State) -> bool:
@@ -268,7 +268,7 @@ class _Attempts:
         self.equal = 0 if not fits else self.equal + 1 if attempts == self.latest else 1
         self.latest = attempts
 
-    def of_solve(self) -> Program | None:
+    def whole_solve(self) -> Program | None:
         """Return the program of a whole solve, if the last solves had the same number of attempts."""
         count = self.latest
         if self.equal < (AGAIN if count in self.whole else STABLE) or count > LONGEST:
@@ -300,7 +300,7 @@ class Plan(NamedTuple):
     def solve(self, y0: State, counter: Tally, snapshot: Snapshot) -> State | None:
         """Return the solution; None if it needs another number of attempts, or cannot be solved."""
         programs, needs_gradient = self.programs, torch.is_grad_enabled()
-        program = programs.of_solve() if programs.latest == self.attempts else None
+        program = programs.whole_solve() if programs.latest == self.attempts else None
         result = None if program is None else program(y0, self.times)
         if result is None:
             return None
@@ -361,7 +361,7 @@ class _Run:
         evaluations = term.counter.nfe.forward + 1 + programs.latest * self.method.evaluations
         if programs.latest > setup.settings.max_steps or evaluations > (setup.max_nfe or math.inf):
             return None
-        if programs.of_solve() is None:
+        if programs.whole_solve() is None:
             return None
         times = self.times(setup, self.options.get("max_step", math.inf))
         if term.second_order and term.inner.omega is not None:
@@ -414,8 +414,8 @@ class _Run:
         """Return whether the graph of that many attempts is stored."""
         if self.keep_bytes is None or attempts * self.method.evaluations <= SHORT * (self.keep_bytes > 0):
             return True
-        of_one = self.programs.saved.get(parts(self.y0)[0].shape, math.inf)
-        return attempts * of_one <= self.keep_bytes
+        bytes_each = self.programs.saved.get(parts(self.y0)[0].shape, math.inf)
+        return attempts * bytes_each <= self.keep_bytes
 
     def take(self, program: Program, attempts: int, *args: Any) -> Any:
         """Call the program, and store its graph, or recompute it in the backward pass if it becomes too large."""

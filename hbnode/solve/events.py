@@ -138,7 +138,7 @@ class EventRecord:
     count: Tensor
 
 
-class Landing(NamedTuple):
+class EventHits(NamedTuple):
     """Samples that have reached events: lanes, times, widths, masks (lanes, events) and the rows before the events."""
 
     lanes: Array
@@ -169,7 +169,7 @@ class EventSteps(AdaptiveSteps):
             gaps = np.where((gaps < 2.2 * grid.near) & (grid.jumps is not None), 0.0, gaps)  # one step over a jump
             stops = [times[:, :-1] + gaps * (i / steps) for i in range(steps)]
             self.clip = Clip(grid.end, np.sort(np.concatenate(stops + ends, -1), -1))
-        self.goal = none + np.nan  # the time of the next events of each sample
+        self.next_event = none + np.nan  # the time of the next events of each sample
         self.due = np.zeros((len(self.events), len(none)), bool)  # the events that happen there
         self.counts = [none for _ in self.events]
         self.found: list[list[tuple[Array, Tensor, Rows]]] = [[] for _ in self.events]
@@ -177,13 +177,13 @@ class EventSteps(AdaptiveSteps):
         self.first = tuple([row.detach() for row in state[: self.stepper.term.rows]])
         eps = torch.finfo(self.stepper.like.dtype).eps
         self.at_zero, self.tolerance = max(AT_ZERO, 64 * eps), max(ROOT_TOLERANCE, 4 * eps)
-        self.width = none  # size of the step in which the last event of a sample was found
-        self.short = none + np.inf  # limit of the next step, if an event follows another closely
+        self.search_width = none  # size of the step in which the last event of a sample was found
+        self.max_next_step = none + np.inf  # limit of the next step, if an event follows another closely
         self.signs = [none for _ in self.events]
         self.quiet = [none - 1 for _ in self.events]  # until then, the sign of c is that of errors
         t, rows = self._time(none), state[: self.stepper.term.rows]
         nobody, masks = none[:0], np.zeros((0, len(self.events)), bool)
-        self.landings = [Landing(nobody.astype(int), nobody, nobody, masks, tuple([row[:0].detach() for row in rows]))]
+        self.hits = [EventHits(nobody.astype(int), nobody, nobody, masks, tuple([row[:0].detach() for row in rows]))]
         new = [none + np.inf for _ in self.events]
         self._set_signs(t, rows, self._slopes(t, rows), new, none, list(self.due), none == 0)
 
@@ -195,8 +195,8 @@ class EventSteps(AdaptiveSteps):
         return norm[0] + np.inf, longest
 
     def _plan(self) -> None:
-        end, c = np.fmin(self.goal, self.grid.end), self.control
-        c = c if self.setup.settings.steps is None else c._replace(size=self.short)
+        end, c = np.fmin(self.next_event, self.grid.end), self.control
+        c = c if self.setup.settings.steps is None else c._replace(size=self.max_next_step)
         self.then, self.control = self.controller.plan(np, replace(self.clip, end=end), c)
 
     def _ratio(self, attempt: Attempt, before: Rows, taken: Taken) -> Array:
@@ -207,10 +207,10 @@ class EventSteps(AdaptiveSteps):
     # Search
 
     def _refuse(self, before: Rows, taken: Taken, accepted: Array) -> Array:
-        """Return the samples that must repeat the step because it has an event, and set their goals."""
+        """Return the samples that must repeat the step because it has an event, and set their next events."""
         n, now, size = self.stepper.term.rows, self.control.now, self.control.taken
-        wanted = accepted & (size > 0) & np.isnan(self.goal)
-        self.short = np.where(accepted, np.inf, self.short)
+        wanted = accepted & (size > 0) & np.isnan(self.next_event)
+        self.max_next_step = np.where(accepted, np.inf, self.max_next_step)
         if not wanted.any():
             return wanted
         with torch.no_grad():
@@ -238,10 +238,10 @@ class EventSteps(AdaptiveSteps):
                 "Event(..., max_count=n), which ends the solve of a sample at its n-th event, or a shorter solve"
             )
             raise self.stepper.failure(ZenoError, message, self.grid.time(now)[lane], size[lane])
-        self.goal = np.where(is_hit & ~is_close, np.clip(now + first * size, now, self.then), self.goal)
-        self.width = np.where(is_hit, size, self.width)
-        self.short = np.where(is_close, size * np.maximum(4 * first, CLOSE), self.short)
-        self.control = self.control._replace(size=np.minimum(self.control.size, self.short))
+        self.next_event = np.where(is_hit & ~is_close, np.clip(now + first * size, now, self.then), self.next_event)
+        self.search_width = np.where(is_hit, size, self.search_width)
+        self.max_next_step = np.where(is_close, size * np.maximum(4 * first, CLOSE), self.max_next_step)
+        self.control = self.control._replace(size=np.minimum(self.control.size, self.max_next_step))
         passed = np.where(is_hit, np.maximum(first * (len(NODES) - 1), 0.0), len(NODES) - 1).astype(int)
         passed = np.where(is_close, 0, passed)  # the nodes before the first event
         self.signs = [np.take_along_axis(side, passed[None], 0)[0] for side in sides]
@@ -256,7 +256,9 @@ class EventSteps(AdaptiveSteps):
         if columns is not None:
 
             def dense(theta: Array) -> list[Rows]:
-                blends = self.stepper.of_gamma(self.stepper.method.blend, size, theta, lanes=np.arange(len(size)))
+                blends = self.stepper.evaluate_at_gamma(
+                    self.stepper.method.blend, size, theta, lanes=np.arange(len(size))
+                )
                 return [combined(blend, columns).unbind(1) for blend in blends]
 
             return dense
@@ -337,9 +339,9 @@ class EventSteps(AdaptiveSteps):
 
     # Events
 
-    def happen(self, state: Rows) -> Rows:
-        """Return the state after the events of the samples that have reached their goals, and record the events."""
-        landed, self.ended, term = self.goal == self.control.now, None, self.stepper.term
+    def apply_events(self, state: Rows) -> Rows:
+        """Return the state after the events of the samples that have reached them, and record the events."""
+        landed, self.ended, term = self.next_event == self.control.now, None, self.stepper.term
         if not landed.any():
             return state
         lanes, masks, ends = landed.nonzero()[0], [], np.zeros_like(landed)
@@ -348,12 +350,12 @@ class EventSteps(AdaptiveSteps):
         for k, event in enumerate(self.events):
             masks.append(landed & ~ends & self.due[k])
             ends = ends | (masks[k] & (self.counts[k] + 1 >= event.limit))
-        if not torch.is_grad_enabled():  # as in the solve of an adjoint, which repeats the landings with a graph
-            of_lanes = tuple([row.detach()[to_device(lanes, self.stepper.like)] for row in rows])
-            of_events = np.stack(masks, 1)[lanes]
-            self.landings.append(Landing(lanes, self.control.now[lanes], self.width[lanes], of_events, of_lanes))
+        if not torch.is_grad_enabled():  # as in the solve of an adjoint, which repeats the hits with a graph
+            hit_rows = tuple([row.detach()[to_device(lanes, self.stepper.like)] for row in rows])
+            hit_events = np.stack(masks, 1)[lanes]
+            self.hits.append(EventHits(lanes, self.control.now[lanes], self.search_width[lanes], hit_events, hit_rows))
         rows = self._pass(t, rows, slopes, masks)
-        self.goal = np.where(landed, np.nan, self.goal)
+        self.next_event = np.where(landed, np.nan, self.next_event)
         if self.stepper.method.is_fsal:
             f = term(self._stage(t), rows[0])
             rows = (*rows, torch.where(as_column(to_device(landed, self.stepper.like), f), f, state[-1]))
@@ -386,9 +388,9 @@ class EventSteps(AdaptiveSteps):
             self.counts[k] = self.counts[k] + happens
             ending = happens & (self.counts[k] >= event.limit)
             if ending.any():
-                of_end = as_column(to_device(ending, like), rows[0])
+                is_ending = as_column(to_device(ending, like), rows[0])
                 ends = ends | ending
-                final = tuple([torch.where(of_end, x, y) for x, y in zip(rows, final, strict=True)])
+                final = tuple([torch.where(is_ending, x, y) for x, y in zip(rows, final, strict=True)])
         if landed.any():
             shift, mask = (as_column(x, rows[0]) for x in (lag, to_device(jumps, like)))
             at_events = tuple([(row + shift * slope).detach() for row, slope in zip(*before, strict=True)])
@@ -399,31 +401,31 @@ class EventSteps(AdaptiveSteps):
             rows = tuple([torch.where(mask, x, row) for x, row in zip(back, before[0], strict=True)])
         self.ended = None
         if ends.any():
-            which, of_end = to_device(ends.nonzero()[0], like), as_column(to_device(ends, like), rows[0])
+            which, is_ending = to_device(ends.nonzero()[0], like), as_column(to_device(ends, like), rows[0])
             self.ended = ends.nonzero()[0], tuple([row[which] for row in final])
-            rows = tuple([torch.where(of_end, first, row) for first, row in zip(self.first, rows, strict=True)])
+            rows = tuple([torch.where(is_ending, first, row) for first, row in zip(self.first, rows, strict=True)])
         return rows
 
-    def rounds(self) -> Iterator[Landing]:
-        """Forget the events, and yield the n-th landings of all samples together; the last round has no samples."""
+    def segments(self) -> Iterator[EventHits]:
+        """Forget the events, and yield the n-th hits of all samples together; the last segment has none."""
         seen, number = np.zeros(len(self.grid.end), int), []
         self.counts, self.found = [0 * count for count in self.counts], [[] for _ in self.events]
-        for landing in self.landings:
-            number.append(seen[landing.lanes])
-            seen[landing.lanes] += 1
-        *arrays, rows = zip(*self.landings, strict=True)
+        for hits in self.hits:
+            number.append(seen[hits.lanes])
+            seen[hits.lanes] += 1
+        *arrays, rows = zip(*self.hits, strict=True)
         lanes, now, width, masks = map(np.concatenate, arrays)
         columns = [torch.cat(row) for row in zip(*rows, strict=True)]
         for n in range(seen.max(initial=0) + 1):
             i = (np.concatenate(number) == n).nonzero()[0]
-            of_round = tuple([column[to_device(i, self.stepper.like)] for column in columns])
-            yield Landing(lanes[i], now[i], width[i], masks[i], of_round)
+            segment_rows = tuple([column[to_device(i, self.stepper.like)] for column in columns])
+            yield EventHits(lanes[i], now[i], width[i], masks[i], segment_rows)
 
-    def repeat(self, landing: Landing, now: Array, rows: Rows) -> Rows:
-        """Return rows at the times ``now`` (all lanes,) after the events of a landing, which happen with a graph."""
+    def repeat(self, hits: EventHits, now: Array, rows: Rows) -> Rows:
+        """Return rows at the times ``now`` (all lanes,) after the events of ``hits``, which happen with a graph."""
         self.control, masks = self.control._replace(now=now), np.zeros((len(now), len(self.events)), bool)
-        self.width = self.width.copy()
-        self.width[landing.lanes], masks[landing.lanes] = landing.width, landing.masks
+        self.search_width = self.search_width.copy()
+        self.search_width[hits.lanes], masks[hits.lanes] = hits.width, hits.masks
         t = self._time(now)
         return self._pass(t, rows, self._slopes(t, rows) if masks.any() else (), masks.T)
 
@@ -448,7 +450,7 @@ class EventSteps(AdaptiveSteps):
             )
             raise self.stepper.failure(SolverError, message, at, self.control.taken)
         delay = torch.where(is_crossing, -c.to(t) / torch.where(is_crossing, rate, 1.0), 0.0)
-        delay = torch.where(delay.abs() <= to_device(self.width, self.stepper.like).to(t), delay, 0.0 * delay)
+        delay = torch.where(delay.abs() <= to_device(self.search_width, self.stepper.like).to(t), delay, 0.0 * delay)
         if delay.requires_grad:
             delay.register_hook(_refuse_higher)
         return delay
@@ -486,11 +488,11 @@ class EventSteps(AdaptiveSteps):
             c = self._values(event, t, rows)
             rate = self._rate(event, t, rows, slopes).double().cpu().numpy() * self.grid.sign
             rounding = self._rounding(event, t, rows, c, tuple([row.abs() for row in rows]))
-            band = self.at_zero * self.width * abs(rate) + rounding
+            band = self.at_zero * self.search_width * abs(rate) + rounding
             is_moved = abs(c - before[k]) > band
             is_far, is_set = is_moved & (abs(c) > band), lanes & (fired[k] | is_moved)
             self.signs[k] = np.where(is_set, np.sign(np.where(is_far, c, rate)), self.signs[k])
-            wait = np.maximum(lag, 0.0) + np.minimum(band / np.where(rate != 0, abs(rate), np.inf), self.width)
+            wait = np.maximum(lag, 0.0) + np.minimum(band / np.where(rate != 0, abs(rate), np.inf), self.search_width)
             self.quiet[k] = np.where(is_set & (fired[k] | ~is_far), self.control.now + wait, self.quiet[k])
 
     def record(self) -> Any:

@@ -152,7 +152,7 @@ class Grid:
         The time lies at a constant fraction between its neighbouring output times, or ``empty`` if those are equal.
         Jumps of f are treated as output times without gradients.
         """
-        values, known = np.concatenate([np.zeros_like(self.end)[..., None], self.outputs], -1), self.of_lanes
+        values, known = np.concatenate([np.zeros_like(self.end)[..., None], self.outputs], -1), self.lane_times
         if self.jumps is not None:
             jumps = np.minimum(self.jumps, self.end[..., None])
             fixed = to_device(self.begin[..., None] + self.sign[..., None] * jumps, known)
@@ -169,7 +169,7 @@ class Grid:
         return begin + fraction * (end - begin)
 
     @property
-    def of_lanes(self) -> Tensor:
+    def lane_times(self) -> Tensor:
         """The times with gradients, (T,) or (lanes, T)."""
         if self.t is None:
             raise TypeError("the times of this grid have no gradients")

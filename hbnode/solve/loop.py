@@ -20,7 +20,7 @@ from hbnode.solve.events import EventSteps
 from hbnode.solve.grid import Array, to_device
 from hbnode.solve.stepper import Attempt, Rows, Setup, Taken
 
-Take = Callable[[Rows, Attempt], Taken]
+StepFunction = Callable[[Rows, Attempt], Taken]
 
 PLACES = (0.0, TRIALS[0], TRIALS[-1])  # fractions of the span at which f is asked for the times of its signals
 UNKNOWN_QUERIES = (
@@ -87,7 +87,7 @@ def _knots(setup: Setup, asked: Sequence[tuple[Signal, Tensor]], t: Tensor, x: T
         queries.asked = before
     found = []
     for k, (signal, _) in enumerate(asked):
-        times = [_torch.to_numpy(of_time[k]).reshape(-1) for of_time in queries_at if k < len(of_time)]
+        times = [_torch.to_numpy(at_place[k]).reshape(-1) for at_place in queries_at if k < len(at_place)]
         found.append(_knots_of(setup, signal, times))
     return [knots for knots in found if knots is not None]
 
@@ -125,7 +125,7 @@ class Solution(NamedTuple):
     owned: tuple[Any, ...] = ()
 
 
-def integrate(begun: Begun, take: Take | None = None, *, every: int = 1_000_000) -> Solution:
+def integrate(begun: Begun, take: StepFunction | None = None, *, every: int = 1_000_000) -> Solution:
     """Solve from a method's initial state.
 
     ``take`` computes an attempt; its default is that of the stepper. An attempt has at most ``every`` fixed steps.
@@ -134,7 +134,7 @@ def integrate(begun: Begun, take: Take | None = None, *, every: int = 1_000_000)
     take = stepper.take if take is None else take
     events = EventSteps(setup, state) if setup.events else None
     adaptive = AdaptiveSteps(setup, state) if events is None and setup.settings.steps is None else events
-    saved = Outputs(setup, state)
+    saved = SavedOutputs(setup, state)
     for attempt in fixed_steps(setup, every) if adaptive is None else iter(adaptive.next, None):
         taken: Taken = take(state, attempt)
         accepted: Any = True
@@ -151,17 +151,17 @@ def integrate(begun: Begun, take: Take | None = None, *, every: int = 1_000_000)
         elif adaptive is not None and moves:
             if taken.state[0].requires_grad and (adaptive.control.failures[~accepted] > 0).any():
                 # else gradients 0 * NaN = NaN reach the parameters
-                attempt = adaptive.exclude(attempt, ~accepted, control)
+                attempt = adaptive.zero_failed_lanes(attempt, ~accepted, control)
                 taken = take(state, attempt)
             moved = to_device(accepted, stepper.like).view(-1, *[1] * (state[0].dim() - 1))
             state = tuple([torch.where(moved, new, old) for new, old in zip(taken.state, state, strict=True)])
         if attempt.outputs is not None and moves:
             saved.add(taken.outputs, attempt.lanes, attempt.outputs, accepted)
         if events is not None:
-            state = events.happen(state)
+            state = events.apply_events(state)
             if events.ended is not None:
                 lanes, rows = events.ended
-                saved.hold(lanes, rows, events.control.now)
+                saved.freeze(lanes, rows, events.control.now)
                 events.end()
     return Solution(saved.rows(), events)
 
@@ -205,24 +205,24 @@ def fixed_steps(setup: Setup, every: int) -> Iterator[Attempt]:
             number += steps
 
 
-class Outputs:
+class SavedOutputs:
     """The rows at the output times, in the order of computation, and the index of each output among them."""
 
     def __init__(self, setup: Setup, state: Rows) -> None:
         self.setup, self.grid, rows = setup, setup.grid, state[: setup.stepper.term.rows]
         lanes = setup.stepper.term.lanes
-        self.scattered = lanes is not None and (setup.settings.steps is None or bool(setup.events))
+        self.is_ragged = lanes is not None and (setup.settings.steps is None or bool(setup.events))
         self.pieces: tuple[list[Tensor], ...] = ([], [])[: len(rows)]
         self.count, starts = 0, not setup.end_only
-        if self.scattered:
+        if self.is_ragged:
             at_start = np.concatenate([np.zeros_like(self.grid.end)[:, None], self.grid.outputs], -1).T == 0
             self.place = np.where(at_start, np.arange(lanes or 0), 0)  # later times may equal the first
             starts |= bool(at_start[1:].any())
         if starts:
             for pieces, row in zip(self.pieces, rows, strict=True):
-                pieces.append(row if self.scattered else row.unsqueeze(0))
+                pieces.append(row if self.is_ragged else row.unsqueeze(0))
             self.count = lanes or 0
-        if self.scattered and starts and self.grid.t is not None:
+        if self.is_ragged and starts and self.grid.t is not None:
             self._add_at_start(state, at_start)
 
     def _add_at_start(self, state: Rows, at_start: Array) -> None:
@@ -230,7 +230,7 @@ class Outputs:
         outputs, lanes = np.nonzero(at_start[1:])
         if not len(lanes):
             return
-        t = self.grid.of_lanes
+        t = self.grid.lane_times
         index = to_device(lanes, t)
         moved = (t[index, to_device(outputs + 1, t)] - t[index, 0]).to(state[0])
         for pieces, row, slope in zip(self.pieces, state, self.setup.stepper.slopes(state), strict=False):
@@ -242,12 +242,12 @@ class Outputs:
         """Add the rows of the outputs of lanes, which are final in the lanes that ``accepted`` the step."""
         for pieces, row in zip(self.pieces, rows, strict=True):
             pieces.append(row)
-        if self.scattered:
+        if self.is_ragged:
             good = np.ones(len(lanes), bool) if accepted is True else accepted[lanes]
             self.place[outputs[good] + 1, lanes[good]] = self.count + np.nonzero(good)[0]
             self.count += len(good)
 
-    def hold(self, lanes: Array, rows: Rows, now: Array) -> None:
+    def freeze(self, lanes: Array, rows: Rows, now: Array) -> None:
         """Set the outputs after the times ``now`` (all lanes,) to ``rows``, the last states of ``lanes``."""
         for pieces, row in zip(self.pieces, rows, strict=True):
             pieces.append(row)
@@ -259,7 +259,7 @@ class Outputs:
         made: list[Tensor] = []
         for pieces in self.pieces:
             row = torch.cat(pieces) if len(pieces) > 1 else pieces[0].clone()
-            if self.scattered:
+            if self.is_ragged:
                 place = torch.from_numpy(self.place[1:] if self.setup.end_only else self.place)
                 row = row[place.to(row.device)]
             made.append(row)

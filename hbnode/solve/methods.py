@@ -32,9 +32,9 @@ from hbnode.solve.jacobian import derivatives
 Array = Any  # a NumPy array or a tensor
 Rows = tuple[Tensor, ...]
 Times = Sequence[Tensor]  # the times of the function evaluations of a step
-Field = Callable[[Tensor, Tensor], Tensor]  # (t, row) -> row
+RowField = Callable[[Tensor, Tensor], Tensor]  # (t, row) -> row
 
-NEAR = 2.0  # |z| below which the φ functions are computed by their series
+SERIES_RADIUS = 2.0  # |z| below which the φ functions are computed by their series
 CAUTION = 2.0  # factor on the error estimate of Rosenbrock methods, which is too small before fast transitions
 TERMS = 32  # terms of the series, a power of 2; the next term is below 1e-25
 SERIES = 1 / np.array([[math.factorial(j + k) for j in range(TERMS)] for k in range(8)], float)  # of φ_0 to φ_7
@@ -121,7 +121,14 @@ class Method:
         return packed.unbind(0)
 
     def step(
-        self, state: Rows, coefficients: Rows, times: Times, field: Field, *, error: bool = False, dense: bool = False
+        self,
+        state: Rows,
+        coefficients: Rows,
+        times: Times,
+        field: RowField,
+        *,
+        error: bool = False,
+        dense: bool = False,
     ) -> StepResult:
         """Take one step with function evaluations at ``times``; estimate its error and return columns if requested."""
         raise NotImplementedError
@@ -130,7 +137,7 @@ class Method:
         """Return the weights (k, ..., rows, columns) of dense output at fractions θ (k, ...) of steps (k, ...)."""
         raise NotImplementedError
 
-    def undo(self, state: Rows, coefficients: Rows, times: Times, field: Field) -> Rows:
+    def undo(self, state: Rows, coefficients: Rows, times: Times, field: RowField) -> Rows:
         """Reverse a step: return the state before it. ``times`` of an FSAL method hold the start of the step only."""
         raise NotImplementedError
 
@@ -184,7 +191,14 @@ class Explicit(Method):
         return (first.reshape(len(first) // (self.rows + 1), self.rows + 1, *packed.shape[1:]), *later)
 
     def step(
-        self, state: Rows, coefficients: Rows, times: Times, field: Field, *, error: bool = False, dense: bool = False
+        self,
+        state: Rows,
+        coefficients: Rows,
+        times: Times,
+        field: RowField,
+        *,
+        error: bool = False,
+        dense: bool = False,
     ) -> StepResult:
         n, shape, (first, *later) = self.rows, state[0].shape, coefficients
         uniform = first.dim() == 2  # all elements share one step size and one damping
@@ -223,14 +237,14 @@ class RungeKutta(Explicit):
     def __init__(self, name: str, tableau: tableaus.RungeKuttaTableau) -> None:
         super().__init__(tableau.c[1:], name, tableau)
         weights = np.vstack([strictly_lower(tableau.a)[1:], tableau.error])
-        of_y = np.hstack([np.ones((len(weights), 1)), 0 * weights])
-        of_y[-1] = 0.0  # the error
-        of_f = np.hstack([np.zeros((len(weights), 1)), weights])
-        self.constants = constant_arrays(of_y, of_f, np.array(tableau.dense).T)
+        weights_y = np.hstack([np.ones((len(weights), 1)), 0 * weights])
+        weights_y[-1] = 0.0  # the error
+        weights_f = np.hstack([np.zeros((len(weights), 1)), weights])
+        self.constants = constant_arrays(weights_y, weights_f, np.array(tableau.dense).T)
 
     def matrix(self, xp: Any, gamma: Array, size: Array) -> Array:
-        of_y, of_f, _ = constants(self.constants, xp, size)
-        return of_y + size[..., None, None] * of_f
+        weights_y, weights_f, _ = constants(self.constants, xp, size)
+        return weights_y + size[..., None, None] * weights_f
 
     def blend(self, xp: Any, gamma: Array, size: Array, theta: Array) -> Array:
         _, _, dense = constants(self.constants, xp, size)
@@ -274,7 +288,7 @@ class Nystrom(Explicit):
             g[k + 3, :, 0] += power @ c / 8
             power = power @ a / 4
 
-        def of_h(one: Array, theta: Array, w: np.ndarray) -> np.ndarray:
+        def h_polynomials(one: Array, theta: Array, w: np.ndarray) -> np.ndarray:
             """Return the polynomials of rows of h, without those of h and m for an error: one = theta = 0."""
             q = w @ g
             q[0, :, 0] += one
@@ -282,7 +296,7 @@ class Nystrom(Explicit):
             q[0, :, 1] += theta
             return q
 
-        def of_m(one: Array, theta: Array, w: np.ndarray, v: np.ndarray) -> np.ndarray:
+        def m_polynomials(one: Array, theta: Array, w: np.ndarray, v: np.ndarray) -> np.ndarray:
             q = v @ g
             q[1:] -= (w @ g)[:-1] / 2
             q[2, :, 0] -= theta / 4
@@ -292,7 +306,12 @@ class Nystrom(Explicit):
             return q
 
         b, *errors = (np.array([x]) for x in (tableau.b_velocity, tableau.error, tableau.error_velocity))
-        rows = [of_h(1.0, c[1:], a[1:]), of_m(1.0, 1.0, a[-1:], b), of_h(0.0, 0.0, errors[0]), of_m(0.0, 0.0, *errors)]
+        rows = [
+            h_polynomials(1.0, c[1:], a[1:]),
+            m_polynomials(1.0, 1.0, a[-1:], b),
+            h_polynomials(0.0, 0.0, errors[0]),
+            m_polynomials(0.0, 0.0, *errors),
+        ]
         at, units = np.array([0, 0, *c]), np.array([[0, 1, *[2] * s], [3, 0, *[1] * s]])
         rates = (at - np.array([*c[1:], 1, 1, 1])[:, None]) / 2
         step, self.polynomials = [np.concatenate(rows, 1), rates, units[[0] * (s - 1) + [1, 0, 1]]], dict[bool, Any]()
@@ -303,16 +322,16 @@ class Nystrom(Explicit):
         inner = _interpolant(tableau, a)
         n, one, theta = np.arange(1, len(inner) + 1)[:, None], *np.eye(2, len(inner) + 2)  # powers of θ
         w, v = (np.pad(x, [(below, 2 - below), (0, 0)]) for below, x in ((2, inner / (n * (n + 1))), (1, inner / n)))
-        dense = np.concatenate([of_h(one, theta, w), of_m(one, theta, w, v)], 2)
+        dense = np.concatenate([h_polynomials(one, theta, w), m_polynomials(one, theta, w, v)], 2)
         self.degrees, self.dense = dense.shape[:2], constant_arrays(dense.reshape(-1, units.size).T, at, units)
 
     def packed(self, xp: Any, gamma: Array, size: Array, error: bool) -> Array:
-        of_numpy, of_torch = self.polynomials[error]
-        q, rates, which, units = of_numpy if xp is np else (x.to(size.device) for x in of_torch)
+        in_numpy, in_torch = self.polynomials[error]
+        q, rates, which, units = in_numpy if xp is np else (x.to(size.device) for x in in_torch)
         z = gamma * size
         none, stack, ones, count = 0 * z, np.array if xp is np else torch.stack, [1] * z.ndim, q.shape[1]
-        of_z = z ** np.arange(count).reshape(-1, *ones) if xp is np else powers(xp, z, count)
-        values = (q @ of_z.reshape(count, math.prod(z.shape))).reshape(len(q), *z.shape)
+        powers_of_z = z ** np.arange(count).reshape(-1, *ones) if xp is np else powers(xp, z, count)
+        values = (q @ powers_of_z.reshape(count, math.prod(z.shape))).reshape(len(q), *z.shape)
         scales = stack([1 + none, size + none, size * size + none, gamma + none])[units]
         return values * xp.exp(rates.reshape(-1, *ones) * z)[which] * scales
 
@@ -441,9 +460,13 @@ class Exponential(Explicit):
         phi = phi_functions(xp, -gamma[..., None] * time, self.powers + 2)
         time = time + 0 * phi[0]
         scales = [math.factorial(k) * at**k * time for k in range(self.powers)]
-        of_h = [xp.ones_like(time), time * phi[1], *(scale * time * phi[k + 2] for k, scale in enumerate(scales))]
-        of_m = [xp.zeros_like(time), phi[0], *(scale * phi[k + 1] for k, scale in enumerate(scales))]
-        return xp.stack([xp.stack(of_h, -1), xp.stack(of_m, -1)])
+        h_polynomials = [
+            xp.ones_like(time),
+            time * phi[1],
+            *(scale * time * phi[k + 2] for k, scale in enumerate(scales)),
+        ]
+        m_polynomials = [xp.zeros_like(time), phi[0], *(scale * phi[k + 1] for k, scale in enumerate(scales))]
+        return xp.stack([xp.stack(h_polynomials, -1), xp.stack(m_polynomials, -1)])
 
 
 def phi_functions(xp: Any, z: Array, count: int) -> list[Array]:
@@ -451,15 +474,18 @@ def phi_functions(xp: Any, z: Array, count: int) -> list[Array]:
 
     For :math:`|z| < 2`, where the recursion cancels, φ_k is the series :math:`\sum_j z^j / (j + k)!`.
     """
-    is_near = abs(z) < NEAR
-    near, far = xp.where(is_near, z, 0.0 * z), xp.where(is_near, NEAR + 0.0 * z, z)  # keep unused values finite
+    is_near = abs(z) < SERIES_RADIUS
+    near, far = (
+        xp.where(is_near, z, 0.0 * z),
+        xp.where(is_near, SERIES_RADIUS + 0.0 * z, z),
+    )  # keep unused values finite
     series = SERIES[:count] if xp is np else torch.from_numpy(SERIES[:count]).to(z)
-    of_near = (series @ powers(xp, near, TERMS).reshape(TERMS, math.prod(z.shape))).reshape(count, *z.shape)
-    of_far = xp.exp(far)
-    phi = [xp.where(is_near, of_near[0], of_far)]
+    near_phi = (series @ powers(xp, near, TERMS).reshape(TERMS, math.prod(z.shape))).reshape(count, *z.shape)
+    far_phi = xp.exp(far)
+    phi = [xp.where(is_near, near_phi[0], far_phi)]
     for k in range(1, count):
-        of_far = (of_far - 1 / math.factorial(k - 1)) / far
-        phi.append(xp.where(is_near, of_near[k], of_far))
+        far_phi = (far_phi - 1 / math.factorial(k - 1)) / far
+        phi.append(xp.where(is_near, near_phi[k], far_phi))
     return phi
 
 
@@ -517,7 +543,14 @@ class Splitting(Method):
         return packed.split_with_sizes([self.evaluations + 1, self.evaluations, self.evaluations])
 
     def step(
-        self, state: Rows, coefficients: Rows, times: Times, field: Field, *, error: bool = False, dense: bool = False
+        self,
+        state: Rows,
+        coefficients: Rows,
+        times: Times,
+        field: RowField,
+        *,
+        error: bool = False,
+        dense: bool = False,
     ) -> StepResult:
         (h, m), (drifts, decays, weights) = state, coefficients
         h = self._drift(h, m, drifts[0])
@@ -526,7 +559,7 @@ class Splitting(Method):
             h = self._drift(h, m, drift)
         return StepResult((h, m))
 
-    def undo(self, state: Rows, coefficients: Rows, times: Times, field: Field) -> Rows:
+    def undo(self, state: Rows, coefficients: Rows, times: Times, field: RowField) -> Rows:
         (h, m), (drifts, decays, weights) = state, coefficients
         for i in reversed(range(len(times))):
             h = self._drift(h, m, -drifts[i + 1])
@@ -617,7 +650,7 @@ class Rosenbrock(Method):
         return matrix.reshape(shape) if self.places is None else matrix.flatten()[self.inverse]
 
     def step(
-        self, state: Rows, coefficients: Rows, times: Times, field: Field, *, error: bool = False,
+        self, state: Rows, coefficients: Rows, times: Times, field: RowField, *, error: bool = False,
         dense: bool | Tensor = False,
     ) -> StepResult:  # fmt: skip
         *rows, value = state
@@ -626,10 +659,10 @@ class Rosenbrock(Method):
         c = self.diagonal * size
         scale, y = 1 + c * gamma, torch.stack([self.matrix(x) for x in rows])
         create_graph = torch.is_grad_enabled() and any(x.requires_grad for x in (*state, size, times[0]))
-        of_y, of_t = derivatives(
+        jac_y, jac_t = derivatives(
             lambda t, x: self.matrix(field(t, self.row(x, shape))), times[0], y[0], create_graph=create_graph
         )
-        lu, pivots, _ = torch.linalg.lu_factor_ex(torch.diag_embed(scale) - (c if n == 1 else c * c)[..., None] * of_y)
+        lu, pivots, _ = torch.linalg.lu_factor_ex(torch.diag_embed(scale) - (c if n == 1 else c * c)[..., None] * jac_y)
 
         # lu_solve, and derivatives of linalg.solve, are wrong if lu is expanded along a batch dimension, as by vmap
         swap, lower, upper = torch.lu_unpack(lu, pivots) if is_transformed() else (None, lu, lu)
@@ -650,7 +683,7 @@ class Rosenbrock(Method):
         sums = torch.stack([y, torch.zeros_like(y)])[:, None].expand(2, len(self.d), *y.shape)
         x = y
         for k, t in enumerate(times[1:]):
-            moved = size * slope(x, self.matrix(value) + self.d[k] * size * of_t)
+            moved = size * slope(x, self.matrix(value) + self.d[k] * size * jac_t)
             stages.append(solve(self.diagonal * (moved + sums[1, k])))
             sums = torch.addcmul(sums, self.weights[k], stages[-1])
             x = sums[0, k]
@@ -666,8 +699,8 @@ class Rosenbrock(Method):
                     x, moved = ((weights * torch.stack(stages)).sum(0) for weights in self.middle)
                     f = field((times[0] + times[-1]) / 2, self.row(y[0] + x[0], shape))
                     defect = moved - size * slope(y + x, self.matrix(f))
-                    of_dense = torch.maximum(errors, solve(self.diagonal * defect).abs())
-                    errors = torch.where(torch.as_tensor(dense, device=errors.device).view(-1, 1), of_dense, errors)
+                    dense_error = torch.maximum(errors, solve(self.diagonal * defect).abs())
+                    errors = torch.where(torch.as_tensor(dense, device=errors.device).view(-1, 1), dense_error, errors)
                 errors = torch.stack([self.row(part, shape) for part in errors])
         return StepResult(after, errors, torch.stack(columns) if is_dense else None)
 
@@ -688,7 +721,14 @@ class FixedStepRungeKutta(Method):
         return size[None]
 
     def step(
-        self, state: Rows, coefficients: Rows, times: Times, field: Field, *, error: bool = False, dense: bool = False
+        self,
+        state: Rows,
+        coefficients: Rows,
+        times: Times,
+        field: RowField,
+        *,
+        error: bool = False,
+        dense: bool = False,
     ) -> StepResult:
         (y,), (size,) = state, coefficients
         slopes: list[Tensor] = []
@@ -780,8 +820,8 @@ def constant_arrays(*arrays: np.ndarray) -> tuple[tuple[np.ndarray, ...], tuple[
 
 def constants(arrays: tuple[Any, Any], xp: Any, size: Array) -> tuple[Array, ...]:
     """Return :func:`constant_arrays` for NumPy, or for torch on the device of ``size``."""
-    of_numpy, of_torch = arrays
-    return of_numpy if xp is np else tuple([x.to(size.device) for x in of_torch])
+    in_numpy, in_torch = arrays
+    return in_numpy if xp is np else tuple([x.to(size.device) for x in in_torch])
 
 
 @dataclass(frozen=True)

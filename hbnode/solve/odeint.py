@@ -27,7 +27,7 @@ from hbnode.solve.events import Event, EventRecord, checked_events
 from hbnode.solve.loop import integrate, start_of
 from hbnode.solve.methods import ALL_METHODS, METHODS, TRACEABLE, Explicit, ForeignMethod, NativeMethod, Rosenbrock
 from hbnode.solve.settings import Gradient, Method, Save, Settings
-from hbnode.solve.stepper import STRONG, Attempt, Rows, Setup, Taken, first_index
+from hbnode.solve.stepper import STRONG_DAMPING, Attempt, Rows, Setup, Taken, first_index
 from hbnode.solve.term import (
     ODETerm,
     Snapshot,
@@ -324,7 +324,7 @@ def resolve(settings: Settings, field: Callable[..., Any], t: Tensor | None = No
         method = "nystrom4" if settings.rtol >= 1e-3 else "nystrom8"
         if inner.omega is None and settings.steps is None and t is not None and t.is_cpu and t.numel():
             span = float(_torch.plain(t.max() - t.min()))
-            method = "exponential" if constant_damping(field) * span > STRONG else method
+            method = "exponential" if constant_damping(field) * span > STRONG_DAMPING else method
     if gradient != "direct" and _torch.double_backward_enabled():
         gradient = "direct"
     if gradient is None:
@@ -337,8 +337,8 @@ def resolve(settings: Settings, field: Callable[..., Any], t: Tensor | None = No
 
 def is_second_order(method: str, field: Callable[..., Any]) -> bool:
     """Return whether a method solves h'' + γh' = f(h, t) of the field, with the rows h and m."""
-    of_name = TRACEABLE[method]
-    return of_name.rows == 2 or (isinstance(of_name, Rosenbrock) and is_heavy_ball(field, HBNODE))
+    known = TRACEABLE[method]
+    return known.rows == 2 or (isinstance(known, Rosenbrock) and is_heavy_ball(field, HBNODE))
 
 
 def constant_damping(field: Callable[..., Any]) -> float:

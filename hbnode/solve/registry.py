@@ -113,15 +113,15 @@ def methods() -> Methods[MethodInfo]:
 
 
 def _info(name: Method) -> MethodInfo:
-    of_name: Any = ALL_METHODS[name]
-    is_native, is_fixed = name in METHODS, of_name.needs_fixed_steps
+    known: Any = ALL_METHODS[name]
+    is_native, is_fixed = name in METHODS, known.needs_fixed_steps
     return MethodInfo(
         name,
-        of_name.order,
-        of_name.evaluations,
+        known.order,
+        known.evaluations,
         "fixed" if is_fixed else "adaptive",
-        of_name.field,
-        of_name.gradients,
+        known.field,
+        known.gradients,
         "steps=n" if is_fixed else "scipy" if name == "scipy_solver" else "",
         "hbnode" if is_native else "torchdiffeq",
     )

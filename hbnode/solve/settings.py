@@ -58,8 +58,8 @@ class Settings:
 
     def checked(self) -> Settings:
         """Return the settings with normalized types; raise if a value is out of range or two values conflict."""
-        of_torchdiffeq = is_one_of(self.method, tuple(TORCHDIFFEQ_METHODS))
-        self._check_names(of_torchdiffeq)
+        is_torchdiffeq = is_one_of(self.method, tuple(TORCHDIFFEQ_METHODS))
+        self._check_names(is_torchdiffeq)
         for name in ("rtol", "atol"):
             value = getattr(self, name)
             if not isinstance(value, numbers.Real) or not 0 < float(value) < math.inf:
@@ -69,7 +69,7 @@ class Settings:
             raise ValueError(f"per_sample must be True or False, got {self.per_sample!r}. Fix: per_sample=True.")
         max_steps = as_count(self.max_steps, "max_steps")
         check_bool(self.compile, "compile")
-        if not of_torchdiffeq:
+        if not is_torchdiffeq:
             self._check_native()
         elif self.per_sample:
             raise ValueError(
@@ -84,15 +84,15 @@ class Settings:
         rtol, atol = float(self.rtol), float(self.atol)
         return dataclasses.replace(self, rtol=rtol, atol=atol, steps=steps, max_steps=max_steps, jump_times=jumps)
 
-    def _check_names(self, of_torchdiffeq: bool) -> None:
+    def _check_names(self, is_torchdiffeq: bool) -> None:
         """Raise ValueError if a method, a gradient mode or a way to save is unknown."""
         method, methods = self.method, tuple(ALL_METHODS)
         if method is not None and not is_one_of(method, methods):
             raise ValueError(
                 f"unknown method {method!r}; expected one of {methods}. Fix: {nearest_method(method, methods)}."
             )
-        gradients = ("direct", "adjoint") if of_torchdiffeq else GRADIENTS
-        is_object = not of_torchdiffeq and hasattr(self.gradient, "solve") and not isinstance(self.gradient, Tensor)
+        gradients = ("direct", "adjoint") if is_torchdiffeq else GRADIENTS
+        is_object = not is_torchdiffeq and hasattr(self.gradient, "solve") and not isinstance(self.gradient, Tensor)
         if self.gradient is not None and not is_one_of(self.gradient, gradients) and not is_object:
             raise ValueError(
                 f"unknown gradient {self.gradient!r} for method={method!r}; expected one of {gradients}. "
@@ -107,17 +107,17 @@ class Settings:
         method, gradient, options = self.method, self.gradient, self.options
         if method is None:
             method = "blanes_moan4" if gradient == "reversible" else "tsit5"
-        of_method = METHODS[method]
+        known = METHODS[method]
         _check_options(options, method)
-        if of_method.needs_fixed_steps and self.steps is None:
+        if known.needs_fixed_steps and self.steps is None:
             raise ValueError(f"method={method!r} needs fixed steps. Fix: steps=n, n steps per output interval.")
-        if gradient == "reversible" and not of_method.is_reversible:
+        if gradient == "reversible" and not known.is_reversible:
             reversible = tuple(name for name, other in METHODS.items() if other.is_reversible)
             raise ValueError(
                 f"gradient='reversible' needs a reversible method, one of {reversible}, got "
                 f"method={method!r}. Fix: gradient='checkpoint', or method='leapfrog' with steps=n."
             )
-        if gradient == "adjoint" and gradient not in of_method.gradients:
+        if gradient == "adjoint" and gradient not in known.gradients:
             raise ValueError(
                 f"gradient='adjoint' does not support method={method!r}: components that decay fast forwards grow as "
                 "fast backwards. Fix: gradient='checkpoint', which is exact."

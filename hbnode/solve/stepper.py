@@ -17,11 +17,11 @@ from hbnode import _torch
 from hbnode.errors import MaxNFEError, NonFiniteError, SolverError
 from hbnode.signal import refuse_queries_outside
 from hbnode.solve.grid import Array, Grid, TracedGrid, to_device
-from hbnode.solve.methods import Field, HostFormula, Method, Rosenbrock, combined, on_host
+from hbnode.solve.methods import HostFormula, Method, Rosenbrock, RowField, combined, on_host
 from hbnode.solve.settings import Settings
 from hbnode.solve.term import ODETerm
 
-STRONG = 50.0  # smallest γT for which the damping limits the steps of Nystrom methods
+STRONG_DAMPING = 50.0  # smallest γT for which the damping limits the steps of Nystrom methods
 Rows = tuple[Tensor, ...]
 
 FIELD_NOT_FINITE = (
@@ -89,7 +89,7 @@ class Stepper:
         method: the method, bound to the term.
         name: its name.
         gamma: the damping γ, a number or a tensor, which is float64 on the CPU unless it is traced.
-        number: γ as a Python number, if it is a scalar that can be read from the host; else None.
+        gamma_on_host: γ as a Python number, if it is a scalar that can be read from the host; else None.
         rtol, atol: the tolerances.
         noise: maps the index of a fixed step to its standard normal variables, which the step gets as its last
             coefficient, (normals, ...); None for an ODE.
@@ -103,7 +103,7 @@ class Stepper:
     method: Method
     name: str
     gamma: Any
-    number: float | None
+    gamma_on_host: float | None
     rtol: float
     atol: float
     like: Tensor
@@ -134,7 +134,7 @@ class Stepper:
         """The largest γ if it limits the step size; else 0."""
         if self.method.damping_limit == math.inf:
             return 0.0
-        gamma = self.gamma if self.number is None else self.number
+        gamma = self.gamma if self.gamma_on_host is None else self.gamma_on_host
         return abs(float(_torch.plain(torch.as_tensor(gamma)).abs().max()))
 
     @property
@@ -161,7 +161,7 @@ class Stepper:
         method, size, theta, lanes = self.method, attempt.size, attempt.theta, attempt.lanes
         last_size, error, coefficients = self.latest or (None, None, None)
         if isinstance(size, Tensor) or error != attempt.error or (last_size is not size and (last_size != size).any()):
-            packed = self.of_gamma(functools.partial(method.packed, error=attempt.error), size)
+            packed = self.evaluate_at_gamma(functools.partial(method.packed, error=attempt.error), size)
             coefficients = method.unpack(packed, self.term.dims_of_row, error=attempt.error)
             self.latest[:] = None if isinstance(size, Tensor) else size, attempt.error, coefficients
         if theta is None:
@@ -170,23 +170,23 @@ class Stepper:
             theta, size = attempt.place
         else:
             size = size[lanes] if size.ndim else np.full_like(theta, size)
-        return coefficients, self.of_gamma(method.blend, size, theta, lanes=lanes)
+        return coefficients, self.evaluate_at_gamma(method.blend, size, theta, lanes=lanes)
 
-    def of_gamma(self, formula: Callable[..., Any], *args: Any, lanes: Any = None) -> Tensor:
+    def evaluate_at_gamma(self, formula: Callable[..., Any], *args: Any, lanes: Any = None) -> Tensor:
         """Return ``formula(xp, γ, *args)`` as a tensor; ``lanes`` are the lanes of the elements of ``args``.
 
         The module xp is NumPy or torch. The formula runs on the host if γ is a known number and gradients allow it.
         """
         gamma, has_lanes = self.gamma, self.term.lanes is not None
         needs_gradient = isinstance(gamma, Tensor) and gamma.requires_grad and torch.is_grad_enabled()
-        is_host = self.number is not None and not self.term.traced and not isinstance(args[0], Tensor)
+        is_host = self.gamma_on_host is not None and not self.term.traced and not isinstance(args[0], Tensor)
         if is_host and needs_gradient and args[0].ndim and not self.like.is_cpu:
             is_host = False  # the backward pass of HostFormula would wait for the device
-        if self.number is not None and is_host:
+        if self.gamma_on_host is not None and is_host:
             xp = torch if args[0].ndim else np
             if needs_gradient:
-                return HostFormula.apply(gamma, self.number, formula, args, xp, self.like)
-            return on_host(formula, self.number, args, xp, self.like)
+                return HostFormula.apply(gamma, self.gamma_on_host, formula, args, xp, self.like)
+            return on_host(formula, self.gamma_on_host, args, xp, self.like)
         at = self.like.device if _torch.widest(self.like.device) == torch.float64 else torch.device("cpu")
         args = tuple([(x if isinstance(x, Tensor) else torch.tensor(x)).to(at, torch.float64) for x in args])
         gamma = self.damping.to(at, torch.float64)
@@ -203,7 +203,7 @@ class Stepper:
         return self.step(state, self.coefficients(attempt), attempt)
 
     def step(
-        self, state: Rows, coefficients: tuple[Any, Tensor | None], attempt: Attempt, field: Field | None = None
+        self, state: Rows, coefficients: tuple[Any, Tensor | None], attempt: Attempt, field: RowField | None = None
     ) -> Taken:
         """Take the steps of an attempt."""
         packed, blend = coefficients
@@ -221,13 +221,13 @@ class Stepper:
                 continue
             own = packed if self.noise is None else (*packed, self.noise(number))
             state, error, columns = self.method.step(state, own, times, field, error=attempt.error, dense=dense)
-        of_events = columns.detach() if self.has_events and columns is not None else None
+        event_columns = columns.detach() if self.has_events and columns is not None else None
         if attempt.outputs is None:
-            return Taken(state, error, (), of_events)
+            return Taken(state, error, (), event_columns)
         outputs = self._at_end(state, attempt)
         if blend is not None and columns is not None:
             outputs = self._interpolated(outputs, columns, blend, attempt)
-        return Taken(state, error, tuple(outputs), of_events)
+        return Taken(state, error, tuple(outputs), event_columns)
 
     def _at_end(self, state: Rows, attempt: Attempt) -> list[Tensor]:
         """Return the rows of the state at the end of a step, once per output, with gradients of the output times."""
@@ -239,7 +239,7 @@ class Stepper:
         slopes = [slope.unsqueeze(0) if index is None else slope[index] for slope in self.slopes(state)]
         return [row + late * slope for row, slope in zip(outputs, slopes, strict=False)]  # y + y' (t - end), t = end
 
-    def _restarted(self, state: Rows, attempt: Attempt, field: Field) -> Rows:
+    def _restarted(self, state: Rows, attempt: Attempt, field: RowField) -> Rows:
         """Return the state with the value of the field just after a jump.
 
         If the jump is on an output time, its ``lag`` takes the gradient of this time from the later states.
@@ -252,8 +252,8 @@ class Stepper:
 
     def _interpolated(self, ends: list[Tensor], columns: Tensor, blend: Tensor, attempt: Attempt) -> list[Tensor]:
         """Return the rows of the outputs inside a step, (outputs, ...), from dense output, or ``ends`` at its end."""
-        of_outputs = columns.unsqueeze(1) if self.term.lanes is None else columns[:, attempt.lanes]
-        inside, is_end = combined(blend, of_outputs).unbind(1), attempt.theta == 1.0
+        output_columns = columns.unsqueeze(1) if self.term.lanes is None else columns[:, attempt.lanes]
+        inside, is_end = combined(blend, output_columns).unbind(1), attempt.theta == 1.0
         if not is_end.any():
             return list(inside)
         is_end = to_device(is_end, self.like).view(-1, *[1] * (inside[0].dim() - 1))
@@ -304,8 +304,8 @@ class Stepper:
         bad = ~np.isfinite(norm)
         lane = first_index(bad.any(0))
         message = FIELD_NOT_FINITE
-        of_rows = (slice(self.term.rows), *lane)
-        if bad[of_rows].any():
+        state_rows = (slice(self.term.rows), *lane)
+        if bad[state_rows].any():
             message = "the initial state is not finite. Fix: look at the block's input, or at the cell of an ODERNN"
         return self.failure(NonFiniteError, message, begin[lane], math.nan)
 
@@ -367,7 +367,7 @@ class Setup:
     def advice(self) -> str:
         """A method as a further fix for error messages: for strong damping, or for a stiff field."""
         strongest = self.stepper.strongest
-        if strongest > max(1.0, STRONG / max(float(self.grid.end.max()), 1e-300)):
+        if strongest > max(1.0, STRONG_DAMPING / max(float(self.grid.end.max()), 1e-300)):
             return (
                 f"method='exponential', because the damping of {strongest:g} limits the steps of "
                 f"{self.stepper.name!r}, or "

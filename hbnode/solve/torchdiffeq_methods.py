@@ -153,7 +153,7 @@ class CountedField:
 
     def __init__(self, term: ODETerm, row: Tensor, t: Tensor, settings: Settings, snapshot: Snapshot) -> None:
         self.term, self.counter, self.snapshot, self.settings = term, term.counter, snapshot, settings
-        self.method, self.dtype, self.of_name = settings.method, row.dtype, TORCHDIFFEQ_METHODS[settings.method]
+        self.method, self.dtype, self.listed = settings.method, row.dtype, TORCHDIFFEQ_METHODS[settings.method]
         self.limit = settings.max_steps + max(len(t) - 2, 0)  # the adjoint takes at least one step per output interval
         callbacks, own = solver_of(self.method).valid_callbacks(), cast(Any, weakref.proxy(self))
         warn_of_callbacks(term.field, self.method, [name for name in CALLBACKS if name not in callbacks])
@@ -225,7 +225,7 @@ class CountedField:
         """Raise an error if the state is not finite, the step is too small, or there are too many steps."""
         numbers = [x.to(dt).reshape(()) for x in (dt, all_finite(y0), (t0 + dt == t0) | (t0 - dt == t0))]
         self.step_size, finite, stuck = torch.stack(numbers).tolist()  # with one synchronisation
-        is_adaptive = self.of_name.kind == "adaptive"
+        is_adaptive = self.listed.kind == "adaptive"
         if not finite or (is_adaptive and self.step_size == 0):  # a NaN error estimate gives step size 0
             raise self.failure(NonFiniteError, STATE.format(what), t0)
         if is_adaptive:
@@ -282,15 +282,15 @@ def warn_of_callbacks(field: Callable[..., Any], method: str | None, names: Sequ
 def checked_options(settings: Settings, t: Tensor) -> dict[str, Any]:
     """Return the options for torchdiffeq: the given ones, and those for ``steps``, ``save`` and ``jump_times``."""
     method, steps, jumps = settings.method, settings.steps, settings.jump_times
-    options, of_name = known_options(settings.options, method, "options"), TORCHDIFFEQ_METHODS[method]
+    options, listed = known_options(settings.options, method, "options"), TORCHDIFFEQ_METHODS[method]
     _refuse_conflicts(settings, options)
-    if steps is not None or (jumps and of_name.needs_fixed_steps):
+    if steps is not None or (jumps and listed.needs_fixed_steps):
         options["grid_constructor"] = functools.partial(equal_steps, steps=steps or 1, jumps=jumps)
-    if jumps and of_name.needs_fixed_steps:
+    if jumps and listed.needs_fixed_steps:
         options["perturb"] = True  # stages at the ends of a step are just inside it
     elif jumps:
         options["jump_t"] = torch.tensor(jumps, dtype=t.dtype, device=t.device)
-    if of_name.kind == "adaptive":
+    if listed.kind == "adaptive":
         options.setdefault("dtype", _torch.widest(t.device))  # torchdiffeq's own is float64
         if settings.save == "exact":  # torchdiffeq rejects step times that are jumps
             options["step_t"] = t[~torch.isin(t, options["jump_t"].to(t))] if "jump_t" in options else t
@@ -300,19 +300,19 @@ def checked_options(settings: Settings, t: Tensor) -> dict[str, Any]:
 def _refuse_conflicts(settings: Settings, options: dict[str, Any]) -> None:
     """Raise ValueError if ``steps``, ``save`` or ``jump_times`` conflicts with the method or with its options."""
     method, steps, jumps = settings.method, settings.steps, settings.jump_times
-    of_name = TORCHDIFFEQ_METHODS[method]
+    listed = TORCHDIFFEQ_METHODS[method]
     on_grid = next((name for name in GRID if name in options), None)
-    if steps is not None and not of_name.needs_fixed_steps:
+    if steps is not None and not listed.needs_fixed_steps:
         raise ValueError(f"steps={steps} needs fixed steps, which method={method!r} does not have. Fix: method='rk4'.")
     if steps is not None and on_grid:
         raise ValueError(f"steps was given, and options has {on_grid!r}. Fix: give one of them.")
-    if jumps and of_name.kind in ("adams", "scipy"):
+    if jumps and listed.kind in ("adams", "scipy"):
         what = f"method={method!r}, which uses values of f from before a jump after it"
         raise ValueError(f"jump_times are not possible with {what}. Fix: method='dopri5'.")
     if jumps and (also := next((name for name in ("jump_t", *GRID) if name in options), None)):
         fix = "give only jump_times" if also == "jump_t" else "steps=n instead, n steps between two outputs or jumps"
         raise ValueError(f"jump_times was given, and options has {also!r}. Fix: {fix}.")
-    if settings.save == "exact" and (of_name.kind == "scipy" or on_grid):
+    if settings.save == "exact" and (listed.kind == "scipy" or on_grid):
         what = f"options={{{on_grid!r}: ...}}" if on_grid else f"method={method!r}"
         raise ValueError(f"save='exact' is not possible with {what}. Fix: leave save out.")
 
