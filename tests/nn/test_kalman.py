@@ -97,32 +97,6 @@ def test_smoother_against_the_joint_distribution(noise):
     torch.testing.assert_close(each.mean.flip(1), found.mean, rtol=0, atol=1e-12)
 
 
-def test_celerite2_has_the_same_likelihood_and_posterior():
-    celerite2 = pytest.importorskip("celerite2")
-    omega, zeta, sigma, noise = [0.3, 1.1, 4.0], [0.05, 0.7, 3.0], [1.0, 0.5, 0.8], 0.05
-    layer = hbnode.nn.Oscillators(1, 1, 3, noise=True).double()
-    with torch.no_grad():
-        for parameter, values in (
-            (layer.log_stiffness, [2 * math.log(w) for w in omega]),
-            (layer.log_damping, [math.log(2 * z * w) for w, z in zip(omega, zeta, strict=True)]),
-            (layer.log_spread, [math.log(s) for s in sigma]),
-            (layer.log_observation_noise, [math.log(noise)]),
-            (layer.weight_out[0], [0.0] * 3 + [1.0] * 3),
-        ):
-            parameter.copy_(torch.tensor(values, dtype=torch.float64))
-    t = (torch.rand(150, dtype=torch.float64) + 0.01).cumsum(0)
-    x, at = torch.randn(150, dtype=torch.float64), torch.linspace(-3, 90, 40, dtype=torch.float64)
-    terms = [celerite2.terms.SHOTerm(sigma=s, w0=w, Q=0.5 / z) for s, w, z in zip(sigma, omega, zeta, strict=True)]
-    peer = celerite2.GaussianProcess(terms[0] + terms[1] + terms[2], mean=0.0)
-    peer.compute(t.numpy(), diag=torch.full_like(t, noise**2).numpy())
-    ours = layer.log_likelihood(x.view(1, -1, 1), t)
-    torch.testing.assert_close(ours.item(), float(peer.log_likelihood(x.numpy())), rtol=0, atol=1e-10)
-    mean, variance = (torch.from_numpy(z) for z in peer.predict(x.numpy(), at.numpy(), return_var=True))
-    band = layer.smooth(x.view(1, -1, 1), t, at=at)
-    torch.testing.assert_close(band.mean[0, :, 0], mean, rtol=0, atol=1e-10)
-    torch.testing.assert_close(band.std[0, :, 0].square(), variance, rtol=0, atol=1e-10)
-
-
 def test_sample_paths_have_the_moments_of_the_posterior():
     layer = make()
     t = torch.tensor([0.0, 0.1, 0.9, 2.0]).double()
