@@ -200,20 +200,6 @@ def test_second_derivatives(masked, causal):
     assert gradgradcheck(function, inputs, fast_mode=True)
 
 
-def test_transforms():
-    q, k, v, _ = (None if x is None else x.detach() for x in make(length=11))
-
-    def loss(q, k, v):
-        return attend(q, k, v, momentum=0.9, chunk_size=8).square().sum()
-
-    expected = torch.autograd.functional.jacobian(loss, (q, k, v))
-    assert_close(torch.func.grad(loss, argnums=(0, 1, 2))(q, k, v), expected)
-    each = torch.func.vmap(torch.func.grad(lambda *qkv: loss(*(x[None] for x in qkv)), argnums=(0, 1, 2)))
-    assert_close(each(q, k, v), expected)
-    _, forward = torch.func.jvp(loss, (q, k, v), (q, k, v))
-    assert_close(forward, sum((g * x).sum() for g, x in zip(expected, (q, k, v), strict=True)))
-
-
 class Module(torch.nn.Module):
     def forward(self, q, k, v):
         return attend(q, k, v, momentum=0.9, chunk_size=8, return_state=True)

@@ -278,18 +278,6 @@ def test_both_directions():
         layer.forecast(state, [1.0])
 
 
-def test_packed_sequences():
-    layer, series = make(), [torch.randn(n, 3, dtype=torch.float64) for n in (4, 9, 1)]
-    times = [torch.rand(len(each)).double().cumsum(0) for each in series]
-    packed = nn.utils.rnn.pack_sequence(series, enforce_sorted=False)
-    y, state = layer(packed, nn.utils.rnn.pack_sequence(times, enforce_sorted=False))
-    padded, lengths = nn.utils.rnn.pad_packed_sequence(y, batch_first=True)
-    assert lengths.tolist() == [4, 9, 1]
-    for i, (each, t) in enumerate(zip(series, times, strict=True)):
-        torch.testing.assert_close(padded[i, : len(t)], layer(each.unsqueeze(0), t)[0][0])
-    assert state.t.tolist() == [float(t[-1]) for t in times]
-
-
 @both
 def test_the_cell_continues_a_layer(input):
     layer, cell = make(input=input), hbnode.nn.OscillatorCell(3, 4, 5, input=input).double()
@@ -578,14 +566,3 @@ def test_what_a_stack_refuses():
         ValueError, match=r"forecast is for head='regression'.*Fix: stack\(x, t, t_next=t\[:, -1\] \+ dt"
     ):
         stack.forecast(state, [1.0])
-
-
-@pytest.mark.sparse
-@pytest.mark.parametrize("make", [hbnode.nn.Oscillators, hbnode.nn.OscillatorStack])
-@pytest.mark.parametrize("options", [{}, {"input": "hold"}, {"selective": True}, {"missing": "decay"}], ids=str)
-def test_a_state_made_in_inference_mode_can_be_used_in_training(make, options):
-    module, x = make(3, 4, **options), torch.randn(2, 5, 3)
-    with torch.inference_mode():
-        _, state = module(x)
-    (module(x, None, state)[0].sum() + module.forecast(state, [0.5])[0].sum()).backward()
-    assert all(p.grad is not None for p in module.parameters())

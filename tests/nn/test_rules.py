@@ -13,27 +13,6 @@ from tests.reference_recurrent import Twin
 every_rule = pytest.mark.parametrize("name", RULES)
 
 
-def test_the_reference_in_two_steps():
-    """Numbers that one can follow: W = U = 1, tanh, s = 1/2, no bias."""
-    one = torch.ones(1, 1, dtype=torch.float64)
-    first_m, second_m = 0.2 * 0.16 + 0.01, 0.8 * 0.2 * 0.16 + 0.2 * 0.01 + 0.01
-    expected = {
-        "momentum": (0.2, 0.5 * 0.2 + 0.05),
-        "nag": (0.2, 1 / 4 * 0.2 + 0.05),
-        "restart": (0.2, 0.0 * 0.2 + 0.05),  # F = 2: μ_1 = 1/4 of v_0 = 0, μ_2 = 0
-        "adam": (0.2 / first_m**0.5, 0.15 / second_m**0.5),
-        "rmsprop": (0.2 / first_m**0.5, 0.05 / second_m**0.5),
-        "adaptive": (0.2, (1 - 0.75**0.5) ** 2 * 0.2 + 0.05),
-    }
-    numbers = {"momentum": 0.5, "step_size": 0.5, "restart": 2, "beta": 0.8, "eps": 0.01, "delta": 1e-3}
-    for rule, (first, second) in expected.items():
-        twin, weights = Twin("rnn", rule, numbers), (one, one, None, None, None)
-        state = twin.step(weights, 0.4 * one, twin.start(1, 1, one))
-        close(state["h"], torch.tanh(first * one), 1e-15)
-        wanted = torch.tanh(torch.tanh(first * one) + second)
-        close(twin.step(weights, 0.1 * one, state)["h"], wanted, 1e-15)
-
-
 @pytest.mark.sparse
 @every_rule
 @pytest.mark.parametrize(("steps", "width", "cuts"), [(12, 3, (4, 5)), (300, 1, ()), (97, 40, (50,))])

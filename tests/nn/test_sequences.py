@@ -241,33 +241,48 @@ def test_the_device_meta_is_refused(layer):
         call(x, t)
 
 
-def continued(name):
-    """A state, and the calls that take it."""
-    x, t = torch.randn(1, 6, 2), torch.arange(6.0)
-    if name == "belief":
-        layer = hbnode.nn.Oscillators(2, 2, noise=True)
-        return layer.filter(x, t).state, [lambda s: layer.filter(x, 6 + t, s), lambda s: layer.forecast(s, [1.0])]
-    layer = {
-        "ode_rnn": lambda: hbnode.ODERNN(2, 4, num_layers=2, missing="hold"),
-        "stack": lambda: hbnode.nn.OscillatorStack(2, 4, missing="hold", static_size=1),
-    }[name]()
-    static = torch.ones(1, 1) if name == "stack" else None
-    _, state = layer(x, t, static=static)
-    return state, [lambda s: layer(x, 6 + t, s, static=static), lambda s: layer.forecast(s, [1.0])]
+CONTINUED = {
+    "ode_rnn": lambda: hbnode.ODERNN(2, 4, num_layers=2, missing="hold"),
+    "oscillators": lambda: hbnode.nn.Oscillators(2, 4, input="hold", missing="decay"),
+    "selective": lambda: hbnode.nn.Oscillators(2, 4, selective=True),
+    "stack": lambda: hbnode.nn.OscillatorStack(2, 4, missing="hold"),
+    "recurrent": lambda: Timeless(hbnode.nn.MomentumLSTM(2, 4, batch_first=True)),
+}
 
 
-@pytest.mark.parametrize("name", ["ode_rnn", "stack", "belief"])
+class Timeless(torch.nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x, t, state=None):
+        return self.layer(x, state)
+
+
+@pytest.mark.parametrize("name", CONTINUED)
+def test_a_state_made_in_inference_mode_can_be_used_in_training(name):
+    layer, x, t = CONTINUED[name](), torch.randn(2, 6, 2), torch.arange(6.0)
+    with torch.inference_mode():
+        _, state = layer(x, t)
+    output = layer(x, 6 + t, state)[0]
+    (output.sum() + (0 if name == "recurrent" else layer.forecast(state, [0.5])[0].sum())).backward()
+    grads = [p.grad for p in layer.parameters() if p.grad is not None]
+    assert grads
+    assert all(grad.isfinite().all() for grad in grads)
+    close(output, layer(x, 6 + t, layer(x, t)[1])[0])
+
+
+@pytest.mark.parametrize("name", ["ode_rnn", "stack"])
 def test_states_are_real_numbers(name):
-    state, calls = continued(name)
-    for entry, value in state.as_dict().items():
-        for kind in (torch.complex64, torch.bool, "meta"):
-            wrong = dataclasses.replace(state, **{entry: value.to(kind)})
-            if isinstance(value, hbnode.nn.ODERNNState):  # of the layer below, whose times keep their dtype
-                wrong = dataclasses.replace(state, below=dataclasses.replace(value, h=value.h.to(kind)))
-            message = "the state is on the device meta" if kind == "meta" else "the state must hold real numbers"
-            for call in calls:
-                with pytest.raises((TypeError, ValueError), match=message):
-                    call(wrong)
+    layer, x, t = CONTINUED[name](), torch.randn(1, 6, 2), torch.arange(6.0)
+    _, state = layer(x, t)
+    for kind in (torch.complex64, torch.bool, "meta"):
+        entry = "h" if name == "ode_rnn" else "v"
+        wrong = dataclasses.replace(state, **{entry: getattr(state, entry).to(kind)})
+        message = "the state is on the device meta" if kind == "meta" else "the state must hold real numbers"
+        for call in (lambda s: layer(x, 6 + t, s), lambda s: layer.forecast(s, [1.0])):
+            with pytest.raises((TypeError, ValueError), match=message):
+                call(wrong)
 
 
 # What is refused

@@ -170,19 +170,6 @@ def test_streaming_equals_the_whole(attention, options):
 
 
 @pytest.mark.parametrize("attention", ["momentum", "softmax", "heavy_ball"])
-def test_a_detached_state_ends_backpropagation(attention):
-    net, x = model(attention, None), torch.randn(3, 9, E, dtype=torch.float64, requires_grad=True)
-    _, state = net.prefill(x[:, :4])
-    whole, _ = net.prefill(x[:, 4:], state)
-    y, _ = net.prefill(x[:, 4:], state.detach())
-    close(y, whole)
-    (slope,) = torch.autograd.grad(y.square().sum(), x)
-    assert slope[:, :4].abs().max() == 0 < slope[:, 4:].abs().min()
-    (slope,) = torch.autograd.grad(whole.square().sum(), x)
-    assert slope[:, :4].abs().min() > 0
-
-
-@pytest.mark.parametrize("attention", ["momentum", "softmax", "heavy_ball"])
 def test_prompts_of_different_lengths(attention):
     """Padding on either side changes nothing, and generation goes on from the last token that counts."""
     net, x = model(attention), tokens(6)
