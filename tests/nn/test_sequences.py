@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import datetime
 
 import numpy
 import pandas
@@ -13,6 +12,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 import hbnode
 
 LENGTHS = torch.tensor([6, 4, 2])
+DATES = numpy.datetime64("2020-01-01") + numpy.arange(0, 18, 3) * numpy.timedelta64(1, "h")
 close = torch.testing.assert_close
 
 
@@ -111,32 +111,28 @@ def test_times_since_1970(per_sample):
     assert end.t.equal(state.t + 10)
 
 
-def test_dates_and_durations_are_refused_with_a_fix_that_works():
-    dates = numpy.datetime64("2020-01-01") + numpy.arange(0, 18, 3) * numpy.timedelta64(1, "h")
-    table = {"id": numpy.repeat([1, 2], 6), "date": numpy.tile(dates, 2), "a": numpy.random.default_rng(0).random(12)}
-    series = hbnode.data.from_long(table, id="id", time="date", values="a", unit="h", origin="2020-01-01")
-    rnn = hbnode.ODERNN(1, 4, rtol=1e-8, atol=1e-8)
-    rnn.fit_time_unit(series.t)
-    assert rnn.time_unit == 30.0
-    _, state = rnn(**series.inputs())
-    expected, _ = rnn.forecast(state, [1.0, 6.0])
-    names = {"series": series, "rnn": rnn, "state": state, "x": series.x, "hbnode": hbnode}
-    steps = [["1h", "6h"], [datetime.timedelta(hours=1), datetime.timedelta(hours=6)], pandas.to_timedelta([1, 6], "h")]
-    later = dates[-1] + numpy.array([1, 6]) * numpy.timedelta64(1, "h")
-    calls = [
-        *(("rnn.forecast(state, {})[0]", "dt", one, expected) for one in (*steps, later, list(later))),
-        *(("rnn(x, {})[1].h", "t", one, state.h) for one in (dates, pandas.Series(dates), dates.tolist())),
-        ("rnn.fit_time_unit({}).time_unit", "t", dates, 30.0),
+@pytest.mark.parametrize(
+    ("call", "name", "value", "right"),
+    [
+        ("rnn.forecast(state, {})[1].t", "dt", ["1h", "6h"], 21.0),
+        ("rnn.forecast(state, {})[1].t", "dt", pandas.to_timedelta([1, 6], "h"), 21.0),
+        ("rnn(x, {})[1].t", "t", DATES, 15.0),
+        ("rnn(x, {})[1].t", "t", pandas.Series(DATES), 15.0),
+        ("rnn.fit_time_unit({}).time_unit", "t", DATES, 30.0),
         ("hbnode.ODERNN(1, 4, time_unit={}).time_unit", "time_unit", "10h", 10.0),
-        ("hbnode.ODERNN(1, 4, time_unit={}).time_unit", "time_unit", pandas.Timedelta("10h"), 10.0),
-    ]
-    for call, name, value, right in calls:
-        with pytest.raises(
-            TypeError, match=rf"^{name} must hold numbers in the unit of t, got \w+, which.*Fix"
-        ) as error:
-            eval(call.format(name), names | {name: value})
-        fix = str(error.value).split("Fix: ")[1].split(", where")[0].removeprefix("time_unit=")
-        close(eval(call.format(fix), names | {name: value}), right)
+    ],
+)
+def test_dates_and_durations_are_refused_with_a_fix_that_works(call, name, value, right):
+    table = {"id": numpy.repeat([1, 2], 6), "date": numpy.tile(DATES, 2), "a": numpy.arange(12.0)}
+    series = hbnode.data.from_long(table, id="id", time="date", values="a", unit="h", origin="2020-01-01")
+    rnn = hbnode.ODERNN(1, 4).fit_time_unit(series.t)
+    names = {"series": series, "rnn": rnn, "x": series.x, "hbnode": hbnode, name: value}
+    names["state"] = rnn(**series.inputs())[1]
+    with pytest.raises(TypeError, match=rf"^{name} must hold numbers in the unit of t, got \w+, which.*Fix") as error:
+        eval(call.format(name), names)
+    fix = str(error.value).split("Fix: ")[1].split(", where")[0].removeprefix("time_unit=")
+    found = torch.as_tensor(eval(call.format(fix), names)).double()
+    close(found, torch.full_like(found, right))
 
 
 LAYERS = {
