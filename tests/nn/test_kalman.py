@@ -130,22 +130,19 @@ def test_forecasts_are_filtered_samples_that_nobody_saw():
     torch.testing.assert_close(far.std[0, 0], (spread + layer.observation_noise.square()).sqrt())
 
 
-def test_parts_lengths_and_half_precision():
-    layer = make()
-    x, t = torch.randn(2, 80, 2, dtype=torch.float64), torch.rand(2, 80).double().cumsum(1)
-    for times in (t, None):
-        whole = layer.filter(x, times)
-        first = layer.filter(x[:, :3], None if times is None else t[:, :3])
-        second = layer.filter(x[:, 3:], None if times is None else t[:, 3:], first.state)
-        torch.testing.assert_close(second.state.covariance, whole.state.covariance, rtol=0, atol=1e-12)
-        joined = torch.cat([first.log_likelihood, second.log_likelihood], 1)
-        torch.testing.assert_close(joined, whole.log_likelihood, rtol=0, atol=1e-12)
+@pytest.mark.parametrize("is_even", [True, False])
+def test_parts_lengths_and_half_precision(is_even):
+    layer, x = make(), torch.randn(2, 80, 2, dtype=torch.float64)
+    t = torch.arange(80.0).double().expand(2, -1) if is_even else torch.rand(2, 80).double().cumsum(1)
+    whole, first = layer.filter(x, None if is_even else t), layer.filter(x[:, :3], t[:, :3])
+    second = layer.filter(x[:, 3:], None if is_even else t[:, 3:], first.state)
+    torch.testing.assert_close(second.state.covariance, whole.state.covariance, rtol=0, atol=1e-12)
+    joined = torch.cat([first.log_likelihood, second.log_likelihood], 1)
+    torch.testing.assert_close(joined, whole.log_likelihood, rtol=0, atol=1e-12)
     short = layer.log_likelihood(x, t, lengths=[80, 3])
-    for row, length in ((0, 80), (1, 3)):
-        alone = layer.log_likelihood(x[row : row + 1, :length], t[row, :length])
-        torch.testing.assert_close(short[row], alone[0])
-    low = make().float()
-    assert low.log_likelihood(x.float(), t).dtype == torch.float64
+    torch.testing.assert_close(short[0], layer.log_likelihood(x[:1], t[0])[0])
+    torch.testing.assert_close(short[1], layer.log_likelihood(x[1:, :3], t[1, :3])[0])
+    assert make().float().log_likelihood(x.float(), t).dtype == torch.float64
 
 
 def test_gradients_are_finite_where_a_variance_is_zero():

@@ -254,7 +254,6 @@ def test_samples_without_values_and_other_series_have_no_effect(sigma_points):
 
 @pytest.mark.parametrize("name", ["hbnode", "sde"])
 def test_one_sample_no_value_and_a_first_call_in_inference_mode(name):
-    torch.manual_seed(0)
     model = MODELS[name]()
     x, t, _ = series(batch=1, length=1)
     with torch.inference_mode():
@@ -263,8 +262,7 @@ def test_one_sample_no_value_and_a_first_call_in_inference_mode(name):
     assert one.mean.shape == (1, 2, 2)
     assert one.paths.isfinite().all()
     assert nothing.log_likelihood == 0
-    assert model.elbo(torch.randn(2, 4, 2), torch.tensor([0.0, 1.0, 1.0, 2.0])).value.isfinite().all()  # equal times
-    model.elbo(x, t).value.sum().backward()
+    model.elbo(torch.randn(2, 4, 2), torch.tensor([0.0, 1.0, 1.0, 2.0])).value.sum().backward()  # equal times
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
     assert model.sample([0.0, 1.0, 5.0], samples=3).paths.shape == (3, 1, 3, 2)
 

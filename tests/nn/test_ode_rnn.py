@@ -371,14 +371,12 @@ def test_autocast_and_states_that_are_saved(tmp_path):
         output, state = rnn(x, t)
     assert state.h.dtype == torch.float32
     close(output, filtered.after.h, rtol=0.1, atol=0.1)
-    output.sum().backward()
     torch.save(filtered, tmp_path / "state.pt")
     loaded = torch.load(tmp_path / "state.pt", weights_only=True)
     assert torch.equal(loaded.after.m, filtered.after.m)
     half = loaded.to(torch.float16)
     assert half.before.h.dtype == half.state.m.dtype == torch.float16
     assert half.state.t.dtype == loaded.state.t.dtype
-    assert not any(z.requires_grad for z in filtered.detach().after.as_dict().values())
 
 
 # Failures

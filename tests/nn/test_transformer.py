@@ -216,14 +216,12 @@ def test_generation_leaves_the_model_as_it_was():
     assert torch.equal(net.generate(x, 0), x)
 
 
-@pytest.mark.sparse
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("temperature", [1e-6, 1e-38, 1e-45, 1e-307, 1e-320])
-def test_draws_near_temperature_zero(dtype, temperature):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_draws_near_temperature_zero(dtype):
     output = 1000 * torch.randn(50, 9, dtype=dtype)
     output[:, 4] = output.amax() + 10
-    for top_k in (None, 3):
-        assert (draw(output, temperature, top_k, None) == 4).all()
+    for temperature in (1e-6, 1e-45, 1e-320):
+        assert (draw(output, temperature, 3, None) == 4).all()
 
 
 def test_sinusoids():
