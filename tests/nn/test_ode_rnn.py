@@ -303,15 +303,6 @@ def test_counts():
     assert rnn.nfe_per_gap[3].steps > rnn.nfe_per_gap[0].steps  # a gap of 5 and one of 1
 
 
-def test_reversible_gradient():
-    """Against the graph of the same steps."""
-    reversible, direct = make_rnn(gradient="reversible", steps=6), make_rnn(method="blanes_moan4", steps=6)
-    x, t = make_series()
-    output, expected = (rnn(x, t, lengths=LENGTHS)[0] for rnn in (reversible, direct))
-    close(output, expected, rtol=1e-12, atol=1e-13)
-    close(gradients(output, reversible), gradients(expected, direct), rtol=1e-9, atol=1e-10)
-
-
 GAPS = torch.tensor([[0.0, 0.2, 1.0, 5.0], [0.0, 0.75, 0.9, 1.0], [0.0, 0.1, 3.1, 3.1001]], dtype=torch.float64)
 
 

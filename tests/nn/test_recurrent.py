@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import inspect
 import math
 import pickle
 
@@ -16,7 +15,6 @@ from hbnode import _torch
 from hbnode.nn import recurrent, rules
 from tests.models import slow
 from tests.momentum_layers import (
-    CELLS,
     PAIRS,
     RULES,
     TORCH,
@@ -59,17 +57,6 @@ def test_layers_directions_and_lengths(cell, rule):
     x = make_input(9, 4)
     assert_equal_to_twin(layer, twin, x, make_state(layer, x))
     assert_equal_to_twin(layer, twin, x, make_state(layer, x), lengths=[5, 9, 1, 6])
-
-
-@pytest.mark.parametrize(
-    "rule", [rules.ScheduledRestart(1, 0.6), rules.Momentum(0.0), rules.Momentum(1.0, 0.1)], ids=str
-)
-def test_extreme_coefficients(rule, monkeypatch):
-    name = "restart" if hasattr(rule, "restart") else "momentum"
-    monkeypatch.setitem(RULES, name, rule)
-    layer, twin = make_pair("lstm", name)
-    x = make_input(200, 2)
-    assert_equal_to_twin(layer, twin, x, make_state(layer, x))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,23 +183,6 @@ def test_initialisation_of_an_lstm():
 
 
 # Arguments
-
-
-@pytest.mark.parametrize(
-    "name", ["Momentum" + cell + suffix for cell in CELLS.values() for suffix in FORMS] + ["DTRIV"]
-)
-def test_every_argument_arrives(name):
-    """Values off the defaults, each found on the module and in its repr."""
-    values = {"hidden_size": 4, "num_layers": 2, "nonlinearity": "relu", "bias": False, "batch_first": True}
-    values |= {"dropout": 0.25, "bidirectional": True, "init": "henaff", "forget_bias": 3.0}
-    values |= {"rule": rules.Adam(eps=0.1), "compile": True}
-    make = getattr(hbnode.nn, name)
-    given = {key: value for key, value in values.items() if key in inspect.signature(make).parameters}
-    module = make(3, **given, device="meta", dtype=torch.float64)
-    assert {(p.dtype, p.is_meta) for p in module.parameters()} == {(torch.float64, True)}
-    for key in set(given) - {"bias", "compile"}:
-        assert getattr(module, key) == given[key], key
-    assert not any(key.startswith("bias_ih") for key, _ in module.named_parameters())
 
 
 @pytest.mark.parametrize(

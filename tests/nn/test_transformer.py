@@ -254,7 +254,6 @@ def test_classes_in_the_place_of_names(name, kind, options):
     ("attention", "options", "positions", "message"),
     [
         ("momentum", {}, "rotary", "got MomentumAttention without them. Fix: positions='sinusoidal'"),
-        ("softmax", {"rotary": False}, "rotary", "Fix: .* attention='softmax' without the option rotary"),
         ("softmax", {"rotary": True}, "sinusoidal", "Fix: positions='rotary', or the option rotary=False"),
         (functools.partial(hbnode.nn.SoftmaxAttention, rotary=True), {}, "sinusoidal", "got SoftmaxAttention with"),
     ],
@@ -262,6 +261,12 @@ def test_classes_in_the_place_of_names(name, kind, options):
 def test_positions_are_of_one_kind(attention, options, positions, message):
     with pytest.raises(ValueError, match=message):
         model(attention, attention_options=options, positions=positions)
+
+
+def test_cross_attention_is_never_rotary():
+    kind = functools.partial(hbnode.nn.SoftmaxAttention, rotary=True)
+    with pytest.raises(ValueError, match=r"cross-attention needs attention without rotary.*Fix: cross_attention='soft"):
+        MomentumTransformerDecoderLayer(E, H, F, cross_attention=kind)
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
