@@ -19,24 +19,16 @@ F64 = torch.float64
 every_delta = pytest.mark.parametrize("delta", ["decayed", "plain", False])
 
 
-def make(batch=2, heads=3, length=23, dim=4, width=5, *, seed=0, low=-1.0, holes=False, state=False, delta="decayed"):
+def make(batch=2, heads=3, length=23, dim=4, width=5, *, holes=False, state=False, delta="decayed"):
     """Inputs of heavy_ball_memory, all of which need a gradient."""
-    torch.manual_seed(seed)
-    shape = (batch, heads, length)
-    q, v = torch.randn(*shape, dim, dtype=F64), torch.randn(*shape, width, dtype=F64)
-    k = normalize(torch.randn(*shape, dim, dtype=F64), dim=-1)
-    log_momentum, log_decay = (low * torch.rand(shape, dtype=F64) for _ in range(2))
-    made = {
-        "q": q,
-        "k": k,
-        "v": v,
-        "log_momentum": log_momentum,
-        "log_decay": log_decay,
-        "step": (1 - log_momentum.exp()) * torch.rand(shape, dtype=F64),
-        "write": torch.rand(shape, dtype=F64),
-    }
-    made = {name: z.requires_grad_() for name, z in made.items()}
-    made["delta"] = delta
+    torch.manual_seed(0)
+    shape, names = (batch, heads, length), ("log_momentum", "log_decay", "step", "write")
+    made = {"q": torch.randn(*shape, dim), "k": torch.randn(*shape, dim), "v": torch.randn(*shape, width)}
+    made = {name: z.double() for name, z in made.items()} | {name: torch.rand(shape, dtype=F64) for name in names}
+    made["k"], made["log_decay"] = normalize(made["k"], dim=-1), -made["log_decay"]
+    made["log_momentum"] = -made["log_momentum"]
+    made["step"] = (1 - made["log_momentum"].exp()) * made["step"]
+    made = {name: z.requires_grad_() for name, z in made.items()} | {"delta": delta}
     if holes:
         made["key_padding_mask"] = torch.rand(batch, length) < 0.3
     if state:
