@@ -31,7 +31,6 @@ from tests.momentum_layers import (
 )
 
 FORMS = ["", "Cell"]
-two_layers = pytest.mark.parametrize(("cell", "rule"), [("lstm", "adam"), ("dtriv", "nag")])
 
 
 def without_momentum(cell, *arguments, **options):

@@ -74,23 +74,18 @@ def test_the_unit_is_saved_and_shown():
             rnn.time_unit = wrong
 
 
-def test_a_unit_that_was_never_set_warns_from_gaps_of_about_one():
-    x, t = torch.randn(4, 9, 2), torch.arange(9.0)
-    tight = {"rtol": 1e-5, "atol": 1e-5}
-    fresh = {"hbnode": hbnode.ODERNN(2, 8, **tight), "ghbnode": hbnode.ODERNN(2, 8, field="ghbnode", **tight)}
-    for rnn in fresh.values():
-        with pytest.warns(UserWarning, match=r"1[3-9]|[2-4]\d function evaluations.*Fix: before training") as caught:
-            rnn(x, t)
-        rnn(x, t)  # once
-        unit = float(str(caught[0].message).split("time_unit=")[-1].rstrip(")."))
-        assert unit == 10.0
-        fitted = copy.deepcopy(rnn)
-        fitted.time_unit, fitted.has_warned = unit, False
-        fitted(x, t)
-        assert fitted.nfe.forward < rnn.nfe.forward / 1.5
+@pytest.mark.parametrize("field", ["hbnode", "ghbnode"])
+def test_a_unit_that_was_never_set_warns_from_gaps_of_about_one(field):
+    rnn, x, t = hbnode.ODERNN(2, 8, field=field, rtol=1e-5, atol=1e-5), torch.randn(4, 9, 2), torch.arange(9.0)
+    with pytest.warns(UserWarning, match=r"function evaluations.*Fix: before training.*time_unit=10\)"):
+        rnn(x, t)
+    rnn(x, t)  # warns once
+    fitted = copy.deepcopy(rnn).fit_time_unit(t)
+    fitted.has_warned = False
+    fitted(x, t)
+    assert fitted.nfe.forward < rnn.nfe.forward / 1.5
     hbnode.ODERNN(2, 8)(x, t / 2)  # these gaps are short enough
     hbnode.ODERNN(2, 8, time_unit=1.0)(x, t)  # a choice
-    hbnode.ODERNN(2, 8, method="leapfrog", steps=1)(x, t)
 
 
 # Times
@@ -158,20 +153,17 @@ def test_times_that_float32_rounds_are_refused(layer):
         call(x, eval(fix, {"torch": torch, "times": times}))
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda t: hbnode.ODERNN(1, 2).fit_time_unit(t),
-        hbnode.nn.oscillator_ranges,
-        lambda t: hbnode.nn.LatentODE(1, 2, 4).sample(t),
-        lambda t: hbnode.nn.LatentODE(1, 2, 4).predict(torch.zeros(1, 6, 1), t.double(), at=t),
-        lambda t: hbnode.nn.OscillatorStack(1, 2, head="next")(torch.zeros(1, 6, 1), t.double(), t_next=t[5:]),
-    ],
-    ids=["fit_time_unit", "ranges", "sample", "predict", "next"],
-)
-def test_rounded_times_are_refused_wherever_times_enter(use):
-    with pytest.raises(ValueError, match=r"lost digits: torch\.float32 stores times near"):
-        use(1.7e9 + 300 * torch.arange(6.0))
+def test_rounded_times_are_refused_wherever_times_enter():
+    t, x = 1.7e9 + 300 * torch.arange(6.0), torch.zeros(1, 6, 1)
+    for use in (
+        lambda: hbnode.ODERNN(1, 2).fit_time_unit(t),
+        lambda: hbnode.nn.oscillator_ranges(t),
+        lambda: hbnode.nn.LatentODE(1, 2, 4).sample(t),
+        lambda: hbnode.nn.LatentODE(1, 2, 4).predict(x, t.double(), at=t),
+        lambda: hbnode.nn.OscillatorStack(1, 2, head="next")(x, t.double(), t_next=t[5:]),
+    ):
+        with pytest.raises(ValueError, match=r"lost digits: torch\.float32 stores times near"):
+            use()
 
 
 @pytest.mark.parametrize(
@@ -179,16 +171,15 @@ def test_rounded_times_are_refused_wherever_times_enter(use):
     [
         torch.full((6,), 5.0),
         1.7e9 + 86_400 * torch.arange(6.0, dtype=torch.float64).float(),  # half a minute in a day
-        87_000 + torch.arange(6.0) / 2,  # half hours of ten years, exact as well
-        torch.tensor([0.0, 0.0, 3.0, 3.0, 3.0, 4.5]),
+        87_000 + torch.arange(6.0) / 2,  # half hours of ten years, exact
         torch.arange(6.0).half(),
     ],
-    ids=["equal", "days", "half_hours", "ties", "half"],
+    ids=["equal", "days", "half_hours", "half"],
 )
 def test_times_without_lost_digits_are_those_of_float64(t):
     x = torch.randn(2, 6, 2)
     for layer in (hbnode.ODERNN(2, 4, time_unit=1e5), hbnode.nn.Oscillators(2, 4)):
-        torch.testing.assert_close(layer(x, t)[0], layer(x, t.double())[0], rtol=1e-4, atol=1e-5)
+        close(layer(x, t)[0], layer(x, t.double())[0], rtol=1e-4, atol=1e-5)
 
 
 def test_digits_are_not_looked_at_while_tracing():
@@ -205,18 +196,16 @@ def test_times_are_real_numbers(layer):
 
 @every_layer
 def test_the_device_meta_is_refused(layer):
-    x, t, call = torch.randn(1, 6, 2), torch.arange(6.0), layer()
-    module, message = getattr(call, "__self__", call), " is on the device meta, which stores no numbers. Fix: "
-    for given in (
-        {"x": x.to("meta")},
-        {"t": t.to("meta")},
-        {"mask": torch.ones(1, 6, dtype=torch.bool, device="meta")},
-    ):
-        with pytest.raises(ValueError, match=f"{next(iter(given))}{message}"):
-            call(**{"x": x, "t": t} | given)
-    module.to("meta")
-    with pytest.raises(ValueError, match=f"the module{message}"):
-        call(x, t)
+    given, call = (
+        {"x": torch.randn(1, 6, 2), "t": torch.arange(6.0), "mask": torch.ones(1, 6, dtype=torch.bool)},
+        layer(),
+    )
+    for name, value in given.items():
+        with pytest.raises(ValueError, match=rf"{name} is on the device meta, which stores no numbers\. Fix: "):
+            call(**given | {name: value.to("meta")})
+    getattr(call, "__self__", call).to("meta")
+    with pytest.raises(ValueError, match=r"the module is on the device meta, which stores no numbers\. Fix: "):
+        call(**given)
 
 
 CONTINUED = {
@@ -298,14 +287,12 @@ def test_the_fix_for_times_that_decrease_sorts_samples_with_them():
 
 @pytest.mark.parametrize("array", [numpy.asarray, torch.as_tensor])
 def test_the_fix_for_lists_of_arrays_makes_a_series_of_them(array):
-    x = [array(numpy.ones((n, 2))) for n in (3, 2)]
-    t = [array(0.5 * numpy.arange(len(one))) for one in x]
-    for rnn in (hbnode.ODERNN(2, 4), hbnode.nn.Oscillators(2, 4), hbnode.nn.OscillatorStack(2, 4)):
-        with pytest.raises(TypeError, match=r"got list. Fix: series = hbnode.data.as_series") as error:
-            rnn(x, t)
-        names = {"hbnode": hbnode, "torch": torch, "rnn": rnn, "x": x, "t": t}
-        make, call = str(error.value).split("Fix: series = ")[1].rstrip(".").split(", and ")
-        assert eval(call, names | {"series": eval(make, names)})[0].shape == (2, 3, 4)
+    x, t = [array(numpy.ones((n, 2))) for n in (3, 2)], [array(0.5 * numpy.arange(n)) for n in (3, 2)]
+    names = {"hbnode": hbnode, "torch": torch, "rnn": hbnode.ODERNN(2, 4), "x": x, "t": t}
+    with pytest.raises(TypeError, match=r"got list. Fix: series = hbnode.data.as_series") as error:
+        names["rnn"](x, t)
+    make, call = str(error.value).split("Fix: series = ")[1].rstrip(".").split(", and ")
+    assert eval(call, names | {"series": eval(make, names)})[0].shape == (2, 3, 4)
 
 
 def test_packed_and_padded_do_not_mix():
