@@ -136,7 +136,7 @@ def test_values_gradients_and_counts(case, gradient, reference, monkeypatch):
     assert (nfe.backward > 0) == (gradient == "checkpoint")
 
 
-@pytest.mark.parametrize("options", [{}, {"field": "ghbnode", "per_sample": False}], ids=["hbnode", "ghbnode-batch"])
+@pytest.mark.parametrize("options", [{}, {"field": "ghbnode", "per_sample": False}], ids=str)
 def test_more_gaps_than_have_their_coefficients_computed_at_once(options, reference, monkeypatch):
     monkeypatch.setattr("hbnode.nn._fused_ode_rnn.TOGETHER", 7)
     monkeypatch.setattr("hbnode.nn._fused_ode_rnn.FEW_SIZES", 4)

@@ -504,17 +504,14 @@ def test_heads_of_a_stack(head, input):
 def test_what_a_stack_refuses():
     Stack = hbnode.nn.OscillatorStack
     stack, x, t = Stack(2, 4, head="next"), torch.randn(3, 5, 2), torch.arange(5.0)
+    _, state = stack(x, t)
     for use, message in (
         (lambda: Stack(3, 8, head="mean"), "head must"),
         (lambda: Stack(3, 8, head="next", bidirectional=True), "bidirectional"),
         (lambda: stack(x, state=Stack(2, 4, num_layers=3)(x)[1]), "state must be an OscillatorStackState of 2 layers"),
         (lambda: stack(x, t, t_next=torch.tensor([7.0, 7.0, math.nan])), "t_next must not lie before the last time"),
         (lambda: Stack(2, 4)(x, t, t_next=7.0), "t_next is for head='next'"),
+        (lambda: stack.forecast(state, [1.0]), "forecast is for head='regression'.*Fix: stack"),
     ):
         with pytest.raises(ValueError, match=message):
             use()
-    _, state = stack(x, t)
-    with pytest.raises(
-        ValueError, match=r"forecast is for head='regression'.*Fix: stack\(x, t, t_next=t\[:, -1\] \+ dt"
-    ):
-        stack.forecast(state, [1.0])
