@@ -272,20 +272,18 @@ def test_two_directions_are_two_networks():
 @pytest.mark.parametrize("model", ["ghbnode", *slow("node", "anode", "sonode", "hbnode")])
 def test_every_parameter_learns_and_copies_agree(model):
     options = {"missing": "decay", "num_layers": 2, "bidirectional": True, "static_size": 2, "dropout": 0.5}
-    options |= {"field": model, "mask_features": True, "elapsed_features": True, "rtol": 1e-3, "atol": 1e-3}
-    rnn = make_rnn(**options, time_unit=5.0)
-    (x, t), mask, static = make_series(), make_mask(), STATIC.clone().requires_grad_()
-    output, _ = rnn(x, t, mask=mask, static=static)
+    rnn = make_rnn(model, **options, mask_features=True, elapsed_features=True, time_unit=5.0)
+    (x, t), given = make_series(), {"mask": make_mask(), "static": STATIC.clone().requires_grad_()}
+    output, _ = rnn(x, t, **given)
     output.square().sum().backward()
-    for name, p in [("static", static), *rnn.named_parameters()]:
+    assert given["static"].grad.any()
+    for name, p in rnn.named_parameters():
         assert p.grad is not None, name
         assert p.grad.any(), name
-    assert not rnn(x, t, mask=mask, static=static)[0].equal(output)  # another dropout
-    output, _ = rnn.eval()(x, t, mask=mask, static=static)
-    fresh = hbnode.ODERNN(3, 4, **options).double().eval()
-    fresh.load_state_dict(rnn.state_dict())
-    for other in (copy.deepcopy(rnn), fresh, pickle.loads(pickle.dumps(rnn))):
-        assert other(x, t, mask=mask, static=static)[0].equal(output)
+    assert not rnn(x, t, **given)[0].equal(output)  # another dropout
+    output, _ = rnn.eval()(x, t, **given)
+    for other in (copy.deepcopy(rnn), pickle.loads(pickle.dumps(rnn))):
+        assert other(x, t, **given)[0].equal(output)
 
 
 # Counts, grids, precision, programs
@@ -380,14 +378,11 @@ def test_failures_tell_the_time(solver):
 
 @pytest.mark.parametrize("per_sample", [True, False])
 def test_spans_that_are_huge_against_the_dynamics_fail_early(per_sample):
-    field = hbnode.HBNODE(lambda h: -h)
-    rnn = hbnode.ODERNN(3, 4, field=field, per_sample=per_sample, max_steps=1000, method="nystrom4")
-    x, _ = make_series(torch.float32)
+    rnn = hbnode.ODERNN(3, 4, field=hbnode.HBNODE(lambda h: -h), per_sample=per_sample, max_steps=1000)
     days = 1.7e9 + 86400.0 * torch.arange(5, dtype=torch.float64)
     with pytest.raises(hbnode.errors.MaxStepsError, match=r"Fix: .*rnn.fit_time_unit\(t\)") as failure:
-        rnn(x, days)
-    assert failure.value.nfe < 500 * 4
-    assert torch.isfinite(rnn(x, (days - days[0]) / 86400)[0]).all()
+        rnn(make_series(torch.float32)[0], days)
+    assert failure.value.nfe < 500 * 8
 
 
 def test_steps_that_grow_are_waited_for():
