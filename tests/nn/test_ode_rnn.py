@@ -342,8 +342,16 @@ def test_a_grid_counts_in_units_of_time_and_has_a_limit():
     assert torch.autograd.gradcheck(lambda t: rnn(x.double(), t)[0][:, -1], t, eps=1e-6, atol=1e-5, fast_mode=True)
 
 
-def test_autocast_and_states_that_are_saved(tmp_path):
-    rnn = make_rnn(dtype=torch.float32, rtol=1e-3, atol=1e-3)
+class LinearCell(nn.Linear):
+    """A cell that autocast runs in half precision."""
+
+    def forward(self, x, s):
+        return super().forward(torch.cat([x, s], 1))
+
+
+@pytest.mark.parametrize("cell", ["gru", LinearCell(11, 8)], ids=["gru", "linear"])
+def test_autocast_and_states_that_are_saved(cell, tmp_path):
+    rnn = make_rnn(dtype=torch.float32, rtol=1e-3, atol=1e-3, cell=cell)
     x, t = make_series(torch.float32)
     filtered = rnn.filter(x, t)
     with torch.autocast("cpu", dtype=torch.bfloat16):
