@@ -68,6 +68,12 @@ def test_no_metrics_without_a_checkpoint(tmp_path):
     assert len(read_metrics(tmp_path)) == 2
 
 
+def test_a_cosine_schedule_cannot_be_extended(tmp_path):
+    polynomial("--schedule", "cosine", "--epochs", "1", "--out", tmp_path)
+    with pytest.raises(SystemExit, match="epochs: 1 there, 2 wanted"):
+        polynomial("--schedule", "cosine", "--epochs", "2", "--out", tmp_path)
+
+
 def test_a_finished_run_is_left_alone_and_can_be_trained_longer_to_the_same_numbers(
     finished, tmp_path, capsys, monkeypatch
 ):
