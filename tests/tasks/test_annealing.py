@@ -19,16 +19,6 @@ def test_log_z_of_the_many_well_is_that_of_its_pairs():
     assert target.log_z == pytest.approx(25 * of_pair, rel=1e-9)
 
 
-def test_the_funnel_is_normalised():
-    target = annealing.funnel()
-    torch.manual_seed(0)
-    v = 3 * torch.randn(5, dtype=torch.float64)
-    x = torch.cat([v[:, None], torch.randn(5, 9, dtype=torch.float64) * (v / 2).exp()[:, None]], 1)
-    first = torch.distributions.Normal(0, 3).log_prob(v)
-    rest = torch.distributions.Normal(0, (v / 2).exp()[:, None]).log_prob(x[:, 1:]).sum(1)
-    torch.testing.assert_close(target.log_prob(x), first + rest)
-
-
 def test_logistic_regression_is_likelihood_times_prior():
     target = annealing.cancer()
     assert target.dim == 31

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import sys
 import zipfile
 
 import numpy as np
@@ -51,31 +50,6 @@ def test_sets_of_the_archive_are_read_from_wheels(tmp_path, monkeypatch):
     assert series.x[..., 0].tolist() == [[2.5, 3.5], [4.5, 5.5]] * 2
 
 
-def test_sets_that_aeon_ships(monkeypatch):
-    pytest.importorskip("aeon")
-    (train, labels), (test, _) = labelled_series.read_split("JapaneseVowels")
-    assert (train.x.shape, test.x.shape) == ((270, 26, 12), (370, 29, 12))
-    assert (int(train.lengths.min()), int(labels.max())) == (7, 8)
-    assert train.mask.sum() == 12 * train.lengths.sum()
-    series, labels, names = labelled_series.read_archive("GunPoint")
-    assert (len(series), names, labels.bincount().tolist()) == (200, ["1", "2"], [100, 100])
-    monkeypatch.setitem(sys.modules, "aeon.datasets", None)
-    with pytest.raises(FileNotFoundError, match=r"GunPoint is a set of the package aeon: .* Fix: pip install aeon"):
-        labelled_series.read_archive("GunPoint")
-
-
-def test_the_split_of_the_archive_is_read_from_numpy_s_format(tmp_path, monkeypatch):
-    monkeypatch.setenv("HBNODE_DATA", str(tmp_path))
-    (tmp_path / "uea").mkdir()
-    arrays = {"X_train": np.ones((3, 4, 1)), "y_train": [1, 2, 1], "X_test": np.zeros((2, 4, 1)), "y_test": [2, 1]}
-    np.savez(tmp_path / "uea" / "Trace.npz", **arrays)
-    (train, labels), (test, test_labels) = labelled_series.read_split("Trace")
-    assert (labels.tolist(), test_labels.tolist()) == ([0, 1, 0], [1, 0])
-    assert (train.x == 1).all()
-    assert (test.x == 0).all()
-    assert (train.x.shape, test.ids) == ((3, 4, 1), [3, 4])
-
-
 def test_a_share_of_the_stamps_is_kept_with_all_channels():
     series, _, _ = labelled_series.clinic(50)
     half = labelled_series.with_share(series, 0.5, seed=0)
@@ -109,13 +83,6 @@ def test_thinning_keeps_order_and_drops_at_random():
     share = labelled_series.thinned(series, 0.5, 0, seed=0).mask.sum() / series.mask.sum()
     assert 0.4 < share < 0.6
     assert labelled_series.thinned(series, 0.0, 0, seed=0).mask.sum() == series.mask.sum()
-
-
-def test_the_split_is_stratified_and_disjoint():
-    labels = torch.tensor([0] * 50 + [1] * 10 + [2] * 3)
-    parts = classification.split(labels, 0)
-    assert sorted(torch.cat(list(parts.values())).tolist()) == list(range(63))
-    assert [labels[part].bincount().tolist() for part in parts.values()] == [[30, 6, 1], [10, 2, 1], [10, 2, 1]]
 
 
 @pytest.fixture(scope="module")

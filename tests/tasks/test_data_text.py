@@ -54,18 +54,6 @@ def test_words_end_of_lines_and_a_limited_vocabulary(folder):
     assert sorted(read_text("ptb").words) == ["<eos>", "<unk>", "a", "b"]  # always has <unk>
 
 
-def test_characters(folder):
-    write_shakespeare(folder, 9 * "ab\nabc d.\n" + "ab\nx " + "é\nbad")
-    assert read_text().source == "generated"  # by default a text is one of words
-    text = read_text(order=("tinyshakespeare",))
-    assert spelt(text, "") == [9 * "ab\nabc d.\n", "ab\n<unk> ", "<unk>\nbad"]
-    path = folder / "tinyshakespeare" / "input.txt"
-    path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))  # line ends of Windows
-    assert spelt(read_text("tinyshakespeare"), "") == spelt(text, "")
-    few = read_text("tinyshakespeare", train_size=6, test_size=2, vocabulary=3)
-    assert ([len(part) for part in few.parts.values()], len(few.words)) == ([6, 2, 2], 3)
-
-
 def test_texts_that_cannot_be_read(folder):
     for name in ("ptb", "tinyshakespeare"):
         with pytest.raises(FileNotFoundError, match=rf"{FILES[name][0]} is not in HBNODE_DATA=.*Fix:"):
@@ -129,28 +117,6 @@ def test_sentence_pairs_of_limited_length_and_number(folder):
     assert few["train"] == [pair for pair in parts["train"] if len(pair[1].split()) == 3][:50]
     with pytest.raises(ValueError, match="no pair of at most 1 words in the train data"):
         tatoeba.read_pairs(max_words=1)
-
-
-def test_sentences_that_cannot_be_read(folder):
-    with pytest.raises(FileNotFoundError, match=r"tatoeba-deu-eng/deu-eng\.zip is not in HBNODE_DATA=.*Fix: put"):
-        tatoeba.read_pairs("tatoeba")
-    write_pairs(folder, ["Hi.\tHallo.", "one language"])
-    with pytest.raises(ValueError, match=r"deu-eng\.zip is no archive with a file deu\.txt"):
-        tatoeba.read_pairs()
-    (folder / "tatoeba-deu-eng" / "deu-eng.zip").write_bytes(b"<html>")
-    with pytest.raises(ValueError, match=r"deu-eng\.zip is no archive"):
-        tatoeba.read_pairs()
-
-
-def test_the_synthetic_language():
-    pairs = tatoeba.simulated_pairs(50, seed=0)
-    assert pairs == tatoeba.simulated_pairs(50, seed=0)
-    assert len(set(pairs)) == 50
-    for english, german in pairs:
-        words, theirs = (sentence.rstrip(".").split() for sentence in (english, german))
-        assert sorted(word[::-1] for word in theirs) == sorted(words)
-        assert theirs[-1][::-1] in tatoeba.VERBS
-    assert_disjoint(tatoeba.read_pairs("generated")[0])
 
 
 TEXTS = ("low low low lower", "newest newest widest!", "He said: „low, lower“ …", "", " a\u202f  b ")

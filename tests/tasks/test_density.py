@@ -10,21 +10,12 @@ pytest.importorskip("matplotlib")
 
 from tasks import density
 from tasks.common.config import parse
-from tasks.data.planar import DATASETS, EXTENT, grid, log_normalizer, ring
+from tasks.data.planar import EXTENT, grid, log_normalizer, ring
 from tasks.models.densities import CNF
 
 
 def options_of(*argv):
     return parse(density.DensityConfig, {}, "", ["--device", "cpu", *argv])
-
-
-def test_the_checkerboard_is_uniform_on_its_eight_squares():
-    x = DATASETS["checkerboard"](8000, torch.Generator().manual_seed(0))
-    square = ((x + 4) / 2).floor().long()
-    counts = (4 * square[:, 0] + square[:, 1]).bincount(minlength=16).view(4, 4)
-    assert (counts > 0).sum() == 8
-    assert (counts[counts > 0] - 1000).abs().max() < 150
-    assert not (counts[:-1] * counts[1:]).any()
 
 
 def test_the_grid_and_the_integral_of_an_energy():

@@ -8,9 +8,7 @@ import torch
 pytest.importorskip("tqdm")
 
 
-from tasks import lra
 from tasks.data.listops import SYMBOLS, make_listops, trivial_accuracies
-from tasks.lra import LRAConfig
 
 EVALUATE = {
     "[MIN": min,
@@ -33,18 +31,6 @@ def parse(words):
         arities += below
     words.pop(0)
     return EVALUATE[word](values), 1 + max(depths), [len(values), *arities]
-
-
-def tree(generator, depth, max_depth, max_args):
-    """Return the words of a random tree, by the rules, one node after the other."""
-
-    def number(low, high):
-        return int(torch.randint(low, high, (), generator=generator))
-
-    if depth == max_depth or number(0, 4):
-        return [str(number(0, 10))]
-    arguments = [tree(generator, depth + 1, max_depth, max_args) for _ in range(number(2, max_args + 1))]
-    return [SYMBOLS[number(11, 15)], *(word for argument in arguments for word in argument), "]"]
 
 
 def words_of(samples):
@@ -73,31 +59,6 @@ def test_values_are_those_of_a_parser():
         make_listops(500, seed=0, min_length=3, max_length=5, max_depth=2)
 
 
-def test_trees_are_drawn_by_the_rules():
-    """Lengths, depths, operators and values have the frequencies of trees drawn node by node."""
-    limits, count = {"max_depth": 5, "max_args": 4}, 1500
-    ours = words_of(make_listops(count, seed=0, min_length=12, max_length=40, **limits))
-    generator, theirs = torch.Generator().manual_seed(0), set()
-    while len(theirs) < count:
-        words = tree(generator, 1, **limits)
-        if 12 < len(words) < 40:
-            theirs.add(tuple(words))
-
-    def statistics_of(expressions):
-        rows = []
-        for words in expressions:
-            value, depth, arities = parse(list(words))
-            counts = [words.count(name) for name in EVALUATE]
-            firsts = [words[0] == name for name in EVALUATE]
-            rows.append([len(words), depth, value, max(arities), arities[0], *counts, *firsts])
-        return torch.tensor(rows, dtype=torch.float64)
-
-    a, b = statistics_of(ours), statistics_of(theirs)
-    error = ((a.var(0) + b.var(0)) / count).sqrt()
-    assert ((a.mean(0) - b.mean(0)).abs() / error).max() < 4
-    torch.testing.assert_close(a.std(0), b.std(0), rtol=0.1, atol=0)
-
-
 def test_published_lengths_and_trivial_accuracies():
     """17.5 and 37.2 % were found on the 2,000 test samples of the benchmark; chance moves them by a point."""
     samples = make_listops(8000, seed=0)
@@ -113,18 +74,3 @@ def test_published_lengths_and_trivial_accuracies():
 
 
 # Files
-
-
-def load(**options):
-    return lra.load_data(LRAConfig(min_length=5, max_length=40, **options))
-
-
-def test_listops_has_the_same_test_data_for_all_sizes_of_training_data():
-    few, many = (load(train_size=size, test_size=20) for size in (30, 60))
-    for name in ("validation", "test"):
-        assert all(torch.equal(a, b) for a, b in zip(few[name], many[name], strict=True))
-    assert torch.equal(many["train"][0][:30, : few["train"][0].shape[1]], few["train"][0])
-    assert [len(many[name][2]) for name in ("train", "validation", "test")] == [60, 20, 20]
-    assert len({tuple(row) for part in many.values() for row in part[0].tolist()}) == 100
-    lengths = many["test"][1]
-    assert torch.equal(lengths, lengths.sort().values)

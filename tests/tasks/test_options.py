@@ -53,9 +53,6 @@ silverbox --past 51 | --past must be at most 50
 silverbox --validation 10 | --validation must be at least 100
 studies.image_throughput --model linear | --model must name softmax
 studies.image_throughput --length 0 | must be positive
-studies.momentum_ablation --momenta 1 | --momentum must be below 1
-studies.momentum_ablation --step-sizes 0 | --step-size must be positive
-studies.momentum_ablation --step-size=0.5 | Fix: --momenta and --step-sizes
 studies.pixel_mnist_gradients --every 0 | --every must be positive
 studies.pixel_mnist_gradients --model plain --momentum 0.5 | --model plain does not use --momentum
 transformer_copy --length 7 | --length must be 8 or more, got 7

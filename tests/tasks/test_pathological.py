@@ -11,7 +11,6 @@ pytest.importorskip("matplotlib")
 from tasks import pathological
 from tasks.common import train
 from tasks.common.config import parse
-from tasks.common.train import OPTIMIZERS
 from tasks.data.pathological import PROBLEMS, Problem
 from tasks.models.sequence_models import LAYERS
 from tasks.pathological import PathologicalConfig, SequenceLoss, make_model, make_optimizer
@@ -22,32 +21,6 @@ TINY = "--device cpu --length 10 --hidden 6 --batch-size 12 --test-size 30 --max
 
 def options_of(*argv):
     return parse(PathologicalConfig, pathological.PRESETS, "", ["--device", "cpu", *argv])
-
-
-def test_what_is_not_given_comes_from_the_tables():
-    adam = options_of("--model", "gru").filled()
-    assert (adam.batch_size, adam.iterations, adam.curvature_size) == (100, 50, 0)
-    assert adam.lr == pathological.RATES["adam"].get("gru", pathological.RATES["adam"][""])
-    hf = options_of("--optimizer", "hf").filled()
-    assert (hf.iterations, hf.structural_damping, hf.max_cg) == (1, 1 / 30, 60)
-    assert 0 < hf.curvature_size <= hf.batch_size
-    given = options_of("--lr", "0.5", "--batch-size", "7", "--iterations", "3").filled()
-    assert (given.lr, given.batch_size, given.iterations) == (0.5, 7, 3)
-    assert options_of("--optimizer", "hf", "--batch-size", "40").filled().curvature_size == 40
-    memorization = options_of("--problem", "memorization_5", "--optimizer", "hf").filled()
-    assert (memorization.batch_size, memorization.damping, memorization.max_cg) == (32, 0.1, 300)
-    supplement = options_of("--preset", "supplement").filled()
-    assert (supplement.batch_size, supplement.curvature_size, supplement.max_cg) == (10_000, 1_000, 300)
-    assert (supplement.damping, supplement.structural_damping) == (0.1, 1 / 30)
-    starts = {
-        options_of("--preset", preset, "--optimizer", "hf", "--length", "60", *options).filled().damping
-        for preset in ("default", "supplement")
-        for options in (["--structural-damping", "0"], ["--damping", "7"])
-    }
-    assert sorted(starts) == pytest.approx([0.03, 0.3, 7])
-    for rates in pathological.RATES.values():
-        assert set(rates) <= {"", *LAYERS}
-    assert set(pathological.SETTINGS) == set(pathological.RATES) == set(OPTIMIZERS)
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -110,21 +83,6 @@ def test_a_run_ends_with_its_seconds_and_goes_on_with_more(tmp_path, capsys, mon
     pathological.main([*options, "60"])
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["seconds"], summary["iterations"]) == (63, 9)
-
-
-def test_a_run_that_diverges_is_a_failure_with_a_summary(tmp_path, capsys, monkeypatch):
-    found = iter([{"test_loss": 1.0, "test_error": 1.0}])
-
-    def evaluate(*args):
-        for row in found:
-            return row
-        raise train.Diverged("test data: test_loss is inf")
-
-    monkeypatch.setattr(pathological, "evaluate", evaluate)
-    pathological.main([*TINY, "--iterations", "1", "--out", str(tmp_path)])
-    assert "test_loss is inf" in capsys.readouterr().out
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert (summary["solved"], summary["diverged"]) == (False, True)
 
 
 def test_few_wrong_of_the_first_sequences_are_no_success_yet(monkeypatch):

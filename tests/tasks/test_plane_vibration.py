@@ -1,6 +1,5 @@
 """Plane vibration: the record and its stand-in, both splits, what the models see, the loss."""
 
-import json
 import sys
 import types
 
@@ -11,10 +10,7 @@ pytest.importorskip("tqdm")
 pytest.importorskip("matplotlib")
 
 from tasks import plane_vibration
-from tasks.common.config import parse
-from tasks.common.run import count_parameters
 from tasks.data import f16
-from tests.models import MODELS
 
 NAME = "F16Data_FullMSine_Level1"
 
@@ -83,17 +79,6 @@ def test_segments_and_their_targets_are_the_right_rows(protocol, sizes):
         assert torch.equal(ahead, rows[:, 64:] + torch.arange(8))
 
 
-def test_the_papers_split_is_in_order_and_a_tenth_of_the_rows_is_missing():
-    rows = plane_vibration.split_rows(73_728, "paper")
-    assert rows["train"].max() < rows["validation"].min() < rows["validation"].max() < rows["test"].min()
-    quarters = [rows[name].min().item() / 73_628 for name in ("validation", "test")]
-    assert quarters == pytest.approx([0.5, 0.75], abs=5e-3)
-    assert rows["test"].max() < 73_728 - 100
-    gaps = torch.cat(list(rows.values())).diff(dim=1).flatten().bincount().double()
-    expected = 0.9 * 0.1 ** torch.arange(3, dtype=torch.float64)  # geometric
-    torch.testing.assert_close(gaps[1:4] / gaps.sum(), expected, atol=2e-3, rtol=0)
-
-
 def test_no_phase_of_the_honest_split_is_in_two_parts():
     rows = plane_vibration.split_rows(73_728, "honest")
     used = {}
@@ -129,7 +114,7 @@ def test_standardised_with_what_training_may_know(made_up):
 
 @pytest.fixture
 def short(monkeypatch):
-    """Windows of 26 samples in place of 64; the figure shows the last 24."""
+    """Windows of 26 samples in place of 64."""
     monkeypatch.setattr(plane_vibration, "WINDOW", 26)
 
 
@@ -140,16 +125,6 @@ def window(batch=3, seed=0):
     gaps = torch.randint(1, 4, (batch, length), generator=generator).double()
     t = torch.cat([torch.zeros(batch, 1), gaps.cumsum(1)], dim=1)
     return torch.randn(batch, length, 5, generator=generator, dtype=torch.float64), t
-
-
-def test_the_papers_numbers_of_parameters():
-    names = (*MODELS, "gru", "oscillators", "oscillator_stack")
-    models = [plane_vibration.make_model(plane_vibration.PlaneVibrationConfig(model=name)) for name in names]
-    counts = [count_parameters(model) for model in models]
-    assert counts[:5] == [15_986, 16_730, 16_649, 16_126, 16_127]
-    assert all(abs(count - 16_000) < 500 for count in counts[5:])
-    options = parse(plane_vibration.PlaneVibrationConfig, plane_vibration.PRESETS, "", ["--preset", "paper"])
-    assert (options.protocol, options.solver, options.adjoint_norm) == ("paper", "torchdiffeq", "full")
 
 
 @pytest.mark.parametrize("model", ["node", "ghbnode"])
@@ -183,20 +158,3 @@ def test_the_loss_is_the_error_of_the_forecast_and_a_tenth_of_that_at_the_next_s
     assert [means["forecast_mse"], means["next_mse"]] == pytest.approx([part.item() for part in parts])
     likely, _ = plane_vibration.squared_errors(lambda *args: (*outputs, torch.tensor([3.0, 4.0, 5.0])), (x, t, target))
     assert likely.item() == pytest.approx(-4 / (64 * 5))
-
-
-def test_a_run_is_of_one_source_and_says_its_errors(made_up, short, tmp_path, monkeypatch):
-    whole = plane_vibration.split_rows
-    monkeypatch.setattr(f16, "read_plane_vibration", lambda source: (made_up, "generated"))
-    monkeypatch.setattr(
-        plane_vibration, "split_rows", lambda *args: {name: rows[:4:2] for name, rows in whole(*args).items()}
-    )
-    options = "--device cpu --epochs 1 --tol 1e-1 --batch-size 2 --time-unit 0 --out".split()
-    plane_vibration.main([*options, str(tmp_path)])
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    by_row = summary["test_forecast_mse_by_row"]
-    assert sum(by_row) / len(by_row) == pytest.approx(summary["test_forecast_mse"], rel=1e-4)
-    assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["model"]["rnn.time_unit"] == 10.0  # rows
-    monkeypatch.setattr(f16, "read_plane_vibration", lambda source: (made_up, "f16"))
-    with pytest.raises(SystemExit, match=r"data: 'generated' there, 'f16' wanted"):
-        plane_vibration.main([*options, str(tmp_path)])

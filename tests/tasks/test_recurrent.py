@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import math
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from tasks import language_model, pixel_mnist, polyphonic_music, speech
 from tasks.common.config import parse
 from tasks.common.run import count_parameters
 from tasks.data import speech as speech_data
-from tasks.data.text import read_text
 from tasks.models import awd_lstm
 from tasks.models.next_step import as_batch
 from tasks.models.recurrent import LayerWithReadout, RecurrentConfig, RuleOptions, make_layer
@@ -195,19 +193,6 @@ def test_one_mask_drops_a_unit_at_all_times_and_another_a_word_everywhere():
     torch.testing.assert_close(awd_lstm.embed(embedding, words, 0.3, training=False), embedding(words))
 
 
-def test_lengths_of_pieces():
-    lengths = awd_lstm.chunk_lengths(100_000, 70, 0, 3)
-    assert sum(lengths) == 100_000
-    assert lengths != awd_lstm.chunk_lengths(100_000, 70, 0, 4)
-    assert lengths == awd_lstm.chunk_lengths(100_000, 70, 0, 3)
-    whole = torch.tensor(lengths[:-1]).float()
-    half = whole < 52
-    assert half.float().mean().item() == pytest.approx(0.05, abs=0.02)
-    assert whole[~half].mean().item() == pytest.approx(69.5, abs=0.6)  # rounded down
-    assert whole[~half].std().item() == pytest.approx(5, abs=0.5)
-    assert min(awd_lstm.chunk_lengths(21, 1, 0, 0)[:-1]) >= 5
-
-
 def test_averaging_begins_when_the_loss_ceases_to_fall():
     p = nn.Parameter(torch.zeros(2))
     averaging, never = awd_lstm.Averaging([p], patience=2), awd_lstm.Averaging([p], patience=0)
@@ -246,21 +231,6 @@ def test_the_loss_of_a_text_is_the_same_however_it_is_cut(options):
     for bptt in (40, 7, 1):
         assert language_model.evaluate(model, text, bptt) == pytest.approx(expected, rel=1e-5)
     assert model.training
-
-
-def test_training_goes_through_the_text_once_with_the_state_carried(tmp_path):
-    """Next to untrained, an epoch's loss is that of evaluating the text."""
-    options = {"lr": 1e-9, "train_size": 600, "test_size": 300, "epochs": 1, "batch_size": 4, "clip": 0.0}
-    config = small_language(model="momentum", out=str(tmp_path), **options)
-    language_model.train(config)
-    row = read_metrics(tmp_path)[0]
-    torch.manual_seed(config.seed)
-    text = read_text("generated", vocabulary=5000, train_size=600, test_size=300)
-    model = language_model.make_model(len(text.words), config)
-    for name, columns in (("train", 4), ("validation", 10)):
-        expected = language_model.evaluate(model, language_model.in_columns(text.parts[name], columns), 50)
-        assert float(row[f"{name}_loss"]) == pytest.approx(expected, rel=1e-5)
-    assert float(row["validation_perplexity"]) == pytest.approx(math.exp(float(row["validation_loss"])))
 
 
 @pytest.mark.slow

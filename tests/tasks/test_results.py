@@ -17,7 +17,6 @@ pytest.importorskip("pandas")
 
 from tasks import pages, readers, results, walker2d
 from tasks.common import run as task_run
-from tasks.common.figures import line_style
 from tasks.experiments import COMMANDS, Command
 from tasks.pages import lookup, read_results, substitute, tables, write_results
 from tasks.rows import COLUMNS, grouped, read_csv, renamed, runs, study, tell_apart, write_rows
@@ -366,17 +365,6 @@ def test_a_table_and_figures_of_run_folders(tmp_path, capsys, caplog):
     pages.plt.close(figure)
 
 
-@pytest.mark.parametrize(("count", "length"), [(2, 30), (5, 8), (5, 100), (1, 1), (10, 3)])
-def test_equal_lines_can_be_told_apart(count, length):
-    """No two have the same marker of the same size, and long lines have theirs at different points."""
-    styles = [line_style(index, count, length) for index in range(count)]
-    assert len({(style["marker"], style["markersize"]) for style in styles}) == count
-    marked = [set(range(style["markevery"][0], length, style["markevery"][1])) for style in styles]
-    assert all(marked)
-    if length >= 2 * count:
-        assert len(set.union(*marked)) == sum(map(len, marked))
-
-
 # The studies that take no training
 
 
@@ -417,17 +405,3 @@ def test_windows_are_interpolated_and_see_no_later_frame():
     assert not windows.grid()[0].any()
     few = shallow_rows.windows_of_walking((x, t, x + 1), 2)
     assert len(few.x) == len(few.age) == len(few.y) == 2
-
-
-@pytest.mark.parametrize("name", ["ridge", "minirocket", "boosting"])
-def test_fitted_rows_beat_the_last_value(name):
-    if name == "minirocket":
-        pytest.importorskip("aeon")
-    phase, age = 6 * torch.rand(160, 1), torch.arange(16.0, 0, -1).expand(160, -1)
-    x, y = (torch.sin(phase - 0.5 * steps)[..., None] for steps in (age, torch.zeros(160, 1)))
-    parts = [
-        shallow_rows.Windows(x[some], age[some], y[some]) for some in (slice(100), slice(100, 130), slice(130, 160))
-    ]
-    test = parts[2]
-    forecast = shallow_rows.fit(name, *parts[:2], 0)(test)
-    assert (forecast - test.y).square().mean() < 0.2 * (test.last - test.y).square().mean()

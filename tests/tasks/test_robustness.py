@@ -99,6 +99,7 @@ def test_files_and_clean_accuracy(runs, tmp_path, capsys, monkeypatch):
     assert (tmp_path / "robustness.png").read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.slow
 def test_the_attacked_model_is_the_trained_one_with_an_exact_gradient(runs, tmp_path):
     """A reversible run is solved by a splitting method, which checkpoint alone would not choose."""
     train(tmp_path / "r0", "hbnode", "--gradient", "reversible", "--steps", "2")
@@ -110,27 +111,3 @@ def test_the_attacked_model_is_the_trained_one_with_an_exact_gradient(runs, tmp_
         assert model.block.settings().gradient == expected
         assert robustness.gradient_ratio(model, images, labels) == pytest.approx(1, abs=0.1)
     assert model.block.settings().method == "blanes_moan4"
-
-
-def test_runs_with_different_options_are_refused(tmp_path):
-    for name, lr in (("a", 0.1), ("b", 0.2)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "summary.json").write_text("{}")
-        described = {"task": "image_classification", "model": name, "lr": lr}
-        (tmp_path / name / "config.json").write_text(json.dumps(described))
-    with pytest.raises(SystemExit, match=r"differ in lr\. Fix: a folder of runs with equal options"):
-        robustness.finished_runs(tmp_path)
-
-
-def test_signs_of_masking_are_found():
-    def rows(**accuracy):
-        return [
-            {"model": "M", "seed": 0, "attack": name, "size": size, "accuracy": value, "gradient_ratio": 0.5}
-            for name, value in accuracy.items()
-            for size in robustness.SIZES[name]
-        ]
-
-    found = robustness.signs_of_masking(rows(signs=0.9, fgsm=0.5, pgd=0.8))
-    assert "0.50 times as much as its gradient predicts" in found[0]
-    assert "accuracy 80.0% after PGD, 50.0% after fgsm" in found[1]
-    assert len(found) == 1 + len(robustness.SIZES["pgd"])

@@ -137,6 +137,7 @@ def test_on_a_full_disk_the_run_ends_and_can_be_resumed(name, finished, tmp_path
 # Processes
 
 
+@pytest.mark.slow
 def test_a_killed_run_is_resumed_to_the_same_numbers(tmp_path):
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     options = ["--model", "cubic", "--checkpoint-seconds", "0.01", "--out"]
@@ -153,7 +154,7 @@ def test_a_killed_run_is_resumed_to_the_same_numbers(tmp_path):
     assert equal(*(torch.load(path / "checkpoint.pt", weights_only=True)["model"] for path in (killed, whole)))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_an_interrupted_sweep_saves_what_goes_on_and_starts_no_more(number, tmp_path):
     """Also where SIGINT is ignored, as in what a shell starts in the background; the handlers are set back."""
     before = signal.signal(number, signal.SIG_IGN)
@@ -217,6 +218,7 @@ def test_a_run_that_fails_does_not_stop_the_others(tmp_path):
     assert written == {f"{model}-seed2.txt": f"{model}, 2 at a time" for model in models}
 
 
+@pytest.mark.slow
 def test_all_models_and_seeds_side_by_side(tmp_path):
     polynomial("--model", "line,cubic", "--seeds", "2", "--seed", "5", "--epochs", "1", "--out", tmp_path)
     folders = {path.parent.name for path in tmp_path.rglob("summary.json")}

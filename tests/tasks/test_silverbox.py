@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 import torch
 from scipy.integrate import solve_ivp
-from torch import nn
 
 pytest.importorskip("tqdm")
 pytest.importorskip("matplotlib")
 
-import hbnode
 from tasks import silverbox
 from tasks.data import silverbox as silverbox_data
 from tests.tasks.small_runs import read_metrics
@@ -88,27 +86,6 @@ def test_the_record_is_read_from_the_data_folder_or_the_package(record, tmp_path
         silverbox_data.read_silverbox()
 
 
-@pytest.mark.slow
-def test_a_whole_record_is_simulated_from_its_first_samples_and_what_diverges_is_infinite(samples, monkeypatch):
-    monkeypatch.setattr(silverbox, "FINE", 128)  # so fine that lines between its points are exact enough
-    config = silverbox.SilverboxConfig(past=20)
-    model, force = silverbox.Simulator("hbnode", 20, rtol=1e-3, steps=4).double(), Duffing(samples[49:50, 2:])
-    model.block.field = hbnode.HBNODE(force, damping=GAMMA, learn_damping=False)
-    del model.block.initial_state
-    model.block.initial_state = force.start
-    simulated = silverbox.simulate(model, samples[:500, :2], config)
-    measured = samples[50:500, 1]
-    assert (simulated - measured)[:400].abs().max() < 1e-3  # the interpolation, which is worse at the end
-    expected = np.sqrt(np.mean((simulated.numpy() - measured.numpy()) ** 2))
-    assert silverbox.rmse(simulated, measured) == pytest.approx(expected, rel=1e-12)
-    force.growth = 50
-    simulated = silverbox.simulate(model, samples[:300, :2], config)
-    finite = simulated.isfinite()
-    assert 0 < finite.sum() < 250
-    assert finite[: int(finite.sum())].all()
-    assert silverbox.rmse(simulated, samples[50:300, 1]) == math.inf
-
-
 def test_the_input_is_refined_to_the_signal_between_its_samples():
     fine = silverbox.refine(force(torch.arange(200, dtype=torch.float64)))
     assert fine.shape == (199 * silverbox.FINE + 1,)
@@ -128,23 +105,6 @@ def test_windows_lie_where_they_should():
         assert torch.equal(past[i], samples[last - 4 : last + 1])
         assert torch.equal(drive[i, :: silverbox.FINE], samples[last : last + 11, 0])
         assert torch.equal(target[i], samples[last + 1 : last + 11, 1])
-
-
-class Duffing(nn.Module):
-    """The force of the oscillator that made the data, and in place of the encoder its output and velocity."""
-
-    time_dependent = True
-
-    def __init__(self, velocity, growth=0.0):
-        super().__init__()
-        self.velocity, self.growth = velocity, growth
-        self.weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
-
-    def forward(self, t, h):
-        return self.growth * h if self.growth else -A * h - B * h**3 + GAIN * self.input(t)
-
-    def start(self, past):
-        return past[:, -1, 1:], self.velocity
 
 
 def test_a_run_learns_and_says_its_errors_in_millivolts(record, tmp_path):

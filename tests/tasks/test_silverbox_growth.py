@@ -1,12 +1,9 @@
 """Growth at initialisation against closed forms."""
 
-import csv
-import json
 import math
 
 import pytest
 import torch
-from torch import nn
 
 pytest.importorskip("tqdm")
 pytest.importorskip("matplotlib")
@@ -43,32 +40,3 @@ def test_one_that_diverges_is_infinite_and_leaves_the_others_alone():
     assert found["diverged"].tolist() == [0, 0, 1, 1, 1]
     assert found["mean"].isinf().tolist() == [False, False, True, True, True]
     assert found["median"].isfinite().all()
-
-
-def test_draws_are_the_dense_layers_of_their_seeds():
-    torch.manual_seed(7)
-    dense, start = nn.Linear(3, 1), nn.Linear(1, 1, bias=False)
-    draws = silverbox_growth.Draws("sonode", [3, 7], lambda t: torch.full((1,), 0.5, dtype=torch.float64))
-    assert torch.equal(draws.weight[1], dense.weight.double())
-    assert torch.equal(draws.start[1], start.weight[0].double())
-    h, v = torch.tensor([[0.0], [1.0]]).double(), torch.tensor([[0.0], [2.0]]).double()
-    expected = dense(torch.tensor([[1.0, 2.0, 0.5]])).double()
-    torch.testing.assert_close(draws.dense(torch.tensor(0.0), h, v)[1:], expected)
-
-
-@pytest.mark.slow
-def test_growth_writes_its_files(tmp_path, capsys, monkeypatch):
-    record = 0.05 * torch.randn(100, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    monkeypatch.setattr(silverbox_growth, "TOL", 1e-3)
-    monkeypatch.setattr(silverbox_growth, "read_silverbox", lambda: record)
-    silverbox_growth.main(["--draws", "2", "--out", str(tmp_path)])
-    assert {path.name for path in tmp_path.iterdir()} == {"growth.csv", "growth.png", "growth.json"}
-    with open(tmp_path / "growth.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) == 5 * 64
-    start = 100 * (record[0, 1] - record[:, 1].mean()).abs().item()
-    assert all(float(row["median"]) == pytest.approx(start) for row in rows if row["t"] == "0")
-    summary = json.loads((tmp_path / "growth.json").read_text())["at_63"]
-    assert summary["hbnode"]["median"] == pytest.approx(float(rows[4 * 64 - 1]["median"]))
-    assert summary["ghbnode"]["q90"] < summary["hbnode"]["q90"]
-    assert "ghbnode: |h(63)| median" in capsys.readouterr().out

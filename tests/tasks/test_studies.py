@@ -1,4 +1,4 @@
-"""Studies: gradients through time, a grid of momentum and step size, images per second, regression by memories."""
+"""Studies: gradients through time, images per second, regression by memories."""
 
 import csv
 import itertools
@@ -14,7 +14,7 @@ pytest.importorskip("sklearn")
 
 from tasks.data.recall import unit_keys
 from tasks.pixel_mnist import PixelMnistConfig
-from tasks.studies import image_throughput, momentum_ablation, pixel_mnist_gradients, recall_regression
+from tasks.studies import image_throughput, pixel_mnist_gradients, recall_regression
 from tests.tasks.small_runs import names_in
 
 TRANSFORMER = "--device cpu --d-model 8 --heads 2 --layers 1 --feedforward 8".split()
@@ -88,26 +88,6 @@ def test_gradients_write_their_files(tmp_path, capsys):
 # The grid of momentum and step size
 
 
-@pytest.mark.parametrize(
-    ("means", "said"),
-    [
-        ({(0.0, 1.0): 14.0, (0.0, 0.5): 11.0, (0.6, 1.0): 10.0}, "75 % of the gain without momentum, at step"),
-        ({(0.0, 1.0): 10.0, (0.0, 0.5): 13.0, (0.6, 0.5): 9.0}, "best pair 0.6, 0.5: 9; 0 % of the gain"),
-        ({(0.0, 1.0): 5.0, (0.6, 1.0): 5.0}, "no gain"),
-        ({(0.6, 1.0): 5.0}, "needs the pair 0, 1"),
-    ],
-)
-def test_the_gain_without_momentum(means, said):
-    assert said in momentum_ablation.without_momentum(means)
-
-
-def test_the_ablation_has_a_run_for_each_pair_and_seed():
-    config = momentum_ablation.AblationConfig(momenta="0.6,0", step_sizes="1,0.5", seeds=2, out="grid")
-    runs = [(run.seed, run.momentum, run.step_size, run.out) for run in config.runs()]
-    assert runs[:2] == [(0, 0.6, 1.0, "grid/momentum0.6-step1-seed0"), (0, 0.6, 0.5, "grid/momentum0.6-step0.5-seed0")]
-    assert len(runs) == 8
-
-
 # Images a second
 
 
@@ -157,18 +137,3 @@ def test_errors_of_the_plain_recurrence(monkeypatch):
                 wrong.append(torch.einsum("bdm,bd->bm", s - w, q[:, t]).square().mean().item())
             expected = sum(wrong[27:30]) / 3, sum(wrong[63:70]) / 7
             assert found[row, column].tolist() == pytest.approx(expected, rel=1e-3)
-
-
-def test_the_best_settings_of_each_set():
-    sets, steps = recall_regression.settings(), torch.tensor(recall_regression.STEPS)
-    assert sets["any"].all()
-    assert sets["safe"][0].all()
-    for momentum, allowed in zip(recall_regression.MOMENTA[1:], sets["safe"][1:], strict=True):
-        assert torch.equal(allowed, steps <= 3 * (1 - momentum))
-    found = torch.ones(*sets["any"].shape, len(recall_regression.LENGTHS))
-    found[3, 1, -1], found[0, 2, -1], found[-1, -1, -1] = 0.25, 0.5, 0.125
-    *_, safe, every = recall_regression.rows(found, {"keys": "white"})
-    assert (safe["delta"], safe["delta_step"]) == (0.5, recall_regression.STEPS[2])
-    assert (safe["momentum_delta"], safe["momentum"], safe["momentum_step"]) == (0.25, 0.9, recall_regression.STEPS[1])
-    assert (every["momentum_delta"], every["momentum"]) == (0.125, 0.99)
-    assert (safe["settings"], every["settings"], every["length"]) == ("safe", "any", 1000)

@@ -1,6 +1,5 @@
 """Options, and the tasks of images and of a point cloud: sizes of models, presets, losses, and two processes."""
 
-import itertools
 import json
 import socket
 
@@ -49,19 +48,6 @@ def cloud_options(*argv):
 )
 def test_models_have_the_papers_parameter_counts(make, counts):
     assert [count_parameters(make(model)) for model in MODELS] == counts
-
-
-def test_paper_presets():
-    config = cloud_options("--preset", "paper")
-    assert (config.tol, config.epochs, config.lr, config.batch_size) == (1e-7, 300, 1e-2, 120)
-    solver = {"method": "dopri5", "gradient": "adjoint", "adjoint_options": {}}  # the full norm, as the authors ran it
-    assert solver.items() <= config.ode_options().items()
-    for dataset, tol, clip, schedule in (("mnist", 1e-4, 10.0, "constant"), ("cifar10", 1e-5, 1.0, "step")):
-        config = image_options("--preset", f"paper-{dataset}")
-        assert (config.dataset, config.batch_size, config.lr, config.epochs) == (dataset, 64, 1e-3, 40)
-        assert (config.tol, config.clip, config.schedule) == (tol, clip, schedule)
-        assert solver.items() <= config.ode_options().items()
-    assert image_classification.Classifier("ghbnode", "cifar10").block.field.xi == 1.5
 
 
 def test_the_point_cloud_lies_where_the_paper_says():
@@ -118,17 +104,7 @@ def test_a_trained_model_is_loaded_with_its_accuracy(tmp_path):
     assert accuracy == pytest.approx(float(row["test_accuracy"]))
 
 
-def test_the_loss_scale_leaves_exact_gradients_alone_and_costs_the_adjoint_evaluations(tmp_path, monkeypatch):
-    monkeypatch.setattr(point_cloud, "draw_evolution", lambda *args: None)  # which takes longer than the training
-    rows = {}
-    for solver, scale in itertools.product(("native", "torchdiffeq"), ("1", "1024")):
-        options = ["--device", "cpu", "--epochs", "1", "--tol", "1e-3", "--solver", solver, "--loss-scale", scale]
-        point_cloud.main([*options, "--out", str(tmp_path / f"{solver}-{scale}")])
-        rows[solver, scale] = read_metrics(tmp_path / f"{solver}-{scale}")[0]
-    assert {**rows["native", "1024"], "loss_scale": "1.0"} == rows["native", "1"]
-    assert float(rows["torchdiffeq", "1024"]["nfe_backward"]) > float(rows["torchdiffeq", "1"]["nfe_backward"])
-
-
+@pytest.mark.slow
 def test_two_processes_train_as_one(tmp_path, monkeypatch):
     """Each takes half of every batch; on a fixed grid the training is that of one process, uneven parts included."""
     monkeypatch.setattr(point_cloud, "draw_evolution", lambda *args: None)
@@ -147,6 +123,7 @@ def test_two_processes_train_as_one(tmp_path, monkeypatch):
             assert float(b[name]) == pytest.approx(float(value), rel=1e-4), name
 
 
+@pytest.mark.slow
 def test_a_solve_that_fails_says_where_in_the_training(tmp_path):
     options = "--device cpu --model node --lr 1e6 --epochs 50 --batch-size 40".split()
     with pytest.raises(SystemExit, match=r"epoch \d+, batch \d: \w+Error: .*Fix: a smaller --lr"):

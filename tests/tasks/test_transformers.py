@@ -1,6 +1,5 @@
 """Tasks of transformers: models against what they must not see, losses against their definition, the papers' sizes."""
 
-import dataclasses
 import math
 
 import pytest
@@ -15,11 +14,9 @@ pytest.importorskip("tokenizers")
 
 from hbnode._tree import Record
 from hbnode.nn.attention import KeyValueCache
-from tasks import image_generation, language_model, lra, recall, transformer_copy, translation
-from tasks.common.config import parse
+from tasks import image_generation, lra, translation
 from tasks.common.run import count_parameters
 from tasks.data.subwords import PADDING, SPECIAL, learn_subwords
-from tasks.data.text import in_windows, read_text
 from tasks.image_generation import ImageGenerationConfig
 from tasks.lra import LRAConfig
 from tasks.models import logistic_mixture
@@ -27,7 +24,6 @@ from tasks.models.contenders import CONTENDERS
 from tasks.models.depth import CONNECTIONS, CONTROLS, DepthConfig
 from tasks.transformer_copy import CopyConfig
 from tasks.translation import TranslationConfig
-from tests.tasks.small_runs import read_metrics
 
 SMALL = {"d_model": 8, "heads": 2, "layers": 1, "feedforward": 8}
 FLAGS = "--device cpu --d-model 8 --heads 2 --layers 1 --feedforward 8".split()
@@ -35,37 +31,6 @@ every_contender = pytest.mark.parametrize("model", CONTENDERS)
 
 
 # Contenders and the copy task
-
-
-PRESETS = [
-    (transformer_copy, "paper", {"length": 128, "symbols": 10, "batch_size": 64, "lr": 1e-3, "drop_after": 3000}),
-    (image_generation, "mnist", {"layers": 8, "lr": 1e-4, "batch_size": 10, "epochs": 250, "weight_decay": 0.01}),
-    (image_generation, "cifar10", {"layers": 16, "lr": 2e-4, "batch_size": 4, "momentum": 0.1, "logistics": 10}),
-    (recall, "zoology", {"most": 64, "keys": 4096, "values": 4096}),
-    (lra, "listops", {"batch_size": 32, "steps": 5000, "warmup": 1000}),
-    (translation, "paper", {"d_model": 278, "feedforward": 507, "layers": 5, "vocabulary": 40_000, "iterations": 8}),
-]
-
-
-@pytest.mark.parametrize(("task", "name", "expected"), PRESETS)
-def test_presets_have_the_settings_of_their_papers(task, name, expected):
-    kinds = {transformer_copy: CopyConfig, image_generation: ImageGenerationConfig, recall: recall.RecallConfig}
-    kind = {**kinds, lra: LRAConfig, translation: TranslationConfig}[task]
-    config = parse(kind, task.PRESETS, "", ["--preset", name, "--device", "cpu"])
-    assert {key: getattr(config, key) for key in expected} == expected
-    if task is recall:
-        assert [setting.pairs for setting in config.trained()] == [8, 16, 32, 64]
-        assert (config.tested()[-1].pairs, config.trained()[-1].length) == (128, 256)
-    if task is transformer_copy:
-        width, hidden = 8 * 32, 1024
-        layer = 4 * (width**2 + width) + 4 * width + 2 * width * hidden + width + hidden
-        with torch.device("meta"):
-            assert count_parameters(config.make_transformer(11)) == 4 * layer + 11 * width + 11 * width + 11
-    if task is translation:
-        with torch.device("meta"):
-            made = [translation.Translator(100, dataclasses.replace(config, model=name)) for name in config.models]
-        assert len(set(map(count_parameters, made))) == 1  # "almost the same for all models", section 4.4.4
-        assert set(config.models) == {name for name, contender in CONTENDERS.items() if not contender.causal_only}
 
 
 def numbers(state):
@@ -208,18 +173,6 @@ def test_a_word_sees_none_after_it(connection):
     other = tokens.clone()
     other[0, 7:] = (tokens[0, 7:] + 1) % 41
     torch.testing.assert_close(model(tokens)[:, :7], model(other)[:, :7], atol=1e-12, rtol=0)
-
-
-def test_windows_of_an_epoch_begin_anywhere(tmp_path):
-    """Three epochs of as many windows, and none beyond the text."""
-    options = "--model transformer --device cpu --data generated --d-model 8 --heads 2 --layers 1 --feedforward 20"
-    options += " --lr 1e-9 --train-size 605 --test-size 50 --epochs 3 --context"
-    language_model.main([*options.split(), "49", "--out", str(tmp_path / "run")])
-    assert len({row["train_loss"] for row in read_metrics(tmp_path / "run")}) == 3
-    text = read_text("generated", train_size=605, vocabulary=5000).parts["train"]
-    assert len(in_windows(text, 100, 99)) == 5 == len(in_windows(text, 100)) - 1
-    with pytest.raises(SystemExit, match="a text of 50 words has no window of 100 words"):
-        language_model.main([*options.split(), "100", "--out", str(tmp_path / "short")])
 
 
 # Translation

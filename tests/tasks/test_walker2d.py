@@ -1,8 +1,6 @@
 """Walker2D: rollouts, windows, the models' sizes and what they see, walking on, generating, gradients through time."""
 
-import csv
 import itertools
-import json
 import math
 
 import numpy as np
@@ -190,19 +188,3 @@ def test_adjoint_norms_are_those_of_the_states_in_between(model):
     torch.testing.assert_close(norms, expected, rtol=1e-6, atol=0)
     halved = 0.5 ** torch.arange(5.0, -1.0, -1.0).expand(3, 6)
     assert walker2d_gradients.ratios(halved)[2].item() == pytest.approx(0.5**2)
-
-
-@pytest.mark.slow
-def test_gradients_write_their_files(data, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(walker2d, "LENGTH", 4)
-    monkeypatch.setattr(walker2d_gradients, "BACK", 2)
-    argv = "--windows 8 --epochs 1 --batch-size 8 --measured 3 --seeds 1 --tol 1e-2".split()
-    walker2d_gradients.main([*argv, "--out", str(tmp_path / "run")])
-    assert (tmp_path / "run" / "adjoint_norms.png").read_bytes()[:4] == b"\x89PNG"
-    with open(tmp_path / "run" / "adjoint_norms.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) == 2 * 2 * 7 * 4
-    assert all(float(row["ratio"]) == 1 for row in rows if row["frames_back"] == "0")
-    assert "residual cell, hbnode, trained: 2 frames back" in capsys.readouterr().out
-    summary = json.loads((tmp_path / "run" / "adjoint_norms.json").read_text())
-    assert len(summary["last_training_losses"]) == 2 * 7
