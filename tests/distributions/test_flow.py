@@ -1,6 +1,7 @@
 """Heavy-ball flows: exact densities on phase space, bounds on data, samples, conditions and use."""
 
 import copy
+import functools
 import gc
 import math
 import pickle
@@ -199,6 +200,47 @@ def test_a_condition_is_seen_and_broadcasts():
     assert flow.log_prob_bound(h, 6, condition).shape == flow.elbo(h, condition).shape == (4, 5)
 
 
+class Conditional(nn.Module):
+    def forward(self, h, condition, scale=0.5):
+        return (h + condition).sin() * scale
+
+
+class TimedConditional(nn.Module):
+    def forward(self, t, h, condition):
+        return (h + condition).sin() * 0.5 * t
+
+
+@pytest.mark.sparse
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch.compile reads it
+@pytest.mark.parametrize("generalized", [False, True])
+@pytest.mark.parametrize(
+    ("func", "takes_time"),
+    [
+        (lambda h, c: (h + c).sin() * 0.5, False),
+        (lambda t, h, c: (h + c).sin() * 0.5 * t, True),
+        (Conditional(), False),
+        (TimedConditional(), True),
+        (Conditional().forward, False),
+        (functools.partial(lambda scale, h, c: (h + c).sin() * scale, 0.5), False),
+        (functools.partial(lambda t, h, c, scale: (h + c).sin() * scale * t, scale=0.5), True),
+        (torch.compile(Conditional(), backend="eager"), False),
+        (nn.DataParallel(TimedConditional()), True),
+    ],
+)
+def test_a_condition_goes_to_any_function(func, takes_time, generalized):
+    """The density is that of a flow whose f closes over the condition."""
+    h, m, condition = torch.randn(3, 4, 2)
+
+    def closed(t, h):
+        return (h + condition).sin() * 0.5 * (t if takes_time else 1.0)
+
+    given = hbnode.distributions.HeavyBallFlow(func, 2, condition_dim=2, generalized=generalized)
+    own = hbnode.distributions.HeavyBallFlow(closed, 2, generalized=generalized, gradient="direct")
+    torch.testing.assert_close(given.log_prob(h, m, condition), own.log_prob(h, m))
+    said = hbnode.distributions.HeavyBallFlow(func, 2, condition_dim=2, time_dependent=takes_time)
+    assert said.field.time_dependent == given.field.time_dependent == takes_time
+
+
 @pytest.mark.parametrize("batch", [(), (0,), (3, 0, 2), (2, 3)])
 def test_batch_shapes(batch):
     flow = make_flow()
@@ -241,6 +283,17 @@ def test_on_another_device():
         drawn = flow.rsample_and_log_prob(3, condition)
         (value.sum() + drawn[2].sum()).backward()
         assert all(x.is_cuda for x in (value, *drawn, h.grad, flow.field.omega.grad))
+
+
+def test_second_derivatives_and_transforms_with_the_direct_gradient():
+    flow = make_flow(gradient="direct")
+    h, m, _ = make_points(flow, 4)
+    score = torch.func.vmap(torch.func.grad(flow.log_prob))(h, m)
+    x = h.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(flow.log_prob(x, m).sum(), x, create_graph=True)
+    assert torch.allclose(score, expected)
+    expected.square().sum().backward()
+    assert x.grad.abs().sum() > 0
 
 
 def test_the_backward_pass_of_a_reversible_flow_stores_the_ends_alone():
