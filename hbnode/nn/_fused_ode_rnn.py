@@ -40,10 +40,10 @@ from hbnode.solve.settings import Settings
 Array = np.ndarray
 Weights = Sequence[Any]  # weight and bias of each linear layer: the cell's hidden layer, then those of f
 
-MANY = 1024  # rows, over all collected uses of a layer, from which its gradient is summed in one product
-TOGETHER = 4096  # step sizes whose coefficients, or their gradients, are computed at once
-FEW_SIZES = 256  # step sizes up to which NumPy is faster than torch
-FEW = 0.75  # fraction of samples still moving, at and below which the others are left out of a step
+ROWS_PER_PRODUCT = 1024  # rows, over all collected uses of a layer, from which its gradient is summed in one product
+SIZES_AT_ONCE = 4096  # step sizes whose coefficients, or their gradients, are computed at once
+NUMPY_SIZES = 256  # step sizes up to which NumPy is faster than torch
+SUBSET_FRACTION = 0.75  # fraction of samples still moving, at and below which the others are left out of a step
 ROUNDING = 1e-9  # relative tolerance, so that rounding adds no step to a gap of whole steps
 aten = torch.ops.aten
 
@@ -148,7 +148,7 @@ class GradAccumulator:
     def add_use(self, layer: int, x: Tensor, gradient: Tensor) -> None:
         uses = self.uses[layer]
         uses.append((x, gradient))
-        if len(uses) * len(x) >= MANY:
+        if len(uses) * len(x) >= ROWS_PER_PRODUCT:
             self.sum_uses(layer)
 
     def sum_uses(self, layer: int) -> None:
@@ -471,7 +471,7 @@ class FusedODERNN:
             taken, moves = c.taken, c.taken > 0
             if attempt == 1 and (c.left == 1.0).all():
                 step = FusedStep(length, gap)
-            elif moves.sum() > FEW * len(moves):
+            elif moves.sum() > SUBSET_FRACTION * len(moves):
                 step = FusedStep(taken)
             else:
                 step = FusedStep(taken[moves], samples=torch.from_numpy(np.flatnonzero(moves)))
@@ -548,12 +548,12 @@ class FusedODERNN:
             return self.matrix(packed).to(p.s)
         sizes, index, lanes = step.sizes, step.table_row, self.sizes.shape[1]
         if index is not None:
-            together = max(1, TOGETHER // lanes)
+            together = max(1, SIZES_AT_ONCE // lanes)
             group, index = divmod(index, together)
             if self.group[0] == group:
                 return self.group[1][index]
             sizes = self.sizes[group * together : (group + 1) * together].ravel()
-        if len(sizes) > FEW_SIZES:
+        if len(sizes) > NUMPY_SIZES:
             packed = self.method.packed(torch, self.gamma, torch.from_numpy(sizes), error=self.is_adaptive)
         else:
             packed = torch.from_numpy(self.method.packed(np, np.array(self.number), sizes, error=self.is_adaptive))
@@ -744,7 +744,7 @@ class Run:
                         back = back + torch.where(self.masks[i], 0.0, g)
                     g = back
                 g = fused.vjp(gap, g if grads[0] is None else g + grads[0][i], p, sums)
-                if len(sums.steps) * len(g) >= TOGETHER:
+                if len(sums.steps) * len(g) >= SIZES_AT_ONCE:
                     fused.add_damping(sums)
         if sums.steps:
             fused.add_damping(sums)

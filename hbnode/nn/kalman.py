@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from hbnode._torch import may_look
 from hbnode._tree import Record, record
-from hbnode.nn._oscillator_scan import exact_step
+from hbnode.nn._oscillator_step import exact_step
 from hbnode.nn.sequences import Sequences
 
 

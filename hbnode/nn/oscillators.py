@@ -28,7 +28,7 @@ from hbnode._times import as_times, check_digits, refuse_dates
 from hbnode._torch import may_look, no_autocast
 from hbnode._tree import Kind, Record, record
 from hbnode.nn import sequences as seq
-from hbnode.nn._oscillator_scan import (
+from hbnode.nn._oscillator_step import (
     OscillatorStep,
     ScanInput,
     accumulation_dtype,

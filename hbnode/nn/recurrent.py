@@ -393,23 +393,8 @@ class RecurrentBase(nn.Module):
         if not (state.v is None and state.m is None and state.g is None and state.t is None):
             expected |= dict.fromkeys(self.rule.memory, (*shape[:-1], self.cell.gates * self.hidden_size))
             expected |= {"t": batch} if "t" in expected else {}
-        for name in "hcvmgt":
-            z, wanted = getattr(state, name), expected.get(name)
-            found = None if z is None else tuple(z.shape)
-            if found != wanted:
-                raise ValueError(
-                    f"state.{name} must be {wanted}, got {found}. Fix: pass on the state of the same layer and batch, "
-                    "h alone, or None at the start of a sequence."
-                )
-            if z is None:
-                continue
-            if name == "t" and (z.is_floating_point() or z.dtype == torch.bool):
-                raise ValueError(f"state.t must be whole numbers of samples, got {z.dtype}. Fix: t.long().")
-            dtype = like.dtype if name in "hc" else memory_dtype(like.dtype)
-            if name != "t" and z.dtype != dtype and not is_autocast(like):
-                raise ValueError(
-                    f"state.{name} must be {dtype}, x being {like.dtype}, got {z.dtype}. Fix: .to({dtype})."
-                )
+        for name in RecurrentState.__match_args__:
+            _check_entry(name, getattr(state, name), expected.get(name), like)
         return state
 
     def extra_repr(self) -> str:
@@ -417,6 +402,25 @@ class RecurrentBase(nn.Module):
         values = {name: getattr(self, name, usual) for name, usual in self.DEFAULTS.items()}
         others = [f"{names.get(k, k)}={value!r}" for k, value in values.items() if value != self.DEFAULTS[k]]
         return ", ".join([f"{self.input_size}, {self.hidden_size}", f"rule={self.rule}", *others])
+
+
+def _check_entry(name: str, z: Tensor | None, wanted: tuple[int, ...] | None, like: Tensor) -> None:
+    """Raise ValueError unless an entry has the shape ``wanted``, None for no entry, and a dtype that fits ``like``."""
+    found = None if z is None else tuple(z.shape)
+    if found != wanted:
+        raise ValueError(
+            f"state.{name} must be {wanted}, got {found}. Fix: pass on the state of the same layer and batch, "
+            "h alone, or None at the start of a sequence."
+        )
+    if z is None:
+        return
+    if name == "t":
+        if z.is_floating_point() or z.dtype == torch.bool:
+            raise ValueError(f"state.t must be whole numbers of samples, got {z.dtype}. Fix: t.long().")
+        return
+    dtype = like.dtype if name in "hc" else memory_dtype(like.dtype)
+    if z.dtype != dtype and not is_autocast(like):
+        raise ValueError(f"state.{name} must be {dtype}, x being {like.dtype}, got {z.dtype}. Fix: .to({dtype}).")
 
 
 def _from_tensors(state: object, has_cell_state: bool) -> RecurrentState:

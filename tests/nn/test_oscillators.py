@@ -11,7 +11,7 @@ from torch import nn
 
 import hbnode
 from hbnode import _torch
-from hbnode.nn import _oscillator_scan
+from hbnode.nn import _oscillator_step
 from hbnode.nn.functional import oscillator_step
 from hbnode.nn.oscillators import held_response
 from tests.models import slow
@@ -36,7 +36,7 @@ STATIC = torch.tensor([[0.5, -1.0], [0.0, 2.0]], dtype=torch.float64)
 @pytest.fixture
 def narrow(monkeypatch):
     """Segments so small that a short series has many, of many chunks and of one."""
-    monkeypatch.setattr(_oscillator_scan, "_WIDTH", 64)
+    monkeypatch.setattr(_oscillator_step, "_WIDTH", 64)
 
 
 def make(*sizes, dtype=torch.float64, mixed=False, **options):

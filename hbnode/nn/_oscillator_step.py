@@ -608,7 +608,7 @@ def _vjp(
     """
     inputs, (starts,) = ScanInput(*tensors), residuals
     wants: Any = ScanInput(*needed)  # type: ignore[arg-type]  # a bool per field
-    x, d, dtype, batch = inputs.x, inputs.d, inputs.v0.dtype, len(inputs.v0)
+    x, d, dtype = inputs.x, inputs.d, inputs.v0.dtype
     dy = x.new_zeros(1, 1, 1).expand(*x.shape[:2], len(inputs.c)) if grads[0] is None else grads[0]
     dend = torch.stack([torch.zeros_like(inputs.v0) if grad is None else grad for grad in grads[1:]])
     after = dend.clone() if inputs.ends is None else torch.zeros_like(dend)
@@ -618,55 +618,81 @@ def _vjp(
     groups, chunk = _oscillators(options, inputs), starts.shape[2]
     for segment in reversed(_segments(inputs)):
         chunk -= segment.chunks
-        shape = (segment.steps, batch, segment.chunks, -1)
         rows, dout = segment.rows(x, dtype), segment.rows(dy, dtype)
         drows = None if dx is None else torch.zeros_like(rows) if d is None else dout @ d
         for group in groups:
-            entries, carries = group.transitions(segment, with_vjp=wants.rates or wants.gaps)
-            matrices = _rows(entries)
-            u = (rows @ group.w.T).view(segment.steps, batch, -1)
             start = starts[:, :, chunk : chunk + segment.chunks, group.index].flatten(2).unbind()
-            path = _path(matrices, _pairs(group.inputs_of(u, entries)), start)
-            # Gradients of the states before the first step and after each, by the transposed recurrence
-            dpath = path[0].new_zeros(2, segment.steps + 1, batch, u.shape[2])
-            for i, z in enumerate(path):
-                group.dc[i].addmm_(dout.T, z[1:].view(-1, group.size))
-                torch.mm(dout, group.c[i], out=dpath[i, 1:].view(-1, group.size))
-                if inputs.ends is not None:
-                    is_here, at = segment.end_indices(inputs.ends)
-                    ended = torch.where(is_here, dend[i][:, group.index], 0.0)
-                    dpath[i, 1:].view(shape).index_put_(at, ended, accumulate=True)
-            back = [_transposed(matrix) for matrix in reversed(matrices)]
-            states = _pairs(dpath.unbind())[::-1]
-            last = _starts(back, states, after[..., group.index].unbind(), _transposed(carries), order=-1)
-            for z, dz in zip(states[0], last, strict=True):
-                z.add_(dz)
-            _recur(back, states[1:], states)
-            after[..., group.index] = dpath[:, 0].view(2, *shape[1:])[:, :, 0]
-            dpair = dpath[0, 1:], dpath[1, 1:]
-            du = dpair[0]
-            if group.is_held:
-                du = (dpair[0] * entries[4]).addcmul_(dpair[1], entries[5])
-            du = du.view(-1, group.size)
-            group.dw.addmm_(du.T, rows)
+            du = _segment_vjp(group, segment, rows, dout, start, after, dend, wants, dgaps)
             if drows is not None:
                 drows.addmm_(du, group.w)
-            if wants.rates or wants.gaps:
-                found = group.add_rates(entries, path, u, dpair, wants.gaps)
-                if dgaps is not None and found is not None:
-                    view = segment.view(dgaps)
-                    view += found.squeeze(-1).sum_to_size(view.shape).to(view.dtype)
         if dx is not None and drows is not None:
-            segment.view(dx).copy_(drows.view(shape))
+            segment.view(dx).copy_(drows.view(segment.steps, len(dx), segment.chunks, -1))
         if dd is not None:
             dd.addmm_(dout.T, rows)
+    dw, dc, drates = _joined(groups, inputs)
+    every = (dx, after[0].clone(), after[1].clone(), dw, dc, dd, drates, dgaps, None, None)
+    return tuple(grad if is_needed else None for grad, is_needed in zip(every, needed, strict=True))
+
+
+def _segment_vjp(
+    group: _Oscillators,
+    segment: _Segment,
+    rows: Tensor,
+    dout: Tensor,
+    start: Sequence[Tensor],
+    after: Tensor,
+    dend: Tensor,
+    wants: Any,
+    dgaps: Tensor | None,
+) -> Tensor:
+    """Return the gradient at W s_t, and add those of the other tensors of a segment to ``group`` and ``dgaps``.
+
+    ``rows`` are the samples, ``dout`` the gradients at the outputs, and ``start`` the states at the starts of chunks.
+    ``after`` is the gradient at the states after the segment, which those before it replace. ``dend`` is the gradient
+    at the last states of the sequences, and ``wants`` says of which tensors a gradient is needed.
+    """
+    batch, ends = after.shape[1], group.inputs.ends
+    shape = (segment.steps, batch, segment.chunks, -1)
+    entries, carries = group.transitions(segment, with_vjp=wants.rates or wants.gaps)
+    matrices = _rows(entries)
+    u = (rows @ group.w.T).view(segment.steps, batch, -1)
+    path = _path(matrices, _pairs(group.inputs_of(u, entries)), start)
+    # Gradients of the states before the first step and after each, by the transposed recurrence
+    dpath = path[0].new_zeros(2, segment.steps + 1, batch, u.shape[2])
+    for i, z in enumerate(path):
+        group.dc[i].addmm_(dout.T, z[1:].view(-1, group.size))
+        torch.mm(dout, group.c[i], out=dpath[i, 1:].view(-1, group.size))
+        if ends is not None:
+            is_here, at = segment.end_indices(ends)
+            ended = torch.where(is_here, dend[i][:, group.index], 0.0)
+            dpath[i, 1:].view(shape).index_put_(at, ended, accumulate=True)
+    back = [_transposed(matrix) for matrix in reversed(matrices)]
+    states = _pairs(dpath.unbind())[::-1]
+    last = _starts(back, states, after[..., group.index].unbind(), _transposed(carries), order=-1)
+    for z, dz in zip(states[0], last, strict=True):
+        z.add_(dz)
+    _recur(back, states[1:], states)
+    after[..., group.index] = dpath[:, 0].view(2, *shape[1:])[:, :, 0]
+    dpair = dpath[0, 1:], dpath[1, 1:]
+    if wants.rates or wants.gaps:
+        found = group.add_rates(entries, path, u, dpair, wants.gaps)
+        if dgaps is not None and found is not None:
+            view = segment.view(dgaps)
+            view += found.squeeze(-1).sum_to_size(view.shape).to(view.dtype)
+    du = (dpair[0] * entries[4]).addcmul_(dpair[1], entries[5]) if group.is_held else dpair[0]
+    du = du.view(-1, group.size)
+    group.dw.addmm_(du.T, rows)
+    return du
+
+
+def _joined(groups: Sequence[_Oscillators], inputs: ScanInput) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of w, c and the rates of all oscillators."""
     dw, dc, drates = torch.empty_like(inputs.w), torch.empty_like(inputs.c), torch.empty_like(inputs.rates)
     for group in groups:
         dw[group.index], drates[:, group.index] = group.dw, group.drates
         for part, dpart in zip(dc.chunk(2, 1), group.dc, strict=True):
             part[:, group.index] = dpart
-    every = (dx, after[0].clone(), after[1].clone(), dw, dc, dd, drates, dgaps, None, None)
-    return tuple(grad if is_needed else None for grad, is_needed in zip(every, needed, strict=True))
+    return dw, dc, drates
 
 
 fast_scan = _torch.fast_form(scan_reference, _vjp)(_forward)
