@@ -294,7 +294,7 @@ class RecurrentBase(nn.Module):
     forget_bias: float
     DEFAULTS: ClassVar[dict[str, Any]] = {
         **{"num_layers": 1, "has_bias": True, "batch_first": False, "dropout": 0.0, "bidirectional": False},
-        **{"nonlinearity": "tanh", "forget_bias": 1.0, "init": "cayley", "is_compiled": False},
+        **{"nonlinearity": "tanh", "forget_bias": 1.0, "init": "cayley"},
     }
 
     def __init__(self, input_size: int, hidden_size: int, bias: bool, rule: Rule, factory: dict[str, Any]) -> None:
@@ -313,7 +313,7 @@ class RecurrentBase(nn.Module):
         if name in ("momentum", "step_size"):
             fix = f"layer.rule = dataclasses.replace(layer.rule, {name}={value!r})"
             raise AttributeError(f"{name} is that of layer.rule, {self.rule}. Fix: {fix}.")
-        super().__setattr__("is_compiled" if name == "compile" else name, value)  # nn.Module has a method ``compile``
+        super().__setattr__(name, value)
 
     if TYPE_CHECKING:
 
@@ -398,9 +398,8 @@ class RecurrentBase(nn.Module):
         return state
 
     def extra_repr(self) -> str:
-        names = {"has_bias": "bias", "is_compiled": "compile"}
         values = {name: getattr(self, name, usual) for name, usual in self.DEFAULTS.items()}
-        others = [f"{names.get(k, k)}={value!r}" for k, value in values.items() if value != self.DEFAULTS[k]]
+        others = [f"{k.removeprefix('has_')}={value!r}" for k, value in values.items() if value != self.DEFAULTS[k]]
         return ", ".join([f"{self.input_size}, {self.hidden_size}", f"rule={self.rule}", *others])
 
 
@@ -450,7 +449,6 @@ class LayerOptions(TypedDict, total=False):
     batch_first: bool
     dropout: float
     bidirectional: bool
-    compile: bool
     device: torch.device | str | None
     dtype: torch.dtype | None
 
@@ -573,8 +571,6 @@ class RecurrentLayer(RecurrentBase):
             torch.nn with an interchangeable state_dict. Default: ``"momentum"``.
         momentum: the coefficient μ of "momentum" or "adam" given by name, in [0, 1]. Default: ``None`` (0.6).
         step_size: the coefficient s of a rule given by name, positive, for all rules. Default: ``None`` (0.6).
-        compile: whether to compile the time loop with torch.compile; the first call then takes half a minute.
-            Default: ``False``.
         device: device of the parameters. Default: ``None`` (torch's default).
         dtype: dtype of the parameters. Default: ``None`` (torch's default).
 
@@ -602,13 +598,12 @@ class RecurrentLayer(RecurrentBase):
         rule: RuleName | Rule = "momentum",
         momentum: float | None = None,
         step_size: float | None = None,
-        compile: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         self.num_layers = as_count(num_layers, "num_layers")
         self.bias, self.batch_first = check_bool(bias, "bias"), check_bool(batch_first, "batch_first")
-        self.bidirectional, self.is_compiled = check_bool(bidirectional, "bidirectional"), compile
+        self.bidirectional = check_bool(bidirectional, "bidirectional")
         self.dropout = checked_dropout(dropout, num_layers)
         self.directions = ("", "_reverse") if bidirectional else ("",)
         made, factory = make_rule(rule, momentum, step_size), {"device": device, "dtype": dtype}
@@ -767,12 +762,12 @@ class RecurrentLayer(RecurrentBase):
         """
         name, u, bias = self.cell.torch_layer, weights.u, weights.bias
         if w is None and name is not None:
-            is_small = x.shape[1] * len(u) ** 2 <= SMALL_PRODUCT and not self.is_compiled
+            is_small = x.shape[1] * len(u) ** 2 <= SMALL_PRODUCT
             if x.is_cuda or (is_small and (name == "lstm" or not torch.is_grad_enabled())):
                 w, autocast = torch.eye(len(u), dtype=u.dtype, device=u.device), autocast and x.is_cuda
         if w is None or name is None:
             d = x if w is None else linear(x, w)
-            out, _, c = run_cell(self.cell, d, h, c, u, bias, self.is_compiled)
+            out, _, c = run_cell(self.cell, d, h, c, u, bias)
             return out, batch.last(out), c
         flat = [w, u] if bias is None else [w, u, torch.zeros_like(bias), bias]
         kind = x.device.type

@@ -648,7 +648,7 @@ def test_the_unit_of_ages_is_saved_where_there_are_ages():
 
 
 @pytest.mark.sparse
-@pytest.mark.parametrize("head", ["regression", "classification", "next"])
+@pytest.mark.parametrize("head", ["regression", "classification"])
 @pytest.mark.parametrize("input", ["impulse", "hold"])
 def test_a_stack_ignores_padding_and_goes_on(head, input):
     torch.manual_seed(0)
@@ -666,7 +666,7 @@ def test_a_stack_ignores_padding_and_goes_on(head, input):
     if head != "classification":
         assert not y[1, 7:].any()
         whole, _ = model(x, t, mask=mask)
-        first, state = model(x[:, :9], t[:, :9], mask=mask[:, :9], t_next=t[:, 9] if head == "next" else None)
+        first, state = model(x[:, :9], t[:, :9], mask=mask[:, :9])
         second, state = model(x[:, 9:], t[:, 9:], state, mask[:, 9:])
         torch.testing.assert_close(torch.cat([first, second], 1), whole, rtol=0, atol=1e-10)
     y.sum().backward()
@@ -675,21 +675,17 @@ def test_a_stack_ignores_padding_and_goes_on(head, input):
 
 def test_what_a_stack_refuses():
     Stack = hbnode.nn.OscillatorStack
-    stack, x, t = Stack(2, 4, head="next"), torch.randn(3, 5, 2), torch.arange(5.0)
+    stack, x, t = Stack(2, 4, head="classification"), torch.randn(3, 5, 2), torch.arange(5.0)
     for use, message in (
         (lambda: Stack(3, 8, head="mean"), "head must"),
-        (lambda: Stack(3, 8, head="next", bidirectional=True), "bidirectional"),
         (lambda: stack(x, state=Stack(2, 4, num_layers=3)(x)[1]), "state must be an OscillatorStackState of 2 layers"),
         (lambda: stack(x, state=hbnode.nn.Oscillators(2, 4)(x)[1]), "state must be an OscillatorStackState"),
-        (lambda: stack(x, t, t_next=3.0), "t_next must not lie before the last time"),
-        (lambda: stack(x, t, t_next=torch.tensor([7.0, 7.0, math.nan])), "t_next must not lie before the last time"),
-        (lambda: Stack(2, 4)(x, t, t_next=7.0), "t_next is for head='next'"),
     ):
         with pytest.raises(ValueError, match=message):
             use()
     _, state = stack(x, t)
     with pytest.raises(
-        ValueError, match=r"forecast is for head='regression'.*Fix: stack\(x, t, t_next=t\[:, -1\] \+ dt"
+        ValueError, match=r"forecast is for head='regression', got head='classification'.*Fix: head='regression'"
     ):
         stack.forecast(state, [1.0])
     both_ways = Stack(2, 4, bidirectional=True)

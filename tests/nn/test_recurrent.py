@@ -239,7 +239,7 @@ def test_initialisation_of_the_others(cell):
 @pytest.mark.parametrize("cell", CELLS)
 def test_a_cell_has_the_arguments_of_its_layer_for_one_step(cell):
     layer, one = (dict(inspect.signature(kind(cell, suffix=suffix)).parameters) for suffix in FORMS)
-    assert set(layer) - set(one) == {"num_layers", "batch_first", "dropout", "bidirectional", "compile"}
+    assert set(layer) - set(one) == {"num_layers", "batch_first", "dropout", "bidirectional"}
     assert set(one) <= set(layer)
     assert all(one[name].default == layer[name].default for name in one)
     assert list(one)[:4] == ["input_size", "hidden_size", "momentum", "step_size"]
@@ -252,12 +252,12 @@ def test_every_argument_arrives(name):
     """Values off the defaults, each found on the module and in its repr."""
     values = {"hidden_size": 4, "num_layers": 2, "nonlinearity": "relu", "bias": False, "batch_first": True}
     values |= {"dropout": 0.25, "bidirectional": True, "init": "henaff", "forget_bias": 3.0}
-    values |= {"rule": rules.Adam(eps=0.1), "compile": True}
+    values |= {"rule": rules.Adam(eps=0.1)}
     make = getattr(hbnode.nn, name)
     given = {key: value for key, value in values.items() if key in inspect.signature(make).parameters}
     module = make(3, **given, device="meta", dtype=torch.float64)
     assert {(p.dtype, p.is_meta) for p in module.parameters()} == {(torch.float64, True)}
-    for key in set(given) - {"bias", "compile"}:
+    for key in set(given) - {"bias"}:
         assert getattr(module, key) == given[key], key
     assert not any(key.startswith("bias_ih") for key, _ in module.named_parameters())
     assert all(f"{key}={given[key]!r}" in repr(module) for key in set(given) - {"rule", "hidden_size"})
@@ -573,25 +573,6 @@ def test_under_torch_compile():
     close(state.h, last.h, 1e-13)
     layer.compile(backend="eager")  # not hidden by the argument of that name
     close(layer(x)[0], expected, 1e-13)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.filterwarnings("default")  # inductor's own warnings are not ours
-@pytest.mark.parametrize(
-    ("cell", "rule"), [("lstm", "adam"), ("rnn", "adaptive"), ("gru", "momentum"), ("dtriv", "nag")]
-)
-def test_compiled_by_inductor(cell, rule):
-    layer, _ = make_pair(cell, rule)
-    compiled, _ = make_pair(cell, rule, compile=True)
-    compiled.load_state_dict(layer.state_dict())
-    x = make_input(50).requires_grad_()
-    state, _ = make_state(layer, x)
-    (expected, last), (output, end) = layer(x, state), compiled(x, state)
-    close(output, expected, 1e-12)
-    found = gradients(output, end.as_dict(), [x, *compiled.parameters()])
-    wanted = gradients(expected, last.as_dict(), [x, *layer.parameters()])
-    close(found, wanted, 1e-10)
 
 
 @pytest.mark.slow
