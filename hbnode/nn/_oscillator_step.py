@@ -30,10 +30,10 @@ Options = tuple[str, bool]  # the kind of transition, and whether the input is h
 
 _TERMS = 10  # terms of the series of c and s for |z| <= 1; the next term is below 1e-18
 _HELD_TERMS = 26  # terms of the series of the held response for γΔ <= 1.5; the next term is below 1e-19
-_WIDTH = 28_672  # elements per operation; the operands of a step then fit into the second-level cache
-_STEPS = 32  # samples per chunk
-_SHORTEST = 8  # samples in the shortest chunk
-_SEGMENT = 1_048_576  # elements of v in a segment
+_OPERATION_SIZE = 28_672  # elements per operation; the operands of a step then fit into the second-level cache
+_CHUNK_STEPS = 32  # samples per chunk
+_SHORTEST_CHUNK = 8  # samples in the shortest chunk
+_SEGMENT_SIZE = 1_048_576  # elements of v in a segment
 
 
 # The closed form of a step
@@ -385,11 +385,11 @@ def _segments(inputs: ScanInput) -> list[_Segment]:
     (batch, length, _), size = inputs.x.shape, inputs.v0.shape[1]
     row, root = max(1, batch * size), math.isqrt(length)
     if inputs.x.device.type == "cpu":
-        chunks = max(1, _WIDTH // row)
-        steps = min(_STEPS, root) if chunks > 1 else min(length, _SEGMENT // row)
+        chunks = max(1, _OPERATION_SIZE // row)
+        steps = min(_CHUNK_STEPS, root) if chunks > 1 else min(length, _SEGMENT_SIZE // row)
     else:  # on a GPU launching a kernel is expensive and memory is fast
         chunks, steps = length, root
-    steps = max(_SHORTEST, steps)
+    steps = max(_SHORTEST_CHUNK, steps)
     found, start = [], 0
     while length - start >= steps:
         found.append(_Segment(start, steps, min(chunks, (length - start) // steps)))
@@ -446,7 +446,7 @@ class _Oscillators:
             carries = tuple(carry.to(dtype) for carry in carries)
         return tuple(entry.to(dtype).flatten(2) for entry in entries), carries
 
-    def inputs_of(self, u: Tensor, entries: Entries) -> Pair:
+    def increments(self, u: Tensor, entries: Entries) -> Pair:
         """Return the increments of v and x by the samples, given the products ``u`` of w and the samples."""
         if self.is_held:
             return u * entries[4], u * entries[5]
@@ -574,7 +574,7 @@ def _forward(options: Options, keep: bool, *tensors: Any) -> tuple[Any, tuple[Te
         for group in groups:
             entries, carries = group.transitions(segment)
             matrices = _rows(entries)
-            b = _pairs(group.inputs_of((rows @ group.w.T).view(segment.steps, batch, -1), entries))
+            b = _pairs(group.increments((rows @ group.w.T).view(segment.steps, batch, -1), entries))
             before = state[..., group.index].unbind()
             path = _path(matrices, b, _starts(matrices[1:], b, before, carries))
             for i, z in enumerate(path):
@@ -656,7 +656,7 @@ def _segment_vjp(
     entries, carries = group.transitions(segment, with_vjp=wants.rates or wants.gaps)
     matrices = _rows(entries)
     u = (rows @ group.w.T).view(segment.steps, batch, -1)
-    path = _path(matrices, _pairs(group.inputs_of(u, entries)), start)
+    path = _path(matrices, _pairs(group.increments(u, entries)), start)
     # Gradients of the states before the first step and after each, by the transposed recurrence
     dpath = path[0].new_zeros(2, segment.steps + 1, batch, u.shape[2])
     for i, z in enumerate(path):
@@ -718,7 +718,7 @@ def _forward_op(kind: str, is_held: bool, keep: bool, *tensors: Any) -> tuple[Te
         outputs, (starts,) = _forward((kind, is_held), True, *tensors)
     if not keep:
         return *outputs, starts.new_empty(0)
-    return *outputs, functional.pad(starts, (0, 0, 0, tensors[0].shape[1] // _SHORTEST + 1 - starts.shape[2]))
+    return *outputs, functional.pad(starts, (0, 0, 0, tensors[0].shape[1] // _SHORTEST_CHUNK + 1 - starts.shape[2]))
 
 
 @_forward_op.register_fake
@@ -726,7 +726,7 @@ def _(kind: str, is_held: bool, keep: bool, *tensors: Any) -> tuple[Tensor, ...]
     inputs = ScanInput(*tensors)
     (batch, length, _), state = inputs.x.shape, inputs.v0
     y = state.new_empty(batch, length, len(inputs.c), dtype=_output_dtype(inputs))
-    shape = (2, *state.shape[:1], length // _SHORTEST + 1, *state.shape[1:]) if keep else (0,)
+    shape = (2, *state.shape[:1], length // _SHORTEST_CHUNK + 1, *state.shape[1:]) if keep else (0,)
     starts = state.new_empty(shape)
     return y, state.new_empty(state.shape), state.new_empty(state.shape), starts
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 BLOCK = 32  # samples that one matrix filters
-WIDE = 2**11  # numbers per sample from which on, on a CPU, a loop over time is faster than matrices
+LOOP_WIDTH = 2**11  # numbers per sample from which on, on a CPU, a loop over time is faster than matrices
 
 
 def linear_filter(x: Tensor, mu: float | Tensor, s: float, v: Tensor | None = None) -> Tensor:
@@ -21,7 +21,7 @@ def linear_filter(x: Tensor, mu: float | Tensor, s: float, v: Tensor | None = No
     rates = mu if isinstance(mu, Tensor) else torch.full(x.shape[:1], mu, dtype=torch.float64)
     takes_any_length = x.shape[0] != 1 and (torch.jit.is_tracing() or torch.compiler.is_exporting())
     if takes_any_length or (  # of a symbolic length no more may be asked
-        x.shape[0] > 4 and rates.dim() == 1 and (x.device.type != "cpu" or x[0].numel() < WIDE)
+        x.shape[0] > 4 and rates.dim() == 1 and (x.device.type != "cpu" or x[0].numel() < LOOP_WIDTH)
     ):
         return _filter_blocks(s * x, rates.to(x.device).reshape(x.shape[0], -1), v, takes_any_length)
     v, found = torch.zeros_like(x[0]) if v is None else v, []

@@ -37,7 +37,7 @@ from hbnode.nn._oscillator_step import (
     scan,
     transition,
 )
-from hbnode.nn.kalman import Gaussian, KalmanFilter, OscillatorBelief, OscillatorFiltered, root_of
+from hbnode.nn.kalman import Gaussian, KalmanFilter, OscillatorBelief, OscillatorFiltered, safe_sqrt
 from hbnode.nn.sequences import Inputs, Lengths, Missing, Sequences, Series
 
 __all__ = [
@@ -59,7 +59,7 @@ Range = tuple[float, float]
 
 FREQUENCY = (0.001, 0.25)
 DECAY = (0.001, 0.1)
-SLOWEST = 30  # spans of a series in the longest period of oscillator_ranges
+SPANS_PER_LONGEST_PERIOD = 30  # spans of a series in the longest period of oscillator_ranges
 
 
 class Ranges(TypedDict):
@@ -681,7 +681,7 @@ class Oscillators(_OscillatorModule):
         """
         kalman, sequences, times = self._with_queries(x, t, mask, lengths, at, static)
         mean, variance = kalman.smooth(sequences, times)
-        std = root_of(variance + kalman.noise if noise else variance)
+        std = safe_sqrt(variance + kalman.noise if noise else variance)
         return Gaussian(mean, std) if at is not None else Gaussian(sequences.padded(mean), sequences.padded(std))
 
     def sample_paths(
@@ -1188,7 +1188,7 @@ def oscillator_ranges(
         raise ValueError("t has no two observed samples of a series at different times. Fix: frequency= and decay=.")
     ends, starts = (torch.where(seen, times, end).T for end in (-math.inf, math.inf))
     gap, span = float(gaps.median()), float((ends.amax(0) - starts.amin(0)).max())
-    low, high = 1 / (SLOWEST * span), 0.25 / gap
+    low, high = 1 / (SPANS_PER_LONGEST_PERIOD * span), 0.25 / gap
     lowest = 2 / span if selective else low
     return {"frequency": (min(lowest, high), high), "decay": (min(low, 0.4 * high), 0.4 * high)}
 

@@ -57,7 +57,7 @@ __all__ = [
 ]
 
 SMALL_PRODUCT = 2**21  # up to so many multiplications per sample, torch's layer with W = I is faster than a loop
-CHUNK = 2**19  # numbers of d that are computed, and stored, at once
+CHUNK_SIZE = 2**19  # numbers of d that are computed, and stored, at once
 
 
 @record
@@ -715,7 +715,7 @@ class RecurrentLayer(RecurrentBase):
             decay = self.rule.coefficients(t, len(x)).cumprod(0)  # below eps**2 even a large v_0 is negligible
             steps = int((decay.abs() >= torch.finfo(x.dtype).eps ** 2).sum())
         is_whole = x.is_cuda and torch.is_grad_enabled()  # a call of cuDNN
-        rows = len(x) if is_whole else max(BLOCK, CHUNK // max(1, x.shape[1] * len(weights.w)))
+        rows = len(x) if is_whole else max(BLOCK, CHUNK_SIZE // max(1, x.shape[1] * len(weights.w)))
         for part in x[:steps].split(rows) if steps else ():
             d, memory = self._filter(part, weights, memory)
             out, h, c = self._run_cell(SequenceBatch(d), d, None, weights, h, c, autocast)
@@ -740,7 +740,7 @@ class RecurrentLayer(RecurrentBase):
         def filtered(x: Tensor, w: Tensor, b: Tensor | None, memory: Memory) -> tuple[Tensor, Memory]:
             return self.rule(linear(x, w, b), memory)
 
-        is_small = x.shape[0] * x.shape[1] * len(weights.w) < CHUNK
+        is_small = x.shape[0] * x.shape[1] * len(weights.w) < CHUNK_SIZE
         if is_small or not torch.is_grad_enabled() or needs_reference():
             return filtered(x, weights.w, weights.b, memory)
         return checkpoint(filtered, x, weights.w, weights.b, memory, use_reentrant=False, preserve_rng_state=False)

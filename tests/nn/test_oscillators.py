@@ -36,7 +36,7 @@ STATIC = torch.tensor([[0.5, -1.0], [0.0, 2.0]], dtype=torch.float64)
 @pytest.fixture
 def narrow(monkeypatch):
     """Segments so small that a short series has many, of many chunks and of one."""
-    monkeypatch.setattr(_oscillator_step, "_WIDTH", 64)
+    monkeypatch.setattr(_oscillator_step, "_OPERATION_SIZE", 64)
 
 
 def make(*sizes, dtype=torch.float64, mixed=False, **options):
