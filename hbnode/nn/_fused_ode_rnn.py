@@ -168,11 +168,8 @@ class Network:
             self.activations.append(ACTIVATIONS.get(type(layer)))
             if isinstance(layer, nn.Linear):
                 self.weights += layer.weight, layer.bias
-
-    @property
-    def sizes(self) -> tuple[int, int] | None:
-        """The numbers of features of the input and of the output, or None without a linear layer."""
-        return (self.weights[0].shape[1], self.weights[-2].shape[0]) if self.weights else None
+        # numbers of features of the input and of the output
+        self.sizes = (self.weights[0].shape[1], self.weights[-2].shape[0]) if self.weights else None
 
     def __call__(self, x: Tensor, weights: Weights, residuals: list[Tensor]) -> Tensor:
         """Return the output for x (batch, n); add linear layers' inputs and activations' outputs to ``residuals``."""
@@ -794,15 +791,16 @@ def fuse(layer: Any, s: Tensor, times: Tensor, solver: Solver) -> FusedODERNN | 
     if kind not in FIELDS or not is_unmodified(field) or field.time_dependent or must_record(s, times):
         return None
     name = resolve(settings, field).method
-    damping, network, cell = field.damping if kind in (HBNODE, GHBNODE) else 0.0, known_network(field), layer.cell
-    if network is None or (isinstance(damping, Tensor) and damping.dim() > 0):
+    damping, layers = field.damping if kind in (HBNODE, GHBNODE) else 0.0, known_layers(field.func)
+    if layers is None or (isinstance(damping, Tensor) and damping.dim() > 0):
         return None
+    network, cell = Network(layers), layer.cell
     if network.sizes != (layer.hidden_size * (1 + (kind is SONODE)), layer.hidden_size):
         return None
     weights = [weight for weight in (*network.weights, *cell.parameters()) if weight is not None]
     if any(weight.dtype != s.dtype or weight.device != s.device for weight in weights):
         return None
-    if not has_fused_steps(name, kind, s, times, solver):
+    if not has_fused_steps(name, field, s, times, solver):
         return None
     is_pair = METHODS[name].rows == 1 and kind in (SONODE, HBNODE, GHBNODE)
     equation = Equation(network, is_pair, takes_both=kind is SONODE, is_bounded=kind is GHBNODE)
@@ -816,16 +814,10 @@ def must_record(s: Tensor, times: Tensor) -> bool:
     return torch.is_autocast_enabled(s.device.type) or (times.requires_grad and torch.is_grad_enabled())
 
 
-def known_network(field: Any) -> Network | None:
-    """Return the network of a field if its layers are known, and the field's activation, if it has one, is tanh."""
-    layers = known_layers(field.func) if getattr(field, "activation", torch.tanh) is torch.tanh else None
-    return None if layers is None else Network(layers)
-
-
-def has_fused_steps(name: str, kind: type, s: Tensor, times: Tensor, solver: Solver) -> bool:
-    """Return whether the steps of a method, for a field of a kind, have a fused implementation with these settings."""
-    settings, method = solver.settings, METHODS.get(name)
-    if s.dtype not in (torch.float32, torch.float64):
+def has_fused_steps(name: str, field: Any, s: Tensor, times: Tensor, solver: Solver) -> bool:
+    """Return whether the steps of a method, for a known field, have a fused implementation with these settings."""
+    settings, method, kind = solver.settings, METHODS.get(name), type(field)
+    if s.dtype not in (torch.float32, torch.float64) or getattr(field, "activation", torch.tanh) is not torch.tanh:
         return False
     if not isinstance(method, (Explicit, Splitting)) or settings.options:
         return False

@@ -508,10 +508,6 @@ def _chunk_products(matrices: Tensor) -> Tensor:
     return matrices[:, 0]
 
 
-def _rows(entries: Entries) -> list[Entries]:
-    return list(zip(*map(Tensor.unbind, entries[:4]), strict=True))
-
-
 def _pairs(states: Sequence[Tensor]) -> list[Pair]:
     return list(zip(states[0].unbind(), states[1].unbind(), strict=True))
 
@@ -573,7 +569,7 @@ def _forward(options: Options, keep: bool, *tensors: Any) -> tuple[Any, tuple[Te
         shape = (segment.steps, batch, segment.chunks, -1)
         for group in groups:
             entries, carries = group.transitions(segment)
-            matrices = _rows(entries)
+            matrices = list(zip(*map(Tensor.unbind, entries[:4]), strict=True))
             b = _pairs(group.increments((rows @ group.w.T).view(segment.steps, batch, -1), entries))
             before = state[..., group.index].unbind()
             path = _path(matrices, b, _starts(matrices[1:], b, before, carries))
@@ -629,7 +625,11 @@ def _vjp(
             segment.view(dx).copy_(drows.view(segment.steps, len(dx), segment.chunks, -1))
         if dd is not None:
             dd.addmm_(dout.T, rows)
-    dw, dc, drates = _joined(groups, inputs)
+    dw, dc, drates = torch.empty_like(inputs.w), torch.empty_like(inputs.c), torch.empty_like(inputs.rates)
+    for group in groups:
+        dw[group.index], drates[:, group.index] = group.dw, group.drates
+        for part, dpart in zip(dc.chunk(2, 1), group.dc, strict=True):
+            part[:, group.index] = dpart
     every = (dx, after[0].clone(), after[1].clone(), dw, dc, dd, drates, dgaps, None, None)
     return tuple(grad if is_needed else None for grad, is_needed in zip(every, needed, strict=True))
 
@@ -654,7 +654,7 @@ def _segment_vjp(
     batch, ends = after.shape[1], group.inputs.ends
     shape = (segment.steps, batch, segment.chunks, -1)
     entries, carries = group.transitions(segment, with_vjp=wants.rates or wants.gaps)
-    matrices = _rows(entries)
+    matrices = list(zip(*map(Tensor.unbind, entries[:4]), strict=True))
     u = (rows @ group.w.T).view(segment.steps, batch, -1)
     path = _path(matrices, _pairs(group.increments(u, entries)), start)
     # Gradients of the states before the first step and after each, by the transposed recurrence
@@ -683,16 +683,6 @@ def _segment_vjp(
     du = du.view(-1, group.size)
     group.dw.addmm_(du.T, rows)
     return du
-
-
-def _joined(groups: Sequence[_Oscillators], inputs: ScanInput) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of w, c and the rates of all oscillators."""
-    dw, dc, drates = torch.empty_like(inputs.w), torch.empty_like(inputs.c), torch.empty_like(inputs.rates)
-    for group in groups:
-        dw[group.index], drates[:, group.index] = group.dw, group.drates
-        for part, dpart in zip(dc.chunk(2, 1), group.dc, strict=True):
-            part[:, group.index] = dpart
-    return dw, dc, drates
 
 
 fast_scan = _torch.fast_form(scan_reference, _vjp)(_forward)
