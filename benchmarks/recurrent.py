@@ -129,15 +129,13 @@ class Contender:
     """A layer at a setting, ready to be timed.
 
     Arguments:
-        name: that in :data:`MODULES`, and behind a comma how it runs: "carried" or "compiled".
+        name: that in :data:`MODULES`, with ", carried" after it for a call with an initial state.
         setting: the sizes.
     """
 
     def __init__(self, name: str, setting: Setting) -> None:
         torch.manual_seed(0)
-        kind = name.removesuffix(", carried").removesuffix(", compiled")
-        options = {"compile": True} if name.endswith("compiled") else {}
-        self.module = MODULES[kind](setting.inputs, setting.hidden, **options)
+        self.module = MODULES[name.removesuffix(", carried")](setting.inputs, setting.hidden)
         self.inputs = [torch.randn(setting.time, setting.batch, setting.inputs)]
         if name.endswith("carried"):
             self.inputs.append(self.module(self.inputs[0][:2])[1].detach())
@@ -174,9 +172,8 @@ def with_ends(names: Sequence[str], end: str) -> list[str]:
 def training(options: argparse.Namespace) -> Iterator[list[Row]]:
     """Steps of each rule's LSTM over those of nn.LSTM."""
     ours = [f"{rule}LSTM" for rule in RULES]
-    compiled = with_ends(() if options.quick else SCANNED, "compiled")  # linear rules have no scan to compile
     for setting in (TINY,) if options.quick else LSTMS:
-        yield timed(["nn.LSTM", *ours, *with_ends(ours, "carried"), *compiled], setting, options.repeats)
+        yield timed(["nn.LSTM", *ours, *with_ends(ours, "carried")], setting, options.repeats)
 
 
 def cells(options: argparse.Namespace) -> Iterator[list[Row]]:
@@ -190,7 +187,6 @@ def cells(options: argparse.Namespace) -> Iterator[list[Row]]:
 def orthogonal(options: argparse.Namespace) -> Iterator[list[Row]]:
     """Steps of DTRIV layers over those of a plain loop."""
     names = ["DTRIV", *(f"{rule}DTRIV" for rule in RULES)]
-    names += with_ends(() if options.quick else names[:2], "compiled")
     setting, rivals = TINY if options.quick else ORTHOGONAL, {"DTRIV": "DTRIV, loop"}
     yield timed(["MomentumDTRIV, loop", "DTRIV, loop", *names], setting, options.repeats, rivals=rivals)
 
@@ -241,9 +237,7 @@ SECTIONS: dict[str, Callable[[argparse.Namespace], Iterator[list[Row]]]] = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print the tables, write JSON."""
-    parser = command(
-        __doc__, "recurrent", repeats=7, quick="tiny sizes, nothing compiled: whether it runs, not how fast"
-    )
+    parser = command(__doc__, "recurrent", repeats=7, quick="tiny sizes: whether it runs, not how fast")
     parser.add_argument("--sections", nargs="+", default=list(SECTIONS), choices=list(SECTIONS))
     options = parser.parse_args(arguments)
     run(options, ((name, rows) for name in options.sections for rows in SECTIONS[name](options)))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hbnode._torch import backward_pass
 
 
-def _of_total(operation: Callable[..., Any], *, reflected: bool = False) -> Callable[..., Any]:
+def _on_total(operation: Callable[..., Any], *, reflected: bool = False) -> Callable[..., Any]:
     """Return an operator of :class:`NFE` that applies ``operation`` to the total and the other operand, if any."""
 
     def apply(self: NFE, *others: Any) -> Any:
@@ -77,16 +77,16 @@ class NFE:
         return both
 
     __radd__ = __add__
-    __sub__, __rsub__ = _of_total(operator.sub), _of_total(operator.sub, reflected=True)
-    __mul__, __rmul__ = _of_total(operator.mul), _of_total(operator.mul, reflected=True)
-    __truediv__, __rtruediv__ = _of_total(operator.truediv), _of_total(operator.truediv, reflected=True)
-    __floordiv__, __rfloordiv__ = _of_total(operator.floordiv), _of_total(operator.floordiv, reflected=True)
-    __mod__, __rmod__ = _of_total(operator.mod), _of_total(operator.mod, reflected=True)
-    __divmod__, __rdivmod__ = _of_total(divmod), _of_total(divmod, reflected=True)
-    __pow__, __rpow__ = _of_total(pow), _of_total(pow, reflected=True)
-    __lt__, __le__, __gt__, __ge__ = map(_of_total, (operator.lt, operator.le, operator.gt, operator.ge))
-    __neg__, __pos__ = _of_total(operator.neg), _of_total(operator.pos)
-    __abs__, __round__, __bool__ = _of_total(abs), _of_total(round), _of_total(bool)
+    __sub__, __rsub__ = _on_total(operator.sub), _on_total(operator.sub, reflected=True)
+    __mul__, __rmul__ = _on_total(operator.mul), _on_total(operator.mul, reflected=True)
+    __truediv__, __rtruediv__ = _on_total(operator.truediv), _on_total(operator.truediv, reflected=True)
+    __floordiv__, __rfloordiv__ = _on_total(operator.floordiv), _on_total(operator.floordiv, reflected=True)
+    __mod__, __rmod__ = _on_total(operator.mod), _on_total(operator.mod, reflected=True)
+    __divmod__, __rdivmod__ = _on_total(divmod), _on_total(divmod, reflected=True)
+    __pow__, __rpow__ = _on_total(pow), _on_total(pow, reflected=True)
+    __lt__, __le__, __gt__, __ge__ = map(_on_total, (operator.lt, operator.le, operator.gt, operator.ge))
+    __neg__, __pos__ = _on_total(operator.neg), _on_total(operator.pos)
+    __abs__, __round__, __bool__ = _on_total(abs), _on_total(round), _on_total(bool)
 
     def __eq__(self, other: object) -> Any:
         return self.as_dict() == other.as_dict() if isinstance(other, NFE) else self.total == other

@@ -109,8 +109,8 @@ def every_way():
     yield
     with (
         mock.patch.object(recurrent, "SMALL_PRODUCT", 0),
-        mock.patch.object(recurrent, "CHUNK", 100),
-        mock.patch("hbnode.nn._scan.WIDE", 0),
+        mock.patch.object(recurrent, "CHUNK_SIZE", 100),
+        mock.patch("hbnode.nn._scan.LOOP_WIDTH", 0),
     ):
         yield
 

@@ -437,5 +437,5 @@ def test_oscillators_wait_for_checks_and_for_the_kinds_of_oscillators(device, di
     assert ahead.is_cuda
     cell = device.move(hbnode.nn.OscillatorCell(3, 4, discretization=discretization, input=input))
     assert cell(x[:, 0], cell(x[:, 1])[1], 0.5)[0].is_cuda
-    stack = device.move(hbnode.nn.OscillatorStack(3, 4, head="next"))
+    stack = device.move(hbnode.nn.OscillatorStack(3, 4))
     assert stack(x, t, lengths=[20, 5])[0].is_cuda

@@ -104,7 +104,6 @@ t: torch.tensor([0.0, 1.0, 3.0]) | torch.rand(2, 3).cumsum(1) | torch.zeros(2, 3
 np.arange(3) | torch.tensor([0.0, 1.0, 3.0], dtype=torch.float64)
 mask: torch.ones(2, 3, 2, dtype=torch.bool) | torch.ones(2, 3, dtype=torch.bool) | torch.rand(2, 3, 2) > 0.5
 lengths: [3, 2] | torch.tensor([3, 1])
-t_next: 1.0 | torch.tensor([4.0, 5.0])
 """)
 # Programs: lines of calls, with arguments drawn for a line that does not end in ")"; {a,b} makes one program for each.
 # After # or below a program stand values of its own, and *SERIES for those above.

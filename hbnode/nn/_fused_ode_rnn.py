@@ -31,19 +31,18 @@ from hbnode.errors import NonFiniteError
 from hbnode.fields import ANODE, GHBNODE, HBNODE, NODE, SONODE
 from hbnode.nfe import NFE, Tally, open_records
 from hbnode.nn.nets import MLP
-from hbnode.solve.adaptive import FIRST_LOOK, NON_FINITE_ATTEMPTS, TOO_MANY
+from hbnode.solve.adaptive import FIRST_LOOK, NON_FINITE_ATTEMPTS, TOO_MANY, common_fraction, common_norm
 from hbnode.solve.control import Clip, PIController, first_size
 from hbnode.solve.methods import METHODS, Explicit, Splitting
 from hbnode.solve.odeint import resolve
 from hbnode.solve.settings import Settings
 
-Array = np.ndarray
 Weights = Sequence[Any]  # weight and bias of each linear layer: the cell's hidden layer, then those of f
 
-MANY = 1024  # rows, over all collected uses of a layer, from which its gradient is summed in one product
-TOGETHER = 4096  # step sizes whose coefficients, or their gradients, are computed at once
-FEW_SIZES = 256  # step sizes up to which NumPy is faster than torch
-FEW = 0.75  # fraction of samples still moving, at and below which the others are left out of a step
+ROWS_PER_PRODUCT = 1024  # rows, over all collected uses of a layer, from which its gradient is summed in one product
+SIZES_AT_ONCE = 4096  # step sizes whose coefficients, or their gradients, are computed at once
+NUMPY_SIZES = 256  # step sizes up to which NumPy is faster than torch
+SUBSET_FRACTION = 0.75  # fraction of samples still moving, at and below which the others are left out of a step
 ROUNDING = 1e-9  # relative tolerance, so that rounding adds no step to a gap of whole steps
 aten = torch.ops.aten
 
@@ -88,18 +87,18 @@ def is_unmodified(module: Any) -> bool:
     return _CALLS.isdisjoint(vars(module))
 
 
-def layers_of(net: Any) -> list[nn.Module] | None:
+def known_layers(net: Any) -> list[nn.Module] | None:
     """Return the layers of a network, nested networks flattened; None if a layer is not known."""
     if not is_unmodified(net) or (isinstance(net, MLP) and net.time_dependent):
         return None
     if isinstance(net, MLP):
-        return layers_of(net.layers)
+        return known_layers(net.layers)
     if not isinstance(net, nn.Sequential):
         is_known = type(net) in ACTIVATIONS or isinstance(net, nn.Linear)
         return [net] if is_known and getattr(net, "alpha", 1.0) == 1.0 else None  # alpha of an ELU
     layers: list[nn.Module] = []
     for child in net:
-        found = layers_of(child)
+        found = known_layers(child)
         if found is None:
             return None
         layers += found
@@ -140,7 +139,7 @@ class GradAccumulator:
         self.weights = weights
         self.found: dict[Any, Tensor] = {}  # scalars by name, weights by index
         self.uses: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
-        self.steps: list[tuple[Array, Sequence[Tensor], Sequence[Tensor]]] = []
+        self.steps: list[tuple[np.ndarray, Sequence[Tensor], Sequence[Tensor]]] = []
 
     def add(self, key: str | int, gradient: Tensor) -> None:
         self.found[key] = self.found[key].add_(gradient) if key in self.found else gradient
@@ -148,7 +147,7 @@ class GradAccumulator:
     def add_use(self, layer: int, x: Tensor, gradient: Tensor) -> None:
         uses = self.uses[layer]
         uses.append((x, gradient))
-        if len(uses) * len(x) >= MANY:
+        if len(uses) * len(x) >= ROWS_PER_PRODUCT:
             self.sum_uses(layer)
 
     def sum_uses(self, layer: int) -> None:
@@ -169,6 +168,8 @@ class Network:
             self.activations.append(ACTIVATIONS.get(type(layer)))
             if isinstance(layer, nn.Linear):
                 self.weights += layer.weight, layer.bias
+        # numbers of features of the input and of the output
+        self.sizes = (self.weights[0].shape[1], self.weights[-2].shape[0]) if self.weights else None
 
     def __call__(self, x: Tensor, weights: Weights, residuals: list[Tensor]) -> Tensor:
         """Return the output for x (batch, n); add linear layers' inputs and activations' outputs to ``residuals``."""
@@ -256,8 +257,8 @@ class Equation(NamedTuple):
 class FusedCell(NamedTuple):
     """A torch.nn.GRUCell or tanh RNNCell whose input contribution to the gates is computed for all samples at once."""
 
-    of_input: tuple[Any, Any]  # weight and bias
-    of_hidden: tuple[Any, Any]
+    input_weights: tuple[Any, Any]  # weight and bias
+    hidden_weights: tuple[Any, Any]
     is_gru: bool
 
     def __call__(self, gates: Tensor, s: Tensor, weights: Weights) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -309,7 +310,7 @@ class FusedStep(NamedTuple):
         stages: the evaluations.
     """
 
-    sizes: Array
+    sizes: np.ndarray
     table_row: int | None = None
     samples: Tensor | None = None
     accepted: Tensor | None = None
@@ -353,7 +354,7 @@ class FusedODERNN:
         self.q, self.is_adaptive = self.method.error_order or 0, self.settings.steps is None
         self.evaluations, self.size, self.row = len(self.method.nodes), s.shape[1], s.shape[1] // self.method.rows
         t = times.detach().to("cpu", torch.float64).numpy()
-        self.lengths: Array = np.ascontiguousarray(np.diff(t).T)
+        self.lengths: np.ndarray = np.ascontiguousarray(np.diff(t).T)
         self.is_zero = (self.lengths == 0).all(1)
         self.nfe = list(map(NFE, [0] * len(self.lengths)))
         self.counters = list(map(Tally, [layer.field] * len(self.nfe), self.nfe))
@@ -368,7 +369,7 @@ class FusedODERNN:
         self.shortest = 4 * np.finfo(float).eps * abs(t).max(initial=0.0)
         self.group: tuple[int, Sequence[Tensor]] = (-1, ())  # number and coefficients of the last group of table rows
 
-    def make_fixed_steps(self) -> tuple[Array, list[list[FusedStep]]]:
+    def make_fixed_steps(self) -> tuple[np.ndarray, list[list[FusedStep]]]:
         """Return the table of equal step sizes, (steps, batch), and the steps of each gap."""
         count = np.full(self.lengths.shape, self.settings.steps)
         if self.solver.step_size is not None:
@@ -397,13 +398,13 @@ class FusedODERNN:
             FallbackError: if the reference must solve the gaps.
         """
         _torch.keep_freed_memory(s.device)
-        cell, masks, gates, of_cell = None, None, None, (None, None)
+        cell, masks, gates, cell_weights = None, None, None, (None, None)
         if x is not None and self.cell is not None:
-            cell, of_cell = self.cell, self.cell.of_hidden
-            gates = linear(x.transpose(0, 1).contiguous(), *cell.of_input)
+            cell, cell_weights = self.cell, self.cell.hidden_weights
+            gates = linear(x.transpose(0, 1).contiguous(), *cell.input_weights)
         if mask is not None and not (mask.is_cpu and bool(mask.all())):
             masks = mask.T.unsqueeze(-1).unbind(0)
-        inputs = [s, gates, self.damping, self.xi, self.friction, *of_cell, *self.equation.network.weights]
+        inputs = [s, gates, self.damping, self.xi, self.friction, *cell_weights, *self.equation.network.weights]
         for i, z in enumerate(inputs):
             if z is not None and z.is_leaf:
                 inputs[i] = z.view_as(z)  # replacing p.data of a saved leaf would also replace its saved value
@@ -459,11 +460,11 @@ class FusedODERNN:
         if not np.isfinite(h + f).all():
             raise FallbackError
         if common:
-            h, f = in_common(h, length), in_common(f, length)
+            h, f = common_norm(h, length), common_norm(f, length)
         size = first_size(h, f, self.settings.rtol, self.settings.atol, self.method.rows, self.q)
         size, longest = np.minimum(size, self.longest), np.full_like(h, self.longest)
         if common:
-            size, longest = least_fraction(size, length), least_fraction(longest, length)
+            size, longest = common_fraction(size, length), common_fraction(longest, length)
         controller, clip = PIController(self.q, longest), Clip(length)
         c = controller.start(np, size, h < 0, 0 * h)
         for attempt in range(1, most + 1):
@@ -471,7 +472,7 @@ class FusedODERNN:
             taken, moves = c.taken, c.taken > 0
             if attempt == 1 and (c.left == 1.0).all():
                 step = FusedStep(length, gap)
-            elif moves.sum() > FEW * len(moves):
+            elif moves.sum() > SUBSET_FRACTION * len(moves):
                 step = FusedStep(taken)
             else:
                 step = FusedStep(taken[moves], samples=torch.from_numpy(np.flatnonzero(moves)))
@@ -481,7 +482,7 @@ class FusedODERNN:
                 own, ratio = ratio, 0.0 * h
                 ratio[moves] = own
             if common:
-                ratio = in_common(ratio, length)
+                ratio = common_norm(ratio, length)
             accepted = ratio <= 1.0  # False if not finite
             if accepted.all() and step.table_row is not None:
                 steps.append(step)
@@ -500,7 +501,7 @@ class FusedODERNN:
                 break
         raise FallbackError
 
-    def ratio(self, y: Tensor, after: Tensor, error: Any) -> Array:
+    def ratio(self, y: Tensor, after: Tensor, error: Any) -> np.ndarray:
         """Return the root mean square of error / tolerance for each sample."""
         scale = torch.maximum(y[:, : self.size].abs(), after[:, : self.size].abs())
         scale = scale.mul_(self.settings.rtol).add_(self.settings.atol).view(len(y), -1, self.row)
@@ -548,12 +549,12 @@ class FusedODERNN:
             return self.matrix(packed).to(p.s)
         sizes, index, lanes = step.sizes, step.table_row, self.sizes.shape[1]
         if index is not None:
-            together = max(1, TOGETHER // lanes)
+            together = max(1, SIZES_AT_ONCE // lanes)
             group, index = divmod(index, together)
             if self.group[0] == group:
                 return self.group[1][index]
             sizes = self.sizes[group * together : (group + 1) * together].ravel()
-        if len(sizes) > FEW_SIZES:
+        if len(sizes) > NUMPY_SIZES:
             packed = self.method.packed(torch, self.gamma, torch.from_numpy(sizes), error=self.is_adaptive)
         else:
             packed = torch.from_numpy(self.method.packed(np, np.array(self.number), sizes, error=self.is_adaptive))
@@ -662,21 +663,10 @@ class FusedODERNN:
         sums.add("damping", found.to(g.device))
 
 
-def rms(x: Tensor) -> Array:
+def rms(x: Tensor) -> np.ndarray:
     """Return the root mean square of each row of x (batch, ...), as a NumPy array."""
     x = x.flatten(1)
     return torch.linalg.vector_norm(x, dim=1).double().numpy() / math.sqrt(x.shape[1])
-
-
-def in_common(x: Array, length: Array) -> Array:
-    """Return, for every sample, the root mean square of x over samples with a gap of nonzero length."""
-    return np.full_like(x, np.sqrt((x[length > 0] ** 2).mean()))
-
-
-def least_fraction(size: Array, length: Array) -> Array:
-    """Return steps that are the same fraction of all nonzero lengths, the largest with no step above ``size``."""
-    moves = length > 0
-    return np.where(moves, length * (size[moves] / length[moves]).min(), size)
 
 
 def total(a: Any, b: Any) -> Any:
@@ -744,7 +734,7 @@ class Run:
                         back = back + torch.where(self.masks[i], 0.0, g)
                     g = back
                 g = fused.vjp(gap, g if grads[0] is None else g + grads[0][i], p, sums)
-                if len(sums.steps) * len(g) >= TOGETHER:
+                if len(sums.steps) * len(g) >= SIZES_AT_ONCE:
                     fused.add_damping(sums)
         if sums.steps:
             fused.add_damping(sums)
@@ -797,35 +787,38 @@ def fuse(layer: Any, s: Tensor, times: Tensor, solver: Solver) -> FusedODERNN | 
     The reference is needed for unknown networks, methods that are not native, and methods with options. It is also
     needed under transforms, hooks, autocast and step records, and for gradients of times.
     """
-    settings, field, kind, n = solver.settings, layer.field, type(layer.field), layer.hidden_size
-    if kind not in FIELDS or not is_unmodified(field) or field.time_dependent:
-        return None
-    if _torch.needs_reference() or open_records or _torch.has_global_hooks():
-        return None
-    if torch.is_autocast_enabled(s.device.type) or (times.requires_grad and torch.is_grad_enabled()):
+    settings, field, kind = solver.settings, layer.field, type(layer.field)
+    if kind not in FIELDS or not is_unmodified(field) or field.time_dependent or must_record(s, times):
         return None
     name = resolve(settings, field).method
-    damping, layers = field.damping if kind in (HBNODE, GHBNODE) else 0.0, layers_of(field.func)
-    is_scalar = not isinstance(damping, Tensor) or damping.dim() == 0
-    if layers is None or not is_scalar or getattr(field, "activation", torch.tanh) is not torch.tanh:
+    damping, layers = field.damping if kind in (HBNODE, GHBNODE) else 0.0, known_layers(field.func)
+    if layers is None or (isinstance(damping, Tensor) and damping.dim() > 0):
         return None
     network, cell = Network(layers), layer.cell
-    ends = (network.weights[0].shape[1], network.weights[-2].shape[0]) if network.weights else None
-    if ends != (n * (1 + (kind is SONODE)), n) or s.dtype not in (torch.float32, torch.float64):
+    if network.sizes != (layer.hidden_size * (1 + (kind is SONODE)), layer.hidden_size):
         return None
     weights = [weight for weight in (*network.weights, *cell.parameters()) if weight is not None]
     if any(weight.dtype != s.dtype or weight.device != s.device for weight in weights):
         return None
-    if not has_fused_steps(name, kind, s, times, solver):
+    if not has_fused_steps(name, field, s, times, solver):
         return None
     is_pair = METHODS[name].rows == 1 and kind in (SONODE, HBNODE, GHBNODE)
     equation = Equation(network, is_pair, takes_both=kind is SONODE, is_bounded=kind is GHBNODE)
     return FusedODERNN(layer, equation, fused_cell(cell), name, damping, s, times, solver)
 
 
-def has_fused_steps(name: str, kind: type, s: Tensor, times: Tensor, solver: Solver) -> bool:
-    """Return whether the steps of a method, for a field of a kind, have a fused implementation with these settings."""
-    settings, method = solver.settings, METHODS.get(name)
+def must_record(s: Tensor, times: Tensor) -> bool:
+    """Return whether torch's operations must run one by one: in graphs and transforms, for hooks, records, autocast."""
+    if _torch.needs_reference() or open_records or _torch.has_global_hooks():
+        return True
+    return torch.is_autocast_enabled(s.device.type) or (times.requires_grad and torch.is_grad_enabled())
+
+
+def has_fused_steps(name: str, field: Any, s: Tensor, times: Tensor, solver: Solver) -> bool:
+    """Return whether the steps of a method, for a known field, have a fused implementation with these settings."""
+    settings, method, kind = solver.settings, METHODS.get(name), type(field)
+    if s.dtype not in (torch.float32, torch.float64) or getattr(field, "activation", torch.tanh) is not torch.tanh:
+        return False
     if not isinstance(method, (Explicit, Splitting)) or settings.options:
         return False
     if settings.gradient not in ("direct", "checkpoint") or (settings.compile and not s.is_cpu):
@@ -845,5 +838,5 @@ def fused_cell(cell: Any) -> FusedCell | None:
         return None
     if not is_unmodified(cell):
         return None
-    of_input, of_hidden = (cell.weight_ih, cell.bias_ih), (cell.weight_hh, cell.bias_hh)
-    return FusedCell(of_input, of_hidden, isinstance(cell, nn.GRUCell))
+    input_weights, hidden_weights = (cell.weight_ih, cell.bias_ih), (cell.weight_hh, cell.bias_hh)
+    return FusedCell(input_weights, hidden_weights, isinstance(cell, nn.GRUCell))

@@ -23,8 +23,8 @@ from hbnode.nn._delta_rule import Outputs, forward, reference, residual_shapes, 
 Tensors = Sequence[Tensor | None]
 Run = Callable[[Tensors, Tensors], tuple[Tensors, Tensors]]  # maps tensors of steps and of states to such tensors
 
-_STEPS = 7  # tensors of steps: q, k, v, log μ, log α, s, η
-_COUNT = 9  # these, and S and P
+_STEP_TENSORS = 7  # tensors of steps: q, k, v, log μ, log α, s, η
+_TENSOR_COUNT = 9  # these, and S and P
 
 
 class _Group(NamedTuple):
@@ -107,7 +107,7 @@ def packed(run: Callable[..., Outputs], options: Any, cu_seqlens: Tensor | None,
         out, *after = run(options, *steps, *states)
         return [out], after
 
-    (out,), (s, p) = over_sequences(run_group, cu_seqlens, tensors[:_STEPS], tensors[_STEPS:])
+    (out,), (s, p) = over_sequences(run_group, cu_seqlens, tensors[:_STEP_TENSORS], tensors[_STEP_TENSORS:])
     assert out is not None
     assert s is not None
     return out, s, p
@@ -165,11 +165,11 @@ def _backward_op(delta: str, chunk_size: int, *rest: Any) -> list[Tensor]:
         if not states.numel():  # not kept
             residuals = forward(options, True, *given)[1]  # type: ignore[arg-type]
         found = vjp(options, given, residuals, grads, needed)
-        return found[:_STEPS], found[_STEPS:]
+        return found[:_STEP_TENSORS], found[_STEP_TENSORS:]
 
     with no_autocast(tensors[0]):
-        given = [*tensors[_STEPS:], ds, None if tensors[-1] is None else dp]
-        found = over_sequences(run_group, cu_seqlens, [*tensors[:_STEPS], dout], given)
+        given = [*tensors[_STEP_TENSORS:], ds, None if tensors[-1] is None else dp]
+        found = over_sequences(run_group, cu_seqlens, [*tensors[:_STEP_TENSORS], dout], given)
     every = [grad for part in found for grad in part]
     wanted = [grad for grad, is_needed in zip(every, needed, strict=True) if is_needed and grad is not None]
     return [grad.clone(memory_format=torch.contiguous_format) for grad in wanted]
@@ -177,7 +177,7 @@ def _backward_op(delta: str, chunk_size: int, *rest: Any) -> list[Tensor]:
 
 @_backward_op.register_fake
 def _(delta: str, chunk_size: int, *rest: Any) -> list[Tensor]:
-    return [x.new_empty(x.shape) for x, is_needed in zip(rest[:_COUNT], rest[-1], strict=True) if is_needed]
+    return [x.new_empty(x.shape) for x, is_needed in zip(rest[:_TENSOR_COUNT], rest[-1], strict=True) if is_needed]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -187,7 +187,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 
 def _backward(ctx: Any, dout: Tensor, ds: Tensor, dp: Tensor, *_: Any) -> tuple[Any, ...]:
     *tensors, states, e = ctx.saved_tensors
-    needed = list(ctx.needs_input_grad[3 : 3 + _COUNT])
+    needed = list(ctx.needs_input_grad[3 : 3 + _TENSOR_COUNT])
     found: Any
     if torch.is_grad_enabled():  # with create_graph=True
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,11 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hbnode._torch import needs_reference
-
 BLOCK = 32  # samples that one matrix filters
-WIDE = 2**11  # numbers per sample from which on, on a CPU, a loop over time is faster than matrices
-COMPILED = 16  # steps of a cell in one compiled function
+LOOP_WIDTH = 2**11  # numbers per sample from which on, on a CPU, a loop over time is faster than matrices
 
 
 def linear_filter(x: Tensor, mu: float | Tensor, s: float, v: Tensor | None = None) -> Tensor:
@@ -26,7 +21,7 @@ def linear_filter(x: Tensor, mu: float | Tensor, s: float, v: Tensor | None = No
     rates = mu if isinstance(mu, Tensor) else torch.full(x.shape[:1], mu, dtype=torch.float64)
     takes_any_length = x.shape[0] != 1 and (torch.jit.is_tracing() or torch.compiler.is_exporting())
     if takes_any_length or (  # of a symbolic length no more may be asked
-        x.shape[0] > 4 and rates.dim() == 1 and (x.device.type != "cpu" or x[0].numel() < WIDE)
+        x.shape[0] > 4 and rates.dim() == 1 and (x.device.type != "cpu" or x[0].numel() < LOOP_WIDTH)
     ):
         return _filter_blocks(s * x, rates.to(x.device).reshape(x.shape[0], -1), v, takes_any_length)
     v, found = torch.zeros_like(x[0]) if v is None else v, []
@@ -106,38 +101,16 @@ class Cell(NamedTuple):
 
 
 def run_cell(
-    cell: Cell, d: Tensor, h: Tensor, c: Tensor | None, u: Tensor, bias: Tensor | None, compile: bool = False
+    cell: Cell, d: Tensor, h: Tensor, c: Tensor | None, u: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Run a cell over its filtered inputs d (T, batch, gates * n); return h (T, batch, n), and the last h and c.
 
-    u is W_hh, and bias is b_hh or the bias of the activation. ``compile`` compiles blocks of time steps once per shape.
+    u is W_hh, and bias is b_hh or the bias of the activation.
     """
     if bias is not None and not cell.adds_bias:
         d, bias = d + bias, None
-    if not compile or needs_reference():
-        return _run_steps(cell.step, d, h, c, u.T, bias)
-    found = []
-    for block in d.split(COMPILED):
-        is_whole = len(block) == COMPILED
-        run = _compiled(cell.step, block.shape, d.dtype, d.device) if is_whole else _run_steps
-        block_h, h, c = run(cell.step, block, h, c, u.T, bias)
-        found.append(block_h)
-    return torch.cat(found), h, c
-
-
-def _run_steps(step: Callable[..., Any], d: Tensor, h: Tensor, c: Tensor | None, u: Tensor, bias: Tensor | None) -> Any:
-    found = []
+    found, u = [], u.T
     for d_t in d.unbind():
-        h, c = step(d_t, h, c, u, bias)
+        h, c = cell.step(d_t, h, c, u, bias)
         found.append(h)
     return torch.stack(found), h, c
-
-
-@functools.lru_cache(maxsize=256)
-def _compiled(*_: object) -> Callable[..., Any]:
-    """Return ``_run_steps`` compiled for one step function, shape, dtype and device.
-
-    Each gets a copy of the code object, because torch.compile limits the recompilations per code object.
-    """
-    code = types.FunctionType(_run_steps.__code__.replace(), _run_steps.__globals__)
-    return torch.compile(code, dynamic=False)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hbnode import _torch
-from hbnode.nn._oscillator_scan import accumulation_dtype
+from hbnode.nn._oscillator_step import accumulation_dtype
 
 
 def _exponential(rho: Tensor, phi: Tensor | None) -> Tensor:

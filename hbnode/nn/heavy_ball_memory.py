@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Literal, overload
+from typing import Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
+from typing_extensions import Required, Unpack
 
 from hbnode._checks import as_count, check_input
 from hbnode._torch import is_transformed, no_autocast
@@ -35,44 +36,28 @@ class HeavyBallMemoryState(Record):
     p: Tensor | None = None
 
 
+class _Options(TypedDict, total=False):
+    """The keyword arguments of :func:`heavy_ball_memory` that have no effect on the type of its result."""
+
+    log_momentum: Required[Gate | None]
+    log_decay: Gate | None
+    step: Gate | None
+    write: Gate | None
+    delta: Delta
+    key_padding_mask: Tensor | None
+    cu_seqlens: Tensor | None
+    initial_state: HeavyBallMemoryState | None
+    chunk_size: int
+
+
 @overload
 def heavy_ball_memory(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    log_momentum: Gate | None,
-    log_decay: Gate | None = None,
-    step: Gate | None = None,
-    write: Gate | None = None,
-    delta: Delta = "decayed",
-    key_padding_mask: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    initial_state: HeavyBallMemoryState | None = None,
-    return_state: Literal[False] = False,
-    chunk_size: int = 64,
+    q: Tensor, k: Tensor, v: Tensor, *, return_state: Literal[False] = False, **options: Unpack[_Options]
 ) -> Tensor: ...
-
-
 @overload
 def heavy_ball_memory(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    log_momentum: Gate | None,
-    log_decay: Gate | None = None,
-    step: Gate | None = None,
-    write: Gate | None = None,
-    delta: Delta = "decayed",
-    key_padding_mask: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    initial_state: HeavyBallMemoryState | None = None,
-    return_state: Literal[True],
-    chunk_size: int = 64,
+    q: Tensor, k: Tensor, v: Tensor, *, return_state: Literal[True], **options: Unpack[_Options]
 ) -> tuple[Tensor, HeavyBallMemoryState]: ...
-
-
 def heavy_ball_memory(
     q: Tensor,
     k: Tensor,

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from hbnode._torch import may_look
 from hbnode._tree import Record, record
-from hbnode.nn._oscillator_scan import exact_step
+from hbnode.nn._oscillator_step import exact_step
 from hbnode.nn.sequences import Sequences
 
 
@@ -62,7 +62,7 @@ class OscillatorFiltered(Record):
     state: OscillatorBelief
 
 
-_WIDTH = 4096  # squares of a block's length, above which its operations cost more than the call of them
+_BLOCK_SIZE = 4096  # squares of a block's length, above which its operations cost more than the call of them
 _ROUNDING_ERRORS = 64  # rounding errors in the covariance of a block
 
 
@@ -269,7 +269,7 @@ class KalmanFilter:
 
     def _blocked(self, z: Tensor) -> Tensor:
         """Return z (batch, T, channels, ...) as (blocks, batch, n, ...), with zeros after the last sample."""
-        length = max(1, round((z.shape[1] / (1 + len(z) * z.shape[1] * len(self.c) ** 2 / _WIDTH)) ** 0.5))
+        length = max(1, round((z.shape[1] / (1 + len(z) * z.shape[1] * len(self.c) ** 2 / _BLOCK_SIZE)) ** 0.5))
         z = pad(z, (0, 0) * (z.dim() - 2) + (0, -z.shape[1] % length))
         return z.unflatten(1, (-1, length)).flatten(2, 3).transpose(0, 1)
 
@@ -359,9 +359,9 @@ class KalmanFilter:
         phi = self._transition(t.diff(prepend=t[:, :1])).unsqueeze(-1)  # (2, P, 2, batch, T, 1)
         (vv, xv), (vx, xx) = ((phi[0, :, i], phi[1, :, i]) for i in range(2))
         # The Cholesky factor of I - Φ Φᵀ; rounding loses (√κ Δ)³ of its digits for short gaps
-        a = root_of(1 - vv.square() - vx.square())
+        a = safe_sqrt(1 - vv.square() - vx.square())
         b = -(vv * xv + vx * xx) / torch.where(a > 0, a, 1.0)
-        d = root_of(1 - xv.square() - xx.square() - b.square())
+        d = safe_sqrt(1 - xv.square() - xx.square() - b.square())
         shape = (2, len(self.gamma), *t.shape, paths)
         normal = torch.randn(shape, dtype=t.dtype, device=t.device, generator=generator)
         kicks = torch.stack([a * normal[0], b * normal[0] + d * normal[1]])
@@ -375,7 +375,7 @@ class KalmanFilter:
         return signal, signal + self.noise.sqrt().unsqueeze(-1) * errors
 
 
-def root_of(variance: Tensor) -> Tensor:
+def safe_sqrt(variance: Tensor) -> Tensor:
     """Return the standard deviation; it and its gradient are 0 where rounding left a variance of 0 or less."""
     is_lost = variance <= 0
     return torch.where(is_lost, 0.0, torch.where(is_lost, 1.0, variance).sqrt())

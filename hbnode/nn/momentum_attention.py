@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from typing_extensions import Required, Unpack
 
 from hbnode._checks import as_count, check_bool
 from hbnode._torch import exports_any, fast_form, is_tracing, keep_freed_memory, no_autocast, reference_vjp
@@ -35,40 +36,26 @@ class MomentumAttentionState(Record):
     z: Tensor
 
 
+class _Options(TypedDict, total=False):
+    """The keyword arguments of :func:`momentum_attention` that have no effect on the type of its result."""
+
+    momentum: Required[Rate]
+    step_size: Rate
+    causal: bool
+    key_padding_mask: Tensor | None
+    eps: float
+    initial_state: MomentumAttentionState | None
+    chunk_size: int
+
+
 @overload
 def momentum_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    momentum: float | Tensor,
-    step_size: float | Tensor = 1.0,
-    causal: bool = True,
-    key_padding_mask: Tensor | None = None,
-    eps: float = 1e-6,
-    initial_state: MomentumAttentionState | None = None,
-    return_state: Literal[False] = False,
-    chunk_size: int = 64,
+    q: Tensor, k: Tensor, v: Tensor, *, return_state: Literal[False] = False, **options: Unpack[_Options]
 ) -> Tensor: ...
-
-
 @overload
 def momentum_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    momentum: float | Tensor,
-    step_size: float | Tensor = 1.0,
-    causal: bool = True,
-    key_padding_mask: Tensor | None = None,
-    eps: float = 1e-6,
-    initial_state: MomentumAttentionState | None = None,
-    return_state: Literal[True],
-    chunk_size: int = 64,
+    q: Tensor, k: Tensor, v: Tensor, *, return_state: Literal[True], **options: Unpack[_Options]
 ) -> tuple[Tensor, MomentumAttentionState]: ...
-
-
 def momentum_attention(
     q: Tensor,
     k: Tensor,
@@ -166,41 +153,60 @@ def momentum_attention(
         if length <= 1:
             out, state = _recurrence(_features(q, k, v, ignored, causal, dtype), (beta, gamma), ignored, state, eps)
             return (out.to(q.dtype), state) if return_state else out.to(q.dtype)
-        has_p, after = isinstance(beta, Tensor) or beta != 0, [state.s, state.p, state.z]
-        # comparisons, not min and %, whose symbolic expressions take torch.compile long to simplify
-        is_one = not causal or exports_any(length) or length <= size  # an open number of chunks cannot be exported
-        size, spans = length if is_one else size, [length]
-        if not is_one:
-            span = 64 * size
-            if q.device.type == "cpu" and not is_tracing():
-                keep_freed_memory(q.device)
-                span = size * max(1, CHUNKS_AT_ONCE // max(1, batch * heads))
-            spans = []
-            while length >= span:
-                spans.append(span)
-                length -= span
-            whole = length // size * size
-            spans += [x for x in (whole, length - whole) if x]
-        tables = weights = _weight_tables(beta, gamma, spans[0], state.s)
-        outputs: list[Tensor] = []
-        parts = ([x] if len(spans) == 1 else x.split(spans, 2) for x in (q, k, v))
-        masks = [None] * len(spans) if ignored is None else ignored.split(spans, 1)
-        for i, part in enumerate(zip(*parts, masks, strict=True)):
-            size = spans[i] if spans[i] < size else size
-            if ignored is None and (i == 0 or spans[i] != spans[i - 1]):
-                rows = torch.arange(1, size + 1, device=k.device)
-                weights = _weigh(tables, rows[None, None], spans[i] // size, causal)
-            run = _recomputed if 2 * i + 2 < len(spans) else _chunkwise  # the first half saves its arguments only
-            out, *after = run((causal, has_p, eps, size), *part, *after, *weights)
-            outputs.append(out)
-        s, p, z = after
-        if not has_p:  # P is φ(k) vᵀ of the last key, or unchanged without a key
-            present = torch.ones_like(k[:1, 0, :, 0], dtype=torch.bool) if ignored is None else ~ignored
-            none, last = (x[:, None, None, None] for x in (~present.any(1), present.cumsum(1).argmax(1)))
-            k, v = (torch.take_along_dim(x, last, 2).masked_fill(none, 0.0).to(p.dtype) for x in (k, v))
-            p = torch.where(none, p, feature_map(k).mT @ v)
-        out, state = outputs[0] if len(spans) == 1 else torch.cat(outputs, 2), MomentumAttentionState(s, p, z)
+        out, state = _by_segments((q, k, v), (beta, gamma), ignored, state, causal, eps, size)
     return (out, state) if return_state else out
+
+
+def _by_segments(
+    qkv: tuple[Tensor, Tensor, Tensor],
+    rates: tuple[Rate, Rate],
+    ignored: Tensor | None,
+    state: MomentumAttentionState,
+    causal: bool,
+    eps: float,
+    size: int,
+) -> tuple[Tensor, MomentumAttentionState]:
+    """Return outputs and the last state of sequences of more than one key, segment by segment of chunks of ``size``."""
+    (_, k, v), (beta, gamma) = qkv, rates
+    has_p, after = isinstance(beta, Tensor) or beta != 0, [state.s, state.p, state.z]
+    size, spans = _divide(k, size, causal)
+    tables = weights = _weight_tables(beta, gamma, spans[0], state.s)
+    outputs: list[Tensor] = []
+    parts = ([x] if len(spans) == 1 else x.split(spans, 2) for x in qkv)
+    masks = [None] * len(spans) if ignored is None else ignored.split(spans, 1)
+    for i, part in enumerate(zip(*parts, masks, strict=True)):
+        size = spans[i] if spans[i] < size else size
+        if ignored is None and (i == 0 or spans[i] != spans[i - 1]):
+            rows = torch.arange(1, size + 1, device=k.device)
+            weights = _weigh(tables, rows[None, None], spans[i] // size, causal)
+        run = _recomputed if 2 * i + 2 < len(spans) else _chunkwise  # the first half saves its arguments only
+        out, *after = run((causal, has_p, eps, size), *part, *after, *weights)
+        outputs.append(out)
+    s, p, z = after
+    if not has_p:  # P is φ(k) vᵀ of the last key, or unchanged without a key
+        present = torch.ones_like(k[:1, 0, :, 0], dtype=torch.bool) if ignored is None else ~ignored
+        none, last = (x[:, None, None, None] for x in (~present.any(1), present.cumsum(1).argmax(1)))
+        k, v = (torch.take_along_dim(x, last, 2).masked_fill(none, 0.0).to(p.dtype) for x in (k, v))
+        p = torch.where(none, p, feature_map(k).mT @ v)
+    return outputs[0] if len(spans) == 1 else torch.cat(outputs, 2), MomentumAttentionState(s, p, z)
+
+
+def _divide(k: Tensor, size: int, causal: bool) -> tuple[int, list[int]]:
+    """Return the number of keys in a chunk and in each segment of some chunks, for keys k."""
+    length = k.shape[2]
+    # comparisons, not min and %, whose symbolic expressions take torch.compile long to simplify
+    if not causal or exports_any(length) or length <= size:  # an open number of chunks cannot be exported
+        return length, [length]
+    span = 64 * size
+    if k.device.type == "cpu" and not is_tracing():
+        keep_freed_memory(k.device)
+        span = size * max(1, CHUNKS_AT_ONCE // max(1, k.shape[0] * k.shape[1]))
+    spans = []
+    while length >= span:
+        spans.append(span)
+        length -= span
+    whole = length // size * size
+    return size, spans + [x for x in (whole, length - whole) if x]
 
 
 def feature_map(x: Tensor) -> Tensor:

@@ -44,10 +44,10 @@ FIELDS: dict[str, Callable[[int], Field]] = {
     "ghbnode": lambda n: GHBNODE(_net(n, n)),
 }
 CELLS: dict[str, Callable[[int, int], nn.Module]] = {"gru": nn.GRUCell, "rnn": nn.RNNCell}
-SOLVER = (
+SOLVER_SETTINGS = (
     "method", "rtol", "atol", "gradient", "steps", "per_sample", "max_steps", "options", "adjoint_options", "compile"
 )  # fmt: skip
-OF_FIRST_LAYER = (
+FIRST_LAYER_ATTRIBUTES = (
     "field", "cell", "residual", "start", "static_start", "encoder", "augment", "second_order", "state_size"
 )  # fmt: skip
 
@@ -228,16 +228,16 @@ class ODERNN(ModuleWithConstants):
     def __getattr__(self, name: str) -> Any:
         """Return the first layer's attribute, or the solver setting, if the module has none of that name."""
         own = self.__dict__.get("_modules", {})
-        if name in OF_FIRST_LAYER and "layers" in own:
+        if name in FIRST_LAYER_ATTRIBUTES and "layers" in own:
             return getattr(own["layers"][0], name)
-        if name in SOLVER and "given" in self.__dict__:
+        if name in SOLVER_SETTINGS and "given" in self.__dict__:
             return getattr(self.given, name)
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in OF_FIRST_LAYER:
+        if name in FIRST_LAYER_ATTRIBUTES:
             setattr(self.layers[0], name, value)
-        elif name in SOLVER:  # used by the next call
+        elif name in SOLVER_SETTINGS:  # used by the next call
             given = dataclasses.replace(self.given, **{name: value})
             self.settings, self.step_size = _checked_solver(given, self.field)
             self.given = given
@@ -361,11 +361,11 @@ class ODERNN(ModuleWithConstants):
             times = times if start is None else torch.cat([start.unsqueeze(1), times], 1)
             rtol, most = self.settings.rtol, seq.MANY_NFE_THRESHOLD if self.has_unit else seq.SEVERAL_NFE_THRESHOLD
             self.has_warned = seq.warn_if_too_short(self.time_unit, times, self.counts, networks, rtol, most)
-        before = seq.state_of(series.padded(output.before), series.padded_t, self.sizes)
-        after = seq.state_of(series.padded(output.after), series.padded_t, self.sizes)
-        end = seq.state_of(ends[0].clone(), series.t[:, -1], self.sizes, last, last_t)
+        before = seq.make_state(series.padded(output.before), series.padded_t, self.sizes)
+        after = seq.make_state(series.padded(output.after), series.padded_t, self.sizes)
+        end = seq.make_state(ends[0].clone(), series.t[:, -1], self.sizes, last, last_t)
         for s in ends[1:]:
-            end = seq.state_of(s.clone(), series.t[:, -1], self.sizes, below=end)
+            end = seq.make_state(s.clone(), series.t[:, -1], self.sizes, below=end)
         return Filtered(before, after, end)
 
     @_torch.untraced
@@ -397,7 +397,7 @@ class ODERNN(ModuleWithConstants):
                 output = layer.flow(one.joined.flatten(0, -2), asked, Solver(self.settings, self.step_size))
             self._count(output.nfe)
             s, t = (x.unflatten(0, shape) for x in (output.end.clone(), _torch.to_device(times[:, -1], device)))
-            end = seq.state_of(s, t, self.sizes, one.last, one.last_t, end)
+            end = seq.make_state(s, t, self.sizes, one.last, one.last_t, end)
         assert end is not None
         return output.after[..., : self.hidden_size].contiguous().unflatten(0, shape), end
 

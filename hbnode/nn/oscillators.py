@@ -28,7 +28,7 @@ from hbnode._times import as_times, check_digits, refuse_dates
 from hbnode._torch import may_look, no_autocast
 from hbnode._tree import Kind, Record, record
 from hbnode.nn import sequences as seq
-from hbnode.nn._oscillator_scan import (
+from hbnode.nn._oscillator_step import (
     OscillatorStep,
     ScanInput,
     accumulation_dtype,
@@ -37,7 +37,7 @@ from hbnode.nn._oscillator_scan import (
     scan,
     transition,
 )
-from hbnode.nn.kalman import Gaussian, KalmanFilter, OscillatorBelief, OscillatorFiltered, root_of
+from hbnode.nn.kalman import Gaussian, KalmanFilter, OscillatorBelief, OscillatorFiltered, safe_sqrt
 from hbnode.nn.sequences import Inputs, Lengths, Missing, Sequences, Series
 
 __all__ = [
@@ -59,7 +59,7 @@ Range = tuple[float, float]
 
 FREQUENCY = (0.001, 0.25)
 DECAY = (0.001, 0.1)
-SLOWEST = 30  # spans of a series in the longest period of oscillator_ranges
+SPANS_PER_LONGEST_PERIOD = 30  # spans of a series in the longest period of oscillator_ranges
 
 
 class Ranges(TypedDict):
@@ -681,7 +681,7 @@ class Oscillators(_OscillatorModule):
         """
         kalman, sequences, times = self._with_queries(x, t, mask, lengths, at, static)
         mean, variance = kalman.smooth(sequences, times)
-        std = root_of(variance + kalman.noise if noise else variance)
+        std = safe_sqrt(variance + kalman.noise if noise else variance)
         return Gaussian(mean, std) if at is not None else Gaussian(sequences.padded(mean), sequences.padded(std))
 
     def sample_paths(
@@ -980,16 +980,14 @@ class OscillatorStack(nn.Module):
         num_layers: number of blocks. Default: ``2``
         output_size: features of the output. None is ``hidden_size``. Default: ``None``
         head: ``"regression"``: an output at every sample. ``"classification"``: one output for each series, from the
-            mean of h over its observed samples. ``"next"``: a prediction of the next sample at every sample, from h and
-            log(1 + gap to the next sample). Default: ``"regression"``
+            mean of h over its observed samples. Default: ``"regression"``
         num_oscillators: oscillators of each layer. None is ``hidden_size``. Default: ``None``
         dropout: probability that a feature of a block's output is dropped in training. Default: ``0.0``
         norm: whether blocks have a LayerNorm. It normalises h at every sample, which removes amplitudes. A model of a
             physical system needs amplitudes, hence ``norm=False``. Default: ``True``
         discretization: ``"exact"`` or ``"imex"``, as in the layer. Default: ``"exact"``
         input: ``"impulse"`` or ``"hold"``, as in the layer. Default: ``"impulse"``
-        bidirectional: whether every layer processes the series in both directions; not with ``head="next"``.
-            Default: ``False``
+        bidirectional: whether every layer processes the series in both directions. Default: ``False``
         selective: whether decay, frequency, forgetting and input depend on the samples, as in the layer.
             Default: ``False``
         frequency: range of initial frequencies, in cycles per unit of time. None is for ``selective=True``, with real
@@ -1025,7 +1023,7 @@ class OscillatorStack(nn.Module):
         num_layers: int = 2,
         *,
         output_size: int | None = None,
-        head: Literal["regression", "classification", "next"] = "regression",
+        head: Literal["regression", "classification"] = "regression",
         num_oscillators: int | None = None,
         dropout: float = 0.0,
         norm: bool = True,
@@ -1047,10 +1045,7 @@ class OscillatorStack(nn.Module):
         self.bidirectional = check_bool(bidirectional, "bidirectional")
         check_bool(norm, "norm"), check_bool(selective, "selective")
         dropout = as_real(dropout, "dropout", "dropout=0.1")
-        seq.check_choice(head, "head", ("regression", "classification", "next"))
-        if head == "next" and bidirectional:
-            raise ValueError("head='next' needs a causal model, got bidirectional=True. Fix: bidirectional=False.")
-        self.head = head
+        self.head = seq.check_choice(head, "head", ("regression", "classification"))
         self.encoder = nn.Linear(self.inputs.size, as_count(hidden_size, "hidden_size"))
 
         options: Any = {"discretization": discretization, "input": input, "frequency": frequency, "decay": decay}
@@ -1061,8 +1056,8 @@ class OscillatorStack(nn.Module):
             self.blocks.append(OscillatorBlock(hidden_size, layer, dropout, norm))
         self.decay_range = layer.decay_range
         self.inputs.time_unit = 1 / self.decay_range[1]
-        width = hidden_size + (1 if head == "next" else 0)
-        self.decoder = nn.Linear(width, hidden_size if output_size is None else as_count(output_size, "output_size"))
+        outputs = hidden_size if output_size is None else as_count(output_size, "output_size")
+        self.decoder = nn.Linear(hidden_size, outputs)
 
     def forward(
         self,
@@ -1072,7 +1067,6 @@ class OscillatorStack(nn.Module):
         mask: Tensor | None = None,
         lengths: Lengths | None = None,
         static: Tensor | None = None,
-        t_next: Tensor | float | None = None,
     ) -> tuple[Tensor, OscillatorStackState]:
         """Return the outputs, and the state after the last sample.
 
@@ -1087,21 +1081,16 @@ class OscillatorStack(nn.Module):
                 output is a prediction from earlier samples. Default: ``None``
             lengths: length of each sequence, (batch,); later samples are padding. Default: ``None``
             static: time-independent features, (batch, static_size). Default: ``None``
-            t_next: for ``head="next"``, the time of the sample after the last, (batch,) or a number. None repeats the
-                last gap; after a single sample it is one unit of time. Default: ``None``
 
         Raises:
             TypeError: if the dtype of x is not that of the parameters.
-            ValueError: if a shape does not fit, times decrease, an observed value is not finite, or ``head`` takes no
-                ``t_next``.
+            ValueError: if a shape does not fit, times decrease, or an observed value is not finite.
         """
         if state is not None:
             state = self._check_state(state)
         sequences = _sequences(self, x, t, state, mask, lengths)
         seq.check_parameters(sequences.x, [self.encoder.weight])
         static = seq.checked_static(static, self.static_size, sequences.x, "OscillatorStack")
-        if t_next is not None and self.head != "next":
-            raise ValueError(f"t_next is for head='next', got it with head={self.head!r}. Fix: leave it out.")
         inputs, last, last_t = self.inputs(sequences, static, state, self.inputs.time_unit)
         h = self.encoder(functional.pad(inputs, (0, 0, 0, sequences.total - inputs.shape[1])))
         mask, states = sequences.any_observed, []
@@ -1119,8 +1108,6 @@ class OscillatorStack(nn.Module):
             weights = h.new_ones(h.shape[:2]) if mask is None else mask.to(h.dtype)
             mean = (h * weights.unsqueeze(-1)).sum(1) / weights.sum(1, keepdim=True).clamp(min=1.0)
             return self.decoder(mean), after
-        if self.head == "next":
-            h = torch.cat([h, _gaps_to_next(sequences, t_next).to(h.dtype).log1p().unsqueeze(-1)], -1)
         y = self.decoder(h)
         return sequences.padded(y[:, : sequences.x.shape[1]]), after
 
@@ -1146,8 +1133,7 @@ class OscillatorStack(nn.Module):
         """
         seq.refuse_both_directions(self, "makes no forecast")
         if self.head != "regression":
-            fix = "stack(x, t, t_next=t[:, -1] + dt)" if self.head == "next" else "head='regression'"
-            raise ValueError(f"forecast is for head='regression', got head={self.head!r}. Fix: {fix}.")
+            raise ValueError(f"forecast is for head='regression', got head={self.head!r}. Fix: head='regression'.")
         state = self._check_state(state)
         dt = seq.checked_dt(dt, state.t.shape).to(state.t.device)
         dtype = accumulation_dtype(torch.float32, state.t.device)  # float32 would lose a short dt at a late t
@@ -1165,33 +1151,6 @@ class OscillatorStack(nn.Module):
                 "Fix: the state that this stack returned, y, state = stack(x)."
             )
         return seq.real_state(state)
-
-
-def _gaps_to_next(sequences: Sequences, t_next: Tensor | float | None) -> Tensor:
-    t = sequences.t
-    gaps = t.diff()
-    if t_next is not None:
-        refuse_dates(t_next, "t_next")
-        if isinstance(t_next, Tensor):
-            check_digits(as_times(t_next, "t_next"), gaps, "t_next", 1.0)
-        times = torch.as_tensor(t_next, dtype=t.dtype, device=t.device).expand(len(t))
-        last = times.unsqueeze(1) - t[:, -1:]
-        if may_look() and not bool((last >= 0).all()):
-            raise ValueError(
-                "t_next must not lie before the last time of a series or be NaN. Fix: the time of the sample to "
-                "predict, in the unit of t."
-            )
-    elif gaps.shape[1]:
-        ends = torch.full_like(t[:, :1], t.shape[1], dtype=torch.int64)
-        ends = ends if sequences.valid is None else sequences.valid.sum(1, keepdim=True)
-        last = torch.where(ends > 1, gaps.gather(1, (ends - 2).clamp(min=0)), 1.0)
-    else:
-        last = torch.ones_like(t)
-    gaps = torch.cat([gaps, last], 1)
-    if sequences.valid is not None:
-        is_last = torch.arange(t.shape[1], device=t.device) == sequences.valid.sum(1, keepdim=True) - 1
-        gaps = torch.where(is_last, last, gaps)
-    return functional.pad(gaps, (0, sequences.total - gaps.shape[1]))
 
 
 def oscillator_ranges(
@@ -1229,7 +1188,7 @@ def oscillator_ranges(
         raise ValueError("t has no two observed samples of a series at different times. Fix: frequency= and decay=.")
     ends, starts = (torch.where(seen, times, end).T for end in (-math.inf, math.inf))
     gap, span = float(gaps.median()), float((ends.amax(0) - starts.amin(0)).max())
-    low, high = 1 / (SLOWEST * span), 0.25 / gap
+    low, high = 1 / (SPANS_PER_LONGEST_PERIOD * span), 0.25 / gap
     lowest = 2 / span if selective else low
     return {"frequency": (min(lowest, high), high), "decay": (min(low, 0.4 * high), 0.4 * high)}
 

@@ -57,7 +57,7 @@ __all__ = [
 ]
 
 SMALL_PRODUCT = 2**21  # up to so many multiplications per sample, torch's layer with W = I is faster than a loop
-CHUNK = 2**19  # numbers of d that are computed, and stored, at once
+CHUNK_SIZE = 2**19  # numbers of d that are computed, and stored, at once
 
 
 @record
@@ -294,7 +294,7 @@ class RecurrentBase(nn.Module):
     forget_bias: float
     DEFAULTS: ClassVar[dict[str, Any]] = {
         **{"num_layers": 1, "has_bias": True, "batch_first": False, "dropout": 0.0, "bidirectional": False},
-        **{"nonlinearity": "tanh", "forget_bias": 1.0, "init": "cayley", "is_compiled": False},
+        **{"nonlinearity": "tanh", "forget_bias": 1.0, "init": "cayley"},
     }
 
     def __init__(self, input_size: int, hidden_size: int, bias: bool, rule: Rule, factory: dict[str, Any]) -> None:
@@ -313,7 +313,7 @@ class RecurrentBase(nn.Module):
         if name in ("momentum", "step_size"):
             fix = f"layer.rule = dataclasses.replace(layer.rule, {name}={value!r})"
             raise AttributeError(f"{name} is that of layer.rule, {self.rule}. Fix: {fix}.")
-        super().__setattr__("is_compiled" if name == "compile" else name, value)  # nn.Module has a method ``compile``
+        super().__setattr__(name, value)
 
     if TYPE_CHECKING:
 
@@ -393,30 +393,33 @@ class RecurrentBase(nn.Module):
         if not (state.v is None and state.m is None and state.g is None and state.t is None):
             expected |= dict.fromkeys(self.rule.memory, (*shape[:-1], self.cell.gates * self.hidden_size))
             expected |= {"t": batch} if "t" in expected else {}
-        for name in "hcvmgt":
-            z, wanted = getattr(state, name), expected.get(name)
-            found = None if z is None else tuple(z.shape)
-            if found != wanted:
-                raise ValueError(
-                    f"state.{name} must be {wanted}, got {found}. Fix: pass on the state of the same layer and batch, "
-                    "h alone, or None at the start of a sequence."
-                )
-            if z is None:
-                continue
-            if name == "t" and (z.is_floating_point() or z.dtype == torch.bool):
-                raise ValueError(f"state.t must be whole numbers of samples, got {z.dtype}. Fix: t.long().")
-            dtype = like.dtype if name in "hc" else memory_dtype(like.dtype)
-            if name != "t" and z.dtype != dtype and not is_autocast(like):
-                raise ValueError(
-                    f"state.{name} must be {dtype}, x being {like.dtype}, got {z.dtype}. Fix: .to({dtype})."
-                )
+        for name in RecurrentState.__match_args__:
+            _check_entry(name, getattr(state, name), expected.get(name), like)
         return state
 
     def extra_repr(self) -> str:
-        names = {"has_bias": "bias", "is_compiled": "compile"}
         values = {name: getattr(self, name, usual) for name, usual in self.DEFAULTS.items()}
-        others = [f"{names.get(k, k)}={value!r}" for k, value in values.items() if value != self.DEFAULTS[k]]
+        others = [f"{k.removeprefix('has_')}={value!r}" for k, value in values.items() if value != self.DEFAULTS[k]]
         return ", ".join([f"{self.input_size}, {self.hidden_size}", f"rule={self.rule}", *others])
+
+
+def _check_entry(name: str, z: Tensor | None, wanted: tuple[int, ...] | None, like: Tensor) -> None:
+    """Raise ValueError unless an entry has the shape ``wanted``, None for no entry, and a dtype that fits ``like``."""
+    found = None if z is None else tuple(z.shape)
+    if found != wanted:
+        raise ValueError(
+            f"state.{name} must be {wanted}, got {found}. Fix: pass on the state of the same layer and batch, "
+            "h alone, or None at the start of a sequence."
+        )
+    if z is None:
+        return
+    if name == "t":
+        if z.is_floating_point() or z.dtype == torch.bool:
+            raise ValueError(f"state.t must be whole numbers of samples, got {z.dtype}. Fix: t.long().")
+        return
+    dtype = like.dtype if name in "hc" else memory_dtype(like.dtype)
+    if z.dtype != dtype and not is_autocast(like):
+        raise ValueError(f"state.{name} must be {dtype}, x being {like.dtype}, got {z.dtype}. Fix: .to({dtype}).")
 
 
 def _from_tensors(state: object, has_cell_state: bool) -> RecurrentState:
@@ -446,7 +449,6 @@ class LayerOptions(TypedDict, total=False):
     batch_first: bool
     dropout: float
     bidirectional: bool
-    compile: bool
     device: torch.device | str | None
     dtype: torch.dtype | None
 
@@ -569,8 +571,6 @@ class RecurrentLayer(RecurrentBase):
             torch.nn with an interchangeable state_dict. Default: ``"momentum"``.
         momentum: the coefficient μ of "momentum" or "adam" given by name, in [0, 1]. Default: ``None`` (0.6).
         step_size: the coefficient s of a rule given by name, positive, for all rules. Default: ``None`` (0.6).
-        compile: whether to compile the time loop with torch.compile; the first call then takes half a minute.
-            Default: ``False``.
         device: device of the parameters. Default: ``None`` (torch's default).
         dtype: dtype of the parameters. Default: ``None`` (torch's default).
 
@@ -598,13 +598,12 @@ class RecurrentLayer(RecurrentBase):
         rule: RuleName | Rule = "momentum",
         momentum: float | None = None,
         step_size: float | None = None,
-        compile: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         self.num_layers = as_count(num_layers, "num_layers")
         self.bias, self.batch_first = check_bool(bias, "bias"), check_bool(batch_first, "batch_first")
-        self.bidirectional, self.is_compiled = check_bool(bidirectional, "bidirectional"), compile
+        self.bidirectional = check_bool(bidirectional, "bidirectional")
         self.dropout = checked_dropout(dropout, num_layers)
         self.directions = ("", "_reverse") if bidirectional else ("",)
         made, factory = make_rule(rule, momentum, step_size), {"device": device, "dtype": dtype}
@@ -716,7 +715,7 @@ class RecurrentLayer(RecurrentBase):
             decay = self.rule.coefficients(t, len(x)).cumprod(0)  # below eps**2 even a large v_0 is negligible
             steps = int((decay.abs() >= torch.finfo(x.dtype).eps ** 2).sum())
         is_whole = x.is_cuda and torch.is_grad_enabled()  # a call of cuDNN
-        rows = len(x) if is_whole else max(BLOCK, CHUNK // max(1, x.shape[1] * len(weights.w)))
+        rows = len(x) if is_whole else max(BLOCK, CHUNK_SIZE // max(1, x.shape[1] * len(weights.w)))
         for part in x[:steps].split(rows) if steps else ():
             d, memory = self._filter(part, weights, memory)
             out, h, c = self._run_cell(SequenceBatch(d), d, None, weights, h, c, autocast)
@@ -741,7 +740,7 @@ class RecurrentLayer(RecurrentBase):
         def filtered(x: Tensor, w: Tensor, b: Tensor | None, memory: Memory) -> tuple[Tensor, Memory]:
             return self.rule(linear(x, w, b), memory)
 
-        is_small = x.shape[0] * x.shape[1] * len(weights.w) < CHUNK
+        is_small = x.shape[0] * x.shape[1] * len(weights.w) < CHUNK_SIZE
         if is_small or not torch.is_grad_enabled() or needs_reference():
             return filtered(x, weights.w, weights.b, memory)
         return checkpoint(filtered, x, weights.w, weights.b, memory, use_reentrant=False, preserve_rng_state=False)
@@ -763,12 +762,12 @@ class RecurrentLayer(RecurrentBase):
         """
         name, u, bias = self.cell.torch_layer, weights.u, weights.bias
         if w is None and name is not None:
-            is_small = x.shape[1] * len(u) ** 2 <= SMALL_PRODUCT and not self.is_compiled
+            is_small = x.shape[1] * len(u) ** 2 <= SMALL_PRODUCT
             if x.is_cuda or (is_small and (name == "lstm" or not torch.is_grad_enabled())):
                 w, autocast = torch.eye(len(u), dtype=u.dtype, device=u.device), autocast and x.is_cuda
         if w is None or name is None:
             d = x if w is None else linear(x, w)
-            out, _, c = run_cell(self.cell, d, h, c, u, bias, self.is_compiled)
+            out, _, c = run_cell(self.cell, d, h, c, u, bias)
             return out, batch.last(out), c
         flat = [w, u] if bias is None else [w, u, torch.zeros_like(bias), bias]
         kind = x.device.type

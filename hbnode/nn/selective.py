@@ -16,9 +16,9 @@ from hbnode.nn._selective_scan import scan
 from hbnode.nn.oscillators import Oscillators, OscillatorState, _fill_forward
 from hbnode.nn.sequences import Sequences
 
-SPREAD = 3.0  # standard deviation of an initial selector, for inputs of variance 1
-PASSING = 50  # samples of a series that the initial input gates let pass
-LEAST = -4.0  # argument of the softplus of the decay without input
+SELECTOR_STD = 3.0  # standard deviation of an initial selector, for inputs of variance 1
+SAMPLES_PASSED = 50  # samples of a series that the initial input gates let pass
+DECAY_BIAS = -4.0  # argument of the softplus of the decay without input
 
 
 class SelectiveOscillators(Oscillators):
@@ -79,9 +79,9 @@ class SelectiveOscillators(Oscillators):
             samples = fastest / (3 * slowest)  # of a series, if oscillator_ranges gave the range
             # White noise gives states of equal variance. The factors that this takes are in the gates, which learn them
             # by factors, not in the weights, which learn them by sums.
-            self.bias_gate.copy_((min(0.5, PASSING / samples) * (-(-4 * lost).expm1()).sqrt()).logit())
+            self.bias_gate.copy_((min(0.5, SAMPLES_PASSED / samples) * (-(-4 * lost).expm1()).sqrt()).logit())
             inputs = self.weight_in.shape[1]
-            self.weight_select.normal_(std=SPREAD / inputs**0.5)
+            self.weight_select.normal_(std=SELECTOR_STD / inputs**0.5)
             self.weight_in.normal_(std=inputs**-0.5)
             self.weight_out.normal_(std=self.weight_out.shape[1] ** -0.5)
             self.weight_skip.normal_(std=inputs**-0.5)
@@ -107,8 +107,8 @@ class SelectiveOscillators(Oscillators):
 
     def _flow(self, decay: Tensor, turn: Tensor, dt: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the logarithm of the modulus and the phase of e^{(-a + iω)Δ}, given the selectors of a and ω."""
-        least = math.log1p(math.exp(LEAST))  # softplus
-        a = self.log_decay.to(decay.dtype).exp() * functional.softplus(decay + LEAST) / least
+        least = math.log1p(math.exp(DECAY_BIAS))  # softplus
+        a = self.log_decay.to(decay.dtype).exp() * functional.softplus(decay + DECAY_BIAS) / least
         if self.log_omega is None:
             return -a * dt, None
         omega = 2 * self.log_omega.to(turn.dtype).exp() * turn.sigmoid()

@@ -115,7 +115,7 @@ class Filtered(Record):
     state: ODERNNState
 
 
-def state_of(
+def make_state(
     s: Tensor, t: Tensor, sizes: list[int], last: Tensor | None = None, last_t: Tensor | None = None,
     below: ODERNNState | None = None,
 ) -> ODERNNState:  # fmt: skip

@@ -30,6 +30,18 @@ TOO_MANY = 5  # a solve fails if the estimate exceeds max_steps by this factor; 
 GROWTH, DECAY = 1.2, 0.5  # between two estimates; step sizes that change by more are not extrapolated
 
 
+def common_norm(x: Array, span: Array) -> Array:
+    """Return, for every sample, the root mean square of ``x`` over the samples whose span is not 0."""
+    moves = span > 0
+    return np.full_like(x, np.sqrt((x[moves] ** 2).mean())) if moves.any() else x
+
+
+def common_fraction(size: Array, span: Array) -> Array:
+    """Return step sizes at most as long as ``size`` that are the same fraction of the span of all samples."""
+    moves = span > 0
+    return np.where(moves, span * (size[moves] / span[moves]).min(initial=np.inf), size)
+
+
 class AdaptiveSteps:
     """The adaptive steps of a solve: step sizes by PI control, equal up to the next time that a step must end on.
 
@@ -55,7 +67,7 @@ class AdaptiveSteps:
         size, longest = self._first_size(state, norm, longest)
         size = np.minimum(size, longest)
         if self.is_common:
-            size, longest = self._least_fraction(size), self._least_fraction(longest)
+            size, longest = common_fraction(size, grid.end), common_fraction(longest, grid.end)
         rounding = np.finfo(float).eps * grid.furthest
         self.clip = Clip(grid.end, grid.stops if settings.save == "exact" else None, grid.jumps, rounding)
         self.controller = PIController(method.error_order or 1, longest)
@@ -70,7 +82,7 @@ class AdaptiveSteps:
         """Return the first and the longest step size, and set the error factor."""
         settings, method, h, f = self.setup.settings, self.stepper.method, norm[0], norm[-1]
         if self.is_common:
-            h, f = self._in_common(h), self._in_common(f)
+            h, f = common_norm(h, self.grid.end), common_norm(f, self.grid.end)
         size = first_size(h, f, settings.rtol, settings.atol, method.rows, method.error_order or 1)
         size = np.where(np.isfinite(size), size, self.grid.end)
         if self.stepper.term.time_dependent:
@@ -86,17 +98,6 @@ class AdaptiveSteps:
             return 0.0 * h
         values = tuple([term.trial(term.stages([grid.time(c * grid.end)])[0], x) for c in TRIALS])
         return np.fmax.reduce(self.stepper.norms(values))  # without NaNs
-
-    def _in_common(self, x: Array) -> Array:
-        """Return the root mean square of ``x`` over the lanes whose span is not 0, in every lane."""
-        moving = self.grid.end > 0
-        return np.full_like(x, np.sqrt((x[moving] ** 2).mean())) if moving.any() else x
-
-    def _least_fraction(self, size: Array) -> Array:
-        """Return step sizes at most as long as ``size`` that are the same fraction of the span in all lanes."""
-        end = self.grid.end
-        moving = end > 0
-        return np.where(moving, end * (size[moving] / end[moving]).min(initial=np.inf), size)
 
     # Plan
 
@@ -214,7 +215,7 @@ class AdaptiveSteps:
             ends = (grid.jumps == self.then[..., None]).any(-1)
             over_jump = ends & (self.control.taken < 2.2 * grid.near) & np.isfinite(ratio)
             ratio = np.where(over_jump, np.minimum(ratio, 1.0), ratio)  # a shorter step is below the rounding of times
-        return self._in_common(ratio) if self.is_common else ratio
+        return common_norm(ratio, self.grid.end) if self.is_common else ratio
 
     # Failures
 

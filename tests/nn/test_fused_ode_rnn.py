@@ -138,8 +138,8 @@ def test_values_gradients_and_counts(case, gradient, reference, monkeypatch):
 
 @pytest.mark.parametrize("options", [{}, {"field": "ghbnode", "per_sample": False}], ids=str)
 def test_more_gaps_than_have_their_coefficients_computed_at_once(options, reference, monkeypatch):
-    monkeypatch.setattr("hbnode.nn._fused_ode_rnn.TOGETHER", 7)
-    monkeypatch.setattr("hbnode.nn._fused_ode_rnn.FEW_SIZES", 4)
+    monkeypatch.setattr("hbnode.nn._fused_ode_rnn.SIZES_AT_ONCE", 7)
+    monkeypatch.setattr("hbnode.nn._fused_ode_rnn.NUMPY_SIZES", 4)
     got, expected = solved(make_rnn(**options)), reference(solved, make_rnn(**options))
     close(got[:2], expected[:2], rtol=1e-9, atol=1e-11)
 

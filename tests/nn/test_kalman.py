@@ -150,7 +150,7 @@ def test_gradients_are_finite_where_a_variance_is_zero():
     layer.sample_paths(torch.randn(1, 4, 2).double(), t, at=[1.0, 1.0, 2.0]).sum().backward()  # gaps of length 0
     assert all(p.grad is None or p.grad.isfinite().all() for p in layer.parameters())
     variance = torch.tensor([-1e-20, 0.0, 4.0, math.nan], dtype=torch.float64, requires_grad=True)
-    std = hbnode.nn.kalman.root_of(variance)
+    std = hbnode.nn.kalman.safe_sqrt(variance)
     std.sum().backward()
     torch.testing.assert_close(std.detach(), torch.tensor([0.0, 0.0, 2.0, math.nan]).double(), equal_nan=True)
     torch.testing.assert_close(variance.grad, torch.tensor([0.0, 0.0, 0.25, math.nan]).double(), equal_nan=True)

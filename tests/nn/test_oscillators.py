@@ -11,7 +11,7 @@ from torch import nn
 
 import hbnode
 from hbnode import _torch
-from hbnode.nn import _oscillator_scan
+from hbnode.nn import _oscillator_step
 from hbnode.nn.functional import oscillator_step
 from hbnode.nn.oscillators import held_response
 from tests.models import slow
@@ -36,7 +36,7 @@ STATIC = torch.tensor([[0.5, -1.0], [0.0, 2.0]], dtype=torch.float64)
 @pytest.fixture
 def narrow(monkeypatch):
     """Segments so small that a short series has many, of many chunks and of one."""
-    monkeypatch.setattr(_oscillator_scan, "_WIDTH", 64)
+    monkeypatch.setattr(_oscillator_step, "_OPERATION_SIZE", 64)
 
 
 def make(*sizes, dtype=torch.float64, mixed=False, **options):
@@ -482,7 +482,7 @@ def test_the_unit_of_ages_is_saved_where_there_are_ages():
 
 
 @pytest.mark.sparse
-@pytest.mark.parametrize("head", ["classification", "next"])
+@pytest.mark.parametrize("head", ["classification", "regression"])
 @both
 def test_heads_of_a_stack(head, input):
     torch.manual_seed(0)
@@ -495,22 +495,19 @@ def test_heads_of_a_stack(head, input):
         alone, end = model(x[i : i + 1, :length], t[i, :length], mask=mask[i : i + 1, :length])
         found = y[i] if head == "classification" else y[i, :length]
         torch.testing.assert_close((found, state.v[:, i]), (alone[0], end.v[:, 0]), rtol=0, atol=1e-10)
-    if head == "next":
-        first, state = model(x[:, :9], t[:, :9], mask=mask[:, :9], t_next=t[:, 9])
+    if head == "regression":
+        first, state = model(x[:, :9], t[:, :9], mask=mask[:, :9])
         second, _ = model(x[:, 9:], t[:, 9:], state, mask[:, 9:])
         torch.testing.assert_close(torch.cat([first, second], 1), model(x, t, mask=mask)[0], rtol=0, atol=1e-10)
 
 
 def test_what_a_stack_refuses():
     Stack = hbnode.nn.OscillatorStack
-    stack, x, t = Stack(2, 4, head="next"), torch.randn(3, 5, 2), torch.arange(5.0)
+    stack, x, t = Stack(2, 4, head="classification"), torch.randn(3, 5, 2), torch.arange(5.0)
     _, state = stack(x, t)
     for use, message in (
         (lambda: Stack(3, 8, head="mean"), "head must"),
-        (lambda: Stack(3, 8, head="next", bidirectional=True), "bidirectional"),
         (lambda: stack(x, state=Stack(2, 4, num_layers=3)(x)[1]), "state must be an OscillatorStackState of 2 layers"),
-        (lambda: stack(x, t, t_next=torch.tensor([7.0, 7.0, math.nan])), "t_next must not lie before the last time"),
-        (lambda: Stack(2, 4)(x, t, t_next=7.0), "t_next is for head='next'"),
         (lambda: stack.forecast(state, [1.0]), "forecast is for head='regression'.*Fix: stack"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -378,24 +378,7 @@ def test_weight_norm_of_rows_of_zeros_is_refused():
     torch.testing.assert_close(layer(x)[0], expected)
 
 
-# Compilation and export
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.filterwarnings("default")  # inductor's own warnings are not ours
-@pytest.mark.parametrize(("cell", "rule"), [("lstm", "adam"), ("dtriv", "nag")])
-def test_compiled_by_inductor(cell, rule):
-    layer, _ = make_pair(cell, rule)
-    compiled, _ = make_pair(cell, rule, compile=True)
-    compiled.load_state_dict(layer.state_dict())
-    x = make_input(50).requires_grad_()
-    state, _ = make_state(layer, x)
-    (expected, last), (output, end) = layer(x, state), compiled(x, state)
-    close(output, expected, 1e-12)
-    found = gradients(output, end.as_dict(), [x, *compiled.parameters()])
-    wanted = gradients(expected, last.as_dict(), [x, *layer.parameters()])
-    close(found, wanted, 1e-10)
+# Conversion to torch's layers
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,10 @@ every_rule = pytest.mark.parametrize("name", RULES)
 @pytest.mark.sparse
 @every_rule
 @pytest.mark.parametrize(("steps", "width", "cuts"), [(12, 3, (4, 5)), (300, 1, ()), (97, 40, (50,))])
-@pytest.mark.parametrize("wide", [_scan.WIDE, 0], ids=["matrices", "loop"])
+@pytest.mark.parametrize("wide", [_scan.LOOP_WIDTH, 0], ids=["matrices", "loop"])
 def test_a_rule_is_its_equation(name, steps, width, cuts, wide, monkeypatch):
     """Values, memories and gradients, at once and in parts; some inputs are zero or do not change."""
-    monkeypatch.setattr(_scan, "WIDE", wide)
+    monkeypatch.setattr(_scan, "LOOP_WIDTH", wide)
     rule, twin = RULES[name], Twin("rnn", name, dataclasses.asdict(RULES[name]))
     g = torch.randn(steps, 2, width, dtype=torch.float64)
     g[1:3, 0], g[6] = 0.0, g[5]

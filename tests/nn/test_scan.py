@@ -20,7 +20,7 @@ def slowly(x, mu, s, v=None):
 
 @pytest.fixture(params=[math.inf, 0], ids=["matrices", "loop"])
 def form(request, monkeypatch):
-    monkeypatch.setattr(_scan, "WIDE", request.param)
+    monkeypatch.setattr(_scan, "LOOP_WIDTH", request.param)
 
 
 @pytest.mark.sparse

@@ -30,10 +30,10 @@ Options = tuple[str, bool]  # the kind of transition, and whether the input is h
 
 _TERMS = 10  # terms of the series of c and s for |z| <= 1; the next term is below 1e-18
 _HELD_TERMS = 26  # terms of the series of the held response for γΔ <= 1.5; the next term is below 1e-19
-_WIDTH = 28_672  # elements per operation; the operands of a step then fit into the second-level cache
-_STEPS = 32  # samples per chunk
-_SHORTEST = 8  # samples in the shortest chunk
-_SEGMENT = 1_048_576  # elements of v in a segment
+_OPERATION_SIZE = 28_672  # elements per operation; the operands of a step then fit into the second-level cache
+_CHUNK_STEPS = 32  # samples per chunk
+_SHORTEST_CHUNK = 8  # samples in the shortest chunk
+_SEGMENT_SIZE = 1_048_576  # elements of v in a segment
 
 
 # The closed form of a step
@@ -385,11 +385,11 @@ def _segments(inputs: ScanInput) -> list[_Segment]:
     (batch, length, _), size = inputs.x.shape, inputs.v0.shape[1]
     row, root = max(1, batch * size), math.isqrt(length)
     if inputs.x.device.type == "cpu":
-        chunks = max(1, _WIDTH // row)
-        steps = min(_STEPS, root) if chunks > 1 else min(length, _SEGMENT // row)
+        chunks = max(1, _OPERATION_SIZE // row)
+        steps = min(_CHUNK_STEPS, root) if chunks > 1 else min(length, _SEGMENT_SIZE // row)
     else:  # on a GPU launching a kernel is expensive and memory is fast
         chunks, steps = length, root
-    steps = max(_SHORTEST, steps)
+    steps = max(_SHORTEST_CHUNK, steps)
     found, start = [], 0
     while length - start >= steps:
         found.append(_Segment(start, steps, min(chunks, (length - start) // steps)))
@@ -446,7 +446,7 @@ class _Oscillators:
             carries = tuple(carry.to(dtype) for carry in carries)
         return tuple(entry.to(dtype).flatten(2) for entry in entries), carries
 
-    def inputs_of(self, u: Tensor, entries: Entries) -> Pair:
+    def increments(self, u: Tensor, entries: Entries) -> Pair:
         """Return the increments of v and x by the samples, given the products ``u`` of w and the samples."""
         if self.is_held:
             return u * entries[4], u * entries[5]
@@ -506,10 +506,6 @@ def _chunk_products(matrices: Tensor) -> Tensor:
         both = torch.stack([a * e + b * g, a * f + b * h, c * e + d * g, c * f + d * h])
         matrices = torch.cat([both, rest], 1)
     return matrices[:, 0]
-
-
-def _rows(entries: Entries) -> list[Entries]:
-    return list(zip(*map(Tensor.unbind, entries[:4]), strict=True))
 
 
 def _pairs(states: Sequence[Tensor]) -> list[Pair]:
@@ -573,8 +569,8 @@ def _forward(options: Options, keep: bool, *tensors: Any) -> tuple[Any, tuple[Te
         shape = (segment.steps, batch, segment.chunks, -1)
         for group in groups:
             entries, carries = group.transitions(segment)
-            matrices = _rows(entries)
-            b = _pairs(group.inputs_of((rows @ group.w.T).view(segment.steps, batch, -1), entries))
+            matrices = list(zip(*map(Tensor.unbind, entries[:4]), strict=True))
+            b = _pairs(group.increments((rows @ group.w.T).view(segment.steps, batch, -1), entries))
             before = state[..., group.index].unbind()
             path = _path(matrices, b, _starts(matrices[1:], b, before, carries))
             for i, z in enumerate(path):
@@ -608,7 +604,7 @@ def _vjp(
     """
     inputs, (starts,) = ScanInput(*tensors), residuals
     wants: Any = ScanInput(*needed)  # type: ignore[arg-type]  # a bool per field
-    x, d, dtype, batch = inputs.x, inputs.d, inputs.v0.dtype, len(inputs.v0)
+    x, d, dtype = inputs.x, inputs.d, inputs.v0.dtype
     dy = x.new_zeros(1, 1, 1).expand(*x.shape[:2], len(inputs.c)) if grads[0] is None else grads[0]
     dend = torch.stack([torch.zeros_like(inputs.v0) if grad is None else grad for grad in grads[1:]])
     after = dend.clone() if inputs.ends is None else torch.zeros_like(dend)
@@ -618,46 +614,15 @@ def _vjp(
     groups, chunk = _oscillators(options, inputs), starts.shape[2]
     for segment in reversed(_segments(inputs)):
         chunk -= segment.chunks
-        shape = (segment.steps, batch, segment.chunks, -1)
         rows, dout = segment.rows(x, dtype), segment.rows(dy, dtype)
         drows = None if dx is None else torch.zeros_like(rows) if d is None else dout @ d
         for group in groups:
-            entries, carries = group.transitions(segment, with_vjp=wants.rates or wants.gaps)
-            matrices = _rows(entries)
-            u = (rows @ group.w.T).view(segment.steps, batch, -1)
             start = starts[:, :, chunk : chunk + segment.chunks, group.index].flatten(2).unbind()
-            path = _path(matrices, _pairs(group.inputs_of(u, entries)), start)
-            # Gradients of the states before the first step and after each, by the transposed recurrence
-            dpath = path[0].new_zeros(2, segment.steps + 1, batch, u.shape[2])
-            for i, z in enumerate(path):
-                group.dc[i].addmm_(dout.T, z[1:].view(-1, group.size))
-                torch.mm(dout, group.c[i], out=dpath[i, 1:].view(-1, group.size))
-                if inputs.ends is not None:
-                    is_here, at = segment.end_indices(inputs.ends)
-                    ended = torch.where(is_here, dend[i][:, group.index], 0.0)
-                    dpath[i, 1:].view(shape).index_put_(at, ended, accumulate=True)
-            back = [_transposed(matrix) for matrix in reversed(matrices)]
-            states = _pairs(dpath.unbind())[::-1]
-            last = _starts(back, states, after[..., group.index].unbind(), _transposed(carries), order=-1)
-            for z, dz in zip(states[0], last, strict=True):
-                z.add_(dz)
-            _recur(back, states[1:], states)
-            after[..., group.index] = dpath[:, 0].view(2, *shape[1:])[:, :, 0]
-            dpair = dpath[0, 1:], dpath[1, 1:]
-            du = dpair[0]
-            if group.is_held:
-                du = (dpair[0] * entries[4]).addcmul_(dpair[1], entries[5])
-            du = du.view(-1, group.size)
-            group.dw.addmm_(du.T, rows)
+            du = _segment_vjp(group, segment, rows, dout, start, after, dend, wants, dgaps)
             if drows is not None:
                 drows.addmm_(du, group.w)
-            if wants.rates or wants.gaps:
-                found = group.add_rates(entries, path, u, dpair, wants.gaps)
-                if dgaps is not None and found is not None:
-                    view = segment.view(dgaps)
-                    view += found.squeeze(-1).sum_to_size(view.shape).to(view.dtype)
         if dx is not None and drows is not None:
-            segment.view(dx).copy_(drows.view(shape))
+            segment.view(dx).copy_(drows.view(segment.steps, len(dx), segment.chunks, -1))
         if dd is not None:
             dd.addmm_(dout.T, rows)
     dw, dc, drates = torch.empty_like(inputs.w), torch.empty_like(inputs.c), torch.empty_like(inputs.rates)
@@ -667,6 +632,57 @@ def _vjp(
             part[:, group.index] = dpart
     every = (dx, after[0].clone(), after[1].clone(), dw, dc, dd, drates, dgaps, None, None)
     return tuple(grad if is_needed else None for grad, is_needed in zip(every, needed, strict=True))
+
+
+def _segment_vjp(
+    group: _Oscillators,
+    segment: _Segment,
+    rows: Tensor,
+    dout: Tensor,
+    start: Sequence[Tensor],
+    after: Tensor,
+    dend: Tensor,
+    wants: Any,
+    dgaps: Tensor | None,
+) -> Tensor:
+    """Return the gradient at W s_t, and add those of the other tensors of a segment to ``group`` and ``dgaps``.
+
+    ``rows`` are the samples, ``dout`` the gradients at the outputs, and ``start`` the states at the starts of chunks.
+    ``after`` is the gradient at the states after the segment, which those before it replace. ``dend`` is the gradient
+    at the last states of the sequences, and ``wants`` says of which tensors a gradient is needed.
+    """
+    batch, ends = after.shape[1], group.inputs.ends
+    shape = (segment.steps, batch, segment.chunks, -1)
+    entries, carries = group.transitions(segment, with_vjp=wants.rates or wants.gaps)
+    matrices = list(zip(*map(Tensor.unbind, entries[:4]), strict=True))
+    u = (rows @ group.w.T).view(segment.steps, batch, -1)
+    path = _path(matrices, _pairs(group.increments(u, entries)), start)
+    # Gradients of the states before the first step and after each, by the transposed recurrence
+    dpath = path[0].new_zeros(2, segment.steps + 1, batch, u.shape[2])
+    for i, z in enumerate(path):
+        group.dc[i].addmm_(dout.T, z[1:].view(-1, group.size))
+        torch.mm(dout, group.c[i], out=dpath[i, 1:].view(-1, group.size))
+        if ends is not None:
+            is_here, at = segment.end_indices(ends)
+            ended = torch.where(is_here, dend[i][:, group.index], 0.0)
+            dpath[i, 1:].view(shape).index_put_(at, ended, accumulate=True)
+    back = [_transposed(matrix) for matrix in reversed(matrices)]
+    states = _pairs(dpath.unbind())[::-1]
+    last = _starts(back, states, after[..., group.index].unbind(), _transposed(carries), order=-1)
+    for z, dz in zip(states[0], last, strict=True):
+        z.add_(dz)
+    _recur(back, states[1:], states)
+    after[..., group.index] = dpath[:, 0].view(2, *shape[1:])[:, :, 0]
+    dpair = dpath[0, 1:], dpath[1, 1:]
+    if wants.rates or wants.gaps:
+        found = group.add_rates(entries, path, u, dpair, wants.gaps)
+        if dgaps is not None and found is not None:
+            view = segment.view(dgaps)
+            view += found.squeeze(-1).sum_to_size(view.shape).to(view.dtype)
+    du = (dpair[0] * entries[4]).addcmul_(dpair[1], entries[5]) if group.is_held else dpair[0]
+    du = du.view(-1, group.size)
+    group.dw.addmm_(du.T, rows)
+    return du
 
 
 fast_scan = _torch.fast_form(scan_reference, _vjp)(_forward)
@@ -692,7 +708,7 @@ def _forward_op(kind: str, is_held: bool, keep: bool, *tensors: Any) -> tuple[Te
         outputs, (starts,) = _forward((kind, is_held), True, *tensors)
     if not keep:
         return *outputs, starts.new_empty(0)
-    return *outputs, functional.pad(starts, (0, 0, 0, tensors[0].shape[1] // _SHORTEST + 1 - starts.shape[2]))
+    return *outputs, functional.pad(starts, (0, 0, 0, tensors[0].shape[1] // _SHORTEST_CHUNK + 1 - starts.shape[2]))
 
 
 @_forward_op.register_fake
@@ -700,7 +716,7 @@ def _(kind: str, is_held: bool, keep: bool, *tensors: Any) -> tuple[Tensor, ...]
     inputs = ScanInput(*tensors)
     (batch, length, _), state = inputs.x.shape, inputs.v0
     y = state.new_empty(batch, length, len(inputs.c), dtype=_output_dtype(inputs))
-    shape = (2, *state.shape[:1], length // _SHORTEST + 1, *state.shape[1:]) if keep else (0,)
+    shape = (2, *state.shape[:1], length // _SHORTEST_CHUNK + 1, *state.shape[1:]) if keep else (0,)
     starts = state.new_empty(shape)
     return y, state.new_empty(state.shape), state.new_empty(state.shape), starts
 
