@@ -50,14 +50,14 @@ def fewer_trees(monkeypatch):
 def test_a_table_gives_a_table_in_the_users_units_and_dates(tmp_path, monkeypatch):
     fewer_trees(monkeypatch)
     table = drifting(12, 0)
-    model = forecaster("features", values=["hr", "sbp"], level=(50, 90)).fit(table)
+    model = forecaster("features", values=["hr", "sbp"], level=(50, 75)).fit(table)
     found = model.predict(table, ahead=["30min", "6h"])
-    assert list(found) == ["id", "time", "column", "mean", "lower_50", "upper_50", "lower_90", "upper_90"]
+    assert list(found) == ["id", "time", "column", "mean", "lower_50", "upper_50", "lower_75", "upper_75"]
     assert len(found) == 12 * 2 * 2
     last = table.groupby("id")["time"].max()
     first = found[(found["column"] == "hr")].groupby("id")["time"].min()
     assert ((first - last) - pandas.Timedelta("30min")).abs().max() < pandas.Timedelta("1ms")
-    assert (found["lower_90"] <= found["lower_50"]).all()
+    assert (found["lower_75"] <= found["lower_50"]).all()
     assert (found["lower_50"] <= found["mean"]).all()
     assert found.loc[found["column"] == "sbp", "mean"].between(120, 180).all()
     model.save(tmp_path / "model")
@@ -510,7 +510,7 @@ def test_horizons_that_are_refused(fitted, call, kind, message):
         ({}, DATES.assign(hr=numpy.nan, sbp=numpy.nan), ValueError, "must have an observed value"),
         ({}, DATES.assign(ward="east"), TypeError, r"columns \['ward'\] must hold numbers, .* Fix: values=\['hr',"),
         ({"id": None, "time": None}, as_series([([0.0], [1.0])] * 3), ValueError, "two samples"),
-        ({"id": None, "values": "hr"}, DATES, ValueError, "without id=, a table is one series"),
+        ({"id": None, "values": "hr"}, pandas.concat([DATES] * 2), ValueError, "without id=, a table is one series"),
         ({}, DATES.set_index("id"), KeyError, "reset_index"),
         ({"id": None, "time": None}, NUMBERS, ValueError, "dates as its index"),
         ({"model": "oscillators", "future": "sbp"}, DATES, ValueError, "does not read columns of future"),
