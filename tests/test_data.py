@@ -537,6 +537,8 @@ def test_batches_for_a_data_loader():
     assert (
         data.Dataset(series.select(again), by_id.loc[series.select(again).ids[::-1]]).targets.tolist() == again.tolist()
     )
+    with pytest.raises(ValueError, match="an id more than once"):  # and another one less often
+        data.Dataset(series.select([0, 0, 1]), pandas.Series(range(3), index=[series.ids[i] for i in (0, 1, 1)]))
     with pytest.raises(TypeError, match=r"got dict\. Fix") as error:
         data.Dataset(series, by_id.to_dict())
     fixed = eval(str(error.value).split("Fix: ")[1].removesuffix("."), {"targets": by_id.to_dict(), "series": series})

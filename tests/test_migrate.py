@@ -84,34 +84,6 @@ def test_options_that_are_arguments():
     )
 
 
-def test_callbacks_and_errors():
-    net = Net()
-    net.callback_step = lambda *args: None
-    with pytest.warns(UserWarning, match="callback_step"):
-        odeint(net, start(), T)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        odeint(net, start(), T, method="dopri5")
-    with pytest.raises(hbnode.errors.NonFiniteError) as error:
-        odeint(lambda t, y: y / 0, start(), T)
-    assert {"t", "step_size", "nfe"} <= set(vars(error.value))
-
-
-# torchdyn: the calls of hbnode
-
-
-def test_the_calls_that_replace_torchdyn():
-    x = torch.randn(4, 2)
-    block = hbnode.ODEBlock(hbnode.NODE(nn.Linear(2, 2)), rtol=1e-3, atol=1e-3)
-    assert block(x).shape == (4, 2)
-    assert block.nfe.forward > 0
-    h, q = block.with_integral(x, lambda t, y, dy: y.square().sum(-1))
-    assert (h.shape, q.shape) == ((4, 2), (4,))
-    for field in (hbnode.HBNODE(nn.Linear(2, 2)), hbnode.SONODE(lambda t, h, v: -h - v)):
-        assert len(hbnode.ODEBlock(field).trajectory(x, [0.0, 1.0])) == 2
-    assert hbnode.ODEBlock(hbnode.NODE(nn.Linear(3, 3)), augment=1)(x).shape == (4, 3)
-
-
 # diffrax
 
 

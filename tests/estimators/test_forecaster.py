@@ -232,7 +232,7 @@ def test_the_errors_of_a_model_that_saw_the_values_are_no_held_out_errors():
             assert (fitted.predict(pairs, 1.0)["upper"] == numpy.inf).all()
 
 
-@pytest.mark.parametrize("model", ["last", "gru", *slow("features", "oscillators")])
+@pytest.mark.parametrize("model", ["last", "gru", *slow("features")])
 def test_a_column_that_was_never_observed_has_no_forecast(model):
     table = drifting(12, 0).assign(sbp=numpy.nan)
     fitted = forecaster(model, n_members=1, max_epochs=1).fit(table)
@@ -264,7 +264,7 @@ def walks(count, length, level, step, seed):
     return [(numpy.arange(float(length)), level + step * random.normal(size=length).cumsum()) for _ in range(count)]
 
 
-@pytest.mark.parametrize("model", ["last", *slow("features", "oscillators")])
+@pytest.mark.parametrize("model", ["last", *slow("oscillators")])
 def test_series_of_all_scales_are_forecast_in_their_own(model):
     """Steps of 1 at 10 and of 1e5 at 1e7: the deviation one step ahead is that of a step in both groups."""
     fitted = SeriesForecaster(model, level=68, random_state=0).fit(walks(20, 40, 10, 1, 0) + walks(20, 40, 1e7, 1e5, 1))
@@ -318,7 +318,7 @@ def test_the_order_of_rows_and_series_does_not_matter():
     pandas.testing.assert_frame_equal(found, again)
 
 
-@pytest.mark.parametrize("model", ["last", "gru", *slow("features", "oscillators")])
+@pytest.mark.parametrize("model", ["last", "gru", *slow("features")])
 def test_hidden_values_and_padding_do_not_matter(model):
     random = numpy.random.default_rng(0)
     x, t = random.normal(size=(12, 10, 2)).cumsum(1), numpy.sort(random.uniform(0, 9, (12, 10)), 1)

@@ -40,7 +40,7 @@ def small(model, kind=SeriesClassifier, **options):
     return kind(model, n_members=1, max_epochs=15, hidden_size=8, random_state=0, **options)
 
 
-@pytest.mark.parametrize("model", ["features", *slow("gru", "oscillators", "odernn")])
+@pytest.mark.parametrize("model", ["features", *slow("gru", "odernn")])
 def test_frequencies_are_told_apart_and_files_keep_the_answer(model, tmp_path):
     series, labels = swings(180)
     classifier = SeriesClassifier(model, n_members=1, max_epochs=40, learning_rate=0.02, hidden_size=16, random_state=0)
