@@ -84,48 +84,6 @@ def test_options_that_are_arguments():
     )
 
 
-def test_events():
-    e = lambda t, y: y[..., 0]
-    _, record = odeint(f, start(), [0.0, 3.0], events=hbnode.Event(e), rtol=1e-7, atol=1e-9)
-    time, _ = torchdiffeq.odeint_event(f, start(), T[0], event_fn=lambda t, y: e(t, y).squeeze())
-    assert record.t.item() == pytest.approx(time.item(), abs=1e-6)
-
-
-def test_counts():
-    net = Net()
-    with hbnode.count_nfe(net) as nfe:
-        odeint(net, start(), T, gradient="adjoint").sum().backward()
-    assert nfe.forward + nfe.backward == net.nfe > 0
-
-
-def test_callbacks_and_errors():
-    net = Net()
-    net.callback_step = lambda *args: None
-    with pytest.warns(UserWarning, match="callback_step"):
-        odeint(net, start(), T)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        odeint(net, start(), T, method="dopri5")
-    with pytest.raises(hbnode.errors.NonFiniteError) as error:
-        odeint(lambda t, y: y / 0, start(), T)
-    assert {"t", "step_size", "nfe"} <= set(vars(error.value))
-
-
-# torchdyn: the calls of hbnode
-
-
-def test_the_calls_that_replace_torchdyn():
-    x = torch.randn(4, 2)
-    block = hbnode.ODEBlock(hbnode.NODE(nn.Linear(2, 2)), rtol=1e-3, atol=1e-3)
-    assert block(x).shape == (4, 2)
-    assert block.nfe.forward > 0
-    h, q = block.with_integral(x, lambda t, y, dy: y.square().sum(-1))
-    assert (h.shape, q.shape) == ((4, 2), (4,))
-    for field in (hbnode.HBNODE(nn.Linear(2, 2)), hbnode.SONODE(lambda t, h, v: -h - v)):
-        assert len(hbnode.ODEBlock(field).trajectory(x, [0.0, 1.0])) == 2
-    assert hbnode.ODEBlock(hbnode.NODE(nn.Linear(3, 3)), augment=1)(x).shape == (4, 3)
-
-
 # diffrax
 
 
@@ -142,31 +100,3 @@ def test_the_calls_that_replace_diffrax():
     assert torch.allclose(y, torch.tensor(solution.ys.tolist(), dtype=y.dtype), atol=1e-4)
     both = torch.cat([start(), 5 * start()])
     assert torch.allclose(odeint(f, both, T, per_sample=True)[:, :1], odeint(f, start(), T), atol=1e-12)
-
-
-# torch.nn
-
-
-def test_without_momentum_the_layer_is_an_lstm():
-    stock, x = nn.LSTM(8, 32, batch_first=True), torch.randn(2, 5, 8)
-    layer = hbnode.nn.MomentumLSTM(8, 32, batch_first=True, momentum=0.0, step_size=1.0)
-    layer.load_state_dict(stock.state_dict())
-    out, state = layer(x)
-    h, c = state
-    expected, (h_n, c_n) = stock(x)
-    assert torch.allclose(out, expected, atol=1e-6)
-    assert torch.allclose(h, h_n, atol=1e-6)
-    assert torch.allclose(c, c_n, atol=1e-6)
-
-
-def test_the_state_carries_the_momentum():
-    layer, x = hbnode.nn.MomentumLSTM(8, 32, batch_first=True), torch.randn(2, 6, 8)
-    assert (layer.rule.momentum, layer.rule.step_size) == (0.6, 0.6)
-    assert layer.bias_ih_l0[32:64].eq(1).all()
-    assert layer.bias_hh_l0[32:64].eq(1).all()
-    whole = layer(x)[0]
-    _, state = layer(x[:, :3])
-    assert torch.allclose(layer(x[:, 3:], state)[0], whole[:, 3:], atol=1e-6)
-    assert torch.allclose(layer.to_torch()(x)[0], whole, atol=1e-6)
-    with pytest.raises((TypeError, ValueError), match="proj_size"):
-        hbnode.nn.MomentumLSTM(8, 32, proj_size=4)

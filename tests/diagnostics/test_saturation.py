@@ -40,8 +40,3 @@ def test_an_ode_rnn_of_inputs_far_from_0_is_named(field):
     assert not max(saturation(rnn, scale.fit(x)(x), t).values()) > 0.01
     assert rnn.training
     assert not any(module._forward_hooks for module in rnn.modules())
-
-
-def test_what_is_no_module_is_refused():
-    with pytest.raises(TypeError, match=r"got function\. Fix: saturation\(rnn, x, t\)"):
-        saturation(lambda x: x, torch.zeros(1))

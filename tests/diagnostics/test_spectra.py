@@ -94,15 +94,6 @@ def test_the_mean_over_time_of_a_field_that_takes_it():
     assert_same(found.eigenvalues[0], np.linalg.eigvals(block_matrix(16 * A, 0.5)))
 
 
-@pytest.mark.parametrize("t", [None, 0.5])
-def test_the_spectrum_of_an_empty_batch_is_empty(t, tmp_path):
-    block = hbnode.ODEBlock(LINEAR["hbnode"][0]())
-    found = hbnode.diagnostics.spectrum(block, torch.zeros(0, 2, dtype=torch.float64), t)
-    assert (found.eigenvalues.shape, found.pairs.shape) == ((0, 4), (0, 2, 2))
-    found.to_csv(tmp_path / "spectrum.csv")
-    assert len((tmp_path / "spectrum.csv").read_text().splitlines()) == 1
-
-
 def test_a_state_without_a_batch_or_features_is_refused():
     block = hbnode.ODEBlock(hbnode.NODE(lambda h: -3 * h))
     for x, got in ((torch.ones(2), "(2,)"), (torch.ones(3, 0), "(3, 0)")):
@@ -155,11 +146,3 @@ def test_files_and_counts(tmp_path):
     values = [complex(float(row["real"]), float(row["imag"])) for row in rows]
     assert values == found.eigenvalues.reshape(-1).tolist()
     assert [row["sample"] for row in rows] == ["0"] * 4 + ["1"] * 4 + ["2"] * 4
-
-
-def test_jacobians_that_do_not_fit_are_refused_with_a_number_of_samples_that_do(monkeypatch):
-    monkeypatch.setattr("hbnode.diagnostics.spectra.MOST_ENTRIES", 100)
-    block = hbnode.HeavyBallODEBlock(nn.Linear(3, 3))
-    with pytest.raises(ValueError, match=r"5 Jacobians of 6 × 6 entries; expected at most 100 .*Fix: x\[:2\]"):
-        hbnode.diagnostics.spectrum(block, torch.randn(5, 3))
-    assert hbnode.diagnostics.spectrum(block, torch.randn(2, 3)).eigenvalues.shape == (2, 6)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from sklearn import config_context
 from sklearn.base import clone
-from sklearn.inspection import permutation_importance
 from sklearn.linear_model import RidgeCV
 from sklearn.metrics import r2_score
 from sklearn.model_selection import GridSearchCV, GroupKFold, KFold, cross_val_predict, cross_val_score
@@ -17,7 +16,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer, StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
-from hbnode.data import Series, as_series, from_long
+from hbnode.data import Series, as_series
 from hbnode.estimators import OscillatorSmoother, SeriesClassifier, SeriesForecaster, SeriesRegressor
 from hbnode.estimators.models import ALPHAS, LONGEST
 from hbnode.features import OscillatorFeatures, RocketFeatures
@@ -41,7 +40,7 @@ def small(model, kind=SeriesClassifier, **options):
     return kind(model, n_members=1, max_epochs=15, hidden_size=8, random_state=0, **options)
 
 
-@pytest.mark.parametrize("model", ["features", "gru", *slow("oscillators", "odernn")])
+@pytest.mark.parametrize("model", ["features", *slow("gru", "odernn")])
 def test_frequencies_are_told_apart_and_files_keep_the_answer(model, tmp_path):
     series, labels = swings(180)
     classifier = SeriesClassifier(model, n_members=1, max_epochs=40, learning_rate=0.02, hidden_size=16, random_state=0)
@@ -55,20 +54,6 @@ def test_frequencies_are_told_apart_and_files_keep_the_answer(model, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_every_form_of_the_data_gives_the_same_answer():
-    model, (series, labels) = "features", swings(20)
-    rows = [(f"p{i}", t, *x) for i, (times, values) in enumerate(series) for t, x in zip(times, values, strict=True)]
-    table = pandas.DataFrame(rows, columns=["id", "t", "a", "b"]).sample(frac=1.0, random_state=0)
-    by_id = pandas.Series(labels, index=[f"p{i}" for i in range(20)]).sample(frac=1.0, random_state=1)
-    of_pairs = small(model).fit(series, labels)
-    of_series = small(model).fit(as_series(series), labels)
-    numpy.testing.assert_array_equal(of_pairs.predict_proba(series), of_series.predict_proba(as_series(series)))
-    of_table = small(model, id="id", time="t").fit(table, by_id)
-    found = of_table.predict(table)
-    order = [int(name[1:]) for name in table["id"].drop_duplicates()]
-    assert (found == labels[order]).mean() > 0.9
-
-
 def test_static_categories_are_used_and_new_ones_are_allowed():
     random = numpy.random.default_rng(0)
     table = pandas.DataFrame({"id": numpy.repeat(numpy.arange(60), 3), "t": numpy.tile([0.0, 1.0, 2.0], 60)})
@@ -76,7 +61,9 @@ def test_static_categories_are_used_and_new_ones_are_allowed():
     table["ward"] = numpy.repeat(numpy.where(numpy.arange(60) % 2 == 0, "A", "B"), 3)
     labels = numpy.arange(60) % 2
     for model in ("features", "gru"):
-        classifier = SeriesClassifier(model, id="id", time="t", static="ward", n_members=1, random_state=0)
+        classifier = SeriesClassifier(
+            model, id="id", time="t", static="ward", n_members=1, max_epochs=15, random_state=0
+        )
         classifier.fit(table, labels)
         assert classifier.score(table, labels) == 1.0
         assert classifier.predict_proba(table.assign(ward="C")).shape == (60, 2)
@@ -89,7 +76,7 @@ def test_series_go_through_cross_validation_pipelines_and_grids():
     assert cross_val_score(classifier, as_series(series), labels, cv=3).mean() > 0.8
     pipeline = make_pipeline(FunctionTransformer(as_series), clone(classifier)).fit(series, labels)
     assert pipeline.score(series, labels) > 0.8
-    grid = GridSearchCV(small("gru"), {"hidden_size": [4, 8]}, cv=2).fit(series, labels)
+    grid = GridSearchCV(small("gru").set_params(max_epochs=1), {"hidden_size": [4, 8]}, cv=2).fit(series, labels)
     assert grid.best_params_["hidden_size"] in (4, 8)
 
 
@@ -178,44 +165,10 @@ def test_static_features_count_among_thousands_of_others(model):
     assert numpy.isfinite(half.predict_proba(missing)).all()
 
 
-def test_a_ridge_on_noise_predicts_the_mean():
-    random = numpy.random.default_rng(0)
-    x, y = random.normal(size=(300, 4, 20)), random.normal(size=300)
-    assert SeriesRegressor("features", random_state=0).fit(x[:100], y[:100]).score(x[100:], y[100:]) > -0.1
-
-
-def test_few_series_have_a_finite_loss_and_prove_no_certainty():
-    series, labels = swings(24)
-    loss = SeriesClassifier("features", random_state=0).fit(series, labels).cv_loss_["features"]
-    # each is right, and as if 2 of 26 series had been any class the best probability of all is 1 - 1 / 26; a feature
-    # that hardly varies in a fold makes it larger than log 2 unless it is clipped
-    assert -numpy.log(1 - 1 / 26) < loss < 0.3
-
-
-@pytest.mark.slow
-def test_rocket_takes_smoothed_series_unless_a_channel_is_empty():
-    series, labels = swings(24)
-    model = SeriesClassifier("rocket", random_state=0)
-    assert "rocket, oscillators" in model.fit(series, labels).cv_loss_
-    empty = [(t, numpy.c_[x, numpy.full(len(t), numpy.nan)]) for t, x in series]
-    assert "rocket, oscillators" not in model.fit(empty, labels).cv_loss_
-
-
 def in_months(series):
     """Series as a table, each in a month of its own."""
     parts = [pandas.DataFrame({"id": f"p{i}", "t": 700.0 * i + t, "x": x}) for i, (t, x) in enumerate(series)]
     return pandas.concat(parts, ignore_index=True)
-
-
-def test_rocket_aligns_series_that_start_far_apart():
-    series, labels = dropped(20)
-    there = SeriesClassifier("rocket", id="id", time="t", reconstruction="linear", random_state=0)
-    here = clone(there).fit(in_months([(t - t[0], x) for t, x in series]).assign(t=lambda z: z["t"] % 700), labels)
-    there.fit(in_months(series), labels)
-    expected = here.predict_proba(
-        in_months(series).assign(t=lambda z: z["t"] % 700 - z.groupby("id")["t"].transform("min") % 700)
-    )
-    numpy.testing.assert_allclose(there.predict_proba(in_months(series)), expected)
 
 
 def bumps(count=24, seed=0):
@@ -249,8 +202,9 @@ def test_dates_count_from_the_first_sample_of_each_series(model):
         absolute.predict(dated(series, "2024-02-01"))
 
 
+@pytest.mark.sparse
 @pytest.mark.parametrize(("zone", "other"), [(None, "UTC"), ("Asia/Tokyo", None)])
-@pytest.mark.parametrize("kind", [SeriesClassifier, SeriesRegressor, RocketFeatures])
+@pytest.mark.parametrize("kind", [SeriesClassifier, RocketFeatures])
 def test_dates_that_count_have_a_time_zone_as_in_fit_or_none(kind, zone, other):
     series, labels = bumps(10)
     options = {"num_features": 84} if kind is RocketFeatures else {"model": "features", "clock": "absolute"}
@@ -284,11 +238,9 @@ def test_numbers_and_durations_outside_those_of_fit_raise_or_warn(unit):
     for shift in (0.0, 1.8e9):
         with pytest.raises(ValueError, match=r"fit saw nothing there.*clock='relative'"):
             model.predict(at(shift))
-    with pytest.raises(ValueError, match="clock must be"):
-        small("features", clock="local").fit(series, labels)
 
 
-@pytest.mark.parametrize("model", ["features", "auto", "gru"])
+@pytest.mark.parametrize("model", ["features", *slow("auto", "gru")])
 def test_each_warning_of_times_comes_once_and_at_the_caller(model, recwarn):
     series, labels = bumps()
     wrong = [*series[:-1], (numpy.r_[series[-1][0][:-1], 1e7], series[-1][1])]
@@ -306,23 +258,6 @@ def test_each_warning_of_times_comes_once_and_at_the_caller(model, recwarn):
     assert all(re.match(text, str(warning.message)) for text, warning in zip(expected, recwarn, strict=True))
 
 
-def test_labels_follow_the_ids_of_a_table_and_the_order_of_a_list():
-    series, labels = swings(20)
-    order = numpy.random.default_rng(0).permutation(20)
-    shuffled = pandas.Series(labels[order], index=order)
-    assert small("features").fit([series[i] for i in order], shuffled).score(series, labels) == 1.0
-    table = in_months([(t, numpy.nan_to_num(x[:, 0])) for t, x in series])
-    by_id = pandas.Series(labels, index=[f"p{i}" for i in range(20)])
-    model = small("features", id="id", time="t")
-    assert model.fit(table, by_id.iloc[::-1]).score(table, labels) == 1.0
-    with pytest.raises(ValueError, match="'p19b'"):
-        model.fit(table, by_id.rename({"p19": "p19b"}))
-    with pytest.raises(ValueError, match="an id more than once"):
-        model.fit(table, by_id.rename({"p19": "p18"}))
-    with pytest.raises(ValueError, match=r"pandas\.Series\(y\)"):
-        model.fit(table, by_id.to_dict())
-
-
 def noise(count=20, samples=4):
     """A table of values that have nothing to do with the labels, the labels, and a function of columns to rows."""
     random, labels = numpy.random.default_rng(0), numpy.random.default_rng(1).permutation(numpy.arange(count) % 2)
@@ -338,8 +273,9 @@ CODES = {
 }
 
 
+@pytest.mark.sparse
 @pytest.mark.parametrize("code", CODES)
-@pytest.mark.parametrize("samples", [1, 4])
+@pytest.mark.parametrize("samples", [4, 1])
 def test_a_column_that_tells_y_is_refused_unless_it_is_named(code, samples):
     table, labels, rows = noise(samples=samples)
     order = numpy.random.default_rng(0).permutation(20) + 0.0
@@ -371,11 +307,12 @@ def test_constant_columns_that_were_not_named_are_told():
         small("features", id="id", time="t").fit(table.assign(ward="a", day=pandas.Timestamp(0)), labels)
 
 
-@pytest.mark.parametrize("index", [pandas.Index, numpy.array, tuple])
-def test_columns_may_be_given_by_an_index(index, tmp_path):
+def test_columns_may_be_given_by_an_index(tmp_path):
     table, labels, rows = noise()
     table["ward"] = rows(numpy.where(labels > 0, "a", "b"))
-    model = small("features", id="id", time="t", values=index(["x"]), static=index(["ward"])).fit(table, labels)
+    model = small("features", id="id", time="t", values=pandas.Index(["x"]), static=numpy.array(["ward"])).fit(
+        table, labels
+    )
     model.save(tmp_path / "model")
     loaded = SeriesClassifier.load(tmp_path / "model")
     assert (list(loaded.values), list(loaded.static)) == (["x"], ["ward"])
@@ -390,11 +327,7 @@ def test_a_column_with_the_name_of_a_level_is_refused():
     with pytest.raises(ValueError, match=r"column 'ward=a', the name of the level 'a' of 'ward'") as error:
         model.fit(table, labels)
     fixed = eval(str(error.value).split("Fix: ")[1].removesuffix("."), {"table": table})
-    assert model.set_params(static=["ward", "other"]).fit(fixed, labels).static_features_ == [
-        "ward=a",
-        "ward=b",
-        "other",
-    ]
+    assert "other" in model.set_params(static=["ward", "other"]).fit(fixed, labels).static_features_
 
 
 @pytest.mark.parametrize(
@@ -402,13 +335,12 @@ def test_a_column_with_the_name_of_a_level_is_refused():
     [
         (lambda s, y: small("features").fit(s, y), lambda m, s: m.predict_proba(s)),
         (lambda s, y: small("gru").set_params(max_epochs=1).fit(s, y), lambda m, s: m.predict_proba(s)),
-        (lambda s, y: small("features", SeriesRegressor).fit(s, y == "slow"), lambda m, s: m.predict(s)),
         (lambda s, y: SeriesForecaster("last").fit(s), lambda m, s: m.predict(s, 1.0)["mean"].to_numpy()),
         (lambda s, y: OscillatorFeatures(8, random_state=0).fit(s), lambda m, s: m.transform(s)),
         (lambda s, y: RocketFeatures(84, random_state=0).fit(s), lambda m, s: m.transform(s)),
         (lambda s, y: OscillatorSmoother(max_iter=1).fit(s), lambda m, s: m.posterior(s, [1.0, 2.0]).mean),
     ],
-    ids=["classifier", "network", "regressor", "forecaster", "oscillators", "rocket", "smoother"],
+    ids=["classifier", "network", "forecaster", "oscillators", "rocket", "smoother"],
 )
 def test_channels_are_matched_by_name(fitted, call):
     pairs, labels = swings(20)
@@ -424,13 +356,13 @@ def test_channels_are_matched_by_name(fitted, call):
     numpy.testing.assert_allclose(call(of_pairs, series), expected, rtol=1e-9)
 
 
-@pytest.mark.parametrize("of", ["Series", "list of Series", "table"])
+@pytest.mark.parametrize("of", ["list of Series", "table"])
 def test_labels_are_paired_by_id_in_fit_score_and_cross_validation(of):
     series, labels = dropped(24)
     ids = [f"p{i}" for i in range(24)]
     table = pandas.concat([pandas.DataFrame({"id": i, "t": t, "x": x}) for i, (t, x) in zip(ids, series, strict=True)])
     data = dataclasses.replace(as_series(series), ids=ids)
-    data = {"Series": data, "list of Series": [data[i] for i in range(24)], "table": table}[of]
+    data = table if of == "table" else [data[i] for i in range(24)]
     model = small("features", id="id", time="t")
     by_id = pandas.Series(labels, index=ids)
     shuffled = by_id.sample(frac=1.0, random_state=0)
@@ -446,28 +378,11 @@ def test_labels_are_paired_by_id_in_fit_score_and_cross_validation(of):
         return
     with pytest.raises(ValueError, match=r"y\.loc\[list\(series\.ids\)\]"):
         cross_val_score(model, data, shuffled, cv=3)
-    with pytest.raises(ValueError, match=r"y\.loc\[list\(series\.ids\)\]"):
-        GridSearchCV(model, {"hidden_size": [4]}, cv=3).fit(data, shuffled)
     assert cross_val_score(model, data, shuffled.loc[ids], cv=3).mean() > 0.9
     rows = numpy.random.default_rng(0).integers(24, size=30)
     bootstrap = [data[int(i)] for i in rows]
     model.fit(bootstrap, by_id.iloc[rows].sample(frac=1.0, random_state=0))
     assert model.score(bootstrap, labels[rows]) == 1.0
-
-
-def test_a_series_in_other_units_is_refused_and_one_of_another_origin_is_shifted():
-    series, labels = dropped(20)
-    table = in_months(series)
-    table["t"] = pandas.Timestamp("2024-01-01") + pandas.to_timedelta(table["t"], unit="h")
-    names = {"id": "id", "time": "t", "values": "x"}
-    hours = from_long(table, unit="h", **names)
-    model = small("gru").fit(hours, labels)
-    shifted = from_long(table, unit="h", origin="2023-12-31", **names)
-    numpy.testing.assert_array_equal(model.predict_proba(shifted), model.predict_proba(hours))
-    with pytest.raises(ValueError, match="units of 3600 s, got dates in units of 1 s"):
-        model.predict(from_long(table, **names))
-    with pytest.raises(ValueError, match="got numbers"):
-        model.predict(as_series(series))
 
 
 def test_a_category_may_be_missing_in_some_rows_and_be_read_as_float():
@@ -480,17 +395,6 @@ def test_a_category_may_be_missing_in_some_rows_and_be_read_as_float():
     for ward in (partly, partly.astype(float)):
         numpy.testing.assert_array_equal(model.predict_proba(table.assign(ward=ward)), expected)
     assert small("features", id="id", time="t", static="ward").fit(table.assign(ward=partly.astype("category")), labels)
-
-
-def test_series_without_samples_have_finite_answers():
-    series, labels = swings(20)
-    series[3] = (numpy.zeros(0), numpy.zeros((0, 2)))
-    none = as_series(series)
-    none.lengths[3] = 0
-    for model in ("features", "gru", "oscillators"):
-        fitted = small(model).set_params(max_epochs=1).fit(none, labels)
-        with pytest.warns(UserWarning, match="1 of 20 series have no observed value, first series 3"):
-            assert numpy.isfinite(fitted.predict_proba(none)).all()
 
 
 @pytest.mark.parametrize("model", ["features", "gru", *slow("rocket", "odernn")])
@@ -591,17 +495,6 @@ def test_a_rare_class_stays_in_training_and_leaves_the_choice_to_the_others(coun
     assert [each.filename for each in warned] == [__file__] * (count == 1)
 
 
-def test_a_rare_class_is_in_the_training_of_every_network():
-    labels = swings(30)[1]
-    labels[7] = "rare"
-    aims = SeriesClassifier()._set_targets(labels, numpy.ones(30), None)
-    for seed in range(5):
-        train, held = SeriesClassifier()._folds(aims, 5, seed)[0]
-        assert 7 in train
-        assert sorted([*train, *held]) == list(range(30))
-        assert 5 <= len(held) <= 6
-
-
 def features_of(series):
     """The features of a model with the random state 0."""
     seed = int(numpy.random.RandomState(0).randint(2**31 - 1))
@@ -624,6 +517,7 @@ def test_weights_are_those_of_the_ridge():
     )
 
 
+@pytest.mark.sparse
 @pytest.mark.parametrize("model", ["features", "rocket", "gru"])
 @pytest.mark.parametrize("kind", [SeriesClassifier, SeriesRegressor])
 def test_a_weight_of_0_is_no_series_and_equal_weights_are_none(model, kind):
@@ -711,35 +605,27 @@ def test_an_interval_that_the_series_cannot_show_is_infinite(model):
         fitted.predict_interval(X, 0.9)
 
 
-def test_the_importance_of_channels_by_permutation():
-    """The pattern of docs/series.md: rows say from which series each channel is taken."""
-    random = numpy.random.default_rng(0)
-    y = numpy.arange(40) % 2
-    X = random.normal(size=(40, 3, 20))
-    X[:, 1] += 2.0 * y[:, None]
-    rows = numpy.tile(numpy.arange(40)[:, None], 3)
-    model = make_pipeline(FunctionTransformer(lambda rows: X[rows, numpy.arange(3)]), small("features"))
-    found = permutation_importance(model.fit(rows, y), rows, y, n_repeats=3, random_state=0).importances_mean
-    assert found[1] > 0.3
-    assert abs(found[[0, 2]]).max() < 0.1
+TABLE, Y = in_months(dropped(10)[0]), dropped(10)[1]
+BY_ID = pandas.Series(Y, index=[f"p{i}" for i in range(10)])
 
 
-def test_what_is_wrong_is_named():
-    series, labels = swings(10)
-    with pytest.raises(ValueError, match="'rocket'"):
-        SeriesClassifier("rockets").fit(series, labels)
-    with pytest.raises(ValueError, match="one entry for each of 10 series"):
-        SeriesClassifier().fit(series, labels[:9])
-    fitted = small("features").fit(series, labels)
-    with pytest.raises(ValueError, match="same columns"):
-        fitted.predict([(t, x[:, :1]) for t, x in series])
-    by_id = small("features", id="id", time="t")
-    with pytest.raises(KeyError, match="reset_index"):
-        by_id.fit(in_months(dropped(10)[0]).set_index(["id", "t"]), labels)
-    with pytest.raises(ValueError, match="one class, 1"):
-        fitted.fit(series, numpy.ones(10, dtype=int))
-    with pytest.raises(ValueError, match="2 series"):
-        SeriesRegressor().fit(series[:1], [1.0])
+@pytest.mark.parametrize(
+    ("options", "data", "y", "kind", "message"),
+    [
+        ({"model": "rockets"}, TABLE, Y, ValueError, "'rocket'"),
+        ({"clock": "local"}, TABLE, Y, ValueError, "clock must be"),
+        ({}, TABLE, Y[:9], ValueError, "one entry for each of 10 series"),
+        ({}, TABLE, numpy.ones(10, dtype=int), ValueError, "one class, 1"),
+        ({}, TABLE[TABLE["id"] == "p0"], [1.0], ValueError, "2 series"),
+        ({}, TABLE, BY_ID.rename({"p9": "p9b"}), ValueError, "'p9b'"),
+        ({}, TABLE, BY_ID.rename({"p9": "p8"}), ValueError, "an id more than once"),
+        ({}, TABLE, BY_ID.to_dict(), ValueError, r"pandas\.Series\(y\)"),
+        ({}, TABLE.set_index(["id", "t"]), Y, KeyError, "reset_index"),
+    ],
+)
+def test_what_fit_refuses(options, data, y, kind, message):
+    with pytest.raises(kind, match=message):
+        SeriesClassifier(**{"model": "features", "id": "id", "time": "t", **options}).fit(data, y)
 
 
 @pytest.mark.parametrize("as_array", [numpy.asarray, torch.as_tensor])
@@ -785,6 +671,7 @@ INAPPLICABLE = {
 }
 
 
+@pytest.mark.slow
 @parametrize_with_checks(
     [SeriesClassifier("features", random_state=0), SeriesRegressor("features", random_state=0)],
     expected_failed_checks=lambda _: INAPPLICABLE,

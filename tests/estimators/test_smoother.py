@@ -89,18 +89,6 @@ def test_the_fit_finds_the_noise_and_its_bands_hold_what_they_say():
     assert (np.abs(x - mean[:, 0]) < 1.645 * std[:, 0]).mean() < 0.8
 
 
-def test_one_series_is_filled_without_a_shared_mean_and_its_bands_are_those_of_its_process():
-    rng, t = np.random.default_rng(3), np.arange(160.0)
-    kicks, right = rng.normal(size=160), np.exp(-np.abs(np.subtract.outer(t, t)) / 4)
-    x = np.linalg.cholesky(right) @ kicks
-    gap = (t > 49) & (t < 90)
-    series = [(t[~gap], x[~gap])]
-    smoother = OscillatorSmoother(2, max_iter=20, random_state=0).fit(series)
-    np.testing.assert_array_equal(smoother.mean_values_, 0.0)
-    std = smoother.posterior(series, [70.0, 5000.0]).std[0, 0]  # far from all values, so that of the process, 1
-    np.testing.assert_allclose(std, 1.0, rtol=0.35)
-
-
 def test_one_series_of_a_trend_seasons_and_noise():
     rng, t = np.random.default_rng(0), np.arange(160.0)
     signal = 0.02 * t + np.sin(2 * np.pi * t / 12) + 0.5 * np.sin(2 * np.pi * t / 5.3 + 1)
@@ -284,19 +272,6 @@ def test_channels_and_series_with_few_values():
     with pytest.warns(UserWarning, match="no series has two samples of a channel at different times"):
         smoother = OscillatorSmoother(max_iter=3, random_state=0).fit([([i], [i % 3.0]) for i in range(8)])
     assert np.isfinite(smoother.posterior([([1.0], [2.0])], [0.0, 1.0, 50.0]).mean).all()
-
-
-def test_the_global_random_numbers_are_not_touched(fitted):
-    before, of_numpy = torch.get_rng_state(), np.random.get_state()[1].tolist()  # noqa: NPY002
-    clone(fitted).set_params(max_iter=1).fit(pairs(2, 9)).posterior(pairs(2, 9), [1.0], paths=2)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert np.random.get_state()[1].tolist() == of_numpy  # noqa: NPY002
-
-
-def test_swapped_axes_warn_in_the_caller():
-    with pytest.warns(UserWarning, match="20 channels of 3 samples") as caught:
-        OscillatorSmoother(1, max_iter=1, random_state=0).fit(np.random.default_rng(0).normal(size=(4, 20, 3)))
-    assert caught[0].filename == __file__
 
 
 @pytest.mark.parametrize(
