@@ -295,6 +295,20 @@ def passes(events, chosen, at, end):
     return found
 
 
+def order_of(events, chosen, apart, error):
+    """Return whether one event must precede another, given the errors of times of equal and of different motions."""
+
+    def must_precede(first, second):
+        (s, k), (x, j) = first, second
+        one, other = chosen[events[k]["of"]], chosen[events[j]["of"]]
+        is_exact = one == other or one[0] == other[0] == "line"
+        if k == j or abs(s - x) > (apart if is_exact else error):
+            return s < x
+        return k < j and abs(s - x) < 2e-16 and (is_exact or error == apart)
+
+    return must_precede
+
+
 @given(
     motions(), st.sampled_from([*METHODS, "nystrom6", "rodas5p"]), st.sampled_from([1, -1]),
     st.sampled_from([torch.float64, torch.float64, torch.float32]), st.sampled_from([1e-3, 1e-5]), st.booleans(),
@@ -310,14 +324,7 @@ def test_events_have_the_order_of_their_times(motion, method, sign, dtype, toler
     field = hbnode.HBNODE(lambda h: -square * h, damping=0.0, learn_damping=False)
     given, passed = [event_of(event, chosen, at) for event in events], passes(events, chosen, at, end)
 
-    def must_precede(first, second):
-        (s, k), (x, j) = first, second
-        one, other = chosen[events[k]["of"]], chosen[events[j]["of"]]
-        errors = apart if one == other or one[0] == other[0] == "line" else max(apart, 300 * tolerance)
-        if k == j or abs(s - x) > errors:
-            return s < x
-        return k < j and abs(s - x) < 2e-16 and errors == apart
-
+    precede = order_of(events, chosen, apart, max(apart, 300 * tolerance))
     start = [position(kind, 0.0) for kind in chosen]
     h = torch.tensor([[*(x for x, _ in start), 1.0]] * 2, dtype=dtype)
     m = torch.tensor([[*(sign * x for _, x in start), 0.0]] * 2, dtype=dtype)
@@ -325,7 +332,7 @@ def test_events_have_the_order_of_their_times(motion, method, sign, dtype, toler
     settings = {"events": given, "method": method, "rtol": tolerance, "atol": tolerance, **steps}
     (x, _), records = hbnode.odeint(field, (h, m), t, **settings)
     counts = [r.count.tolist() for r in records]
-    for value, done in itertools.islice(outcomes(sorted(passed), must_precede, events), 3000):
+    for value, done in itertools.islice(outcomes(sorted(passed), precede, events), 3000):
         exact = [sorted(s for s, j in done if j == k) for k in range(len(events))]
         if counts == [[len(times)] * 2 for times in exact] and x[-1, :, -1].tolist() == [value] * 2:
             found = [s * sign for r, times in zip(records, exact, strict=True) for s in r.t[0, : len(times)].tolist()]

@@ -206,9 +206,6 @@ def test_limits(per_sample):
         hbnode.odeint(fast, state, [0.0, 10.0], max_steps=20, **settings)
     assert error.value.nfe == 1 + 3 * 20
     assert error.value.step_size > 0
-    with pytest.raises(hbnode.errors.MaxNFEError, match="max_nfe=50 function evaluations") as error:
-        hbnode.odeint(fast, state, [0.0, 10.0], options={"max_nfe": 50}, **settings)
-    assert error.value.nfe <= 50
     with pytest.raises(hbnode.errors.StepSizeUnderflowError) as error:
         hbnode.odeint(fast, state, [0.0, 10.0], options={"min_step": 0.1}, rtol=1e-6, atol=1e-6, **settings)
     assert 0 < error.value.step_size < 0.1
@@ -229,7 +226,7 @@ def test_max_nfe_is_the_largest_number_of_evaluations(settings):
     with hbnode.count_nfe(field) as limited:
         hbnode.odeint(field, h, [0.0, 1.0], options={"max_nfe": nfe.forward}, **settings)
     assert limited == nfe
-    with pytest.raises(hbnode.errors.MaxNFEError) as error:
+    with pytest.raises(hbnode.errors.MaxNFEError, match=f"max_nfe={nfe.forward - 1} function eval") as error:
         hbnode.odeint(field, h, [0.0, 1.0], options={"max_nfe": nfe.forward - 1}, **settings)
     assert error.value.nfe < nfe.forward
 
@@ -552,18 +549,6 @@ def test_steps_that_are_longer_than_the_intervals_pass_them(method):
         torch.testing.assert_close(found, there, rtol=1e-3, atol=1e-3)
 
 
-def test_irregular_times():
-    """A cluster of outputs is passed; the long intervals beside it are landed on; many lie in one step."""
-    t = np.concatenate([[0.0, 2.0], 2.0 + np.linspace(1e-3, 1e-2, 50), [2.5, 4.0, 4.0 + 1e-9]])
-    exact = driven_exact(0.4, t)
-    for method in ADAPTIVE:
-        settings = {"method": method, "rtol": 1e-7, "atol": 1e-7}
-        nfe, found = nfe_of(driven(), start(exact), t, **settings)
-        few, _ = nfe_of(driven(), start(exact), t[[0, 1, -3, -2]], **settings)
-        assert nfe.steps <= few.steps + 4
-        assert worst(found, exact, 1e-7) < 10
-
-
 @pytest.mark.sparse
 @pytest.mark.parametrize("gradient", ["direct", "checkpoint", "adjoint"])
 @pytest.mark.parametrize("save", ["interpolate", "exact"])
@@ -688,16 +673,6 @@ def test_steps_before_a_failure_and_of_one_module_only():
     assert len(steps) == 7
     with pytest.raises(TypeError, match=r"record_steps expected a module or a callable field, got int"):
         hbnode.diagnostics.record_steps(3).__enter__()
-
-
-def test_an_ode_rnn_records_the_gaps_of_each_sequence():
-    rnn = hbnode.ODERNN(2, 3)
-    t = torch.tensor([[0.0, 1.0, 3.0], [0.0, 0.5, 0.75]])
-    with torch.no_grad(), hbnode.diagnostics.record_steps(rnn) as steps:
-        rnn(torch.randn(2, 3, 2), t)
-    for sample, span in enumerate((3.0, 0.75)):
-        sizes = [s for s, of, a in zip(steps.size, steps.sample, steps.accepted, strict=True) if of == sample and a]
-        assert sum(sizes) == pytest.approx(span, rel=1e-6)
 
 
 @pytest.mark.parametrize("method", [None, "rk4", "dopri5"])

@@ -236,20 +236,6 @@ def test_the_gradient_through_a_compiled_function_is_complete():
     torch.testing.assert_close(*of_w, rtol=1e-12, atol=1e-12)
 
 
-def test_vjps_do_not_search_the_graph_of_earlier_steps(monkeypatch):
-    """Autograd visits all nodes that are as deep as the shallowest input, so a leaf among the inputs costs a search."""
-    inputs, grad = [], torch.autograd.grad
-    monkeypatch.setattr(
-        torch.autograd, "grad", lambda y, x, *args, **kwargs: inputs.append(x) or grad(y, x, *args, **kwargs)
-    )
-    x, t = torch.ones(2, 3, **DOUBLE, requires_grad=True) * 2, torch.tensor(0.5, **DOUBLE)
-    of_x, of_t = jacobian.by_vjps(lambda t, x: x.sin() * t, t, x, create_graph=True)
-    assert len(inputs) == 5
-    assert all(found.grad_fn is not None for found in inputs)
-    torch.testing.assert_close(of_x, torch.diag_embed(x.cos() / 2))
-    torch.testing.assert_close(of_t, x.sin())
-
-
 def test_a_solve_under_torch_func_and_higher_derivatives():
     def loss(w):
         return solve(lambda t, y: torch.tanh(w * y), torch.ones(1, 1, **DOUBLE), [0.0, 1.0], steps=2)[-1].sum()

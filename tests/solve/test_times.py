@@ -219,16 +219,6 @@ def test_any_times_in_any_order(method, jump_times):
         assert y[-1].item() == pytest.approx(math.copysign(HEIGHT * (END - JUMP), t[1] - t[0]), abs=1e-5)
 
 
-@pytest.mark.parametrize("per_sample", [False, True])
-@pytest.mark.parametrize("method", ["nystrom4", "nystrom6", "nystrom8", "exponential"])
-def test_a_heavy_ball_that_is_pushed(method, per_sample):
-    push = lambda t, h: torch.where(t < JUMP, 0.0, HEIGHT) * torch.ones_like(h)
-    solver = {"method": method, "per_sample": per_sample, "jump_times": [JUMP], **MODERATE}
-    block = hbnode.HeavyBallODEBlock(push, damping=0.0, learn_damping=False, **solver)
-    h = block(torch.zeros(3, 1, dtype=torch.float64))
-    assert h[:, 0].tolist() == pytest.approx([HEIGHT * (END - JUMP) ** 2 / 2] * 3, abs=1e-5)
-
-
 SIDES = {"before": lambda t, jump: t < jump, "until": lambda t, jump: t <= jump}  # where f has its first value
 
 
@@ -514,24 +504,6 @@ def test_steps_end_on_the_knots_of_a_signal(direction):
         if b in ends:
             assert [part[ends.index(b)].item() for part in found] == pytest.approx([h, m], abs=1e-12)
     assert nfe.forward < 150
-
-
-def test_gradients_with_knots_in_the_way():
-    """Checkpointed steps that end on knots have the gradient of backpropagation, γ and the times included."""
-    t = torch.linspace(0, 2, 9, dtype=torch.float64)
-    found = []
-    for gradient in ("direct", "checkpoint", AGAIN):
-        u = torch.randn(9, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
-        drive = hbnode.Signal(t, u)
-        field = hbnode.HBNODE(lambda t, h: drive(t) - h.sin(), damping=0.3).double()  # noqa: B023
-        times = torch.tensor([0.1, 0.9, 1.7], dtype=torch.float64, requires_grad=True)
-        h, m = hbnode.odeint(
-            field, field.initial_state(torch.ones(2, 1, dtype=torch.float64)), times, gradient=gradient
-        )
-        (h[1:].square().sum() + m[-1].sum()).backward()
-        found.append([u.grad, times.grad, *(p.grad for p in field.parameters())])
-    for checkpoint in found[1:]:
-        torch.testing.assert_close(checkpoint, found[0], atol=1e-10, rtol=1e-9)
 
 
 @pytest.mark.sparse
