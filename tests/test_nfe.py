@@ -221,19 +221,6 @@ def test_every_backward_pass_has_its_own_limit_of_steps():
     assert torch.isfinite(y0.grad).all()
 
 
-def test_counts_add_up_and_format():
-    a, b = hbnode.nfe.NFE(forward=7, backward=3, steps=2), hbnode.nfe.NFE(forward=5, rejected=1)
-    assert a + b == sum([a, b]) == hbnode.nfe.NFE(forward=12, backward=3, steps=2, rejected=1)
-    total = kept = hbnode.nfe.NFE()
-    total += a
-    assert (total, kept) == (a, hbnode.nfe.NFE())
-    assert f"{a:d} {a.total:4d} {a:.1f}" == "10   10 10.0"
-    assert f"{a}" == str(a) == "forward 7, backward 3, steps 2, rejected 0"
-    assert (int(a), float(a), type(float(a))) == (10, 10.0, float)
-    assert np.array([a, b], dtype=float).tolist() == [10.0, 5.0]
-    assert json.loads(json.dumps(a.as_dict()))["total"] == 10
-
-
 @pytest.mark.parametrize(
     "solver",
     [{"method": "dopri5", "gradient": "adjoint"}, {"method": "tsit5", "gradient": AGAIN}],

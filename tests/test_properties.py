@@ -5,7 +5,6 @@ import itertools
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
 import hbnode
 from tests.models import MODELS, make_field
@@ -51,52 +50,7 @@ def assert_close(found, expected, tolerance):
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
-class Counted(nn.Module):
-    def __init__(self, func):
-        super().__init__()
-        self.func, self.calls, self.time_dependent = func, 0, getattr(func, "time_dependent", False)
-
-    def forward(self, *arguments):
-        self.calls += 1
-        return self.func(*arguments)
-
-
 # Solves
-
-
-@st.composite
-def settings(draw):
-    """A model, and any settings that can solve it."""
-    theirs = draw(st.booleans())
-    if theirs:
-        model, method = draw(st.sampled_from(MODELS)), draw(st.sampled_from(["dopri5", "bosh3", "rk4", "midpoint"]))
-        chosen = {"gradient": draw(st.sampled_from(["direct", "adjoint"]))}
-        grid = method in ("rk4", "midpoint")
-    else:
-        method, model = draw(pairs)
-        grid = method in SPLITTING or draw(st.booleans())
-        per_sample = draw(st.sampled_from([False, True]))
-        gradients = ["direct", "checkpoint", *(["adjoint"] if method not in SPLITTING else [])]
-        gradients += ["reversible"] if method in SPLITTING else []
-        chosen = {"per_sample": per_sample, "gradient": draw(st.sampled_from(gradients))}
-    if grid:
-        chosen["steps"] = draw(st.integers(1, 20))
-    return model, chosen | {"method": method, "rtol": 1e-4, "atol": 1e-4}
-
-
-@given(settings(), increasing, st.sampled_from([1, -1]), seeds)
-def test_counts_are_calls(chosen, gaps, sign, seed):
-    model, solver = chosen
-    torch.manual_seed(seed)
-    field = make_field(model).double()
-    field.func = func = Counted(field.func)
-    block = hbnode.ODEBlock(field, **solver)
-    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
-    y = block(x, times_from(0.5, gaps, sign))
-    assert block.nfe.forward == func.calls
-    y.square().sum().backward()
-    assert block.nfe.total == func.calls
-    assert block.nfe.backward > 0 or solver["gradient"] != "adjoint"
 
 
 @given(adaptive_pairs, st.sampled_from([False, True]), increasing, seeds)

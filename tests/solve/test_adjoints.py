@@ -17,9 +17,9 @@ from benchmarks.gradients import Living
 from hbnode.nn import SolveDropout
 from hbnode.solve.adjoints import Checkpoint
 from hbnode.solve.methods import METHODS, Rosenbrock
-from tests.models import AGAIN, MODELS, Watched, every_field, every_model, gradients, make_field, make_input
+from tests.models import AGAIN, Watched, every_field, every_model, gradients, make_field, make_input, slow
 
-TIGHT = {"rtol": 1e-10, "atol": 1e-10}
+TIGHT = {"rtol": 1e-9, "atol": 1e-9}
 
 
 def float64(*values):
@@ -41,7 +41,9 @@ def methods_of(model):
     return sorted(filter(suits, NOT_ROSENBROCK), key=lambda name: METHODS[name].needs_fixed_steps)
 
 
-@pytest.mark.parametrize(("model", "shape"), [*((model, "vector") for model in MODELS), ("hbnode", "image")])
+@pytest.mark.parametrize(
+    ("model", "shape"), [("hbnode", "vector"), ("ghbnode", "vector"), ("hbnode", "image"), *slow(("node", "vector"))]
+)
 def test_all_gradients_agree_with_a_tight_reference(model, shape):
     """In x, in the output times, in gamma, xi and all parameters of f and of the initial momentum."""
     field = make_field(model, shape).double()
@@ -53,9 +55,10 @@ def test_all_gradients_agree_with_a_tight_reference(model, shape):
         for gradient in modes:
             found, _ = gradients(field, x, t, method=method, gradient=gradient, steps=steps, **TIGHT)
             error = (found - reference).norm() / reference.norm()
-            assert error < (1e-4 if method == "leapfrog" else 1e-8), (method, gradient)
+            assert error < (1e-4 if method == "leapfrog" else 1e-7), (method, gradient)
 
 
+@pytest.mark.sparse
 @every_field
 @pytest.mark.parametrize("solver", [{}, {"steps": 3}, {"save": "exact"}], ids=["adaptive", "grid", "exact"])
 @pytest.mark.parametrize("per_sample", [False, True])
@@ -81,24 +84,8 @@ def test_checkpoint_and_direct_are_the_same_number(model, solver, per_sample):
             assert third.backward == third.forward - 1
 
 
-@every_model
-@pytest.mark.parametrize("gradient", ["direct", AGAIN, "reversible"], ids=name)
-def test_gradcheck(model, gradient):
-    """Of first derivatives, for x and the times."""
-    torch.manual_seed(1)
-    field = make_field(model).double()
-    for method in methods_of(model):
-        if gradient == "reversible" and method not in REVERSIBLE:
-            continue
-        block = hbnode.ODEBlock(field, method=method, gradient=gradient, steps=2)
-        x = torch.randn(1, 4, dtype=torch.float64, requires_grad=True)
-        t = float64(0.1, 0.5, 0.9).requires_grad_()
-        assert torch.autograd.gradcheck(block, (x, t), nondet_tol=1e-12)
-
-
-@pytest.mark.parametrize("gradient", ["checkpoint", AGAIN], ids=name)
 @pytest.mark.parametrize("method", NOT_ROSENBROCK)
-def test_second_derivatives(method, gradient):
+def test_second_derivatives(method):
     rate, omega = (torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (1.3, 0.4))
     x = torch.randn(1, 2, dtype=torch.float64, requires_grad=True)
     t = float64(0.0, 0.7).requires_grad_()
@@ -107,7 +94,7 @@ def test_second_derivatives(method, gradient):
         field = hbnode.HBNODE(lambda t, h: -rate * torch.sin(h) * t, damping=0.2).double()
         del field.omega
         field.omega = omega
-        settings = {"method": method, "steps": 2, "gradient": gradient}
+        settings = {"method": method, "steps": 2, "gradient": AGAIN}
         return hbnode.odeint(field, (x, torch.zeros_like(x)), t, **settings)[0][-1]
 
     assert torch.autograd.gradgradcheck(end, (x, rate, omega, t))
@@ -137,18 +124,6 @@ def test_the_transforms_of_torch_func(model, steps):
     with torch.no_grad():  # an ensemble, where operations in place would loop over the members, and say so
         ends = torch.func.vmap(lambda p: torch.func.functional_call(block, p, x))(both)
     torch.testing.assert_close(ends[0], expected.detach(), rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit, inside torch.func
-def test_the_jvp_in_the_last_time_is_the_velocity():
-    def end(t):
-        return torch.stack(hbnode.odeint(field, state, t, rtol=1e-9, atol=1e-9))[:, -1]
-
-    field = hbnode.HBNODE(lambda h: -h, damping=0.5, learn_damping=False)
-    state, t = (torch.ones(1, 1).double(), torch.zeros(1, 1).double()), torch.tensor([0.0, 2.0]).double()
-    (h, m), (velocity, force) = torch.func.jvp(end, (t,), (torch.tensor([0.0, 1.0]).double(),))
-    torch.testing.assert_close(velocity, m, rtol=1e-6, atol=1e-8)
-    torch.testing.assert_close(force, -0.5 * m - h, rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("gradient", ["checkpoint", AGAIN, "reversible", "adjoint"], ids=name)
@@ -453,24 +428,6 @@ def test_layers_that_change_in_training_are_refused(layer, settings, message):
         block.train()(x)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{}, {"gradient": "adjoint"}, {"method": "dopri5", "gradient": "adjoint"}, {"per_sample": True, "gradient": AGAIN}],
-    ids=str,
-)
-def test_solve_dropout_keeps_its_mask_for_the_solve_and_its_backward_pass(settings):
-    block, masks = with_layer(SolveDropout(0.5), **settings), []
-    x = make_input().requires_grad_()
-    block.field.func[1].register_forward_hook(lambda module, args, out: masks.append(out == 0))
-    first, _ = block(x), block(x)
-    count = len(masks)
-    first.sum().backward()
-    assert all(mask.equal(masks[0]) for mask in masks[count:])  # of the first solve, though the second came after
-    assert (len(masks) > count) == (block.nfe.backward > 0 or settings.get("gradient") is not None)
-    block.eval()
-    torch.testing.assert_close(block(x), block(x), rtol=0, atol=0)
-
-
 def test_autocast_is_repeated_where_steps_are_computed_again():
     dtypes, found = set(), []
     for gradient in ("checkpoint", AGAIN, "direct"):
@@ -487,31 +444,15 @@ def test_autocast_is_repeated_where_steps_are_computed_again():
         torch.testing.assert_close(other, found[0], rtol=1e-2, atol=1e-3)
 
 
-@pytest.mark.parametrize("gradient", ["checkpoint", AGAIN], ids=name)
-def test_two_threads_use_one_block(gradient):
-    block = hbnode.HeavyBallODEBlock(net(), steps=20, gradient=gradient).double()
+def test_two_threads_use_one_block():
+    block = hbnode.HeavyBallODEBlock(net(), steps=20, gradient=AGAIN).double()
     values = lambda x: torch.autograd.grad(block(x).sum(), [*block.parameters()])
     inputs = torch.randn(2, 3, 2, dtype=torch.float64)
     expected = [values(x) for x in inputs]
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda i: values(inputs[i % 2]), range(20)))
+        found = list(pool.map(lambda i: values(inputs[i % 2]), range(10)))
     for i, one in enumerate(found):
         torch.testing.assert_close(one, expected[i % 2], rtol=1e-12, atol=1e-13)
-
-
-@pytest.mark.parametrize("gradient", ["checkpoint", AGAIN], ids=name)
-def test_a_field_is_freed_at_once(gradient):
-    torch.utils.checkpoint.checkpoint(torch.sin, torch.ones(1, requires_grad=True), use_reentrant=False)
-    gc.collect()  # torch's import of torch._dynamo, at the first call, keeps frames
-    gc.disable()
-    try:
-        block = hbnode.HeavyBallODEBlock(net(3), steps=20, gradient=gradient).double()
-        block(torch.randn(2, 3, dtype=torch.float64)).sum().backward()
-        weight = weakref.ref(block.field.func[0].weight)
-        del block
-        assert weight() is None
-    finally:
-        gc.enable()
 
 
 WITHOUT_A_GRAPH = [
@@ -567,14 +508,6 @@ def test_torchs_checkpoint_inside_f(gradient, solver):
         block(x)
 
 
-@pytest.mark.parametrize(("gradient", "solver"), WITHOUT_A_GRAPH, ids=str)
-def test_second_derivatives_are_refused(gradient, solver):
-    x = torch.randn(2, 2, dtype=torch.float64, requires_grad=True)
-    block = hbnode.HeavyBallODEBlock(net(), gradient=gradient, **solver).double()
-    with pytest.raises(RuntimeError, match=r"first derivatives only, got create_graph=True\. Fix: gradient='direct'"):
-        torch.autograd.grad(block(x).sum(), x, create_graph=True)
-
-
 # Memory
 
 
@@ -612,16 +545,11 @@ CROSSING = hbnode.Event(lambda t, y: t - 0.3 + 0 * y[0][:, 0], jump=lambda t, y:
 LOOPS = {
     "direct": ("direct", {}),
     "checkpoint": ("checkpoint", {}),
-    "measured": (Checkpoint(keep_bytes=4000), {}),
     "measured-steps": (Checkpoint(keep_bytes=4000), {"steps": 20}),
     "again": (AGAIN, {}),
-    "tsit5": ("checkpoint", {"method": "tsit5"}),
     "rodas5p": ("checkpoint", {"method": "rodas5p"}),
-    "steps": ("checkpoint", {"steps": 20}),
     "per-sample": ("checkpoint", {"per_sample": True}),
     "events": ("checkpoint", {"events": CROSSING}),
-    "events-again": (AGAIN, {"events": CROSSING}),
-    "generalized": ("checkpoint", {"generalized": True}),
     "adjoint": ("adjoint", {}),
     "adjoint-events": ("adjoint", {"events": CROSSING}),
     "dopri5-adjoint": ("adjoint", {"method": "dopri5"}),
@@ -629,26 +557,25 @@ LOOPS = {
 }
 
 
-@pytest.mark.parametrize("use", ["nothing", "detach", "backward", "retain", "raise"])
+@pytest.mark.sparse
+@pytest.mark.parametrize("use", ["retain", "detach", "raise"])
 @pytest.mark.parametrize(("gradient", "solver"), LOOPS.values(), ids=LOOPS)
 def test_a_dropped_graph_is_freed(gradient, solver, use):
     """That of the steps, and that of what comes before the solve."""
     torch.manual_seed(0)
-    solver = {"gradient": gradient, "rtol": 1e-8, "atol": 1e-8} | solver
-    kind = hbnode.GHBNODE if solver.pop("generalized", False) else hbnode.HBNODE
-    field = kind(Marked(20 if use == "raise" else 10**6)).double()
+    field = hbnode.HBNODE(Marked(10 if use == "raise" else 10**6)).double()
     Mark.alive.clear()
     x = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
     for _ in range(2):
         try:
-            result = hbnode.odeint(field, field.initial_state(Mark.apply(x)), [0.0, 2.0], **solver)
+            result = hbnode.odeint(field, field.initial_state(Mark.apply(x)), [0.0, 2.0], gradient=gradient, **solver)
         except KeyError:
             assert use == "raise"
             continue
         assert use != "raise"
         h = (result[0] if "events" in solver else result)[0][-1]
-        if use in ("backward", "retain"):
-            h.sum().backward(retain_graph=use == "retain")
+        if use == "retain":
+            h.sum().backward(retain_graph=True)
         h = h.detach()
         del result
     gc.collect()
@@ -657,10 +584,8 @@ def test_a_dropped_graph_is_freed(gradient, solver, use):
 
 @pytest.mark.parametrize(("gradient", "solver"), LOOPS.values(), ids=LOOPS)
 def test_a_dropped_solution_is_freed_without_garbage_collection(gradient, solver):
-    solver = dict(solver)
-    kind = hbnode.GHBNODE if solver.pop("generalized", False) else hbnode.HBNODE
     for first in (True, False):
-        field, x = kind(net(3)).double(), torch.randn(2, 3, dtype=torch.float64)
+        field, x = hbnode.HBNODE(net(3)).double(), torch.randn(2, 3, dtype=torch.float64)
         result = hbnode.odeint(field, field.initial_state(x), [0.0, 2.0], gradient=gradient, **solver)
         weight = weakref.ref(field.func[0].weight)
         if first:  # imports of torch keep frames
@@ -675,11 +600,9 @@ def test_a_dropped_solution_is_freed_without_garbage_collection(gradient, solver
 
 @pytest.mark.parametrize(("gradient", "solver"), LOOPS.values(), ids=LOOPS)
 def test_a_network_that_keeps_an_output_is_freed(gradient, solver):
-    solver = dict(solver)
-    kind = hbnode.GHBNODE if solver.pop("generalized", False) else hbnode.HBNODE
     for use in ("keep", "backward"):
         net = Marked()
-        field = kind(net).double()
+        field = hbnode.HBNODE(net).double()
         state = field.initial_state(torch.randn(2, 3, dtype=torch.float64))
         net.last = hbnode.odeint(field, state, [0.0, 2.0], gradient=gradient, **solver)
         if use == "backward":
@@ -693,11 +616,10 @@ def test_a_network_that_keeps_an_output_is_freed(gradient, solver):
 @pytest.mark.parametrize(("gradient", "solver"), LOOPS.values(), ids=LOOPS)
 def test_a_solve_outlives_its_network(gradient, solver):
     """The gradient of the input is the same if only a tensor that was computed from an output is left."""
-    solver, found = dict(solver), []
-    kind = hbnode.GHBNODE if solver.pop("generalized", False) else hbnode.HBNODE
+    found = []
     for keeps in (True, False):
         torch.manual_seed(0)
-        field = kind(Marked()).double()
+        field = hbnode.HBNODE(Marked()).double()
         x = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
         result = hbnode.odeint(field, field.initial_state(x), [0.0, 1.0, 2.0], gradient=gradient, **solver)
         if "events" in solver:
@@ -729,7 +651,7 @@ def test_a_changed_parameter_is_noticed_in_the_measured_step():
 def kept(gradient, steps, method="blanes_moan4"):
     """Bytes of the tensors that the forward pass made and that are alive after it."""
     torch.manual_seed(0)
-    solver = {"method": method, "gradient": gradient, "steps": steps, "t_span": (0.0, 10.0)}
+    solver = {"method": method, "gradient": gradient, "steps": steps, "t_span": (0.0, 6.0)}
     block = hbnode.HeavyBallODEBlock(hbnode.nn.MLP(8, [64, 64], 8), rtol=1e-4, atol=1e-4, **solver)
     x = torch.randn(64, 8, requires_grad=True)
     with Living([x, *block.parameters()]) as living:
@@ -768,7 +690,7 @@ def test_what_is_computed_again_keeps_nothing_alive(gradient):
 # Reversible
 
 
-@pytest.mark.parametrize("gamma", [0.5, 6.0, 20.0])
+@pytest.mark.parametrize("gamma", [6.0, 20.0])
 def test_long_times_in_float32_are_accurate_or_refused(gamma):
     """Undoing the damping multiplies rounding errors by exp(gamma T)."""
     x = torch.randn(8, 4)
@@ -788,10 +710,7 @@ def test_long_times_in_float32_are_accurate_or_refused(gamma):
         assert (solve("reversible", torch.float32) - exact).norm() / exact.norm() < 1e-2
 
 
-# Compiled
-
-
-@pytest.mark.parametrize("method", ["exponential", "nystrom8", "tsit5"])
+@pytest.mark.parametrize("method", ["exponential", "tsit5"])
 def test_an_adjoint_that_misses_its_start_is_refused(method):
     """Where the damping shrinks the state by e^20: the gradient would be a hundred times too large."""
     field = hbnode.HBNODE(hbnode.nn.MLP(3, [8], 3), damping=20.0, max_damping=50.0).double()
@@ -805,6 +724,7 @@ def test_an_adjoint_that_misses_its_start_is_refused(method):
     assert (found - exact).norm() / exact.norm() < 1e-2
 
 
+@pytest.mark.sparse
 @pytest.mark.parametrize(("start", "in_place"), [(torch.tensor(0), True), (torch.tensor(0), False),
     (torch.zeros(1, dtype=torch.int32), True), (torch.tensor(0.0), True), (torch.tensor(0.0), False)])  # fmt: skip
 @pytest.mark.parametrize("solver", [
@@ -837,14 +757,13 @@ def test_a_buffer_may_count_the_calls_of_func(start, in_place, solver):
     assert int(func.count) == func.calls
 
 
-@pytest.mark.parametrize("method", ["nystrom8", "tsit5"])
-def test_the_adjoint_of_a_leaf_of_another_dtype(method):
+def test_the_adjoint_of_a_leaf_of_another_dtype():
     """A constant damping is float64 for any dtype of the state."""
     damping = float64(0.5).requires_grad_()
     field = hbnode.HBNODE(lambda h: -h, damping=damping, learn_damping=False)
     found = []
     for gradient in ("direct", "adjoint"):
-        h, _ = hbnode.odeint(field, (torch.ones(1, 1), torch.zeros(1, 1)), [0, 1], method=method, gradient=gradient)
+        h, _ = hbnode.odeint(field, (torch.ones(1, 1), torch.zeros(1, 1)), [0, 1], gradient=gradient)
         found += torch.autograd.grad(h[-1].sum(), damping)
     assert found[1].dtype == torch.float64
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=0)

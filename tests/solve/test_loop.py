@@ -75,6 +75,7 @@ def test_values_whose_squares_overflow_are_finite(method, gradient, per_sample):
 # Times
 
 
+@pytest.mark.sparse
 @every_model
 @pytest.mark.parametrize(
     ("per_sample", "steps", "sign"),
@@ -138,40 +139,6 @@ def test_first_step_and_max_step(first_step):
     assert nfe.steps == 20
 
 
-class Counted(nn.Module):
-    """A force that counts its calls."""
-
-    def __init__(self):
-        super().__init__()
-        self.rate, self.calls = nn.Parameter(torch.ones(())), 0
-
-    def forward(self, h):
-        self.calls += 1
-        return -self.rate * h.sin()
-
-
-@pytest.mark.parametrize(
-    ("method", "gradient"),
-    [
-        *((method, gradient) for method in METHODS for gradient in ("checkpoint", AGAIN)),
-        *((method, gradient) for method in REVERSIBLE for gradient in ("reversible", "adjoint")),
-    ],
-)
-def test_evaluations_are_counted(method, gradient):
-    """Explicit methods evaluate once at the start, which is not computed again; leaves cost one to find."""
-    func = Counted()
-    block = hbnode.HeavyBallODEBlock(func, method=method, steps=17, gradient=gradient).double()
-    block(make_input().requires_grad_()).sum().backward()
-    nfe, stages = block.nfe, METHODS[method].evaluations
-    assert nfe.total == func.calls
-    assert nfe.steps == 17
-    assert nfe.forward == stages * nfe.steps + (METHODS[method].is_fsal or gradient in ("reversible", "adjoint"))
-    if gradient in ("checkpoint", AGAIN):
-        again = nfe.steps if gradient is AGAIN else 0
-        assert (nfe.backward, nfe.backward_steps) == (stages * again, again)
-    assert (nfe.backward == 0) == ("(graph kept)" in str(nfe)) == (gradient == "checkpoint")
-
-
 @pytest.mark.parametrize(
     ("method", "solver"),
     [
@@ -209,8 +176,9 @@ def test_states_of_every_structure():
 # Failures by name
 
 
+@pytest.mark.sparse
 @pytest.mark.parametrize("per_sample", [False, True])
-@pytest.mark.parametrize("method", ["nystrom4", "nystrom8", "tsit5", "dopri5"])
+@pytest.mark.parametrize("method", ["nystrom8", "tsit5", "dopri5"])
 def test_blow_up_is_divergence_with_its_time_and_size(method, per_sample):
     """H'' = 6 h² from 1, 2 is 1/(1 - t)²."""
     per_sample &= method != "dopri5"
@@ -238,9 +206,6 @@ def test_limits(per_sample):
         hbnode.odeint(fast, state, [0.0, 10.0], max_steps=20, **settings)
     assert error.value.nfe == 1 + 3 * 20
     assert error.value.step_size > 0
-    with pytest.raises(hbnode.errors.MaxNFEError, match="max_nfe=50 function evaluations") as error:
-        hbnode.odeint(fast, state, [0.0, 10.0], options={"max_nfe": 50}, **settings)
-    assert error.value.nfe <= 50
     with pytest.raises(hbnode.errors.StepSizeUnderflowError) as error:
         hbnode.odeint(fast, state, [0.0, 10.0], options={"min_step": 0.1}, rtol=1e-6, atol=1e-6, **settings)
     assert 0 < error.value.step_size < 0.1
@@ -261,7 +226,7 @@ def test_max_nfe_is_the_largest_number_of_evaluations(settings):
     with hbnode.count_nfe(field) as limited:
         hbnode.odeint(field, h, [0.0, 1.0], options={"max_nfe": nfe.forward}, **settings)
     assert limited == nfe
-    with pytest.raises(hbnode.errors.MaxNFEError) as error:
+    with pytest.raises(hbnode.errors.MaxNFEError, match=f"max_nfe={nfe.forward - 1} function eval") as error:
         hbnode.odeint(field, h, [0.0, 1.0], options={"max_nfe": nfe.forward - 1}, **settings)
     assert error.value.nfe < nfe.forward
 
@@ -305,6 +270,7 @@ def test_strong_damping_does_not_hide_errors(gamma, method, per_sample):
     assert h[-1].item() == pytest.approx(math.exp(-slow), abs=1e-3)
 
 
+@pytest.mark.slow
 def test_inference_mode_first():
     """What a method makes once, it makes for all modes; in a process of its own, in which no solve came before."""
     code = """
@@ -459,6 +425,7 @@ for method, make in (("nystrom8", hbnode.HBNODE), ("leapfrog", hbnode.GHBNODE)):
 """
 
 
+@pytest.mark.slow
 def test_a_compiled_field_is_called():
     """Its call at m = 0 is the force, so that the methods which evaluate the force alone call what was compiled.
 
@@ -488,11 +455,7 @@ def test_nested_solves_share_a_mask():
 
 
 every_adaptive = pytest.mark.parametrize("method", ADAPTIVE)
-TOLERANCES = (1e-2, 1e-4, 1e-6, 1e-9)
-
-
-def oscillator(gamma, omega=3.0):
-    return hbnode.HBNODE(lambda h: -(omega**2) * h, damping=gamma, learn_damping=False).double()
+TOLERANCES = (1e-2, 1e-4, 1e-7)
 
 
 def driven(gamma=0.4):
@@ -516,16 +479,17 @@ def worst(found, exact, tolerance):
 # Errors
 
 
+@pytest.mark.sparse
 @every_adaptive
-@pytest.mark.parametrize("problem", ["damped", "undamped", "driven"])
+@pytest.mark.parametrize("problem", ["driven", "undamped"])
 def test_errors_stay_within_the_tolerance(method, problem):
     """Between the ends of steps they are no larger than at them, but for the tolerance itself."""
     t = np.linspace(0.0, 3.0, 151)
     if problem == "driven":
         field, exact = driven(), driven_exact(0.4, t)
     else:
-        gamma = 0.3 if problem == "damped" else 0.0
-        field, exact = oscillator(gamma), damped_oscillator(3.0, gamma, 1.0, 0.5, t)
+        field = hbnode.HBNODE(lambda h: -9.0 * h, damping=0.0, learn_damping=False)
+        exact = damped_oscillator(3.0, 0.0, 1.0, 0.5, t)
     for tolerance in TOLERANCES:
         solve = functools.partial(hbnode.odeint, field, start(exact), method=method, rtol=tolerance, atol=tolerance)
         with hbnode.count_nfe(field) as nfe:
@@ -536,6 +500,7 @@ def test_errors_stay_within_the_tolerance(method, problem):
         assert nfe.steps < 150 or tolerance < 1e-6 or METHODS[method].order < 4
 
 
+@pytest.mark.sparse
 @pytest.mark.parametrize(
     ("method", "size", "orders"),
     [
@@ -558,9 +523,6 @@ def test_order_of_convergence(method, size, orders, t):
         found.append([np.abs(x[:, 0].numpy() - e).max() for x, e in zip(got, exact, strict=True)])
     for first, second, order in zip(*found, orders, strict=True):
         assert np.log2(first / second) > order - 0.4
-
-
-# Gradients
 
 
 # Which steps pass output times
@@ -587,18 +549,7 @@ def test_steps_that_are_longer_than_the_intervals_pass_them(method):
         torch.testing.assert_close(found, there, rtol=1e-3, atol=1e-3)
 
 
-def test_irregular_times():
-    """A cluster of outputs is passed; the long intervals beside it are landed on; many lie in one step."""
-    t = np.concatenate([[0.0, 2.0], 2.0 + np.linspace(1e-3, 1e-2, 50), [2.5, 4.0, 4.0 + 1e-9]])
-    exact = driven_exact(0.4, t)
-    for method in ADAPTIVE:
-        settings = {"method": method, "rtol": 1e-7, "atol": 1e-7}
-        nfe, found = nfe_of(driven(), start(exact), t, **settings)
-        few, _ = nfe_of(driven(), start(exact), t[[0, 1, -3, -2]], **settings)
-        assert nfe.steps <= few.steps + 4
-        assert worst(found, exact, 1e-7) < 10
-
-
+@pytest.mark.sparse
 @pytest.mark.parametrize("gradient", ["direct", "checkpoint", "adjoint"])
 @pytest.mark.parametrize("save", ["interpolate", "exact"])
 @pytest.mark.parametrize("model", ["hbnode", "node"])
@@ -722,16 +673,6 @@ def test_steps_before_a_failure_and_of_one_module_only():
     assert len(steps) == 7
     with pytest.raises(TypeError, match=r"record_steps expected a module or a callable field, got int"):
         hbnode.diagnostics.record_steps(3).__enter__()
-
-
-def test_an_ode_rnn_records_the_gaps_of_each_sequence():
-    rnn = hbnode.ODERNN(2, 3)
-    t = torch.tensor([[0.0, 1.0, 3.0], [0.0, 0.5, 0.75]])
-    with torch.no_grad(), hbnode.diagnostics.record_steps(rnn) as steps:
-        rnn(torch.randn(2, 3, 2), t)
-    for sample, span in enumerate((3.0, 0.75)):
-        sizes = [s for s, of, a in zip(steps.size, steps.sample, steps.accepted, strict=True) if of == sample and a]
-        assert sum(sizes) == pytest.approx(span, rel=1e-6)
 
 
 @pytest.mark.parametrize("method", [None, "rk4", "dopri5"])

@@ -18,7 +18,7 @@ from hbnode.nn.nets import MLP
 from hbnode.solve.methods import METHODS, Explicit, Rosenbrock, RungeKutta, phi_functions
 from hbnode.solve.tableaus import RungeKuttaTableau
 from tests.models import make_field, make_input
-from tests.order_conditions import THETAS, Weights, check_orders, matrix_of, nystrom_trees, rooted_trees
+from tests.order_conditions import Weights, check_orders, matrix_of, nystrom_trees, rooted_trees
 from tests.problems import Driven, Kepler, driven_exact, kepler_exact, kepler_start
 from tests.reference import exponential_grid
 
@@ -87,12 +87,6 @@ def test_the_exponential_method_is_a_runge_kutta_method_where_the_damping_is_str
     np.testing.assert_allclose(limit.alpha.sum(1), limit.c, atol=1e-9)
     assert limit.residual(weights, method.tableau.stiff_order) < 1e-9
     assert limit.residual(weights, method.tableau.stiff_order + 1) > 1e-4
-
-
-def test_the_dense_output_of_nystrom8_misses_next_to_nothing_of_the_next_orders():
-    found, theta = Weights(METHODS["nystrom8"]), np.array(THETAS)
-    assert max(found.residual(found.dense(x), 7, x, of_m=6) for x in theta) < 2e-8
-    assert np.abs(found.error).max() / 1e5 > 2e-8
 
 
 @pytest.mark.parametrize("name", REVERSIBLE)
@@ -218,8 +212,6 @@ def test_the_coefficients_of_a_step_are_those_of_its_matrix(method, error):
     [
         ("leapfrog", None, 2),
         ("blanes_moan4", None, 4),
-        ("exponential", 0.0, 5),
-        ("exponential", 2.0, 5),
         ("exponential", 1000.0, 4),
     ],
 )
@@ -238,24 +230,9 @@ def test_orders(method, gamma, order):
     assert order - 0.4 < math.log2(coarse / fine) < order + 1
 
 
-@pytest.mark.parametrize("gamma", [1e-8, 9e-5, 1.1e-4, 0.5])
-def test_leapfrog_under_a_constant_force_is_exact_in_the_velocity(gamma):
-    """A force of 1 gives m(1) = (1 - exp(-γ)) / γ, also for a γ at which the code takes the series of the quotient."""
-    field = hbnode.HBNODE(lambda h: torch.ones_like(h), damping=0.5).double()
-    del field.omega
-    field.omega = torch.logit(float64(gamma)).requires_grad_()
-    state = torch.zeros(1, 1).double(), torch.zeros(1, 1).double()
-    m = hbnode.odeint(field, state, [0.0, 1.0], method="leapfrog", steps=1, gradient="direct")[1][-1].sum()
-    gamma = field.damping.item()
-    assert m.item() == pytest.approx(-math.expm1(-gamma) / gamma, rel=1e-14)
-    slope = torch.autograd.grad(m, field.omega)[0].item() / (gamma * (1 - gamma))
-    series = -1 / 2 + gamma / 3 - gamma**2 / 8  # of d/dγ; at 0.5, the quotient itself is accurate enough
-    exact = series if gamma < 1e-3 else (math.exp(-gamma) * (1 + gamma) - 1) / gamma**2
-    assert slope == pytest.approx(exact, rel=1e-9)
-
-
+@pytest.mark.sparse
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("gamma", [0.01, 0.8, 12.0])
+@pytest.mark.parametrize("gamma", [0.8, 0.01, 12.0])
 def test_all_derivatives_in_the_damping(method, gamma):
     """Of the number γ = 20 sigmoid(ω), up to the third, as where each channel has a γ of its own."""
     found = []
@@ -277,16 +254,15 @@ def float64(*values):
 
 @pytest.mark.parametrize("method", [name for name in EXPLICIT if METHODS[name].error_order > 2])
 def test_two_bodies(method):
-    """Eccentricities 0.1 to 0.9 over a period and a half, each sample with steps of its own and in one batch."""
+    """Eccentricities 0.1 to 0.9 over more than a period, each sample with steps of its own."""
     e = np.array([0.1, 0.3, 0.5, 0.7, 0.9])
-    h, m = kepler_exact(e, 20.0)
+    h, m = kepler_exact(e, 7.0)
     field = hbnode.HBNODE(Kepler(), damping=0.0, learn_damping=False)
     tolerance = {"nystrom4": 1e-7, "exponential": 1e-8}.get(method, 1e-9)
     tight = {"rtol": tolerance, "atol": tolerance}
-    for per_sample in (False, True):
-        got = hbnode.odeint(field, kepler_start(e), [0.0, 20.0], method=method, per_sample=per_sample, **tight)
-        np.testing.assert_allclose(got[0][-1].numpy(), h, atol=2e4 * tolerance)
-        np.testing.assert_allclose(got[1][-1].numpy(), m, atol=2e5 * tolerance)
+    got = hbnode.odeint(field, kepler_start(e), [0.0, 7.0], method=method, per_sample=True, **tight)
+    np.testing.assert_allclose(got[0][-1].numpy(), h, atol=2e4 * tolerance)
+    np.testing.assert_allclose(got[1][-1].numpy(), m, atol=2e5 * tolerance)
 
 
 @pytest.mark.parametrize("method", FOR_PAIRS)
@@ -409,7 +385,8 @@ def error(found, exact):
     return (torch.stack(found, 1)[-1] - exact[-1]).square().mean().sqrt().item()
 
 
-@pytest.mark.parametrize(("start", "most"), [("f/γ", 400), ("rest", 800), ("fast", 800)])
+@pytest.mark.sparse
+@pytest.mark.parametrize(("start", "most"), [("fast", 800), ("f/γ", 400)])
 @pytest.mark.parametrize("gamma", [30.0, 300.0])
 def test_evaluations_where_the_damping_is_strong(gamma, start, most):
     """To an error of 1e-4 at T = 2γ, with the first steps through the fast transient. The targets were 400 and 800."""
@@ -422,19 +399,6 @@ def test_evaluations_where_the_damping_is_strong(gamma, start, most):
         assert error(found, exact) < 1e-4
         assert nfe.forward < most / 4
         assert nfe.forward == 1 + 4 * (nfe.steps + nfe.rejected)
-
-
-@pytest.mark.parametrize("gamma", [30.0, 300.0])
-def test_outputs_in_the_fast_transient(gamma):
-    """Inside of steps too the errors are those of the tolerance."""
-    field, h, momenta = network(gamma)
-    t = np.concatenate([np.linspace(0.0, 10 / gamma, 41), np.linspace(10 / gamma, 2 * gamma, 41)[1:]])
-    exact = with_scipy(gamma, "fast", *t)
-    for save in ("interpolate", "exact"):
-        with hbnode.count_nfe(field) as nfe, torch.no_grad():
-            found = hbnode.odeint(field, (h, momenta["fast"]), t, method="exponential", save=save, rtol=1e-5, atol=1e-5)
-        assert (torch.stack(found, 1) - exact).abs().max() < 1e-4
-        assert save == "exact" or nfe.forward < 400
 
 
 # What it is not for, and what goes wrong

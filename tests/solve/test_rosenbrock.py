@@ -193,7 +193,8 @@ class Product(torch.autograd.Function):
         return g @ w.T, x.flatten(0, -2).T @ g.flatten(0, -2)
 
 
-@pytest.mark.parametrize("gradient", ["direct", Checkpoint(keep_bytes=0), Checkpoint()])
+@pytest.mark.sparse
+@pytest.mark.parametrize("gradient", [Checkpoint(keep_bytes=0), "direct", Checkpoint()])
 @pytest.mark.parametrize("product", [torch.matmul, Product.apply], ids=["func", "vjps"])
 def test_gradients_are_those_of_the_discrete_solution(gradient, product):
     w = torch.linspace(-2, 1, 9, **DOUBLE).view(3, 3).requires_grad_()
@@ -233,20 +234,6 @@ def test_the_gradient_through_a_compiled_function_is_complete():
         of_x, _ = jacobian.by_vjps(f, torch.tensor(0.5, **DOUBLE), x, create_graph=True)
         of_w += torch.autograd.grad(of_x.square().sum(), w)
     torch.testing.assert_close(*of_w, rtol=1e-12, atol=1e-12)
-
-
-def test_vjps_do_not_search_the_graph_of_earlier_steps(monkeypatch):
-    """Autograd visits all nodes that are as deep as the shallowest input, so a leaf among the inputs costs a search."""
-    inputs, grad = [], torch.autograd.grad
-    monkeypatch.setattr(
-        torch.autograd, "grad", lambda y, x, *args, **kwargs: inputs.append(x) or grad(y, x, *args, **kwargs)
-    )
-    x, t = torch.ones(2, 3, **DOUBLE, requires_grad=True) * 2, torch.tensor(0.5, **DOUBLE)
-    of_x, of_t = jacobian.by_vjps(lambda t, x: x.sin() * t, t, x, create_graph=True)
-    assert len(inputs) == 5
-    assert all(found.grad_fn is not None for found in inputs)
-    torch.testing.assert_close(of_x, torch.diag_embed(x.cos() / 2))
-    torch.testing.assert_close(of_t, x.sin())
 
 
 def test_a_solve_under_torch_func_and_higher_derivatives():
@@ -289,11 +276,10 @@ def test_forward_mode_without_torch_func():
     assert torch.autograd.gradcheck(end, w, check_forward_ad=True, check_batched_forward_grad=True, fast_mode=True)
 
 
-@pytest.mark.parametrize("keep_bytes", [0, 2**26])
-def test_solves_in_four_threads_equal_those_in_one(keep_bytes):
+def test_solves_in_four_threads_equal_those_in_one():
     """Steps inside saved tensor hooks use forward mode, whose level all threads of torch share."""
     x = torch.linspace(-1, 1, 12, **DOUBLE).view(4, 3)
-    gradient = Checkpoint(keep_bytes=keep_bytes)
+    gradient = Checkpoint(keep_bytes=0)
 
     def gradients(number):
         w = torch.linspace(-1, number, 9, **DOUBLE).view(3, 3).requires_grad_()

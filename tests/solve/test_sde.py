@@ -404,7 +404,7 @@ def test_torchsdes_gradients(method, gradient):
         assert x.grad.abs().sum() > 0
 
 
-@pytest.mark.parametrize("method", THEIRS)
+@pytest.mark.parametrize("method", ["srk", "heun"])
 def test_torchsdes_adjoint_finds_tensors_that_f_closes_over(method):
     """Their gradients are those of the same tensors as parameters of a module."""
     net = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)).double()
@@ -438,9 +438,8 @@ def test_torchsdes_adjoint_refuses_what_it_cannot_differentiate():
 
 @pytest.mark.parametrize(
     ("gradient", "method"),
-    [("direct", "ubu"), ("checkpoint", "ubu"), (Checkpoint(keep_bytes=0), "baoab"), (Checkpoint(keep_bytes=0), "ubu"),
-     ("reversible", "ubu"), ("direct", "heun"), ("adjoint", "heun")],
-)  # fmt: skip
+    [("checkpoint", "ubu"), (AGAIN, "baoab"), ("reversible", "ubu"), ("adjoint", "heun")],
+)
 def test_a_network_that_keeps_an_output_is_freed(gradient, method):
     for use in ("keep", "drop", "outlive"):
         net, x = nn.Sequential(nn.Linear(2, 2), nn.Tanh()), torch.randn(3, 2, requires_grad=True)
@@ -559,10 +558,10 @@ def test_memory(method):
 
 
 @pytest.mark.parametrize("method", ["ubu", "baoab"])
-@pytest.mark.parametrize(("steps", "span"), [(50, 4.0), (400, 2.0)])
-def test_reversible_in_float32(method, steps, span):
+def test_reversible_in_float32(method):
     """Against the direct gradient: undoing the steps multiplies rounding errors by exp(γT), here with γ = 1."""
     sde, state = make_network_sde(torch.float32, max_damping=2.0, damping=1.0), make_network_state(torch.float32)
+    steps, span = 50, 4.0
     for seed in range(2):
         options = {"t": [0.0, span], "method": method, "dt": span / steps, "seed": seed}
         expected, ours = (flat(gradients(sde, state, gradient=g, **options)[1]) for g in ("direct", "reversible"))
@@ -641,15 +640,7 @@ def test_times_of_ones_own_are_a_loop_over_samples(method, gradient):
     torch.testing.assert_close(*slopes, rtol=1e-8, atol=1e-8)
 
 
-@pytest.mark.parametrize(("method", "gradient"), GRADIENTS)
-def test_equal_rows_are_the_times_of_the_batch(method, gradient):
-    sde, state, t = make_network_sde(), make_network_state(), torch.tensor([0.1, 0.5, 1.4])
-    options = {"method": method, "gradient": gradient, "dt": 0.125, "seed": 2}
-    (value, slopes), (expected, of_batch) = (gradients(sde, state, t=x, **options) for x in (t.expand(4, -1), t))
-    torch.testing.assert_close(value, expected, rtol=1e-13, atol=0.0)
-    torch.testing.assert_close(slopes, of_batch, rtol=1e-11, atol=1e-13)
-
-
+@pytest.mark.sparse
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize(("method", "gradient"), GRADIENTS)
 def test_a_sample_does_not_move_between_equal_times(method, gradient, dtype):
@@ -670,29 +661,6 @@ def test_a_sample_does_not_move_between_equal_times(method, gradient, dtype):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_moments_at_times_of_ones_own(method):
-    """Of a spring in a heat bath, whose law is Gaussian, by the matrix exponential."""
-    gamma, eta, spring, n = 0.8, 0.5, 2.0, 20_000
-    sde = hbnode.HeavyBallSDE(lambda h: -spring * h, damping=gamma, temperature=eta, learn_damping=False)
-    start, rows = torch.tensor([1.0, -0.5]).double(), torch.tensor([[0.0, 0.4, 1.0], [0.5, 0.5, 2.1]]).double()
-    state = tuple(x.expand(2 * n, 1).clone() for x in start)
-    found = torch.stack(hbnode.sdeint(sde, state, rows.repeat_interleave(n, 0), method=method, dt=0.05, seed=3))
-    drift = torch.tensor([[0.0, 1.0], [-spring, -gamma]]).double()
-    stationary = torch.tensor([eta / spring, eta]).double().diag()
-    for k in (1, 2):
-        for i, t in enumerate(rows):
-            sample = found[:, k, i * n : (i + 1) * n, 0]
-            flow = torch.linalg.matrix_exp(drift * (t[k] - t[0]))
-            expected = stationary - flow @ stationary @ flow.T
-            variances = expected.diagonal()
-            mean_error, error = (sample.mean(1) - flow @ start).abs(), (sample.cov() - expected).abs()
-            deviations = (expected.square() + torch.outer(variances, variances)).sqrt()
-            slack = 0.002 * (t[k] > t[0])  # what the steps may be off by
-            assert (mean_error <= 4.5 * (variances / n).sqrt() + slack).all()
-            assert (error <= 4.5 * deviations / n**0.5 + slack).all()
-
-
-@pytest.mark.parametrize("method", METHODS)
 def test_coarser_noise_at_times_of_ones_own(method):
     """The same paths by longer steps, whose error has the order of the method."""
     sde, state, t = make_network_sde(), make_network_state(), ROWS[:, [0, 1, 3]]
@@ -709,19 +677,6 @@ def test_coarser_noise_at_times_of_ones_own(method):
         hbnode.sdeint(sde, state, [0.0, 1.0], method=method, dt=0.1, noise=noise)
     with pytest.raises(ValueError, match="Fix: one row of times for each sample"):
         draw(sde, state[0][:2], ROWS, dt=0.01, method=method)
-
-
-@pytest.mark.parametrize(("method", "gradient"), GRADIENTS)
-def test_channels_and_empty_batches_with_times_of_ones_own(method, gradient):
-    damping = torch.tensor([0.2, 0.7]).view(-1, 1, 1)
-    sde = hbnode.HeavyBallSDE(nn.Tanh(), damping=damping, temperature=damping, learn_temperature=True).double()
-    for batch, t in ((4, ROWS), (4, ROWS[:, :1]), (0, ROWS[:0])):
-        state = make_network_state(shape=(batch, 2, 3, 3))
-        h, m = hbnode.sdeint(sde, state, t, method=method, dt=0.1, seed=3, gradient=gradient)
-        assert h.shape == (t.shape[1], batch, 2, 3, 3)
-        (h * m).sum().backward()
-    assert torch.isfinite(sde.omega.grad).all()
-    assert (sde.log_temperature.grad != 0).all()
 
 
 def test_the_time_of_a_failure_is_that_of_its_sample():
@@ -807,7 +762,7 @@ def test_random_layers_and_buffers(gradient):
             hbnode.sdeint(hbnode.HeavyBallSDE(func).double(), state, T, dt=0.1, gradient=gradient)
 
 
-@pytest.mark.parametrize(("method", "gradient"), GRADIENTS)
+@pytest.mark.parametrize(("method", "gradient"), [("ubu", AGAIN), ("baoab", "reversible")])
 def test_a_force_without_a_gradient(method, gradient):
     """f that depends on nothing, and everything frozen but the state."""
     sde = hbnode.HeavyBallSDE(lambda h: torch.ones_like(h), damping=0.5, learn_damping=False)
@@ -965,16 +920,6 @@ def test_weak_order_of_first_and_second_moments(method, order):
         assert slope([1 / n for n in steps], [e[part] for e in errors]) > order - 0.2
 
 
-@pytest.mark.parametrize("damping", [1e-9, 0.3, 4.0])
-@pytest.mark.parametrize("steps", [1, 7])
-def test_the_linear_part_has_its_exact_moments(damping, steps):
-    free = hbnode.HeavyBallSDE(lambda h: 0 * h, damping=damping, temperature=0.7, learn_damping=False, max_damping=5.0)
-    state, time = (0.4, -1.2), 1.5
-    found = moments(free, "ubu", state, [0.0, 0.2, time], 1.3 / steps)
-    expected = continuous_moments(0.0, damping, 0.7, state, time)
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-16)
-
-
 # At temperature 0
 
 
@@ -989,14 +934,6 @@ def test_temperature_zero_is_the_ode(method):
         errors.append(rms(torch.stack(hbnode.sdeint(sde, state, t, method=method, dt=dt)) - exact))
     order = {"ubu": 2, "baoab": 2, "nystrom4": 4}[method]
     assert math.log2(errors[0] / errors[1]) == pytest.approx(order, abs=0.3)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_without_damping_there_is_no_noise(method):
-    sde = hbnode.HeavyBallSDE(lambda h: -h, damping=0.0, temperature=5.0, learn_damping=False)
-    state = sde.initial_state(torch.ones(3, 1, dtype=torch.float64))
-    h, _ = hbnode.sdeint(sde, state, [0.0, math.pi], dt=0.01, method=method)
-    torch.testing.assert_close(h[-1], -state[0], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("temperature", [0.25, torch.tensor([0.1, 0.2, 0.3])], ids=["one", "channels"])
