@@ -508,7 +508,7 @@ def test_what_a_stack_refuses():
     for use, message in (
         (lambda: Stack(3, 8, head="mean"), "head must"),
         (lambda: stack(x, state=Stack(2, 4, num_layers=3)(x)[1]), "state must be an OscillatorStackState of 2 layers"),
-        (lambda: stack.forecast(state, [1.0]), "forecast is for head='regression'.*Fix: stack"),
+        (lambda: stack.forecast(state, [1.0]), "forecast is for head='regression'.*Fix: head='regression'"),
     ):
         with pytest.raises(ValueError, match=message):
             use()
