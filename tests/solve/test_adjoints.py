@@ -126,6 +126,18 @@ def test_the_transforms_of_torch_func(model, steps):
     torch.testing.assert_close(ends[0], expected.detach(), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit, inside torch.func
+def test_the_jvp_in_the_last_time_is_the_velocity():
+    def end(t):
+        return torch.stack(hbnode.odeint(field, state, t, rtol=1e-9, atol=1e-9))[:, -1]
+
+    field = hbnode.HBNODE(lambda h: -h, damping=0.5, learn_damping=False)
+    state, t = (torch.ones(1, 1).double(), torch.zeros(1, 1).double()), torch.tensor([0.0, 2.0]).double()
+    (h, m), (velocity, force) = torch.func.jvp(end, (t,), (torch.tensor([0.0, 1.0]).double(),))
+    torch.testing.assert_close(velocity, m, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(force, -0.5 * m - h, rtol=1e-6, atol=1e-8)
+
+
 @pytest.mark.parametrize("gradient", ["checkpoint", AGAIN, "reversible", "adjoint"], ids=name)
 def test_transforms_and_second_derivatives_are_refused_by_name(gradient):
     block = hbnode.HeavyBallODEBlock(nn.Linear(4, 4), gradient=gradient, method="blanes_moan4", steps=3).double()
