@@ -12,15 +12,7 @@ from torch import Tensor
 
 from hbnode.errors import DIVERGES, DivergenceError, MaxStepsError, StepSizeUnderflowError, diverges
 from hbnode.nfe import open_records
-from hbnode.solve.control import (
-    TRIALS,
-    Clip,
-    Control,
-    PIController,
-    first_size,
-    first_size_time_dependent,
-    is_negligible,
-)
+from hbnode.solve.control import TRIALS, Clip, Control, PIController, first_size, forced_start, is_negligible
 from hbnode.solve.grid import Array, to_device
 from hbnode.solve.stepper import Attempt, Rows, Setup, Taken, first_index
 
@@ -45,7 +37,7 @@ def common_fraction(size: Array, span: Array) -> Array:
 class AdaptiveSteps:
     """The adaptive steps of a solve: step sizes by PI control, equal up to the next time that a step must end on.
 
-    If f depends on time, :func:`hbnode.solve.control.first_size_time_dependent` chooses the first step. The first of
+    If f depends on time, :func:`hbnode.solve.control.forced_start` chooses the first step. The first of
     several equal steps is shorter by an irrational factor, so that its nodes miss no harmonic.
 
     Attributes:
@@ -87,7 +79,7 @@ class AdaptiveSteps:
         size = np.where(np.isfinite(size), size, self.grid.end)
         if self.stepper.term.time_dependent:
             known = h, f, self._found(state[0].detach(), h, f), self.grid.end, settings.rtol, settings.atol
-            size, longest, self.error_factor = first_size_time_dependent(np, *known, method, size, longest)
+            size, longest, self.error_factor = forced_start(np, *known, method, size, longest)
         return np.full_like(h, self.options.get("first_step", size)), longest
 
     def _found(self, x: Tensor, h: Array, f: Array) -> Array:

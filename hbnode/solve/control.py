@@ -192,7 +192,7 @@ def is_negligible(h: Array, f: Array, end: Array, rtol: float, atol: float, meth
     return f * end**method.rows <= NEGLIGIBLE * (atol + rtol * h)
 
 
-def first_size_time_dependent(
+def forced_start(
     xp: Any, h: Array, f: Array, found: Array, end: Array, rtol: float, atol: float, method: Method, size: Array,
     longest: Array,
 ) -> tuple[Array, Array, Array]:  # fmt: skip

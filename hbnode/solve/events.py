@@ -256,9 +256,7 @@ class EventSteps(AdaptiveSteps):
         if columns is not None:
 
             def dense(theta: Array) -> list[Rows]:
-                blends = self.stepper.evaluate_at_gamma(
-                    self.stepper.method.blend, size, theta, lanes=np.arange(len(size))
-                )
+                blends = self.stepper.at_gamma(self.stepper.method.blend, size, theta, lanes=np.arange(len(size)))
                 return [combined(blend, columns).unbind(1) for blend in blends]
 
             return dense

@@ -28,7 +28,7 @@ from hbnode.solve.control import (
     OfTorch,
     PIController,
     first_size,
-    first_size_time_dependent,
+    forced_start,
     is_negligible,
 )
 from hbnode.solve.methods import Method, combined
@@ -136,7 +136,7 @@ def start(
             trials = term.stages([limits.begin + limits.sign * c * end for c in TRIALS])
             found = torch.stack([norm(term, term(t, rows[0])) for t in trials]).nan_to_num(0.0, math.inf).amax(0)
             known = h, f, found, end, limits.rtol, limits.atol
-            size, longest, margin = first_size_time_dependent(OfTorch, *known, method, size, longest)
+            size, longest, margin = forced_start(OfTorch, *known, method, size, longest)
             spent = spent + len(TRIALS) * (is_negligible(h, f, *known[3:], method) & (end > 0)).any()
         size = size if first_step is None else torch.full_like(size, first_step)
         size = torch.where(size < longest, size, longest)
@@ -196,7 +196,7 @@ class Attempts:
             size = c.taken if excluded is None else torch.where(excluded, 0.0, c.taken)
             ends = [before.now + node * size for node in method.nodes]
             stages = term.stages([limits.begin + limits.sign * torch.where(t < then, t, then) for t in ends])
-        packed = self._evaluate_at_gamma(functools.partial(method.packed, error=True), limits.sign * size)
+        packed = self._at_gamma(functools.partial(method.packed, error=True), limits.sign * size)
         coefficients = method.unpack(packed, term.dims_of_row, error=True)
         dense = saved is not None and not self.is_exact
         result = method.step(rows, coefficients, stages, term, error=True, dense=dense)
@@ -227,7 +227,7 @@ class Attempts:
         after = [torch.where(self.wide(accepted, a), a, b) for a, b in zip(result.state, rows, strict=True)]
         return tuple(after), _joined(c), saved, (accepted, fails)
 
-    def _evaluate_at_gamma(self, formula: Callable[..., Tensor], *args: Tensor, count: int = 1) -> Tensor:
+    def _at_gamma(self, formula: Callable[..., Tensor], *args: Tensor, count: int = 1) -> Tensor:
         """Return ``formula(torch, γ, *args)``; ``args`` have ``count`` elements of each lane, one after the other."""
         gamma = self.times.gamma
         if gamma.dim():  # its dimensions follow those of outputs, or are those of lanes
@@ -241,7 +241,7 @@ class Attempts:
         """Return the rows at fractions θ (T,) or (lanes, T) of a step, (T, ...) or (lanes, T, ...)."""
         signed, count = self.limits.sign * size, theta.shape[-1]
         signed = signed[..., None].expand(theta.shape).reshape(-1)
-        weights = self._evaluate_at_gamma(self.method.blend, signed, theta.reshape(-1), count=count)
+        weights = self._at_gamma(self.method.blend, signed, theta.reshape(-1), count=count)
         if self.term.lanes is None:
             return combined(weights, columns.unsqueeze(1)).unbind(1)
         wide = columns.unsqueeze(2).expand(*columns.shape[:2], count, *columns.shape[2:]).flatten(1, 2)

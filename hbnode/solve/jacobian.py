@@ -11,12 +11,12 @@ from torch import Tensor
 
 from hbnode import _torch
 
-RowField = Callable[[Tensor, Tensor], Tensor]  # (t, x) -> f, with x and f of shape (samples, unknowns)
+RHS = Callable[[Tensor, Tensor], Tensor]  # (t, x) -> f, with x and f of shape (samples, unknowns)
 _FORWARD_MODE = threading.RLock()  # torch has one level of forward mode for all threads
 Derivatives = tuple[Tensor, Tensor]  # ∂f/∂x, (samples, unknowns, unknowns), and ∂f/∂t, (samples, unknowns)
 
 
-def derivatives(field: RowField, t: Tensor, x: Tensor, *, create_graph: bool) -> Derivatives:
+def derivatives(field: RHS, t: Tensor, x: Tensor, *, create_graph: bool) -> Derivatives:
     """Return ∂f/∂x and ∂f/∂t at a time t that is a scalar or has one value per sample.
 
     They come from VJPs, which any differentiable field has: those of torch.func under its transforms, in forward mode
@@ -35,7 +35,7 @@ def derivatives(field: RowField, t: Tensor, x: Tensor, *, create_graph: bool) ->
             raise failure from None
 
 
-def by_vjps(field: RowField, t: Tensor, x: Tensor, *, create_graph: bool) -> Derivatives:
+def by_vjps(field: RHS, t: Tensor, x: Tensor, *, create_graph: bool) -> Derivatives:
     """Return ∂f/∂x and ∂f/∂t by VJPs.
 
     Samples do not interact, so one VJP of a sum over the batch gives a row of every sample's Jacobian. ∂f/∂t is the
@@ -60,7 +60,7 @@ def by_vjps(field: RowField, t: Tensor, x: Tensor, *, create_graph: bool) -> Der
     return torch.stack(rows, 1), jac_t
 
 
-def by_vjps_of_func(field: RowField, t: Tensor, x: Tensor) -> Derivatives:
+def by_vjps_of_func(field: RHS, t: Tensor, x: Tensor) -> Derivatives:
     """Return ∂f/∂x and ∂f/∂t as :func:`by_vjps` does, by ``torch.func``, in three calls of the field."""
     basis = torch.eye(x.shape[1], dtype=x.dtype, device=x.device)[:, None].expand(-1, *x.shape)
 
@@ -73,7 +73,7 @@ def by_vjps_of_func(field: RowField, t: Tensor, x: Tensor) -> Derivatives:
     return rows.movedim(0, 1), jac_t
 
 
-def by_jvps(field: RowField, t: Tensor, x: Tensor) -> Derivatives:
+def by_jvps(field: RHS, t: Tensor, x: Tensor) -> Derivatives:
     """Return ∂f/∂x and ∂f/∂t by JVPs, in one call of the field under ``torch.func.vmap``."""
     n = x.shape[1]
     directions = torch.eye(n + 1, n, dtype=x.dtype, device=x.device)[:, None].expand(n + 1, *x.shape)

@@ -32,9 +32,9 @@ from hbnode.solve.jacobian import derivatives
 Array = Any  # a NumPy array or a tensor
 Rows = tuple[Tensor, ...]
 Times = Sequence[Tensor]  # the times of the function evaluations of a step
-RowField = Callable[[Tensor, Tensor], Tensor]  # (t, row) -> row
+RHS = Callable[[Tensor, Tensor], Tensor]  # (t, row) -> row
 
-SERIES_RADIUS = 2.0  # |z| below which the φ functions are computed by their series
+RADIUS = 2.0  # |z| below which the φ functions are computed by their series
 CAUTION = 2.0  # factor on the error estimate of Rosenbrock methods, which is too small before fast transitions
 TERMS = 32  # terms of the series, a power of 2; the next term is below 1e-25
 SERIES = 1 / np.array([[math.factorial(j + k) for j in range(TERMS)] for k in range(8)], float)  # of φ_0 to φ_7
@@ -121,14 +121,7 @@ class Method:
         return packed.unbind(0)
 
     def step(
-        self,
-        state: Rows,
-        coefficients: Rows,
-        times: Times,
-        field: RowField,
-        *,
-        error: bool = False,
-        dense: bool = False,
+        self, state: Rows, coefficients: Rows, times: Times, field: RHS, *, error: bool = False, dense: bool = False
     ) -> StepResult:
         """Take one step with function evaluations at ``times``; estimate its error and return columns if requested."""
         raise NotImplementedError
@@ -137,7 +130,7 @@ class Method:
         """Return the weights (k, ..., rows, columns) of dense output at fractions θ (k, ...) of steps (k, ...)."""
         raise NotImplementedError
 
-    def undo(self, state: Rows, coefficients: Rows, times: Times, field: RowField) -> Rows:
+    def undo(self, state: Rows, coefficients: Rows, times: Times, field: RHS) -> Rows:
         """Reverse a step: return the state before it. ``times`` of an FSAL method hold the start of the step only."""
         raise NotImplementedError
 
@@ -191,14 +184,7 @@ class Explicit(Method):
         return (first.reshape(len(first) // (self.rows + 1), self.rows + 1, *packed.shape[1:]), *later)
 
     def step(
-        self,
-        state: Rows,
-        coefficients: Rows,
-        times: Times,
-        field: RowField,
-        *,
-        error: bool = False,
-        dense: bool = False,
+        self, state: Rows, coefficients: Rows, times: Times, field: RHS, *, error: bool = False, dense: bool = False
     ) -> StepResult:
         n, shape, (first, *later) = self.rows, state[0].shape, coefficients
         uniform = first.dim() == 2  # all elements share one step size and one damping
@@ -288,7 +274,7 @@ class Nystrom(Explicit):
             g[k + 3, :, 0] += power @ c / 8
             power = power @ a / 4
 
-        def h_polynomials(one: Array, theta: Array, w: np.ndarray) -> np.ndarray:
+        def q_h(one: Array, theta: Array, w: np.ndarray) -> np.ndarray:
             """Return the polynomials of rows of h, without those of h and m for an error: one = theta = 0."""
             q = w @ g
             q[0, :, 0] += one
@@ -296,7 +282,7 @@ class Nystrom(Explicit):
             q[0, :, 1] += theta
             return q
 
-        def m_polynomials(one: Array, theta: Array, w: np.ndarray, v: np.ndarray) -> np.ndarray:
+        def q_m(one: Array, theta: Array, w: np.ndarray, v: np.ndarray) -> np.ndarray:
             q = v @ g
             q[1:] -= (w @ g)[:-1] / 2
             q[2, :, 0] -= theta / 4
@@ -306,12 +292,7 @@ class Nystrom(Explicit):
             return q
 
         b, *errors = (np.array([x]) for x in (tableau.b_velocity, tableau.error, tableau.error_velocity))
-        rows = [
-            h_polynomials(1.0, c[1:], a[1:]),
-            m_polynomials(1.0, 1.0, a[-1:], b),
-            h_polynomials(0.0, 0.0, errors[0]),
-            m_polynomials(0.0, 0.0, *errors),
-        ]
+        rows = [q_h(1.0, c[1:], a[1:]), q_m(1.0, 1.0, a[-1:], b), q_h(0.0, 0.0, errors[0]), q_m(0.0, 0.0, *errors)]
         at, units = np.array([0, 0, *c]), np.array([[0, 1, *[2] * s], [3, 0, *[1] * s]])
         rates = (at - np.array([*c[1:], 1, 1, 1])[:, None]) / 2
         step, self.polynomials = [np.concatenate(rows, 1), rates, units[[0] * (s - 1) + [1, 0, 1]]], dict[bool, Any]()
@@ -322,7 +303,7 @@ class Nystrom(Explicit):
         inner = _interpolant(tableau, a)
         n, one, theta = np.arange(1, len(inner) + 1)[:, None], *np.eye(2, len(inner) + 2)  # powers of θ
         w, v = (np.pad(x, [(below, 2 - below), (0, 0)]) for below, x in ((2, inner / (n * (n + 1))), (1, inner / n)))
-        dense = np.concatenate([h_polynomials(one, theta, w), m_polynomials(one, theta, w, v)], 2)
+        dense = np.concatenate([q_h(one, theta, w), q_m(one, theta, w, v)], 2)
         self.degrees, self.dense = dense.shape[:2], constant_arrays(dense.reshape(-1, units.size).T, at, units)
 
     def packed(self, xp: Any, gamma: Array, size: Array, error: bool) -> Array:
@@ -460,13 +441,9 @@ class Exponential(Explicit):
         phi = phi_functions(xp, -gamma[..., None] * time, self.powers + 2)
         time = time + 0 * phi[0]
         scales = [math.factorial(k) * at**k * time for k in range(self.powers)]
-        h_polynomials = [
-            xp.ones_like(time),
-            time * phi[1],
-            *(scale * time * phi[k + 2] for k, scale in enumerate(scales)),
-        ]
-        m_polynomials = [xp.zeros_like(time), phi[0], *(scale * phi[k + 1] for k, scale in enumerate(scales))]
-        return xp.stack([xp.stack(h_polynomials, -1), xp.stack(m_polynomials, -1)])
+        row_h = [xp.ones_like(time), time * phi[1], *(scale * time * phi[k + 2] for k, scale in enumerate(scales))]
+        row_m = [xp.zeros_like(time), phi[0], *(scale * phi[k + 1] for k, scale in enumerate(scales))]
+        return xp.stack([xp.stack(row_h, -1), xp.stack(row_m, -1)])
 
 
 def phi_functions(xp: Any, z: Array, count: int) -> list[Array]:
@@ -474,11 +451,8 @@ def phi_functions(xp: Any, z: Array, count: int) -> list[Array]:
 
     For :math:`|z| < 2`, where the recursion cancels, φ_k is the series :math:`\sum_j z^j / (j + k)!`.
     """
-    is_near = abs(z) < SERIES_RADIUS
-    near, far = (
-        xp.where(is_near, z, 0.0 * z),
-        xp.where(is_near, SERIES_RADIUS + 0.0 * z, z),
-    )  # keep unused values finite
+    is_near = abs(z) < RADIUS
+    near, far = xp.where(is_near, z, 0.0 * z), xp.where(is_near, RADIUS + 0.0 * z, z)  # keep unused values finite
     series = SERIES[:count] if xp is np else torch.from_numpy(SERIES[:count]).to(z)
     near_phi = (series @ powers(xp, near, TERMS).reshape(TERMS, math.prod(z.shape))).reshape(count, *z.shape)
     far_phi = xp.exp(far)
@@ -543,14 +517,7 @@ class Splitting(Method):
         return packed.split_with_sizes([self.evaluations + 1, self.evaluations, self.evaluations])
 
     def step(
-        self,
-        state: Rows,
-        coefficients: Rows,
-        times: Times,
-        field: RowField,
-        *,
-        error: bool = False,
-        dense: bool = False,
+        self, state: Rows, coefficients: Rows, times: Times, field: RHS, *, error: bool = False, dense: bool = False
     ) -> StepResult:
         (h, m), (drifts, decays, weights) = state, coefficients
         h = self._drift(h, m, drifts[0])
@@ -559,7 +526,7 @@ class Splitting(Method):
             h = self._drift(h, m, drift)
         return StepResult((h, m))
 
-    def undo(self, state: Rows, coefficients: Rows, times: Times, field: RowField) -> Rows:
+    def undo(self, state: Rows, coefficients: Rows, times: Times, field: RHS) -> Rows:
         (h, m), (drifts, decays, weights) = state, coefficients
         for i in reversed(range(len(times))):
             h = self._drift(h, m, -drifts[i + 1])
@@ -650,7 +617,7 @@ class Rosenbrock(Method):
         return matrix.reshape(shape) if self.places is None else matrix.flatten()[self.inverse]
 
     def step(
-        self, state: Rows, coefficients: Rows, times: Times, field: RowField, *, error: bool = False,
+        self, state: Rows, coefficients: Rows, times: Times, field: RHS, *, error: bool = False,
         dense: bool | Tensor = False,
     ) -> StepResult:  # fmt: skip
         *rows, value = state
@@ -721,14 +688,7 @@ class FixedStepRungeKutta(Method):
         return size[None]
 
     def step(
-        self,
-        state: Rows,
-        coefficients: Rows,
-        times: Times,
-        field: RowField,
-        *,
-        error: bool = False,
-        dense: bool = False,
+        self, state: Rows, coefficients: Rows, times: Times, field: RHS, *, error: bool = False, dense: bool = False
     ) -> StepResult:
         (y,), (size,) = state, coefficients
         slopes: list[Tensor] = []

@@ -25,7 +25,7 @@ from hbnode.nfe import NFE, Tally
 from hbnode.solve import torchsde
 from hbnode.solve.adjoints import Checkpoint, Direct, Reversible, gradient_mode
 from hbnode.solve.grid import Grid
-from hbnode.solve.methods import ALL_METHODS, METHODS, SERIES_RADIUS, Method, RowField, StepResult, phi_functions
+from hbnode.solve.methods import ALL_METHODS, METHODS, RADIUS, RHS, Method, StepResult, phi_functions
 from hbnode.solve.odeint import check_resolution, checked_state, checked_times, count_samples, run
 from hbnode.solve.settings import Gradient, Settings
 from hbnode.solve.stepper import Attempt, Setup, Stepper
@@ -71,10 +71,8 @@ def linear_part(damping: Tensor, time: Tensor) -> tuple[Tensor, Tensor, Tensor, 
     b, phi1, phi2, phi3 = phi_functions(torch, -z, 4)
     a = time * phi1
     p = (a * (1 + b) / 2).sqrt()
-    far = torch.where(z < SERIES_RADIUS, SERIES_RADIUS, z)
-    rest = torch.where(
-        z < SERIES_RADIUS, (phi2 - 2 * phi3) / (1 + b), (far - 2 * torch.tanh(far / 2)) / far**3
-    )  # r²/τ³
+    far = torch.where(z < RADIUS, RADIUS, z)
+    rest = torch.where(z < RADIUS, (phi2 - 2 * phi3) / (1 + b), (far - 2 * torch.tanh(far / 2)) / far**3)  # r²/τ³
     return a, b, p, p * a / (1 + b), (time**3 * rest).sqrt()
 
 
@@ -161,13 +159,13 @@ class UBU(SDEMethod):
         compose = super().compose  # both linear parts of a step become the first or second one of the longer step
         return torch.cat([compose(x[:, :2], x[:, 2:], size / 2, damping) for x in (first, second)], 1)
 
-    def step(self, state: Rows, coefficients: Rows, times: Sequence[Tensor], field: RowField, **_: Any) -> StepResult:
+    def step(self, state: Rows, coefficients: Rows, times: Sequence[Tensor], field: RHS, **_: Any) -> StepResult:
         (h, m), (*linear, size, noise) = state, coefficients
         h, m = linear_step(h, m, linear, noise[:2])
         m = torch.addcmul(m, size, field(times[0], h))
         return StepResult(linear_step(h, m, linear, noise[2:]))
 
-    def undo(self, state: Rows, coefficients: Rows, times: Sequence[Tensor], field: RowField) -> Rows:
+    def undo(self, state: Rows, coefficients: Rows, times: Sequence[Tensor], field: RHS) -> Rows:
         (h, m), (*linear, size, noise) = state, coefficients
         h, m = reverse_linear_step(h, m, linear, noise[2:])
         m = torch.addcmul(m, size, field(times[0], h), value=-1)
@@ -193,13 +191,13 @@ class BAOAB(SDEMethod):
         i = scale * p
         return torch.stack(torch.broadcast_tensors(size * (1 + b) / 2, b, i, size * i / 2, size / 2))
 
-    def step(self, state: Rows, coefficients: Rows, times: Sequence[Tensor], field: RowField, **_: Any) -> StepResult:
+    def step(self, state: Rows, coefficients: Rows, times: Sequence[Tensor], field: RHS, **_: Any) -> StepResult:
         (h, m, f), (*linear, kick, noise) = state, coefficients
         h, m = linear_step(h, torch.addcmul(m, kick, f), linear, noise)
         f = field(times[0], h)
         return StepResult((h, torch.addcmul(m, kick, f), f))
 
-    def undo(self, state: Rows, coefficients: Rows, times: Sequence[Tensor], field: RowField) -> Rows:
+    def undo(self, state: Rows, coefficients: Rows, times: Sequence[Tensor], field: RHS) -> Rows:
         (h, m, f), (*linear, kick, noise) = state, coefficients
         h, m = reverse_linear_step(h, torch.addcmul(m, kick, f, value=-1), linear, noise)
         f = field(times[0], h)
@@ -234,7 +232,7 @@ class ShiftedNystrom(SDEMethod):
     def unpack(self, packed: Tensor, dims: int, *, error: bool = False) -> Rows:
         return (*self.ode.unpack(packed[:-4], dims, error=False), *packed[-4:])
 
-    def step(self, state: Rows, coefficients: Rows, times: Sequence[Tensor], field: RowField, **_: Any) -> StepResult:
+    def step(self, state: Rows, coefficients: Rows, times: Sequence[Tensor], field: RHS, **_: Any) -> StepResult:
         (h, m, f), (*of_ode, by_w, by_k, of_l, of_k, noise) = state, coefficients
         w, bridge, skew = noise.unbind(0)
         shift = by_w * w + by_k * skew

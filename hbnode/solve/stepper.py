@@ -17,7 +17,7 @@ from hbnode import _torch
 from hbnode.errors import MaxNFEError, NonFiniteError, SolverError
 from hbnode.signal import refuse_queries_outside
 from hbnode.solve.grid import Array, Grid, TracedGrid, to_device
-from hbnode.solve.methods import HostFormula, Method, Rosenbrock, RowField, combined, on_host
+from hbnode.solve.methods import RHS, HostFormula, Method, Rosenbrock, combined, on_host
 from hbnode.solve.settings import Settings
 from hbnode.solve.term import ODETerm
 
@@ -161,7 +161,7 @@ class Stepper:
         method, size, theta, lanes = self.method, attempt.size, attempt.theta, attempt.lanes
         last_size, error, coefficients = self.latest or (None, None, None)
         if isinstance(size, Tensor) or error != attempt.error or (last_size is not size and (last_size != size).any()):
-            packed = self.evaluate_at_gamma(functools.partial(method.packed, error=attempt.error), size)
+            packed = self.at_gamma(functools.partial(method.packed, error=attempt.error), size)
             coefficients = method.unpack(packed, self.term.dims_of_row, error=attempt.error)
             self.latest[:] = None if isinstance(size, Tensor) else size, attempt.error, coefficients
         if theta is None:
@@ -170,9 +170,9 @@ class Stepper:
             theta, size = attempt.place
         else:
             size = size[lanes] if size.ndim else np.full_like(theta, size)
-        return coefficients, self.evaluate_at_gamma(method.blend, size, theta, lanes=lanes)
+        return coefficients, self.at_gamma(method.blend, size, theta, lanes=lanes)
 
-    def evaluate_at_gamma(self, formula: Callable[..., Any], *args: Any, lanes: Any = None) -> Tensor:
+    def at_gamma(self, formula: Callable[..., Any], *args: Any, lanes: Any = None) -> Tensor:
         """Return ``formula(xp, γ, *args)`` as a tensor; ``lanes`` are the lanes of the elements of ``args``.
 
         The module xp is NumPy or torch. The formula runs on the host if γ is a known number and gradients allow it.
@@ -203,7 +203,7 @@ class Stepper:
         return self.step(state, self.coefficients(attempt), attempt)
 
     def step(
-        self, state: Rows, coefficients: tuple[Any, Tensor | None], attempt: Attempt, field: RowField | None = None
+        self, state: Rows, coefficients: tuple[Any, Tensor | None], attempt: Attempt, field: RHS | None = None
     ) -> Taken:
         """Take the steps of an attempt."""
         packed, blend = coefficients
@@ -239,7 +239,7 @@ class Stepper:
         slopes = [slope.unsqueeze(0) if index is None else slope[index] for slope in self.slopes(state)]
         return [row + late * slope for row, slope in zip(outputs, slopes, strict=False)]  # y + y' (t - end), t = end
 
-    def _restarted(self, state: Rows, attempt: Attempt, field: RowField) -> Rows:
+    def _restarted(self, state: Rows, attempt: Attempt, field: RHS) -> Rows:
         """Return the state with the value of the field just after a jump.
 
         If the jump is on an output time, its ``lag`` takes the gradient of this time from the later states.
