@@ -9,8 +9,10 @@ import torch
 from torch import nn
 from torch.distributions import (
     Bernoulli,
+    Categorical,
     Exponential,
     Independent,
+    MixtureSameFamily,
     MultivariateNormal,
     Normal,
     Uniform,
@@ -174,6 +176,21 @@ def test_checkpoints_change_nothing_and_store_less(steps):
     assert steps == 1 or stored[1] < stored[0] / 2
 
 
+def test_what_is_learned():
+    prior = standard_normal()
+    annealing = HeavyBallAnnealing(gaussian, prior, 3, learn_step_size=False, damping=math.inf, learn_schedule=False)
+    assert not any(p.requires_grad for p in annealing.parameters())
+    assert annealing.damping == math.inf
+    assert annealing.schedule.tolist() == pytest.approx([0, 1 / 3, 2 / 3, 1])
+    fixed = HeavyBallAnnealing(gaussian, prior, 3, schedule=[0, 0.5, 0.5, 1], learn_schedule=False)
+    assert fixed.schedule.tolist() == [0, 0.5, 0.5, 1]
+    fixed.bound(4).backward()
+    assert fixed.log_step_size.grad.isfinite()
+    target = nn.Linear(2, 1)
+    for log_prob in (target, lambda x: -target(x).square().sum(-1)):  # what they call is not part of it
+        assert len(list(HeavyBallAnnealing(log_prob, prior, 3).parameters())) == 3
+
+
 # As others use it
 
 
@@ -210,6 +227,18 @@ def test_copies():
         assert all(torch.equal(*pair) for pair in zip(same.sample(4, seed=0), annealing.sample(4, seed=0), strict=True))
     assert set(annealing.state_dict()) == {name for name, _ in annealing.named_parameters()}
     assert "dim=2, steps=3, step_size=0.375 of shape (2,), damping=0.8" in repr(unequal(3))
+
+
+def test_priors():
+    mixture = MixtureSameFamily(
+        Categorical(torch.ones(2, **DOUBLE)),
+        Independent(Normal(torch.tensor([[-1.0, 0.0], [1.0, 0.0]], **DOUBLE), torch.ones(2, 2, **DOUBLE)), 1),
+    )
+    for prior in (mixture, MultivariateNormal(MEAN, COVARIANCE)):
+        annealing = HeavyBallAnnealing(gaussian, prior, 5, step_size=0.3)
+        annealing.bound(10).backward()
+        estimate, error = annealing.log_z(5000, seed=0)
+        assert abs(estimate - math.log(3)) < 3 * error
 
 
 # What is refused
@@ -286,6 +315,18 @@ def test_transforms_of_functions_are_refused():
     lent = {name: p.detach().clone().requires_grad_() for name, p in parameters.items()}
     torch.func.functional_call(annealing, lent, (4,)).backward()
     assert all(p.grad is not None for p in lent.values())
+
+
+def test_wrong_numbers_of_paths_are_refused():
+    annealing = HeavyBallAnnealing(gaussian, standard_normal(), 3)
+    for call, message in (
+        (lambda: annealing.sample((4,)), "n must be an integer >= 0"),
+        (lambda: annealing.log_z(1), "n must be an integer >= 2"),
+        (lambda: annealing.sample(4, seed=-1), "seed must be an integer >= 0"),
+        (lambda: copy.deepcopy(annealing).to("meta").sample(4), r"draws on cpu, but the step size is on meta. Fix: "),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 @pytest.mark.parametrize(

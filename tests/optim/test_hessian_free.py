@@ -168,6 +168,15 @@ def test_rounding_after_an_exact_fit_leaves_lambda():
     assert steps_to_fit(model, optimizer, -y) <= steps_to_fit(fresh, optimizer_of(fresh), -y) + 2
 
 
+def test_a_huge_lambda_comes_down():
+    x, y, model = torch.randn(20, 3), torch.randn(20, 2), nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    optimizer = optimizer_of(model, damping=1e7)
+    for _ in range(40):
+        optimizer.step(lambda: (model(x), y))
+    assert optimizer.progress.outcome == "accepted"
+    assert optimizer.progress.damping < 100
+
+
 def test_the_preconditioner_is_the_mean_square_of_the_cases_gradients():
     model, unused = nn.Linear(3, 3, dtype=torch.float64), nn.Parameter(torch.ones(2, dtype=torch.float64))
     parameters, x, y = [*model.parameters(), unused], X.double(), Y.double()
@@ -241,6 +250,15 @@ def test_dropout_draws_one_mask_for_a_step():
         assert len(set(drawn)) == 1
         assert optimizer.progress.reduction > 0
         drawn.clear()
+
+
+def test_closures_that_differentiate():
+    x = torch.randn(20, 2, dtype=torch.float64).requires_grad_()
+    model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    optimizer = optimizer_of(model)
+    for _ in range(5):
+        optimizer.step(lambda: (torch.autograd.grad(model(x).sum(), x, create_graph=True)[0], -x.detach()))
+    assert optimizer.progress.new_loss < 0.1
 
 
 def test_tanh_hidden():
@@ -396,6 +414,22 @@ class Once(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         return grad * ctx.saved_tensors[0].cos()
+
+
+def test_parameters_given_twice_and_steps_without_a_closure():
+    x = torch.zeros(2)
+    with pytest.raises(ValueError, match=r"list\(dict.fromkeys"), pytest.warns(UserWarning, match="duplicate"):
+        hbnode.optim.HessianFree([x, x], loss="mse")
+    model = nn.Linear(3, 3)
+    with pytest.raises(TypeError, match=r"earlier backward\(\) are not used. Fix: optimizer.step\(lambda: \(model"):
+        optimizer_of(model).step()
+    with pytest.raises(TypeError, match=r"curvature must be a function without arguments"):
+        optimizer_of(model).step(lambda: (X, Y), 3)
+    with pytest.raises(ValueError, match=r"case_dim=2 must be a dimension of the outputs that contains cases"):
+        optimizer_of(model, "cross_entropy", case_dim=2).step(lambda: (model(X), CLASSES))
+    for x, y in ((X * math.nan, Y), (X, Y * math.nan)):
+        with pytest.raises(FloatingPointError, match=r"of curvature\(\) are not finite"):
+            optimizer_of(model).step(lambda: (model(X), Y), lambda x=x, y=y: (model(x), y))
 
 
 class Detached(Once):
