@@ -14,7 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.base import BaseEstimator, clone
 from sklearn.compose import ColumnTransformer
-from sklearn.pipeline import FeatureUnion
+from sklearn.linear_model import RidgeClassifierCV
+from sklearn.model_selection import GridSearchCV
+from sklearn.pipeline import FeatureUnion, make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
@@ -361,3 +363,26 @@ def test_other_channels_tables_and_a_missing_package_are_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "aeon.transformations.collection.convolution_based", None)
     with pytest.raises(ImportError, match=r"RocketFeatures needs aeon: .* Fix: pip install aeon"):
         RocketFeatures(84).fit(series)
+
+
+def test_padding_and_other_series_change_nothing():
+    series = make_series()
+    features = OscillatorFeatures(8, random_state=0).fit(series)
+    whole = features.transform(series)
+    assert np.isfinite(whole).all()
+    np.testing.assert_allclose(features.transform(series[3:5]), whole[3:5], rtol=1e-5, atol=1e-6)
+    padded = hbnode.data.as_series(series)
+    x, t, mask = (torch.cat([z, z[:, -1:].expand(-1, 9, *z.shape[2:])], 1) for z in (padded.x, padded.t, padded.mask))
+    mask[:, -9:] = False
+    padded = dataclasses.replace(padded, x=x, t=t, mask=mask)
+    np.testing.assert_allclose(features.transform(padded), whole, rtol=1e-5, atol=1e-6)
+
+
+def test_a_pipeline_is_cloned_searched_and_tells_slow_from_fast():
+    random = np.random.default_rng(0)
+    x = np.sin(np.arange(60) * (0.4 + 0.2 * (np.arange(40) % 2)[:, None]) + random.uniform(0, 6, (40, 1)))
+    x[random.random(x.shape) < 0.5] = np.nan
+    model = make_pipeline(OscillatorFeatures(random_state=0), StandardScaler(), RidgeClassifierCV())
+    search = GridSearchCV(clone(model), {"oscillatorfeatures__num_oscillators": [2, 16]}, cv=2)
+    search.fit(x[:20], np.arange(20) % 2)
+    assert search.score(x[20:], np.arange(20) % 2) == 1.0

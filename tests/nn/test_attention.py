@@ -412,3 +412,47 @@ def test_a_state_of_inference_mode_goes_on_in_training(kind):
     for again in (module.step(x[:, 5], state)[0], module.prefill(x[:, 5:], state)[0]):
         again.sum().backward()
     close(module.prefill(x[:, 5:], state)[0], module(x)[0][:, 5:])
+
+
+@pytest.mark.slow
+@each_module
+def test_exported(kind):
+    """For any batch; one of as many sequences as heads too."""
+    module, x, mask = make(kind), inputs(), make_mask()
+    batch = torch.export.Dim("batch", max=64)
+    shapes = {name: {0: batch} for name in ("query", "key", "value", "key_padding_mask")}
+    program = torch.export.export(module, (x, x, x), {"key_padding_mask": mask}, dynamic_shapes=shapes).module()
+    for count in (3, H):
+        x, mask = inputs(batch=count), torch.zeros(count, 11, dtype=torch.bool)
+        mask[1, 6:] = True
+        close(program(x, x, x, key_padding_mask=mask)[0], module(x, x, x, mask)[0])
+
+
+@pytest.mark.slow
+def test_a_cache_exports():
+    module, x = make("rotary").eval(), inputs()
+
+    class Step(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = module
+
+        def forward(self, x, state):
+            return self.attention.step(x, state)
+
+    state = module.prefill(x[:, :10])[1].detach()
+    y, after = torch.export.export(Step(), (x[:, 10], state)).module()(x[:, 10], state)
+    assert len(after) == 11
+    close(y, module(x, x, x)[0][:, 10])
+
+
+@pytest.mark.slow
+def test_packed_sequences_in_a_graph():
+    torch._dynamo.reset()
+    module = make("heavy_ball")
+    compiled = torch.compile(module, backend="eager", dynamic=True, fullgraph=True)
+    for length, ends in ((11, ENDS), (70, [0, 5, 70])):
+        x = torch.randn(1, length, E, dtype=torch.float64).requires_grad_()
+        out, wanted = (f(x, x, x, cu_seqlens=torch.tensor(ends))[0] for f in (compiled, module))
+        close(out, wanted)
+        close(*(torch.autograd.grad(y.sin().sum(), x)[0] for y in (out, wanted)))

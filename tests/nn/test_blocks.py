@@ -313,3 +313,16 @@ def test_a_field_of_a_user_starts_from_x():
     block = hbnode.ODEBlock(Decay(lambda h: -h, parts=1, time_dependent=None), rtol=1e-8, atol=1e-8)
     x = torch.ones(1, 1, dtype=torch.float64)
     torch.testing.assert_close(block(x), x * np.exp(-1), rtol=1e-7, atol=0)
+
+
+@pytest.mark.parametrize("gradient", ["checkpoint", "adjoint"])
+def test_gradients_flow_through_the_momentum(gradient):
+    """At m(1) of h'' = w h from h = x, m = 0: √w sinh(√w) x."""
+    func = nn.Linear(1, 1, bias=False).double()
+    w = torch.tensor([[1.7]], dtype=torch.float64, requires_grad=True)
+    func.weight.data.copy_(w)
+    block = HeavyBall(func, damping=0.0, learn_damping=False, gradient=gradient, rtol=1e-10, atol=1e-10)
+    x = torch.tensor([[0.8]], dtype=torch.float64, requires_grad=True)
+    found = torch.autograd.grad(block.trajectory(x)[1][-1].sum(), [x, func.weight])
+    close(found, torch.autograd.grad((w.sqrt() * w.sqrt().sinh() * x).sum(), [x, w]), rtol=1e-7, atol=1e-7)
+    assert block.nfe.backward > 0 or gradient == "direct" or "graph kept" in str(block.nfe)

@@ -337,3 +337,14 @@ def test_shapes_and_storage(solver):
     assert state.h.untyped_storage().nbytes() <= 8 * 2 * 3 * 4
     output, state = rnn(x[:, :1], t[:, :1])  # without a gap
     assert output.shape == rnn(x[:, :1], t[:, :1] + 1, state)[0].shape == (3, 1, 4)
+
+
+@every_gradient
+def test_hooks_of_parameters_are_called_once(gradient):
+    rnn, calls = make_rnn(gradient=gradient), []
+    expected = trained(rnn)
+    for p in rnn.parameters():
+        p.register_hook(lambda g: calls.append("before"))
+        p.register_post_accumulate_grad_hook(lambda p: calls.append("after"))
+    assert_same(trained(rnn), expected)
+    assert calls.count("before") == calls.count("after") == len(expected) - 1

@@ -512,3 +512,14 @@ def test_what_a_stack_refuses():
     ):
         with pytest.raises(ValueError, match=message):
             use()
+
+
+def test_gradients_of_times(narrow):
+    for mixed, (discretization, input) in itertools.product([False, True], VARIANTS):
+        layer = make(2, 2, 4, discretization=discretization, input=input, mixed=mixed)
+        x = torch.randn(2, 17, 2, dtype=torch.float64)
+        t = times_with_ties(2, 17).requires_grad_()
+        zeros = torch.zeros(2, 4, dtype=torch.float64)
+        y, state = layer(x, t)
+        expected = layer_loop(layer, x, gaps_before(t, 2), zeros, zeros)
+        compare((y, state.v, state.x), expected, [t], 1e-10)

@@ -458,3 +458,17 @@ def test_inputs_that_a_tanh_rnn_refuses():
     ):
         with pytest.raises(error, match=message):
             call()
+
+
+def test_a_state_may_be_h_or_h_and_c():
+    x = make_input()
+    h, c = torch.randn(2, 2, 3, 3, dtype=torch.float64)
+    layer, _ = make_pair("lstm", "adam", layers=2)
+    zero = torch.zeros(2, 3, 12, dtype=torch.float64)
+    full = recurrent.RecurrentState(h, c, zero, zero)
+    assert torch.equal(layer(x, (h, c))[0], layer(x, full)[0])
+    expected, _ = layer(x, dataclasses.replace(full, c=torch.zeros_like(h)))
+    assert torch.equal(layer(x, h)[0], expected)
+    rnn, _ = make_pair("rnn", "restart", layers=2)
+    fresh = recurrent.RecurrentState(h, v=zero[..., :3], t=torch.zeros(3, dtype=torch.int64))
+    close(rnn(x, h)[0], rnn(x, fresh)[0], 1e-13)

@@ -206,3 +206,16 @@ def test_a_state_without_the_held_sample_is_refused():
     layer, (x, t) = make(), series()
     with pytest.raises(ValueError, match=r"the state's held must have shape"):
         layer(x, t, hbnode.nn.OscillatorState(torch.zeros(2, 5), torch.zeros(2, 0), t[:, 0]))
+
+
+@kinds
+def test_unobserved_samples_change_nothing(frequency):
+    layer = make(frequency=frequency)
+    x, t = series(1, 60)
+    mask = torch.rand(60) < 0.5
+    mask[:2] = torch.tensor([True, False])
+    y, _ = layer(x, t, mask=mask.unsqueeze(0))
+    short, _ = layer(x[:, mask], t[:, mask])
+    torch.testing.assert_close(y[:, mask], short, rtol=0, atol=1e-13)
+    _, first = layer(x[:, :1], t[:, :1])
+    torch.testing.assert_close(y[:, 1:2], layer.forecast(first, t[:, 1:2] - t[:, :1])[0], rtol=0, atol=1e-13)

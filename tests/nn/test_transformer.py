@@ -1,7 +1,9 @@
 """Transformer layers, connections over depth, and the model that streams."""
 
+import copy
 import functools
 import math
+import pickle
 
 import pytest
 import torch
@@ -355,3 +357,24 @@ def test_outputs_that_are_not_finite_are_named(options):
     nn.init.constant_(net.readout.bias, math.nan)
     with pytest.raises(ValueError, match="generate needs finite outputs to sample from"):
         net.generate(tokens(), 2, **options)
+
+
+@pytest.mark.slow
+def test_layers_and_readouts_that_were_wrapped():
+    for attention in ("momentum", "softmax", "heavy_ball"):
+        net, x = model(attention), tokens()
+        expected = net.generate(x, 3, temperature=0)
+        for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+            close(other(x), net(x))
+        net.layers[0] = torch.compile(net.layers[0], backend="eager")
+        net.readout = nn.Sequential(net.readout)
+        net.layers[1].self_attn.out_proj = nn.Sequential(net.layers[1].self_attn.out_proj)
+        assert net.generate(x, 3, temperature=0).equal(expected)
+
+
+def test_tokens_under_the_mask_may_have_any_value():
+    net, x = model(), tokens().int()
+    ignored = torch.zeros(3, 9, dtype=torch.bool)
+    ignored[1, 5:] = True
+    close(net(x.masked_fill(ignored, -100), ignored)[~ignored], net(x.long(), ignored)[~ignored])
+    assert net.generate(x, 2).dtype == torch.int32

@@ -946,3 +946,24 @@ def test_a_fixed_and_a_learned_temperature(temperature):
     other = make_sde(temperature=0.5 * temperature)
     other.load_state_dict(fixed.state_dict())
     assert torch.equal(torch.as_tensor(other.temperature), torch.as_tensor(fixed.temperature))
+
+
+@pytest.mark.parametrize(("method", "gradient"), GRADIENTS)
+def test_channels_and_empty_batches_with_times_of_ones_own(method, gradient):
+    damping = torch.tensor([0.2, 0.7]).view(-1, 1, 1)
+    sde = hbnode.HeavyBallSDE(nn.Tanh(), damping=damping, temperature=damping, learn_temperature=True).double()
+    for batch, t in ((4, ROWS), (4, ROWS[:, :1]), (0, ROWS[:0])):
+        state = make_network_state(shape=(batch, 2, 3, 3))
+        h, m = hbnode.sdeint(sde, state, t, method=method, dt=0.1, seed=3, gradient=gradient)
+        assert h.shape == (t.shape[1], batch, 2, 3, 3)
+        (h * m).sum().backward()
+    assert torch.isfinite(sde.omega.grad).all()
+    assert (sde.log_temperature.grad != 0).all()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_without_damping_there_is_no_noise(method):
+    sde = hbnode.HeavyBallSDE(lambda h: -h, damping=0.0, temperature=5.0, learn_damping=False)
+    state = sde.initial_state(torch.ones(3, 1, dtype=torch.float64))
+    h, _ = hbnode.sdeint(sde, state, [0.0, math.pi], dt=0.01, method=method)
+    torch.testing.assert_close(h[-1], -state[0], rtol=1e-4, atol=1e-4)
