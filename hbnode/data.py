@@ -821,22 +821,7 @@ def collate(items: Sequence[Series] | Sequence[tuple[Series, Any]]) -> Series | 
         ValueError: if there are no items, if some have a target or an id and others none, or if their features, their
             static features, or their units or origins of time differ.
     """
-    if not items:
-        raise ValueError("there are no items. Fix: a batch of at least one item.")
-    pairs = [item if isinstance(item, (tuple, list)) and len(item) == 2 else (item,) for item in items]
-    series, targets = [each[0] for each in pairs], [each[1] for each in pairs if len(each) == 2]
-    strange = [type(item).__name__ for item, one in zip(items, series, strict=True) if not isinstance(one, Series)]
-    if strange:
-        raise TypeError(f"an item must be Series, or (series, target), got {strange[0]}. Fix: collate([dataset[0]]).")
-    if len(targets) not in (0, len(series)):
-        raise ValueError(
-            f"all items must have a target, or none, got {len(targets)} targets of {len(series)} series. "
-            "Fix: items of one Dataset."
-        )
-    ids = [name for one in series for name in one.ids]
-    if len(ids) not in (0, sum(map(len, series))):
-        fault = f"all series must have ids, or none, got {len(ids)} ids of {sum(map(len, series))} series"
-        raise ValueError(f"{fault}. Fix: dataclasses.replace(series, ids=()) for those that have some.")
+    series, targets, ids = _parts_of_items(items)
     named = [_named(one) for one in series]
     features, statics = (_most_named(named, name) for name in ("features", "static_features"))
     series = [aligned(_with_static(one, statics), features, statics) for one in named]
@@ -859,6 +844,27 @@ def collate(items: Sequence[Series] | Sequence[tuple[Series, Any]]) -> Series | 
     if not targets:
         return batch
     return batch, torch.stack([to_tensor(x, "a target", "one number per series", None, None) for x in targets])
+
+
+def _parts_of_items(items: Sequence[Any]) -> tuple[list[Series], list[Any], list[Any]]:
+    """Return the series, targets and ids of the items of a batch; the last two are empty if there are none."""
+    if not items:
+        raise ValueError("there are no items. Fix: a batch of at least one item.")
+    pairs = [item if isinstance(item, (tuple, list)) and len(item) == 2 else (item,) for item in items]
+    series, targets = [each[0] for each in pairs], [each[1] for each in pairs if len(each) == 2]
+    strange = [type(item).__name__ for item, one in zip(items, series, strict=True) if not isinstance(one, Series)]
+    if strange:
+        raise TypeError(f"an item must be Series, or (series, target), got {strange[0]}. Fix: collate([dataset[0]]).")
+    if len(targets) not in (0, len(series)):
+        raise ValueError(
+            f"all items must have a target, or none, got {len(targets)} targets of {len(series)} series. "
+            "Fix: items of one Dataset."
+        )
+    ids = [name for one in series for name in one.ids]
+    if len(ids) not in (0, sum(map(len, series))):
+        fault = f"all series must have ids, or none, got {len(ids)} ids of {sum(map(len, series))} series"
+        raise ValueError(f"{fault}. Fix: dataclasses.replace(series, ids=()) for those that have some.")
+    return series, targets, ids
 
 
 def _most_named(series: Sequence[Series], name: str) -> list[Any]:

@@ -543,8 +543,6 @@ class SeriesForecaster(SeriesEstimator):
 
     def _horizons(self, series: Series, ahead: Any, zone: Any, is_unit_known: bool) -> Tensor:
         """Return times after the last sample of each series, (batch, K)."""
-        import pandas
-
         given = ahead if isinstance(ahead, (list, tuple, np.ndarray, Tensor)) or hasattr(ahead, "to_numpy") else [ahead]
         if not np.size(given):
             return torch.full((len(series), 1), math.nan, dtype=torch.float64)
@@ -557,17 +555,10 @@ class SeriesForecaster(SeriesEstimator):
             )
         if is_offset:
             series._known(series.origin, f"{ahead!r}")
-            if not all(hasattr(each, "rollforward") or isinstance(each, datetime.timedelta) for each in given):
-                raise TypeError(f"ahead must be durations and offsets, or dates, got {ahead!r}. Fix: ['1h', '1MS'].")
-            dt = series.times([[end + each for each in given] for end in _of_user(series, last, zone)]) - last
+            dt = series.times(_offsets_from(_of_user(series, last, zone), given)) - last
         elif kind in ("dates", "text"):
-            first = np.asarray(given, dtype=object).reshape(-1)[0]
-            has_zone = pandas.Timestamp(getattr(first, "start_time", first)).tzinfo is not None
-            if series.origin is not None and (zone is not None) != has_zone:
-                raise TypeError(
-                    f"ahead must be dates {'with' if zone is not None else 'without'} a time zone, as the times, got "
-                    f"{ahead!r}. Fix: pandas.Timestamp('2024-01-31 12:00', tz={str(zone) if zone else None!r})."
-                )
+            if series.origin is not None:
+                _check_zone(given, zone)
             dt = series.times(given).view(1, -1) - last
         else:
             dt = series.durations(given).double().view(1, -1).expand(len(series), -1)
@@ -665,6 +656,25 @@ def _order(series: Series) -> NDArray[Any]:
     """Return the series in an order that is that of their times and values, and not that of the table."""
     sums = [series.t.sum(1), series.x.nansum((1, 2)), series.lengths, series.t[:, 0]]
     return np.lexsort([each.numpy() for each in sums])
+
+
+def _offsets_from(ends: Any, offsets: list[Any]) -> list[list[Any]]:
+    """Return the dates that are offsets, as those of pandas, or durations after ``ends``."""
+    if not all(hasattr(each, "rollforward") or isinstance(each, datetime.timedelta) for each in offsets):
+        raise TypeError(f"ahead must be durations and offsets, or dates, got {offsets!r}. Fix: ['1h', '1MS'].")
+    return [[end + each for each in offsets] for end in ends]
+
+
+def _check_zone(dates: Any, zone: Any) -> None:
+    """Raise TypeError if dates have a time zone and the times of the data have none, or the other way round."""
+    import pandas
+
+    first = np.asarray(dates, dtype=object).reshape(-1)[0]
+    if (zone is not None) != (pandas.Timestamp(getattr(first, "start_time", first)).tzinfo is not None):
+        raise TypeError(
+            f"ahead must be dates {'with' if zone is not None else 'without'} a time zone, as the times, got "
+            f"{dates!r}. Fix: pandas.Timestamp('2024-01-31 12:00', tz={str(zone) if zone else None!r})."
+        )
 
 
 def _steps(given: Any) -> Any:

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from hbnode._checks import as_count
 from hbnode._torch import no_autocast
-from hbnode.optim.conjugate_gradients import Stop, backtrack, conjugate_gradients, line_search
+from hbnode.optim.conjugate_gradients import Solution, Stop, backtrack, conjugate_gradients, line_search
 from hbnode.optim.curvature import Objective, QuadraticModel, assign, flatten, unflatten
 from hbnode.optim.double_backward import twice_differentiable
 from hbnode.optim.losses import check_loss
@@ -292,23 +292,8 @@ class HessianFree(Optimizer):
             sample.check_repeats()
         loss, gradient = self._gradient(objective, model)
 
-        # Find a direction by conjugate gradients from the last direction. If it fails, restart from zero.
-        iterations: int = 0
-        outcome: Outcome = "accepted"
-        directions = [self.state[parameter].get("direction") for parameter in parameters]
-        start = WARM_START * flatten(directions, parameters) if any(map(torch.is_tensor, directions)) else None
-        samples = options["preconditioner_samples"]
-        preconditioner = model.preconditioner(samples) if samples else None
-        while True:
-            solution = conjugate_gradients(
-                model.product, -gradient, start, limit=options["max_cg"], preconditioner=preconditioner
-            )
-            iterations += solution.iterations
-            direction, predicted, full_loss = backtrack(solution.iterates, sample.loss_at)
-            full_loss = full_loss if sample is objective else objective.loss_at(direction)
-            if full_loss < loss or start is None:
-                break
-            start, outcome = None, "restarted"
+        solution, iterations, outcome, trial = self._direction(objective, model, loss, gradient)
+        direction, predicted, full_loss = trial
 
         # Find the step length by a line search, and the next lambda by the rule of Levenberg and Marquardt.
         length, new_loss, ratio = 0.0, loss, math.nan
@@ -319,11 +304,7 @@ class HessianFree(Optimizer):
             ratio = (full_loss - loss) / predicted
         factor = LOWER if ratio > HIGH else 1.0 if ratio >= LOW else RAISE
         if not ratio >= LOW:
-            # The rounding error of the loss is its change if each parameter changes by its last digit.
-            signs = 2 * torch.randint(2, theta.shape, generator=torch.Generator().manual_seed(0)) - 1
-            last_digits = eps * theta * signs.to(theta)
-            changes = abs(objective.loss_at(last_digits) - loss), abs(objective.loss_at(-last_digits) - loss)
-            rounding = max([eps * abs(loss), *filter(math.isfinite, changes)])
+            rounding = _rounding_error(objective, theta, loss)
             if not is_visible or max(-predicted, abs(full_loss - loss)) <= rounding:
                 ratio = math.nan
                 slope, bend = float(torch.dot(gradient, direction)), model.undamped_curvature(direction)
@@ -343,6 +324,32 @@ class HessianFree(Optimizer):
         model.release()
         self._model = model
         return torch.tensor(loss, dtype=theta.dtype)
+
+    def _direction(
+        self, objective: Objective, model: QuadraticModel, loss: float, gradient: Tensor
+    ) -> tuple[Solution, int, Outcome, tuple[Tensor, float, float]]:
+        """Find a direction by conjugate gradients from the last direction. If it fails, restart from zero.
+
+        Return the solution, the iterations of both attempts, the outcome, and the direction with the predicted change
+        of the loss and the loss after a full step.
+        """
+        options, sample, parameters = self.param_groups[0], model.objective, model.parameters
+        outcome: Outcome = "accepted"
+        iterations = 0
+        directions = [self.state[parameter].get("direction") for parameter in parameters]
+        start = WARM_START * flatten(directions, parameters) if any(map(torch.is_tensor, directions)) else None
+        samples = options["preconditioner_samples"]
+        preconditioner = model.preconditioner(samples) if samples else None
+        while True:
+            solution = conjugate_gradients(
+                model.product, -gradient, start, limit=options["max_cg"], preconditioner=preconditioner
+            )
+            iterations += solution.iterations
+            direction, predicted, full_loss = backtrack(solution.iterates, sample.loss_at)
+            full_loss = full_loss if sample is objective else objective.loss_at(direction)
+            if full_loss < loss or start is None:
+                return solution, iterations, outcome, (direction, predicted, full_loss)
+            start, outcome = None, "restarted"
 
     def _parameters(self) -> list[Tensor]:
         parameters = [z for group in self.param_groups for z in group["params"] if z.requires_grad]
@@ -445,3 +452,12 @@ def _check_parameters(parameters: list[Tensor]) -> None:
                 "the parameters must have one dtype and one device, got "
                 f"{first.dtype} on {first.device} and {parameter.dtype} on {parameter.device}. Fix: model.to(...)."
             )
+
+
+def _rounding_error(objective: Objective, theta: Tensor, loss: float) -> float:
+    """Return the change of the loss if each parameter changes by its last digit, with random signs."""
+    eps = torch.finfo(theta.dtype).eps
+    signs = 2 * torch.randint(2, theta.shape, generator=torch.Generator().manual_seed(0)) - 1
+    last_digits = eps * theta * signs.to(theta)
+    changes = abs(objective.loss_at(last_digits) - loss), abs(objective.loss_at(-last_digits) - loss)
+    return max([eps * abs(loss), *filter(math.isfinite, changes)])
