@@ -186,8 +186,8 @@ TIMES = torch.tensor([0.0, 0.3, 0.35, 1.7], dtype=torch.float64)
 CHANNELS = {"damping": torch.tensor([0.1, 0.3, 0.5, 0.9])}
 ADAPTIVE = [
     ("nystrom4", {}, None),
-    ("exponential", {"per_sample": True, **CHANNELS}, TIMES),
     *slow(
+        ("exponential", {"per_sample": True, **CHANNELS}, TIMES),
         *[(method, {}, TIMES) for method in ("nystrom4", "nystrom6", "nystrom8", "exponential", "tsit5")],
         *[(method, {"per_sample": True}, None) for method in ("nystrom6", "nystrom8", "tsit5")],
         ("tsit5", {"first_order": True}, TIMES),
