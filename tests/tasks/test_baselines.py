@@ -6,8 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-pytest.importorskip("tqdm")
-
 from tasks.common.run import count_parameters
 from tasks.models.baselines import BASELINES, KINDS, Decaying, make_baseline
 

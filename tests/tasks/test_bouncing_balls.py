@@ -6,9 +6,6 @@ import math
 import pytest
 import torch
 
-pytest.importorskip("tqdm")
-pytest.importorskip("matplotlib")
-
 from tasks import bouncing_balls
 from tasks.data import bouncing_balls as balls
 from tasks.data.bouncing_balls import RADIUS, SIDE

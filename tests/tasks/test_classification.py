@@ -8,11 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("tqdm")
-pytest.importorskip("pandas")
-pytest.importorskip("sklearn")
-
-
 from tasks import classification
 from tasks.common.run import count_parameters
 from tasks.data import labelled_series

@@ -5,9 +5,6 @@ import math
 import pytest
 import torch
 
-pytest.importorskip("tqdm")
-pytest.importorskip("matplotlib")
-
 from tasks import adding, copying, recall, transformer_copy
 from tasks.data.pathological import Problem
 from tasks.data.recall import IGNORED, SEPARATOR, Bindings, doubled, is_copied

@@ -8,10 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("tqdm")
-pytest.importorskip("scipy")
-pytest.importorskip("soundfile")
-
 from tasks.data import polyphonic, speech
 
 

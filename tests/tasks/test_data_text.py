@@ -7,8 +7,6 @@ from collections import Counter
 import pytest
 import torch
 
-pytest.importorskip("tokenizers")
-
 from tasks.data import tatoeba
 from tasks.data.subwords import PADDING, UNKNOWN, decode, learn_subwords
 from tasks.data.text import FILES, chain_transitions, read_text

@@ -5,9 +5,6 @@ import math
 import pytest
 import torch
 
-pytest.importorskip("tqdm")
-pytest.importorskip("matplotlib")
-
 from tasks import density
 from tasks.common.config import parse
 from tasks.data.planar import EXTENT, grid, log_normalizer, ring

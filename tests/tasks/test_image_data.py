@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("sklearn")
-
 from tasks import image_classification
 from tasks.data.images import read_cifar10, read_mnist
 

@@ -3,9 +3,6 @@
 import pytest
 import torch
 
-pytest.importorskip("tqdm")
-pytest.importorskip("matplotlib")
-
 from tasks import latent_sde
 from tasks.common.config import parse
 

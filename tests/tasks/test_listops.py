@@ -5,9 +5,6 @@ import statistics
 import pytest
 import torch
 
-pytest.importorskip("tqdm")
-
-
 from tasks.data.listops import SYMBOLS, make_listops, trivial_accuracies
 
 EVALUATE = {

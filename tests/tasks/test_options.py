@@ -4,9 +4,6 @@ import importlib
 
 import pytest
 
-for package in ("matplotlib", "pandas", "sacrebleu", "scipy", "sklearn", "tokenizers", "tqdm"):
-    pytest.importorskip(package)
-
 COMMANDS = """
 adding --model forget --cell gru | --model forget is for --cell lstm
 adding --model oscillators --cell gru | --model oscillators is for --cell lstm

@@ -6,9 +6,6 @@ import json
 import pytest
 import torch
 
-pytest.importorskip("tqdm")
-pytest.importorskip("matplotlib")
-
 from tasks import plane_vibration, silverbox
 from tasks.common.files import write_tensors
 from tasks.common.run import count_parameters

@@ -5,9 +5,6 @@ import json
 import pytest
 import torch
 
-pytest.importorskip("tqdm")
-pytest.importorskip("matplotlib")
-
 from tasks import pathological
 from tasks.common import train
 from tasks.common.config import parse

@@ -6,9 +6,6 @@ import types
 import pytest
 import torch
 
-pytest.importorskip("tqdm")
-pytest.importorskip("matplotlib")
-
 from tasks import plane_vibration
 from tasks.data import f16
 

@@ -7,11 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-pytest.importorskip("tqdm")
-pytest.importorskip("matplotlib")
-pytest.importorskip("scipy")
-pytest.importorskip("sklearn")
-
 from tasks import language_model, pixel_mnist, polyphonic_music, speech
 from tasks.common.config import parse
 from tasks.common.run import count_parameters

@@ -10,11 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("sklearn")
-pytest.importorskip("tqdm")
-pytest.importorskip("matplotlib")
-pytest.importorskip("pandas")
-
 from tasks import pages, readers, results, walker2d
 from tasks.common import run as task_run
 from tasks.experiments import COMMANDS, Command

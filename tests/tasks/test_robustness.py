@@ -7,10 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-pytest.importorskip("sklearn")
-pytest.importorskip("tqdm")
-pytest.importorskip("matplotlib")
-
 from tasks import image_classification
 from tasks.studies import robustness
 

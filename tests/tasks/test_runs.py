@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("tqdm")
-
 from tasks.common.run import PRELOADED, Run, sweep
 from tests.tasks.small_runs import PolynomialConfig, fail_or_write, polynomial, read_metrics, start, wait_for_position
 

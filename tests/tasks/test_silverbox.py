@@ -10,9 +10,6 @@ import pytest
 import torch
 from scipy.integrate import solve_ivp
 
-pytest.importorskip("tqdm")
-pytest.importorskip("matplotlib")
-
 from tasks import silverbox
 from tasks.data import silverbox as silverbox_data
 from tests.tasks.small_runs import read_metrics

@@ -5,9 +5,6 @@ import math
 import pytest
 import torch
 
-pytest.importorskip("tqdm")
-pytest.importorskip("matplotlib")
-
 from tasks.studies import silverbox_growth
 
 

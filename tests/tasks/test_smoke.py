@@ -7,13 +7,6 @@ import signal
 
 import numpy as np
 import pytest
-
-pytest.importorskip("matplotlib")
-pytest.importorskip("pandas")
-pytest.importorskip("sklearn")
-pytest.importorskip("tokenizers")
-pytest.importorskip("tqdm")
-
 from matplotlib.figure import Figure
 
 from tasks import plane_vibration, silverbox, walker2d

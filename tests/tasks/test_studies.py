@@ -8,10 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-pytest.importorskip("tqdm")
-pytest.importorskip("matplotlib")
-pytest.importorskip("sklearn")
-
 from tasks.data.recall import unit_keys
 from tasks.pixel_mnist import PixelMnistConfig
 from tasks.studies import image_throughput, pixel_mnist_gradients, recall_regression

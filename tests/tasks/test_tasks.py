@@ -6,10 +6,6 @@ import socket
 import pytest
 import torch
 
-pytest.importorskip("sklearn")
-pytest.importorskip("tqdm")
-pytest.importorskip("matplotlib")
-
 import hbnode
 from tasks import image_classification, point_cloud
 from tasks.common.config import parse

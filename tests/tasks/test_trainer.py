@@ -5,8 +5,6 @@ import math
 import pytest
 import torch
 
-pytest.importorskip("tqdm")
-
 from tasks.common.config import TaskConfig
 from tasks.common.run import Run
 from tasks.common.train import FreshData, epoch_generator, fit

@@ -6,12 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-pytest.importorskip("tqdm")
-pytest.importorskip("matplotlib")
-pytest.importorskip("sacrebleu")
-pytest.importorskip("sklearn")
-pytest.importorskip("tokenizers")
-
 from hbnode._tree import Record
 from hbnode.nn.attention import KeyValueCache
 from tasks import image_generation, lra, translation

@@ -7,9 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("tqdm")
-pytest.importorskip("matplotlib")
-
 from tasks import walker2d
 from tasks.common.config import parse
 from tasks.common.run import count_parameters
