@@ -224,6 +224,9 @@ def test_a_state_is_copied_moved_and_loaded_whole(rule, tmp_path):
     loaded = torch.load(tmp_path / "state.pt", weights_only=True)["state"]
     for copied in (loaded, pickle.loads(pickle.dumps(state.detach())), copy.deepcopy(state.detach()), state.cpu()):
         assert torch.equal(layer(x, copied)[0], layer(x, state)[0])
+    with torch.inference_mode():
+        _, frozen = layer(x)
+    layer(x, frozen)[0].sum().backward()
     half = state.to(torch.bfloat16)
     memory = {name: torch.int64 if name == "t" else torch.float32 for name in layer.rule.memory}
     kinds = {name: z.dtype for name, z in half.as_dict().items()}
