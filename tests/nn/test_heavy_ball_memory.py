@@ -1,6 +1,5 @@
 """heavy_ball_memory against its recurrence and those of the papers: values, gradients, masks, gates, stability."""
 
-import io
 import math
 import sys
 from itertools import pairwise
@@ -87,7 +86,7 @@ def _each_form(request, monkeypatch):
 @every_delta
 def test_the_recurrence(delta):
     """For any length and size of chunks."""
-    for length, chunk in ((37, 1), (37, 16), (23, 5), (23, 64), (1, 8), (2, 8), (7, 8), (8, 8), (9, 8), (33, 8)):
+    for length, chunk in ((37, 1), (23, 5), (23, 64), (1, 8), (7, 8), (8, 8), (33, 8)):
         assert_matches(make(length=length, delta=delta, holes=True, state=True), chunk_size=chunk)
 
 
@@ -109,18 +108,6 @@ def test_gates_left_out(delta, missing, momentum):
     made |= dict.fromkeys(missing)
     made |= {} if momentum else {"log_momentum": None}
     assert_matches(made, chunk_size=4)
-
-
-@pytest.mark.parametrize("beta", [0.6, 0.999])
-def test_momentum_attention_of_the_paper(beta):
-    """Its closed form, equation 73 without the normaliser: weights γ (1 − β^{i−j+1}) / (1 − β)."""
-    made = make(length=40, delta=False)
-    q, k, v = made["q"], made["k"], made["v"]
-    out = memory(q, k, v, log_momentum=math.log(beta), step=0.7, delta=False, chunk_size=16)
-    gap = torch.arange(40)[:, None] - torch.arange(40)
-    weights = 0.7 * (1 - beta ** (gap + 1).clamp(min=0).to(F64)) / (1 - beta)
-    wanted = ((q @ k.mT) * weights) @ v
-    assert_near([out], [wanted], 1e-10)
 
 
 # Gates
@@ -222,40 +209,32 @@ def test_packed_sequences(delta, momentum):
     assert_near(gradients(got, leaves(made)), gradients(wanted, leaves(made)), 1e-12)
 
 
-@pytest.mark.parametrize(
-    ("batch", "heads", "length", "dim", "width"),
-    [(0, 3, 5, 4, 5), (2, 0, 5, 4, 5), (2, 3, 0, 4, 5), (2, 3, 5, 0, 5), (2, 3, 5, 4, 0), (2, 3, 1, 0, 5)],
-)
-def test_empty(batch, heads, length, dim, width):
-    made = make(batch, heads, length, dim, width, state=True)
+@pytest.mark.parametrize("sizes", [(0, 3, 5, 4, 5), (2, 0, 5, 4, 5), (2, 3, 0, 4, 5), (2, 3, 5, 0, 5), (2, 3, 5, 4, 0)])
+def test_empty(sizes):
+    batch, heads, length, _, width = sizes
+    made = make(*sizes, state=True)
     out, *state = run(made)
     assert torch.equal(out, torch.zeros(batch, heads, length, width, dtype=F64))
-    if batch:
-        one, ends = make(1, heads, length, dim, width), torch.tensor([0, length, length])
-        assert torch.equal(memory(**one, cu_seqlens=ends), out[:1])
     assert_near(state, made["initial_state"], 0.0)
     assert all(z.shape == x.shape for z, x in zip(gradients([out, *state], leaves(made)), leaves(made), strict=True))
+    if batch:
+        one, ends = make(1, *sizes[1:]), torch.tensor([0, length, length])
+        assert not memory(**one, cu_seqlens=ends).any()
 
 
 # Dtypes, layouts, transforms
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_accumulated_in_float32(dtype):
+def test_half_precision_is_accumulated_in_float32_and_autocast_changes_nothing(dtype):
     half = cast(make(1, 2, 200, 16, 16), dtype)
-    out, *state = run(half)
     wanted, *wanted_state = run(cast(half, torch.float32))
-    assert out.dtype == dtype
-    assert torch.equal(out, wanted.to(dtype))
-    assert all(z.dtype == torch.float32 and torch.equal(z, y) for z, y in zip(state, wanted_state, strict=True))
-
-
-def test_autocast_changes_nothing():
-    made = cast(make(), torch.float32)
-    wanted = run(made)
+    out, *state = run(half)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        got = run(made)
-    assert all(torch.equal(x, y) for x, y in zip(got, wanted, strict=True))
+        same, *_ = run(cast(half, torch.float32))
+    assert torch.equal(out, wanted.to(dtype))
+    assert torch.equal(same, wanted)
+    assert all(z.dtype == torch.float32 and torch.equal(z, y) for z, y in zip(state, wanted_state, strict=True))
 
 
 @pytest.mark.parametrize("momentum", [-0.3, None])
@@ -295,7 +274,7 @@ def as_function(made, **options):
 def test_twice_differentiable(delta):
     """The first derivatives by the fast form's VJP, the second by the reference."""
     given = as_function(make(1, 1, 4, 2, 1, delta=delta, state=True), chunk_size=3)
-    assert torch.autograd.gradcheck(*given, fast_mode=True)
+    assert torch.autograd.gradcheck(*given, fast_mode=True, check_forward_ad=True)
     assert torch.autograd.gradgradcheck(*given, fast_mode=True)
 
 
@@ -307,36 +286,11 @@ def test_gradients_of_many_outputs_at_once():
     assert_near(found, wanted, 1e-12)
 
 
-def test_transforms_of_torch_func():
-    made = make(1, 2, 9, 3, 3)
-    del made["delta"]
-    names = list(made)
-    tensors = [z.detach() for z in made.values()]
-
-    def loss(*given):
-        return memory(**dict(zip(names, given, strict=True)), chunk_size=4).square().sum()
-
-    argnums = tuple(range(len(tensors)))
-    wanted = torch.autograd.grad(loss(*made.values()), list(made.values()))
-    assert_near(torch.func.grad(loss, argnums)(*tensors), wanted, 1e-12)
-    tangents = [torch.randn_like(z) for z in tensors]
-    _, slope = torch.func.jvp(loss, tuple(tensors), tuple(tangents))
-    assert_near([slope], [sum((g * t).sum() for g, t in zip(wanted, tangents, strict=True))], 1e-10)
-    several = [torch.stack([z, z.flip(-1)]) for z in tensors]
-    each = torch.stack([loss(*(z[i] for z in several)) for i in range(2)])
-    assert_near([torch.func.vmap(loss)(*several)], [each], 1e-12)
-
-
 # Graphs
 
 
 def scan(q, k, v, log_momentum, log_decay, cu_seqlens=None):
     return memory(q, k, v, log_momentum=log_momentum, log_decay=log_decay, cu_seqlens=cu_seqlens, return_state=True)
-
-
-def graph_inputs(length, batch=2):
-    made = make(batch, length=length)
-    return [made[name] for name in ("q", "k", "v", "log_momentum", "log_decay")]
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
@@ -345,35 +299,12 @@ def test_compiled_for_changing_lengths():
     """In one graph, with gradients, packed or not."""
     torch._dynamo.reset()
     compiled = torch.compile(scan, backend="inductor", fullgraph=True)
-    for length in (33, 50, 70, 200):
-        given = graph_inputs(length)
-        (out, state), (wanted, wanted_state) = compiled(*given), scan(*given)
-        assert_near([out, *state], [wanted, *wanted_state], 1e-12)
-        found, expected = (gradients([x], given) for x in (out, wanted))
-        assert_near(found, expected, 1e-12)
-    given, ends = graph_inputs(70, 1), torch.tensor([0, 3, 50, 70])
-    (out, state), (wanted, wanted_state) = compiled(*given, ends), scan(*given, ends)
-    assert_near([out, *state], [wanted, *wanted_state], 1e-12)
-    assert_near(gradients([out, *state], given), gradients([wanted, *wanted_state], given), 1e-12)
-
-
-class Scan(torch.nn.Module):
-    def forward(self, *given):
-        return scan(*given)
-
-
-@pytest.mark.slow
-def test_exported_for_any_length():
-    length = torch.export.Dim("length", min=2)
-    program = torch.export.export(Scan(), tuple(graph_inputs(20)), dynamic_shapes=(({2: length},) * 5,))
-    file = io.BytesIO()
-    torch.export.save(program, file)
-    file.seek(0)
-    loaded = torch.export.load(file).module()
-    for n in (2, 64, 65, 150):
-        given = [x.detach() for x in graph_inputs(n)]
-        (out, state), (wanted, wanted_state) = loaded(*given), scan(*given)
-        assert_near([out, *state], [wanted, *wanted_state], 1e-12)
+    for length, *ends in ((33,), (50,), (200,), (70, torch.tensor([0, 3, 50, 70]))):
+        made = make(1, length=length)
+        given = [made[name] for name in ("q", "k", "v", "log_momentum", "log_decay")]
+        found, wanted = ((out, *state) for out, state in (f(*given, *ends) for f in (compiled, scan)))
+        assert_near(found, wanted, 1e-12)
+        assert_near(gradients(found, given), gradients(wanted, given), 1e-12)
 
 
 def test_the_operator_is_described_to_graphs_as_it_is():
@@ -394,25 +325,18 @@ def test_the_operator_is_described_to_graphs_as_it_is():
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "message"),
+    ("change", "message"),
     [
-        ({"k": torch.zeros(2, 3, 22, 4)}, ValueError, "a key and a value for each query"),
-        ({"v": torch.zeros(2, 3, 23, 5).long()}, TypeError, "v must be floating point"),
-        ({"log_momentum": torch.zeros(2, 23, 3)}, ValueError, r"Fix: log_momentum.transpose\(1, 2\)"),
-        ({"log_decay": torch.zeros(2, 3, 23, 1)}, ValueError, r"Fix: log_decay.squeeze\(-1\)"),
-        ({"log_momentum": 0.9}, ValueError, r"at most 0, got 0.9. Fix: math.log\(0.9\)"),
-        ({"key_padding_mask": torch.zeros(3, 23).bool()}, ValueError, "key_padding_mask must be"),
-        ({"cu_seqlens": torch.tensor([0, 23])}, ValueError, "the batch must be 1, got 2"),
-        ({"cu_seqlens": [0, 23]}, TypeError, r"got list\. Fix: torch\.tensor"),
-        ({"initial_state": torch.zeros(2, 3, 4, 5)}, TypeError, "initial_state must be a HeavyBallMemoryState"),
-        ({"initial_state": State(*[torch.zeros(1, 3, 4, 5)] * 2)}, ValueError, "initial_state.s must be"),
+        ({"k": torch.zeros(2, 3, 22, 4)}, "a key and a value for each query"),
+        ({"v": torch.zeros(2, 3, 23, 5).long()}, "v must be floating point"),
+        ({"log_momentum": torch.zeros(2, 23, 3)}, r"Fix: log_momentum.transpose\(1, 2\)"),
+        ({"log_decay": torch.zeros(2, 3, 23, 1)}, r"Fix: log_decay.squeeze\(-1\)"),
+        ({"log_momentum": 0.9}, r"at most 0, got 0.9. Fix: math.log\(0.9\)"),
+        ({"key_padding_mask": torch.zeros(3, 23).bool()}, "key_padding_mask must be"),
+        ({"cu_seqlens": [0, 23]}, r"got list\. Fix: torch\.tensor"),
+        ({"initial_state": torch.zeros(2, 3, 4, 5)}, "initial_state must be a HeavyBallMemoryState"),
     ],
 )
-def test_bad_input_is_named(change, error, message):
-    with pytest.raises(error, match=message):
+def test_bad_input_is_named(change, message):
+    with pytest.raises((ValueError, TypeError), match=message):
         memory(**(make() | change))
-
-
-def test_boundaries_that_do_not_rise_are_named():
-    with pytest.raises(ValueError, match=r"cu_seqlens must rise from 0 to the length 23, got .*Fix"):
-        memory(**make(1), cu_seqlens=torch.tensor([0, 20, 10, 23]))

@@ -1,6 +1,5 @@
 """ODERNN: the loop in plain torch, padding, parts, inputs of the cell, layers, directions, grids, failures."""
 
-import copy
 import dataclasses
 import pickle
 
@@ -64,13 +63,6 @@ def make_mask():
     return torch.rand(4, 5, 3, generator=torch.Generator().manual_seed(3)) < 0.5
 
 
-def gradients(value, module):
-    value.square().sum().backward()
-    flat = torch.cat([p.grad.reshape(-1) for p in module.parameters() if p.grad is not None])
-    module.zero_grad()
-    return flat
-
-
 def joined(state):
     return state.h if state.m is None else torch.cat([state.h, state.m], -1)
 
@@ -93,11 +85,14 @@ def test_it_is_the_loop_of_solves_and_cells(field, solver):
     after = joined(rnn.filter(x, t, mask=mask, lengths=LENGTHS).after)
     expected = reference.ode_rnn(rnn, x, t, mask, LENGTHS)
     close(after, expected, rtol=1e-6, atol=1e-7)
-    got, expected = gradients(after, rnn), gradients(expected, rnn)
+    parts = (
+        torch.autograd.grad(y.square().sum(), list(rnn.parameters()), allow_unused=True) for y in (after, expected)
+    )
+    got, expected = (torch.cat([g.flatten() for g in each if g is not None]) for each in parts)
     assert (got - expected).norm() <= 1e-6 * expected.norm()
 
 
-@pytest.mark.parametrize("options", [{}, {"per_sample": False}, {"steps": 3}], ids=["sample", "batch", "steps"])
+@pytest.mark.parametrize("options", [{}, {"per_sample": False}, {"options": {"step_size": 0.5}}], ids=str)
 def test_gradients_of_equal_times_are_those_of_moving_them_apart(options):
     rnn = make_rnn(rtol=1e-9, atol=1e-9, bidirectional=True, missing="decay", elapsed_features=True, **options)
     (x, t), apart = make_series_with_ties(), 1e-5
@@ -195,20 +190,17 @@ def test_inputs_of_the_cell(options):
 
 
 def test_a_forecast_is_the_rest_of_the_series_without_samples():
-    rnn = make_rnn(rtol=1e-10, atol=1e-10)
-    x, t = make_series()
+    rnn, (x, t) = make_rnn(rtol=1e-10, atol=1e-10), make_series()
     _, after, state = rnn.filter(x, t)
-    ahead, end = rnn.forecast(after, torch.tensor([0.5, 1.5]))
-    assert ahead.shape == (4, 5, 2, 4)
+    ahead, end = rnn.forecast(after, torch.tensor([0.5, 1.5]))  # of each sample
     assert end.t.equal(t + 1.5)
-    last, _ = rnn.forecast(state, [0.5, 1.5])
+    last, end = rnn.forecast(state, [0.5, 1.5])
     close(ahead[:, -1], last, rtol=1e-9, atol=1e-10)
     later = torch.stack([t[:, -1] + 0.5, t[:, -1] + 1.5], 1)
     rest, _ = rnn(torch.zeros(4, 2, 3).double(), later, state, mask=torch.zeros(4, 2, dtype=torch.bool))
     close(last, rest, rtol=1e-9, atol=1e-10)
-    own, end = rnn.forecast(state, torch.tensor([[0.5], [1.5], [0.0], [3.0]]))
-    close(own[:2, 0], torch.stack([last[0, 0], last[1, 1]]), rtol=1e-8, atol=1e-9)
-    assert own[2, 0].equal(state.h[2])
+    own, _ = rnn.forecast(state, torch.tensor([[0.5], [1.5], [0.0], [3.0]]))
+    close(own[:3, 0], torch.stack([last[0, 0], last[1, 1], state.h[2]]), rtol=1e-8, atol=1e-9)
     rnn(x, t + end.t.max(), end)  # a series continues from a forecast
 
 
@@ -247,9 +239,6 @@ def test_two_layers_are_two_networks():
     ahead, later = rnn.forecast(state, [0.5, 1.0])
     close(ahead, upper.forecast(above, [0.5, 1.0])[0], rtol=1e-12, atol=1e-13)
     close(later.below.h, lower.forecast(below, [1.0])[1].h, rtol=1e-9, atol=1e-10)
-    assert rnn.forecast(rnn.filter(x, t, mask=mask).after, [0.5])[0].shape == (4, 5, 1, 4)
-    with pytest.raises(ValueError, match="the state has 1 layers, the module 2"):
-        rnn(x, t + 10, above, mask=mask)
 
 
 def test_two_directions_are_two_networks():
@@ -264,15 +253,12 @@ def test_two_directions_are_two_networks():
     reverse, start = back(x.flip(1), t[:, -1:] - t.flip(1), mask=mask.flip(1))
     close(output, torch.cat([expected, reverse.flip(1)], -1), rtol=1e-12, atol=1e-13)
     close(state.h, torch.cat([end.h, start.h], -1), rtol=1e-12, atol=1e-13)
-    for use in (lambda: rnn.filter(x, t), lambda: rnn.forecast(state, [1.0]), lambda: rnn(x, t + 10, state, mask)):
-        with pytest.raises(ValueError, match="a bidirectional ODERNN"):
-            use()
 
 
 @pytest.mark.parametrize("model", ["ghbnode", *slow("node", "anode", "sonode", "hbnode")])
-def test_every_parameter_learns_and_copies_agree(model):
-    options = {"missing": "decay", "num_layers": 2, "bidirectional": True, "static_size": 2, "dropout": 0.5}
-    rnn = make_rnn(model, **options, mask_features=True, elapsed_features=True, time_unit=5.0)
+def test_every_parameter_learns(model):
+    options = {"num_layers": 2, "bidirectional": True, "dropout": 0.5}
+    rnn = make_rnn(model, **options, **INPUTS["all"], time_unit=5.0)
     (x, t), given = make_series(), {"mask": make_mask(), "static": STATIC.clone().requires_grad_()}
     output, _ = rnn(x, t, **given)
     output.square().sum().backward()
@@ -281,9 +267,7 @@ def test_every_parameter_learns_and_copies_agree(model):
         assert p.grad is not None, name
         assert p.grad.any(), name
     assert not rnn(x, t, **given)[0].equal(output)  # another dropout
-    output, _ = rnn.eval()(x, t, **given)
-    for other in (copy.deepcopy(rnn), pickle.loads(pickle.dumps(rnn))):
-        assert other(x, t, **given)[0].equal(output)
+    assert rnn.eval()(x, t, **given)[0].equal(rnn(x, t, **given)[0])
 
 
 # Counts, grids, precision, programs
@@ -304,12 +288,9 @@ def test_counts():
 GAPS = torch.tensor([[0.0, 0.2, 1.0, 5.0], [0.0, 0.75, 0.9, 1.0], [0.0, 0.1, 3.1, 3.1001]], dtype=torch.float64)
 
 
-@pytest.mark.parametrize("is_fused", [True, False])
 @pytest.mark.parametrize("method", ["leapfrog", "nystrom4"])
-def test_a_grid_follows_the_gaps(method, is_fused, monkeypatch):
+def test_a_grid_follows_the_gaps(method):
     """Each gap of each sample in ceil(gap / h) equal steps: against a solve of its own for each."""
-    if not is_fused:
-        monkeypatch.setattr("hbnode.nn.ode_rnn.fuse", lambda *args: None)
     field = hbnode.HBNODE(hbnode.nn.MLP(4, [4], 4, activation=nn.Tanh), damping=0.3)
     rnn = hbnode.ODERNN(2, 4, field=field, method=method, options={"step_size": 0.25}).double()
     x = torch.randn(3, 4, 2, dtype=torch.float64)
@@ -337,9 +318,6 @@ def test_a_grid_counts_in_units_of_time_and_has_a_limit():
     assert rnn.nfe.steps == 4 + 12
     with pytest.raises(hbnode.errors.MaxStepsError, match=r"step_size=0.25 takes 400000 steps.*rnn.fit_time_unit"):
         rnn(x[:, :2], [0.0, 1e5])
-    t = GAPS.clone().requires_grad_()
-    rnn = hbnode.ODERNN(2, 4, rtol=1e-5, options={"step_size": 0.5}).double()
-    assert torch.autograd.gradcheck(lambda t: rnn(x.double(), t)[0][:, -1], t, eps=1e-6, atol=1e-5, fast_mode=True)
 
 
 class LinearCell(nn.Linear):
@@ -349,9 +327,8 @@ class LinearCell(nn.Linear):
         return super().forward(torch.cat([x, s], 1))
 
 
-@pytest.mark.parametrize("cell", ["gru", LinearCell(11, 8)], ids=["gru", "linear"])
-def test_autocast_and_states_that_are_saved(cell, tmp_path):
-    rnn = make_rnn(dtype=torch.float32, rtol=1e-3, atol=1e-3, cell=cell)
+def test_autocast_and_states_that_are_saved(tmp_path):
+    rnn = make_rnn(dtype=torch.float32, rtol=1e-3, atol=1e-3, cell=LinearCell(11, 8))
     x, t = make_series(torch.float32)
     filtered = rnn.filter(x, t)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -415,44 +392,33 @@ def test_the_adjoint_of_native_methods(options):
     close(found[1], found[0], rtol=1e-4, atol=1e-5)
 
 
-def test_an_adjoint_without_gradients_of_times_says_so():
-    rnn, (x, t) = make_rnn(**SOLVERS["dopri5-adjoint"], rtol=1e-3, atol=1e-3), make_series()
-    _, state = rnn(x, t)
-    for use in (lambda: rnn(x, t.requires_grad_()), lambda: rnn.forecast(state, torch.ones(1, requires_grad=True))):
-        with pytest.raises(ValueError, match=r"no gradient with respect to times.*Fix: gradient='direct', a native"):
-            use()
-
-
-@pytest.mark.parametrize(
-    ("options", "kind", "message"),
-    [
-        ({"field": "lstm"}, ValueError, "field must be one of"),
-        ({"cell": "lstm"}, ValueError, "cell must be one of"),
-        ({"method": "dopri5"}, ValueError, "per_sample"),
-        ({"dropout": 1.0, "num_layers": 2}, ValueError, r"dropout must be in \[0, 1\)"),
-        ({"num_layers": 2, "field": hbnode.HBNODE(nn.Linear(4, 4))}, ValueError, "field is one module"),
-        ({"options": {"step_size": 0}}, ValueError, "step_size must be a positive number"),
-        ({"steps": 2, "options": {"step_size": 0.5}}, ValueError, "were both given. Fix: leave steps out"),
-    ],
-)
-def test_wrong_options(options, kind, message):
-    with pytest.raises(kind, match=message):
-        hbnode.ODERNN(3, 4, **options)
-
-
-def test_wrong_states_and_modules():
-    rnn, (x, t) = hbnode.ODERNN(3, 4), make_series(torch.float32)
-    _, state = rnn(x, t)
-    later = lambda **change: rnn(x, t + 10, dataclasses.replace(state, **change))
-    static = hbnode.ODERNN(3, 4, static_size=2)
-    for use, kind, message in (
-        (lambda: rnn(x, t, state), ValueError, "lies after the first of t"),
-        (lambda: later(m=None), ValueError, "state's m must have"),
-        (lambda: rnn.forecast(state, [1.0, 0.5]), ValueError, "dt must be finite, >= 0"),
-        (lambda: state[-1], TypeError, r"read by name.*Fix: state\.h"),
-        (lambda: rnn(x, t, static=STATIC), ValueError, r"Fix: ODERNN\(..., static_size=2\)"),
-        (lambda: static(x, t), ValueError, r"static must be \(batch, static_size\) = \(4, 2\)"),
-        (lambda: hbnode.ODERNN(3, 4, cell=nn.Bilinear(3, 8, 5))(x, t), ValueError, "cell returned"),
+def test_what_is_refused():
+    rnn, static, (x, t) = hbnode.ODERNN(3, 4), hbnode.ODERNN(3, 4, static_size=2), make_series(torch.float32)
+    two, both = hbnode.ODERNN(3, 4, num_layers=2), hbnode.ODERNN(3, 4, bidirectional=True)
+    adjoint = make_rnn(**SOLVERS["dopri5-adjoint"], dtype=torch.float32)
+    make, field, (_, state) = hbnode.ODERNN, hbnode.HBNODE(nn.Linear(4, 4)), rnn(x, t)
+    no_gradient, dt = r"no gradient with respect to times.*Fix: gradient='direct', a native", torch.ones(1)
+    for message, use in (
+        ("field must be one of", lambda: make(3, 4, field="lstm")),
+        ("cell must be one of", lambda: make(3, 4, cell="lstm")),
+        ("per_sample", lambda: make(3, 4, method="dopri5")),
+        (r"dropout must be in \[0, 1\)", lambda: make(3, 4, dropout=1.0, num_layers=2)),
+        ("field is one module", lambda: make(3, 4, num_layers=2, field=field)),
+        ("step_size must be a positive number", lambda: make(3, 4, options={"step_size": 0})),
+        ("were both given. Fix: leave steps out", lambda: make(3, 4, steps=2, options={"step_size": 0.5})),
+        ("cell returned", lambda: make(3, 4, cell=nn.Bilinear(3, 8, 5))(x, t)),
+        (no_gradient, lambda: adjoint(x, t.clone().requires_grad_())),
+        (no_gradient, lambda: adjoint.forecast(adjoint(x, t)[1], dt.requires_grad_())),
+        ("a bidirectional ODERNN", lambda: both.filter(x, t)),
+        ("a bidirectional ODERNN", lambda: both.forecast(both(x, t)[1], [1.0])),
+        ("a bidirectional ODERNN", lambda: both(x, t + 10, both(x, t)[1])),
+        ("the state has 1 layers, the module 2", lambda: two(x, t + 10, state)),
+        ("lies after the first of t", lambda: rnn(x, t, state)),
+        ("state's m must have", lambda: rnn(x, t + 10, dataclasses.replace(state, m=None))),
+        ("dt must be finite, >= 0", lambda: rnn.forecast(state, [1.0, 0.5])),
+        (r"read by name.*Fix: state\.h", lambda: state[-1]),
+        (r"Fix: ODERNN\(..., static_size=2\)", lambda: rnn(x, t, static=STATIC)),
+        (r"static must be \(batch, static_size\) = \(4, 2\)", lambda: static(x, t)),
     ):
-        with pytest.raises(kind, match=message):
+        with pytest.raises((TypeError, ValueError), match=message):
             use()

@@ -107,13 +107,11 @@ def test_gradients_of_the_closed_form(dt):
 @pytest.mark.parametrize("dt", [-0.5, math.nan, math.inf])
 def test_a_step_over_no_time_that_can_pass_is_refused(dt):
     gaps = torch.tensor([0.0, 1.0, dt])
-    for function in (oscillator_step, held_response):
-        for wrong in (dt, gaps):
-            message = rf"dt must hold finite times >= 0, got {dt}. Fix: dt = later - earlier"
-            with pytest.raises(ValueError, match=message):
-                function(0.5, 2.0, wrong)
-        found = torch.func.vmap(lambda gap, f=function: f(0.5, 2.0, gap)[0])(gaps)  # values are unknown while tracing
-        torch.testing.assert_close(found[:2], function(0.5, 2.0, gaps[:2])[0])
+    for function, wrong in itertools.product((oscillator_step, held_response), (dt, gaps)):
+        with pytest.raises(ValueError, match=rf"dt must hold finite times >= 0, got {dt}. Fix: dt = later - earlier"):
+            function(0.5, 2.0, wrong)
+    found = torch.func.vmap(lambda gap: oscillator_step(0.5, 2.0, gap)[0])(gaps)  # values are unknown while tracing
+    torch.testing.assert_close(found[:2], oscillator_step(0.5, 2.0, gaps[:2])[0])
 
 
 @pytest.mark.sparse
@@ -122,7 +120,7 @@ def test_a_step_over_no_time_that_can_pass_is_refused(dt):
     ("times", "length", "mixed"),
     [
         *(("own", 53, True), ("even", 53, True), ("shared", 53, True), ("none", 53, False), ("none", 1, True)),
-        *slow(("own", 53, False), ("own", 1, False), ("own", 1, True), ("none", 53, True), ("none", 1, False)),
+        *slow(("own", 53, False), ("own", 1, True)),
     ],
 )
 def test_scan_against_the_loop(narrow, discretization, input, mixed, times, length):
@@ -225,10 +223,8 @@ def test_shared_times_that_go_on_after_the_longest_series(options, bidirectional
     torch.testing.assert_close(*found, rtol=1e-8, atol=1e-9)
 
 
-@pytest.mark.parametrize("start", [0.0, 1.7e9])
-def test_times_that_drift_slowly_are_not_taken_as_equally_spaced(start):
-    torch.manual_seed(0)
-    count, unit = 4_000, 1.0 if start == 0.0 else 1e-3
+def test_times_that_drift_slowly_are_not_taken_as_equally_spaced():
+    count, unit, start = 4_000, 1e-3, 1.7e9
     gaps = unit * torch.cat([torch.full((count // 2,), g, dtype=torch.float64) for g in (0.9997, 1.0003)])
     layer = hbnode.nn.Oscillators(
         1, 1, 4, frequency=(0.1 / unit, 0.25 / unit), decay=(1e-3 / unit, 2e-3 / unit)
@@ -245,15 +241,11 @@ def test_times_that_drift_slowly_are_not_taken_as_equally_spaced(start):
 def test_both_directions():
     layer = make(bidirectional=True)
     x, t, lengths = torch.randn(3, 30, 3, dtype=torch.float64), times_with_ties(3, 30), [30, 12, 1]
-    y, state = layer(x, t, lengths=lengths)
+    y, _ = layer(x, t, lengths=lengths)
     for i, length in enumerate(lengths):
         turned = (t[i, length - 1] - t[i, :length]).flip(0)
         behind, _ = layer.reverse(x[i : i + 1, :length].flip(1), turned)
         torch.testing.assert_close(y[i, :length, 4:], behind[0].flip(0), rtol=0, atol=1e-12)
-        assert not y[i, length:].any()
-    for use in (lambda: layer(x, None, state), lambda: layer.forecast(state, [1.0])):
-        with pytest.raises(ValueError, match="bidirectional Oscillators layer"):
-            use()
 
 
 @both
@@ -262,13 +254,12 @@ def test_the_cell_continues_a_layer(input):
     cell.load_state_dict(layer.state_dict())
     x, t = torch.randn(2, 12, 3, dtype=torch.float64), torch.rand(2, 12).double().cumsum(1)
     whole, end = layer(x, t)
-    y, state = layer(x[:, :7], t[:, :7])
+    torch.testing.assert_close(cell(x[:, 0])[0], whole[:, 0])
+    _, state = layer(x[:, :7], t[:, :7])
     for i in range(7, 12):
         y, state = cell(x[:, i], state, t[:, i] - t[:, i - 1])
         torch.testing.assert_close(y, whole[:, i], rtol=0, atol=1e-12)
     torch.testing.assert_close((state.v, state.x, state.t), (end.v, end.x, end.t), rtol=0, atol=1e-12)
-    y, state = cell(x[:, 0])
-    torch.testing.assert_close(y, whole[:, 0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -305,8 +296,7 @@ def test_one_gradient_is_that_of_all(wanted):
     torch.testing.assert_close(torch.autograd.grad(layer(x, t)[0].square().sum(), leaves[wanted])[0], right)
 
 
-@pytest.mark.parametrize("compile", [lambda function: function, *slow(lambda f: torch.compile(f, backend="eager"))])
-def test_second_derivatives_and_transforms(compile):
+def test_second_derivatives_and_forward_mode():
     layer = make(2, 2, 3, mixed=True)
     x, t = torch.randn(1, 6, 2, dtype=torch.float64), torch.rand(6).double().cumsum(0)
 
@@ -318,54 +308,39 @@ def test_second_derivatives_and_transforms(compile):
         right = second()
     torch.testing.assert_close(second(), right)
     assert right.abs().min() > 0
-    function = lambda x: layer(x, t)[0]
-    tangent = lambda x: torch.func.jvp(function, (x,), (torch.ones_like(x),))[1]
-    torch.testing.assert_close(compile(tangent)(x), layer(torch.ones_like(x), t)[0])
-    each = torch.func.vmap(lambda x, t: layer(x[None], t[None])[0][0])(x, t[None])
-    torch.testing.assert_close(each, layer(x, t)[0])
-    slope = compile(torch.func.grad(lambda x: function(x).square().sum()))(x)
-    x.requires_grad_()
-    torch.testing.assert_close(slope, torch.autograd.grad(function(x).square().sum(), x)[0])
+    _, tangent = torch.func.jvp(lambda x: layer(x, t)[0], (x,), (torch.ones_like(x),))
+    torch.testing.assert_close(tangent, layer(torch.ones_like(x), t)[0])
 
 
-@pytest.mark.parametrize(("input", "times"), slow(("impulse", "none"), ("hold", "padded")))
-def test_torch_compile_has_one_graph(input, times):
+@pytest.mark.slow
+@both
+def test_torch_compile_has_one_graph(input):
     torch.compiler.reset()
     layer, cell = make(input=input, mixed=True), hbnode.nn.OscillatorCell(3, 4, 5, input=input).double()
-    t, lengths = None, None
-    if times == "padded":  # by any times
-        t, lengths = torch.cat([torch.rand(30).double().cumsum(0), torch.zeros(20)]), torch.tensor([30, 9])
+    t, lengths = torch.cat([torch.rand(30).double().cumsum(0), torch.zeros(20)]), torch.tensor([30, 9])
 
     def run(x):
         y, state = layer(x, t, lengths=lengths)
-        ahead = layer.forecast(state, torch.tensor([0.5, 1.0]))[0] if input == "impulse" else y
+        ahead, _ = layer.forecast(state, torch.tensor([0.5, 1.0]))
         return y, ahead, state.v, state.t, cell(x[:, 0], state, 0.5)[0]
 
-    x = torch.randn(50, 2, 3, dtype=torch.float64).transpose(0, 1).requires_grad_()  # not contiguous
-    found, right = torch.compile(run, backend="aot_eager", fullgraph=True)(x), run(x)
-    torch.testing.assert_close(found, right)
-    leaves = [x, *layer.parameters()]
-    ours, theirs = (torch.autograd.grad(z[0].square().sum() + z[2].sum(), leaves) for z in (found, right))
-    torch.testing.assert_close(ours, theirs)
+    x = torch.randn(50, 2, 3, dtype=torch.float64).transpose(0, 1)  # not contiguous
+    torch.testing.assert_close(torch.compile(run, backend="aot_eager", fullgraph=True)(x), run(x))
 
 
 def test_initial_oscillators_are_in_their_ranges():
     layer = hbnode.nn.Oscillators(1, 1, 500, frequency=(0.1, 2.0), decay=(0.01, 0.3))
     damped = (layer.stiffness - (layer.damping / 2).square()).sqrt() / (2 * math.pi)
-    assert 0.099 < damped.min() < 0.11
-    assert 1.8 < damped.max() < 2.01
-    assert 0.0099 < layer.damping.min() / 2 < 0.011
-    assert 0.28 < layer.damping.max() / 2 < 0.301
-    assert (layer.frequency >= damped).all()
+    torch.testing.assert_close(torch.stack(damped.aminmax()), torch.tensor([0.1, 2.0]), rtol=0.1, atol=0)
+    torch.testing.assert_close(torch.stack(layer.damping.aminmax()) / 2, torch.tensor([0.01, 0.3]), rtol=0.1, atol=0)
 
 
 def test_ranges_of_gaps():
     t = torch.tensor([[0.0, 1.0, 2.0, 10.0], [5.0, 6.0, 0.0, 0.0]])
     slowest = 1 / 300  # a thirtieth of 1 / span
-    ranges = {"frequency": pytest.approx((slowest, 0.25)), "decay": pytest.approx((slowest, 0.1))}
-    assert hbnode.nn.oscillator_ranges(t, lengths=[4, 2]) == ranges
-    ranges["frequency"] = pytest.approx((2 / 10, 0.25))  # 2 / span
-    assert hbnode.nn.oscillator_ranges(t, lengths=[4, 2], selective=True) == ranges
+    for selective, lowest in ((False, slowest), (True, 2 / 10)):
+        ranges = {"frequency": pytest.approx((lowest, 0.25)), "decay": pytest.approx((slowest, 0.1))}
+        assert hbnode.nn.oscillator_ranges(t, lengths=[4, 2], selective=selective) == ranges
     mask = torch.tensor([[True, False, True, True], [True, True, False, False]])
     assert hbnode.nn.oscillator_ranges(t, mask)["frequency"] == pytest.approx((slowest, 0.125))
     with pytest.raises(ValueError, match="no two observed samples"):
@@ -373,17 +348,20 @@ def test_ranges_of_gaps():
 
 
 def test_wrong_input():
-    layer, x = make(dtype=torch.float32), torch.randn(2, 5, 3)
-    _, state = layer(x, torch.arange(5.0))
-    cell = hbnode.nn.OscillatorCell(3, 4, 5)
+    layer, x, t = make(dtype=torch.float32), torch.randn(2, 5, 3), torch.arange(5.0)
+    both_ways, cell = make(dtype=torch.float32, bidirectional=True), hbnode.nn.OscillatorCell(3, 4, 5)
+    stack = hbnode.nn.OscillatorStack(3, 4, head="classification")
+    (_, state), (_, states) = layer(x, t), stack(x, t)
     for call, arguments, kind, message in (
         (layer, (x.double(),), TypeError, "the parameters are torch.float32"),
-        (layer, (x, -torch.arange(5.0)), ValueError, "t must not decrease"),
+        (layer, (x, -t), ValueError, "t must not decrease"),
         (layer, (x, state), TypeError, r"Fix: layer\(x, None, state\)"),
-        (layer, (x, torch.arange(5.0), state), ValueError, "state's time lies after"),
+        (layer, (x, t, state), ValueError, "state's time lies after"),
         (layer, (x, None, (state.v, state.x)), TypeError, "must be an OscillatorState"),
         (cell, (x[:, 0].double(),), TypeError, r"x is torch.float64, .* torch.float32;.*Fix: x.to\(torch.float32\)"),
-        (cell, (x[:, 0], state, [1.0]), ValueError, "dt must be a number"),
+        (both_ways, (x, None, state), ValueError, "bidirectional Oscillators layer"),
+        (stack, (x, t, state), ValueError, "state must be an OscillatorStackState of"),
+        (stack.forecast, (states, [1.0]), ValueError, "forecast is for head='regression'.*Fix: head='regression'"),
         (cell, (x[:, 0], state, -1.0), ValueError, "not negative"),
         (layer.forecast, (state, torch.zeros(3, 2)), ValueError, "dt must be"),
         *((layer.forecast, (state, dt), ValueError, "be finite, >= 0") for dt in ([-1.0], [math.nan], [1.0, 0.5])),
@@ -392,16 +370,12 @@ def test_wrong_input():
             call(*arguments)
 
 
-@pytest.mark.parametrize("name", ["log_damping", "log_stiffness", "weight_in", "weight_out"])
-def test_a_parameter_that_is_not_finite_is_named(name):
+def test_what_is_not_finite_is_named():
     layer, x, t = case()
-    with torch.no_grad():
-        getattr(layer, name).view(-1)[1] = math.nan
-    with pytest.raises(FloatingPointError, match=f"^{name} is NaN"):
-        layer(x, t)
-
-
-def test_steps_that_are_unstable_and_samples_that_overflow_are_named():
+    for name, parameter in layer.named_parameters():
+        broken = {name: torch.full_like(parameter, math.nan)}
+        with pytest.raises(FloatingPointError, match=f"^{name} is NaN"):
+            torch.func.functional_call(layer, broken, (x, t))
     layer, x, _ = case(discretization="imex", frequency=(1.0, 2.0))
     with pytest.raises(FloatingPointError, match=r"longer than about 2/√κ.*discretization='exact'"):
         layer(x.repeat(1, 20, 1), 3.0 * torch.arange(600))
@@ -481,45 +455,10 @@ def test_the_unit_of_ages_is_saved_where_there_are_ages():
         assert "inputs.time_unit" not in kind(3, 4, mask_features=True).state_dict()
 
 
-@pytest.mark.sparse
-@pytest.mark.parametrize("head", ["classification", "regression"])
-@both
-def test_heads_of_a_stack(head, input):
-    torch.manual_seed(0)
-    model = hbnode.nn.OscillatorStack(3, 8, num_layers=2, output_size=5, head=head, input=input).double()
-    x, t = torch.randn(3, 20, 3, dtype=torch.float64), torch.rand(3, 20).double().cumsum(1)
-    mask, lengths = torch.rand(3, 20, 3) < 0.7, [20, 7, 1]
-    y, state = model(x, t, mask=mask, lengths=lengths)
-    assert y.shape == ((3, 5) if head == "classification" else (3, 20, 5))
-    for i, length in enumerate(lengths):
-        alone, end = model(x[i : i + 1, :length], t[i, :length], mask=mask[i : i + 1, :length])
-        found = y[i] if head == "classification" else y[i, :length]
-        torch.testing.assert_close((found, state.v[:, i]), (alone[0], end.v[:, 0]), rtol=0, atol=1e-10)
-    if head == "regression":
-        first, state = model(x[:, :9], t[:, :9], mask=mask[:, :9])
-        second, _ = model(x[:, 9:], t[:, 9:], state, mask[:, 9:])
-        torch.testing.assert_close(torch.cat([first, second], 1), model(x, t, mask=mask)[0], rtol=0, atol=1e-10)
-
-
-def test_what_a_stack_refuses():
-    Stack = hbnode.nn.OscillatorStack
-    stack, x, t = Stack(2, 4, head="classification"), torch.randn(3, 5, 2), torch.arange(5.0)
-    _, state = stack(x, t)
-    for use, message in (
-        (lambda: Stack(3, 8, head="mean"), "head must"),
-        (lambda: stack(x, state=Stack(2, 4, num_layers=3)(x)[1]), "state must be an OscillatorStackState of 2 layers"),
-        (lambda: stack.forecast(state, [1.0]), "forecast is for head='regression'.*Fix: head='regression'"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            use()
-
-
-def test_gradients_of_times(narrow):
-    for mixed, (discretization, input) in itertools.product([False, True], VARIANTS):
-        layer = make(2, 2, 4, discretization=discretization, input=input, mixed=mixed)
-        x = torch.randn(2, 17, 2, dtype=torch.float64)
-        t = times_with_ties(2, 17).requires_grad_()
-        zeros = torch.zeros(2, 4, dtype=torch.float64)
-        y, state = layer(x, t)
-        expected = layer_loop(layer, x, gaps_before(t, 2), zeros, zeros)
-        compare((y, state.v, state.x), expected, [t], 1e-10)
+def test_a_classification_reads_each_series_at_its_end():
+    stack = hbnode.nn.OscillatorStack(3, 8, num_layers=2, output_size=5, head="classification").double()
+    x, t, mask, _ = with_holes({})
+    y, _ = stack(x, t, mask=mask, lengths=[12, 7])
+    for i, length in enumerate((12, 7)):
+        alone, _ = stack(x[i : i + 1, :length], t[i, :length], mask=mask[i : i + 1, :length])
+        torch.testing.assert_close(y[i], alone[0], rtol=0, atol=1e-10)

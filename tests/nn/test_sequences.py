@@ -49,24 +49,10 @@ def test_the_fitted_unit_is_ten_median_gaps_without_padding():
     assert rnn.fit_time_unit([0, 2, 2, 2, 4]).time_unit == 20.0  # equal times are no gap
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (([[0.0], [1.0]],), "no two samples"),
-        (([0.0, 1.0, 0.5],), "must not decrease.*lengths="),
-        (([0.0, float("nan")],), "not finite"),
-    ],
-)
-def test_times_that_cannot_be_fitted(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        hbnode.ODERNN(2, 4).fit_time_unit(*arguments)
-
-
-def test_the_unit_is_saved_and_shown():
+def test_the_unit_is_saved():
     rnn, fresh = hbnode.ODERNN(2, 4, time_unit=86400.25), hbnode.ODERNN(2, 4)
     fresh.load_state_dict(rnn.state_dict())
     assert fresh.time_unit == copy.deepcopy(rnn).half().time_unit == 86400.25
-    assert "time_unit=86400" in repr(rnn)
     rnn.time_unit = torch.tensor(3600.0)
     assert rnn.time_unit == 3600
     for wrong in (0.0, -1, float("nan"), None):
@@ -111,7 +97,6 @@ def test_times_since_1970(per_sample):
     [
         ("rnn.forecast(state, {})[1].t", "dt", ["1h", "6h"], 21.0),
         ("rnn.forecast(state, {})[1].t", "dt", pandas.to_timedelta([1, 6], "h"), 21.0),
-        ("rnn(x, {})[1].t", "t", DATES, 15.0),
         ("rnn(x, {})[1].t", "t", pandas.Series(DATES), 15.0),
         ("rnn.fit_time_unit({}).time_unit", "t", DATES, 30.0),
         ("hbnode.ODERNN(1, 4, time_unit={}).time_unit", "time_unit", "10h", 10.0),
@@ -165,19 +150,11 @@ def test_rounded_times_are_refused_wherever_times_enter():
             use()
 
 
-@pytest.mark.parametrize(
-    "t",
-    [
-        torch.full((6,), 5.0),
-        1.7e9 + 86_400 * torch.arange(6.0, dtype=torch.float64).float(),  # half a minute in a day
-        87_000 + torch.arange(6.0) / 2,  # half hours of ten years, exact
-        torch.arange(6.0).half(),
-    ],
-    ids=["equal", "days", "half_hours", "half"],
-)
-def test_times_without_lost_digits_are_those_of_float64(t):
-    x = torch.randn(2, 6, 2)
-    for layer in (hbnode.ODERNN(2, 4, time_unit=1e5), hbnode.nn.Oscillators(2, 4)):
+@pytest.mark.parametrize("layer", [hbnode.ODERNN(2, 4, time_unit=1e5), hbnode.nn.Oscillators(2, 4)], ids=["rnn", "osc"])
+def test_times_without_lost_digits_are_those_of_float64(layer):
+    x, count = torch.randn(2, 6, 2), torch.arange(6.0)
+    days = 1.7e9 + 86_400 * count.double()  # of which half a minute is lost
+    for t in (torch.full((6,), 5.0), days.float(), 87_000 + count / 2, count.half()):
         close(layer(x, t)[0], layer(x, t.double())[0], rtol=1e-4, atol=1e-5)
 
 
@@ -195,10 +172,8 @@ def test_times_are_real_numbers(layer):
 
 @every_layer
 def test_the_device_meta_is_refused(layer):
-    given, call = (
-        {"x": torch.randn(1, 6, 2), "t": torch.arange(6.0), "mask": torch.ones(1, 6, dtype=torch.bool)},
-        layer(),
-    )
+    given = {"x": torch.randn(1, 6, 2), "t": torch.arange(6.0), "mask": torch.ones(1, 6, dtype=torch.bool)}
+    call = layer()
     for name, value in given.items():
         with pytest.raises(ValueError, match=rf"{name} is on the device meta, which stores no numbers\. Fix: "):
             call(**given | {name: value.to("meta")})
@@ -212,17 +187,7 @@ CONTINUED = {
     "oscillators": lambda: hbnode.nn.Oscillators(2, 4, input="hold", missing="decay"),
     "selective": lambda: hbnode.nn.Oscillators(2, 4, selective=True),
     "stack": lambda: hbnode.nn.OscillatorStack(2, 4, missing="hold"),
-    "recurrent": lambda: Timeless(hbnode.nn.MomentumLSTM(2, 4, batch_first=True)),
 }
-
-
-class Timeless(torch.nn.Module):
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x, t, state=None):
-        return self.layer(x, state)
 
 
 @pytest.mark.parametrize("name", CONTINUED)
@@ -231,19 +196,19 @@ def test_a_state_made_in_inference_mode_can_be_used_in_training(name):
     with torch.inference_mode():
         _, state = layer(x, t)
     output = layer(x, 6 + t, state)[0]
-    (output.sum() + (0 if name == "recurrent" else layer.forecast(state, [0.5])[0].sum())).backward()
-    grads = [p.grad for p in layer.parameters() if p.grad is not None]
-    assert grads
-    assert all(grad.isfinite().all() for grad in grads)
     close(output, layer(x, 6 + t, layer(x, t)[1])[0])
+    grads = torch.autograd.grad(
+        output.sum() + layer.forecast(state, [0.5])[0].sum(), list(layer.parameters()), allow_unused=True
+    )
+    assert any(g is not None and g.any() for g in grads)
+    assert all(g is None or g.isfinite().all() for g in grads)
 
 
-@pytest.mark.parametrize("name", ["ode_rnn", "stack"])
-def test_states_are_real_numbers(name):
+@pytest.mark.parametrize(("name", "entry"), [("ode_rnn", "h"), ("stack", "v")])
+def test_states_are_real_numbers(name, entry):
     layer, x, t = CONTINUED[name](), torch.randn(1, 6, 2), torch.arange(6.0)
     _, state = layer(x, t)
     for kind in (torch.complex64, torch.bool, "meta"):
-        entry = "h" if name == "ode_rnn" else "v"
         wrong = dataclasses.replace(state, **{entry: getattr(state, entry).to(kind)})
         message = "the state is on the device meta" if kind == "meta" else "the state must hold real numbers"
         for call in (lambda s: layer(x, 6 + t, s), lambda s: layer.forecast(s, [1.0])):
@@ -254,24 +219,29 @@ def test_states_are_real_numbers(name):
 # What is refused
 
 
-@pytest.mark.parametrize(
-    ("change", "kind", "message"),
-    [
-        ({"x": torch.zeros(3, 6, 3)}, ValueError, "input_size=2.*Fix: input_size=3"),
-        ({"x": torch.zeros(6, 2)}, ValueError, r"Fix: x.unsqueeze\(0\) for a single series"),
-        ({"x": torch.zeros(3, 6, 2).double()}, TypeError, r"Fix: x.to\(torch.float32\), or .to\(torch.float64\)"),
-        ({"x": torch.full((3, 6, 2), torch.nan)}, ValueError, "mask=torch.isfinite"),
-        ({"t": 5 - torch.arange(6.0)}, ValueError, r"sequence 0 t\[0\]=5 is followed by 4. Fix: lengths="),
-        ({"t": [0.0, 1.0, torch.nan, 3.0, 4.0, 5.0]}, ValueError, "t is not finite"),
-        ({"mask": torch.ones(3, 6)}, ValueError, "mask must be bool"),
-        ({"lengths": torch.tensor([1, 0, 3])}, ValueError, r"Fix: series = series.select\(series.lengths > 0\)"),
-        ({"lengths": torch.tensor([1, 7, 3])}, ValueError, "between 1 and T=6"),
-    ],
-)
-def test_wrong_series(change, kind, message):
-    x, t = make_series()
-    with pytest.raises(kind, match=message):
-        hbnode.ODERNN(2, 4)(**{"x": x, "t": t} | change)
+def test_wrong_series():
+    rnn, (x, t) = hbnode.ODERNN(2, 4), make_series()
+    packed, times = (pack_padded_sequence(z, LENGTHS, batch_first=True) for z in (x, t))
+    for message, call in (
+        ("input_size=2.*Fix: input_size=3", lambda: rnn(torch.zeros(3, 6, 3), t)),
+        (r"Fix: x.unsqueeze\(0\) for a single series", lambda: rnn(x[0], t)),
+        (r"Fix: x.to\(torch.float32\), or .to\(torch.float64\)", lambda: rnn(x.double(), t)),
+        ("mask=torch.isfinite", lambda: rnn(torch.nan * x, t)),
+        (r"sequence 0 t\[0\]=5 is followed by 4. Fix: lengths=", lambda: rnn(x, 5 - torch.arange(6.0))),
+        ("t is not finite", lambda: rnn(x, [0.0, 1.0, torch.nan, 3.0, 4.0, 5.0])),
+        ("mask must be bool", lambda: rnn(x, t, mask=torch.ones(3, 6))),
+        (r"Fix: series = series.select\(series.lengths > 0\)", lambda: rnn(x, t, lengths=torch.tensor([1, 0, 3]))),
+        ("between 1 and T=6", lambda: rnn(x, t, lengths=torch.tensor([1, 7, 3]))),
+        ("has its own", lambda: rnn(packed, times, lengths=LENGTHS)),
+        (r"expected a padded tensor.*Fix", lambda: rnn.filter(packed, times)),
+        (r"t is a PackedSequence and x is not.*Fix: pad_packed_sequence", lambda: rnn(x, times)),
+        ("mask is a PackedSequence and x is not", lambda: rnn(x, t, mask=times)),
+        ("no two samples", lambda: rnn.fit_time_unit([[0.0], [1.0]])),
+        ("must not decrease.*lengths=", lambda: rnn.fit_time_unit([0.0, 1.0, 0.5])),
+        ("not finite", lambda: rnn.fit_time_unit([0.0, float("nan")])),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            call()
 
 
 def test_the_fix_for_times_that_decrease_sorts_samples_with_them():
@@ -292,16 +262,3 @@ def test_the_fix_for_lists_of_arrays_makes_a_series_of_them(array):
         names["rnn"](x, t)
     make, call = str(error.value).split("Fix: series = ")[1].rstrip(".").split(", and ")
     assert eval(call, names | {"series": eval(make, names)})[0].shape == (2, 3, 4)
-
-
-def test_packed_and_padded_do_not_mix():
-    rnn, (x, t) = hbnode.ODERNN(2, 4), make_series()
-    packed, times = (pack_padded_sequence(z, LENGTHS, batch_first=True) for z in (x, t))
-    with pytest.raises(ValueError, match="has its own"):
-        rnn(packed, times, lengths=LENGTHS)
-    with pytest.raises(TypeError, match=r"expected a padded tensor.*Fix"):
-        rnn.filter(packed, times)
-    with pytest.raises(ValueError, match=r"t is a PackedSequence and x is not.*Fix: pad_packed_sequence"):
-        rnn(x, times)
-    with pytest.raises(ValueError, match=r"mask is a PackedSequence and x is not"):
-        rnn(x, t, mask=times)

@@ -1,6 +1,5 @@
 """Transformer layers, connections over depth, and the model that streams."""
 
-import copy
 import functools
 import math
 import pickle
@@ -53,39 +52,32 @@ def tokens(length=9, batch=3):
 
 
 def written_out(stack, x, norm_first, connection):
-    """The stack with each connection's equation written out."""
+    """The stack with each connection's equation written out; β = 0 and γ = 1 are the residual x + g."""
     previous = earlier = None
     v = torch.zeros_like(x)
+    normed = lambda norm, z, is_here: norm(z) if is_here else z
     for layer in stack:
         mu = layer.connection.look_ahead_size if connection == "nesterov" else 0.0
-        here, g = x, x + mu * v
-        g = layer.norm1(g) if norm_first else g
-        g = layer.self_attn(g)[0]
+        beta, gamma = (0.9 if connection == "momentum_state" else 0.0, 0.0), (1.0, 1.0)
         if connection in ("heavy_ball", "nesterov"):
             beta, gamma = layer.connection.momentum, layer.connection.step_size
-            v = beta[0] * v + gamma[0] * g
-            x = x + v
-        elif connection == "momentum_state":
-            v = 0.9 * v + g
-            x = x + v
-        else:
-            x = x + g
+        here, g = x, layer.self_attn(normed(layer.norm1, x + mu * v, norm_first))[0]
+        v = beta[0] * v + gamma[0] * g
+        x = x + v
         if connection == "momentum" and previous is not None:
             x = x + 0.9 * (here - previous)
         if connection == "adaptive" and previous is not None:
             ratio = (g - earlier).norm(dim=-1, keepdim=True) / earlier.norm(dim=-1, keepdim=True)
             x = x + torch.clamp((1 - ratio.sqrt()) ** 2, 0, 1 - 1e-3) * (here - previous)
         previous, earlier = here, g
-        x = x if norm_first else layer.norm1(x)
-        h = x + mu * v
-        h = layer.norm2(h) if norm_first else h
-        h = layer.linear2(torch.relu(layer.linear1(h)))
-        if connection in ("heavy_ball", "nesterov"):
+        x = normed(layer.norm1, x, not norm_first)
+        h = layer.linear2(torch.relu(layer.linear1(normed(layer.norm2, x + mu * v, norm_first))))
+        if connection == "momentum_state":  # whose velocity is that of the attention alone
+            x = x + h
+        else:
             v = beta[1] * v + gamma[1] * h
             x = x + v
-        else:
-            x = x + h
-        x = x if norm_first else layer.norm2(x)
+        x = normed(layer.norm2, x, not norm_first)
     return x
 
 
@@ -119,20 +111,8 @@ def test_adaptive_momentum(dtype, tolerance):
 # Layers against torch's
 
 
-@pytest.mark.parametrize(("norm_first", "causal"), [(True, True), (False, False)])
-def test_softmax_layer_is_torchs(norm_first, causal):
-    torch.manual_seed(0)
-    theirs = nn.TransformerEncoderLayer(E, H, F, 0.0, batch_first=True, norm_first=norm_first, dtype=torch.float64)
-    (ours,) = layers(1, attention="softmax", attention_options={"rotary": False}, norm_first=norm_first, causal=causal)
-    ours.load_state_dict(theirs.state_dict())
-    x = inputs()
-    mask = nn.Transformer.generate_square_subsequent_mask(7, dtype=torch.float64) if causal else None
-    close(ours(x)[0], theirs(x, mask))
-
-
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_softmax_decoder_layer_is_torchs(norm_first):
-    torch.manual_seed(0)
     options = {"dropout": 0.0, "batch_first": True, "norm_first": norm_first, "dtype": torch.float64}
     theirs = nn.TransformerDecoderLayer(E, H, F, **options)
     ours = MomentumTransformerDecoderLayer(E, H, F, attention="softmax", attention_options={"rotary": False}, **options)
@@ -171,28 +151,24 @@ def test_streaming_equals_the_whole(attention, options):
     assert state.position.tolist() == [9, 9, 9]
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("attention", ["momentum", "softmax", "heavy_ball"])
-def test_prompts_of_different_lengths(attention):
+def test_prompts_of_different_lengths(attention, side):
     """Padding on either side changes nothing, and generation goes on from the last token that counts."""
-    net, x = model(attention), tokens(6)
-    lengths = [6, 4, 1]
-    for side in ("left", "right"):
-        padded, ignored = torch.zeros_like(x), torch.ones(3, 6, dtype=torch.bool)
-        for row, length in enumerate(lengths):
-            place = slice(6 - length, 6) if side == "left" else slice(0, length)
-            padded[row, place], ignored[row, place] = x[row, :length], False
-        output, state = net.prefill(padded, key_padding_mask=ignored)
-        close(net(padded, ignored)[~ignored], output[~ignored])
-        assert state.position.tolist() == lengths
-        y, _ = net.step(torch.tensor([1, 2, 3]), state)
-        generated = net.generate(padded, 5, key_padding_mask=ignored, temperature=0)
-        for row, length in enumerate(lengths):
-            alone = x[row : row + 1, :length]
-            close(output[row : row + 1, ~ignored[row]], net(alone))
-            close(y[row], net(torch.cat((alone, torch.tensor([[row + 1]])), 1))[0, -1])
-            for _ in range(5):
-                alone = torch.cat((alone, net(alone)[:, -1:].argmax(-1)), 1)
-            assert torch.equal(generated[row, 6:], alone[0, length:])
+    net, x, lengths = model(attention), tokens(6), [6, 4, 1]
+    places, counts = torch.arange(6), torch.tensor(lengths)[:, None]
+    ignored = places < 6 - counts if side == "left" else places >= counts
+    padded = torch.zeros_like(x).masked_scatter(~ignored, torch.cat([x[i, :n] for i, n in enumerate(lengths)]))
+    output, state = net.prefill(padded, key_padding_mask=ignored)
+    close(net(padded, ignored)[~ignored], output[~ignored])
+    assert state.position.tolist() == lengths
+    generated = net.generate(padded, 5, key_padding_mask=ignored, temperature=0)
+    for row, length in enumerate(lengths):
+        alone = x[row : row + 1, :length]
+        close(output[row : row + 1, ~ignored[row]], net(alone))
+        for _ in range(5):
+            alone = torch.cat((alone, net(alone)[:, -1:].argmax(-1)), 1)
+        assert torch.equal(generated[row, 6:], alone[0, length:])
 
 
 @pytest.mark.parametrize(("options", "divisor"), [({}, 1.0), ({"temperature": 0.5}, 0.5)])
@@ -207,14 +183,11 @@ def test_generation_draws_from_the_outputs(options, divisor):
 
 
 def test_generation_leaves_the_model_as_it_was():
-    net = model(dropout=0.5)
+    net, x = model(dropout=0.5), tokens(3)
     net.layers[0].eval()
-    x = tokens(3)
     a, b = (net.generate(x, 5, generator=torch.Generator().manual_seed(7)) for _ in range(2))
     assert torch.equal(a, b)  # no dropout
-    assert net.training
-    assert net.layers[1].training
-    assert not net.layers[0].training
+    assert [net.training, *(layer.training for layer in net.layers)] == [True, False, True, True]
     assert torch.equal(net.generate(x, 0), x)
 
 
@@ -252,27 +225,8 @@ def test_classes_in_the_place_of_names(name, kind, options):
     close(by_class.eval()(tokens()), by_name.eval()(tokens()), 0.0)
 
 
-@pytest.mark.parametrize(
-    ("attention", "options", "positions", "message"),
-    [
-        ("momentum", {}, "rotary", "got MomentumAttention without them. Fix: positions='sinusoidal'"),
-        ("softmax", {"rotary": True}, "sinusoidal", "Fix: positions='rotary', or the option rotary=False"),
-        (functools.partial(hbnode.nn.SoftmaxAttention, rotary=True), {}, "sinusoidal", "got SoftmaxAttention with"),
-    ],
-)
-def test_positions_are_of_one_kind(attention, options, positions, message):
-    with pytest.raises(ValueError, match=message):
-        model(attention, attention_options=options, positions=positions)
-
-
-def test_cross_attention_is_never_rotary():
-    kind = functools.partial(hbnode.nn.SoftmaxAttention, rotary=True)
-    with pytest.raises(ValueError, match=r"cross-attention needs attention without rotary.*Fix: cross_attention='soft"):
-        MomentumTransformerDecoderLayer(E, H, F, cross_attention=kind)
-
-
 @pytest.mark.parametrize("norm_first", [False, True])
-def test_vectors_of_nan_under_the_mask(norm_first):
+def test_what_is_under_the_mask_may_have_any_value(norm_first):
     net, x = model(vocabulary=None, norm_first=norm_first), inputs(9, 3)
     ignored = torch.zeros(3, 9, dtype=torch.bool)
     ignored[1, 5:] = True
@@ -281,67 +235,70 @@ def test_vectors_of_nan_under_the_mask(norm_first):
     close(y, expected)
     y.sum().backward()
     assert all(p.grad.isfinite().all() for p in net.parameters())
+    net, x = model(), tokens().int()
+    close(net(x.masked_fill(ignored, -100), ignored)[~ignored], net(x.long(), ignored)[~ignored])
+    assert net.generate(x, 2).dtype == torch.int32
 
 
-@pytest.mark.parametrize(
-    ("error", "message", "options"),
-    [
-        (ValueError, "attention must be one of.*Fix: attention='softmax'", {"attention": "soft_max"}),
-        (TypeError, "Fix: attention=MomentumAttention", {"attention": hbnode.nn.MomentumAttention(E, H)}),
-        (ValueError, "Fix: causal=True", {"attention": "heavy_ball", "causal": False}),
+def test_what_is_refused():
+    rotary, whole = (functools.partial(hbnode.nn.SoftmaxAttention, **x) for x in ({"rotary": True}, {"causal": False}))
+    decoder = functools.partial(MomentumTransformerDecoderLayer, E, H, F)
+    for message, call in (
+        ("attention must be one of.*Fix: attention='softmax'", lambda: layers(attention="soft_max")),
+        ("Fix: attention=MomentumAttention", lambda: layers(attention=hbnode.nn.MomentumAttention(E, H))),
+        ("Fix: causal=True", lambda: layers(attention="heavy_ball", causal=False)),
+        ("must have causal=True", lambda: layers(attention=whole)),
         (
-            ValueError,
-            "must have causal=True",
-            {"attention": functools.partial(hbnode.nn.SoftmaxAttention, causal=False)},
-        ),
-        (
-            ValueError,
             "must have causal=False",
-            {"attention": lambda *a, **_: hbnode.nn.HeavyBallMemory(*a), "causal": False},
+            lambda: layers(attention=lambda *a, **_: hbnode.nn.HeavyBallMemory(*a), causal=False),
         ),
-        (ValueError, "connection must be one of.*Fix: connection='nesterov'", {"connection": "nestrov"}),
-        (ValueError, r"momentum must be in \[0, 1\)", {"connection": "momentum", "connection_momentum": 1.0}),
-        (ValueError, "Fix: leave it out", {"connection": transformer.MomentumConnection, "connection_momentum": 0.5}),
-    ],
-)
-def test_wrong_options_of_layers_are_refused(error, message, options):
-    with pytest.raises(error, match=message):
-        MomentumTransformerLayer(E, H, F, **options)
+        ("connection must be one of.*Fix: connection='nesterov'", lambda: layers(connection="nestrov")),
+        (r"momentum must be in \[0, 1\)", lambda: layers(connection="momentum", connection_momentum=1.0)),
+        ("Fix: leave it out", lambda: layers(connection=transformer.MomentumConnection, connection_momentum=0.5)),
+        ("without rotary.*Fix: cross_attention='soft", lambda: decoder(cross_attention=rotary)),
+        ("got MomentumAttention without them. Fix: positions='sinusoidal'", lambda: model(positions="rotary")),
+        ("got SoftmaxAttention with", lambda: model(rotary, positions="sinusoidal")),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            call()
 
 
 def test_wrong_calls_are_refused():
     net, x, mask = model(), tokens(), torch.zeros(2, 7, dtype=torch.bool)
-    for error, message, call in (
-        (TypeError, "Fix: pass a mask by name, key_padding_mask=mask", lambda: layers(1)[0](inputs(), mask)),
-        (TypeError, r"Fix: x, depth_state = layer\(x, depth_state\)", lambda: nn.Sequential(*layers(2))(inputs())),
-        (ValueError, r"tokens must be .batch, length., got shape \(9,\).*Fix: tokens\[None\]", lambda: net(x[0])),
-        (TypeError, r"int64 or int32, got torch.float32. Fix: tokens.long\(\)", lambda: net(x.float())),
-        (IndexError, r"< num_embeddings = 9, got 9 to 9. Fix: num_embeddings=10", lambda: net(0 * x + 9)),
-        (TypeError, r"Fix: x.to\(torch.float64\)", lambda: layers(1)[0](inputs().float())),
-        (ValueError, r"key_padding_mask must be bool, .batch, keys. = \(3, 9\)", lambda: net(x, mask)),
-        (ValueError, "temperature must be a number >= 0", lambda: net.generate(x, 3, temperature=math.nan)),
-        (ValueError, r"step takes one token per sequence, \(batch,\)", lambda: net.step(x)),
-        (ValueError, "got 2 sequences", lambda: net.step(x[:, 0], net.init_state(2))),
-        (
-            ValueError,
-            "must have 3 layers, like the model, got 1",
-            lambda: net.step(x[:, 0], model(num_layers=1).init_state(3)),
-        ),
-        (ValueError, "streaming needs a causal MomentumAttention", lambda: model(causal=False).prefill(x)),
+    broken, small = model(), model(num_layers=1)
+    nn.init.constant_(broken.readout.bias, math.nan)
+    for message, call in (
+        ("Fix: pass a mask by name, key_padding_mask=mask", lambda: layers(1)[0](inputs(), mask)),
+        (r"Fix: x, depth_state = layer\(x, depth_state\)", lambda: nn.Sequential(*layers(2))(inputs())),
+        (r"tokens must be .batch, length., got shape \(9,\).*Fix: tokens\[None\]", lambda: net(x[0])),
+        (r"int64 or int32, got torch.float32. Fix: tokens.long\(\)", lambda: net(x.float())),
+        (r"< num_embeddings = 9, got 9 to 9. Fix: num_embeddings=10", lambda: net(0 * x + 9)),
+        (r"Fix: x.to\(torch.float64\)", lambda: layers(1)[0](inputs().float())),
+        (r"key_padding_mask must be bool, .batch, keys. = \(3, 9\)", lambda: net(x, mask)),
+        ("temperature must be a number >= 0", lambda: net.generate(x, 3, temperature=math.nan)),
+        (r"step takes one token per sequence, \(batch,\)", lambda: net.step(x)),
+        ("got 2 sequences", lambda: net.step(x[:, 0], net.init_state(2))),
+        ("must have 3 layers, like the model, got 1", lambda: net.step(x[:, 0], small.init_state(3))),
+        ("streaming needs a causal MomentumAttention", lambda: model(causal=False).prefill(x)),
+        ("generate needs finite outputs to sample from", lambda: broken.generate(x, 2)),
+        ("generate needs finite outputs to sample from", lambda: broken.generate(x, 2, top_k=3)),
     ):
-        with pytest.raises(error, match=message):
+        with pytest.raises((ValueError, TypeError, IndexError), match=message):
             call()
 
 
 @pytest.mark.parametrize(
-    ("attention", "connection"), [("momentum", "adaptive"), ("heavy_ball", "nesterov"), ("softmax", "momentum_state")]
+    ("attention", "options"),
+    [
+        ("momentum", {"connection": "adaptive"}),
+        ("heavy_ball", {"connection": "nesterov"}),
+        ("softmax", {"connection": "momentum_state", "positions": "rotary"}),
+    ],
 )
-def test_a_device_is_not_waited_for(attention, connection):
+def test_a_device_is_not_waited_for(attention, options):
     with pretended_device() as device:
-        net = device.move(model(attention, connection=connection, dtype=torch.float32))
-        ignored = torch.zeros(3, 11, dtype=torch.bool)
-        ignored[0, 8:] = ignored[2, 1] = True
-        x, ignored = device.move(tokens(11)), device.move(ignored)
+        net = device.move(model(attention, dtype=torch.float32, **options))
+        x, ignored = device.move(tokens(11)), device.move(torch.rand(3, 11) < 0.3)
         before = device.synchronisations
         output = net(x, ignored)
         output.square().sum().backward()
@@ -351,30 +308,12 @@ def test_a_device_is_not_waited_for(attention, connection):
         assert all(p.grad.is_cuda for p in net.parameters() if p.grad is not None)
 
 
-@pytest.mark.parametrize("options", [{}, {"top_k": 3}])
-def test_outputs_that_are_not_finite_are_named(options):
-    net = model()
-    nn.init.constant_(net.readout.bias, math.nan)
-    with pytest.raises(ValueError, match="generate needs finite outputs to sample from"):
-        net.generate(tokens(), 2, **options)
-
-
 @pytest.mark.slow
-def test_layers_and_readouts_that_were_wrapped():
-    for attention in ("momentum", "softmax", "heavy_ball"):
-        net, x = model(attention), tokens()
-        expected = net.generate(x, 3, temperature=0)
-        for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
-            close(other(x), net(x))
-        net.layers[0] = torch.compile(net.layers[0], backend="eager")
-        net.readout = nn.Sequential(net.readout)
-        net.layers[1].self_attn.out_proj = nn.Sequential(net.layers[1].self_attn.out_proj)
-        assert net.generate(x, 3, temperature=0).equal(expected)
-
-
-def test_tokens_under_the_mask_may_have_any_value():
-    net, x = model(), tokens().int()
-    ignored = torch.zeros(3, 9, dtype=torch.bool)
-    ignored[1, 5:] = True
-    close(net(x.masked_fill(ignored, -100), ignored)[~ignored], net(x.long(), ignored)[~ignored])
-    assert net.generate(x, 2).dtype == torch.int32
+@pytest.mark.parametrize("attention", ["momentum", "softmax", "heavy_ball"])
+def test_layers_and_readouts_that_were_wrapped(attention):
+    net, x = pickle.loads(pickle.dumps(model(attention))), tokens()
+    expected = model(attention).generate(x, 3, temperature=0)
+    net.layers[0] = torch.compile(net.layers[0], backend="eager")
+    net.readout = nn.Sequential(net.readout)
+    net.layers[1].self_attn.out_proj = nn.Sequential(net.layers[1].self_attn.out_proj)
+    assert net.generate(x, 3, temperature=0).equal(expected)
