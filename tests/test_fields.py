@@ -352,6 +352,7 @@ def test_nesterovnode_of_a_spring_begins_at_rest_as_a_bessel_function():
     x, t = torch.ones(1, 1, dtype=torch.float64), [0.0, 4.0]
     h, _ = hbnode.odeint(field, (x, 0 * x), t, **TIGHT)
     assert h[-1].item() == pytest.approx(2 * special.jv(1, omega * 4) / (omega * 4), abs=1e-8)
+    assert field(torch.tensor(0.0), (x, 0 * x))[1].item() == -(omega**2) / 4
     with pytest.raises(hbnode.errors.NonFiniteError, match=r"t=0"):
         hbnode.odeint(field, (x, x), t)
     x = torch.rand(2, 3, dtype=torch.float64, requires_grad=True)
