@@ -86,7 +86,7 @@ def check_choice(value: object, name: str, choices: Sequence[str]) -> Any:
     """Return ``value``; raise ValueError if it is none of the choices, with the nearest one."""
     if not is_one_of(value, choices):
         fix = f"{name}={nearest(value, choices) or choices[0]!r}"
-        raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, got {value!r}. Fix: {fix}.")
+        raise ValueError(f"{name} must be one of {tuple(choices)}, got {value!r}. Fix: {fix}.")
     return value
 
 

@@ -21,6 +21,7 @@ from hbnode._checks import (
     as_real,
     check_bool,
     check_callable,
+    check_choice,
     check_input,
     conversion,
     refuse_gradient,
@@ -746,9 +747,7 @@ class HeavyBallSDE(HBNODE):
             func, damping=damping, learn_damping=learn_damping, max_damping=max_damping,
             initial_momentum=initial_momentum, time_dependent=time_dependent,
         )  # fmt: skip
-        if sde_type not in ("ito", "stratonovich"):
-            raise ValueError(f"sde_type must be 'ito' or 'stratonovich', got {sde_type!r}. Fix: leave it out.")
-        self.sde_type = sde_type
+        self.sde_type = check_choice(sde_type, "sde_type", ("ito", "stratonovich"))
         self.log_temperature: nn.Parameter | None = None
         if not learn_temperature:
             self.set_constant("_temperature", _constant(temperature, "temperature", "temperature=1.0", "no noise"))

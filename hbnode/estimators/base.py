@@ -24,6 +24,7 @@ from hbnode.data import (
     check_zone,
     column_of,
     has_zone,
+    is_missing,
     is_table,
     observed,
     on_clock,
@@ -125,7 +126,7 @@ class SeriesEstimator(BaseEstimator):
             if name not in columns or (name not in self.levels_ if not reset else not _is_category(columns[name])):
                 names.append(name)
                 continue
-            entries = [None if _is_missing(entry) else _level_name(entry) for entry in list(columns.pop(name))]
+            entries = [None if is_missing(entry) else _level_name(entry) for entry in list(columns.pop(name))]
             if reset:
                 self.levels_[name] = sorted({entry for entry in entries if entry is not None})
             for level in self.levels_[name]:
@@ -308,7 +309,3 @@ def _is_category(column: Any) -> bool:
         return True
     array = np.asarray(column)
     return array.dtype.kind in "OUS" and any(isinstance(entry, str) for entry in array.tolist())
-
-
-def _is_missing(entry: Any) -> bool:
-    return entry is None or str(entry) in ("<NA>", "NaT") or entry != entry

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributions import Normal
 from typing_extensions import Self
 
-from hbnode._checks import as_count, nearest, warn_if_swapped
+from hbnode._checks import as_count, check_choice, warn_if_swapped
 from hbnode._times import kind_of
 from hbnode.data import Series, from_long, on_clock, zones_in
 from hbnode.estimators.base import SeriesEstimator, moments
@@ -181,9 +181,7 @@ class SeriesForecaster(SeriesEstimator):
         Raises:
             ValueError: if ``model`` is unknown, or no value was observed.
         """
-        if self.model not in get_args(Model):
-            near = nearest(str(self.model), get_args(Model)) or "auto"
-            raise ValueError(f"model must be one of {get_args(Model)}, got {self.model!r}. Fix: {near!r}.")
+        check_choice(self.model, "model", get_args(Model))
         self._levels()
         warn_if_swapped(X)
         random = check_random_state(self.random_state)

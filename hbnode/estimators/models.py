@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, mse_loss
 from typing_extensions import Self, override
 
-from hbnode._checks import as_real, level_of_user, nearest, warn_if_swapped
+from hbnode._checks import as_real, check_choice, level_of_user, warn_if_swapped
 from hbnode.data import Series
 from hbnode.estimators.base import SeriesEstimator, targets_of
 from hbnode.estimators.forecast_models import bound
@@ -149,12 +149,9 @@ class _SeriesModel(SeriesEstimator):
     @kept_random_state()
     def _fit(self, data: Any, y: Any, sample_weight: Any, groups: Any) -> tuple[NDArray[Any], _Aims]:
         """Fit the model, and return its outputs for series that were held out, (batch, outputs), else NaN."""
-        kinds = get_args(Model)
-        if self.model not in kinds:
-            near = nearest(str(self.model), kinds) or "auto"
-            raise ValueError(f"model must be one of {kinds}, got {self.model!r}. Fix: {near!r}.")
-        if self.clock not in (None, *get_args(Clock)):
-            raise ValueError(f"clock must be 'relative', 'absolute' or None, got {self.clock!r}. Fix: clock=None.")
+        check_choice(self.model, "model", get_args(Model))
+        if self.clock is not None:
+            check_choice(self.clock, "clock", get_args(Clock))
         series = self._to_series(data, reset=True)
         targets = targets_of(y, series, data)
         weights = np.ones(len(series))

@@ -18,7 +18,7 @@ from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 from typing_extensions import Self
 
-from hbnode._checks import as_count, check_bool, is_one_of, warn_if_swapped
+from hbnode._checks import as_count, check_bool, check_choice, warn_if_swapped
 from hbnode.data import Series, aligned, as_series, check_zone, has_zone, observed
 from hbnode.features import moments
 from hbnode.nn.kalman import Gaussian, KalmanFilter
@@ -166,8 +166,7 @@ class OscillatorSmoother(BaseEstimator):
         as_count(self.max_iter, "max_iter")
         check_bool(self.student, "student")
         check_bool(self.keep_observed, "keep_observed")
-        if not is_one_of(self.mean, ("auto", "shared", "constant")):
-            raise ValueError(f"mean must be 'auto', 'shared' or 'constant', got {self.mean!r}. Fix: mean='auto'.")
+        check_choice(self.mean, "mean", ("auto", "shared", "constant"))
         size, rng = self.num_oscillators, check_random_state(self.random_state)
         size = as_count(size, "num_oscillators") if size is not None else None
         warn_if_swapped(series)
