@@ -269,7 +269,7 @@ def required_arguments(signature: inspect.Signature) -> list[str]:
 def _signature(func: Any) -> inspect.Signature | None:
     """Return the signature of a function or of a module's forward; None for one without, such as a built-in."""
     inner: Any = _unwrap(func)
-    function = inner.forward if isinstance(inner, nn.Module) else inner
+    function: Any = inner.forward if isinstance(inner, nn.Module) else inner
     of_method = is_script_method(function)
     if not (of_method or isinstance(function, torch.jit.ScriptFunction)):
         try:

@@ -14,7 +14,7 @@ from sklearn.model_selection import GroupKFold, TimeSeriesSplit, cross_val_score
 
 from hbnode.data import as_series
 from hbnode.estimators import SeriesForecaster, forecast_models
-from hbnode.estimators.forecast_models import Units, bound, questions
+from hbnode.estimators.forecast_models import Units, bound, draw_backtest
 from hbnode.estimators.forecaster import _zone_name as zone_name
 from tests.models import slow
 
@@ -353,7 +353,7 @@ def test_a_block_of_pasts_is_bounded(monkeypatch):
     """The pasts of 200 starts in a series of 2,000 samples have 400,000 places, and a block has 10,000."""
     monkeypatch.setattr(forecast_models, "BLOCK", 10_000)
     sizes = []
-    asked = questions(as_series(walks(1, 2000, 0, 1, 0)), numpy.random.RandomState(0), 0.0, 200, 8, 50.0)
+    asked = draw_backtest(as_series(walks(1, 2000, 0, 1, 0)), numpy.random.RandomState(0), 0.0, 200, 8, 50.0)
     asked.over(lambda past, dt: (sizes.append(past.x.numel()), dt)[1:])
     assert max(sizes) <= 10_000
     assert len(sizes) >= 20
@@ -362,7 +362,7 @@ def test_a_block_of_pasts_is_bounded(monkeypatch):
 @pytest.mark.parametrize("horizon", [30.0, numpy.inf])
 def test_later_samples_are_drawn_at_all_horizons(horizon):
     """Within the horizon, from 1 on, with half of the draws in the lower half of the logarithms."""
-    asked = questions(as_series(walks(3, 400, 0, 1, 0)), numpy.random.RandomState(0), 0.3, 50, 16, horizon)
+    asked = draw_backtest(as_series(walks(3, 400, 0, 1, 0)), numpy.random.RandomState(0), 0.3, 50, 16, horizon)
     dt = asked.dt[asked.dt.isfinite()]
     assert dt.min() == 1
     assert dt.max() <= horizon
