@@ -16,7 +16,7 @@ from hbnode._torch import may_look
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-Kind = Literal["dates", "durations", "text"]
+TimeKind = Literal["dates", "durations", "text"]
 
 EPOCH = np.datetime64(0, "us")
 SECOND = np.timedelta64(1, "s")
@@ -94,7 +94,7 @@ def refuse_dates(value: object, name: str) -> None:
     )
 
 
-def kind_of(value: object) -> Kind | None:
+def kind_of(value: object) -> TimeKind | None:
     """Return what an array, a column or nested lists hold, by the first entry; None for anything else than times."""
     array: Any = value
     while isinstance(array, (list, tuple)):
@@ -168,7 +168,7 @@ def _in_microseconds(exact: Any) -> Any:
     return whole if ((whole == exact) | np.isnat(exact)).all() else exact
 
 
-def _exact(value: Any, kind: Kind | None) -> Any:
+def _exact(value: Any, kind: TimeKind | None) -> Any:
     """Return a scalar of NumPy, or nested lists of them."""
     if isinstance(value, list):
         return [_exact(part, kind) for part in value]

@@ -8,7 +8,8 @@ import operator
 import re
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast, get_args
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from torch.utils.data import DataLoader, Sampler
 from torch.utils.data import Dataset as TorchDataset
 from typing_extensions import Self, override
 
-from hbnode._checks import as_count, as_integers, as_tensor, check_bool, is_one_of, nearest, to_tensor
+from hbnode._checks import as_count, as_integers, as_tensor, check_bool, check_choice, nearest, to_tensor
 from hbnode._times import EPOCH, SECOND, SPACINGS, as_times, check_digits, exact_times, kind_of, seconds_since, zones_of
 from hbnode._torch import may_look
 from hbnode._tree import Record, record
@@ -40,16 +41,6 @@ POOL = 50  # batches per pool; the series of a pool are sorted by length
 Known = TypeVar("Known", float, np.datetime64)
 _OF_DATES: list[Any] = [np.dtype, type(EPOCH.dtype), EPOCH.__reduce__()[0]]
 torch.serialization.add_safe_globals(_OF_DATES)  # for torch.load(weights_only=True) of a Series with an origin
-
-
-class SeriesInputs(TypedDict):
-    """The keyword arguments of layers for irregular series, as returned by :meth:`Series.inputs`."""
-
-    x: Tensor
-    t: Tensor
-    mask: Tensor
-    lengths: Tensor
-    static: Tensor | None
 
 
 @record
@@ -120,9 +111,9 @@ class Series(Record):
             raise IndexError(f"index {place} is out of range for {len(self)} series")
         return self.select([place % len(self)])
 
-    def inputs(self) -> SeriesInputs:
+    def inputs(self) -> dict[str, Any]:
         """Return the arguments of a layer as a dict: x, t, mask, lengths and static (or None)."""
-        return {"x": self.x, "t": self.t, "mask": self.mask, "lengths": self.lengths, "static": self.static}
+        return {name: getattr(self, name) for name in ("x", "t", "mask", "lengths", "static")}
 
     @override
     def to(self, *args: Any, **kwargs: Any) -> Self:
@@ -404,9 +395,7 @@ def from_long(
                 [1.0000, 1.0000]], dtype=torch.float64), tensor([[70., 85.],
                 [60., nan]]))
     """
-    if not is_one_of(duplicates, get_args(Duplicates)):
-        near = nearest(duplicates, get_args(Duplicates)) or "mean"
-        raise ValueError(f"duplicates must be one of {get_args(Duplicates)}, got {duplicates!r}. Fix: {near!r}.")
+    check_choice(duplicates, "duplicates", get_args(Duplicates))
     columns = _names(values, "values")
     if not columns:
         raise ValueError("values names no column, got []. Fix: values=['value'].")
@@ -514,10 +503,14 @@ def _codes(column: Any, name: str) -> tuple[list[Any], NDArray[Any]]:
     known: dict[Any, int] = {}
     array = exact_times(array) if array.dtype.kind in "mM" else array  # nanoseconds would become integers
     entries = [entry.item() if hasattr(entry, "item") else entry for entry in array.tolist()]
-    if any(entry is None or str(entry) in ("<NA>", "NaT") or entry != entry for entry in entries):
+    if any(map(is_missing, entries)):
         raise ValueError(f"column {name!r} has missing entries; expected one in each row. Fix: drop these rows.")
     codes = np.array([known.setdefault(entry, len(known)) for entry in entries])
     return list(known), codes
+
+
+def is_missing(entry: Any) -> bool:
+    return entry is None or str(entry) in ("<NA>", "NaT") or entry != entry
 
 
 def _features(column: Any, name: str, wanted: str | Sequence[str] | None) -> tuple[list[str], NDArray[Any]]:
@@ -615,23 +608,14 @@ def _durations(durations: Any) -> NDArray[np.float64]:
     """Convert durations, or text that pandas reads, to seconds."""
     if kind_of(durations) != "text":
         return seconds_since(durations)
-    try:
-        import pandas
-    except ImportError:
-        raise ImportError(
-            f"pandas reads text such as {durations!r} as durations, but is not installed. Fix: pip install pandas, or "
-            "datetime.timedelta(hours=1)."
-        ) from None
+    import pandas
+
     text = np.asarray(durations, dtype=object)
-    try:
-        if not all(isinstance(each, str) and not re.search(r"^\d*$|M[Ss]$|mS$", each.strip()) for each in text.flat):
-            raise ValueError(
-                "a number has no unit, and MS is the start of a month"
-            )  # nano- and milliseconds for pandas
-        seconds = [pandas.to_timedelta(each).total_seconds() for each in text.reshape(-1).tolist()]
-    except ValueError as error:
-        raise ValueError(f"durations must be text such as '1h' or '30min', got {durations!r}. Fix: '1h'.") from error
-    return np.array(seconds).reshape(text.shape)
+    has_units = all(isinstance(each, str) and not re.search(r"^\d*$|M[Ss]$|mS$", each.strip()) for each in text.flat)
+    if has_units:  # pandas reads a number as nanoseconds and MS, the start of a month, as milliseconds
+        with suppress(ValueError):
+            return np.array([pandas.to_timedelta(each).total_seconds() for each in text.flat]).reshape(text.shape)
+    raise ValueError(f"durations must be text such as '1h' or '30min', got {durations!r}. Fix: '1h'.")
 
 
 def _timedelta(seconds: Tensor, has_nanoseconds: bool) -> NDArray[np.timedelta64]:
@@ -1003,44 +987,61 @@ def as_series(
     if _is_indexed(data):
         data = [(data.index, data)]
     if is_table(data):
-        if id is None or time is None:
-            missing = "id" if id is None else "time"
-            raise ValueError(
-                f"a table needs the names of its columns, got {missing}=None. Fix: id='patient', time='hour', for "
-                "columns with these names; table.to_numpy() for one series in each row."
-            )
-        if values is None:
-            named = {id, time, variable, *([] if static is None else _names(static, "static"))}
-            values = [name for name in (data.columns if hasattr(data, "columns") else data) if name not in named]
-        options: Any = {"static": static, "variable": variable, "unit": unit, "origin": origin, "dtype": dtype}
-        return from_long(data, id=id, time=time, values=values, **options)
-    if isinstance(data, (list, tuple)) and data and all(isinstance(one, Series) for one in data):
-        return _named(cast("Series", collate(data)))
-    if isinstance(data, (list, tuple)) and data and all(map(_is_pair, data)):
-        exact = [
-            _exact_times(t, f"data[{i}][0]", unit, origin) if len(t) else np.zeros(0) for i, (t, _) in enumerate(data)
-        ]
-        given = enumerate(zip(exact, data, strict=True))
-        kinds = {("mM".find(t.dtype.kind), has_zone([one])): i for i, (t, one) in given if len(t)}
-        if len(kinds) > 1:
-            raise TypeError(
-                "times must be numbers in all series, or dates in all, with a time zone in all or in none, got both in "
-                f"the series {list(kinds.values())}. Fix: pandas.to_datetime(t), or pandas.to_datetime(t, utc=True)."
-            )
-        pairs = [_sorted_pair(of, x, t, i) for i, (t, (of, x)) in enumerate(zip(exact, data, strict=True))]
-        return _joined(pairs, unit, origin, dtype)
-    _refuse_lists_for_pairs(data)
-    if isinstance(data, (list, tuple)) and data and all(getattr(one, "ndim", 0) == 2 for one in data):
-        rows = [_numbers(one, f"series {i}", ARRAYS).T for i, one in enumerate(data)]
+        options = {"static": static, "variable": variable, "unit": unit, "origin": origin, "dtype": dtype}
+        return _from_table(data, id, time, values, options)
+    parts = data if isinstance(data, (list, tuple)) else ()
+    if parts and all(isinstance(one, Series) for one in parts):
+        return _named(cast("Series", collate(parts)))
+    if parts and all(map(_is_pair, parts)):
+        return _joined(_sorted_pairs(parts, unit, origin), unit, origin, dtype)
+    _refuse_lists_for_pairs(parts)
+    if parts and all(getattr(one, "ndim", 0) == 2 for one in parts):
+        rows = [_numbers(one, f"series {i}", ARRAYS).T for i, one in enumerate(parts)]
     else:
-        array = _numbers(data, "an array of series", ARRAYS)
-        if array.ndim not in (2, 3) or 0 in array.shape:
-            raise ValueError(
-                f"an array of series must be (batch, channels, T), or (batch, T) for one channel, with at least one "
-                f"sample, got shape {array.shape}. Fix: x[None] for one series (channels, T), x[None, None] for (T,)."
-            )
-        rows = list((array[:, None] if array.ndim == 2 else array).swapaxes(1, 2))
+        rows = _rows_of_array(_numbers(data, "an array of series", ARRAYS))
     return _joined([(np.arange(len(x)), x) for x in map(_without_end, rows)], None, None, dtype)
+
+
+def _from_table(table: Any, id: str | None, time: str | None, values: Any, options: dict[str, Any]) -> Series:
+    """Return the series of a table; without ``values`` its features are all columns that have no other use."""
+    if id is None or time is None:
+        missing = "id" if id is None else "time"
+        raise ValueError(
+            f"a table needs the names of its columns, got {missing}=None. Fix: id='patient', time='hour', for "
+            "columns with these names; table.to_numpy() for one series in each row."
+        )
+    if values is None:
+        static = options["static"]
+        used = {id, time, options["variable"], *([] if static is None else _names(static, "static"))}
+        values = [name for name in getattr(table, "columns", table) if name not in used]
+    return from_long(table, id=id, time=time, values=values, **options)
+
+
+def _sorted_pairs(
+    pairs: Sequence[Any], unit: Unit | None, origin: Date | None
+) -> list[tuple[NDArray[Any], NDArray[Any]]]:
+    """Return exact times and values (n, channels) of each pair (t, x), sorted by time."""
+    exact = [
+        _exact_times(t, f"data[{i}][0]", unit, origin) if len(t) else np.zeros(0) for i, (t, _) in enumerate(pairs)
+    ]
+    given = enumerate(zip(exact, pairs, strict=True))
+    kinds = {("mM".find(t.dtype.kind), has_zone([one])): i for i, (t, one) in given if len(t)}
+    if len(kinds) > 1:
+        raise TypeError(
+            "times must be numbers in all series, or dates in all, with a time zone in all or in none, got both in "
+            f"the series {list(kinds.values())}. Fix: pandas.to_datetime(t), or pandas.to_datetime(t, utc=True)."
+        )
+    return [_sorted_pair(of, x, t, i) for i, (t, (of, x)) in enumerate(zip(exact, pairs, strict=True))]
+
+
+def _rows_of_array(array: NDArray[Any]) -> list[NDArray[Any]]:
+    """Return the values (T, channels) of each series of an array (batch, channels, T) or (batch, T)."""
+    if array.ndim not in (2, 3) or 0 in array.shape:
+        raise ValueError(
+            f"an array of series must be (batch, channels, T), or (batch, T) for one channel, with at least one "
+            f"sample, got shape {array.shape}. Fix: x[None] for one series (channels, T), x[None, None] for (T,)."
+        )
+    return list((array[:, None] if array.ndim == 2 else array).swapaxes(1, 2))
 
 
 def _named(series: Series) -> Series:
@@ -1152,8 +1153,6 @@ def _is_pair(value: Any) -> bool:
 
 def _refuse_lists_for_pairs(data: Any) -> None:
     """Raise TypeError for lists [t, x] and a single (t, x), whose times would be read as a channel or as a series."""
-    if not isinstance(data, (list, tuple)) or not data:
-        return
     is_list = [isinstance(one, list) and not isinstance(next(iter(one), []), (list, tuple)) for one in data]
     if isinstance(data, tuple) and len(data) == 2 and (any(map(_is_column, data)) or all(is_list)):
         raise TypeError("data must be a list of series, got one pair (t, x). Fix: [(t, x)].")

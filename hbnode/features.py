@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from typing_extensions import Self, override
 
-from hbnode._checks import as_count, as_numbers, level_of_user, warn_if_swapped
+from hbnode._checks import as_count, as_numbers, check_choice, level_of_user, warn_if_swapped
 from hbnode.data import Series, aligned, check_zone, has_zone, is_list_of_series, is_table, observed, on_clock
 
 try:
@@ -737,10 +737,7 @@ class RocketFeatures(_Transformer):
             raise ImportError(f"RocketFeatures needs aeon: {error}. Fix: pip install aeon.") from error
         series = self._series(X, is_new=True)
         if isinstance(self.reconstruction, str):
-            if self.reconstruction not in ("linear", "last"):
-                raise ValueError(
-                    f"reconstruction must be 'linear', 'last' or an object, got {self.reconstruction!r}. Fix: 'linear'."
-                )
+            check_choice(self.reconstruction, "reconstruction", ("linear", "last"))
         elif not hasattr(self.reconstruction, "posterior"):
             raise TypeError(
                 f"reconstruction must have the methods fit and posterior, got {self.reconstruction!r}. "

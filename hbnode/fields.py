@@ -21,9 +21,8 @@ from hbnode._checks import (
     as_real,
     check_bool,
     check_callable,
+    check_choice,
     check_input,
-    check_order,
-    check_time_dependent,
     conversion,
     refuse_gradient,
     takes_time,
@@ -81,20 +80,14 @@ class Field(nn.Module, ABC):
 
     def __init__(self, func: Callable[..., Tensor], *, parts: int, time_dependent: bool | None) -> None:
         super().__init__()
-        check_callable(func, "func", "pass a module or a function")
         if isinstance(func, Field):
             raise TypeError(
                 f"func must be a network, got the field {type(func).__name__}. Fix: {type(self).__name__}(field.func) "
                 "for another equation with its network, or hbnode.ODEBlock(field)."
             )
-        check_order(func)
         self.func = func
         self.compiled: dict[Any, Any] = {}  # programs of compile=True
-        self.time_dependent = (
-            takes_time(func, parts, self._second)
-            if time_dependent is None
-            else check_time_dependent(time_dependent, func, parts)
-        )
+        self.time_dependent = takes_time(func, parts, self._second, time_dependent)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "nfe" and type(self).__module__ == __name__:  # a subclass may count in its forward
@@ -754,9 +747,7 @@ class HeavyBallSDE(HBNODE):
             func, damping=damping, learn_damping=learn_damping, max_damping=max_damping,
             initial_momentum=initial_momentum, time_dependent=time_dependent,
         )  # fmt: skip
-        if sde_type not in ("ito", "stratonovich"):
-            raise ValueError(f"sde_type must be 'ito' or 'stratonovich', got {sde_type!r}. Fix: leave it out.")
-        self.sde_type = sde_type
+        self.sde_type = check_choice(sde_type, "sde_type", ("ito", "stratonovich"))
         self.log_temperature: nn.Parameter | None = None
         if not learn_temperature:
             self.set_constant("_temperature", _constant(temperature, "temperature", "temperature=1.0", "no noise"))

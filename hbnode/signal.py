@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self, override
 
-from hbnode._checks import as_numbers, check_input, is_one_of
+from hbnode._checks import as_numbers, check_choice, check_input
 from hbnode._torch import is_tracing, is_vmapped, plain
 
 
@@ -83,10 +83,8 @@ class Signal(nn.Module):
     def __init__(self, t: Tensor, u: Tensor, kind: str = "linear", *, outside: str = "raise") -> None:
         super().__init__()
         needed = {"linear": 2, "cubic": 3}
-        if not is_one_of(kind, tuple(needed)):
-            raise ValueError(f"unknown kind {kind!r}; expected 'linear' or 'cubic'. Fix: kind='linear'.")
-        if not is_one_of(outside, ("raise", "hold")):
-            raise ValueError(f"unknown outside={outside!r}; expected 'raise' or 'hold'. Fix: outside='raise'.")
+        check_choice(kind, "kind", tuple(needed))
+        check_choice(outside, "outside", ("raise", "hold"))
         check_input(t, "t")
         check_input(u, "u")
         if not (t.is_floating_point() and u.is_floating_point()):

@@ -343,7 +343,7 @@ def test_rocket_restores_the_number_of_threads():
         (
             RocketFeatures(84, reconstruction="cubic"),
             ValueError,
-            "reconstruction must be 'linear', 'last' or an object",
+            "reconstruction must be one of",
         ),
         (RocketFeatures(84, grid=[0.0, 1.0]), ValueError, "grid must be at least 9 increasing times"),
         (RocketFeatures(84, reconstruction=3), TypeError, "must have the methods fit and posterior, got 3. Fix"),

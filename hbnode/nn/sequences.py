@@ -24,10 +24,9 @@ from hbnode._checks import (
     as_real,
     as_tensor,
     check_bool,
+    check_choice,
     check_input,
     check_real,
-    is_one_of,
-    nearest,
     refuse_meta,
     tensor_fix,
 )
@@ -339,14 +338,6 @@ def checked_dt(dt: ArrayLike, shape: torch.Size) -> Tensor:
             "dt must be finite, >= 0 and not decrease: it is the time since that of the state. Fix: sort it."
         )
     return times.expand(*shape, -1)
-
-
-def check_choice(value: object, name: str, choices: Sequence[str]) -> Any:
-    """Return ``value``; raise ValueError if it is none of the choices, with the nearest one."""
-    if not is_one_of(value, choices):
-        fix = f"{name}={nearest(value, choices) or choices[0]!r}"
-        raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, got {value!r}. Fix: {fix}.")
-    return value
 
 
 def _tensor(value: object, name: str, conversion: Callable[[object, str], Tensor]) -> Tensor:

@@ -12,7 +12,7 @@ from sklearn.model_selection import GroupKFold, TimeSeriesSplit, cross_val_score
 
 from hbnode.data import as_series
 from hbnode.estimators import SeriesForecaster, forecast_models
-from hbnode.estimators.forecast_models import bound, questions
+from hbnode.estimators.forecast_models import bound, draw_backtest
 from tests.models import slow
 
 
@@ -294,7 +294,7 @@ def test_a_block_of_pasts_is_bounded(monkeypatch):
     """The pasts of 200 starts in a series of 2,000 samples have 400,000 places, and a block has 10,000."""
     monkeypatch.setattr(forecast_models, "BLOCK", 10_000)
     sizes = []
-    asked = questions(as_series(walks(1, 2000, 0, 1, 0)), numpy.random.RandomState(0), 0.0, 200, 8, 50.0)
+    asked = draw_backtest(as_series(walks(1, 2000, 0, 1, 0)), numpy.random.RandomState(0), 0.0, 200, 8, 50.0)
     asked.over(lambda past, dt: (sizes.append(past.x.numel()), dt)[1:])
     assert max(sizes) <= 10_000
     assert len(sizes) >= 20

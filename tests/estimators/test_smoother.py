@@ -257,7 +257,7 @@ def test_channels_and_series_with_few_values():
 @pytest.mark.parametrize(
     ("use", "kind", "message"),
     [
-        (lambda s: OscillatorSmoother(mean="bins").fit(pairs(2, 5)), ValueError, "mean must be 'auto', 'shared' or"),
+        (lambda s: OscillatorSmoother(mean="bins").fit(pairs(2, 5)), ValueError, "mean must be one of"),
         (lambda s: OscillatorSmoother().fit(np.full((2, 1, 5), np.nan)), ValueError, "fewer than two observed"),
         (lambda s: OscillatorSmoother().posterior(pairs(2, 5), [0.0]), NotFittedError, "not fitted"),
         (lambda s: s.impute(pairs(2, 5), causal=1), TypeError, "causal must be True or False"),
