@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from hbnode import _torch
 from hbnode._checks import ArrayLike, as_count, check_bool, nearest
-from hbnode._times import as_unit
-from hbnode._torch import ModuleWithConstants
 from hbnode._tree import State, apply, parts
 from hbnode.errors import MaxStepsError, SolverError
 from hbnode.fields import ANODE, GHBNODE, HBNODE, NODE, SONODE, Field
@@ -56,7 +54,7 @@ def _net(inputs: int, n: int) -> nn.Module:
     return MLP(inputs, [n], n, activation=nn.Tanh)
 
 
-class ODERNN(ModuleWithConstants):
+class ODERNN(seq.TimedModule):
     r"""A recurrent network for irregular series whose hidden state follows an ODE between observations.
 
     The state s is h for a first-order field and the pair (h, m) for a second-order one. Between two times
@@ -215,8 +213,7 @@ class ODERNN(ModuleWithConstants):
         self.layers = nn.ModuleList(make(layer) for layer in range(num_layers))
         self.reverse = nn.ModuleList(make(layer) for layer in range(num_layers) if self.bidirectional)
         self.sizes = [output_size] * (1 + self.second_order)  # of h, and of m, in an output
-        self.set_constant("_time_unit", 1.0 if time_unit is None else as_unit(time_unit, "time_unit"))
-        self.has_unit = time_unit is not None
+        self.set_time_unit(time_unit)
         self.given = Settings(
             method=method, rtol=rtol, atol=atol, gradient=gradient, steps=steps, per_sample=per_sample,
             max_steps=max_steps, options=options, adjoint_options=adjoint_options, compile=compile,
@@ -245,21 +242,6 @@ class ODERNN(ModuleWithConstants):
             super().__setattr__(name, value)
 
     @property
-    def time_unit(self) -> float:
-        """Return the length of one unit of the field's time."""
-        given = self._buffers["time_unit"]  # None, or a tensor from functional_call
-        return self._time_unit if given is None else given.item()
-
-    @time_unit.setter
-    def time_unit(self, value: float) -> None:
-        self.set_constant("_time_unit", as_unit(value, "time_unit"))
-        self.has_unit = True
-
-    @override
-    def constants(self) -> dict[str, str]:
-        return {"time_unit": "_time_unit"}
-
-    @property
     def nfe_per_gap(self) -> list[NFE]:
         """Return the function evaluations of each gap in the last call, summed over layers and directions."""
         return [sum(gap, NFE()) for gap in self.counts]
@@ -268,23 +250,6 @@ class ODERNN(ModuleWithConstants):
     def nfe(self) -> NFE:
         """Return the function evaluations of the last call, summed over gaps, layers and directions."""
         return sum(self.nfe_per_gap, NFE())
-
-    def fit_time_unit(self, t: ArrayLike, mask: Tensor | None = None, lengths: Lengths | None = None) -> Self:
-        """Set ``time_unit`` to ten times the median gap of training data, so that a typical gap is a tenth of a unit.
-
-        Gaps of length 0 do not count. Models fitted to t and to 1000 t then give the same outputs.
-
-        Arguments:
-            t: times (batch, T) or (T,), as for :meth:`forward`.
-            mask: what was observed, (batch, T) or (batch, T, features). Gaps run between samples with an observed
-                feature. Default: ``None``.
-            lengths: length of each series, (batch,). Default: ``None``.
-
-        Returns:
-            The module itself.
-        """
-        self.time_unit = seq.fitted_unit(t, mask, lengths)
-        return self
 
     def forward(
         self, x: Series, t: ArrayLike | PackedSequence, state: ODERNNState | None = None,

@@ -24,7 +24,7 @@ from hbnode._checks import (
     refuse_meta,
     to_tensor,
 )
-from hbnode._times import as_times, check_digits, refuse_dates
+from hbnode._times import as_times, refuse_dates
 from hbnode._torch import may_look, no_autocast
 from hbnode._tree import Kind, Record, record
 from hbnode.nn import sequences as seq
@@ -725,17 +725,7 @@ class Oscillators(_OscillatorModule):
         sequences = _sequences(self, x, t, None, mask, lengths)
         if at is None:
             return kalman, sequences, None
-        times = as_times(at, "at").to(sequences.x.device)
-        batch = len(sequences.t)
-        if times.dim() not in (1, 2) or (times.dim() == 2 and len(times) != batch) or not times.shape[-1]:
-            raise ValueError(
-                f"at must be (K,) or (batch, K) with batch={batch} and K >= 1, got {tuple(times.shape)}. "
-                "Fix: at=[0.0, 0.5, 1.0], in the unit of t."
-            )
-        if may_look() and not bool(torch.isfinite(times).all()):
-            raise ValueError("at must be finite, got NaN or inf. Fix: at[torch.isfinite(at)].")
-        check_digits(times, times.new_zeros(0), "at", 1 / self.decay_range[1])
-        return kalman, sequences, times.expand(batch, -1)
+        return kalman, sequences, seq.checked_at(at, sequences.t, 1 / self.decay_range[1])
 
     def _kalman_filter(self, static: None = None) -> KalmanFilter:
         if self.log_spread is None or self.log_observation_noise is None:

@@ -35,7 +35,7 @@ from hbnode._tree import Record, record
 from hbnode.nn._scan import BLOCK, Cell, run_cell
 from hbnode.nn._signatures import shares_arguments
 from hbnode.nn.orthogonal import ANGLES, OrthogonalWeights, parameter_groups, rebase_every
-from hbnode.nn.rules import LinearRule, Memory, Momentum, Rule, RuleName, make_rule, memory_dtype
+from hbnode.nn.rules import LinearRule, Momentum, Rule, RuleName, RuleState, make_rule, memory_dtype
 from hbnode.nn.sequences import Series, check_choice, checked_dropout
 
 __all__ = [
@@ -544,7 +544,7 @@ class RecurrentCell(RecurrentBase):
         self._check_weight_norm()
         weights = self._weights()
         g = linear(x, weights.w, weights.b)
-        memory = Memory(state.v, state.m, state.g, state.t)
+        memory = RuleState(state.v, state.m, state.g, state.t)
         if all(z is None for z in memory):
             memory = self.rule.start(g)
             if memory.t is not None:
@@ -710,7 +710,7 @@ class RecurrentLayer(RecurrentBase):
         Until v_0 = ``state[2]`` has decayed, the cell runs over filtered W x + b, then torch's layer over filtered x.
         """
         h, c, v, m, g = state
-        memory, outputs, steps = Memory(v, m, g, t), [], len(x)
+        memory, outputs, steps = RuleState(v, m, g, t), [], len(x)
         if isinstance(self.rule, LinearRule) and not isinstance(t, Tensor):
             decay = self.rule.coefficients(t, len(x)).cumprod(0)  # below eps**2 even a large v_0 is negligible
             steps = int((decay.abs() >= torch.finfo(x.dtype).eps ** 2).sum())
@@ -723,7 +723,7 @@ class RecurrentLayer(RecurrentBase):
         if steps < len(x):
             filtered, w = self._filter_inputs(x, weights, t)
             out, h, c = self._run_cell(SequenceBatch(x), filtered[steps:], w, weights, h, c, autocast)
-            memory = Memory(linear(filtered[-1], w).to(memory_dtype(x.dtype)))
+            memory = RuleState(linear(filtered[-1], w).to(memory_dtype(x.dtype)))
             outputs.append(out)
         return torch.cat(outputs), (h, c, *memory[:3])
 
@@ -732,12 +732,12 @@ class RecurrentLayer(RecurrentBase):
         w, b = weights.w, weights.b
         if b is not None:  # b is the weight of an input that is 1 before it is filtered
             x, w = torch.cat([x, x.new_ones(*x.shape[:2], 1)], dim=-1), torch.cat([w, b.unsqueeze(1)], dim=1)
-        return self.rule(x, Memory(t=t))[0], w
+        return self.rule(x, RuleState(t=t))[0], w
 
-    def _filter(self, x: Tensor, weights: Weights, memory: Memory) -> tuple[Tensor, Memory]:
+    def _filter(self, x: Tensor, weights: Weights, memory: RuleState) -> tuple[Tensor, RuleState]:
         """Compute the filtered W x + b of the next time steps, saving only x for backward if the result is large."""
 
-        def filtered(x: Tensor, w: Tensor, b: Tensor | None, memory: Memory) -> tuple[Tensor, Memory]:
+        def filtered(x: Tensor, w: Tensor, b: Tensor | None, memory: RuleState) -> tuple[Tensor, RuleState]:
             return self.rule(linear(x, w, b), memory)
 
         is_small = x.shape[0] * x.shape[1] * len(weights.w) < CHUNK_SIZE

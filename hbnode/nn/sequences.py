@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, softplus
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from hbnode import _torch
 from hbnode._checks import (
@@ -30,7 +30,7 @@ from hbnode._checks import (
     refuse_meta,
     tensor_fix,
 )
-from hbnode._times import as_times, check_digits, has_lost_digits, lost_digits
+from hbnode._times import as_times, as_unit, check_digits, has_lost_digits, lost_digits
 from hbnode._torch import ModuleWithConstants, is_autocast, may_look
 from hbnode._tree import Kind, Record, record
 from hbnode.errors import MaxStepsError, SolverError
@@ -340,6 +340,28 @@ def checked_dt(dt: ArrayLike, shape: torch.Size) -> Tensor:
     return times.expand(*shape, -1)
 
 
+def checked_at(at: ArrayLike, t: Tensor, time_unit: float) -> Tensor:
+    """Return times ``at`` on the clock of the times t (batch, T), checked, as (batch, K) on the device of t."""
+    times = as_times(at, "at")
+    if times.dim() not in (1, 2) or times.shape[-1] == 0 or (times.dim() == 2 and len(times) != len(t)):
+        raise ValueError(
+            f"at must be (K,) or (batch, K) with batch={len(t)} and K >= 1, got {tuple(times.shape)}. "
+            "Fix: at=[0.0, 0.5, 1.0] for the same times in all series."
+        )
+    if may_look() and not bool(torch.isfinite(times).all()):
+        raise ValueError("at must be finite, got NaN or inf. Fix: at[torch.isfinite(at)].")
+    check_digits(times, times.new_zeros(0), "at", time_unit)
+    return times.to(t.device).expand(len(t), -1)
+
+
+def check_choice(value: object, name: str, choices: Sequence[str]) -> Any:
+    """Return ``value``; raise ValueError if it is none of the choices, with the nearest one."""
+    if not is_one_of(value, choices):
+        fix = f"{name}={nearest(value, choices) or choices[0]!r}"
+        raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, got {value!r}. Fix: {fix}.")
+    return value
+
+
 def _tensor(value: object, name: str, conversion: Callable[[object, str], Tensor]) -> Tensor:
     if isinstance(value, PackedSequence):
         raise ValueError(
@@ -562,6 +584,45 @@ def fitted_unit(t: ArrayLike, mask: Tensor | None, lengths: Lengths | None) -> f
             "Fix: ODERNN(..., time_unit=ten typical gaps)."
         )
     return GAPS_PER_UNIT * float(gaps.median())
+
+
+class TimedModule(ModuleWithConstants):
+    """A module that divides times by a constant of its ``state_dict``, ``time_unit``, which training data may set."""
+
+    def set_time_unit(self, value: float | None) -> None:
+        """Set the length of one unit of the module's time; None is a unit of 1 that was never chosen."""
+        self.set_constant("_time_unit", 1.0 if value is None else as_unit(value, "time_unit"))
+        self.has_unit = value is not None
+
+    @property
+    def time_unit(self) -> float:
+        """The length of one unit of the module's time."""
+        return float(self.get_constant("_time_unit"))
+
+    @time_unit.setter
+    def time_unit(self, value: float) -> None:
+        self.set_time_unit(value)
+
+    @override
+    def constants(self) -> dict[str, str]:
+        return {"time_unit": "_time_unit"}
+
+    def fit_time_unit(self, t: ArrayLike, mask: Tensor | None = None, lengths: Lengths | None = None) -> Self:
+        """Set ``time_unit`` to ten times the median gap of training data, so that a typical gap is a tenth of a unit.
+
+        Gaps of length 0 do not count. Models fitted to t and to 1000 t then give the same outputs.
+
+        Arguments:
+            t: times (batch, T) or (T,), as for a call.
+            mask: what was observed, (batch, T) or (batch, T, features). Gaps run between samples with an observed
+                feature. Default: ``None``.
+            lengths: length of each series, (batch,). Default: ``None``.
+
+        Returns:
+            The module itself.
+        """
+        self.time_unit = fitted_unit(t, mask, lengths)
+        return self
 
 
 def warn_if_too_short(
