@@ -363,6 +363,79 @@ class _FastForm(torch.autograd.Function):
         return None, None, *found
 
 
+def operator_form(
+    name: str, options: str, tensors: str, counts: tuple[int, int], forward: Any, fake: Any, vjp: Any,
+    reference: Any = None,
+) -> Callable[..., tuple[Tensor, ...]]:  # fmt: skip
+    """Return a function as a custom operator with its VJP, which torch.compile and torch.export do not trace.
+
+    Traced, a loop over time would be unrolled, and the graph would hold for one length.
+
+    Arguments:
+        name: name of the operator in the namespace ``hbnode``.
+        options: the declarations of the options in the operator's schema, "" without options.
+        tensors: the declarations of the tensors.
+        counts: numbers of outputs and of residuals; all of them are tensors that share no memory.
+        forward: ``forward(options, keep, *tensors)`` returns the outputs and the residuals, which may be empty tensors
+            unless ``keep``.
+        fake: the same function for tensors without values.
+        vjp: as in :func:`fast_form`, except that residuals may be empty.
+        reference: as in :func:`fast_form`; None refuses ``create_graph=True``.
+
+    Returns:
+        A function of options and tensors that returns the outputs.
+    """
+    fixed, (outputs, residuals) = options.count(",") + bool(options), counts
+    results = ", ".join(["Tensor"] * (outputs + residuals))
+
+    def run(function: Any, *given: Any) -> Any:
+        with no_autocast(given[fixed + 1]):
+            found, saved = function(given[:fixed], given[fixed], *given[fixed + 1 :])
+        return (*found, *saved) if outputs + residuals > 1 else found[0]
+
+    def run_vjp(*given: Any) -> list[Tensor]:
+        *given, saved, grads, needed = given  # type: ignore[assignment]
+        with no_autocast(given[fixed]):
+            found = vjp(given[:fixed], given[fixed:], saved, grads, needed)
+        wanted = [grad for grad, is_needed in zip(found, needed, strict=True) if is_needed and grad is not None]
+        return [grad.contiguous() for grad in wanted]
+
+    def fake_vjp(*given: Any) -> list[Tensor]:
+        return [x.new_empty(x.shape) for x, is_needed in zip(given[fixed:-3], given[-1], strict=True) if is_needed]
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.options = inputs[:fixed]
+        ctx.save_for_backward(*inputs[fixed + 1 :], *(output[outputs:] if residuals else ()))
+
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        saved, needed = ctx.saved_tensors, list(ctx.needs_input_grad[fixed + 1 :])
+        given, kept, grads = saved[: len(needed)], list(saved[len(needed) :]), grads[:outputs]
+        if reference is not None and torch.is_grad_enabled():  # with create_graph=True
+            found = iter(reference_vjp(reference, ctx.options, given, grads, needed))
+            return (None,) * (fixed + 1) + tuple(found)
+        found = iter(operator_vjp(*ctx.options, *given, kept, list(grads), needed))
+        return (None,) * (fixed + 1) + tuple(next(found) if is_needed else None for is_needed in needed)
+
+    custom_op: Any = functools.partial(torch.library.custom_op, mutates_args=())
+    kept = ", ".join(filter(None, [options, "bool keep"]))
+    operator = custom_op(f"hbnode::{name}", functools.partial(run, forward), schema=f"({kept}, {tensors}) -> ({results})")
+    given = ", ".join(filter(None, [options, tensors]))
+    operator_vjp = custom_op(
+        f"hbnode::{name}_backward", run_vjp, schema=f"({given}, Tensor[] saved, Tensor[] grads, bool[] needed) -> Tensor[]"
+    )
+    operator.register_fake(functools.partial(run, fake))
+    operator_vjp.register_fake(fake_vjp)
+    operator.register_autograd(backward, setup_context=setup)
+
+    def call(options: Any, *given: Tensor | None) -> tuple[Tensor, ...]:
+        needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
+        # symbolic shapes of the residuals would constrain an exported program
+        found = operator(*options, needs_grad and not torch.compiler.is_exporting(), *given)
+        return found[:outputs] if outputs + residuals > 1 else (found,)
+
+    return call
+
+
 def reference_vjp(
     reference: Callable[..., Any],
     options: Any,
