@@ -363,7 +363,7 @@ def test_bad_input(change, kind, message):
 
 
 def test_a_tolerance_below_rounding_is_mentioned_once(caplog):
-    sys.modules["hbnode.solve.odeint"]._log_tight_tolerance.cache_clear()
+    sys.modules["hbnode.solve.odeint"].check_precision.cache_clear()
     with caplog.at_level(logging.WARNING, logger="hbnode"):
         for _ in range(3):
             hbnode.odeint(lambda t, y: -y, torch.ones(2), [0.0, 1.0], rtol=1e-7, atol=1e-5)
