@@ -354,14 +354,6 @@ def checked_at(at: ArrayLike, t: Tensor, time_unit: float) -> Tensor:
     return times.to(t.device).expand(len(t), -1)
 
 
-def check_choice(value: object, name: str, choices: Sequence[str]) -> Any:
-    """Return ``value``; raise ValueError if it is none of the choices, with the nearest one."""
-    if not is_one_of(value, choices):
-        fix = f"{name}={nearest(value, choices) or choices[0]!r}"
-        raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, got {value!r}. Fix: {fix}.")
-    return value
-
-
 def _tensor(value: object, name: str, conversion: Callable[[object, str], Tensor]) -> Tensor:
     if isinstance(value, PackedSequence):
         raise ValueError(
