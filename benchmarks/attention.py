@@ -46,7 +46,7 @@ from benchmarks.harness import (
 from hbnode.nn import _delta_rule
 from hbnode.nn.attention import KeyValueCache
 from hbnode.nn.functional import heavy_ball_memory, momentum_attention
-from tasks.models.contenders import make_transformer
+from tasks.models.contenders import ContenderConfig
 
 LENGTHS = (256, 1024, 4096, 16384)
 TOKENS = (16, 3000)  # that are generated: sequences, length

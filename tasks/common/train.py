@@ -423,7 +423,6 @@ class Trainer:
         parts: Mapping[str, Any] | None = None,
     ) -> None:
         self.run, self.config, self.workers, self.data, self.loss = run, run.config, run.workers, data, loss
-        self.loss_scale = self.config.loss_scale if isinstance(self.config, ODEConfig) else 1.0
         self.model = model.to(self.workers.device)
         self.optimizer = optimizer(model) if optimizer else torch.optim.Adam(model.parameters(), lr=self.config.lr)
         self.parts: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer, **(parts or {})}
@@ -527,10 +526,7 @@ class Trainer:
             return hessian_free_step(self.optimizer, self.model, minibatch.batch, self.loss)
         self.optimizer.zero_grad()
         value, means = self.loss(self.wrapped, minibatch.batch)
-        (value * minibatch.weight * self.loss_scale).backward()
-        if self.loss_scale != 1:
-            for p in self.model.parameters():
-                p.grad = p.grad if p.grad is None else p.grad / self.loss_scale
+        (value * minibatch.weight).backward()
         if self.config.clip > 0:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
         self.optimizer.step()
@@ -546,8 +542,7 @@ class Trainer:
         seconds = totals.pop("seconds") / self.workers.size
         means = {name if name in PROGRESS else f"train_{name}": value / samples for name, value in totals.items()}
         costs = {"nfe_forward": forward, "nfe_backward": backward, "nfe_ratio": ratio}
-        conditions = {"batch_size": samples / self.data.per_epoch, "loss_scale": self.loss_scale}
-        of_odes = {**costs, **conditions} if isinstance(self.config, ODEConfig) else {}
+        of_odes = costs | {"batch_size": samples / self.data.per_epoch} if isinstance(self.config, ODEConfig) else {}
         return {"epoch": self.position // self.data.per_epoch, **means, **test, **of_odes, "seconds": seconds}
 
     def keep_best(self, name: str) -> None:

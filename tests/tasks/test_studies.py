@@ -23,12 +23,9 @@ def test_throughput_writes_a_table_with_ratios_to_softmax(tmp_path, capsys, monk
     report = json.loads((tmp_path / "throughput.json").read_text())
     rows = {(row["model"], row["length"]): row for row in report["rows"]}
     assert set(rows) == set(itertools.product(("softmax", "momentum"), (6, 12)))
-    for (name, length), row in rows.items():
+    for (name, _), row in rows.items():
         found = (row["images_per_second"], row["over_softmax"])
         assert found == ((0.5, 1.0) if name == "softmax" else (2.0, 4.0))
-        if name == "softmax":
-            assert row["state_bytes"] == 2 * length * 8 * 4  # keys and values of a layer
-    assert 0 < rows["momentum", 6]["state_bytes"] == rows["momentum", 12]["state_bytes"]
     assert "× softmax" in capsys.readouterr().out
 
 
