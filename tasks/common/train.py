@@ -375,7 +375,7 @@ def fit_and_test(
     name: str,
     best: str,
     batch_size: int = EVAL_BATCH_SIZE,
-    stop: Callable[[Sequence[Mapping[str, float]]], bool] = lambda rows: False,
+    **options: Any,
 ) -> dict[str, float]:
     """Train, test the weights of the best epoch by validation once, and return both results for the summary.
 
@@ -385,14 +385,11 @@ def fit_and_test(
         name: the name of the model in the printed result.
         best: the mean that selects the epoch, such as "accuracy".
         batch_size: samples of a batch of these data.
-        stop: see :meth:`Trainer.fit`.
+        options: of :meth:`Trainer.fit`.
     """
     run, model, loss = trainer.run, trainer.model, trainer.loss
-    found = trainer.fit(
-        lambda: evaluate(run, model, data["validation"], loss, "validation", batch_size),
-        best=f"validation_{best}",
-        stop=stop,
-    )
+    held_out = functools.partial(evaluate, run, model, data["validation"], loss, "validation", batch_size)
+    found = trainer.fit(held_out, best=f"validation_{best}", **options)
     if not run.is_finished:
         found |= evaluate(run, model, data["test"], loss, "test", batch_size)
         if run.workers.rank == 0:
