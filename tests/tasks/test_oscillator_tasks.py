@@ -3,7 +3,6 @@
 import dataclasses
 import json
 
-import pytest
 import torch
 
 from tasks import plane_vibration, silverbox
@@ -76,21 +75,6 @@ def test_noisy_oscillators_forecast_as_their_layer_does():
     torch.testing.assert_close(forecast, ahead.mean.float())
     torch.testing.assert_close(following, torch.cat([filtered.before.mean[:, 1:], ahead.mean[:, :1]], 1).float())
     torch.testing.assert_close(log_likelihood, noisy.oscillators.log_likelihood(x, t[:, :-1]))
-
-
-def test_shares_of_the_oscillators_are_those_of_the_variance():
-    torch.manual_seed(0)
-    layer = NoisyOscillators(5, 3, noise=0.1, **RANGES).oscillators
-    torch.nn.init.normal_(layer.log_spread)
-    rows = plane_vibration_frequencies.spectrum(layer)
-    assert [row["hertz"] for row in rows] == pytest.approx((400 * layer.frequency).sort().values.tolist())
-    before = layer.filter(torch.zeros(1, 1, 5)).before
-    variance = before.std[0, 0] ** 2 - layer.observation_noise**2
-    for name, channels in (("acceleration_share", slice(2, 5)), ("force_share", slice(0, 1))):
-        assert sum(row[name] for row in rows) == pytest.approx(1.0)
-        first = layer.frequency.argmin()
-        own = (layer.log_spread[first].exp() * layer.weight_out[channels, [first, first + 3]]).square().sum()
-        assert rows[0][name] == pytest.approx((own / variance[channels].sum()).item(), rel=1e-4)
 
 
 def test_frequencies_of_runs_are_drawn_and_tabulated(tmp_path, capsys):

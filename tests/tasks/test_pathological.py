@@ -8,7 +8,7 @@ import torch
 from tasks import pathological
 from tasks.common import train
 from tasks.common.config import parse
-from tasks.data.pathological import PROBLEMS, Problem
+from tasks.data.pathological import Problem
 from tasks.models.sequence_models import LAYERS
 from tasks.pathological import PathologicalConfig, SequenceLoss, make_model, make_optimizer
 from tests.tasks.small_runs import read_metrics
@@ -37,7 +37,7 @@ def test_padding_changes_no_output_and_is_not_damped(name):
         torch.testing.assert_close(alone, whole[one : one + 1], rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("name", ["addition", "memorization_5"])
 def test_all_optimizers_minimise_the_same_loss(name):
     """The objective's own value is what the Hessian-free optimizer reports."""
     problem = Problem(name, 10)

@@ -262,13 +262,6 @@ def test_a_table_and_figures_of_run_folders(tmp_path, capsys, caplog):
 # The studies that take no training
 
 
-def test_the_shallow_rows_of_vibration(monkeypatch):
-    monkeypatch.setattr(shallow_rows, "FITTED", ("ridge",))
-    for protocol in ("honest", "paper"):
-        errors = {line["model"]: line["test_forecast_mse"] for line in shallow_rows.vibration_rows(0, protocol)}
-        assert errors["ridge"] < errors["last value"] < errors["constant"]
-
-
 def test_windows_are_interpolated_and_see_no_later_frame():
     t = torch.tensor([[0.0, 1, 3, 4, 6]]) * walker2d.FRAME
     x = torch.stack([t / walker2d.FRAME, torch.zeros_like(t)], 2)
