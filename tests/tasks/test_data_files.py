@@ -18,7 +18,7 @@ from scipy.io import savemat
 from tasks.data import f16, labelled_series, polyphonic, silverbox, speech, tatoeba
 from tasks.data.images import read_cifar10, read_mnist
 from tasks.data.subwords import PADDING, UNKNOWN, decode, learn_subwords
-from tasks.data.text import chain_transitions, read_text
+from tasks.data.text import read_text
 from tasks.data.walker2d import read_walker2d
 
 
@@ -156,17 +156,6 @@ def test_words_end_of_lines_and_a_limited_vocabulary(folder):
     assert sorted(read_text("ptb").words) == ["<eos>", "<unk>", "a", "b"]  # always has <unk>
 
 
-def test_the_chain():
-    transitions = chain_transitions()
-    entropy = -transitions[transitions > 0].log().mul(transitions[transitions > 0]).sum() / 40
-    assert math.exp(entropy) == pytest.approx(3.3467, abs=1e-4)
-    text = read_text("generated")
-    train = text.parts["train"]
-    following = train[1:][train[:-1] == text.words.index("word7")].unique(return_counts=True)[1]
-    assert sorted((following / following.sum()).tolist()) == pytest.approx([0.1, 0.15, 0.25, 0.5], abs=0.07)
-    assert not torch.equal(text.parts["validation"], text.parts["test"])
-
-
 def test_parts_share_no_sentence_in_either_language(folder):
     """Sentences here have many translations each, and chains of these."""
     pairs = [(f"Sentence {i} {i // 7}!", f"Satz {i // 3}.") for i in range(3000)]
@@ -231,6 +220,13 @@ def columns(*names, record):
     return ",".join(f'"{name}"' for name in names) + ",\n" + "".join(f"{','.join(map(repr, r))},\n" for r in record)
 
 
+def test_rollouts_are_read_in_their_order(folder):
+    (folder / "walker").mkdir()
+    for i in (0, 1):
+        np.save(folder / "walker" / f"rollout_{i:03d}.npy", np.full((3, 17), i))
+    assert [rollout[0, 0].item() for rollout in read_walker2d()[0]] == [0, 1]
+
+
 def test_records_are_read_from_the_data_folder_or_the_package(folder, monkeypatch):
     record = torch.randn(100, 5, dtype=torch.float64)
     monkeypatch.setattr(f16, "ROWS", 100)
@@ -250,15 +246,6 @@ def test_records_are_read_from_the_data_folder_or_the_package(folder, monkeypatc
         write(folder / "plane-vibration" / f"{f16.NAME}.csv", columns(*f16.COLUMNS, record=record.tolist()))
         write(folder / "SNLS80mV.csv", columns("V1", "V2", record=record[:, :2].tolist()))
         monkeypatch.setitem(sys.modules, "nonlinear_benchmarks", None)
-
-
-def test_rollouts_are_read_from_the_data_folder(folder):
-    (folder / "walker").mkdir()
-    for i in (0, 1):
-        np.save(folder / "walker" / f"rollout_{i:03d}.npy", np.full((3, 17), i))
-    rollouts, source = read_walker2d()
-    assert [rollout[0, 0].item() for rollout in rollouts] == [0, 1]
-    assert source == "2 rollouts of a trained policy"
 
 
 # Missing and damaged files
@@ -314,10 +301,3 @@ def test_a_damaged_file_is_named(name, file, damage, message, folder, monkeypatc
     with pytest.raises(ValueError, match=rf"{message}[\s\S]*Fix: "):
         READERS[name]()
     assert not (folder / "ran").exists()
-
-
-@pytest.mark.parametrize("shape", [(1, 88), (5, 87)])
-def test_pieces_of_another_shape_are_named(shape, folder):
-    write_rolls(folder, traindata=(5, 88), validdata=shape, testdata=(6, 88))
-    with pytest.raises(ValueError, match=r"in validdata.*Fix: put JSB_Chorales\.mat"):
-        polyphonic.read_polyphonic("jsb")

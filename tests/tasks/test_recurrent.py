@@ -12,7 +12,7 @@ from tasks.common.run import count_parameters
 from tasks.data import speech as speech_data
 from tasks.models import awd_lstm
 from tasks.models.next_step import as_batch
-from tasks.models.recurrent import LayerWithReadout, RecurrentConfig, RuleOptions, make_layer
+from tasks.models.recurrent import LayerWithReadout, RecurrentConfig, RuleOptions
 from tasks.pixel_mnist import PixelMnistConfig
 from tests.tasks.small_runs import read_metrics
 
@@ -28,8 +28,7 @@ TABLE = {
 
 def test_a_forget_bias_is_half_of_both_and_steady_in_the_filter():
     """b_ih inside the filter grows to b s / (1 - mu), b_hh stays b."""
-    rule = RecurrentConfig(model="forget").rule_options(TABLE)
-    layer = make_layer("forget", "lstm", 2, 3, rule, forget_bias=-4.0)
+    layer = RecurrentConfig(model="forget", hidden=3, forget_bias=-4.0).make_layer(2, TABLE)
     expected = torch.zeros(12)
     expected[3:6] = -4.0 * 0.9 / (1 - 0.6) - 4.0
     torch.testing.assert_close(layer.bias_ih_l0 + layer.bias_hh_l0, expected)
@@ -39,8 +38,7 @@ def test_a_forget_bias_is_half_of_both_and_steady_in_the_filter():
 def test_controls_are_torchs_layer_with_scaled_input(cell, reference):
     x = torch.randn(4, 6, 2, dtype=torch.float64)
     for model, scale in (("plain", 1.0), ("gain", 0.9)):
-        rule = RecurrentConfig(model=model).rule_options(TABLE)
-        layer = make_layer(model, cell, 2, 3, rule, batch_first=True).double()
+        layer = RecurrentConfig(model=model, cell=cell, hidden=3).make_layer(2, TABLE, batch_first=True).double()
         scaled = reference(2, 3, batch_first=True).double()
         state = layer.state_dict()
         scaled.load_state_dict({k: v * scale if k.endswith("ih_l0") else v for k, v in state.items()})

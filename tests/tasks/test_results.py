@@ -246,8 +246,6 @@ def test_a_table_and_figures_of_run_folders(tmp_path, capsys, caplog):
     head = "tolerance,forward,backward,error,gradient_error\n"
     for name in ("a", "b"):
         (tmp_path / name / "tolerance.csv").write_text(head + "".join(f"{10.0**-k},{k},{k},0.1,0.1\n" for k in (1, 2)))
-    images = {"images": torch.rand(2, 1, 8, 8), "labels": torch.tensor([1, 2]), "predictions": torch.tensor([1, 3])}
-    torch.save(images, tmp_path / "a" / "examples.pt")
     results.main(["show", str(tmp_path)])
     lines = [re.split(r"  +", line.strip()) for line in capsys.readouterr().out.splitlines()]
     assert lines[1:5] == [
@@ -262,13 +260,6 @@ def test_a_table_and_figures_of_run_folders(tmp_path, capsys, caplog):
 
 
 # The studies that take no training
-
-
-def test_the_shallow_rows_of_vibration(monkeypatch):
-    monkeypatch.setattr(shallow_rows, "FITTED", ("ridge",))
-    for protocol in ("honest", "paper"):
-        errors = {line["model"]: line["test_forecast_mse"] for line in shallow_rows.vibration_rows(0, protocol)}
-        assert errors["ridge"] < errors["last value"] < errors["constant"]
 
 
 def test_windows_are_interpolated_and_see_no_later_frame():

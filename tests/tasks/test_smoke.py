@@ -67,7 +67,6 @@ walker2d --model hbnode --windows 24 --batch-size 8 --tol 1e-3 --ahead 3
 FIGURES = {
     "bouncing_balls": "frames.png",
     "density": "density.png",
-    "image_classification": "examples.pt",
     "image_generation": "samples.png",
     "latent_sde": "bands.png",
     "pendulum": "energy.png",
