@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional
 
 import hbnode
@@ -87,32 +86,6 @@ def test_the_layer_against_its_equations(frequency, is_masked):
 
 
 @kinds
-@pytest.mark.parametrize("times", ["none", "own", "shared"])
-@pytest.mark.parametrize("kind", [hbnode.nn.Oscillators, hbnode.nn.OscillatorStack])
-def test_parts_lengths_and_forecasts(frequency, times, kind):
-    model, (x, t) = make(3, 4, frequency=frequency, kind=kind), series(3, 30)
-    t = {"none": torch.arange(30.0).double(), "own": t, "shared": t[0]}[times].expand(3, -1)
-    mask, lengths = torch.rand(3, 30, 3) < 0.6, [30, 11, 1]
-    whole, end = model(x, None if times == "none" else t, mask=mask)
-    state, outputs = None, []
-    for part in (slice(0, 1), slice(1, 12), slice(12, 30)):
-        y, state = model(x[:, part], t[:, part], state, mask[:, part])
-        outputs.append(y)
-    torch.testing.assert_close(torch.cat(outputs, 1), whole, rtol=0, atol=1e-12)
-    torch.testing.assert_close(state.as_dict(), end.as_dict(), rtol=0, atol=1e-12)
-    padded, end = model(x, t, mask=mask, lengths=lengths)
-    for i, length in enumerate(lengths):
-        one = slice(i, i + 1), slice(length)
-        alone, last = model(x[one], t[one], mask=mask[one])
-        torch.testing.assert_close((padded[one], end.v[..., i, :]), (alone, last.v[..., 0, :]), rtol=0, atol=1e-12)
-        assert not padded[i, length:].any()
-    ahead, later = model.forecast(end, [0.5, 0.5, 3.0])
-    after = end.t.unsqueeze(1) + torch.tensor([0.5, 0.5, 3.0])
-    expected, last = model(torch.full((3, 3, 3), torch.nan).double(), after, end, torch.zeros(3, 3).bool())
-    torch.testing.assert_close((ahead, later.v), (expected, last.v), rtol=0, atol=1e-12)
-
-
-@kinds
 def test_a_state_never_grows_without_input(frequency):
     layer, (x, t) = make(3, 4, 50, frequency=frequency), series(1, 200)
     layer.weight_in.data.zero_()
@@ -141,30 +114,6 @@ def test_single_precision(frequency, strength):
         found.append([z.double() for z in (y, *grads)])
     for one, other in zip(*found, strict=True):
         assert (one - other).abs().max() <= 3e-5 * other.abs().max()
-
-
-@kinds
-def test_both_directions_and_packed_sequences(frequency):
-    layer = make(frequency=frequency, bidirectional=True)
-    x, t = series(2, 20)
-    y, _ = layer(x, t, lengths=[20, 7])
-    behind, _ = layer.reverse(x[1:, :7].flip(1), (t[1:, 6:7] - t[1:, :7]).flip(1))
-    torch.testing.assert_close(y[1:, :7, 4:], behind.flip(1))
-    pack = lambda z: nn.utils.rnn.pack_padded_sequence(z, [20, 7], batch_first=True)
-    packed, _ = layer(pack(x), pack(t))
-    torch.testing.assert_close(nn.utils.rnn.pad_packed_sequence(packed, batch_first=True)[0], y)
-
-
-@kinds
-def test_half_precision_and_autocast(frequency):
-    layer = make(frequency=frequency).float()
-    x, t = (z.float() for z in series())
-    y, _ = layer(x, t)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert layer(x, t)[0].equal(y)
-    low, half = layer(x.bfloat16(), t)
-    assert low.dtype == torch.bfloat16
-    assert half.v.dtype == half.to(torch.bfloat16).v.dtype == torch.float32
 
 
 def test_what_is_refused():
