@@ -32,15 +32,3 @@ def momentum_attention(q, k, v, momentum, step_size=1.0, causal=True, ignored=No
 
 def read(q, s, z, eps):
     return q @ s / (q @ z[..., None] + eps)
-
-
-def closed_form(q, k, v, momentum, step_size=1.0, causal=True, eps=1e-6):
-    """Equations 73 and 74 for one sequence (length, dim) and a number momentum."""
-    q, k = elu(q) + 1, elu(k) + 1
-    out = []
-    for i in range(len(q)):
-        last = i + 1 if causal else len(k)
-        weights = [step_size * sum(momentum**n for n in range(last - j)) for j in range(last)]
-        above = sum(w * (q[i] @ k[j]) * v[j] for j, w in enumerate(weights))
-        out.append(above / (q[i] @ k[:last].sum(0) + eps))
-    return torch.stack(out)

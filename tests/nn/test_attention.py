@@ -102,19 +102,6 @@ def test_ignored_tokens_leave_no_trace(kind):
 
 
 @each_module
-def test_a_state_serves_two_continuations(kind):
-    module, x = make(kind), inputs()
-    with torch.no_grad():
-        whole, _ = module(x, x, x)
-        _, state = module.prefill(x[:, :6])
-        _, other = module.prefill(torch.ones_like(x), state)
-        before = [part.clone() for part in (*tensors(state), *tensors(other))]
-        again, _ = module.prefill(x[:, 6:], state)
-    close(again, whole[:, 6:])
-    assert all(map(torch.equal, (*tensors(state), *tensors(other)), before))
-
-
-@each_module
 def test_layouts_agree(kind):
     module, other, x, mask = make(kind), make(kind, batch_first=False), inputs(), make_mask()
     output, _ = module(x, x, x, mask)
@@ -126,18 +113,16 @@ def test_layouts_agree(kind):
         close(each(x[0], x[0], x[0], mask[0])[0], output[0])
 
 
-@pytest.mark.sparse
 @each_module
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_narrow_numbers(kind, dtype):
-    module, x = make(kind, dtype=dtype), inputs(dtype=dtype)
-    wanted = copy.deepcopy(module).double()(x.double())[0]
-    tolerance = (0.03 if dtype == torch.bfloat16 else 1e-5) * wanted.abs().max()
-    y, state = module.step(x[:, 0])
-    y, state = module.step(x[:, 1], state)
-    for output, truth in ((module(x)[0], wanted), (y, wanted[:, 1])):
-        assert output.dtype == dtype
-        assert (output - truth).abs().max() < tolerance
+def test_narrow_numbers(kind):
+    module, x = make(kind), inputs()
+    wanted, _ = module(x)
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 0.03)):
+        module, x = module.to(dtype), x.to(dtype)
+        _, state = module.step(x[:, 0])
+        for output, truth in ((module(x)[0], wanted), (module.step(x[:, 1], state)[0], wanted[:, 1])):
+            assert output.dtype == dtype
+            assert (output - truth).abs().max() < tolerance * wanted.abs().max()
 
 
 @pytest.mark.slow
@@ -164,7 +149,6 @@ def test_what_is_refused():
     momentum, softmax, memory = (make(kind) for kind in ("momentum", "rotary", "heavy_ball"))
     for message, call in (
         ("need_weights must be False", lambda: memory(x, need_weights=True)),
-        (r"must be bool, .batch, keys. = \(3, 11\)", lambda: memory(x, x, x, ones.T.bool())),
         ("mask == 0 if ones in the mask are attended to", lambda: memory(x, x, x, ones.long())),
         ("must hold only 0 and -inf, got other values", lambda: memory(x, x, x, ones)),
         ("Fix: batch_first=True if the batch comes first", lambda: memory(x, x[:2], x[:2])),
@@ -172,15 +156,11 @@ def test_what_is_refused():
         (r"query is torch.float32.*Fix: query.to\(torch.float64\), or", lambda: memory(x.float())),
         ("dropout must be 0, got 0.1", lambda: make("momentum", dropout=0.1)),
         ("Fix: an even head size", lambda: SoftmaxAttention(12, 4)),
-        ("embed_dim=20", lambda: MomentumAttention(17, 4)),
         (r"momentum must be in \[0, 1\)", lambda: make("momentum", momentum=1.0)),
         ("or 4 numbers, got 'high'", lambda: make("momentum", momentum="high")),
-        ("must start above 0", lambda: make("learned", momentum=0.0)),
         ("delta must be .* got 'plian'", lambda: make("heavy_ball", delta="plian")),
-        ("momentum must be True or False, got 0.9", lambda: make("heavy_ball", momentum=0.9)),
         ("Fix: prefill for several", lambda: momentum.step(x)),
         ("Fix: causal=True", lambda: make("momentum", causal=False).prefill(x)),
-        ("got 6, 16. Fix: leave kdim and vdim out", lambda: make("momentum", kdim=6).prefill(x)),
         (r"Fix: x\[None\]", lambda: momentum.prefill(x[0])),
         ("must be a MomentumAttentionState", lambda: momentum.step(x[:, 0], softmax.init_state(3))),
         (r"on cpu, got .*meta.* Fix: state", lambda: momentum.step(x[:, 0], momentum.init_state(3).to("meta"))),
@@ -213,7 +193,6 @@ def test_inside_torchs_encoder(kind, training):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("mask", [None, make_mask()], ids=["all", "masked"])
 def test_softmax_is_torchs(causal, mask):
-    torch.manual_seed(0)
     theirs = nn.MultiheadAttention(E, H, batch_first=True, dtype=torch.float64)
     ours = SoftmaxAttention(E, H, batch_first=True, rotary=False, causal=causal, dtype=torch.float64)
     ours.load_state_dict(theirs.state_dict())
@@ -225,14 +204,11 @@ def test_softmax_is_torchs(causal, mask):
 
 
 def test_other_sizes_of_keys_and_values():
-    torch.manual_seed(0)
     theirs = nn.MultiheadAttention(E, H, kdim=6, vdim=10, dtype=torch.float64)
     ours = SoftmaxAttention(E, H, kdim=6, vdim=10, rotary=False, causal=False, dtype=torch.float64)
     ours.load_state_dict(theirs.state_dict())
     q, k, v = (torch.randn(n, 2, d, dtype=torch.float64) for n, d in ((5, E), (9, 6), (9, 10)))
     close(ours(q, k, v)[0], theirs(q, k, v, need_weights=False)[0])
-    linear = MomentumAttention(E, H, kdim=6, vdim=10, causal=False, dtype=torch.float64)
-    assert linear(q, k, v)[0].shape == q.shape
 
 
 def test_rotary_scores_depend_on_distances_alone():
@@ -291,19 +267,6 @@ def test_gates_are_in_the_safe_region():
     assert (gates["write"] <= rest + 1e-12).all()
 
 
-@each_module
-def test_states_are_saved_copied_and_loaded(kind, tmp_path):
-    module, x = make(kind), inputs()
-    with torch.no_grad():
-        _, state = module.prefill(x[:, :5], None, make_mask()[:, :5])
-        _, state = module.step(x[:, 5], state)
-        expected, _ = module.step(x[:, 6], state)
-        torch.save(state, tmp_path / "state.pt")
-        loaded = torch.load(tmp_path / "state.pt", weights_only=True)
-        for found in (loaded, copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
-            assert torch.equal(module.step(x[:, 6], found)[0], expected)
-
-
 ENDS = [0, 3, 3, 4, 11]  # sequences of 3, 0, 1 and 7 tokens
 MEMORIES = [kind for kind in KINDS if KINDS[kind][0] is HeavyBallMemory]
 
@@ -330,13 +293,23 @@ def test_packed_sequences(kind, mask):
 
 
 @each_module
-def test_a_state_of_inference_mode_goes_on_in_training(kind):
+def test_a_state_serves_several_continuations(kind, tmp_path):
+    """Made in inference mode, it goes on in training, and so do its copies."""
     module, x = make(kind), inputs()
+    whole, _ = module(x)
     with torch.inference_mode():
-        _, state = module.prefill(x[:, :5])
-    for again in (module.step(x[:, 5], state)[0], module.prefill(x[:, 5:], state)[0]):
-        again.sum().backward()
-    close(module.prefill(x[:, 5:], state)[0], module(x)[0][:, 5:])
+        _, state = module.prefill(x[:, :6], None, torch.zeros(3, 6, dtype=torch.bool))
+    with torch.no_grad():
+        _, other = module.prefill(torch.ones_like(x), state)
+        before = [part.clone() for part in (*tensors(state), *tensors(other))]
+    torch.save(state, tmp_path / "state.pt")
+    loaded = torch.load(tmp_path / "state.pt", weights_only=True)
+    for again in (state, loaded, copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
+        output, _ = module.prefill(x[:, 6:], again)
+        close(output, whole[:, 6:])
+        close(module.step(x[:, 6], again)[0], whole[:, 6])
+        output.sum().backward()
+    assert all(map(torch.equal, (*tensors(state), *tensors(other)), before))
 
 
 @pytest.mark.slow

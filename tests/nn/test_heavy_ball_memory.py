@@ -155,46 +155,8 @@ def test_float32_keeps_its_digits(delta, momentum, decay):
 # States and masks
 
 
-@every_delta
-def test_padding_changes_nothing(delta):
-    """At the start, in the middle and at the end, with NaN in all that is ignored."""
-    made = make(delta=delta, state=True)
-    tensors = [name for name, z in made.items() if isinstance(z, torch.Tensor)]
-    ignored = torch.zeros(23, dtype=torch.bool)
-    ignored[[0, 1, 2, 5, 6, 9, 20, 21, 22]] = True
-    short = made | {name: made[name][:, :, ~ignored] for name in tensors}
-    places = ignored.nonzero()[:, 0]
-    dirty = {name: made[name].detach().index_fill(2, places, math.nan).requires_grad_() for name in tensors}
-    long = made | dirty | {"key_padding_mask": ignored.expand(2, -1)}
-    out, *state = run(long, chunk_size=4)
-    assert_near([out[:, :, ~ignored], *state], run(short, chunk_size=4), 1e-10)
-    assert all(z.isfinite().all() for z in gradients([out], leaves(long)))
-
-
 LENGTHS = (3, 0, 17, 40, 1, 19, 2, 25)
 ENDS = [sum(LENGTHS[:i]) for i in range(len(LENGTHS) + 1)]
-
-
-def make_packed(**options):
-    """Sequences in one row, with holes and states; and the boundaries."""
-    made = make(1, length=ENDS[-1], holes=True, **options)
-    s, p = torch.randn(2, len(LENGTHS), 3, 4, 5, dtype=F64)
-    made["initial_state"] = State(s.requires_grad_(), p.requires_grad_())
-    return made, torch.tensor(ENDS, dtype=torch.int32)
-
-
-def run_each(made, **options):
-    """Packed sequences, one after another, by a call each."""
-    found = []
-    for i, (start, end) in enumerate(pairwise(ENDS)):
-        one = {
-            name: z[..., start:end] if z.dtype == torch.bool else z[:, :, start:end]
-            for name, z in made.items()
-            if isinstance(z, torch.Tensor)
-        }
-        one["initial_state"] = made["initial_state"].map(lambda z, i=i: z[i : i + 1])
-        found.append(run(made | one, **options))
-    return [torch.cat(parts, 0 if i else 2) for i, parts in enumerate(zip(*found, strict=True))]
 
 
 @pytest.mark.sparse
@@ -202,9 +164,18 @@ def run_each(made, **options):
 @every_delta
 @pytest.mark.parametrize("momentum", [True, False])
 def test_packed_sequences(delta, momentum):
-    made, ends = make_packed(delta=delta)
-    made |= {} if momentum else {"log_momentum": None}
-    got, wanted = run(made, cu_seqlens=ends, chunk_size=16), run_each(made, chunk_size=16)
+    """As a call for each of the sequences, with holes and states."""
+    made = make(1, length=ENDS[-1], holes=True, delta=delta)
+    tensors = {name: z for name, z in made.items() if isinstance(z, torch.Tensor)}
+    s, p = torch.randn(2, len(LENGTHS), 3, 4, 5, dtype=F64)
+    states = State(s.requires_grad_(), p.requires_grad_())
+    rest, each = {"delta": delta} | ({} if momentum else {"log_momentum": None}), []
+    for i, (start, end) in enumerate(pairwise(ENDS)):
+        cut = {name: z[..., start:end] if z.dim() < 4 else z[:, :, start:end] for name, z in tensors.items()}
+        each.append(run(cut | rest | {"initial_state": states.map(lambda z, i=i: z[i : i + 1])}, chunk_size=16))
+    wanted = [torch.cat(parts, 0 if i else 2) for i, parts in enumerate(zip(*each, strict=True))]
+    made |= rest | {"initial_state": states}
+    got = run(made, cu_seqlens=torch.tensor(ENDS, dtype=torch.int32), chunk_size=16)
     assert_near(got, wanted, 1e-12)
     assert_near(gradients(got, leaves(made)), gradients(wanted, leaves(made)), 1e-12)
 

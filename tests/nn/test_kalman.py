@@ -1,10 +1,10 @@
 """Noisy oscillators against the joint normal distribution of all samples."""
 
-import dataclasses
 import math
 
 import pytest
 import torch
+from torch import nn
 from torch.distributions import MultivariateNormal
 
 import hbnode
@@ -23,21 +23,19 @@ def make(**options):
 
 def joint_covariance(layer, t):
     """Of all samples at times t (T,): (T n, T n), from Cov(h(t), h(s)) = Φ(t - s) P for t >= s."""
-    kappa, channels = layer.stiffness, layer.input_size
+    kappa, n = layer.stiffness, layer.input_size
     variance = layer.process_noise.square() / (2 * layer.damping)
     c_v, c_x = layer.weight_out.chunk(2, 1)
     c_x = c_x * kappa.sqrt()
-    blocks = torch.zeros(len(t), channels, len(t), channels, dtype=torch.float64)
-    for i, later in enumerate(t):
-        for j, earlier in enumerate(t):
-            if later < earlier or (later == earlier and i < j):
-                continue
-            vv, vx, xv, xx = hbnode.nn.functional.oscillator_step(layer.damping, kappa, later - earlier)
+    blocks = torch.zeros(len(t), n, len(t), n, dtype=torch.float64)
+    order = sorted(range(len(t)), key=t.tolist().__getitem__)
+    for count, i in enumerate(order):
+        for j in order[: count + 1]:  # the earlier ones
+            vv, vx, xv, xx = hbnode.nn.functional.oscillator_step(layer.damping, kappa, t[i] - t[j])
             row_v, row_x = c_v * vv + c_x * xv, c_v * vx + c_x * xx
             block = (row_v * variance) @ c_v.T + (row_x * variance / kappa) @ c_x.T
             blocks[i, :, j], blocks[j, :, i] = block, block.T
-    noise = layer.observation_noise.square().repeat(len(t)).diag()
-    return blocks.reshape(len(t) * channels, -1) + noise
+    return blocks.reshape(len(t) * n, -1) + layer.observation_noise.square().repeat(len(t)).diag()
 
 
 def test_filter_against_the_joint_distribution():
@@ -119,11 +117,11 @@ def test_forecasts_are_filtered_samples_that_nobody_saw():
     x, t = torch.randn(2, 6, 2, dtype=torch.float64), torch.rand(2, 6).double().cumsum(1)
     state = layer.filter(x, t).state
     bands, later = layer.forecast(state, [0.0, 0.5, 2.0])
-    times = t[:, -1:] + torch.tensor([0.5, 2.0], dtype=torch.float64)
-    unseen = layer.filter(torch.zeros(2, 2, 2).double(), times, state, torch.zeros(2, 2, dtype=torch.bool))
-    torch.testing.assert_close(bands.mean[:, 1:], unseen.before.mean, rtol=0, atol=1e-12)
-    torch.testing.assert_close(bands.std[:, 1:], unseen.before.std, rtol=0, atol=1e-12)
-    torch.testing.assert_close(later.covariance, unseen.state.covariance, rtol=0, atol=1e-12)
+    times = t[:, -1:] + torch.tensor([0.0, 0.5, 2.0], dtype=torch.float64)
+    unseen = layer.filter(torch.zeros(2, 3, 2).double(), times, state, torch.zeros(2, 3, dtype=torch.bool))
+    found = bands.mean, bands.std, later.covariance
+    expected = unseen.before.mean, unseen.before.std, unseen.state.covariance
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
     assert not unseen.log_likelihood.any()
     far, _ = layer.forecast(state, [1e6])
     spread = (layer.weight_out.square() * (2 * layer.log_spread).exp().repeat(2)).sum(1)
@@ -156,49 +154,31 @@ def test_gradients_are_finite_where_a_variance_is_zero():
     torch.testing.assert_close(variance.grad, torch.tensor([0.0, 0.0, 0.25, math.nan]).double(), equal_nan=True)
 
 
-def test_static_features_of_a_series_are_refused():
-    table = {
-        "id": [1, 1, 2],
-        "t": [0.0, 1.5, 0.0],
-        "a": [1.0, 2.0, 3.0],
-        "b": [0.5, math.nan, 1.0],
-        "s": [7.0, 7.0, 8.0],
-    }
-    series = hbnode.data.from_long(table, id="id", time="t", values=["a", "b"], static=["s"])
-    layer, plain = make(), dataclasses.replace(series, static=None)
-    assert layer.smooth(**plain.inputs()).mean.shape == layer.sample_paths(**plain.inputs())[0].shape == (2, 2, 2)
-    for use in (layer.log_likelihood, layer.filter, layer.smooth, layer.sample_paths):
-        with pytest.raises(ValueError, match=r"static must be None.*Fix: dataclasses.replace\(series, static=None\)"):
-            use(**series.inputs())
-
-
 def test_noise_that_is_lost_in_rounding_is_named():
-    layer = hbnode.nn.Oscillators(2, 2, 4, noise=True)
-    x = torch.randn(1, 5, 2)
-    with torch.no_grad():
-        layer.log_observation_noise.fill_(-25.0)
+    layer, x = hbnode.nn.Oscillators(2, 2, 4, noise=True), torch.randn(1, 5, 2)
+    nn.init.constant_(layer.log_observation_noise, -25.0)
     with pytest.raises(FloatingPointError, match="times that of the observation noise") as raised:
         layer.filter(x)
     least = float(str(raised.value).split("clamp_(min=")[1].split(")")[0])
     layer.log_observation_noise.data.clamp_(min=least)  # as the message says
     assert layer.filter(x).after.std.isfinite().all()
-    with torch.no_grad():
-        layer.log_spread[0] = math.nan
+    nn.init.constant_(layer.log_spread, math.nan)
     with pytest.raises(FloatingPointError, match="log_spread is NaN"):
         layer.log_likelihood(x)
 
 
-@pytest.mark.parametrize(
-    ("use", "kind", "message"),
-    [
-        (lambda layer, x: hbnode.nn.Oscillators(2, 2).filter(x), ValueError, "has no noise"),
-        (lambda layer, x: hbnode.nn.Oscillators(2, 3, noise=True), ValueError, "hidden_size = input_size, got 3"),
-        (lambda layer, x: layer.filter(x, None, layer(x)[1]), TypeError, "must be an OscillatorBelief"),
-        (lambda layer, x: layer.filter(x, [-0.5], layer.filter(x).state), ValueError, "the state's time lies after"),
-        (lambda layer, x: layer.filter(x[:1], [5.0], layer.filter(x).state), ValueError, "v must have shape"),
-        (lambda layer, x: layer.smooth(x, at=torch.zeros(3, 5)), ValueError, r"at must be \(K,\) or \(batch, K\)"),
-    ],
-)
-def test_wrong_uses(use, kind, message):
-    with pytest.raises(kind, match=message):
-        use(make(), torch.zeros(2, 1, 2).double())
+def test_wrong_uses():
+    layer, x, static = make(), torch.zeros(2, 1, 2).double(), r"static must be None.*Fix: dataclasses.replace\(series, "
+    state = layer.filter(x).state
+    for message, use in (
+        ("has no noise", lambda: hbnode.nn.Oscillators(2, 2).filter(x)),
+        ("hidden_size = input_size, got 3", lambda: hbnode.nn.Oscillators(2, 3, noise=True)),
+        ("must be an OscillatorBelief", lambda: layer.filter(x, None, layer(x)[1])),
+        ("the state's time lies after", lambda: layer.filter(x, [-0.5], state)),
+        ("v must have shape", lambda: layer.filter(x[:1], [5.0], state)),
+        (r"at must be \(K,\) or \(batch, K\)", lambda: layer.smooth(x, at=torch.zeros(3, 5))),
+        *((static, lambda use=use: use(x, static=x[:, 0])) for use in (layer.log_likelihood, layer.filter)),
+        *((static, lambda use=use: use(x, static=x[:, 0])) for use in (layer.smooth, layer.sample_paths)),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            use()

@@ -21,19 +21,6 @@ def off_orthogonal(weight):
     return (weight.mT @ weight - torch.eye(len(weight), dtype=weight.dtype)).abs().max().item()
 
 
-def train(layer, steps, rate=0.1, between=None):
-    """Some steps of gradient descent on random targets."""
-    optimizer = torch.optim.SGD(layer.parameters(), lr=rate)
-    if between:
-        between(optimizer)
-    generator = torch.Generator().manual_seed(2)
-    x, y = (torch.randn(5, 4, n, generator=generator, dtype=layer.bias_l0.dtype) for n in (2, layer.hidden_size))
-    for _ in range(steps):
-        optimizer.zero_grad()
-        (layer(x)[0] - y).square().mean().backward()
-        optimizer.step()
-
-
 # The start
 
 
@@ -66,7 +53,14 @@ def test_angles_of_the_start(init, furthest):
 def test_it_stays_orthogonal(every):
     layer = recurrent.MomentumDTRIV(2, 12)
     start = layer.weight_hh_l0.detach().clone()
-    train(layer, 40, 1.0, (lambda optimizer: recurrent.rebase_every(optimizer, layer, every)) if every else None)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    if every:
+        recurrent.rebase_every(optimizer, layer, every)
+    x, y = torch.randn(5, 4, 2), torch.randn(5, 4, 12)
+    for _ in range(40):
+        optimizer.zero_grad()
+        (layer(x)[0] - y).square().mean().backward()
+        optimizer.step()
     assert off_orthogonal(layer.weight_hh_l0.detach()) < 100 * torch.finfo(torch.float32).eps
     assert (layer.weight_hh_l0 - start).abs().max() > 1e-3
 
@@ -81,9 +75,6 @@ def test_rebasing_keeps_the_function_and_the_parameters():
     assert [id(z) for z in (*layer.parameters(), *layer.buffers())] == held
     moved = [key for key, value in layer.state_dict().items() if not torch.equal(value, before[key])]
     assert len(moved) == 8  # base and coordinates of four weights
-    other, _ = make_pair("dtriv", "", 2, 6, 2, bidirectional=True)
-    other.load_state_dict(layer.state_dict())
-    assert torch.equal(other(x)[0], layer(x)[0])
 
 
 @some_rules
@@ -121,35 +112,30 @@ def test_the_weight_is_torchs_own_parametrization():
 
 def test_rebase_every_counts_steps_and_can_be_removed():
     model = torch.nn.ModuleList([recurrent.DTRIV(2, 4), torch.nn.Linear(4, 1)])
-    base = model[0].parametrizations.weight_hh_l0[0].base
-    bases = [base.clone()]
+    base, optimizer = model[0].parametrizations.weight_hh_l0[0].base, torch.optim.SGD(model.parameters(), lr=1e-3)
 
-    def step(optimizer):
+    def moves():
+        before = base.clone()
         model[1](model[0](torch.randn(5, 3, 2))[0]).square().mean().backward()
         optimizer.step()
-        bases.append(base.clone())
-        return (bases[-1] != bases[-2]).any()
+        return not base.equal(before)
 
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     handle = recurrent.rebase_every(optimizer, model, 3)
-    assert [step(optimizer) for _ in range(7)] == [False, False, True] * 2 + [False]
+    assert [moves() for _ in range(7)] == [False, False, True] * 2 + [False]
     handle.remove()
-    assert not any(step(optimizer) for _ in range(4))
-    with pytest.raises(ValueError, match="steps must be "):
-        recurrent.rebase_every(optimizer, model, 0)
-    with pytest.raises(ValueError, match="Linear holds no orthogonal layer"):
-        recurrent.rebase_every(optimizer, model[1], 1)
+    assert not any(moves() for _ in range(4))
+    for wrong, steps, message in ((model, 0, "steps must be "), (model[1], 1, "Linear holds no orthogonal layer")):
+        with pytest.raises(ValueError, match=message):
+            recurrent.rebase_every(optimizer, wrong, steps)
 
 
 def test_groups_of_parameters():
-    layer = recurrent.MomentumDTRIV(2, 4, 2, bidirectional=True)
-    model = torch.nn.ModuleList([layer, torch.nn.Linear(8, 1)])
-    inner = {id(p) for name, p in model.named_parameters() if "parametrizations.weight_hh" in name}
-    groups = recurrent.parameter_groups(model, 1e-3, 1e-4)
-    assert [group["lr"] for group in groups] == [1e-3, 1e-4]
-    found = [{id(p) for p in group["params"]} for group in groups]
+    model = torch.nn.ModuleList([recurrent.MomentumDTRIV(2, 4, 2, bidirectional=True), torch.nn.Linear(8, 1)])
+    inner = {id(p) for p in model[0].orthogonal_parameters()}
     assert len(inner) == 4
-    assert found == [{id(p) for p in model.parameters()} - inner, inner]
+    groups = recurrent.parameter_groups(model, 1e-3, 1e-4)
+    found = [(group["lr"], {id(p) for p in group["params"]}) for group in groups]
+    assert found == [(1e-3, {id(p) for p in model.parameters()} - inner), (1e-4, inner)]
 
 
 @pytest.mark.parametrize(("rule", "suffix", "dtype"), [("", "", torch.bfloat16), ("momentum", "Cell", torch.float16)])
@@ -164,19 +150,10 @@ def test_half_precision(rule, suffix, dtype):
             parameter.data -= 0.1 * parameter.grad
         layer.rebase()
     (name,) = layer.parametrizations
-    made = layer.parametrizations[name][0]
-    assert off_orthogonal(made.base) < 1e-5
     assert getattr(layer, name).dtype == dtype
-    assert off_orthogonal(layer.float().parametrizations[name][0].base) < 1e-5
+    for again in (layer, layer.float()):
+        assert off_orthogonal(again.parametrizations[name][0].base) < 1e-5
     assert layer.double().parametrizations[name][0].base.dtype == torch.float64
-
-
-def test_on_the_meta_device():
-    layer = copy.deepcopy(recurrent.DTRIV(2, 5, 2, device="meta"))
-    assert layer.weight_hh_l1.is_meta
-    layer.to_empty(device="cpu").reset_parameters()
-    assert off_orthogonal(layer.weight_hh_l1.detach()) < 1e-5
-    assert pickle.loads(pickle.dumps(layer))(torch.randn(3, 2))[0].device.type == "cpu"
 
 
 # Weights
@@ -205,7 +182,6 @@ def test_a_copy_is_whole(what):
     pickled, optimizer = pickle.loads(pickle.dumps((layer, torch.optim.SGD(layer.parameters(), lr=0.1))))
     for again in (pickled, copy.deepcopy(layer), copy.copy(layer)):
         assert torch.equal(again(x)[0], layer(x)[0])
-        assert (again.training, again.rule) == (layer.training, layer.rule)
         assert [p.requires_grad for p in again.parameters()] == [p.requires_grad for p in layer.parameters()]
     held = optimizer.param_groups[0]["params"]
     assert all(mine is other for mine, other in zip(pickled.parameters(), held, strict=True))

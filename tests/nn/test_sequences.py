@@ -2,14 +2,16 @@
 
 import copy
 import dataclasses
+import pickle
 
 import numpy
 import pandas
 import pytest
 import torch
-from torch.nn.utils.rnn import pack_padded_sequence
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import hbnode
+from hbnode.nn import _oscillator_step
 
 LENGTHS = torch.tensor([6, 4, 2])
 DATES = numpy.datetime64("2020-01-01") + numpy.arange(0, 18, 3) * numpy.timedelta64(1, "h")
@@ -136,18 +138,9 @@ def test_times_that_float32_rounds_are_refused(layer):
     fix = str(error.value).split("from the start, ")[1].split(";")[0]
     if layer in (LAYERS["ode_rnn"], LAYERS["selective"], LAYERS["likelihood"]):
         call(x, eval(fix, {"torch": torch, "times": times}))
-
-
-def test_rounded_times_are_refused_wherever_times_enter():
-    t, x = 1.7e9 + 300 * torch.arange(6.0), torch.zeros(1, 6, 1)
-    for use in (
-        lambda: hbnode.ODERNN(1, 2).fit_time_unit(t),
-        lambda: hbnode.nn.oscillator_ranges(t),
-        lambda: hbnode.nn.LatentODE(1, 2, 4).sample(t),
-        lambda: hbnode.nn.LatentODE(1, 2, 4).predict(x, t.double(), at=t),
-    ):
-        with pytest.raises(ValueError, match=r"lost digits: torch\.float32 stores times near"):
-            use()
+    for t in (1j * torch.arange(6), torch.arange(6) > 2, numpy.arange(6) * 1j, [False] * 3 + [True] * 3):
+        with pytest.raises(TypeError, match=r"t must hold real numbers, got .*(complex|bool)"):
+            call(x, t)
 
 
 @pytest.mark.parametrize("layer", [hbnode.ODERNN(2, 4, time_unit=1e5), hbnode.nn.Oscillators(2, 4)], ids=["rnn", "osc"])
@@ -164,13 +157,6 @@ def test_digits_are_not_looked_at_while_tracing():
 
 
 @every_layer
-def test_times_are_real_numbers(layer):
-    for t in (1j * torch.arange(6), torch.arange(6) > 2, numpy.arange(6) * 1j, [False] * 3 + [True] * 3):
-        with pytest.raises(TypeError, match=r"t must hold real numbers, got .*(complex|bool)"):
-            layer()(torch.randn(1, 6, 2), t)
-
-
-@every_layer
 def test_the_device_meta_is_refused(layer):
     given = {"x": torch.randn(1, 6, 2), "t": torch.arange(6.0), "mask": torch.ones(1, 6, dtype=torch.bool)}
     call = layer()
@@ -182,31 +168,112 @@ def test_the_device_meta_is_refused(layer):
         call(**given)
 
 
-CONTINUED = {
-    "ode_rnn": lambda: hbnode.ODERNN(2, 4, num_layers=2, missing="hold"),
-    "oscillators": lambda: hbnode.nn.Oscillators(2, 4, input="hold", missing="decay"),
-    "selective": lambda: hbnode.nn.Oscillators(2, 4, selective=True),
-    "stack": lambda: hbnode.nn.OscillatorStack(2, 4, missing="hold"),
+FEATURES = {"missing": "decay", "mask_features": True, "elapsed_features": True, "static_size": 2, "decay": (0.01, 0.2)}
+SOLVER = {"rtol": 1e-9, "atol": 1e-9, "time_unit": 5.0}
+CONTINUED = {  # of which a state goes on
+    **{
+        f"Oscillators, {options}": lambda options=options: hbnode.nn.Oscillators(3, 4, 5, **options)
+        for options in (
+            *({}, {"input": "hold"}, {"discretization": "imex"}, {"input": "hold", "discretization": "imex"}),
+            *({"selective": True}, {"selective": True, "frequency": None}, FEATURES, FEATURES | {"input": "hold"}),
+            *({"missing": "zero", "mask_features": True}, {"missing": "hold", "elapsed_features": True}),
+        )
+    },
+    "stack": lambda: hbnode.nn.OscillatorStack(3, 4, input="hold", **FEATURES),
+    "selective stack": lambda: hbnode.nn.OscillatorStack(3, 4, selective=True),
+    **{
+        f"ODERNN, {options}": lambda options=options: hbnode.ODERNN(3, 4, **SOLVER, **options)
+        for options in (
+            *({"field": "ghbnode"}, {"field": "anode"}, {"missing": "hold"}, {"num_layers": 2, "residual": True}),
+            {name: value for name, value in FEATURES.items() if name != "decay"},
+        )
+    },
+}
+BIDIRECTIONAL = {
+    "ODERNN, both": lambda: hbnode.ODERNN(3, 4, **SOLVER, bidirectional=True, num_layers=2),
+    "Oscillators, both": lambda: hbnode.nn.Oscillators(3, 4, 5, bidirectional=True, **FEATURES),
+    "selective, both": lambda: hbnode.nn.Oscillators(3, 4, 5, bidirectional=True, selective=True),
 }
 
 
+def make_case(make, times):
+    """A layer with series of which half the values are missing, some times equal, and the longest ends before T."""
+    layer = make().double()
+    length, counted = (6, torch.arange(6.0).double()) if isinstance(layer, hbnode.ODERNN) else (40, None)
+    x, mask = torch.randn(4, length, 3).double(), torch.rand(4, length, 3) < 0.5
+    t = (torch.rand(4, length).double() - 0.33).relu().cumsum(1) + 1
+    t = {"own": t, "shared": t[0], "none": counted}[times]
+    options = {"static": torch.randn(4, 2).double()} if layer.static_size else {}
+    return layer, torch.where(mask, x, torch.nan), t, mask, options
+
+
+def rows(t, which):
+    """A part of the samples of times of each series, of all, or of none."""
+    return None if t is None else t[which] if t.dim() == 2 else t[which[1]]
+
+
+@pytest.mark.sparse
+@pytest.mark.parametrize("name", CONTINUED | BIDIRECTIONAL)
+@pytest.mark.parametrize("times", ["own", "shared", "none"])
+def test_padding_and_other_series_change_nothing(name, times, monkeypatch):
+    """Values behind masks and padding may be NaN, and times anything."""
+    monkeypatch.setattr(_oscillator_step, "_OPERATION_SIZE", 64)  # many segments
+    layer, x, t, mask, options = make_case((CONTINUED | BIDIRECTIONAL)[name], times)
+    lengths = torch.tensor([x.shape[1] - 2, 4, 2, 1])
+    is_padding = torch.arange(x.shape[1]) >= lengths[:, None]
+    given = t.masked_fill(is_padding, -5.0) if times == "own" else t
+    if times == "shared":
+        given = torch.cat([t[:-2], torch.full((2,), torch.nan)])
+    wild = x.masked_fill(is_padding[..., None], torch.nan)
+    output, state = layer(wild, given, mask=mask | is_padding[..., None], lengths=lengths, **options)
+    assert not output[is_padding].any()
+    parts, first = [], next(iter(state.as_dict()))
+    for b, length in enumerate(lengths):
+        one, own = (slice(b, b + 1), slice(length)), {name: z[b : b + 1] for name, z in options.items()}
+        alone, last = layer(x[one], rows(t, one), mask=mask[one], **own)
+        close(output[one], alone, rtol=1e-10, atol=1e-11)
+        close(getattr(state, first)[..., b, :], getattr(last, first)[..., 0, :], rtol=1e-10, atol=1e-11)
+        assert state.t[b] == last.t
+        parts.append(alone.square().sum())
+    leaves = list(layer.parameters())
+    slopes = (torch.autograd.grad(y, leaves, allow_unused=True) for y in (output.square().sum(), sum(parts)))
+    close(*slopes, rtol=1e-8, atol=1e-9)
+    if times == "own" and "stack" not in name:
+        packed = [pack_padded_sequence(z, lengths, batch_first=True) for z in (x, t, mask)]
+        again, _ = layer(packed[0], packed[1], mask=packed[2], **options)
+        close(pad_packed_sequence(again, batch_first=True)[0], output[:, :-2], rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.sparse
 @pytest.mark.parametrize("name", CONTINUED)
-def test_a_state_made_in_inference_mode_can_be_used_in_training(name):
-    layer, x, t = CONTINUED[name](), torch.randn(2, 6, 2), torch.arange(6.0)
+@pytest.mark.parametrize("times", ["own", "shared", "none"])
+def test_parts_and_forecasts(name, times):
+    """A forecast is what the layer gives for samples that nobody saw."""
+    layer, x, t, mask, options = make_case(CONTINUED[name], times)
+    tolerance = {"rtol": 1e-6, "atol": 1e-7} if "ODERNN" in name else {"rtol": 1e-10, "atol": 1e-11}
+    whole, end = layer(x, t, mask=mask, **options)
+    run = lambda one, state: layer(x[one], rows(t, one), state, mask=mask[one], **options)
     with torch.inference_mode():
-        _, state = layer(x, t)
-    output = layer(x, 6 + t, state)[0]
-    close(output, layer(x, 6 + t, layer(x, t)[1])[0])
-    grads = torch.autograd.grad(
-        output.sum() + layer.forecast(state, [0.5])[0].sum(), list(layer.parameters()), allow_unused=True
-    )
-    assert any(g is not None and g.any() for g in grads)
-    assert all(g is None or g.isfinite().all() for g in grads)
+        first, state = run((slice(None), slice(1)), None)
+    second, state = run((slice(None), slice(1, 3)), state)
+    third, state = run((slice(None), slice(3, None)), pickle.loads(pickle.dumps(state.detach())))
+    close(torch.cat([first, second, third], 1), whole, rtol=1e-11, atol=1e-12)
+    assert state.t.equal(end.t)
+    (second.sum() + third.sum()).backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in layer.parameters())
+    ahead, later = layer.forecast(state, [0.5, 0.5, 3.0])
+    unseen, nothing = torch.full((4, 3, 3), torch.nan).double(), torch.zeros(4, 3, dtype=torch.bool)
+    expected, last = layer(unseen, end.t[:, None] + torch.tensor([0.5, 0.5, 3.0]), end, mask=nothing, **options)
+    close((ahead, later.t), (expected, last.t), **tolerance)
+    if "imex" not in name:  # whose steps are not exact
+        own, _ = layer.forecast(state, torch.tensor([[3.0], [0.5], [0.5], [3.0]]))
+        close(own[:, 0], ahead[range(4), [2, 0, 1, 2]], **tolerance)
+        close(layer.forecast(later, [1.0])[0], layer.forecast(state, [4.0])[0], **tolerance)
 
 
-@pytest.mark.parametrize(("name", "entry"), [("ode_rnn", "h"), ("stack", "v")])
-def test_states_are_real_numbers(name, entry):
-    layer, x, t = CONTINUED[name](), torch.randn(1, 6, 2), torch.arange(6.0)
+@pytest.mark.parametrize(("layer", "entry"), [(hbnode.ODERNN(2, 4), "h"), (hbnode.nn.OscillatorStack(2, 4), "v")])
+def test_states_are_real_numbers(layer, entry):
+    x, t = torch.randn(1, 6, 2), torch.arange(6.0)
     _, state = layer(x, t)
     for kind in (torch.complex64, torch.bool, "meta"):
         wrong = dataclasses.replace(state, **{entry: getattr(state, entry).to(kind)})
@@ -220,7 +287,9 @@ def test_states_are_real_numbers(name, entry):
 
 
 def test_wrong_series():
-    rnn, (x, t) = hbnode.ODERNN(2, 4), make_series()
+    rnn, latent, (x, t) = hbnode.ODERNN(2, 4), hbnode.nn.LatentODE(2, 2, 4), make_series()
+    rounded, ranges = 1.7e9 + 300 * torch.arange(6.0), hbnode.nn.oscillator_ranges
+    digits = r"lost digits: torch\.float32 stores times near"
     packed, times = (pack_padded_sequence(z, LENGTHS, batch_first=True) for z in (x, t))
     for message, call in (
         ("input_size=2.*Fix: input_size=3", lambda: rnn(torch.zeros(3, 6, 3), t)),
@@ -239,6 +308,8 @@ def test_wrong_series():
         ("no two samples", lambda: rnn.fit_time_unit([[0.0], [1.0]])),
         ("must not decrease.*lengths=", lambda: rnn.fit_time_unit([0.0, 1.0, 0.5])),
         ("not finite", lambda: rnn.fit_time_unit([0.0, float("nan")])),
+        *((digits, use) for use in (lambda: rnn.fit_time_unit(rounded), lambda: latent.sample(rounded))),
+        *((digits, use) for use in (lambda: ranges(rounded), lambda: latent.predict(x, t.double(), at=rounded))),
     ):
         with pytest.raises((TypeError, ValueError), match=message):
             call()
