@@ -175,34 +175,8 @@ def test_a_long_series_with_as_many_samples_is_no_wrong_time():
     assert RocketFeatures(84, random_state=0).fit(series).grid_[-1] == 1999
 
 
-def test_series_outside_of_the_grid_are_refused_or_named():
-    series = make_series()
-    rocket = RocketFeatures(84, random_state=0).fit(series)
-    with pytest.raises(ValueError, match=r"those of fit, .*, but series 1 .* from 10.* to .* nothing there. Fix"):
-        rocket.transform([series[0], (series[1][0] + 1e4, series[1][1])])
-    with pytest.warns(UserWarning, match=r"those of fit, .*, but series 1 .* 0 others: .* % of it. Fix") as caught:
-        rocket.transform([series[0], (series[1][0] + 3, series[1][1])])
-    assert caught[0].filename == __file__
-    empty = [(series[0][0], series[0][1]), (series[1][0] + 1e4, np.full_like(series[1][1], np.nan))]
-    assert np.isfinite(rocket.transform(empty)).all()
 
 
-@pytest.mark.parametrize("transformer", TRANSFORMERS[1:3])
-def test_infinite_values_are_refused_unless_they_are_masked(transformer):
-    series = hbnode.data.as_series(make_series(channels=1))
-    features = clone(transformer).fit(series)
-    expected = []
-    for value in (np.inf, 1e300, np.nan):
-        x, mask = series.x.clone(), series.mask.clone()
-        x[1, 4], mask[1, 4] = value, False
-        hidden = dataclasses.replace(series, x=x, mask=mask)
-        expected.append(np.r_[features.transform(hidden), clone(transformer).fit_transform(hidden)])
-    np.testing.assert_array_equal(expected[0], expected[2])
-    np.testing.assert_array_equal(expected[1], expected[2])
-    x[1, 4], mask[1, 4] = -np.inf, True
-    for call in (features.transform, features.fit):
-        with pytest.raises(ValueError, match="'x0' holds infinite values"):
-            call(dataclasses.replace(series, x=x, mask=mask))
 
 
 @pytest.mark.parametrize("transformer", TRANSFORMERS[:3])
