@@ -175,10 +175,6 @@ def test_a_long_series_with_as_many_samples_is_no_wrong_time():
     assert RocketFeatures(84, random_state=0).fit(series).grid_[-1] == 1999
 
 
-
-
-
-
 @pytest.mark.parametrize("transformer", TRANSFORMERS[:3])
 def test_names_for_column_transformer_union_and_pandas(transformer):
     x = np.random.default_rng(0).normal(size=(10, 30))

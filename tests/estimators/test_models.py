@@ -241,8 +241,6 @@ def test_constant_columns_that_were_not_named_are_told():
         small("features", id="id", time="t").fit(table.assign(ward="a", day=pandas.Timestamp(0)), labels)
 
 
-
-
 @pytest.mark.parametrize(
     ("model", "call"),
     [
