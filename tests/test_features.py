@@ -118,15 +118,6 @@ def test_units_of_time_and_of_values_do_not_matter(is_constant, scale, shift):
         np.testing.assert_allclose(first, other, rtol=0, atol=1e-9 if shift == 0 else 1e-7)
 
 
-def test_a_channel_that_is_constant_up_to_rounding_has_no_features():
-    pairs = enumerate(make_series())
-    series = [(t, np.c_[x[:, 0], np.full(len(t), 1e8 * (1 + 2e-16 * (i % 3)))]) for i, (t, x) in pairs]
-    features = OscillatorFeatures(4, random_state=0).fit(series)
-    names = features.get_feature_names_out().tolist()
-    found = features.transform(series)[:, [names.index(f"x1_{what}") for what in ("mean", "spread", "maximum", "last")]]
-    assert (found == 0).all()
-
-
 def test_other_origins_are_shifted_and_other_units_refused():
     series = dataclasses.replace(hbnode.data.as_series(make_series()), unit=3600.0, origin=np.datetime64("2024-01-01"))
     other = dataclasses.replace(series, t=series.t + 48, origin=np.datetime64("2023-12-30"))
