@@ -192,18 +192,12 @@ def test_samples_that_are_nanoseconds_apart_stay_apart(times):
 
 
 def test_dates_with_nanoseconds_and_back():
-    series = of_times(STAMPS)
-    assert series.dates(series.t).tolist() == [STAMPS.tolist()]
-    assert (
-        series.times(STAMPS).tolist()
-        == series.t[0].tolist()
-        == of_times(STAMPS, origin="2024-01-01 12:00").t[0].tolist()
-    )
-    assert series.times("2024-01-01T12:00:00.000000020") == series.t[0, 2]
-    since = of_times(STAMPS, origin=STAMPS[1], unit=numpy.timedelta64(1, "ns"))
-    numpy.testing.assert_allclose(since.t[0], [-10, 0, 10, 20, 30, 40], rtol=1e-15)
-    assert since.origin == STAMPS[1]
-    assert since.dates(since.t).tolist() == [STAMPS.tolist()]
+    for options, last in (({}, 5e-8), ({"origin": STAMPS[1], "unit": numpy.timedelta64(1, "ns")}, 40)):
+        series = of_times(STAMPS, **options)
+        assert series.dates(series.t).tolist() == [STAMPS.tolist()]
+        assert series.times(STAMPS).tolist() == series.t[0].tolist()
+        assert series.t[0, -1] == pytest.approx(last)
+    assert of_times(STAMPS, origin="2024-01-01 12:00").t[0, 2] == pytest.approx(2e-8)
     assert of_times(STAMPS[:1], origin="1600-01-01").t.item() == 13380206400  # beyond what 64 bits of nanoseconds reach
     months = of_times(numpy.array(["1500-01", "2020-02"], "datetime64[M]"), unit="D")
     assert months.t[0].tolist() == [-171664.0, 18293.0]
@@ -222,17 +216,6 @@ def test_a_gap_may_exceed_the_largest_integer_of_its_dtype(dtype):
     times = numpy.array([numpy.iinfo(dtype).min, numpy.iinfo(dtype).max], dtype)
     for column in (times, pandas.Series(times, dtype=object)):
         assert of_times(column).t[0].tolist() == times.astype(float).tolist()
-
-
-@pytest.mark.parametrize("year", ["1600", "2024"])
-def test_layers_take_dates_that_are_microseconds_apart(year):
-    """From 1970, float64 has multiples of 0.24 microseconds, which are more than a hundredth of these gaps."""
-    for gap in (5, 10, 20, 23):
-        dates = numpy.datetime64(f"{year}-05-01T12:00:00", "us") + gap * numpy.arange(4).astype("timedelta64[us]")
-        series = of_times(dates)
-        numpy.testing.assert_allclose(series.t[0], gap * 1e-6 * numpy.arange(4), rtol=1e-12)
-        assert series.dates(series.t).tolist() == [dates.tolist()]
-        hbnode.ODERNN(1, 2)(**series.inputs())
 
 
 def test_times_that_float64_cannot_tell_apart_are_refused():
@@ -392,13 +375,10 @@ def test_tables_that_are_refused(change, options, kind, message):
 def test_every_layer_takes_a_series(kind, options):
     series = data.from_long(make_table(), id="id", time="time", values=["a", "b"], static=["age", "sex"])
     series = dataclasses.replace(series, static=series.static / 30)
-    layer = kind(2, 4, static_size=2, **options)
+    layer, short = kind(2, 4, static_size=2, **options), int(series.lengths.argmin())
     output, state = layer(**series.inputs())
-    short = series.select([int(series.lengths.argmin())])
-    assert short.x.shape[1] == series.lengths.min()
-    torch.testing.assert_close(
-        layer(**short.inputs())[0][0], output[series.lengths.argmin(), : series.lengths.min()], rtol=1e-4, atol=1e-5
-    )
+    alone = layer(**series.select([short]).inputs())[0][0]
+    torch.testing.assert_close(alone, output[short, : series.lengths.min()], rtol=1e-4, atol=1e-5)
     x, t, mask = series.x, series.t, series.mask
     by_hand, end = layer(x, t, None, mask, series.lengths, series.static)
     assert output.equal(by_hand)

@@ -131,8 +131,8 @@ class SeriesForecaster(SeriesEstimator):
 
     Example:
         >>> import numpy as np, pandas as pd, hbnode.estimators
-        >>> hours = np.arange(0, 48, 1.5)
-        >>> table = pd.concat([pd.DataFrame({"id": i, "hour": hours, "y": np.sin(hours / 4 + i)}) for i in range(20)])
+        >>> hours = np.arange(0, 30, 1.5)
+        >>> table = pd.concat([pd.DataFrame({"id": i, "hour": hours, "y": np.sin(hours / 4 + i)}) for i in range(6)])
         >>> forecaster = hbnode.estimators.SeriesForecaster("features", id="id", time="hour", level=80, random_state=0)
         >>> forecaster.fit(table).predict(table, ahead=[1.5, 3.0]).columns.tolist()
         ['id', 'hour', 'column', 'mean', 'lower', 'upper']

@@ -241,18 +241,6 @@ def test_constant_columns_that_were_not_named_are_told():
         small("features", id="id", time="t").fit(table.assign(ward="a", day=pandas.Timestamp(0)), labels)
 
 
-def test_columns_may_be_given_by_an_index(tmp_path):
-    table, labels, rows = noise()
-    table["ward"] = rows(numpy.where(labels > 0, "a", "b"))
-    options = {"values": pandas.Index(["x"]), "static": numpy.array(["ward"])}
-    model = clone(small("features", id="id", time="t", **options)).fit(table, labels)
-    assert model.static_features_ == ["ward=a", "ward=b"]
-    model.save(tmp_path / "model")
-    numpy.testing.assert_array_equal(
-        SeriesClassifier.load(tmp_path / "model").predict_proba(table), model.predict_proba(table)
-    )
-
-
 @pytest.mark.parametrize(
     ("model", "call"),
     [
