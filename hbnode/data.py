@@ -235,11 +235,11 @@ class Series(Record):
 
     def _known(self, value: Known | None, got: str) -> Known:
         if value is None:
-            has = f"unit={self.unit!r} and origin={self.origin!r}"
-            fix = (
-                "numbers in the unit of t; or dataclasses.replace(series, unit=3600.0, origin=numpy.datetime64(0, 'h'))"
+            raise TypeError(
+                f"the series has unit={self.unit!r} and origin={self.origin!r}, which cannot convert {got}. Fix: "
+                "numbers in the unit of t; or set the unit of t, dataclasses.replace(series, unit=3600.0, "
+                "origin=numpy.datetime64('2020-01-01')) for hours since 2020."
             )
-            raise TypeError(f"the series has {has}, which cannot convert {got}. Fix: {fix}.")
         return value
 
     @staticmethod

@@ -108,7 +108,7 @@ class _Transformer(TransformerMixin, BaseEstimator):
     def _series(self, data: Any, is_new: bool = False) -> Series:
         """Return ``data`` as series; with ``is_new`` remember their channels, the scale of each, and their clock."""
         if is_table(data):
-            fix = "hbnode.data.from_long(table, id=..., time=..., values=...); table.to_numpy() for a series per row"
+            fix = "hbnode.data.from_long(table, id=..., time=...); table.to_numpy() for one series in each row"
             raise TypeError(
                 f"X must be series, got a {type(data).__name__} without the names of its columns. Fix: {fix}."
             )

@@ -62,10 +62,8 @@ def evaluation_mode(field: nn.Module | Callable) -> Iterator[None]:
 
 def check_block(block: nn.Module, caller: str) -> ODEBlock:
     if not isinstance(block, ODEBlock):
-        raise TypeError(
-            f"{caller} expected an ODEBlock, got {type(block).__name__}. "
-            "Fix: pass the block inside of the model, or ODEBlock(field) for a field."
-        )
+        fix = "pass the block inside of the model, or ODEBlock(field) for a field"
+        raise TypeError(f"{caller} expected an ODEBlock, got {type(block).__name__}. Fix: {fix}.")
     return block
 
 
@@ -97,9 +95,8 @@ def schedule(block: ODEBlock, t: Tensor | Sequence[float] | None, points: int = 
     if t is not None:
         times = torch.as_tensor(t, dtype=torch.float64).detach().cpu()
         if times.dim() != 1 or len(times) < 2:
-            raise ValueError(
-                f"t must hold two or more times (T,), got shape {tuple(times.shape)}. Fix: [0.0, 0.5, 1.0]."
-            )
+            shape = tuple(times.shape)
+            raise ValueError(f"t must hold two or more times (T,), got shape {shape}. Fix: [0.0, 0.5, 1.0].")
         return times, settings
     if settings.steps is not None:  # one step between each two of n + 1 outputs
         points = settings.steps + 1
@@ -124,9 +121,7 @@ def axes(ax: Axes | None) -> Axes:
     if ax is None:
         return plt.subplots(layout="constrained")[1]
     if not hasattr(ax, "get_xlim"):
-        raise TypeError(
-            f"ax must be matplotlib Axes, got {type(ax).__name__}. Fix: pass one of an array of axes, such as axes[0]."
-        )
+        raise TypeError(f"ax must be matplotlib Axes, got {type(ax).__name__}. Fix: one of them, such as axes[0].")
     return ax
 
 

@@ -42,9 +42,7 @@ class Spectrum(Result):
             ValueError: if the field has no damping, or one γ per feature, because such pairs then do not exist.
         """
         if self.damping is None:
-            raise ValueError(
-                "pairs needs an HBNODE or GHBNODE with one damping γ, got damping=None. Fix: use .eigenvalues."
-            )
+            raise ValueError("pairs needs an HBNODE or GHBNODE with one damping γ, got none. Fix: .eigenvalues.")
         return self.eigenvalues.unflatten(1, (-1, 2))
 
     def columns(self) -> dict[str, Sequence[Any]]:
@@ -143,17 +141,13 @@ def spectrum(block: nn.Module, x: Any, t: float | None = None) -> Spectrum:
         times, path = states(block, x, [first, float(t) if t != first else last])
         chosen = range(1) if t == first else range(1, 2)
     if path[0].dim() < 3 or 0 in path[0].shape[2:]:
-        raise ValueError(
-            f"spectrum needs a state of shape (batch, d, ...), got {describe(path[0][0])}. "
-            "Fix: x.unsqueeze(0) for one sample, x.unsqueeze(1) for one feature."
-        )
+        got, fix = describe(path[0][0]), "x.unsqueeze(0) for one sample, x.unsqueeze(1) for one feature"
+        raise ValueError(f"spectrum needs a state of shape (batch, d, ...), got {got}. Fix: {fix}.")
     batch, n = path[0].shape[1], sum(part.shape[2:].numel() for part in path)
     largest = max(MOST_ENTRIES // n**2, 1)
     if batch > largest:
-        raise ValueError(
-            f"spectrum of {batch} samples needs {batch} Jacobians of {n} × {n} entries; expected at most "
-            f"{MOST_ENTRIES} entries in all. Fix: x[:{largest}]."
-        )
+        fault = f"{batch} samples need Jacobians of {n} × {n} entries, more than {MOST_ENTRIES} in all"
+        raise ValueError(f"{fault}. Fix: x[:{largest}].")
     matrix = torch.zeros(batch, n, n, dtype=torch.float64)
     with evaluation_mode(block):
         for i, weight in zip(chosen, weights.tolist(), strict=True):

@@ -142,10 +142,8 @@ def nfe_vs_tolerance(
     if reference_tolerance is None:
         reference_tolerance = max(min(tolerances) / 100, 1e-13)
     if not reference_tolerance < min(tolerances):
-        raise ValueError(
-            f"reference_tolerance={reference_tolerance:g} must be below all tolerances, got {min(tolerances):g}. "
-            f"Fix: reference_tolerance={min(tolerances) / 10:g}."
-        )
+        least, got = min(tolerances), f"reference_tolerance={reference_tolerance:g}"
+        raise ValueError(f"{got} must be below all tolerances, got {least:g}. Fix: reference_tolerance={least / 10:g}.")
     loss = (lambda output: output.pow(2).mean()) if loss is None else loss
     solved: list[_Solved] = []
     references: list[tuple[Reference, _Solved]] = []

@@ -360,10 +360,8 @@ class OscillatorSmoother(BaseEstimator):
         """Return series on the clock of fit; a constant mean is the same for any origin."""
         data, is_shared = aligned(as_series(series), self.features_), bool(self.is_shared_.any())
         if on_clock(data, self.clock_) is not data and is_shared:
-            raise ValueError(
-                f"the series must have the origin of time as in fit, {self.clock_[1]}, got {data.origin}. "
-                "Fix: the same origin= of as_series."
-            )
+            origin = self.clock_[1]
+            raise ValueError(f"series must have the origin of fit, {origin}, got {data.origin}. Fix: origin={origin}.")
         if is_shared:
             check_zone(has_zone(series), self.has_zone_)
         return data
@@ -371,10 +369,8 @@ class OscillatorSmoother(BaseEstimator):
     def _times(self, data: Series, grid: Any) -> Tensor:
         at = data.times(grid).double()
         if at.dim() not in (1, 2) or (at.dim() == 2 and len(at) != len(data)) or not at.shape[-1]:
-            raise ValueError(
-                f"the times must be (K,) or (batch, K) with batch={len(data)}, got {tuple(at.shape)}. "
-                "Fix: numpy.linspace(0, 1, 100), in the unit of the series."
-            )
+            wanted = f"(K,) or (batch, K) with batch={len(data)}"
+            raise ValueError(f"the times must be {wanted}, got {tuple(at.shape)}. Fix: numpy.linspace(0, 1, 100).")
         return at.expand(len(data), -1)
 
     def _mean_at(self, t: NDArray[Any]) -> NDArray[Any]:
