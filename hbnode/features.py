@@ -620,7 +620,7 @@ def _range(value: tuple[float, float], name: str, most: float) -> tuple[float, f
     except (TypeError, ValueError):
         low, high = np.nan, np.nan
     if not 0 < low <= high < most:
-        raise ValueError(f"{name} must have 0 < low <= high < {most}, got {value!r}. Fix: {name}=(0.1, 0.5).")
+        raise ValueError(f"{name} must be 0 < low <= high < {most}, got {value!r}. Fix: {name}=(0.1, 0.5).")
     return low, high
 
 
