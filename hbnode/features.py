@@ -110,7 +110,7 @@ class _Transformer(TransformerMixin, BaseEstimator):
         if is_table(data):
             fix = "hbnode.data.from_long(table, id=..., time=...); table.to_numpy() for one series in each row"
             raise TypeError(
-                f"X must be series, got a {type(data).__name__} without the names of its columns. Fix: {fix}."
+                f"X must be series, got a table, {type(data).__name__}, without names of columns. Fix: {fix}."
             )
         data = checked(data)
         series = observed(data)

@@ -718,7 +718,7 @@ def _of_user(series: Any, t: Tensor) -> Any:
 def _entries(column: Any) -> Any:
     """Return a column of a table that is not of pandas as pandas reads it, with time zones."""
     column = column.numpy(force=True) if isinstance(column, Tensor) else getattr(column, "array", column)  # of pandas
-    return column.tolisted() if hasattr(column, "to_list") else column
+    return column.to_list() if hasattr(column, "to_list") else column
 
 
 def _zone_name(zone: Any) -> str | None:
