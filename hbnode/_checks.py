@@ -47,6 +47,14 @@ def refuse_gradient(value: object, name: str, fix: str = "") -> None:
         raise ValueError(f"{name} requires a gradient, but only its value is kept. Fix: {name}={whole}.detach(){fix}.")
 
 
+def as_positive(value: object, name: str, fix: str, zero: bool = False) -> float:
+    """Return a finite number above 0 as a float, or with ``zero`` also 0."""
+    real = as_real(value, name, fix)
+    if not 0 < real < math.inf and not (zero and real == 0):
+        raise ValueError(f"{name} must be a {'number >= 0' if zero else 'positive number'}, got {real}. Fix: {fix}.")
+    return real
+
+
 def as_real(value: object, name: str, fix: str) -> float:
     """Return a number as a float, also infinity and NaN; raise TypeError for all else, such as lists and text."""
     refuse_gradient(value, name)

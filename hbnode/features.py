@@ -109,9 +109,7 @@ class _Transformer(TransformerMixin, BaseEstimator):
         """Return ``data`` as series; with ``is_new`` remember their channels, the scale of each, and their clock."""
         if is_table(data):
             fix = "hbnode.data.from_long(table, id=..., time=...); table.to_numpy() for one series in each row"
-            raise TypeError(
-                f"X must be series, got a table, {type(data).__name__}, without names of columns. Fix: {fix}."
-            )
+            raise TypeError(f"X must be series, got a table, {type(data).__name__}, without column names. Fix: {fix}.")
         data = checked(data)
         series = observed(data)
         channels = series.x.shape[2]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from hbnode._checks import (
     as_count,
     as_numbers,
+    as_positive,
     as_real,
     check_bool,
     check_callable,
@@ -49,7 +50,8 @@ def with_momentum(x: Tensor, net: Callable[[Tensor], Tensor] | None, name: str) 
     m = torch.zeros_like(x) if net is None else net(x)
     if not isinstance(m, Tensor) or m.shape != x.shape:
         fix = "match its output size, or an initial_state= of the block that returns both tensors"
-        raise ValueError(f"{name} returned {describe(m)}; expected the input's shape, {tuple(x.shape)}. Fix: {fix}.")
+        wanted = f"the shape of the input, {tuple(x.shape)}"
+        raise ValueError(f"{name} returned {describe(m)}; expected {wanted}. Fix: {fix}.")
     return x, m.to(x.dtype)  # autocast may have made m smaller
 
 
@@ -232,17 +234,16 @@ class _Damped(ModuleWithConstants, Field):
     def __init__(
         self,
         func: Callable[..., Tensor],
-        damping: float | Tensor | None,
-        learn_damping: bool,
-        max_damping: float,
-        initial_momentum: Callable[[Tensor], Tensor] | None,
-        time_dependent: bool | None,
+        *,
+        damping: float | Tensor | None = None,
+        learn_damping: bool = True,
+        max_damping: float = 1.0,
+        initial_momentum: Callable[[Tensor], Tensor] | None = None,
+        time_dependent: bool | None = None,
     ) -> None:
         super().__init__(func, parts=self._parts, time_dependent=time_dependent)
         self.max_damping: float
-        self.set_constant("max_damping", as_real(max_damping, "max_damping", "use the paper's 1.0"))
-        if not 0 < self.max_damping < math.inf:
-            raise ValueError(f"max_damping must be a positive number, got {max_damping}. Fix: use the paper's 1.0.")
+        self.set_constant("max_damping", as_positive(max_damping, "max_damping", "use the paper's 1.0"))
         check_bool(learn_damping, "learn_damping")
         gamma = self.max_damping * (1.0 / (1.0 + math.exp(3.0))) if damping is None else damping
         self.omega: nn.Parameter | None = None
@@ -336,18 +337,6 @@ class HBNODE(_Damped):
         True
     """
 
-    def __init__(
-        self,
-        func: Callable[..., Tensor],
-        *,
-        damping: float | Tensor | None = None,
-        learn_damping: bool = True,
-        max_damping: float = 1.0,
-        initial_momentum: Callable[[Tensor], Tensor] | None = None,
-        time_dependent: bool | None = None,
-    ) -> None:
-        super().__init__(func, damping, learn_damping, max_damping, initial_momentum, time_dependent)
-
     def forward(self, t: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the derivatives h' and m' of the state (h, m)."""
         h, m = self._pair(state)
@@ -401,9 +390,7 @@ class NesterovNODE(Field):
         time_dependent: bool | None = None,
     ) -> None:
         super().__init__(func, parts=1, time_dependent=time_dependent)
-        self.start = as_real(start, "start", "use the paper's 1.0")
-        if not 0 <= self.start < math.inf:
-            raise ValueError(f"start must be a number >= 0, got {start}. Fix: use the paper's 1.0.")
+        self.start = as_positive(start, "start", "use the paper's 1.0", zero=True)
         self.initial_momentum = _checked_start(initial_momentum, "initial_momentum")
 
     def initial_state(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -475,9 +462,7 @@ class AdamNODE(Field):
         ab = as_numbers((default, default) if rates is None else rates, "rates", "rates=(0.1, 0.1)")
         if ab.shape != (2,) or not bool(((ab > 0) & (ab < 1)).all()):
             raise ValueError(f"rates must be two numbers between 0 and 1, got {ab.tolist()}. Fix: rates=(0.1, 0.1).")
-        self.eps = as_real(eps, "eps", "use the paper's 1e-8")
-        if not 0 <= self.eps < math.inf:
-            raise ValueError(f"eps must be a number >= 0, got {eps}. Fix: use the paper's 1e-8.")
+        self.eps = as_positive(eps, "eps", "use the paper's 1e-8", zero=True)
         self.alpha = nn.Parameter(torch.logit(ab).to(torch.empty(0)), requires_grad=learn_rates)
         self.initial_momentum = _checked_start(initial_momentum, "initial_momentum")
 
@@ -629,19 +614,21 @@ class GHBNODE(_Damped):
         initial_momentum: Callable[[Tensor], Tensor] | None = None,
         time_dependent: bool | None = None,
     ) -> None:
-        super().__init__(func, damping, learn_damping, max_damping, initial_momentum, time_dependent)
+        super().__init__(
+            func, damping=damping, learn_damping=learn_damping, max_damping=max_damping,
+            initial_momentum=initial_momentum, time_dependent=time_dependent,
+        )  # fmt: skip
         check_callable(activation, "activation", "activation=torch.tanh")
         self.activation = activation
         self._xi: float
-        self.set_constant("_xi", math.log(2.0) if xi is None else as_real(xi, "xi", "leave xi out"))
+        xi = math.log(2.0) if xi is None else as_real(xi, "xi", "leave xi out")
+        self.set_constant("_xi", xi if learn_xi else as_positive(xi, "xi", "xi=0.0 for no skip term", zero=True))
         self.chi: nn.Parameter | None = None
         if learn_xi:
             if not 0 < self._xi < math.inf:
                 fix = "a positive xi, or keep it constant with learn_xi=False"
                 raise ValueError(f"a learned xi must start above 0, got {self._xi}. Fix: {fix}.")
             self.chi = nn.Parameter(torch.tensor(_inverse_softplus(self._xi)))
-        elif not 0 <= self._xi < math.inf:
-            raise ValueError(f"xi must be a number >= 0, got {self._xi}. Fix: pass xi=0.0 for no skip term.")
 
     @property
     def xi(self) -> Tensor | float:

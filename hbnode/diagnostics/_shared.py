@@ -140,18 +140,14 @@ def legend(ax: Axes, handles: Sequence[Line2D] | None = None) -> None:
     found = list(handles) if handles is not None else ax.get_legend_handles_labels()[0]
     right = twin_axes(ax)
     figure = ax.figure
-    if not found:
-        return
-    if figure.get_layout_engine() is None and right is None:
-        ax.legend(handles=found, fontsize="small")
-        return
-    if figure.get_layout_engine() is None:  # loc="best" ignores the curves of the twin axes
-        above: dict[str, Any] = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "ncols": 4}
-        ax.legend(handles=found, fontsize="small", frameon=False, columnspacing=1.0, **above)
-        return
-    gap = ScaledTranslation((5 if right is None else 55) / 72, 0.0, figure.dpi_scale_trans)  # room for tick labels
-    place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1, 1), "bbox_transform": ax.transAxes + gap}
-    ax.legend(handles=found, fontsize="small", borderaxespad=0.0, handlelength=1.5, frameon=False, **place)
+    place: dict[str, Any] = {}
+    if figure.get_layout_engine() is not None:
+        gap = ScaledTranslation((5 if right is None else 55) / 72, 0.0, figure.dpi_scale_trans)  # room for tick labels
+        place = {"loc": "upper left", "bbox_to_anchor": (1, 1), "bbox_transform": ax.transAxes + gap, "frameon": False}
+    elif right is not None:  # loc="best" ignores the curves of the twin axes
+        place = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "ncols": 4, "frameon": False}
+    if found:
+        ax.legend(handles=found, fontsize="small", **place)
 
 
 def ticks_of_short_axis(axis: Axis) -> None:

@@ -39,15 +39,15 @@ if TYPE_CHECKING:
 
 __all__ = ["phase_portrait", "spectrum", "steps", "tolerance_curve", "trajectories", "vector_field"]
 
-Array: TypeAlias = Any  # a tensor, a numpy array, or a list of numbers, tensors or arrays
+Values: TypeAlias = Any  # a tensor, a numpy array, or a list of numbers, tensors or arrays
 Index: TypeAlias = "int | slice | Sequence[int] | Sequence[bool] | Tensor | None"  # or a numpy array
 MOST_LABELS, MOST_LINES = 10, 1000
 
 
 def trajectories(
-    data: nn.Module | Array,
-    x: Array | None = None,
-    t: Array | None = None,
+    data: nn.Module | Values,
+    x: Values | None = None,
+    t: Values | None = None,
     *,
     features: Index = None,
     samples: Index = None,
@@ -111,9 +111,9 @@ def trajectories(
 
 
 def phase_portrait(
-    data: nn.Module | Array,
-    x: Array | None = None,
-    t: Array | None = None,
+    data: nn.Module | Values,
+    x: Values | None = None,
+    t: Values | None = None,
     *,
     features: Index = None,
     samples: Index = None,
@@ -170,7 +170,7 @@ def vector_field(
     field: Callable[[Tensor, Any], State],
     t: float = 0.0,
     *,
-    at: Array | None = None,
+    at: Values | None = None,
     features: int | Sequence[int] = (0, 1),
     xlim: tuple[float, float] | None = None,
     ylim: tuple[float, float] | None = None,
@@ -232,9 +232,9 @@ def vector_field(
         with torch.no_grad(), evaluation_mode(field):
             value = field(torch.as_tensor(t).to(base[0]), state if is_pair else state[0])
     except (TypeError, RuntimeError) as error:
-        given = f"{len(base)} tensor(s) of {base[0].numel()} feature(s)"
+        sizes = f"{len(base)} tensor(s) of {base[0].numel()} feature(s)"
         fix = "at=torch.zeros(d), a state in its dtype; for a network, vector_field(hbnode.NODE(net))"
-        raise ValueError(f"the field cannot be called (t, state) with {given}: {error}. Fix: {fix}.") from error
+        raise ValueError(f"the field cannot be called (t, state) with {sizes}: {error}. Fix: {fix}.") from error
     slopes = [as_float64(part).reshape(across.numel(), -1) for part in parts(value)]
     du, dv = slopes[0][:, i].reshape(across.shape), slopes[-1][:, j].reshape(across.shape)
     speed = torch.hypot(du, dv)
@@ -249,7 +249,7 @@ def vector_field(
 
 def steps(
     data: StepRecord | nn.Module,
-    x: Array | None = None,
+    x: Values | None = None,
     t: Tensor | Sequence[float] | None = None,
     *,
     ax: Axes | None = None,
@@ -331,7 +331,7 @@ def tolerance_curve(
 
 def spectrum(
     data: spectra.Spectrum | nn.Module,
-    x: Array | None = None,
+    x: Values | None = None,
     t: float | None = None,
     *,
     ax: Axes | None = None,
@@ -362,7 +362,7 @@ def spectrum(
 
 
 def _planes(
-    path: tuple[Array, ...], features: Index, samples: Index, second: str
+    path: tuple[Values, ...], features: Index, samples: Index, second: str
 ) -> tuple[tuple[str, str], list[str | None], list[tuple[Tensor, Tensor]]]:
     """Return the data of a phase portrait.
 
@@ -400,7 +400,7 @@ def _velocity_letter(field: object) -> str:
     return "v" if isinstance(field, SONODE) else "m"
 
 
-def _base_state(field: Callable[[Tensor, Any], State], at: Array | None) -> tuple[Tensor, ...]:
+def _base_state(field: Callable[[Tensor, Any], State], at: Values | None) -> tuple[Tensor, ...]:
     """Return the state ``at`` of :func:`vector_field`, (h,) or (h, m), on the device of the field."""
     dtype, device = dtype_and_device(field)
     is_pair = isinstance(field, (HBNODE, GHBNODE, SONODE))

@@ -146,14 +146,10 @@ def nfe_vs_tolerance(
         raise ValueError(f"{got} must be below all tolerances, got {least:g}. Fix: reference_tolerance={least / 10:g}.")
     loss = (lambda output: output.pow(2).mean()) if loss is None else loss
     solved: list[_Solved] = []
-    references: list[tuple[Reference, _Solved]] = []
-    for tolerance in progress_bar([*tolerances, None], progress, "tolerances"):
-        if tolerance is not None:
-            solved.append(_solve(_with_tolerance(copy.deepcopy(block).eval(), tolerance), x, loss))
-            max_nfe = max(max_nfe, 4 * solved[-1].nfe.forward)
-        else:
-            references.append(_reference(block, x, loss, reference_tolerance, max(tolerances), max_nfe))
-    ((reference, exact),) = references
+    for tolerance in progress_bar(tolerances, progress, "tolerances"):
+        solved.append(_solve(_with_tolerance(copy.deepcopy(block).eval(), tolerance), x, loss))
+        max_nfe = max(max_nfe, 4 * solved[-1].nfe.forward)
+    reference, exact = _reference(block, x, loss, reference_tolerance, max(tolerances), max_nfe)
     errors, gradient_errors = map(list, zip(*(one.errors(exact) for one in solved), strict=True))
     forward, backward = [one.nfe.forward for one in solved], [one.nfe.backward for one in solved]
     return NFEToleranceCurve(tolerances, forward, backward, errors, gradient_errors, reference)
