@@ -1000,17 +1000,25 @@ def _sorted_pairs(
     pairs: Sequence[Any], unit: Unit | None, origin: Date | None
 ) -> list[tuple[NDArray[Any], NDArray[Any]]]:
     """Return exact times and values (n, channels) of each pair (t, x), sorted by time."""
-    exact = [
-        _exact_times(t, f"data[{i}][0]", unit, origin) if len(t) else np.zeros(0) for i, (t, _) in enumerate(pairs)
-    ]
-    given = enumerate(zip(exact, pairs, strict=True))
-    kinds = {("mM".find(t.dtype.kind), has_zone([one])): i for i, (t, one) in given if len(t)}
+    found, kinds = [], dict[Any, int]()
+    for i, (times, x) in enumerate(pairs):
+        t, values = np.zeros(0), _numbers(x, f"x of series {i}", ARRAYS)
+        if len(times):
+            t = _exact_times(times, f"data[{i}][0]", unit, origin)
+            kinds["mM".find(t.dtype.kind), has_zone([(times, x)])] = i
+        values = values[:, None] if values.ndim == 1 else values
+        if values.ndim != 2 or len(values) != len(t):
+            got = f"{t.shape} and {np.shape(x)}"
+            raise ValueError(f"series {i} must be t (n,) and x (n,) or (n, channels), got {got}. Fix: (t, x.T).")
+        order = np.argsort(t, kind="stable")
+        _check_digits(times, t[order], f"data[{i}][0]")
+        found.append((t[order], values[order]))
     if len(kinds) > 1:
         raise TypeError(
             "times must be numbers in all series, or dates in all, with a time zone in all or in none, got both in "
             f"the series {list(kinds.values())}. Fix: pandas.to_datetime(t), or pandas.to_datetime(t, utc=True)."
         )
-    return [_sorted_pair(of, x, t, i) for i, (t, (of, x)) in enumerate(zip(exact, pairs, strict=True))]
+    return found
 
 
 def _rows_of_array(array: NDArray[Any]) -> list[NDArray[Any]]:
@@ -1135,17 +1143,6 @@ def _refuse_lists_for_pairs(data: Any) -> None:
         raise TypeError("data must be a list of series, got one pair (t, x). Fix: [(t, x)].")
     if any(isinstance(one, list) and len(one) == 2 and any(map(_is_column, one)) for one in data):
         raise TypeError("a series must be a tuple (t, x), got a list [t, x]. Fix: [tuple(one) for one in data].")
-
-
-def _sorted_pair(times: Any, x: Any, exact: NDArray[Any], i: int) -> tuple[NDArray[Any], NDArray[Any]]:
-    values = _numbers(x, f"x of series {i}", ARRAYS)
-    values = values[:, None] if values.ndim == 1 else values
-    if values.ndim != 2 or len(values) != len(exact):
-        got = f"{exact.shape} and {np.shape(x)}"
-        raise ValueError(f"series {i} must be t (n,) and x (n,) or (n, channels), got {got}. Fix: (t, x.T).")
-    order = np.argsort(exact, kind="stable")
-    _check_digits(times, exact[order], f"data[{i}][0]")
-    return exact[order], values[order]
 
 
 def _without_end(x: NDArray[Any]) -> NDArray[Any]:

@@ -510,8 +510,11 @@ class SeriesForecaster(SeriesEstimator):
         if len(missing):
             row, at, column = missing[0].tolist()
             time = _of_user(series, series.t[row].amax() + dt[row, at])[0]
-            lost = f"series {series.ids[row]!r} at {time}. Fix: predict(X, ahead, future=table), with rows until then"
-            raise ValueError(f"column {names[column]!r} must be known at all times ahead, got none for {lost}.")
+            lost = (
+                f"for series {series.ids[row]!r} at {time}. Fix: predict(X, ahead, future=table), with rows until then"
+            )
+            fault = f"column {names[column]!r} must be known at all times that are forecast, got none"
+            raise ValueError(f"{fault} {lost}.")
 
     def _horizons(self, series: Any, ahead: Any, is_unit_known: bool) -> Tensor:
         """Return times after the last sample of each series, (batch, K)."""
@@ -681,7 +684,7 @@ def _steps(given: Any) -> Any:
                     break
         if isinstance(value, str) and not re.match(r"\d{4}-", text):
             fix = "'1MS' for the start of the next month, '1ME' for its end"
-            raise ValueError(f"ahead must be durations as '1h', offsets of pandas or dates, got {value!r}. Fix: {fix}.")
+            raise ValueError(f"ahead must be durations such as '1h', offsets or dates, got {value!r}. Fix: {fix}.")
         return pandas.Timedelta(value) if isinstance(value, pandas.tseries.offsets.Tick) else value
 
     entries = list(np.asarray(given, dtype=object).reshape(-1))
