@@ -47,6 +47,14 @@ def refuse_gradient(value: object, name: str, fix: str = "") -> None:
         raise ValueError(f"{name} requires a gradient, but only its value is kept. Fix: {name}={whole}.detach(){fix}.")
 
 
+def as_positive(value: object, name: str, fix: str, zero: bool = False) -> float:
+    """Return a finite number above 0 as a float, or with ``zero`` also 0."""
+    real = as_real(value, name, fix)
+    if not 0 < real < math.inf and not (zero and real == 0):
+        raise ValueError(f"{name} must be a {'number >= 0' if zero else 'positive number'}, got {real}. Fix: {fix}.")
+    return real
+
+
 def as_real(value: object, name: str, fix: str) -> float:
     """Return a number as a float, also infinity and NaN; raise TypeError for all else, such as lists and text."""
     refuse_gradient(value, name)
@@ -140,9 +148,7 @@ def check_input(x: object, name: str) -> None:
 def refuse_meta(x: Tensor, name: str) -> None:
     """Raise ValueError for a tensor on the device meta."""
     if x.is_meta and type(x) in (Tensor, nn.Parameter):  # a subclass may have numbers
-        raise ValueError(
-            f"{name} is on the device meta, which stores no numbers. Fix: {name} on another device, such as 'cpu'."
-        )
+        raise ValueError(f"{name} is on the device meta, which stores no numbers. Fix: {name} on the device 'cpu'.")
 
 
 def check_real(x: Tensor, name: str) -> Tensor:
@@ -187,9 +193,7 @@ def as_tensor(value: object, name: str) -> Tensor:
     except (TypeError, ValueError, RuntimeError) as error:
         kind = getattr(array, "dtype", None)
         got = type(value).__name__ if kind is None else f"{type(value).__name__} of {kind}"
-        raise TypeError(
-            f"{name} must be a tensor, an array or a list of numbers, got {got}. Fix: pass one number per sample."
-        ) from error
+        raise TypeError(f"{name} must be a tensor, an array or a list of numbers, got {got}. Fix: numbers.") from error
 
 
 def _forward(value: Any) -> Any:
@@ -251,10 +255,9 @@ def check_call(field: Callable[..., Any]) -> None:
 def _check_names(names: Sequence[str]) -> None:
     if len(names) > 1 and names[-1] in _TIMES and not _TIMES & set(names[:-1]):
         right = ", ".join([names[-1], *names[:-1]])
-        raise TypeError(
-            f"the function takes ({', '.join(names)}), but is called with the time first. Fix: let it take "
-            f"({right}); or if {names[-1]!r} is not the time, give it another name."
-        )
+        taken = ", ".join(names)
+        fix = f"({right}); or if {names[-1]!r} is not the time, give it another name"
+        raise TypeError(f"the function takes ({taken}), but is called with the time first. Fix: let it take {fix}.")
 
 
 def required_arguments(signature: inspect.Signature) -> list[str]:
@@ -393,10 +396,8 @@ def diagnose_call(error: Exception, field: object) -> None:
     signature = _signature(field)
     taken = [] if signature is None else required_arguments(signature)
     if len(taken) == 1:
-        raise TypeError(
-            f"the field is called (t, state), but {name} takes ({taken[0]}). Fix: hbnode.NODE(f) for h' = f(h), "
-            "hbnode.HBNODE(f) for a heavy ball, or lambda t, h: f(h), of this f."
-        ) from error
+        fix = "hbnode.NODE(f) for h' = f(h), hbnode.HBNODE(f) for a heavy ball, or lambda t, h: f(h)"
+        raise TypeError(f"the field is called (t, state), but {name} takes ({taken[0]}). Fix: {fix}.") from error
 
 
 _SCIPY = {"lsoda": "LSODA", "radau": "Radau", "bdf": "BDF"}

@@ -88,10 +88,8 @@ def refuse_dates(value: object, name: str) -> None:
         "time_unit": "time_unit=series.durations(time_unit)",
     }
     fix = fixes.get(name, f"series.times({name})")
-    raise TypeError(
-        f"{name} must hold numbers in the unit of t, got {kind}, which an hbnode.data.Series converts. "
-        f"Fix: {fix}, where series = hbnode.data.from_long(..., unit='h')."
-    )
+    fix = f"{fix}, where series = hbnode.data.from_long(..., unit='h')"
+    raise TypeError(f"{name} must hold numbers in the unit of t, got {kind}, which a Series converts. Fix: {fix}.")
 
 
 def kind_of(value: object) -> TimeKind | None:
@@ -133,10 +131,8 @@ def exact_times(value: object) -> NDArray[Any]:
     """
     array, kind, zones = _entries(value), kind_of(value), zones_of(value)
     if len(zones) > 1 and None in zones.values():
-        raise TypeError(
-            "dates must have a time zone in all entries or in none, got both. Fix: "
-            "pandas.to_datetime(dates, utc=True), if those without one are in UTC."
-        )
+        fix = "pandas.to_datetime(dates, utc=True), if those without one are in UTC"
+        raise TypeError(f"dates must have a time zone in all entries or in none, got both. Fix: {fix}.")
     exact = np.asarray(_exact(array.tolist(), kind) if array.dtype.kind == "O" else array)
     return _in_microseconds(exact)
 

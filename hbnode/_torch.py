@@ -613,19 +613,11 @@ class ModuleWithConstants(nn.Module):
         for name, attribute in self.own_constants().items():
             destination[prefix + name] = _tensor(getattr(self, attribute)).clone()
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        _, _, missing_keys, _, error_msgs = rest
         constants = {prefix + name: attribute for name, attribute in self.own_constants().items()}
         others = {key: value for key, value in state_dict.items() if key not in constants}
-        super()._load_from_state_dict(others, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        super()._load_from_state_dict(others, prefix, *rest)
         for key, attribute in constants.items():
             if key in state_dict:
                 self._load_constant(key, attribute, state_dict[key], error_msgs)

@@ -100,10 +100,8 @@ class SeriesEstimator(BaseEstimator):
             self.clock_, self.has_zone_ = (series.unit, series.origin), zone
             self.n_features_in_ = _width(data, series)
         elif _width(data, series) != self.n_features_in_ and _width(data, series) != len(series.features):
-            raise ValueError(
-                f"X has {_width(data, series)} features, but {type(self).__name__} is expecting {self.n_features_in_} "
-                "features as input. Fix: arrays (n, channels, T) for series of another length."
-            )
+            wanted = f"{type(self).__name__} is expecting {self.n_features_in_} features as input"
+            raise ValueError(f"X has {_width(data, series)} features, but {wanted}. Fix: arrays (n, channels, T).")
         series = on_clock(series, self.clock_)
         if self.is_absolute_:
             check_zone(zone, self.has_zone_)
@@ -280,9 +278,9 @@ def targets_of(y: Any, series: Series, data: Any, name: str = "y") -> NDArray[An
         y = by_id(y, series.ids, name)
     targets: NDArray[Any] = np.asarray(y.detach().cpu() if isinstance(y, torch.Tensor) else y)
     if targets.ndim == 0 or len(targets) != len(series):
+        fix = f"{name}.loc[ids] with one entry for each id, for a table with several rows of one series"
         raise ValueError(
-            f"{name} must have one entry for each of {len(series)} series, got shape {targets.shape}. Fix: for a table "
-            f"with several rows of one series, {name}.loc[ids] with one entry for each id."
+            f"{name} must have one entry for each of {len(series)} series, got {targets.shape}. Fix: {fix}."
         )
     return targets
 

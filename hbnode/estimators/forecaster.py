@@ -318,9 +318,7 @@ class SeriesForecaster(SeriesEstimator):
         of_time = _of_user(series, times)
         id, time = self.id or "id", self.time or "time"
         if len({id, time, "column", "mean"}) < 4:
-            raise ValueError(
-                f"ids and times need names of their own in a forecast, got {id!r} and {time!r}. Fix: rename."
-            )
+            raise ValueError(f"ids and times need names of their own, got {id!r} and {time!r}. Fix: rename.")
         shape = mean.shape
         count = int(np.prod(shape[1:]))
         table = {
@@ -457,10 +455,11 @@ class SeriesForecaster(SeriesEstimator):
         if self.id is None and id not in data:
             repeated = data[time].duplicated() if time in data else np.zeros(1)
             if repeated.any():
-                raise ValueError(
-                    f"without id=, a table is one series, got {data[time][repeated].iloc[0]} twice. Fix: id='patient', "
-                    f"or table.groupby({time!r}, as_index=False).mean() for one series."
+                twice, fix = (
+                    data[time][repeated].iloc[0],
+                    f"table.groupby({time!r}, as_index=False).mean()",
                 )
+                raise ValueError(f"without id=, a table is one series, got {twice} twice. Fix: id='patient', or {fix}.")
             data = data.assign(**{id: 0})
         return data
 
@@ -511,10 +510,11 @@ class SeriesForecaster(SeriesEstimator):
         if len(missing):
             row, at, column = missing[0].tolist()
             time = _of_user(series, series.t[row].amax() + dt[row, at])[0]
-            raise ValueError(
-                f"column {names[column]!r} must be known at all times that are forecast, got none for series "
-                f"{series.ids[row]!r} at {time}. Fix: predict(X, ahead, future=table), with rows until then."
+            lost = (
+                f"for series {series.ids[row]!r} at {time}. Fix: predict(X, ahead, future=table), with rows until then"
             )
+            fault = f"column {names[column]!r} must be known at all times that are forecast, got none"
+            raise ValueError(f"{fault} {lost}.")
 
     def _horizons(self, series: Any, ahead: Any, is_unit_known: bool) -> Tensor:
         """Return times after the last sample of each series, (batch, K)."""
@@ -525,9 +525,7 @@ class SeriesForecaster(SeriesEstimator):
         kind = kind_of(given)
         is_offset = isinstance(given, list) and any(hasattr(each, "rollforward") for each in given)
         if kind is None and series.unit is not None and not (is_offset or is_unit_known):
-            raise TypeError(
-                f"ahead must be durations, offsets or dates for times that are dates, got {ahead!r}. Fix: '1h'."
-            )
+            raise TypeError(f"ahead must be durations, offsets or dates, as the times are, got {ahead!r}. Fix: '1h'.")
         if is_offset:
             series._known(series.origin, f"{ahead!r}")
             dt = series.times(_offsets_from(_of_user(series, last), given)) - last
@@ -538,10 +536,9 @@ class SeriesForecaster(SeriesEstimator):
         else:
             dt = series.durations(given).double().view(1, -1).expand(len(series), -1)
         if not bool(((dt >= 0) & dt.square().isfinite()).all()):
-            raise ValueError(
-                "ahead must not lie before the last sample of a series, got a negative, infinite or huge time, or NaN. "
-                f"Fix: ahead={'1h' if series.unit else 1.0!r}."
-            )
+            fault = "got a negative, infinite or huge time, or NaN"
+            fix = "1h" if series.unit else 1.0
+            raise ValueError(f"ahead must not lie before the last sample of a series, {fault}. Fix: ahead={fix!r}.")
         return dt
 
     def _drawn(self, series: Series, random: np.random.RandomState) -> Backtest:
@@ -665,10 +662,9 @@ def _check_zone(dates: Any, zone: Any) -> None:
 
     first = np.asarray(dates, dtype=object).reshape(-1)[0]
     if (zone is not None) != (pandas.Timestamp(getattr(first, "start_time", first)).tzinfo is not None):
-        raise TypeError(
-            f"ahead must be dates {'with' if zone is not None else 'without'} a time zone, as the times, got "
-            f"{dates!r}. Fix: pandas.Timestamp('2024-01-31 12:00', tz={str(zone) if zone else None!r})."
-        )
+        wanted, zone = "without" if zone is None else "with", None if zone is None else str(zone)
+        fix = f"pandas.Timestamp('2024-01-31 12:00', tz={zone!r})"
+        raise TypeError(f"ahead must be dates {wanted} a time zone, as the times, got {dates!r}. Fix: {fix}.")
 
 
 def _steps(given: Any) -> Any:
@@ -687,10 +683,8 @@ def _steps(given: Any) -> Any:
                     value = read(text)
                     break
         if isinstance(value, str) and not re.match(r"\d{4}-", text):
-            raise ValueError(
-                f"ahead must be durations such as '1h', offsets of pandas such as '1MS', or dates, got {value!r}. Fix: "
-                "'1MS' for the start of the next month, '1ME' for its end."
-            )
+            fix = "'1MS' for the start of the next month, '1ME' for its end"
+            raise ValueError(f"ahead must be durations such as '1h', offsets or dates, got {value!r}. Fix: {fix}.")
         return pandas.Timedelta(value) if isinstance(value, pandas.tseries.offsets.Tick) else value
 
     entries = list(np.asarray(given, dtype=object).reshape(-1))
@@ -727,7 +721,7 @@ def _of_user(series: Any, t: Tensor) -> Any:
 def _entries(column: Any) -> Any:
     """Return a column of a table that is not of pandas as pandas reads it, with time zones."""
     column = column.numpy(force=True) if isinstance(column, Tensor) else getattr(column, "array", column)  # of pandas
-    return column.tolisted() if hasattr(column, "to_list") else column
+    return column.to_list() if hasattr(column, "to_list") else column
 
 
 def _zone_name(zone: Any) -> str | None:

@@ -491,10 +491,8 @@ class SeriesClassifier(ClassifierMixin, _SeriesModel):
         shares = np.bincount(codes, weights) / weights.sum()
         self._outputs, self.prior_ = len(self.classes_), np.log(np.maximum(shares, 1e-300))
         if len(self.classes_) < 2:
-            raise ValueError(
-                f"y must have at least 2 classes, got one class, {self.classes_.tolist()[0]!r}. "
-                "Fix: SeriesRegressor for numbers."
-            )
+            one = self.classes_.tolist()[0]
+            raise ValueError(f"y must have at least 2 classes, got one class, {one!r}. Fix: SeriesRegressor.")
         weights = weights * compute_sample_weight(self.class_weight, y)
         return _Targets(codes, weights / weights.mean(), groups)
 

@@ -486,9 +486,7 @@ def statsforecast_models() -> Any:
     try:
         import statsforecast.models
     except ImportError as error:
-        raise ImportError(
-            "model='statsforecast' needs the package statsforecast. Fix: pip install statsforecast"
-        ) from error
+        raise ImportError(f"model='statsforecast': {error}. Fix: pip install statsforecast") from error
     return statsforecast.models
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from hbnode._checks import as_count, check_bool, check_choice, warn_if_swapped
-from hbnode.data import Series, aligned, as_series, check_zone, has_zone, observed, on_clock
+from hbnode.data import Series, aligned, as_series, check_zone, has_zone, observed
 from hbnode.features import moments
 from hbnode.nn.kalman import Gaussian, KalmanFilter
 from hbnode.nn.oscillators import Oscillators
@@ -357,13 +357,13 @@ class OscillatorSmoother(BaseEstimator):
     # Data
 
     def _checked(self, series: Any) -> Series:
-        """Return series on the clock of fit; a constant mean is the same for any origin."""
+        """Return series with the unit and the origin of fit; with a constant mean any origin will do."""
         data, is_shared = aligned(as_series(series), self.features_), bool(self.is_shared_.any())
-        if on_clock(data, self.clock_) is not data and is_shared:
-            raise ValueError(
-                f"the series must have the origin of time as in fit, {self.clock_[1]}, got {data.origin}. "
-                "Fix: the same origin= of as_series."
-            )
+        unit, origin = self.clock_
+        is_same = data.origin == origin if is_shared else (data.origin is None) == (origin is None)
+        if data.unit != unit or not is_same:
+            fix = "the same unit= and origin= of as_series, for dates in both or in none"
+            raise ValueError(f"series must have the unit and the origin of time as in fit, {self.clock_}. Fix: {fix}.")
         if is_shared:
             check_zone(has_zone(series), self.has_zone_)
         return data
@@ -371,10 +371,8 @@ class OscillatorSmoother(BaseEstimator):
     def _times(self, data: Series, grid: Any) -> Tensor:
         at = data.times(grid).double()
         if at.dim() not in (1, 2) or (at.dim() == 2 and len(at) != len(data)) or not at.shape[-1]:
-            raise ValueError(
-                f"the times must be (K,) or (batch, K) with batch={len(data)}, got {tuple(at.shape)}. "
-                "Fix: numpy.linspace(0, 1, 100), in the unit of the series."
-            )
+            wanted = f"(K,) or (batch, K) with batch={len(data)}"
+            raise ValueError(f"the times must be {wanted}, got {tuple(at.shape)}. Fix: numpy.linspace(0, 1, 100).")
         return at.expand(len(data), -1)
 
     def _mean_at(self, t: NDArray[Any]) -> NDArray[Any]:

@@ -9,7 +9,7 @@ import torch
 
 from hbnode.data import as_series
 from hbnode.estimators import SeriesForecaster
-from hbnode.estimators.seasonal import Kind, Seasonal
+from hbnode.estimators.seasonal import Candidate, Seasonal
 
 
 def forecast(t, y, at):
@@ -128,7 +128,7 @@ def test_logarithms_are_left_out_for_a_series_below_zero():
     swing = numpy.sin(2 * numpy.pi * steps / 12)
     grown = [(steps, numpy.exp(0.03 * steps + 0.5 * swing + 0.05 * random.normal(size=78) + k)) for k in range(2)]
     model = SeriesForecaster("seasonal", level=50, random_state=0).fit(grown)
-    assert all(Kind(*kind[1:]).is_log for kind in model.fitted_.kinds[0])
+    assert all(Candidate(*kind[1:]).is_log for kind in model.fitted_.kinds[0])
     below = 5 * swing - 2
     found = model.predict([(steps[:72], below[:72])], list(range(1, 7)))["mean"]
     numpy.testing.assert_allclose(found, below[72:], atol=0.1)
