@@ -135,13 +135,11 @@ def momentum_attention(
     """
     check_bool(causal, "causal"), check_bool(return_state, "return_state")
     dtype = check_heads(q, k, v, causal)
-    if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}. Fix: q.to(v.dtype).")
     if key_padding_mask is not None:
         check_mask(key_padding_mask, k)
     beta = _check_rate(momentum, "momentum", k.shape[1], below=1.0)
     gamma = _check_rate(step_size, "step_size", k.shape[1])
-    eps, size = _check_number(eps, "eps"), as_count(chunk_size, "chunk_size")
+    eps, size = check_number(eps, "eps"), as_count(chunk_size, "chunk_size")
     (batch, heads, length, dim), value_dim, ignored = k.shape, v.shape[3], key_padding_mask
     shapes = {"s": (batch, heads, dim, value_dim), "p": (batch, heads, dim, value_dim), "z": (batch, heads, dim)}
     with no_autocast(q):
@@ -345,7 +343,7 @@ def _look_up(table: Tensor, n: Tensor) -> Tensor:
 
 def _check_rate(value: Rate, name: str, heads: int, below: float = math.inf) -> Rate:
     if not isinstance(value, Tensor):
-        return _check_number(value, name, below)
+        return check_number(value, name, below)
     if value.shape not in ((), (heads,)) or not value.is_floating_point():
         fix = f"{name}.expand({heads})" if value.numel() == 1 else f"one number for each of the {heads} heads"
         raise ValueError(
@@ -355,7 +353,7 @@ def _check_rate(value: Rate, name: str, heads: int, below: float = math.inf) -> 
     return value
 
 
-def _check_number(value: float, name: str, below: float = math.inf) -> float:
+def check_number(value: float, name: str, below: float = math.inf) -> float:
     if not isinstance(value, numbers.Real) or isinstance(value, bool) or not 0 <= value < below:
         wanted = f"0 <= {name} < {below:g}" if below < math.inf else f"{name} >= 0"
         fix = f"torch.tensor({value!r})" if isinstance(value, (list, tuple)) else "a number in that range"

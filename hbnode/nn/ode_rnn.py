@@ -213,7 +213,8 @@ class ODERNN(seq.TimedModule):
         self.layers = nn.ModuleList(make(layer) for layer in range(num_layers))
         self.reverse = nn.ModuleList(make(layer) for layer in range(num_layers) if self.bidirectional)
         self.sizes = [output_size] * (1 + self.second_order)  # of h, and of m, in an output
-        self.set_time_unit(time_unit)
+        self.time_unit = 1.0 if time_unit is None else time_unit
+        self.has_unit = time_unit is not None
         self.given = Settings(
             method=method, rtol=rtol, atol=atol, gradient=gradient, steps=steps, per_sample=per_sample,
             max_steps=max_steps, options=options, adjoint_options=adjoint_options, compile=compile,

@@ -590,11 +590,6 @@ def fitted_unit(t: ArrayLike, mask: Tensor | None, lengths: Lengths | None) -> f
 class TimedModule(ModuleWithConstants):
     """A module that divides times by a constant of its ``state_dict``, ``time_unit``, which training data may set."""
 
-    def set_time_unit(self, value: float | None) -> None:
-        """Set the length of one unit of the module's time; None is a unit of 1 that was never chosen."""
-        self.set_constant("_time_unit", 1.0 if value is None else as_unit(value, "time_unit"))
-        self.has_unit = value is not None
-
     @property
     def time_unit(self) -> float:
         """The length of one unit of the module's time."""
@@ -602,7 +597,8 @@ class TimedModule(ModuleWithConstants):
 
     @time_unit.setter
     def time_unit(self, value: float) -> None:
-        self.set_time_unit(value)
+        self.set_constant("_time_unit", as_unit(value, "time_unit"))
+        self.has_unit = True
 
     @override
     def constants(self) -> dict[str, str]:

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypedDict
+from typing import Any, ClassVar, Literal, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +52,12 @@ class Connection(nn.Module):
         He et al., Deep Residual Learning (arXiv:1512.03385).
     """
 
+    _shown: ClassVar[tuple[str, ...]] = ()  # attributes in the representation
+
+    @override
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in self._shown)
+
     def look_ahead(self, x: Tensor, depth: DepthState) -> Tensor:
         """Return the point at which a sublayer is evaluated; by default x."""
         return x
@@ -78,13 +84,11 @@ class MomentumConnection(Connection):
         momentum: β in [0, 1). Default: ``0.9``.
     """
 
+    _shown = ("momentum",)
+
     def __init__(self, momentum: float = 0.9) -> None:
         super().__init__()
         self.momentum = _check_momentum(momentum)
-
-    @override
-    def extra_repr(self) -> str:
-        return f"momentum={self.momentum:g}"
 
     @override
     def attention(self, x: Tensor, update: Tensor, depth: DepthState) -> tuple[Tensor, DepthState]:
@@ -115,15 +119,11 @@ class AdaptiveConnection(Connection):
         ValueError: if ``threshold`` is not in (0, 1].
     """
 
+    _shown = ("threshold",)
+
     def __init__(self, threshold: float = 1e-3) -> None:
         super().__init__()
-        if not 0 < threshold <= 1:
-            raise ValueError(f"threshold must be in (0, 1], got {threshold!r}. Fix: the paper's 1e-3.")
-        self.threshold = float(threshold)
-
-    @override
-    def extra_repr(self) -> str:
-        return f"threshold={self.threshold:g}"
+        self.threshold = as_real(threshold, "threshold", "threshold=1e-3")
 
     @override
     def attention(self, x: Tensor, update: Tensor, depth: DepthState) -> tuple[Tensor, DepthState]:
@@ -167,13 +167,11 @@ class MomentumStateConnection(Connection):
         step_size: s > 0. Default: ``1.0``.
     """
 
+    _shown = ("momentum", "step_size")
+
     def __init__(self, momentum: float = 0.9, step_size: float = 1.0) -> None:
         super().__init__()
         self.momentum, self.step_size = _check_momentum(momentum), _check_positive(step_size, "step_size")
-
-    @override
-    def extra_repr(self) -> str:
-        return f"momentum={self.momentum:g}, step_size={self.step_size:g}"
 
     @override
     def attention(self, x: Tensor, update: Tensor, depth: DepthState) -> tuple[Tensor, DepthState]:
@@ -314,14 +312,6 @@ def make_attention(
     Options of the module override ``layout``. A module with another ``causal`` or ``batch_first`` raises an error.
     """
     make, own = _unwrap(kind)
-    fixed = own.keys() & options.keys()
-    if fixed:
-        fix = f"attention={'momentum' if make is MomentumAttention else 'heavy_ball'!r}"
-        fix = f"leave {', '.join(sorted(fixed))} out of attention_options" if callable(kind) else fix
-        raise ValueError(
-            f"attention={kind!r} has {', '.join(f'{x}={own[x]!r}' for x in sorted(fixed))}, which attention_options "
-            f"cannot change. Fix: {fix}."
-        )
     if make is HeavyBallMemory and not causal:
         raise ValueError(
             f"attention={kind!r} supports only causal self-attention, got causal=False or cross-attention. "
@@ -331,7 +321,8 @@ def make_attention(
         layout.pop("dropout")  # linear-time attention has no weights to drop
     wanted = {"causal": causal, "batch_first": batch_first}
     layout |= {"batch_first": batch_first} if make is HeavyBallMemory else wanted
-    module = make(embed_dim, num_heads, **{**layout, **own, **options})
+    layout = {name: value for name, value in layout.items() if name not in own} | dict(options)
+    module = make(embed_dim, num_heads, **own, **layout)  # refuses options that the name or the partial has set
     for name, value in wanted.items():
         if getattr(module, name, value) != value:
             raise ValueError(
@@ -344,7 +335,10 @@ def make_attention(
 def _unwrap(kind: AttentionName | MakeAttention) -> tuple[MakeAttention, dict[str, Any]]:
     """Return the function that makes an attention module, and the options that its name or a partial sets."""
     if isinstance(kind, nn.Module):
-        raise TypeError(_one_for_each("attention", kind))
+        raise TypeError(
+            "attention must be a name or a function that returns a new module, got a module. "
+            f"Fix: attention={type(kind).__name__}."
+        )
     if not callable(kind) and not is_one_of(kind, tuple(ATTENTIONS)):
         raise ValueError(_unknown("attention", kind, tuple(ATTENTIONS)))
     make = kind if callable(kind) else ATTENTIONS[kind]
@@ -368,33 +362,19 @@ def _check_rotary(attention: object, rotary: bool, what: str, fix: str) -> None:
 
 def make_connection(kind: ConnectionName | MakeConnection, momentum: float | None) -> Connection:
     """Return a new connection, given its name or a function; ``momentum=None`` is the default of the class."""
-    if isinstance(kind, nn.Module):
-        raise TypeError(_one_for_each("connection", kind))
     if callable(kind):
         if momentum is not None:
             raise ValueError(
                 f"connection_momentum={momentum!r} needs a connection name, got a function. Fix: leave it out, "
                 "and set the momentum in the function."
             )
-        made = kind()
-        if not isinstance(made, Connection):
-            raise TypeError(
-                f"connection must return a Connection, got {type(made).__name__}. Fix: connection='residual'."
-            )
-        return made
+        return kind()
     if not is_one_of(kind, tuple(CONNECTIONS)):
         raise ValueError(_unknown("connection", kind, tuple(CONNECTIONS)))
     if momentum is None:
         return CONNECTIONS[kind]()
-    if kind in ("residual", "adaptive"):
-        raise ValueError(f"connection={kind!r} takes no connection_momentum, got {momentum!r}. Fix: leave it out.")
     make: Callable[..., Connection] = CONNECTIONS[kind]
     return make(momentum=momentum)
-
-
-def _one_for_each(what: str, module: nn.Module) -> str:
-    name = type(module).__name__
-    return f"{what} must be a name or a function that returns a new module, got a module. Fix: {what}={name}."
 
 
 def _unknown(what: str, kind: object, names: tuple[str, ...]) -> str:
@@ -484,10 +464,9 @@ class TransformerLayerBase(nn.Module):
         self.norm1 = nn.LayerNorm(d_model, eps=layer_norm_eps, **options)
         self.norm2 = nn.LayerNorm(d_model, eps=layer_norm_eps, **options)
         self.dropout = nn.Dropout(dropout)
-        if not (callable(activation) or is_one_of(activation, tuple(ACTIVATIONS))):
-            fix = f"torch.nn.functional.{activation}" if isinstance(activation, str) else "activation='gelu'"
-            raise ValueError(f"activation must be 'relu', 'gelu' or a function, got {activation!r}. Fix: {fix}.")
-        self.activation = ACTIVATIONS[activation] if isinstance(activation, str) else activation
+        if not callable(activation):
+            activation = ACTIVATIONS[check_choice(activation, "activation", tuple(ACTIVATIONS))]
+        self.activation = activation
         self.connection = make_connection(connection, connection_momentum).to(self.linear1.weight)
 
     def _start(self, x: Tensor, depth_state: DepthState | None) -> DepthState:
@@ -502,20 +481,8 @@ class TransformerLayerBase(nn.Module):
                 f"depth_state must be the DepthState returned by the previous layer, got {type(depth_state).__name__}. "
                 "Fix: pass a mask by name, key_padding_mask=mask."
             )
-        if x.dim() not in (2, 3) or x.shape[-1] != self.linear1.in_features:
-            raise ValueError(
-                f"x must be three-dimensional with d_model={self.linear1.in_features} features, got {tuple(x.shape)}. "
-                "Fix: x.flatten(0, -3) for several batch dimensions of a layer with batch_first=True."
-            )
         check_dtype(x, [next(self.parameters()).dtype])
-        depth = DepthState() if depth_state is None else depth_state
-        for part in (depth.previous, depth.update, depth.velocity):
-            if part is not None and part.shape != x.shape:
-                raise ValueError(
-                    f"depth_state must hold tensors like x, {tuple(x.shape)}, got {tuple(part.shape)}. "
-                    "Fix: depth_state=None in the first layer."
-                )
-        return depth
+        return DepthState() if depth_state is None else depth_state
 
     def _sublayer(self, x: Tensor, depth: DepthState, norm: nn.Module, block: Block, join: Join) -> Stream:
         """Return the residual stream and depth state after a block, its norm and ``join``, a connection's method."""
@@ -924,11 +891,6 @@ class MomentumTransformer(nn.Module):
         if prompt.shape[1] == 0:
             raise ValueError("prompt must have at least one token, got length 0. Fix: begin with a start token.")
         if sample is None:
-            if self.embedding is None:
-                raise ValueError(
-                    "generate needs sample= for num_embeddings=None, whose outputs are not tokens. "
-                    "Fix: sample=lambda output: output, or another function to the next vectors (batch, d_model)."
-                )
 
             def sample(output: Tensor) -> Tensor:
                 return draw(output, temperature, top_k, generator).to(prompt.dtype)
@@ -981,8 +943,6 @@ class MomentumTransformer(nn.Module):
         return output
 
     def _check(self, tokens: Tensor) -> None:
-        if self.embedding is not None and isinstance(tokens, (list, tuple)):
-            raise TypeError(f"tokens must be a tensor, got {type(tokens).__name__}. Fix: torch.tensor(tokens).")
         check_input(tokens, "tokens")
         if self.embedding is None:
             if tokens.dim() != 3 or tokens.shape[-1] != self.d_model:
