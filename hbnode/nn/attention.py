@@ -614,11 +614,8 @@ class KeyValueCache(Record):
             length: number of tokens.
             ignored: padding mask of the tokens (batch, length), or None.
         """
-        start: Tensor | int = self.length if self.ignored is None else (~self.ignored).sum(1, keepdim=True)
-        if ignored is None:
-            return start + torch.arange(length, device=self._keys.device)
-        counted = (~ignored).long()
-        return start + counted.cumsum(1) - counted
+        start = self.length if self.ignored is None else (~self.ignored).sum(1, keepdim=True)
+        return start + places(length, ignored, self._keys.device)
 
     @override
     def as_dict(self) -> dict[str, Any]:
@@ -669,6 +666,14 @@ class KeyValueCache(Record):
         none = torch.zeros(len(self._keys), self.length + more, dtype=torch.bool, device=self._keys.device)
         before = none[:, : self.length] if self.ignored is None else self.ignored
         return torch.cat((before, none[:, self.length :] if ignored is None else ignored), 1)
+
+
+def places(length: int, ignored: Tensor | None, device: torch.device) -> Tensor:
+    """Return the number of tokens before each of ``length`` tokens, (length,), or with padding (batch, length)."""
+    if ignored is None:
+        return torch.arange(length, device=device)
+    counted = (~ignored).long()
+    return counted.cumsum(1) - counted
 
 
 def rotate(x: Tensor, positions: Tensor, base: float = 10_000.0) -> Tensor:

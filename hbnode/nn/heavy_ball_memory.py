@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, TypedDict, overload
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from typing_extensions import Required, Unpack
 
 from hbnode._checks import as_count, check_input, is_one_of
 from hbnode._torch import is_transformed, no_autocast
@@ -35,28 +34,6 @@ class HeavyBallMemoryState(Record):
     p: Tensor | None = None
 
 
-class _Options(TypedDict, total=False):
-    """The keyword arguments of :func:`heavy_ball_memory` that have no effect on the type of its result."""
-
-    log_momentum: Required[Gate | None]
-    log_decay: Gate | None
-    step: Gate | None
-    write: Gate | None
-    delta: Delta
-    key_padding_mask: Tensor | None
-    cu_seqlens: Tensor | None
-    initial_state: HeavyBallMemoryState | None
-    chunk_size: int
-
-
-@overload
-def heavy_ball_memory(
-    q: Tensor, k: Tensor, v: Tensor, *, return_state: Literal[False] = False, **options: Unpack[_Options]
-) -> Tensor: ...
-@overload
-def heavy_ball_memory(
-    q: Tensor, k: Tensor, v: Tensor, *, return_state: Literal[True], **options: Unpack[_Options]
-) -> tuple[Tensor, HeavyBallMemoryState]: ...
 def heavy_ball_memory(
     q: Tensor,
     k: Tensor,
@@ -72,7 +49,7 @@ def heavy_ball_memory(
     initial_state: HeavyBallMemoryState | None = None,
     return_state: bool = False,
     chunk_size: int = 64,
-) -> Tensor | tuple[Tensor, HeavyBallMemoryState]:
+) -> Any:
     r"""Compute causal linear attention with a memory updated by the heavy-ball method, in time linear in the length.
 
     Each head has a memory :math:`S` and a velocity :math:`P`, both :math:`D \times M`. Step t has the query

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Sequence
-from typing import Any, Literal, TypedDict, overload
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from typing_extensions import Required, Unpack
 
 from hbnode._checks import as_count, check_bool
 from hbnode._torch import exports_any, fast_form, is_tracing, keep_freed_memory, no_autocast, reference_vjp
@@ -36,26 +35,6 @@ class MomentumAttentionState(Record):
     z: Tensor
 
 
-class _Options(TypedDict, total=False):
-    """The keyword arguments of :func:`momentum_attention` that have no effect on the type of its result."""
-
-    momentum: Required[Rate]
-    step_size: Rate
-    causal: bool
-    key_padding_mask: Tensor | None
-    eps: float
-    initial_state: MomentumAttentionState | None
-    chunk_size: int
-
-
-@overload
-def momentum_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_state: Literal[False] = False, **options: Unpack[_Options]
-) -> Tensor: ...
-@overload
-def momentum_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_state: Literal[True], **options: Unpack[_Options]
-) -> tuple[Tensor, MomentumAttentionState]: ...
 def momentum_attention(
     q: Tensor,
     k: Tensor,
@@ -69,7 +48,7 @@ def momentum_attention(
     initial_state: MomentumAttentionState | None = None,
     return_state: bool = False,
     chunk_size: int = 64,
-) -> Tensor | tuple[Tensor, MomentumAttentionState]:
+) -> Any:
     r"""Compute linear attention whose state is updated with momentum, in time and memory linear in the length.
 
     With :math:`\phi(x) = \mathrm{elu}(x) + 1`, momentum :math:`\beta` and step size :math:`\gamma`, the i-th query, key

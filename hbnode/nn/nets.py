@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from math import inf
-from typing import TypeVar, overload
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from hbnode._torch import may_look
 from hbnode.nn.kalman import Gaussian
 
 Module = TypeVar("Module", bound=nn.Module)
+Values = TypeVar("Values", Tensor, Gaussian)
 
 
 class MLP(nn.Module):
@@ -236,11 +237,7 @@ class Standardize(nn.Module):
         self._check_fitted()
         return (x - self.mean) / self.std
 
-    @overload
-    def inverse(self, x: Tensor) -> Tensor: ...
-    @overload
-    def inverse(self, x: Gaussian) -> Gaussian: ...
-    def inverse(self, x: Tensor | Gaussian) -> Tensor | Gaussian:
+    def inverse(self, x: Values) -> Values:
         """Return x in the original units, as the inverse of :meth:`forward`.
 
         A standard deviation s is s σ in the original units: give a prediction with its spread as one

@@ -659,6 +659,9 @@ def _make_cell(cell: CellArgument, input_size: int, size: int) -> nn.Module:
             f"cell must be one of {tuple(CELLS)}, a module cell(x, s), or a function (input_size, state_size) -> "
             f"module, got {cell!r}. Fix: 'gru'."
         )
+    if isinstance(made, (nn.LSTMCell, nn.RNNBase)):
+        kind = type(made).__name__
+        raise TypeError(f"cell must map (x, s) to s, one tensor (batch, {size}), got {kind}. Fix: cell='gru'.")
     return made
 
 

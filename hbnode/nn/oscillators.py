@@ -767,14 +767,14 @@ def _refuse_static(static: object) -> None:
 
 def _sequences(
     module: Oscillators | OscillatorStack, x: Any, t: ArrayLike | None,
-    state: OscillatorState | OscillatorBelief | OscillatorStackState | None, mask: Tensor | None,
+    state: OscillatorState | OscillatorBelief | None, mask: Tensor | None,
     lengths: Lengths | None,
 ) -> Sequences:  # fmt: skip
     """Return checked sequences; without ``t`` the times are 0, 1, 2, ..., or begin one unit after that of the state."""
     if t is None:
         length, device = (x.shape[1], x.device) if isinstance(x, Tensor) and x.dim() == 3 else (0, None)
         t = torch.arange(length, dtype=torch.float64, device=device)
-        if isinstance(state, (OscillatorState, OscillatorBelief, OscillatorStackState)):  # else refused later
+        if isinstance(state, (OscillatorState, OscillatorBelief)):  # else refused later
             t = state.t.detach().double().unsqueeze(1) + 1 + t
     return Sequences(module.input_size, x, t, mask, lengths, 1 / module.decay_range[1])
 
@@ -894,7 +894,7 @@ class OscillatorCell(_OscillatorModule):
 
 
 @record
-class OscillatorStackState(Record):
+class OscillatorStackState(OscillatorState):
     """The state of :class:`OscillatorStack`.
 
     Attributes:
@@ -908,15 +908,7 @@ class OscillatorStackState(Record):
         static: time-independent features, (batch, static_size), for forecasts; None if there are none.
     """
 
-    v: Tensor
-    x: Tensor
-    t: Tensor
-    held: Tensor | None = None
-    last: Tensor | None = None
-    last_t: Tensor | None = None
     static: Tensor | None = None
-
-    _dtype = staticmethod(OscillatorState._dtype)
 
 
 class OscillatorBlock(nn.Module):

@@ -25,6 +25,7 @@ from hbnode.nn.attention import (
     MomentumAttention,
     MultiheadBase,
     SoftmaxAttention,
+    places,
     read_mask,
 )
 from hbnode.nn.sequences import check_choice, check_dtype
@@ -626,19 +627,17 @@ class MomentumTransformerDecoderLayer(TransformerLayerBase):
             key_padding_mask: mask of x (batch, length), True = ignore. Default: ``None``.
             memory_key_padding_mask: mask of memory (batch, length of memory), True = ignore. Default: ``None``.
         """
-        blocks = (
-            (self.norm1, lambda h: self.self_attn(h, h, h, key_padding_mask)[0], self.connection.attention),
-            (
-                self.norm2,
-                lambda h: self.multihead_attn(h, memory, memory, memory_key_padding_mask)[0],
-                self.connection.feedforward,
-            ),
-            (self.norm3, self._feedforward, self.connection.feedforward),
-        )
-        depth = self._start(x, depth_state)
-        for norm, block, join in blocks:
-            x, depth = self._sublayer(x, depth, norm, block, join)
-        return x, depth
+
+        def attend(h: Tensor) -> Tensor:
+            return self.self_attn(h, h, h, key_padding_mask)[0]
+
+        def attend_to_memory(h: Tensor) -> Tensor:
+            return self.multihead_attn(h, memory, memory, memory_key_padding_mask)[0]
+
+        join = self.connection.feedforward
+        x, depth = self._sublayer(x, self._start(x, depth_state), self.norm1, attend, self.connection.attention)
+        x, depth = self._sublayer(x, depth, self.norm2, attend_to_memory, join)
+        return self._sublayer(x, depth, self.norm3, self._feedforward, join)
 
 
 @record
@@ -659,6 +658,7 @@ class TransformerState(Record):
         return old if name == "position" else new
 
 
+@functools.partial(shares_arguments, base=TransformerLayerBase)
 class MomentumTransformer(nn.Module):
     r"""A transformer of :class:`MomentumTransformerLayer` between an embedding and a linear output layer.
 
@@ -679,17 +679,9 @@ class MomentumTransformer(nn.Module):
         activation: activation of the feedforward blocks, "relu", "gelu" or a function. Default: ``"relu"``.
         norm_first: whether norms come before the blocks, with another norm after the last layer. Default: ``False``.
         output_size: number of output features. Default: ``None``, num_embeddings, or d_model for vectors.
-        attention: see :class:`MomentumTransformerLayer`. Default: ``"momentum"``.
-        attention_options: further arguments of the attention modules, as in :class:`MomentumTransformerLayer`.
-            Default: ``None``, no further arguments.
-        connection: see :class:`MomentumTransformerLayer`. Default: ``"residual"``.
-        connection_momentum: β of the connections, its initial value if learned. Default: ``None``, the connection's β.
         positions: "sinusoidal" adds a position embedding to the inputs. "rotary" applies rotary position embedding in
             softmax attention. None uses no position embedding. An attention or options with other positions are
             refused. Default: ``"sinusoidal"``.
-        causal: whether a token attends only to itself and to previous tokens. Default: ``True``.
-        device: device of the parameters. Default: ``None``, torch's default.
-        dtype: dtype of the parameters. Default: ``None``, torch's default.
 
     Shape:
         tokens: (batch, length), int64 or int32, or with ``num_embeddings=None`` (batch, length, d_model).
@@ -717,53 +709,32 @@ class MomentumTransformer(nn.Module):
         norm_first: bool = False,
         *,
         output_size: int | None = None,
-        attention: AttentionName | MakeAttention = "momentum",
-        attention_options: Mapping[str, Any] | None = None,
-        connection: ConnectionName | MakeConnection = "residual",
-        connection_momentum: float | None = None,
         positions: Literal["sinusoidal", "rotary"] | None = "sinusoidal",
-        causal: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
         if positions is not None:
             check_choice(positions, "positions", ("sinusoidal", "rotary"))
         rotary = positions == "rotary"
-        with_rotary = _with_rotary(attention, attention_options or {}, rotary)
-        options: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.d_model, self.positions, self.causal = as_count(d_model, "d_model"), positions, causal
+        own = options.get("attention_options") or {}
+        options["attention_options"] = _with_rotary(options.get("attention", "momentum"), own, rotary)
+        factory: dict[str, Any] = {name: options.get(name) for name in ("device", "dtype")}
+        self.d_model, self.positions = as_count(d_model, "d_model"), positions
+        self.causal = options.get("causal", True)
         self.num_embeddings = None if num_embeddings is None else as_count(num_embeddings, "num_embeddings")
-        self.embedding = None if num_embeddings is None else nn.Embedding(num_embeddings, d_model, **options)
+        self.embedding = None if num_embeddings is None else nn.Embedding(num_embeddings, d_model, **factory)
         self.dropout = nn.Dropout(as_real(dropout, "dropout", "dropout=0.1"))
         self.layers: Any = nn.ModuleList(
             MomentumTransformerLayer(
-                d_model,
-                nhead,
-                dim_feedforward,
-                dropout,
-                activation,
-                batch_first=True,
-                norm_first=norm_first,
-                attention=attention,
-                attention_options=with_rotary,
-                connection=connection,
-                connection_momentum=connection_momentum,
-                causal=causal,
-                **options,
+                d_model, nhead, dim_feedforward, dropout, activation, 1e-5, True, norm_first, **options
             )
             for _ in range(as_count(num_layers, "num_layers"))
         )
-        fix = (
-            "positions='sinusoidal', or attention='softmax' without the option rotary"
-            if rotary
-            else "positions='rotary', or the option rotary=False of the attention"
-        )
-        for layer in self.layers:
-            _check_rotary(layer.self_attn, rotary, f"positions={positions!r}", fix)
-        self.norm = nn.LayerNorm(d_model, **options) if norm_first else nn.Identity()
+        fix = "positions='sinusoidal'" if rotary else "positions='rotary', or the option rotary=False of the attention"
+        _check_rotary(self.layers[0].self_attn, rotary, f"positions={positions!r}", fix)
+        self.norm = nn.LayerNorm(d_model, **factory) if norm_first else nn.Identity()
         features = (num_embeddings or d_model) if output_size is None else as_count(output_size, "output_size")
-        self.readout = nn.Linear(d_model, features, **options)
+        self.readout = nn.Linear(d_model, features, **factory)
         if self.embedding is not None:
             nn.init.normal_(self.embedding.weight, std=1 / math.sqrt(d_model))
 
@@ -998,7 +969,5 @@ def sinusoids(positions: Tensor, features: int, dtype: torch.dtype = torch.float
 
 def next_positions(start: Tensor, length: int, ignored: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return positions of the next tokens (batch, length), and the position after them (batch,), without padding."""
-    if ignored is None:
-        return start.unsqueeze(1) + torch.arange(length, device=start.device), start + length
-    counted = (~ignored).long()
-    return start.unsqueeze(1) + counted.cumsum(1) - counted, start + counted.sum(1)
+    after = start + (length if ignored is None else (~ignored).sum(1))
+    return start.unsqueeze(1) + places(length, ignored, start.device), after
