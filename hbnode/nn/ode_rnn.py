@@ -662,6 +662,9 @@ def _make_cell(cell: CellArgument, input_size: int, size: int) -> nn.Module:
     if isinstance(made, (nn.LSTMCell, nn.RNNBase)):
         kind = type(made).__name__
         raise TypeError(f"cell must map (x, s) to s, one tensor (batch, {size}), got {kind}. Fix: cell='gru'.")
+    if isinstance(made, nn.RNNCellBase) and (made.input_size, made.hidden_size) != (input_size, size):
+        fix = f"cell=torch.nn.{type(made).__name__}({input_size}, {size})"
+        raise ValueError(f"cell must take {input_size} inputs and a state of {size}, got {made}. Fix: {fix}.")
     return made
 
 
