@@ -15,7 +15,7 @@ from hbnode._torch import ModuleWithConstants, may_look
 from hbnode._tree import Record, register
 from hbnode.nn.heavy_ball_memory import HeavyBallMemoryState, check_delta, count_packed, heavy_ball_memory
 from hbnode.nn.momentum_attention import MomentumAttentionState, check_number, momentum_attention
-from hbnode.nn.sequences import check_dtype
+from hbnode.nn.sequences import check_dtype, shown
 
 State = TypeVar("State")
 Heads = tuple[Tensor, Tensor, Tensor]  # queries, keys, values: (batch, heads, length, head_dim)
@@ -88,8 +88,7 @@ class MultiheadBase(ModuleWithConstants, Generic[State]):
 
     @override
     def extra_repr(self) -> str:
-        shown = (f"{name}={getattr(self, name)!r}" for name in self._shown)
-        return ", ".join([f"{self.embed_dim}, {self.num_heads}", *shown])
+        return f"{self.embed_dim}, {self.num_heads}, {shown(self, self._shown)}"
 
     def forward(
         self,

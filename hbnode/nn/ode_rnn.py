@@ -402,15 +402,9 @@ class ODERNN(seq.TimedModule):
     @override
     def extra_repr(self) -> str:
         settings = resolve(self.settings, self.field)
-        start = "encoded" if self.encoder is not None else "zeros" if self.start is None else "learned"
-        text = f"{self.input_size}, {self.hidden_size}, residual={self.residual}, initial_state={start}"
-        text += f", time_unit={self.time_unit:g}"
-        text += f", num_layers={self.num_layers}" if self.num_layers > 1 else ""
-        text += ", bidirectional=True" if self.bidirectional else ""
-        text += f", dropout={self.dropout:g}" if self.dropout else ""
-        text += f", method={settings.method!r}, rtol={settings.rtol:g}, atol={settings.atol:g}"
-        text += "" if self.step_size is None else f", step_size={self.step_size:g}"
-        return f"{text}, gradient={settings.gradient!r}, per_sample={settings.per_sample}"
+        own = seq.shown(self, ("residual", "time_unit", "num_layers", "bidirectional", "dropout", "step_size"))
+        solver = seq.shown(settings, ("method", "rtol", "atol", "gradient", "per_sample"))
+        return f"{self.input_size}, {self.hidden_size}, {own}, {solver}"
 
 
 # One layer, and the solver of its gaps

@@ -108,6 +108,7 @@ class _OscillatorModule(nn.Module):
     weight_skip: nn.Parameter
 
     selective = False
+    _shown: ClassVar[tuple[str, ...]] = ("num_oscillators", "discretization", "input")
 
     def __init__(
         self,
@@ -249,10 +250,7 @@ class _OscillatorModule(nn.Module):
 
     @override
     def extra_repr(self) -> str:
-        return (
-            f"{self.input_size}, {self.hidden_size}, num_oscillators={self.num_oscillators}, "
-            f"discretization={self.discretization!r}, input={self.input!r}"
-        )
+        return f"{self.input_size}, {self.hidden_size}, {seq.shown(self, self._shown)}"
 
 
 class TimedInputs(Inputs):
@@ -362,6 +360,7 @@ class Oscillators(_OscillatorModule):
 
     log_spread: nn.Parameter | None
     log_observation_noise: nn.Parameter | None
+    _shown: ClassVar[tuple[str, ...]] = ("num_oscillators", "discretization", "input", "bidirectional", "noise")
     __signature__: ClassVar[inspect.Signature]
     _selective_class: ClassVar[type[Oscillators]]  # of hbnode.nn.selective, which imports this module
 
@@ -734,14 +733,6 @@ class Oscillators(_OscillatorModule):
         if may_look():
             self._check_parameters()
         return KalmanFilter(self._rates(), self.weight_out, self.log_spread, self.log_observation_noise)
-
-    @override
-    def extra_repr(self) -> str:
-        return (
-            super().extra_repr()
-            + (", bidirectional=True" if self.bidirectional else "")
-            + (", noise=True" if self.noise else "")
-        )
 
 
 _signature = inspect.signature(Oscillators.__init__)  # tools would show that of __new__

@@ -35,7 +35,7 @@ from hbnode.nn._scan import BLOCK, Cell, run_cell
 from hbnode.nn._signatures import shares_arguments
 from hbnode.nn.orthogonal import ANGLES, OrthogonalWeights, parameter_groups, rebase_every
 from hbnode.nn.rules import LinearRule, Momentum, Rule, RuleName, RuleState, make_rule, memory_dtype
-from hbnode.nn.sequences import Series, check_choice, checked_dropout
+from hbnode.nn.sequences import Series, check_choice, checked_dropout, shown
 
 __all__ = [
     "MomentumRNN",
@@ -56,6 +56,7 @@ __all__ = [
 ]
 
 SMALL_PRODUCT = 2**21  # up to so many multiplications per sample, torch's layer with W = I is faster than a loop
+SHOWN = "num_layers", "rule", "has_bias", "bidirectional", "dropout", "nonlinearity", "forget_bias", "init"
 CHUNK_SIZE = 2**19  # numbers of d that are computed, and stored, at once
 
 
@@ -284,10 +285,6 @@ class RecurrentBase(nn.Module):
     cell: Cell
     names: ClassVar[tuple[str, ...]] = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")  # as in Weights
     forget_bias: float
-    DEFAULTS: ClassVar[dict[str, Any]] = {
-        **{"num_layers": 1, "has_bias": True, "batch_first": False, "dropout": 0.0, "bidirectional": False},
-        **{"nonlinearity": "tanh", "forget_bias": 1.0, "init": "cayley"},
-    }
 
     def __init__(self, input_size: int, hidden_size: int, bias: bool, rule: Rule, factory: dict[str, Any]) -> None:
         super().__init__()
@@ -390,9 +387,7 @@ class RecurrentBase(nn.Module):
         return state
 
     def extra_repr(self) -> str:
-        values = {name: getattr(self, name, usual) for name, usual in self.DEFAULTS.items()}
-        others = [f"{k.removeprefix('has_')}={value!r}" for k, value in values.items() if value != self.DEFAULTS[k]]
-        return ", ".join([f"{self.input_size}, {self.hidden_size}", f"rule={self.rule}", *others])
+        return f"{self.input_size}, {self.hidden_size}, " + shown(self, filter(vars(self).__contains__, SHOWN))
 
 
 def _check_entry(name: str, z: Tensor | None, wanted: tuple[int, ...] | None, like: Tensor) -> None:

@@ -355,6 +355,11 @@ def checked_at(at: ArrayLike, t: Tensor, time_unit: float) -> Tensor:
     return times.to(t.device).expand(len(t), -1)
 
 
+def shown(module: object, names: Iterable[str]) -> str:
+    """Return attributes of a module for its representation."""
+    return ", ".join(f"{name}={getattr(module, name)!r}" for name in names)
+
+
 def check_choice(value: object, name: str, choices: Sequence[str]) -> Any:
     """Return ``value``; raise ValueError if it is none of the choices, with the nearest one."""
     if not is_one_of(value, choices):

@@ -28,7 +28,7 @@ from hbnode.nn.attention import (
     places,
     read_mask,
 )
-from hbnode.nn.sequences import check_choice, check_dtype
+from hbnode.nn.sequences import check_choice, check_dtype, shown
 
 
 @record
@@ -57,7 +57,7 @@ class Connection(nn.Module):
 
     @override
     def extra_repr(self) -> str:
-        return ", ".join(f"{name}={getattr(self, name)!r}" for name in self._shown)
+        return shown(self, self._shown)
 
     def look_ahead(self, x: Tensor, depth: DepthState) -> Tensor:
         """Return the point at which a sublayer is evaluated; by default x."""
