@@ -150,14 +150,6 @@ def exact_response(gamma: Tensor, kappa: Tensor, dt: Tensor) -> Pair:
 def _checked(damping: Number, stiffness: Number, dt: Number) -> tuple[Tensor, ...]:
     """Return the arguments as tensors; raise ValueError if a time is negative, NaN or infinite."""
     gamma, kappa, dt = _as_tensors(damping, stiffness, dt)
-    shapes = [tuple(x.shape) for x in (gamma, kappa, dt)]
-    try:
-        torch.broadcast_shapes(*shapes)
-    except RuntimeError:
-        raise ValueError(
-            f"damping, stiffness and dt must broadcast, got {shapes}. Fix: dt.unsqueeze(-1) for one time per "
-            "sample and rates of several oscillators."
-        ) from None
     if _torch.may_look() and not dt.is_meta:
         wrong = dt[~(dt.isfinite() & (dt >= 0))]
         if len(wrong):
@@ -173,9 +165,8 @@ def _as_tensors(*values: Number) -> tuple[Tensor, ...]:
     tensors = [value for value in values if isinstance(value, Tensor)]
     dtype, device = torch.float64, None
     if tensors:
-        dtype, device = tensors[0].dtype, ([each for each in tensors if each.dim()] or tensors)[0].device
-        for each in tensors[1:]:
-            dtype = torch.promote_types(dtype, each.dtype)
+        device = ([each for each in tensors if each.dim()] or tensors)[0].device
+        dtype = functools.reduce(torch.promote_types, (each.dtype for each in tensors))
         dtype = dtype if dtype.is_floating_point else torch.get_default_dtype()
     fix = "a number or a tensor of real numbers"
     return tuple(

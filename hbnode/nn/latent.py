@@ -194,7 +194,7 @@ class LatentModel(seq.TimedModule):
     ) -> None:
         super().__init__()
         self.input_size, self.latent_size = as_count(input_size, "input_size"), as_count(latent_size, "latent_size")
-        self.set_time_unit(time_unit)
+        self.time_unit = time_unit
         seq.check_choice(likelihood, "likelihood", get_args(Likelihood))
         hidden_size = as_count(hidden_size, "hidden_size")
         self.encoder = GRUEncoder(self.input_size, hidden_size, static_size) if encoder is None else encoder

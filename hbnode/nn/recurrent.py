@@ -8,7 +8,6 @@ with nonlinear rules, the cell runs over d_t = rule(g_1, ..., g_t), in torch's l
 
 import dataclasses
 import functools
-import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -36,7 +35,7 @@ from hbnode.nn._scan import BLOCK, Cell, run_cell
 from hbnode.nn._signatures import shares_arguments
 from hbnode.nn.orthogonal import ANGLES, OrthogonalWeights, parameter_groups, rebase_every
 from hbnode.nn.rules import LinearRule, Momentum, Rule, RuleName, RuleState, make_rule, memory_dtype
-from hbnode.nn.sequences import Series, check_choice, checked_dropout
+from hbnode.nn.sequences import Series, check_choice, checked_dropout, shown
 
 __all__ = [
     "MomentumRNN",
@@ -57,6 +56,7 @@ __all__ = [
 ]
 
 SMALL_PRODUCT = 2**21  # up to so many multiplications per sample, torch's layer with W = I is faster than a loop
+SHOWN = "num_layers", "rule", "has_bias", "bidirectional", "dropout", "nonlinearity", "forget_bias", "init"
 CHUNK_SIZE = 2**19  # numbers of d that are computed, and stored, at once
 
 
@@ -93,13 +93,6 @@ class RecurrentState(Record):
     m: Tensor | None = None
     g: Tensor | None = None
     t: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        if hasattr(self.h, "__next__"):  # torch.nn.parallel.gather gives an iterator of what it unpacked
-            raise TypeError(
-                f"h must be a tensor, got {type(self.h).__name__}; torch.nn.DataParallel cannot join states. "
-                "Fix: return only the output from the module, or use DistributedDataParallel."
-            )
 
     @staticmethod
     def _dtype(name: str, old: torch.dtype, new: torch.dtype) -> torch.dtype:
@@ -292,10 +285,6 @@ class RecurrentBase(nn.Module):
     cell: Cell
     names: ClassVar[tuple[str, ...]] = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")  # as in Weights
     forget_bias: float
-    DEFAULTS: ClassVar[dict[str, Any]] = {
-        **{"num_layers": 1, "has_bias": True, "batch_first": False, "dropout": 0.0, "bidirectional": False},
-        **{"nonlinearity": "tanh", "forget_bias": 1.0, "init": "cayley"},
-    }
 
     def __init__(self, input_size: int, hidden_size: int, bias: bool, rule: Rule, factory: dict[str, Any]) -> None:
         super().__init__()
@@ -398,9 +387,7 @@ class RecurrentBase(nn.Module):
         return state
 
     def extra_repr(self) -> str:
-        values = {name: getattr(self, name, usual) for name, usual in self.DEFAULTS.items()}
-        others = [f"{k.removeprefix('has_')}={value!r}" for k, value in values.items() if value != self.DEFAULTS[k]]
-        return ", ".join([f"{self.input_size}, {self.hidden_size}", f"rule={self.rule}", *others])
+        return f"{self.input_size}, {self.hidden_size}, " + shown(self, filter(vars(self).__contains__, SHOWN))
 
 
 def _check_entry(name: str, z: Tensor | None, wanted: tuple[int, ...] | None, like: Tensor) -> None:
@@ -523,8 +510,7 @@ class RecurrentCell(RecurrentBase):
         Raises:
             ValueError: x or the state has another shape or dtype than expected.
         """
-        if not isinstance(x, Tensor):
-            raise TypeError(f"x must be a tensor, got {type(x).__name__}. Fix: {tensor_fix(x)}.")
+        check_input(x, "x")
         if x.dim() not in (1, 2) or x.shape[-1] != self.input_size:
             raise ValueError(
                 f"x must be (batch, input_size) or (input_size,) with input_size={self.input_size}, got "
@@ -1279,10 +1265,6 @@ def sparse_(weight: Tensor, connections: int = 15, std: float | None = None) -> 
         tensor([15, 15, 15, 15])
     """
     count = as_count(connections, "connections")
-    if weight.dim() != 2:
-        raise ValueError(f"weight must be (units, inputs), got {tuple(weight.shape)}. Fix: weight.flatten(1).")
-    if std is not None and not (isinstance(std, (int, float)) and 0 <= std < math.inf):
-        raise ValueError(f"std must be a number >= 0, got {std!r}. Fix: std=1.0.")
     drawn = torch.randn_like(weight) * (count**-0.5 if std is None else std)
     order = torch.rand_like(weight, dtype=torch.float32).argsort(1)
     return weight.copy_(drawn.masked_fill_(order >= count, 0))
@@ -1347,13 +1329,6 @@ class TorchLayers(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | Tensor]:
         """Return output and last state as torch.nn's layer does; x is (T, batch, input_size), or batch first."""
-        if not isinstance(x, Tensor) or x.dim() != 3:
-            got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            axis = 0 if self.batch_first else 1
-            raise ValueError(
-                f"x must be sequences of one length, a tensor with 3 axes, got {got}. Fix: x.unsqueeze({axis}) of one "
-                "sequence; a PackedSequence goes into the momentum layer itself."
-            )
         x = x.transpose(0, 1) if self.batch_first else x
         ends: list[tuple[Tensor, ...]] = []
         outputs: list[Tensor] = []

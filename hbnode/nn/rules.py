@@ -85,10 +85,7 @@ class Rule:
         Returns:
             The filtered inputs d (T, batch, n), and the memory after the last time step.
         """
-        raise NotImplementedError(
-            f"{type(self).__name__} has no filter. Fix: define filter(self, g, memory), or rule='momentum' for one of "
-            "hbnode.nn.rules."
-        )
+        raise NotImplementedError(f"{type(self).__name__} has no filter. Fix: define filter(self, g, memory).")
 
 
 class LinearRule(Rule):
@@ -106,9 +103,7 @@ class LinearRule(Rule):
             t: number of time steps before these, one number or (batch,); None if ``memory`` has no "t".
             steps: number of time steps.
         """
-        raise NotImplementedError(
-            f"{type(self).__name__} has no coefficients. Fix: define coefficients(self, t, steps), or rule='momentum'."
-        )
+        raise NotImplementedError(f"{type(self).__name__} has no coefficients. Fix: define coefficients(self, t, n).")
 
     @override
     def filter(self, g: Tensor, memory: RuleState) -> tuple[Tensor, RuleState]:

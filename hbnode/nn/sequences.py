@@ -354,6 +354,11 @@ def checked_at(at: ArrayLike, t: Tensor, time_unit: float) -> Tensor:
     return times.to(t.device).expand(len(t), -1)
 
 
+def shown(module: object, names: Iterable[str]) -> str:
+    """Return attributes of a module for its representation."""
+    return ", ".join(f"{name}={getattr(module, name)!r}" for name in names)
+
+
 def _tensor(value: object, name: str, conversion: Callable[[object, str], Tensor]) -> Tensor:
     if isinstance(value, PackedSequence):
         raise ValueError(
@@ -390,8 +395,6 @@ def checked_static(static: Tensor | None, size: int, x: Tensor, kind: str) -> Te
             + (f"{kind}(..., static_size={shape[-1]})." if shape and size == 0 else "one row of features per series.")
         )
     refuse_meta(static, "static")
-    if static.is_complex():
-        raise TypeError(f"static must hold real numbers, got {static.dtype}. Fix: static.real.")
     if may_look() and not bool(torch.isfinite(static).all()):
         raise ValueError("static is not finite. Fix: standardise, then static.nan_to_num(), so that NaN is the mean.")
     return static.to(x)
@@ -539,19 +542,10 @@ def observed_gaps(t: ArrayLike, mask: Tensor | None, lengths: Lengths | None) ->
     lengths = None if lengths is None else as_integers(lengths, "lengths", "one per row of t").cpu()
     if t.dim() == 1:
         t = t.expand(next((len(z) for z in (mask, lengths) if z is not None and z.dim()), 1), -1)
-    if t.dim() != 2:
-        raise ValueError(f"t must be (batch, T) or (T,), got {tuple(t.shape)}. Fix: t.squeeze(-1), or t.flatten(0, 1).")
     counts = torch.ones(t.shape, dtype=torch.bool)
     if mask is not None:
-        if mask.shape[:2] != t.shape or mask.dim() > 3:
-            raise ValueError(
-                f"mask must be {tuple(t.shape)} or {(*t.shape, 'features')}, got {tuple(mask.shape)}. "
-                "Fix: one bool per sample, or per value."
-            )
         counts = mask if mask.dim() == 2 else mask.any(-1)
     if lengths is not None:
-        if lengths.shape != t.shape[:1]:
-            raise ValueError(f"lengths must be {len(t)} numbers, got {tuple(lengths.shape)}. Fix: one per row of t.")
         counts = counts & (torch.arange(t.shape[1]) < lengths.unsqueeze(1))
     if not bool(torch.isfinite(t[counts]).all()):
         raise ValueError("t is not finite at observed samples. Fix: lengths=, or a mask that is False there.")
@@ -581,11 +575,6 @@ def fitted_unit(t: ArrayLike, mask: Tensor | None, lengths: Lengths | None) -> f
 class TimedModule(ModuleWithConstants):
     """A module that divides times by a constant of its ``state_dict``, ``time_unit``, which training data may set."""
 
-    def set_time_unit(self, value: float | None) -> None:
-        """Set the length of one unit of the module's time; None is a unit of 1 that was never chosen."""
-        self.set_constant("_time_unit", 1.0 if value is None else as_unit(value, "time_unit"))
-        self.has_unit = value is not None
-
     @property
     def time_unit(self) -> float:
         """The length of one unit of the module's time."""
@@ -593,7 +582,8 @@ class TimedModule(ModuleWithConstants):
 
     @time_unit.setter
     def time_unit(self, value: float) -> None:
-        self.set_time_unit(value)
+        self.set_constant("_time_unit", as_unit(value, "time_unit"))
+        self.has_unit = True
 
     @override
     def constants(self) -> dict[str, str]:
