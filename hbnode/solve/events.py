@@ -620,7 +620,8 @@ def checked_events(events: Any, settings: Any) -> tuple[Event, ...]:
     if not isinstance(given, Sequence) or not given or not all(isinstance(event, Event) for event in given):
         raise TypeError(f"events must be an Event or a list of them, got {events!r}. Fix: hbnode.Event(fn).")
     if not settings.is_native:
-        raise ValueError(f"events are for native methods, got method={settings.method!r}. Fix: leave method out.")
+        fix = "leave method out, or hbnode.torchdiffeq.odeint_event"
+        raise ValueError(f"events are for native methods, got method={settings.method!r}. Fix: {fix}.")
     if getattr(settings.gradient, "name", settings.gradient) == "reversible":
         raise ValueError("gradient='reversible' does not support events. Fix: gradient='checkpoint', the default.")
     if is_transformed():

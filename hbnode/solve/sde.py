@@ -283,8 +283,14 @@ def time_grid(t: Times, dt: Any) -> tuple[Tensor, np.ndarray]:
     if times.requires_grad:
         raise ValueError("t requires a gradient, which sdeint does not compute. Fix: t.detach().")
     values = to_numpy(times)
-    if (np.diff(values) < 0).any():
-        raise ValueError("t must increase, because an SDE has no solution backward in time. Fix: sort the times.")
+    backward = np.argwhere(np.diff(values) < 0)
+    if len(backward):
+        *row, i = backward[0].tolist()
+        first, second = (*row, i), (*row, i + 1)
+        raise ValueError(
+            "t must increase, because an SDE has no solution backward in time, but "
+            f"t{list(first)}={values[first]:g} is followed by t{list(second)}={values[second]:g}. Fix: sort the times."
+        )
     rows, dt = np.atleast_2d(values), float(step)
     gaps = np.diff(rows)
     span = gaps.max(0, initial=0.0).sum()
@@ -605,7 +611,8 @@ def sdeint(
     if method not in NATIVE:
         if lanes is not None:
             what = f"method={method!r} is torchsde's, in which all samples have the same times"
-            raise ValueError(f"{what}, got t of shape {tuple(times.shape)}. Fix: method='ubu', or t of shape (T,).")
+            fix = "method='ubu'; or, if all rows start at the same time, t=torch.unique(t), and select"
+            raise ValueError(f"{what}, got t of shape {tuple(times.shape)}. Fix: {fix} each sample's own times.")
         return torchsde.solve(term, state, times, float(dt), method, name, seed)
     if change_of_call(sde) is not None:
         what = "calls func but not the SDE, whose hooks or overridden forward would be skipped"
@@ -651,8 +658,8 @@ def check_noise(noise: object, method: str, gradient: str, seed: int | None, siz
     given, normals = noise.sizes.detach().to("cpu", torch.float64), noise.normals
     if given.shape != sizes.shape or not torch.allclose(given, sizes, rtol=1e-6, atol=0.0):
         raise ValueError(
-            f"the noise has {len(given)} steps, but t and dt give {len(sizes)} steps, or of other sizes. "
-            "Fix: dt=float(noise.sizes.max()) with the t of BrownianIncrements.draw."
+            f"the noise has {len(given)} steps, but t and dt give {len(sizes)}; expected noise.sizes of shape "
+            f"{tuple(sizes.shape)}. Fix: dt=float(noise.sizes.max()) with the t of BrownianIncrements.draw."
         )
     expected = (len(sizes), NATIVE[method].normals, *h.shape)
     if normals.shape != expected or normals.dtype != h.dtype or normals.device != h.device:

@@ -268,7 +268,7 @@ class Snapshot:
                 self.masks.append((module, {} if module.solve is None else module.solve))
             elif isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
                 raise ValueError(
-                    f"{type(module).__name__} in training mode draws another mask in each evaluation of a solve. "
+                    f"{type(module).__name__} is in training mode and draws a new mask in each evaluation of a solve. "
                     "Fix: hbnode.nn.SolveDropout(p) draws one mask for the whole solve; or move it out of func."
                 )
             self.modes.append((module, module.training))
