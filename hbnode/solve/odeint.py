@@ -37,15 +37,7 @@ from hbnode.solve.methods import (
 )
 from hbnode.solve.settings import Gradient, Method, Save, Settings
 from hbnode.solve.stepper import STRONG_DAMPING, Attempt, Setup, Taken, first_index
-from hbnode.solve.term import (
-    ODETerm,
-    Snapshot,
-    change_of_call,
-    is_heavy_ball,
-    snapshot_of,
-    solving,
-    unwrap_compiled,
-)
+from hbnode.solve.term import ODETerm, Snapshot, change_of_call, is_heavy_ball, snapshot_of, solving, unwrap_compiled
 
 logger = logging.getLogger("hbnode")
 LONGEST_GRID = 64  # function evaluations in one compiled program
@@ -496,13 +488,9 @@ def check_damping(setup: Setup, field: Callable[..., Any]) -> None:
         advice = f"max_steps={math.ceil(damping * span / 3)}"
         if is_heavy_ball(field, GHBNODE):
             advice += ", or method='leapfrog' with steps=n (exact damping)"
-    raise setup.stepper.failure(
-        MaxStepsError,
-        f"the damping of {damping:g} over a time of {span:g} takes about {needed:.0f} steps, and "
-        f"max_steps={settings.max_steps}. Fix: {advice}, or a shorter time",
-        setup.grid.begin,
-        reach / damping,
-    )
+    what = f"the damping of {damping:g} over a time of {span:g} takes about {needed:.0f} steps"
+    message = f"{what}, and max_steps={settings.max_steps}. Fix: {advice}, or a shorter time"
+    raise setup.stepper.failure(MaxStepsError, message, setup.grid.begin, reach / damping)
 
 
 def check_finite(setup: Setup, y0: State, rows: Rows) -> None:
