@@ -62,10 +62,8 @@ def append_zeros(x: Tensor, augment: int) -> Tensor:
     if augment == 0:
         return x
     if x.dim() < 2:
-        raise ValueError(
-            f"augmentation appends zeros along dimension 1, so it needs an input of shape (batch, features, ...); "
-            f"got shape {tuple(x.shape)}. Fix: x.unsqueeze(-1)."
-        )
+        got = f"got shape {tuple(x.shape)}. Fix: x.unsqueeze(-1)"
+        raise ValueError(f"augmentation needs an input of shape (batch, features, ...), {got}.")
     zeros = x.new_zeros(x.shape[0], augment, *x.shape[2:])
     return torch.cat([x, zeros], dim=1)
 

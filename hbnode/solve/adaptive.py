@@ -236,13 +236,9 @@ class AdaptiveSteps:
             raise stepper.not_finite(attempt, before, first_index(stuck))
         lane = first_index(small)
         jumps = "" if setup.settings.jump_times else "jump_times=[...] for a known jump, "
-        raise stepper.failure(
-            StepSizeUnderflowError,
-            "step size underflow: no step meets the tolerance; func may be discontinuous, or the tolerance below "
-            f"rounding errors. Fix: {setup.advice}{jumps}loosen rtol and atol, or use float64",
-            now[lane],
-            c.size[lane],
-        )
+        why = "no step meets the tolerance; func may be discontinuous, or the tolerance below rounding errors"
+        message = f"step size underflow: {why}. Fix: {setup.advice}{jumps}loosen rtol and atol, or use float64"
+        raise stepper.failure(StepSizeUnderflowError, message, now[lane], c.size[lane])
 
     def _check_limits(self) -> None:
         """Raise if the next step exceeds ``max_nfe`` or ``max_steps``, or far too many steps are left."""

@@ -22,21 +22,9 @@ from hbnode._torch import is_recompile_limit, needs_reference, new_sequence_numb
 from hbnode._tree import State, apply, parts
 from hbnode.fields import GHBNODE, HBNODE, Field
 from hbnode.nfe import Tally, open_records
+from hbnode.solve import graph
 from hbnode.solve.adaptive import AdaptiveSteps
 from hbnode.solve.adjoints import CHANGES_BUFFERS, SHORT, owning, recomputed, saved_bytes
-from hbnode.solve.graph import (
-    Attempts,
-    Limits,
-    Report,
-    Times,
-    error_ratio,
-    inside_of,
-    joined,
-    one_attempt,
-    split,
-    trajectory,
-    whole_solve,
-)
 from hbnode.solve.grid import Grid, to_device
 from hbnode.solve.loop import start_of
 from hbnode.solve.methods import Array, Explicit, Method, Rows
@@ -136,7 +124,7 @@ def attempt(term: ODETerm, method: Method, rtol: float, atol: float, *, error: b
     The function takes the state, the method's coefficients, the stage times, and y0, of which only the shapes matter.
     It returns the state after the step, and the norm if ``error`` is true, else None.
     """
-    inside, n = inside_of(term), term.rows
+    inside, n = graph.inside_of(term), term.rows
 
     def step(state: Rows, packed: Rows, times: list[Tensor], y0: Any) -> tuple[Rows, Tensor | None]:
         evaluate = inside(y0)
@@ -144,7 +132,7 @@ def attempt(term: ODETerm, method: Method, rtol: float, atol: float, *, error: b
         if result.error is None:
             return result.state, None
         with torch.no_grad():
-            return result.state, error_ratio(evaluate, state[:n], result.state[:n], result.error, rtol, atol)
+            return result.state, graph.error_ratio(evaluate, state[:n], result.state[:n], result.error, rtol, atol)
 
     return step
 
@@ -233,9 +221,9 @@ class _Attempts:
     """
 
     def __init__(self, term: ODETerm, method: Method, *, is_exact: bool) -> None:
-        inside, self.device_type = inside_of(term), term.template.device.type
-        self.one = Program(one_attempt(inside, method, is_exact=is_exact), self.device_type)
-        self.make = functools.partial(whole_solve, inside, method, is_exact=is_exact)
+        inside, self.device_type = graph.inside_of(term), term.template.device.type
+        self.one = Program(graph.one_attempt(inside, method, is_exact=is_exact), self.device_type)
+        self.make = functools.partial(graph.whole_solve, inside, method, is_exact=is_exact)
         self.whole: dict[int, Program] = {}
         self.saved: dict[torch.Size, float] = {}
         self.latest = self.equal = 0
@@ -282,7 +270,7 @@ class Plan(NamedTuple):
 
     programs: _Attempts
     attempts: int
-    times: Times
+    times: graph.Times
     evaluations: int
     changes_nothing: bool
 
@@ -293,7 +281,7 @@ class Plan(NamedTuple):
         result = None if program is None else program(y0, self.times)
         if result is None:
             return None
-        report = Report(*result[1].tolist())
+        report = graph.Report(*result[1].tolist())
         if not report.done or report.failed or (needs_gradient and (report.excluded or report.rejected)):
             programs.equal = 0
             return None
@@ -318,13 +306,13 @@ class _Run:
         make = functools.partial(_Attempts, self.term, self.method, is_exact=self.is_exact)
         self.programs = program(self.term, snapshot, key, make)
 
-    def times(self, setup: Setup, longest: Array, margin: Array = 1.0) -> Times:
+    def times(self, setup: Setup, longest: Array, margin: Array = 1.0) -> graph.Times:
         """Return what the graphs need to know of a setup."""
         grid, settings, device = setup.grid, setup.settings, setup.stepper.like.device
         resolution = torch.finfo(setup.stepper.like.dtype if self.term.time_dependent else torch.float64).eps
         shortest, rounding = self.options.get("min_step", 1e-300), np.finfo(float).eps * grid.furthest
-        tolerances = settings.rtol, settings.atol
-        limits = Limits(grid.begin, grid.sign, grid.end, *tolerances, longest, shortest, margin, rounding, resolution)
+        times, steps = (grid.begin, grid.sign, grid.end), (longest, shortest, margin)
+        limits = graph.Limits(*times, settings.rtol, settings.atol, *steps, rounding, resolution)
         like, jumps = setup.stepper.like, grid.jumps
         outputs = None if setup.end_only else to_device(grid.outputs, like)
         if jumps is not None:  # padded to few lengths, each of which has a graph
@@ -332,7 +320,7 @@ class _Run:
             width = [(0, 0)] * (jumps.ndim - 1) + [(0, more)]
             jumps = to_device(np.pad(jumps, width, constant_values=math.inf), like)
         gamma = torch.as_tensor(setup.stepper.gamma, dtype=torch.float64, device=device)
-        return Times(joined(limits, np.shape(grid.end), device), gamma.unsqueeze(0), outputs, jumps)
+        return graph.Times(graph.joined(limits, np.shape(grid.end), device), gamma.unsqueeze(0), outputs, jumps)
 
     def plan(self) -> Plan | None:
         """Return how to solve by one graph, with as many attempts as the last solves; None if they differed."""
@@ -357,17 +345,17 @@ class _Run:
         setup, rows = start_of(self.setup, self.y0)
         steps, grid, most = AdaptiveSteps(setup, rows), setup.grid, setup.settings.max_steps
         times = self.times(setup, steps.controller.longest, steps.error_factor)
-        control = joined(steps.control, np.shape(grid.end), setup.stepper.like.device)
+        control = graph.joined(steps.control, np.shape(grid.end), setup.stepper.like.device)
         # as after an attempt, no views and contiguous; else they had a graph of their own
         rows = tuple([row.clone(memory_format=torch.contiguous_format) for row in rows])
         if self.needs_gradient and any(x.requires_grad for x in (*rows, setup.stepper.constants)):
             rows = tuple([row if row.requires_grad else row.requires_grad_() for row in rows])
-        saved = Attempts(self.term, self.method, times).saved(rows)
+        saved = graph.Attempts(self.term, self.method, times).saved(rows)
         most += grid.outputs.shape[-1] - 1 if self.is_exact else 0
         left = (setup.max_nfe or math.inf) - self.term.counter.nfe.forward
         like = apply(lambda x: x.new_empty(x.shape), self.y0)  # only its shapes matter
         evaluations = accepted = rejected = 0
-        report = Report(0, 0, 0, 0, int((grid.end <= 0).all()))
+        report = graph.Report(0, 0, 0, 0, int((grid.end <= 0).all()))
         while not report.done:
             evaluations += self.method.evaluations
             if report.failed or accepted + rejected >= most or evaluations > left:
@@ -376,9 +364,9 @@ class _Run:
             result = self.take(program, done, *given, None)
             if result is None:
                 return None
-            report = Report(*result[3].tolist())
+            report = graph.Report(*result[3].tolist())
             if report.excluded and report.accepted and result[0][0].requires_grad:
-                c = split(result[1])
+                c = graph.split(result[1])
                 result = self.take(program, done, *given, c.rejected & (c.failures > 0))
                 evaluations += self.method.evaluations
             control = result[1]
@@ -387,7 +375,7 @@ class _Run:
             accepted, rejected = accepted + report.accepted, rejected + report.rejected
         keeps_graph = self.needs_gradient and not self.owned
         self.programs.count(self.term.counter, evaluations, accepted, rejected, keeps_graph=keeps_graph)
-        return trajectory(self.term, self.y0, rows, saved)
+        return graph.trajectory(self.term, self.y0, rows, saved)
 
     # Gradients
 

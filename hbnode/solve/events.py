@@ -101,10 +101,8 @@ class Event:
         for name in ("fn", "jump"):
             value = getattr(self, name)
             if not callable(value) and not (name == "jump" and value is None):
-                raise TypeError(
-                    f"{name} must be callable as {name}(t, state), got {type(value).__name__}. "
-                    f"Fix: Event(lambda t, y: y[:, 0])."
-                )
+                got = type(value).__name__
+                raise TypeError(f"{name} must be callable as {name}(t, state), got {got}. Fix: lambda t, y: y[:, 0].")
         if not isinstance(self.direction, numbers.Real) or self.direction not in (-1, 0, 1):
             raise ValueError(f"direction must be -1, 0 or 1, got {self.direction!r}. Fix: direction=0 for both.")
         if self.max_count is not None:
@@ -459,8 +457,7 @@ class EventSteps(AdaptiveSteps):
             kinds = ", ".join(str(x.dtype) for x, _ in pairs)
             raise ValueError(
                 f"jump must return a state like its argument, {describe(state)} in {self.stepper.like.dtype}, got "
-                f"{describe(jumped)} {kinds}. "
-                f"Fix: jump=lambda t, y: {'(y[0], -y[1])' if isinstance(state, tuple) else '-y'}."
+                f"{describe(jumped)} {kinds}. Fix: for a tuple, jump=lambda t, y: (y[0], -y[1])."
             )
         jumped = self.stepper.term.flatten(jumped)
         if not all(bool(torch.isfinite(x[mask.flatten()]).all()) for x in jumped):
@@ -569,10 +566,7 @@ class EventSteps(AdaptiveSteps):
             c = self._condition(event, inputs[0], tuple(inputs[1:]))
             found = torch.autograd.grad(c.sum(), inputs, allow_unused=True) if c.requires_grad else [None]
             if all(g is None for g in found):
-                raise ValueError(
-                    "an event function must be differentiable, got a value without a graph. "
-                    "Fix: compute it from t and the state by torch operations, without comparisons and detach()."
-                )
+                raise ValueError("an event function must be differentiable. Fix: no comparisons and no detach() in it.")
         rate = torch.zeros_like(t) if found[0] is None else found[0]
         for g, slope in zip(found[1:], slopes, strict=True):
             rate = rate if g is None else rate + (g * slope).unsqueeze(-1).flatten(1).sum(1)
@@ -617,10 +611,7 @@ def slope_of(polynomial: Array) -> Array:
 
 def _refuse_higher(gradient: Tensor) -> None:
     if torch.is_grad_enabled():
-        raise RuntimeError(
-            "events give first derivatives only, got create_graph=True. "
-            "Fix: leave create_graph out, or differentiate a solve without events twice."
-        )
+        raise RuntimeError("events give first derivatives only, got create_graph=True. Fix: leave create_graph out.")
 
 
 def checked_events(events: Any, settings: Any) -> tuple[Event, ...]:
@@ -629,10 +620,8 @@ def checked_events(events: Any, settings: Any) -> tuple[Event, ...]:
     if not isinstance(given, Sequence) or not given or not all(isinstance(event, Event) for event in given):
         raise TypeError(f"events must be an Event or a list of them, got {events!r}. Fix: hbnode.Event(fn).")
     if not settings.is_native:
-        raise ValueError(
-            f"events are for native methods, got method={settings.method!r}. Fix: leave method out, or "
-            "hbnode.torchdiffeq.odeint_event."
-        )
+        fix = "leave method out, or hbnode.torchdiffeq.odeint_event"
+        raise ValueError(f"events are for native methods, got method={settings.method!r}. Fix: {fix}.")
     if getattr(settings.gradient, "name", settings.gradient) == "reversible":
         raise ValueError("gradient='reversible' does not support events. Fix: gradient='checkpoint', the default.")
     if is_transformed():

@@ -20,16 +20,7 @@ from hbnode._torch import while_loop
 from hbnode._tree import State, parts
 from hbnode.nfe import NFE, Tally, count_nfe
 from hbnode.solve.adaptive import NON_FINITE_ATTEMPTS
-from hbnode.solve.control import (
-    TRIALS,
-    Clip,
-    Control,
-    OfTorch,
-    PIController,
-    first_size,
-    forced_start,
-    is_negligible,
-)
+from hbnode.solve.control import TRIALS, Clip, Control, OfTorch, PIController, first_size, forced_start, is_negligible
 from hbnode.solve.methods import Array, Method, Rows, combined
 from hbnode.solve.settings import Settings
 from hbnode.solve.term import ODETerm

@@ -37,10 +37,8 @@ class WithIntegral(nn.Module):
         self.field, self.integrand = field, integrand
         self.single = isinstance(state, Tensor)
         if any(part.dim() == 0 or len(part) != len(parts(state)[0]) for part in parts(state)):
-            raise ValueError(
-                f"an integral along the path needs a state whose parts have the shape (batch, ...), got "
-                f"{describe(state)}. Fix: x.unsqueeze(0)."
-            )
+            got = describe(state)
+            raise ValueError(f"an integral needs parts of the shape (batch, ...), got {got}. Fix: x.unsqueeze(0).")
 
     @property
     def counted_as(self) -> nn.Module:
@@ -67,10 +65,8 @@ class WithIntegral(nn.Module):
                 raise ValueError(WITHOUT_GRAPH) from error
             raise
         if not isinstance(rate, Tensor) or rate.shape != q.shape:
-            raise ValueError(
-                f"integrand returned {describe(rate)}; expected one number per sample, {tuple(q.shape)}. "
-                "Fix: g.flatten(1).sum(1) sums over the other dimensions."
-            )
+            what = f"integrand returned {describe(rate)}; expected one number per sample, {tuple(q.shape)}"
+            raise ValueError(f"{what}. Fix: g.flatten(1).sum(1) sums over the other dimensions.")
         return (*parts(derivative), rate)
 
 
@@ -85,18 +81,15 @@ def _check_call(integrand: Integrand) -> None:
     try:
         signature.bind(None, None, None)
     except TypeError:
-        raise TypeError(
-            f"integrand has the signature {signature}; expected (t, state, derivative). "
-            "Fix: lambda t, h, dh: ..., where dh is the derivative of the state."
-        ) from None
+        expected = "expected (t, state, derivative). Fix: lambda t, h, dh: ..., with the derivative dh"
+        raise TypeError(f"integrand has the signature {signature}; {expected} of the state.") from None
 
 
 def settings_of_integral(settings: Settings) -> Settings:
     """Return the settings without compilation; raise ValueError if the method is for h'' + γh' = f only."""
     method, gradient = settings.method, settings.gradient
     if (method is not None and ALL_METHODS[method].field != "any") or gradient == "reversible":
-        raise ValueError(
-            f"an integral along the path needs a method for any field, got method={method!r} with "
-            f"gradient={gradient!r}. Fix: block.method, block.gradient = 'tsit5', 'checkpoint'."
-        )
+        got = f"got method={method!r} with gradient={gradient!r}"
+        fix = "block.method, block.gradient = 'tsit5', 'checkpoint'"
+        raise ValueError(f"an integral along the path needs a method for any field, {got}. Fix: {fix}.")
     return replace(settings, compile=False)

@@ -37,15 +37,7 @@ from hbnode.solve.methods import (
 )
 from hbnode.solve.settings import Gradient, Method, Save, Settings
 from hbnode.solve.stepper import STRONG_DAMPING, Attempt, Setup, Taken, first_index
-from hbnode.solve.term import (
-    ODETerm,
-    Snapshot,
-    change_of_call,
-    is_heavy_ball,
-    snapshot_of,
-    solving,
-    unwrap_compiled,
-)
+from hbnode.solve.term import ODETerm, Snapshot, change_of_call, is_heavy_ball, snapshot_of, solving, unwrap_compiled
 
 logger = logging.getLogger("hbnode")
 LONGEST_GRID = 64  # function evaluations in one compiled program
@@ -436,10 +428,8 @@ def count_samples(y0: State, t: Tensor, settings: Settings) -> int:
             f"{what} needs a state whose parts have the shape (batch, ...), got {describe(y0)}. Fix: y.unsqueeze(0)."
         )
     if t.dim() == 2 and _torch.may_look() and len(t) != len(tensors[0]):
-        raise ValueError(
-            f"t has shape {tuple(t.shape)} for a batch of {len(tensors[0])}; expected (batch, T). "
-            "Fix: one row of times for each sample, or t of shape (T,)."
-        )
+        got = f"t has shape {tuple(t.shape)} for a batch of {len(tensors[0])}"
+        raise ValueError(f"{got}; expected (batch, T). Fix: one row of times for each sample, or t of shape (T,).")
     return tensors[0].shape[0]
 
 
@@ -498,13 +488,9 @@ def check_damping(setup: Setup, field: Callable[..., Any]) -> None:
         advice = f"max_steps={math.ceil(damping * span / 3)}"
         if is_heavy_ball(field, GHBNODE):
             advice += ", or method='leapfrog' with steps=n (exact damping)"
-    raise setup.stepper.failure(
-        MaxStepsError,
-        f"the damping of {damping:g} over a time of {span:g} takes about {needed:.0f} steps, and "
-        f"max_steps={settings.max_steps}. Fix: {advice}, or a shorter time",
-        setup.grid.begin,
-        reach / damping,
-    )
+    what = f"the damping of {damping:g} over a time of {span:g} takes about {needed:.0f} steps"
+    message = f"{what}, and max_steps={settings.max_steps}. Fix: {advice}, or a shorter time"
+    raise setup.stepper.failure(MaxStepsError, message, setup.grid.begin, reach / damping)
 
 
 def check_finite(setup: Setup, y0: State, rows: Rows) -> None:
@@ -569,10 +555,8 @@ def check_precision(rtol: float, dtype: torch.dtype) -> None:
     """Raise ValueError if ``rtol`` is far below the machine epsilon of the dtype; otherwise log a warning."""
     eps = torch.finfo(dtype).eps
     if rtol < eps / 100:
-        raise ValueError(
-            f"rtol={rtol:g} is far below the machine epsilon {eps:.2g} of {dtype}; expected at least {eps / 100:.2g}. "
-            "Fix: solve in float64, or loosen rtol."
-        )
+        what = f"rtol={rtol:g} is far below the machine epsilon {eps:.2g} of {dtype}"
+        raise ValueError(f"{what}; expected at least {eps / 100:.2g}. Fix: solve in float64, or loosen rtol.")
     logger.warning("rtol=%g is below the machine epsilon of %s: rounding errors alone may reject steps", rtol, dtype)
 
 
@@ -630,10 +614,8 @@ def checked_times(t: Times, device: torch.device, *, rows: bool, dtype: torch.dt
     """
     t = as_times(t, device)
     if t.dim() != 1 and not (rows and t.dim() == 2):
-        raise ValueError(
-            f"t must be one-dimensional, got shape {tuple(t.shape)}. "
-            "Fix: (T,); native methods also take (batch, T), a row of times for each sample."
-        )
+        fix = "(T,); native methods also take (batch, T), a row of times for each sample"
+        raise ValueError(f"t must be one-dimensional, got shape {tuple(t.shape)}. Fix: {fix}.")
     if t.shape[-1] == 0:
         raise ValueError(f"t must hold at least one time, got shape {tuple(t.shape)}. Fix: [0.0, 1.0].")
     values = _torch.to_numpy(t)
@@ -719,7 +701,6 @@ def check_resolution(times: np.ndarray, dtype: torch.dtype) -> None:
     if is_coarse.any():
         lane = first_index(is_coarse)
         raise ValueError(
-            f"t spans {span[lane]:.4g} up to {times[lane][-1]:.9g}, but the field gets the times in {dtype}, the dtype "
-            f"of the state, which rounds them by {rounding[lane]:.2g}. Fix: count the times of f, events, signals and "
-            "jump_times from the start, t = t - t[0] in float64, or solve in float64, y0.double()."
+            f"t spans {span[lane]:.4g} up to {times[lane][-1]:.9g}, but the {dtype} of the state rounds the times of f "
+            f"by {rounding[lane]:.2g}. Fix: count all times from the start, t - t[0] in float64, or y0.double()."
         )

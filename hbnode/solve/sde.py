@@ -289,8 +289,7 @@ def time_grid(t: Times, dt: Any) -> tuple[Tensor, np.ndarray]:
         first, second = (*row, i), (*row, i + 1)
         raise ValueError(
             "t must increase, because an SDE has no solution backward in time, but "
-            f"t{list(first)}={values[first]:g} is followed by t{list(second)}={values[second]:g}. "
-            "Fix: sort the times; y0 is the state at the first."
+            f"t{list(first)}={values[first]:g} is followed by t{list(second)}={values[second]:g}. Fix: sort the times."
         )
     rows, dt = np.atleast_2d(values), float(step)
     gaps = np.diff(rows)
@@ -486,8 +485,7 @@ def sde_setup(term: ODETerm, method: str, t: Tensor, counts: np.ndarray, noise: 
     if strongest * sizes.max(initial=0.0) > of_sde.reach:
         raise ValueError(
             f"method={method!r} needs steps of at most {of_sde.reach:g}/γ, got a damping of {strongest:g} and steps of "
-            f"{sizes.max():g}. Fix: dt={0.99 * of_sde.reach / strongest:.3g}, or method='ubu', which solves the "
-            "damping exactly."
+            f"{sizes.max():g}. Fix: dt={0.99 * of_sde.reach / strongest:.3g}, or method='ubu'."
         )
     dims = max(gamma.dim(), eta.dim()) if term.lanes is None else term.dims_of_row - 1
     size = torch.from_numpy(sizes).reshape(*sizes.shape, *[1] * dims)
@@ -612,17 +610,13 @@ def sdeint(
         check_noise(noise, method, name, seed, step_sizes(times, counts), h)
     if method not in NATIVE:
         if lanes is not None:
-            raise ValueError(
-                f"method={method!r} is torchsde's, in which all samples have the same times, got t of shape "
-                f"{tuple(times.shape)}. Fix: method='ubu'; or, if all rows start at the same time, t=torch.unique(t), "
-                "and select each sample's own times."
-            )
+            what = f"method={method!r} is torchsde's, in which all samples have the same times"
+            fix = "method='ubu'; or, if all rows start at the same time, t=torch.unique(t), and select"
+            raise ValueError(f"{what}, got t of shape {tuple(times.shape)}. Fix: {fix} each sample's own times.")
         return torchsde.solve(term, state, times, float(dt), method, name, seed)
     if change_of_call(sde) is not None:
-        raise ValueError(
-            f"method={method!r} calls func but not the SDE, whose hooks or overridden forward would be skipped. "
-            "Fix: put them into func, or method='srk'."
-        )
+        what = "calls func but not the SDE, whose hooks or overridden forward would be skipped"
+        raise ValueError(f"method={method!r} {what}. Fix: put them into func, or method='srk'.")
     if noise is None:
         shape = (NATIVE[method].normals, *h.shape)
         of_step: Noise = functools.partial(step_normals, step_seeds(seed, counts.sum()), shape, h)
@@ -654,10 +648,8 @@ def method_error(method: str, gradient: str) -> ValueError:
 def check_noise(noise: object, method: str, gradient: str, seed: int | None, sizes: Tensor, h: Tensor) -> None:
     """Raise if ``noise`` has the wrong type, conflicts with an argument, or is for other steps or another state."""
     if not isinstance(noise, BrownianIncrements):
-        raise TypeError(
-            f"noise must be BrownianIncrements, got {type(noise).__name__}. "
-            "Fix: hbnode.solve.BrownianIncrements.draw(...)."
-        )
+        fix = "hbnode.solve.BrownianIncrements.draw(...)"
+        raise TypeError(f"noise must be BrownianIncrements, got {type(noise).__name__}. Fix: {fix}.")
     if seed is not None:
         raise ValueError("seed and noise are both given, and both determine the noise. Fix: leave seed out.")
     if method != noise.method:
@@ -666,9 +658,8 @@ def check_noise(noise: object, method: str, gradient: str, seed: int | None, siz
     given, normals = noise.sizes.detach().to("cpu", torch.float64), noise.normals
     if given.shape != sizes.shape or not torch.allclose(given, sizes, rtol=1e-6, atol=0.0):
         raise ValueError(
-            f"the noise has {len(given)} steps, but t and dt give {len(sizes)} steps; expected noise.sizes "
-            f"of shape {tuple(sizes.shape)} with the sizes of these. "
-            "Fix: dt=float(noise.sizes.max()) with the t of BrownianIncrements.draw."
+            f"the noise has {len(given)} steps, but t and dt give {len(sizes)}; expected noise.sizes of shape "
+            f"{tuple(sizes.shape)}. Fix: dt=float(noise.sizes.max()) with the t of BrownianIncrements.draw."
         )
     expected = (len(sizes), NATIVE[method].normals, *h.shape)
     if normals.shape != expected or normals.dtype != h.dtype or normals.device != h.device:

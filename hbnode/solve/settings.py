@@ -82,15 +82,10 @@ class Settings:
         if not is_torchdiffeq:
             self._check_native()
         elif self.per_sample:
-            raise ValueError(
-                f"per_sample=True is not possible with method={self.method!r}, which has one step size for the whole "
-                "batch. Fix: per_sample=False, or a native method."
-            )
+            raise ValueError(f"per_sample=True is not possible with method={self.method!r}. Fix: a native method.")
         elif self.compile:
-            raise ValueError(
-                f"compile=True is for native methods, got method={self.method!r}. "
-                "Fix: leave method out, or compile the network, torch.compile(func)."
-            )
+            fix = "leave method out, or compile the network, torch.compile(func)"
+            raise ValueError(f"compile=True is for native methods, got method={self.method!r}. Fix: {fix}.")
         rtol, atol = float(self.rtol), float(self.atol)
         return dataclasses.replace(self, rtol=rtol, atol=atol, steps=steps, max_steps=max_steps, jump_times=jumps)
 
@@ -128,15 +123,10 @@ class Settings:
                 f"method={method!r}. Fix: gradient='checkpoint', or method='leapfrog' with steps=n."
             )
         if gradient == "adjoint" and gradient not in known.gradients:
-            raise ValueError(
-                f"gradient='adjoint' does not support method={method!r}: components that decay fast forwards grow as "
-                "fast backwards. Fix: gradient='checkpoint', which is exact."
-            )
+            why = "what decays fast forwards grows as fast backwards"
+            raise ValueError(f"method={method!r} has no adjoint: {why}. Fix: gradient='checkpoint', which is exact.")
         if self.adjoint_options is not None:
-            raise ValueError(
-                "adjoint_options are for torchdiffeq's methods; the native ones solve their adjoint with 'tsit5' at "
-                "the tolerances of the forward solve. Fix: leave them out, or method='dopri5' with gradient='adjoint'."
-            )
+            raise ValueError("adjoint_options are for torchdiffeq's methods. Fix: leave them out, or method='dopri5'.")
 
 
 def checked_options(given: Any, method: str, name: str = "options") -> dict[str, Any]:

@@ -55,10 +55,8 @@ class SolveDropout(nn.Module):
             self.solve["mask"] = nn.functional.dropout(torch.ones_like(x, requires_grad=False).detach(), self.p)
         mask = self.solve["mask"]
         if mask.shape != x.shape:
-            raise ValueError(
-                f"SolveDropout drew a mask of shape {tuple(mask.shape)} in this solve and now got an input of "
-                f"shape {tuple(x.shape)}. Fix: use a separate SolveDropout for each layer."
-            )
+            shapes = f"a mask of shape {tuple(mask.shape)} in this solve and now got an input of shape {tuple(x.shape)}"
+            raise ValueError(f"SolveDropout drew {shapes}. Fix: use a separate SolveDropout for each layer.")
         return x * mask.to(x.dtype)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -193,10 +191,8 @@ class ODETerm:
                 state = self.unflatten((row,))
                 (f,) = self.flatten(like(self.field(t, state), state))
         if version >= 0 and row._version != version:
-            raise ValueError(
-                "func changes its input in place, which is the solver's state. Fix: leave inplace=True out of its "
-                "first layer, or let func work on h.clone()."
-            )
+            fix = "leave inplace=True out of its first layer, or let func work on h.clone()"
+            raise ValueError(f"func changes its input in place, which is the solver's state. Fix: {fix}.")
         if not self.traced:  # f may write all its values into one tensor, and solvers keep some of them
             before = self.address
             try:
@@ -272,9 +268,8 @@ class Snapshot:
                 self.masks.append((module, {} if module.solve is None else module.solve))
             elif isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
                 raise ValueError(
-                    f"{type(module).__name__} is in training mode inside a solve, so each evaluation would draw "
-                    "another mask, and no step size would meet the tolerance. Fix: hbnode.nn.SolveDropout(p) draws "
-                    "one mask for the whole solve; or move it out of func."
+                    f"{type(module).__name__} is in training mode and draws a new mask in each evaluation of a solve. "
+                    "Fix: hbnode.nn.SolveDropout(p) draws one mask for the whole solve; or move it out of func."
                 )
             self.modes.append((module, module.training))
             parameters, buffers = module._parameters, module._buffers

@@ -66,10 +66,8 @@ def solve(field: Any, y0: State, t: Tensor, settings: Settings, counter: Tally, 
         if is_adjoint:
             given |= {"adjoint_params": leaves, "adjoint_options": adjoint_options(options, settings, counted)}
         elif is_scipy and torch.is_grad_enabled() and any(x.requires_grad for x in (t, row, *leaves)):
-            raise ValueError(
-                "method='scipy_solver' runs outside torch, so it has no direct gradient; expected gradient='adjoint'. "
-                "Fix: pass gradient='adjoint', or solve under torch.no_grad()."
-            )
+            fix = "gradient='adjoint', or solve under torch.no_grad()"
+            raise ValueError(f"method='scipy_solver' runs outside torch and has no direct gradient. Fix: {fix}.")
         integrate = original().odeint_adjoint if is_adjoint else original().odeint
         try:
             rows = integrate(weakref.proxy(counted), row, t, **given)
