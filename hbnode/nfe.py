@@ -16,17 +16,14 @@ from torch import Tensor, nn
 from hbnode._torch import backward_pass
 
 
-def _on_total(operation: Callable[..., Any]) -> Callable[..., Any]:
+def _on_total(operation: Callable[..., Any], *, reflected: bool = False) -> Callable[..., Any]:
     """Return an operator of :class:`NFE` that applies ``operation`` to the total and the other operand, if any."""
 
     def apply(self: NFE, *others: Any) -> Any:
-        return operation(self.total, *(other.total if isinstance(other, NFE) else other for other in others))
+        operands = [self.total, *(other.total if isinstance(other, NFE) else other for other in others)]
+        return operation(*(operands[::-1] if reflected else operands))
 
     return apply
-
-
-_ARITHMETIC = (operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.mod, divmod, pow)
-_REFLECTED = [lambda x, y, operation=operation: operation(y, x) for operation in _ARITHMETIC]
 
 
 @dataclass
@@ -80,10 +77,16 @@ class NFE:
         return both
 
     __radd__ = __add__
-    __sub__, __mul__, __truediv__, __floordiv__, __mod__, __divmod__, __pow__ = map(_on_total, _ARITHMETIC)
-    __rsub__, __rmul__, __rtruediv__, __rfloordiv__, __rmod__, __rdivmod__, __rpow__ = map(_on_total, _REFLECTED)
+    __sub__, __rsub__ = _on_total(operator.sub), _on_total(operator.sub, reflected=True)
+    __mul__, __rmul__ = _on_total(operator.mul), _on_total(operator.mul, reflected=True)
+    __truediv__, __rtruediv__ = _on_total(operator.truediv), _on_total(operator.truediv, reflected=True)
+    __floordiv__, __rfloordiv__ = _on_total(operator.floordiv), _on_total(operator.floordiv, reflected=True)
+    __mod__, __rmod__ = _on_total(operator.mod), _on_total(operator.mod, reflected=True)
+    __divmod__, __rdivmod__ = _on_total(divmod), _on_total(divmod, reflected=True)
+    __pow__, __rpow__ = _on_total(pow), _on_total(pow, reflected=True)
     __lt__, __le__, __gt__, __ge__ = map(_on_total, (operator.lt, operator.le, operator.gt, operator.ge))
-    __neg__, __pos__, __abs__, __round__, __bool__ = map(_on_total, (operator.neg, operator.pos, abs, round, bool))
+    __neg__, __pos__ = _on_total(operator.neg), _on_total(operator.pos)
+    __abs__, __round__, __bool__ = _on_total(abs), _on_total(round), _on_total(bool)
 
     def __eq__(self, other: object) -> Any:
         return self.as_dict() == other.as_dict() if isinstance(other, NFE) else self.total == other
