@@ -105,18 +105,9 @@ class ODEBlock(nn.Module):
             raise ValueError("augment and initial_state were both given. Fix: append the zeros in initial_state.")
         self.field = cast(Field, field)  # or another module with its methods
         self.t_span = checked_span(t_span)
-        self.method = method
-        self.rtol = rtol
-        self.atol = atol
-        self.gradient = gradient
-        self.steps = steps
-        self.per_sample = per_sample
-        self.save = save
-        self.jump_times = jump_times
-        self.max_steps = max_steps
-        self.options = options
-        self.adjoint_options = adjoint_options
-        self.compile_steps = compile
+        self.method, self.rtol, self.atol, self.gradient, self.steps = method, rtol, atol, gradient, steps
+        self.per_sample, self.save, self.jump_times, self.max_steps = per_sample, save, jump_times, max_steps
+        self.options, self.adjoint_options, self.compile_steps = options, adjoint_options, compile
         self.initial_state = initial_state
         self._nfe = NFE()
         settings = self.settings()  # raises for a wrong argument here, not in the first call

@@ -143,11 +143,8 @@ def heavy_ball_memory(
     batch = q.shape[0] if cu_seqlens is None else count_packed(cu_seqlens, q.shape[0], PACK_HEADS)
     with no_autocast(q):
         like = q.new_empty((), dtype=dtype).expand(q.shape[:3])
-        mu, alpha = (
-            _read_gate(log_momentum, "log_momentum", like, ignored),
-            _read_gate(log_decay, "log_decay", like, ignored),
-        )
-        gamma, eta = _read_gate(step, "step", like, ignored), _read_gate(write, "write", like, ignored)
+        gates = {"log_momentum": log_momentum, "log_decay": log_decay, "step": step, "write": write}
+        mu, alpha, gamma, eta = (_read_gate(gate, name, like, ignored) for name, gate in gates.items())
         if gamma is None and mu is not None:
             gamma = -torch.expm1(mu)  # 1 − μ; 0 for an ignored step
         s, p = _read_state(initial_state, batch, q, v, mu is not None, dtype)

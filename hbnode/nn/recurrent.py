@@ -880,8 +880,8 @@ class MomentumLSTM(RecurrentLayer):
         >>> output, state = layer(torch.ones(2, 7, 3))
         >>> output.shape, state.c.shape, state.v.shape
         (torch.Size([2, 7, 5]), torch.Size([1, 2, 5]), torch.Size([1, 2, 20]))
-        >>> MomentumLSTM(3, 5, rule="adam", step_size=0.1)
-        MomentumLSTM(3, 5, rule=Adam(momentum=0.6, step_size=0.1, beta=0.9, eps=1e-08))
+        >>> MomentumLSTM(3, 5, rule="adam", step_size=0.1).rule
+        Adam(momentum=0.6, step_size=0.1, beta=0.9, eps=1e-08)
     """
 
     cell = LSTM
