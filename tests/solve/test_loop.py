@@ -218,7 +218,7 @@ def test_max_nfe_is_the_largest_number_of_evaluations(settings):
 def test_the_strongest_damping_of_all_channels_limits_the_steps(method):
     field = hbnode.HBNODE(lambda h: 0 * h, damping=[0.1, 500.0, 3.0], learn_damping=False)
     with hbnode.nfe.record_steps(field) as steps:
-        hbnode.odeint(field, (torch.ones(2, 3), torch.zeros(2, 3)), [0.0, 1.0], method=method)
+        hbnode.odeint(field, (torch.ones(2, 3), torch.zeros(2, 3)), [0.0, 1.0], method=method, rtol=1e3, atol=1e3)
     assert 0.9 < max(steps.size) * 500.0 / METHODS[method].damping_limit < 1.1
 
 
