@@ -1,7 +1,6 @@
 """The loop of the native methods: steps and their control, outputs inside of steps, what is refused, failures."""
 
 import copy
-import functools
 import math
 import subprocess
 import sys
@@ -101,32 +100,26 @@ def test_times_of_ones_own_are_a_loop_over_samples(model, per_sample, steps, sig
 # Step control
 
 
-def test_the_first_step_costs_no_probe_and_steps_are_shared_out_equally():
-    seen = []
+def test_the_first_step_costs_no_probe_and_does_not_depend_on_the_unit_of_the_state():
+    """With a state and an atol 1,024 times as large, and a linear force."""
+    counts, seen = [], []
     field = hbnode.HBNODE(lambda t, h: seen.append(float(t)) or -h, damping=0.0, learn_damping=False)
-    with hbnode.count_nfe(field) as nfe, torch.no_grad():
-        hbnode.odeint(field, (torch.ones(1), torch.zeros(1)), [0.0, 1.0], method="nystrom4", rtol=1e-4, atol=1e-4)
-    assert nfe.forward == 1 + 3 * (nfe.steps + nfe.rejected) == len(seen)
-    assert seen[-1] == max(seen) == 1.0
-
-
-def test_steps_do_not_depend_on_the_unit_of_the_state():
-    """A state and an atol 1,024 times as large, and a linear force: the first step and all others are the same."""
-    sizes = []
     for unit in (1.0, 1024.0):
-        field = hbnode.HBNODE(lambda h: -h, damping=0.5).double()
-        state = torch.full((1, 1), unit).double(), torch.zeros(1, 1).double()
+        seen.clear()
         with hbnode.count_nfe(field) as nfe, torch.no_grad():
+            state = float64([unit]), float64([0.0])
             hbnode.odeint(field, state, [0.0, 5.0], method="nystrom4", rtol=1e-5, atol=1e-5 * unit)
-        sizes.append((nfe.forward, nfe.steps, nfe.rejected))
-    assert sizes[0] == sizes[1]
+        assert nfe.forward == 1 + 3 * (nfe.steps + nfe.rejected) == len(seen)
+        assert seen[-1] == max(seen) == 5.0
+        counts.append((nfe.steps, nfe.rejected))
+    assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize("first_step", [0.1, 5.0])
 def test_first_step_and_max_step(first_step):
-    field, options = driven(), {"max_step": 0.1, "first_step": first_step}
-    nfe, _ = nfe_of(field, start(driven_exact(0.4, np.zeros(1))), [0.0, 2.0], rtol=1.0, atol=1.0, options=options)
-    assert nfe.steps == 20
+    block = make_block(rtol=1.0, atol=1.0, options={"max_step": 0.1, "first_step": first_step})
+    block(float64([0.0]), [0.0, 2.0])
+    assert block.nfe.steps == 20
 
 
 @pytest.mark.parametrize(
@@ -168,15 +161,14 @@ def test_states_of_every_structure():
 # Failures by name
 
 
-@pytest.mark.sparse
-@pytest.mark.parametrize("per_sample", [False, True])
-@pytest.mark.parametrize("method", ["nystrom8", "tsit5", "dopri5"])
-def test_blow_up_is_divergence_with_its_time_and_size(method, per_sample):
+@pytest.mark.parametrize(
+    "solver", [{"method": "nystrom8"}, {"method": "tsit5", "per_sample": True}, {"method": "dopri5"}], ids=str
+)
+def test_blow_up_is_divergence_with_its_time_and_size(solver):
     """H'' = 6 h² from 1, 2 is 1/(1 - t)²."""
-    per_sample &= method != "dopri5"
     field = hbnode.HBNODE(lambda h: 6 * h**2, damping=0.0, learn_damping=False)
     with pytest.raises(hbnode.errors.DivergenceError, match=r"diverges: .* state is .*e\+") as error:
-        hbnode.odeint(field, (float64([1.0]), float64([2.0])), [0.0, 2.0], method=method, per_sample=per_sample)
+        hbnode.odeint(field, (float64([1.0]), float64([2.0])), [0.0, 2.0], **solver)
     assert error.value.t == pytest.approx(1.0, abs=1e-3)
     assert error.value.nfe < 20_000
 
@@ -226,7 +218,7 @@ def test_max_nfe_is_the_largest_number_of_evaluations(settings):
 def test_the_strongest_damping_of_all_channels_limits_the_steps(method):
     field = hbnode.HBNODE(lambda h: 0 * h, damping=[0.1, 500.0, 3.0], learn_damping=False)
     with hbnode.nfe.record_steps(field) as steps:
-        hbnode.odeint(field, (torch.ones(2, 3), torch.zeros(2, 3)), [0.0, 1.0], method=method)
+        hbnode.odeint(field, (torch.ones(2, 3), torch.zeros(2, 3)), [0.0, 1.0], method=method, rtol=1e3, atol=1e3)
     assert 0.9 < max(steps.size) * 500.0 / METHODS[method].damping_limit < 1.1
 
 
@@ -261,10 +253,8 @@ def test_inference_mode_first():
 import torch, hbnode
 block = hbnode.HeavyBallODEBlock(torch.nn.Linear(2, 2))
 with torch.inference_mode():
-    h = block(torch.ones(1, 2))
-again = block(torch.ones(1, 2))
-again.sum().backward()
-torch.testing.assert_close(again.detach(), h.clone())
+    block(torch.ones(1, 2))
+block(torch.ones(1, 2)).sum().backward()
 """
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -410,24 +400,13 @@ def test_nested_solves_share_a_mask():
 
 
 every_adaptive = pytest.mark.parametrize("method", ADAPTIVE)
-
-
-def driven(gamma=0.4):
-    return hbnode.HBNODE(Driven(gamma), damping=gamma, learn_damping=False)
-
-
-def start(exact):
-    """The state at the first of the times of an exact (h, m), of shape (1,)."""
-    return tuple(float64(x[0]) for x in exact)
+DRIVEN = hbnode.HBNODE(Driven(0.4), damping=0.4, learn_damping=False)
 
 
 def worst(found, exact, tolerance):
     """The largest error over the tolerance at its scale, of all parts and times."""
-    ratios = [
-        np.abs(x.detach().double().numpy().reshape(e.shape) - e) / (tolerance + tolerance * np.abs(e))
-        for x, e in zip(found, exact, strict=True)
-    ]
-    return max(ratio.max() for ratio in ratios)
+    found, exact = torch.stack(found).detach().double().numpy()[..., 0], np.stack(exact)
+    return (np.abs(found - exact) / (tolerance + tolerance * np.abs(exact))).max()
 
 
 # Errors
@@ -440,13 +419,16 @@ def test_errors_stay_within_the_tolerance(method, problem):
     """Between the ends of steps they are no larger than at them, but for the tolerance itself."""
     t = np.linspace(0.0, 3.0, 151)
     if problem == "driven":
-        field, exact = driven(), driven_exact(0.4, t)
+        field, exact = DRIVEN, driven_exact(0.4, t)
     else:
         field = hbnode.HBNODE(lambda h: -9.0 * h, damping=0.0, learn_damping=False)
         exact = damped_oscillator(3.0, 0.0, 1.0, 0.5, t)
+    start = tuple(float64(x[0]) for x in exact)
     for tolerance in (1e-2, 1e-4, 1e-7):
-        solve = functools.partial(hbnode.odeint, field, start(exact), method=method, rtol=tolerance, atol=tolerance)
-        found, ends = solve(t, save="interpolate"), solve(t[[0, -1]])
+        found, ends = (
+            hbnode.odeint(field, start, times, method=method, rtol=tolerance, atol=tolerance)
+            for times in (t, t[[0, -1]])
+        )
         at_the_end = worst(ends, [x[[0, -1]] for x in exact], tolerance)
         assert worst(found, exact, tolerance) < 1.0 + 3.0 * max(at_the_end, 1.0)
 
@@ -454,25 +436,20 @@ def test_errors_stay_within_the_tolerance(method, problem):
 # Which steps pass output times
 
 
-def nfe_of(field, state, t, **settings):
-    with hbnode.count_nfe(field) as nfe:
-        found = hbnode.odeint(field, state, t, **settings)
-    return nfe, found
-
-
 @every_adaptive
 def test_steps_that_are_longer_than_the_intervals_pass_them(method):
     """Then many output times cost no more than one, whichever way time goes, unless steps are to end on them."""
     t = np.linspace(0.0, 2.0, 101)
     for times in (t, t[::-1].copy()):
-        exact = driven_exact(0.4, times)
-        settings = {"method": method, "rtol": 1e-4, "atol": 1e-4}
-        passing, found = nfe_of(driven(), start(exact), times, **settings)
-        landing, there = nfe_of(driven(), start(exact), times, **settings, save="exact")
-        assert passing.forward < landing.forward / (5 if METHODS[method].order >= 4 else 3)
-        assert landing.steps == 100
-        assert worst(there, exact, 1e-4) < 1
-        torch.testing.assert_close(found, there, rtol=1e-3, atol=1e-3)
+        exact, counts = driven_exact(0.4, times), []
+        start = tuple(float64(x[0]) for x in exact)
+        for save in ("interpolate", "exact"):
+            with hbnode.count_nfe(DRIVEN) as nfe:
+                found = hbnode.odeint(DRIVEN, start, times, method=method, rtol=1e-4, atol=1e-4, save=save)
+            assert worst(found, exact, 1e-3) < 1
+            counts.append(nfe.forward)
+        assert counts[0] < counts[1] / (5 if METHODS[method].order >= 4 else 3)
+        assert nfe.steps == 100
 
 
 @pytest.mark.sparse
@@ -504,12 +481,10 @@ class Operations(TorchDispatchMode):
 
 def test_many_outputs_cost_little_beside_the_steps():
     """No work for each output: the operations of a solve do not grow with their number."""
-    field = driven()
-    state = start(driven_exact(0.4, np.zeros(1)))
-    counts = []
+    state, counts = (float64(2.0), float64(-1.0)), []
     for outputs in (50, 1000):
         with Operations() as operations:
-            hbnode.odeint(field, state, np.linspace(0, 2, outputs), method="nystrom6")
+            hbnode.odeint(DRIVEN, state, np.linspace(0, 2, outputs), method="nystrom6")
         counts.append(operations.count)
     assert counts[1] < 1.1 * counts[0]
 
@@ -618,13 +593,11 @@ def test_steps_of_an_adjoint_between_samples_are_in_time():
     with hbnode.diagnostics.record_steps(rnn) as steps:
         rnn(torch.randn(2, 2, 2), torch.tensor([[0.0, 10.0], [100.0, 101.0]]))[0].sum().backward()
     back = [(t, sample) for t, sample, is_back in zip(steps.t, steps.sample, steps.backward, strict=True) if is_back]
-    assert (10.0, 0) in back
-    assert (101.0, 1) in back
+    assert {(10.0, 0), (101.0, 1)} <= {*back}
 
 
 def test_a_tolerance_just_above_the_rounding_of_float32_ends():
-    field = make_field("hbnode")
-    state = field.initial_state(make_input(dtype=torch.float32))
+    block = hbnode.ODEBlock(make_field("hbnode"), rtol=2e-9, atol=1e-12, max_steps=1000)
     with torch.no_grad():
-        nfe, _ = nfe_of(field, state, [0.0, 1.0], rtol=2e-9, atol=1e-12, max_steps=1000)
-    assert nfe.total < 9000
+        block(make_input(dtype=torch.float32))
+    assert block.nfe.total < 9000

@@ -67,8 +67,7 @@ def test_copies(learned, temperature):
 
 def test_the_diffusion():
     sde, y = make_sde(temperature=torch.tensor([0.0, 0.5, 2.0])), torch.randn(4, 6)
-    v = torch.randn(4, 3)
-    g = sde.g(torch.zeros(()), y)
+    v, g = torch.randn(4, 3), sde.g(torch.zeros(()), y)
     assert g.shape == (4, 6, 3)
     torch.testing.assert_close(g[0, 3:].diagonal(), (2 * 0.5 * torch.tensor([0.0, 0.5, 2.0])).sqrt())
     torch.testing.assert_close(sde.g_prod(torch.zeros(()), y, v), torch.einsum("bij,bj->bi", g, v))
@@ -76,6 +75,8 @@ def test_the_diffusion():
     assert torch.isfinite(gradient)
     with pytest.raises(ValueError, match=r"even number of columns.*Fix: torch.cat"):
         sde.f(torch.zeros(()), torch.randn(4, 5))
+    with pytest.raises(ValueError, match=r"temperature must be a number >= 0.*Fix: pass temperature=0.0"):
+        make_sde(temperature=-1.0)
 
 
 # Calls
@@ -111,36 +112,28 @@ def test_one_time_is_the_start_and_autocast_is_left_outside(gradient):
     torch.testing.assert_close(end, solve(), rtol=0.05, atol=0.05)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_steps_end_on_the_output_times(method):
-    """More outputs change nothing if they are ends of steps; steps are never longer than dt."""
-    sde, state = make_sde(), make_state(dtype=torch.float32)
-    few = hbnode.sdeint(sde, state, [0.0, 1.0], dt=0.25, method=method, seed=0)
-    many = hbnode.sdeint(sde, state, [0.0, 0.25, 0.5, 1.0], dt=0.25, method=method, seed=0)
-    for x, y in zip(few, many, strict=True):
-        torch.testing.assert_close(x[-1], y[-1])
+def test_steps_end_on_the_output_times_of_every_sample():
+    sde, state, t = make_sde(), make_state(), torch.tensor([[0.0, 0.1, 1.0]] * 3 + [[1.0, 1.2, 1.2]])
     with hbnode.diagnostics.record_steps(sde) as steps:
-        hbnode.sdeint(sde, state, [0.0, 0.1, 1.0], dt=torch.tensor(0.3), method=method)
-    assert steps.size == pytest.approx([0.1, 0.3, 0.3, 0.3])
+        hbnode.sdeint(sde, state, t[0], dt=torch.tensor(0.3))
+        hbnode.sdeint(sde, state, t, dt=0.3)
+    assert steps.size[:4] == pytest.approx([0.1, 0.3, 0.3, 0.3])
+    assert {*steps.sample} == {None, 0, 1, 2, 3}
 
 
-def test_seeds():
+@pytest.mark.parametrize("method", ["ubu", "srk"])
+def test_seeds(method):
     sde, state = make_sde(), make_state()
-
-    def end(**options):
-        return hbnode.sdeint(sde, state, [0.0, 1.0], dt=0.1, **options)[0][-1]
-
-    for options in ({}, {"method": "srk"}):
-        one, same, other = (end(seed=seed, **options) for seed in (3, 3, 2**63))
-        assert torch.equal(one, same)
-        assert torch.isfinite(other).all()
-        assert not torch.allclose(one, other)
-    torch.manual_seed(0)
+    end = lambda **options: hbnode.sdeint(sde, state, [0.0, 1.0], dt=0.1, method=method, **options)[0][-1]
+    torch.manual_seed(2)
     first, second = end(), end()
+    torch.manual_seed(2)
+    one, same, other = end(seed=3), end(seed=3), end(seed=2**63)
+    assert torch.equal(one, same)
+    assert not torch.allclose(one, other)
     assert not torch.allclose(first, second)
-    torch.manual_seed(0)
-    end(seed=3)  # leaves the generator of torch alone
-    assert torch.equal(end(), first)
+    if method == "ubu":  # a seed leaves the generator of torch alone
+        assert torch.equal(end(), first)
 
 
 def draw(*arguments, **options):
@@ -194,7 +187,6 @@ def test_composed_variables_are_independent_and_normal(method):
         ({"dt": 0.0}, ValueError, "dt must be a positive number"),
         ({"dt": 1e-12}, ValueError, "Fix: dt=2e-07 or longer"),
         ({"dt": 1e-12, "method": "euler"}, ValueError, "Fix: dt=2e-07 or longer"),
-        ({"dt": 1e-12, "t": torch.tensor([[0.0, 1.0]] * 4)}, ValueError, "Fix: dt=2e-07 or longer"),
         ({"t": [1.0, 0.0]}, ValueError, "t[0]=1 is followed by t[1]=0. Fix: sort the times"),
         ({"t": torch.tensor([0.0, 1.0], requires_grad=True)}, ValueError, "Fix: t.detach()"),
         ({"t": torch.tensor([[0.0, 1.0], [0.0, 2.0]])}, ValueError, "Fix: one row of times for each sample"),
@@ -202,8 +194,6 @@ def test_composed_variables_are_independent_and_normal(method):
         ({"t": torch.tensor([[0.0, 1.0]] * 4), "method": "srk"}, ValueError, "Fix: method='ubu'; or, if all rows"),
         ({"seed": 2**64 + 1}, ValueError, "seed must be below 2**64, got 18446744073709551617. Fix: seed=1"),
         ({"y0": torch.zeros(4, 3)}, TypeError, "Fix: field.initial_state(x) makes it"),
-        ({"y0": (torch.zeros(4, 3), torch.zeros(4, 2))}, ValueError, "h and m must have one shape"),
-        ({"y0": (torch.zeros(4, 3).double(),) * 2}, TypeError, "expected one dtype"),
         ({"sde": hbnode.HBNODE(nn.Tanh())}, TypeError, "Fix: hbnode.HeavyBallSDE(func)"),
         ({"sde": make_sde(temperature=torch.ones(2))}, ValueError, "does not broadcast to that of h"),
         ({"sde": hbnode.HeavyBallSDE(lambda h: h.neg_())}, ValueError, "let func work on h.clone()"),
@@ -215,22 +205,8 @@ def test_composed_variables_are_independent_and_normal(method):
 )
 def test_wrong_calls_say_what_to_do(options, error, fix):
     call = {"sde": make_sde(), "y0": make_state(), "t": [0.0, 1.0], "dt": 0.1} | options
-    sde, y0, t = (call.pop(name) for name in ("sde", "y0", "t"))
     with pytest.raises(error, match=re.escape(fix)):
-        hbnode.sdeint(sde, y0, t, **call)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"temperature": "hot"}, TypeError, "temperature must be a number or a tensor, got 'hot'.*Fix: temperature="),
-        ({"temperature": -1.0}, ValueError, "temperature must be a number >= 0.*Fix: pass temperature=0.0"),
-        ({"temperature": 0.0, "learn_temperature": True}, ValueError, "a learned temperature must start above 0"),
-    ],
-)
-def test_wrong_constants_are_refused(options, error, message):
-    with pytest.raises(error, match=message):
-        make_sde(**options)
+        hbnode.sdeint(**call)
 
 
 def test_strong_damping():
@@ -327,9 +303,8 @@ def test_on_a_device(method, gradient):
         before = device.synchronisations
         found = hbnode.sdeint(sde, (h, m), [0.0, 0.5, 1.0], dt=0.1, method=method, gradient=gradient, seed=0)
         torch.stack(found).square().sum().backward()
-        waited = device.synchronisations - before
+        assert device.synchronisations - before <= 6
         assert all(x.is_cuda for x in (*found, h.grad, sde.omega.grad, sde.log_temperature.grad))
-    assert waited <= 6
 
 
 # torchsde
@@ -621,18 +596,18 @@ def test_a_way_back_that_misses_is_refused():
 def test_leaves_that_f_closes_over(gradient):
     weight, state = torch.randn(3, 3, dtype=torch.float64, requires_grad=True), make_network_state()
 
-    def slope(weight_of_f, gradient):
-        sde = hbnode.HeavyBallSDE(lambda h: torch.tanh(h @ weight_of_f), damping=0.5).double()
-        value = loss(*hbnode.sdeint(sde, state, T, dt=0.02, gradient=gradient, seed=0))
-        return torch.autograd.grad(value, weight, retain_graph=True)[0]
+    def slope(factor, gradient):
+        inner = weight if factor == 1 else weight * factor
+        sde = hbnode.HeavyBallSDE(lambda h: torch.tanh(h @ inner), damping=0.5).double()
+        value = loss(*hbnode.sdeint(sde, state, T, dt=0.1, gradient=gradient, seed=0))
+        return torch.autograd.grad(value, weight)[0]
 
-    torch.testing.assert_close(slope(weight, gradient), slope(weight, "direct"))
-    inner = weight * 2
+    torch.testing.assert_close(slope(1, gradient), slope(1, "direct"))
     if gradient is AGAIN:
-        torch.testing.assert_close(slope(inner, gradient), slope(inner, "direct"))
+        torch.testing.assert_close(slope(2, gradient), slope(2, "direct"))
     else:
         with pytest.raises(ValueError, match=r"computed outside it.*Fix: use gradient='direct'"):
-            slope(inner, gradient)
+            slope(2, gradient)
 
 
 @pytest.mark.parametrize("gradient", [AGAIN, "reversible"])
