@@ -1,4 +1,4 @@
-"""ODERNN: the loop in plain torch, padding, parts, inputs of the cell, layers, directions, grids, failures."""
+"""ODERNN: the loop in plain torch, inputs of the cell, layers, directions, grids, failures."""
 
 import dataclasses
 

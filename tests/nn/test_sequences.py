@@ -1,4 +1,4 @@
-"""Times, units of time, masks and lengths of series, as an ODERNN takes them."""
+"""Times, masks, padding, parts and forecasts of series, in every layer that takes irregular ones."""
 
 import copy
 import dataclasses
