@@ -33,13 +33,15 @@ test: lint
 slow: .venv/.complete
 	$(BIN)/python -m pytest -m slow -n auto --dist worksteal
 
-# Style; types of the project; types of the README's code, as a strict user's type checkers see it.
+# Style; types of the project; types of the README's code and of a script, as a strict user's type checkers see it.
 lint: .venv/.complete
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/mypy --strict --follow-imports=silent tests/user_script.py
-	$(BIN)/pyright --pythonpath $(BIN)/python tests/user_script.py
+	@mkdir -p docs/_build
+	awk '/^```python$$/ {print "def part" ++n "() -> None:"; on = 1; next} /^```$$/ {on = 0} on {print "    " $$0}' README.md > docs/_build/readme.py
+	$(BIN)/mypy --strict --follow-imports=silent tests/user_script.py docs/_build/readme.py
+	$(BIN)/pyright --pythonpath $(BIN)/python tests/user_script.py docs/_build/readme.py
 	$(BIN)/python -m tests.code_lines
 
 docs: .venv/.complete

@@ -1,12 +1,12 @@
 """Attention in linear time beside softmax attention, causal: ``python -m benchmarks.attention``.
 
-Six tables. *time*: forward passes and training steps at lengths from 256 to 16,384, over those of linear attention,
-and how many times as fast as softmax attention. *memory*: what they add to the peak, each in a fresh process. *growth*:
-both at the longest length over those at a quarter of it. *generation*: tokens a second and the size of the state of
-transformers of two layers that step token by token, softmax attention with a key-value cache. *precision*: relative
-errors in float32 of the heavy-ball memory, of the published chunk algorithm and of the loop over the steps, against the
-loop in float64; the gates α and μ of each step are log-uniform between the smallest and 1. *forms*: times of these
-three and of *reference*, the memory in differentiable operations of torch, over those of the memory.
+Five tables. *time*: forward passes and training steps at lengths from 256 to 16,384, over those of linear attention,
+and how many times as fast as softmax attention. *memory*: what they add to the peak, each in a fresh process.
+*generation*: tokens a second and the size of the state of transformers of two layers that step token by token, softmax
+attention with a key-value cache. *precision*: relative errors in float32 of the heavy-ball memory, of the published
+chunk algorithm and of the loop over the steps, against the loop in float64; the gates α and μ of each step are
+log-uniform between the smallest and 1. *forms*: times of these three and of *reference*, the memory in differentiable
+operations of torch, over those of the memory.
 
 Contenders: *softmax* is ``scaled_dot_product_attention``; *momentum* is
 :func:`hbnode.nn.functional.momentum_attention`, and *linear* the same with momentum 0; *heavy ball* is
@@ -46,7 +46,7 @@ from benchmarks.harness import (
 from hbnode.nn import _delta_rule
 from hbnode.nn.attention import KeyValueCache
 from hbnode.nn.functional import heavy_ball_memory, momentum_attention
-from tasks.models.contenders import make_transformer
+from tasks.models.contenders import ContenderConfig
 
 LENGTHS = (256, 1024, 4096, 16384)
 TOKENS = (16, 3000)  # that are generated: sequences, length
@@ -195,33 +195,18 @@ def peak(name: str, length: int) -> dict[str, float]:
 
 
 def memory(length: int) -> list[Row]:
-    """Peaks, each in a process of its own, beside the size of the inputs."""
-    rows = [{"length": length, "attention": name, **in_fresh_process(peak, name, length)} for name in CONTENDERS]
-    softmax = rows[0]["train_MiB"]
-    return [row | {"over_softmax_ratio": row["train_MiB"] / softmax if softmax else None} for row in rows]
-
-
-def growth(times: list[Row], peaks: list[Row]) -> list[Row]:
-    """Times and peaks of a training step at the longest length over those at the second longest."""
-    rows = []
-    short, long = sorted({row["length"] for row in peaks})[-2:]
-    for name in CONTENDERS:
-        row: Row = {"attention": name, "from": short, "to": long}
-        for what, found in (("train_ms", times), ("train_MiB", peaks)):
-            at = {each["length"]: each[what] for each in found if each["attention"] == name}
-            row[f"{what}_ratio"] = at[long] / at[short] if at[short] else None
-        rows.append(row)
-    return rows
+    """Peaks, each in a process of its own."""
+    return [{"length": length, "attention": name, **in_fresh_process(peak, name, length)} for name in CONTENDERS]
 
 
 @torch.no_grad()
 def generation(batch: int, count: int) -> list[Row]:
     """Transformers that step through the same tokens, in turns of some steps each."""
-    sizes = {"d_model": HEADS * DIM, "nhead": HEADS, "num_layers": 2, "dim_feedforward": 1024}
-    models = {name: make_transformer(name.replace(" ", "_"), 256, **sizes).eval() for name in CONTENDERS}
+    sizes = {"d_model": HEADS * DIM, "heads": HEADS, "layers": 2, "feedforward": 1024}
+    configs = {name: ContenderConfig(model=name.replace(" ", "_"), **sizes) for name in CONTENDERS}
+    models = {name: config.make_transformer(256).eval() for name, config in configs.items()}
     states = {name: model.init_state(batch) for name, model in models.items()}
     times: dict[str, list[float]] = {name: [] for name in models}
-    first: dict[str, float] = {}
 
     def step(name: str, part: Tensor) -> None:
         for token in part.unbind(1):
@@ -230,20 +215,13 @@ def generation(batch: int, count: int) -> list[Row]:
     for part in torch.randint(256, (batch, count)).split(max(1, count // 30), 1):
         for name in models:
             times[name].append(seconds(partial(step, name, part)) / part.shape[1])
-            first.setdefault(name, _mebibytes(states[name].layers))
-    return [
-        {
-            "model": name,
-            "tokens": count,
-            "batch": batch,
-            "tokens_per_s": batch / statistics.mean(mine),
-            "last_tokens_per_s": batch / mine[-1],
-            "faster": statistics.mean(times["softmax"]) / statistics.mean(mine),
-            "first_MiB": first[name],
-            "last_MiB": _mebibytes(states[name].layers),
-        }
-        for name, mine in times.items()
-    ]
+    rows: list[Row] = []
+    for name, mine in times.items():
+        speed = {"tokens_per_s": batch / statistics.mean(mine)}
+        speed["faster"] = statistics.mean(times["softmax"]) / statistics.mean(mine)
+        row = {"model": name, "tokens": count, "batch": batch, **speed}
+        rows.append(row | {"last_MiB": _mebibytes(states[name].layers)})
+    return rows
 
 
 def _mebibytes(state: Any) -> float:
@@ -300,20 +278,12 @@ def draw(report: dict[str, Any], machine: str) -> Any:
 
 
 def measured(options: argparse.Namespace) -> Iterator[tuple[str, list[Row]]]:
-    """The sections that are asked for; growth where there are times and memory."""
-    times: list[Row] = []
-    peaks: list[Row] = []
+    """The sections that are asked for."""
     for length in LENGTHS if "time" in options.sections else ():
         contenders = {name: Contender.of(name, length) for name in CONTENDERS}
-        found = timed(contenders, {"length": length}, "attention", "linear", options.repeats)
-        times += found
-        yield "time", found
+        yield "time", timed(contenders, {"length": length}, "attention", "linear", options.repeats)
     for length in LENGTHS[-2:] if "memory" in options.sections else ():
-        found = memory(length)
-        peaks += found
-        yield "memory", found
-    if times and peaks:
-        yield "growth", growth(times, peaks)
+        yield "memory", memory(length)
     if "generation" in options.sections:
         yield "generation", generation(*TOKENS)
     if "precision" in options.sections:

@@ -31,7 +31,6 @@ OUTPUTS = 3
 DAMPING, STRUCTURAL = 0.1, 1 / 30
 CELLS: dict[str, Callable[[int, int], nn.Module]] = {
     "TanhRNN": hbnode.nn.TanhRNN,
-    "nn.RNN": nn.RNN,
     "nn.GRU": nn.GRU,
     "nn.LSTM": nn.LSTM,
 }
@@ -84,7 +83,7 @@ class Contender:
 
         def evaluate() -> tuple[Tensor, Tensor, Any]:
             h = self.net.layer(self.x)[0]
-            is_tanh = isinstance(self.net.layer, (nn.RNN, hbnode.nn.TanhRNN))
+            is_tanh = isinstance(self.net.layer, hbnode.nn.TanhRNN)
             return self.net.readout(h), self.y, tanh_hidden(h) if is_tanh else h
 
         optimizer.step(evaluate)

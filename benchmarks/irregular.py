@@ -212,9 +212,7 @@ def memory(name: str, length: int = 1000) -> float:
 
 def measured(repeats: int) -> Iterator[tuple[str, Any]]:
     """The memory of each model, then times."""
-    grown = {name: in_fresh_process(memory, name) for name in MEMORY}
-    yield "memory_MiB", grown
-    yield "memory_over_gru", {name: found / max(grown["nn.GRU"], 1.0) for name, found in grown.items()}
+    yield "memory_MiB", {name: in_fresh_process(memory, name) for name in MEMORY}
     for epochs in EPOCHS:
         yield "rows", compare(epochs, repeats)
 

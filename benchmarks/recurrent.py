@@ -1,10 +1,9 @@
 """Momentum recurrent layers beside torch.nn's and beside the papers' own loops: ``python -m benchmarks.recurrent``.
 
-Six tables. *training*: a step of each rule's LSTM over that of ``nn.LSTM``, from rest, and carried on with the state
+Five tables. *training*: a step of each rule's LSTM over that of ``nn.LSTM``, from rest, and carried on with the state
 of an earlier chunk. *cells*: the same over the per-step Python cell of the MomentumRNN paper's appendix F, as the batch
-shrinks. *orthogonal*: DTRIV layers over a plain loop with the same parametrisation. *inference*: a forward
-pass of Adam's and RMSProp's LSTM without gradient over that of ``nn.LSTM``. *paper*: training and evaluation at
-the setting of the paper's table 14. *memory*: what they add to the peak, as in table 15, each in a fresh process.
+shrinks. *orthogonal*: DTRIV layers over a plain loop with the same parametrisation. *inference*: a forward pass without
+gradient over that of ``nn.LSTM``. *memory*: what they add to the peak, as in table 15, each in a fresh process.
 
 A training step is forward, the mean square of all outputs, backward. Times are medians of runs that take turns in one
 process, on one thread; ratios are medians over the rounds, each over its own rival. Memory is the process's. Writes
@@ -172,8 +171,9 @@ def with_ends(names: Sequence[str], end: str) -> list[str]:
 def training(options: argparse.Namespace) -> Iterator[list[Row]]:
     """Steps of each rule's LSTM over those of nn.LSTM."""
     ours = [f"{rule}LSTM" for rule in RULES]
-    for setting in (TINY,) if options.quick else LSTMS:
-        yield timed(["nn.LSTM", *ours, *with_ends(ours, "carried")], setting, options.repeats)
+    for setting in (TINY,) if options.quick else (*LSTMS, PAPER):
+        carried = with_ends(ours, "carried") if setting is not PAPER else []
+        yield timed(["nn.LSTM", *ours, *carried], setting, options.repeats)
 
 
 def cells(options: argparse.Namespace) -> Iterator[list[Row]]:
@@ -193,20 +193,8 @@ def orthogonal(options: argparse.Namespace) -> Iterator[list[Row]]:
 
 def inference(options: argparse.Namespace) -> Iterator[list[Row]]:
     """Forward passes without gradient over those of nn.LSTM, where batches are small."""
-    for setting in (TINY,) if options.quick else INFERENCE:
-        yield timed(["nn.LSTM", *SCANNED], setting, options.repeats, "evaluation")
-
-
-def paper(options: argparse.Namespace) -> Iterator[list[Row]]:
-    """Training and evaluation at the setting of table 14, in microseconds for a sample of the batch."""
-    setting = TINY if options.quick else PAPER
-    names = ["nn.LSTM", *(f"{rule}LSTM" for rule in RULES)]
-    rows: dict[str, Row] = {name: {"setting": str(setting), "layer": name} for name in names}
-    for what in ("training", "evaluation"):
-        for found in timed(names, setting, options.repeats, what):
-            us = 1e3 * found["ms"] / setting.batch
-            rows[found["layer"]] |= {f"{what}_us": us, f"{what}_ratio": found["ratio"]}
-    yield list(rows.values())
+    for setting in (TINY,) if options.quick else (*INFERENCE, PAPER):
+        yield timed(["nn.LSTM", "MomentumLSTM", *SCANNED], setting, options.repeats, "evaluation")
 
 
 def peak(name: str, setting: Setting) -> dict[str, float]:
@@ -231,7 +219,7 @@ def memory(options: argparse.Namespace) -> Iterator[list[Row]]:
 
 
 SECTIONS: dict[str, Callable[[argparse.Namespace], Iterator[list[Row]]]] = {
-    found.__name__: found for found in (training, cells, orthogonal, inference, paper, memory)
+    found.__name__: found for found in (training, cells, orthogonal, inference, memory)
 }
 
 

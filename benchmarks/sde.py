@@ -395,11 +395,6 @@ def to_reach(rows: list[Row], wanted: float = WANTED) -> list[Row]:
                 row["steps"] = math.ceil(coarse["steps"] * (fine["steps"] / coarse["steps"]) ** share)
                 row["order"] = gain / math.log(fine["steps"] / coarse["steps"])
         found.append(row)
-    reached = {(row["start"], row["method"]): row["evaluations"] for row in found if "evaluations" in row}
-    for row in found:
-        for method, column in (("torchsde srk", "srk_over_it"), ("torchsde srk, diagonal", "diagonal_srk_over_it")):
-            if "evaluations" in row and (row["start"], method) in reached:
-                row[column] = reached[row["start"], method] / row["evaluations"]
     return found
 
 

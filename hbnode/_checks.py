@@ -47,6 +47,14 @@ def refuse_gradient(value: object, name: str, fix: str = "") -> None:
         raise ValueError(f"{name} requires a gradient, but only its value is kept. Fix: {name}={whole}.detach(){fix}.")
 
 
+def as_positive(value: object, name: str, fix: str, zero: bool = False) -> float:
+    """Return a finite number above 0 as a float, or with ``zero`` also 0."""
+    real = as_real(value, name, fix)
+    if not 0 < real < math.inf and not (zero and real == 0):
+        raise ValueError(f"{name} must be a {'number >= 0' if zero else 'positive number'}, got {real}. Fix: {fix}.")
+    return real
+
+
 def as_real(value: object, name: str, fix: str) -> float:
     """Return a number as a float, also infinity and NaN; raise TypeError for all else, such as lists and text."""
     refuse_gradient(value, name)
@@ -80,6 +88,14 @@ def check_callable(value: object, name: str, fix: str) -> None:
 def is_one_of(value: object, names: Sequence[str]) -> bool:
     """Return whether ``value`` is a string among ``names``; arrays, lists and all else are not."""
     return isinstance(value, str) and value in names
+
+
+def check_choice(value: object, name: str, choices: Sequence[str]) -> Any:
+    """Return ``value``; raise ValueError if it is none of the choices, with the nearest one."""
+    if not is_one_of(value, choices):
+        fix = f"{name}={nearest(value, choices) or choices[0]!r}"
+        raise ValueError(f"{name} must be one of {tuple(choices)}, got {value!r}. Fix: {fix}.")
+    return value
 
 
 def check_bool(value: bool, name: str, fix: str = "") -> bool:
@@ -132,9 +148,7 @@ def check_input(x: object, name: str) -> None:
 def refuse_meta(x: Tensor, name: str) -> None:
     """Raise ValueError for a tensor on the device meta."""
     if x.is_meta and type(x) in (Tensor, nn.Parameter):  # a subclass may have numbers
-        raise ValueError(
-            f"{name} is on the device meta, which stores no numbers. Fix: {name} on another device, such as 'cpu'."
-        )
+        raise ValueError(f"{name} is on the device meta, which stores no numbers. Fix: {name} on the device 'cpu'.")
 
 
 def check_real(x: Tensor, name: str) -> Tensor:
@@ -179,9 +193,7 @@ def as_tensor(value: object, name: str) -> Tensor:
     except (TypeError, ValueError, RuntimeError) as error:
         kind = getattr(array, "dtype", None)
         got = type(value).__name__ if kind is None else f"{type(value).__name__} of {kind}"
-        raise TypeError(
-            f"{name} must be a tensor, an array or a list of numbers, got {got}. Fix: pass one number per sample."
-        ) from error
+        raise TypeError(f"{name} must be a tensor, an array or a list of numbers, got {got}. Fix: numbers.") from error
 
 
 def _forward(value: Any) -> Any:
@@ -193,71 +205,48 @@ def _forward(value: Any) -> Any:
 _TIMES = {"t", "time"}
 
 
-def takes_time(func: Callable[..., Any], parts: int, second: str = "v") -> bool:
+def takes_time(func: Callable[..., Any], parts: int, second: str = "v", given: bool | None = None) -> bool:
     """Return whether ``func`` takes the time as its first argument, before ``parts`` tensors.
 
-    Raise TypeError if this is unclear. ``second`` is the name of the second tensor in the error message.
+    Raise TypeError if this is unclear, if the signature contradicts ``given``, or if the last argument is named like a
+    time. ``second`` is the name of the second tensor in the error message.
     """
-    if not callable(func):
-        raise TypeError(f"func must be callable, got {type(func).__name__}. Fix: pass a module or a function.")
-    inner = _unwrap(func)
-    declared = getattr(inner, "time_dependent", None)
+    check_callable(func, "func", "pass a module or a function")
+    inner, signature = _unwrap(func), _signature(func)
+    required = [] if signature is None else required_arguments(signature)
+    _check_names(required)
+    declared = getattr(inner, "time_dependent", given)
+    if given is not None:
+        check_bool(given, "time_dependent", "leave time_dependent out")
+        if signature is not None and not (declared is given and _accepts(signature, parts + given)):
+            fix = "leave time_dependent out"
+            raise TypeError(f"time_dependent={given} does not fit func, which takes {signature}. Fix: {fix}.")
+        return given
     if isinstance(declared, bool):
         return declared
     names = "h" if parts == 1 else f"h, {second}"
-    fix = f"Fix: say which with time_dependent=True or time_dependent=False, or wrap it, lambda {names}: func({names})."
-    try:
-        signature = _signature(inner.forward if isinstance(inner, nn.Module) else inner)
-    except (TypeError, ValueError):
-        raise TypeError(
-            f"cannot read the signature of func={inner!r}; expected ({names}) or (t, {names}). {fix}"
-        ) from None
+    fix = f"say which with time_dependent=True or time_dependent=False, or wrap it, lambda {names}: func({names})"
+    if signature is None:
+        raise TypeError(f"cannot read the signature of func={inner!r}; expected ({names}) or (t, {names}). Fix: {fix}.")
     variadic = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in signature.parameters.values())
-    required = required_arguments(signature)
     if variadic or len(required) not in (parts, parts + 1):
-        if not variadic and 0 < len(required) < parts:
-            fix = f"Fix: let it take {names} as well."
+        fix = f"let it take {names} as well" if not variadic and 0 < len(required) < parts else fix
         raise TypeError(
             f"func has the signature {signature}, which does not show whether its first argument is the time; "
-            f"expected ({names}) or (t, {names}). {fix}"
+            f"expected ({names}) or (t, {names}). Fix: {fix}."
         )
     return len(required) == parts + 1
 
 
-def check_time_dependent(value: bool, func: Callable[..., Any], parts: int) -> bool:
-    """Return ``value``, whether ``func`` takes the time; raise TypeError if its signature contradicts it."""
-    check_bool(value, "time_dependent", "leave time_dependent out")
-    inner = _unwrap(func)
+def _accepts(signature: inspect.Signature, count: int) -> bool:
     try:
-        signature = _signature(inner.forward if isinstance(inner, nn.Module) else inner)
-    except (TypeError, ValueError):  # of a built-in function
-        return value
-    try:
-        signature.bind(*range(parts + value))
-        fits = getattr(inner, "time_dependent", value) is value
+        return bool(signature.bind(*range(count)))
     except TypeError:
-        fits = False
-    if not fits:
-        raise TypeError(
-            f"time_dependent={value} does not fit func, which takes {signature}. Fix: leave time_dependent out."
-        )
-    return value
-
-
-def check_order(func: Callable[..., Any]) -> None:
-    """Raise TypeError if the last argument of ``func`` is named like a time, because hbnode passes the time first."""
-    if not callable(func):
-        return
-    inner = _unwrap(func)
-    try:
-        signature = inspect.signature(inner.forward if isinstance(inner, nn.Module) else inner)
-    except (TypeError, ValueError):
-        return
-    _check_names(required_arguments(signature))
+        return False
 
 
 def check_call(field: Callable[..., Any]) -> None:
-    """Check the order of arguments like :func:`check_order`, but fast enough for each solve, and only for functions."""
+    """Raise TypeError if the last of two arguments of a function is named like a time, fast enough for each solve."""
     code = getattr(field, "__code__", None)
     if code is not None and code.co_argcount == 2:
         _check_names(code.co_varnames[:2])
@@ -266,10 +255,9 @@ def check_call(field: Callable[..., Any]) -> None:
 def _check_names(names: Sequence[str]) -> None:
     if len(names) > 1 and names[-1] in _TIMES and not _TIMES & set(names[:-1]):
         right = ", ".join([names[-1], *names[:-1]])
-        raise TypeError(
-            f"the function takes ({', '.join(names)}), but is called with the time first. Fix: let it take "
-            f"({right}); or if {names[-1]!r} is not the time, give it another name."
-        )
+        taken = ", ".join(names)
+        fix = f"({right}); or if {names[-1]!r} is not the time, give it another name"
+        raise TypeError(f"the function takes ({taken}), but is called with the time first. Fix: let it take {fix}.")
 
 
 def required_arguments(signature: inspect.Signature) -> list[str]:
@@ -281,10 +269,16 @@ def required_arguments(signature: inspect.Signature) -> list[str]:
     ]
 
 
-def _signature(function: Any) -> inspect.Signature:
+def _signature(func: Any) -> inspect.Signature | None:
+    """Return the signature of a function or of a module's forward; None for one without, such as a built-in."""
+    inner: Any = _unwrap(func)
+    function: Any = inner.forward if isinstance(inner, nn.Module) else inner
     of_method = is_script_method(function)
     if not (of_method or isinstance(function, torch.jit.ScriptFunction)):
-        return inspect.signature(function)
+        try:
+            return inspect.signature(function)
+        except (TypeError, ValueError):
+            return None
     return inspect.Signature(
         [
             inspect.Parameter(
@@ -399,16 +393,11 @@ def diagnose_call(error: Exception, field: object) -> None:
         return
     if isinstance(field, type):
         raise TypeError(f"the field must be an object, got the class {name}. Fix: {name}(net), or {name}().") from error
-    inner: Any = _unwrap(field)  # type: ignore[arg-type]
-    try:
-        taken = required_arguments(_signature(inner.forward if isinstance(inner, nn.Module) else inner))
-    except (TypeError, ValueError):  # of a built-in function
-        return
+    signature = _signature(field)
+    taken = [] if signature is None else required_arguments(signature)
     if len(taken) == 1:
-        raise TypeError(
-            f"the field is called (t, state), but {name} takes ({taken[0]}). Fix: hbnode.NODE(f) for h' = f(h), "
-            "hbnode.HBNODE(f) for a heavy ball, or lambda t, h: f(h), of this f."
-        ) from error
+        fix = "hbnode.NODE(f) for h' = f(h), hbnode.HBNODE(f) for a heavy ball, or lambda t, h: f(h)"
+        raise TypeError(f"the field is called (t, state), but {name} takes ({taken[0]}). Fix: {fix}.") from error
 
 
 _SCIPY = {"lsoda": "LSODA", "radau": "Radau", "bdf": "BDF"}

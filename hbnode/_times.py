@@ -16,7 +16,7 @@ from hbnode._torch import may_look
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-Kind = Literal["dates", "durations", "text"]
+TimeKind = Literal["dates", "durations", "text"]
 
 EPOCH = np.datetime64(0, "us")
 SECOND = np.timedelta64(1, "s")
@@ -88,13 +88,11 @@ def refuse_dates(value: object, name: str) -> None:
         "time_unit": "time_unit=series.durations(time_unit)",
     }
     fix = fixes.get(name, f"series.times({name})")
-    raise TypeError(
-        f"{name} must hold numbers in the unit of t, got {kind}, which an hbnode.data.Series converts. "
-        f"Fix: {fix}, where series = hbnode.data.from_long(..., unit='h')."
-    )
+    fix = f"{fix}, where series = hbnode.data.from_long(..., unit='h')"
+    raise TypeError(f"{name} must hold numbers in the unit of t, got {kind}, which a Series converts. Fix: {fix}.")
 
 
-def kind_of(value: object) -> Kind | None:
+def kind_of(value: object) -> TimeKind | None:
     """Return what an array, a column or nested lists hold, by the first entry; None for anything else than times."""
     array: Any = value
     while isinstance(array, (list, tuple)):
@@ -133,10 +131,8 @@ def exact_times(value: object) -> NDArray[Any]:
     """
     array, kind, zones = _entries(value), kind_of(value), zones_of(value)
     if len(zones) > 1 and None in zones.values():
-        raise TypeError(
-            "dates must have a time zone in all entries or in none, got both. Fix: "
-            "pandas.to_datetime(dates, utc=True), if those without one are in UTC."
-        )
+        fix = "pandas.to_datetime(dates, utc=True), if those without one are in UTC"
+        raise TypeError(f"dates must have a time zone in all entries or in none, got both. Fix: {fix}.")
     exact = np.asarray(_exact(array.tolist(), kind) if array.dtype.kind == "O" else array)
     return _in_microseconds(exact)
 
@@ -168,7 +164,7 @@ def _in_microseconds(exact: Any) -> Any:
     return whole if ((whole == exact) | np.isnat(exact)).all() else exact
 
 
-def _exact(value: Any, kind: Kind | None) -> Any:
+def _exact(value: Any, kind: TimeKind | None) -> Any:
     """Return a scalar of NumPy, or nested lists of them."""
     if isinstance(value, list):
         return [_exact(part, kind) for part in value]

@@ -363,6 +363,76 @@ class _FastForm(torch.autograd.Function):
         return None, None, *found
 
 
+def operator_form(
+    name: str, options: str, tensors: str, counts: tuple[int, int], forward: Any, fake: Any, vjp: Any,
+    reference: Any = None,
+) -> Callable[..., Any]:  # fmt: skip
+    """Return a function as a custom operator with its VJP, which torch.compile and torch.export do not trace.
+
+    Traced, a loop over time would be unrolled, and the graph would hold for one length.
+
+    Arguments:
+        name: name of the operator in the namespace ``hbnode``.
+        options: the declarations of the options in the operator's schema, each with a comma after it.
+        tensors: the declarations of the tensors.
+        counts: numbers of outputs and of residuals, of which there is at least one.
+        forward: ``forward(options, keep, *tensors)`` returns the outputs and the residuals: tensors that share no
+            memory. Without ``keep`` the residuals may be empty.
+        fake: the same function for tensors without values.
+        vjp: as in :func:`fast_form`; it computes the residuals if they are empty.
+        reference: as in :func:`fast_form`; None refuses ``create_graph=True``.
+
+    Returns:
+        A function of options and tensors that returns the outputs.
+    """
+    fixed, outputs, results = options.count(","), counts[0], ", ".join(["Tensor"] * sum(counts))
+
+    def run(function: Any, *given: Any) -> tuple[Tensor, ...]:
+        with no_autocast(given[fixed + 1]):
+            found, residuals = function(given[:fixed], *given[fixed:])
+        return *found, *residuals
+
+    def run_vjp(*given: Any) -> list[Tensor]:
+        *rest, residuals, grads, needed = given
+        with no_autocast(rest[fixed]):
+            found = vjp(tuple(rest[:fixed]), rest[fixed:], residuals, grads, needed)
+        pairs = zip(found, needed, strict=True)
+        return [grad.contiguous() for grad, is_needed in pairs if is_needed and grad is not None]
+
+    def fake_vjp(*given: Any) -> list[Tensor]:
+        return [x.new_empty(x.shape) for x, is_needed in zip(given[fixed:-3], given[-1], strict=True) if is_needed]
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.options = inputs[:fixed]
+        ctx.save_for_backward(*inputs[fixed + 1 :], *output[outputs:])
+
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        saved, needed = ctx.saved_tensors, list(ctx.needs_input_grad[fixed + 1 :])
+        given, residuals = saved[: len(needed)], list(saved[len(needed) :])
+        if reference is not None and torch.is_grad_enabled():  # with create_graph=True
+            found = iter(reference_vjp(reference, ctx.options, given, grads[:outputs], needed))
+            return *(None,) * (fixed + 1), *found
+        found = iter(operator_vjp(*ctx.options, *given, residuals, list(grads[:outputs]), needed))
+        return *(None,) * (fixed + 1), *(next(found) if is_needed else None for is_needed in needed)
+
+    custom_op: Any = functools.partial(torch.library.custom_op, mutates_args=())
+    schema = f"({options}bool keep, {tensors}) -> ({results})"
+    operator = custom_op(f"hbnode::{name}", functools.partial(run, forward), schema=schema)
+    schema = f"({options}{tensors}, Tensor[] residuals, Tensor[] grads, bool[] needed) -> Tensor[]"
+    operator_vjp = custom_op(f"hbnode::{name}_backward", run_vjp, schema=schema)
+    operator.register_fake(functools.partial(run, fake))
+    operator_vjp.register_fake(fake_vjp)
+    operator.register_autograd(backward, setup_context=setup)
+
+    def call(options: Any, *given: Tensor | None) -> Any:
+        needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
+        # symbolic shapes of the residuals would constrain an exported program
+        found = operator(*options, needs_grad and not torch.compiler.is_exporting(), *given)
+        return found[:outputs]
+
+    return call
+
+
 def reference_vjp(
     reference: Callable[..., Any],
     options: Any,
@@ -543,19 +613,11 @@ class ModuleWithConstants(nn.Module):
         for name, attribute in self.own_constants().items():
             destination[prefix + name] = _tensor(getattr(self, attribute)).clone()
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        _, _, missing_keys, _, error_msgs = rest
         constants = {prefix + name: attribute for name, attribute in self.own_constants().items()}
         others = {key: value for key, value in state_dict.items() if key not in constants}
-        super()._load_from_state_dict(others, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        super()._load_from_state_dict(others, prefix, *rest)
         for key, attribute in constants.items():
             if key in state_dict:
                 self._load_constant(key, attribute, state_dict[key], error_msgs)

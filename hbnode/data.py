@@ -8,7 +8,8 @@ import operator
 import re
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast, get_args
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from torch.utils.data import DataLoader, Sampler
 from torch.utils.data import Dataset as TorchDataset
 from typing_extensions import Self, override
 
-from hbnode._checks import as_count, as_integers, as_tensor, check_bool, is_one_of, nearest, to_tensor
+from hbnode._checks import as_count, as_integers, as_tensor, check_bool, check_choice, nearest, to_tensor
 from hbnode._times import EPOCH, SECOND, SPACINGS, as_times, check_digits, exact_times, kind_of, seconds_since, zones_of
 from hbnode._torch import may_look
 from hbnode._tree import Record, record
@@ -40,16 +41,6 @@ POOL = 50  # batches per pool; the series of a pool are sorted by length
 Known = TypeVar("Known", float, np.datetime64)
 _OF_DATES: list[Any] = [np.dtype, type(EPOCH.dtype), EPOCH.__reduce__()[0]]
 torch.serialization.add_safe_globals(_OF_DATES)  # for torch.load(weights_only=True) of a Series with an origin
-
-
-class SeriesInputs(TypedDict):
-    """The keyword arguments of layers for irregular series, as returned by :meth:`Series.inputs`."""
-
-    x: Tensor
-    t: Tensor
-    mask: Tensor
-    lengths: Tensor
-    static: Tensor | None
 
 
 @record
@@ -120,9 +111,9 @@ class Series(Record):
             raise IndexError(f"index {place} is out of range for {len(self)} series")
         return self.select([place % len(self)])
 
-    def inputs(self) -> SeriesInputs:
+    def inputs(self) -> dict[str, Any]:
         """Return the arguments of a layer as a dict: x, t, mask, lengths and static (or None)."""
-        return {"x": self.x, "t": self.t, "mask": self.mask, "lengths": self.lengths, "static": self.static}
+        return {name: getattr(self, name) for name in ("x", "t", "mask", "lengths", "static")}
 
     @override
     def to(self, *args: Any, **kwargs: Any) -> Self:
@@ -151,10 +142,9 @@ class Series(Record):
         if rows.dtype == torch.bool and rows.shape == (len(self),):
             rows = rows.nonzero()[:, 0]
         if rows.dim() != 1 or rows.dtype == torch.bool or (rows.is_floating_point() and len(rows)):
-            raise ValueError(
-                f"index must be integers (n,), a slice, or a bool mask ({len(self)},), got {rows.dtype} of shape "
-                f"{tuple(rows.shape)}. Fix: series.select([3]) for one series."
-            )
+            got = f"{rows.dtype} {tuple(rows.shape)}"
+            wanted = f"integers (n,), a slice, or a bool mask ({len(self)},)"
+            raise ValueError(f"index must be {wanted}, got {got}. Fix: series.select([3]).")
         rows = rows.long()
         lengths = self.lengths[rows.to(self.lengths.device)]
         total = int(lengths.max()) if len(lengths) else 0
@@ -269,10 +259,9 @@ def on_clock(series: Series, clock: tuple[float | None, np.datetime64 | None]) -
     """
     (unit, origin), found = clock, (series.unit, series.origin)
     if found[0] != unit or (found[1] is None) != (origin is None):
-        raise ValueError(
-            f"times must be as in fit, {_clock_name(unit, origin)}, got {_clock_name(*found)}. Fix: the same kind of "
-            "times, and the same unit= in from_long."
-        )
+        fix = "the same kind of times, and the same unit= in from_long"
+        wanted, got = _clock_name(unit, origin), _clock_name(*found)
+        raise ValueError(f"times must be as in fit, {wanted}, got {got}. Fix: {fix}.")
     if unit is None or origin is None or series.origin is None or series.origin == origin:
         return series
     shift = (series.origin - origin) / SECOND / unit
@@ -404,9 +393,7 @@ def from_long(
                 [1.0000, 1.0000]], dtype=torch.float64), tensor([[70., 85.],
                 [60., nan]]))
     """
-    if not is_one_of(duplicates, get_args(Duplicates)):
-        near = nearest(duplicates, get_args(Duplicates)) or "mean"
-        raise ValueError(f"duplicates must be one of {get_args(Duplicates)}, got {duplicates!r}. Fix: {near!r}.")
+    check_choice(duplicates, "duplicates", get_args(Duplicates))
     columns = _names(values, "values")
     if not columns:
         raise ValueError("values names no column, got []. Fix: values=['value'].")
@@ -439,11 +426,8 @@ def from_long(
     codes, exact = codes[is_new], exact[is_new]
     if duplicates == "error" and (count > 1).any():
         point, one = np.argwhere(count > 1)[0]
-        raise ValueError(
-            f"{int((count > 1).sum())} values of a feature have more than one row for one series and time, first "
-            f"{names[one]!r} of series {ids[codes[point]]!r} at t={exact[point]}. "
-            "Fix: duplicates='mean', 'first' or 'last'."
-        )
+        first = f"{names[one]!r} of series {ids[codes[point]]!r} at t={exact[point]}"
+        raise ValueError(f"{(count > 1).sum()} values have several rows, first {first}. Fix: duplicates='mean'.")
     series = _padded(codes, exact, merged, ids, names, dtype, f"table[{time!r}]", unit, origin)
     _check_digits(table[time], series.t.numpy(), f"table[{time!r}]")
     return dataclasses.replace(series, static=constant, static_features=statics)
@@ -481,9 +465,9 @@ def column_of(table: Any, name: str) -> Any:
         if hasattr(table, has):
             raise TypeError(f"table must be a DataFrame, got {type(table).__name__}. Fix: table.{fix}().")
     if not (hasattr(table, "columns") or isinstance(table, Mapping)):
+        got = type(table).__name__
         raise TypeError(
-            f"table must be a DataFrame or a dictionary of columns, got {type(table).__name__}. Fix: "
-            "hbnode.data.as_series(table) for a list of (t, x) or an array (series, channels, T)."
+            f"table must be a DataFrame or a dict of columns, got {got}. Fix: hbnode.data.as_series(table)."
         )
     known = list(table.columns) if hasattr(table, "columns") else list(table)
     if isinstance(name, Tensor) or not isinstance(name, Hashable):
@@ -500,9 +484,7 @@ def column_of(table: Any, name: str) -> Any:
 def _array(column: Any, name: str) -> NDArray[Any]:
     array: NDArray[Any] = np.asarray(column.to_numpy() if hasattr(column, "to_numpy") else column)
     if array.ndim != 1:
-        raise ValueError(
-            f"{name} must have one entry per row, got shape {array.shape}. Fix: split it into several columns."
-        )
+        raise ValueError(f"{name} must have one entry per row, got shape {array.shape}. Fix: split it into columns.")
     return array
 
 
@@ -514,10 +496,14 @@ def _codes(column: Any, name: str) -> tuple[list[Any], NDArray[Any]]:
     known: dict[Any, int] = {}
     array = exact_times(array) if array.dtype.kind in "mM" else array  # nanoseconds would become integers
     entries = [entry.item() if hasattr(entry, "item") else entry for entry in array.tolist()]
-    if any(entry is None or str(entry) in ("<NA>", "NaT") or entry != entry for entry in entries):
+    if any(map(is_missing, entries)):
         raise ValueError(f"column {name!r} has missing entries; expected one in each row. Fix: drop these rows.")
     codes = np.array([known.setdefault(entry, len(known)) for entry in entries])
     return list(known), codes
+
+
+def is_missing(entry: Any) -> bool:
+    return entry is None or str(entry) in ("<NA>", "NaT") or entry != entry
 
 
 def _features(column: Any, name: str, wanted: str | Sequence[str] | None) -> tuple[list[str], NDArray[Any]]:
@@ -538,9 +524,8 @@ def _exact_times(column: Any, name: str, unit: Unit | None, origin: Date | None)
         raise TypeError(f"{name} must hold numbers or dates, got text. Fix: pandas.to_datetime({name}).")
     for argument, given in (("unit", unit), ("origin", origin)):
         if given is not None and (kind is None or (argument, kind) == ("origin", "durations")):
-            raise ValueError(
-                f"{argument}={given!r} is for dates, and {name} holds {kind or 'numbers'}. Fix: {argument}=None."
-            )
+            found = kind or "numbers"
+            raise ValueError(f"{argument}={given!r} is for dates, and {name} holds {found}. Fix: {argument}=None.")
     if kind is None:
         exact = _array(column, name)
         exact = _numbers(exact, name, f"pandas.to_numeric({name})") if exact.dtype.kind == "O" else exact
@@ -573,10 +558,8 @@ def _times(
             zero = exact.min().astype("datetime64[s]").astype(exact.dtype)
     times = exact.astype(np.float64) if length is None else seconds_since(exact, EPOCH if zero is None else zero)
     if (abs(np.diff(times)[is_gap] - gaps) > ROUNDING * gaps).any():
-        raise ValueError(
-            f"{name} has times that are too close to each other for float64. Fix: origin=None for dates, "
-            f"{name} - {name}.min() for numbers and durations."
-        )
+        fix = f"origin=None for dates, {name} - {name}.min() for numbers and durations"
+        raise ValueError(f"{name} has times that are too close to each other for float64. Fix: {fix}.")
     return times / (length or 1.0), length, zero
 
 
@@ -615,23 +598,14 @@ def _durations(durations: Any) -> NDArray[np.float64]:
     """Convert durations, or text that pandas reads, to seconds."""
     if kind_of(durations) != "text":
         return seconds_since(durations)
-    try:
-        import pandas
-    except ImportError:
-        raise ImportError(
-            f"pandas reads text such as {durations!r} as durations, but is not installed. Fix: pip install pandas, or "
-            "datetime.timedelta(hours=1)."
-        ) from None
+    import pandas
+
     text = np.asarray(durations, dtype=object)
-    try:
-        if not all(isinstance(each, str) and not re.search(r"^\d*$|M[Ss]$|mS$", each.strip()) for each in text.flat):
-            raise ValueError(
-                "a number has no unit, and MS is the start of a month"
-            )  # nano- and milliseconds for pandas
-        seconds = [pandas.to_timedelta(each).total_seconds() for each in text.reshape(-1).tolist()]
-    except ValueError as error:
-        raise ValueError(f"durations must be text such as '1h' or '30min', got {durations!r}. Fix: '1h'.") from error
-    return np.array(seconds).reshape(text.shape)
+    has_units = all(isinstance(each, str) and not re.search(r"^\d*$|M[Ss]$|mS$", each.strip()) for each in text.flat)
+    if has_units:  # pandas reads a number as nanoseconds and MS, the start of a month, as milliseconds
+        with suppress(ValueError):
+            return np.array([pandas.to_timedelta(each).total_seconds() for each in text.flat]).reshape(text.shape)
+    raise ValueError(f"durations must be text such as '1h' or '30min', got {durations!r}. Fix: '1h'.")
 
 
 def _timedelta(seconds: Tensor, has_nanoseconds: bool) -> NDArray[np.timedelta64]:
@@ -652,9 +626,7 @@ def _dates(dates: Any, name: str = "dates") -> Any:
             return text.astype("datetime64")[()]
     except (TypeError, ValueError):
         pass
-    raise ValueError(
-        f"{name} must be dates or ISO text such as '2020-01-31 12:00', got {dates!r}. Fix: pandas.to_datetime({name})."
-    )
+    raise ValueError(f"{name} must be dates or ISO text, got {dates!r}. Fix: pandas.to_datetime({name}).")
 
 
 def _as_numbers(values: Any, name: str) -> Tensor:
@@ -721,10 +693,8 @@ def _constant(numbers: NDArray[Any], codes: NDArray[Any], ids: list[Any], names:
     np.fmax.at(most, codes, numbers)
     if (least < most).any():
         row, column = np.argwhere(least < most)[0]
-        raise ValueError(
-            f"static column {names[column]!r} changes within series {ids[row]!r}. Fix: move it to values=, or keep its "
-            "first value."
-        )
+        name = names[column]
+        raise ValueError(f"static column {name!r} changes within series {ids[row]!r}. Fix: move it to values=.")
     return least
 
 
@@ -778,10 +748,8 @@ class Dataset(TorchDataset[Any]):
             fix = "[targets[one] for one in series.ids]" if isinstance(targets, Mapping) else "torch.tensor(targets)"
             raise TypeError(f"targets must be an array, got {type(targets).__name__}. Fix: {fix}.")
         if targets is not None and len(targets) != len(series):
-            raise ValueError(
-                f"targets must be one for each of {len(series)} series, got {len(targets)}. "
-                "Fix: labels in the order of series.ids, for a pandas Series labels.loc[series.ids]."
-            )
+            fix = "labels in the order of series.ids, for a pandas Series labels.loc[series.ids]"
+            raise ValueError(f"targets must be one for each of {len(series)} series, got {len(targets)}. Fix: {fix}.")
         self.series, targets = series, by_id(targets, series.ids, "targets")
         self.targets = as_tensor(targets, "targets") if hasattr(targets, "to_numpy") else targets  # not by label
 
@@ -827,9 +795,9 @@ def collate(items: Sequence[Series] | Sequence[tuple[Series, Any]]) -> Series | 
     series = [aligned(_with_static(one, statics), features, statics) for one in named]
     axes = {(one.unit, one.origin) for one in series}
     if len(axes) > 1:
+        found = sorted(axes, key=str)
         raise ValueError(
-            f"series of one batch must have one unit and origin of time, got {sorted(axes, key=str)}. Fix: the same "
-            "unit= and origin= in each from_long."
+            f"series must have one unit and origin of time, got {found}. Fix: one unit= and origin= in from_long."
         )
     total, x, mask, t = max(one.x.shape[1] for one in series), [], [], []
     for one in series:
@@ -856,10 +824,8 @@ def _parts_of_items(items: Sequence[Any]) -> tuple[list[Series], list[Any], list
     if strange:
         raise TypeError(f"an item must be Series, or (series, target), got {strange[0]}. Fix: collate([dataset[0]]).")
     if len(targets) not in (0, len(series)):
-        raise ValueError(
-            f"all items must have a target, or none, got {len(targets)} targets of {len(series)} series. "
-            "Fix: items of one Dataset."
-        )
+        fault = f"got {len(targets)} targets of {len(series)} series"
+        raise ValueError(f"all items must have a target, or none, {fault}. Fix: items of one Dataset.")
     ids = [name for one in series for name in one.ids]
     if len(ids) not in (0, sum(map(len, series))):
         fault = f"all series must have ids, or none, got {len(ids)} ids of {sum(map(len, series))} series"
@@ -936,9 +902,8 @@ def bucketed_batches(
     """
     counts = as_integers(lengths, "lengths", "series.lengths")
     if counts.dim() != 1 or counts.is_floating_point():
-        raise ValueError(
-            f"lengths must be integers (batch,), got {counts.dtype} {tuple(counts.shape)}. Fix: series.lengths."
-        )
+        got = f"{counts.dtype} {tuple(counts.shape)}"
+        raise ValueError(f"lengths must be integers (batch,), got {got}. Fix: series.lengths.")
     check_bool(shuffle, "shuffle")
     check_bool(drop_last, "drop_last")
     return BucketedBatches(counts.tolist(), as_count(batch_size, "batch_size"), shuffle, drop_last, generator)
@@ -1003,44 +968,67 @@ def as_series(
     if _is_indexed(data):
         data = [(data.index, data)]
     if is_table(data):
-        if id is None or time is None:
-            missing = "id" if id is None else "time"
-            raise ValueError(
-                f"a table needs the names of its columns, got {missing}=None. Fix: id='patient', time='hour', for "
-                "columns with these names; table.to_numpy() for one series in each row."
-            )
-        if values is None:
-            named = {id, time, variable, *([] if static is None else _names(static, "static"))}
-            values = [name for name in (data.columns if hasattr(data, "columns") else data) if name not in named]
-        options: Any = {"static": static, "variable": variable, "unit": unit, "origin": origin, "dtype": dtype}
-        return from_long(data, id=id, time=time, values=values, **options)
-    if isinstance(data, (list, tuple)) and data and all(isinstance(one, Series) for one in data):
-        return _named(cast("Series", collate(data)))
-    if isinstance(data, (list, tuple)) and data and all(map(_is_pair, data)):
-        exact = [
-            _exact_times(t, f"data[{i}][0]", unit, origin) if len(t) else np.zeros(0) for i, (t, _) in enumerate(data)
-        ]
-        given = enumerate(zip(exact, data, strict=True))
-        kinds = {("mM".find(t.dtype.kind), has_zone([one])): i for i, (t, one) in given if len(t)}
-        if len(kinds) > 1:
-            raise TypeError(
-                "times must be numbers in all series, or dates in all, with a time zone in all or in none, got both in "
-                f"the series {list(kinds.values())}. Fix: pandas.to_datetime(t), or pandas.to_datetime(t, utc=True)."
-            )
-        pairs = [_sorted_pair(of, x, t, i) for i, (t, (of, x)) in enumerate(zip(exact, data, strict=True))]
-        return _joined(pairs, unit, origin, dtype)
-    _refuse_lists_for_pairs(data)
-    if isinstance(data, (list, tuple)) and data and all(getattr(one, "ndim", 0) == 2 for one in data):
-        rows = [_numbers(one, f"series {i}", ARRAYS).T for i, one in enumerate(data)]
+        options = {"static": static, "variable": variable, "unit": unit, "origin": origin, "dtype": dtype}
+        return _from_table(data, id, time, values, options)
+    parts = data if isinstance(data, (list, tuple)) else ()
+    if parts and all(isinstance(one, Series) for one in parts):
+        return _named(cast("Series", collate(parts)))
+    if parts and all(map(_is_pair, parts)):
+        return _joined(_sorted_pairs(parts, unit, origin), unit, origin, dtype)
+    _refuse_lists_for_pairs(parts)
+    if parts and all(getattr(one, "ndim", 0) == 2 for one in parts):
+        rows = [_numbers(one, f"series {i}", ARRAYS).T for i, one in enumerate(parts)]
     else:
-        array = _numbers(data, "an array of series", ARRAYS)
-        if array.ndim not in (2, 3) or 0 in array.shape:
-            raise ValueError(
-                f"an array of series must be (batch, channels, T), or (batch, T) for one channel, with at least one "
-                f"sample, got shape {array.shape}. Fix: x[None] for one series (channels, T), x[None, None] for (T,)."
-            )
-        rows = list((array[:, None] if array.ndim == 2 else array).swapaxes(1, 2))
+        rows = _rows_of_array(_numbers(data, "an array of series", ARRAYS))
     return _joined([(np.arange(len(x)), x) for x in map(_without_end, rows)], None, None, dtype)
+
+
+def _from_table(table: Any, id: str | None, time: str | None, values: Any, options: dict[str, Any]) -> Series:
+    """Return the series of a table; without ``values`` its features are all columns that have no other use."""
+    if id is None or time is None:
+        missing = "id" if id is None else "time"
+        fix = "id='patient', time='hour' for these columns; table.to_numpy() for one series in each row"
+        raise ValueError(f"a table needs the names of its columns, got {missing}=None. Fix: {fix}.")
+    if values is None:
+        static = options["static"]
+        used = {id, time, options["variable"], *([] if static is None else _names(static, "static"))}
+        values = [name for name in getattr(table, "columns", table) if name not in used]
+    return from_long(table, id=id, time=time, values=values, **options)
+
+
+def _sorted_pairs(
+    pairs: Sequence[Any], unit: Unit | None, origin: Date | None
+) -> list[tuple[NDArray[Any], NDArray[Any]]]:
+    """Return exact times and values (n, channels) of each pair (t, x), sorted by time."""
+    found, kinds = [], dict[Any, int]()
+    for i, (times, x) in enumerate(pairs):
+        t, values = np.zeros(0), _numbers(x, f"x of series {i}", ARRAYS)
+        if len(times):
+            t = _exact_times(times, f"data[{i}][0]", unit, origin)
+            kinds["mM".find(t.dtype.kind), has_zone([(times, x)])] = i
+        values = values[:, None] if values.ndim == 1 else values
+        if values.ndim != 2 or len(values) != len(t):
+            got = f"{t.shape} and {np.shape(x)}"
+            raise ValueError(f"series {i} must be t (n,) and x (n,) or (n, channels), got {got}. Fix: (t, x.T).")
+        order = np.argsort(t, kind="stable")
+        _check_digits(times, t[order], f"data[{i}][0]")
+        found.append((t[order], values[order]))
+    if len(kinds) > 1:
+        raise TypeError(
+            "times must be numbers in all series, or dates in all, with a time zone in all or in none, got both in "
+            f"the series {list(kinds.values())}. Fix: pandas.to_datetime(t), or pandas.to_datetime(t, utc=True)."
+        )
+    return found
+
+
+def _rows_of_array(array: NDArray[Any]) -> list[NDArray[Any]]:
+    """Return the values (T, channels) of each series of an array (batch, channels, T) or (batch, T)."""
+    if array.ndim not in (2, 3) or 0 in array.shape:
+        raise ValueError(
+            f"an array of series must be (batch, channels, T), or (batch, T) for one channel, with at least one "
+            f"sample, got shape {array.shape}. Fix: x[None] for one series (channels, T), x[None, None] for (T,)."
+        )
+    return list((array[:, None] if array.ndim == 2 else array).swapaxes(1, 2))
 
 
 def _named(series: Series) -> Series:
@@ -1111,10 +1099,8 @@ def check_zone(found: bool | None, in_fit: bool | None) -> None:
     """Raise ValueError if dates have a time zone and those of fit have none, or the reverse; None fits both."""
     if None not in (found, in_fit) and found != in_fit:
         fault, fix = ("with", "") if in_fit else ("without", ".tz_localize(None)")
-        raise ValueError(
-            f"dates must be {fault} a time zone, as in fit. Fix: pandas.DatetimeIndex(pandas.to_datetime(dates, "
-            f"utc=True)){fix}."
-        )
+        fix = f"pandas.DatetimeIndex(pandas.to_datetime(dates, utc=True)){fix}"
+        raise ValueError(f"dates must be {fault} a time zone, as in fit. Fix: {fix}.")
 
 
 def zones_in(data: Any, time: Any = None) -> dict[str, Any] | None:
@@ -1152,26 +1138,11 @@ def _is_pair(value: Any) -> bool:
 
 def _refuse_lists_for_pairs(data: Any) -> None:
     """Raise TypeError for lists [t, x] and a single (t, x), whose times would be read as a channel or as a series."""
-    if not isinstance(data, (list, tuple)) or not data:
-        return
     is_list = [isinstance(one, list) and not isinstance(next(iter(one), []), (list, tuple)) for one in data]
     if isinstance(data, tuple) and len(data) == 2 and (any(map(_is_column, data)) or all(is_list)):
         raise TypeError("data must be a list of series, got one pair (t, x). Fix: [(t, x)].")
     if any(isinstance(one, list) and len(one) == 2 and any(map(_is_column, one)) for one in data):
         raise TypeError("a series must be a tuple (t, x), got a list [t, x]. Fix: [tuple(one) for one in data].")
-
-
-def _sorted_pair(times: Any, x: Any, exact: NDArray[Any], i: int) -> tuple[NDArray[Any], NDArray[Any]]:
-    values = _numbers(x, f"x of series {i}", ARRAYS)
-    values = values[:, None] if values.ndim == 1 else values
-    if values.ndim != 2 or len(values) != len(exact):
-        raise ValueError(
-            f"series {i} must be (t, x) with t (n,) and x (n,) or (n, channels), got {exact.shape} and "
-            f"{np.shape(x)}. Fix: (t, x.T) for x of shape (channels, n)."
-        )
-    order = np.argsort(exact, kind="stable")
-    _check_digits(times, exact[order], f"data[{i}][0]")
-    return exact[order], values[order]
 
 
 def _without_end(x: NDArray[Any]) -> NDArray[Any]:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from typing_extensions import Self, override
 
-from hbnode._checks import as_count, as_numbers, level_of_user, warn_if_swapped
+from hbnode._checks import as_count, as_numbers, check_choice, level_of_user, warn_if_swapped
 from hbnode.data import Series, aligned, check_zone, has_zone, is_list_of_series, is_table, observed, on_clock
 
 try:
@@ -108,11 +108,8 @@ class _Transformer(TransformerMixin, BaseEstimator):
     def _series(self, data: Any, is_new: bool = False) -> Series:
         """Return ``data`` as series; with ``is_new`` remember their channels, the scale of each, and their clock."""
         if is_table(data):
-            raise TypeError(
-                f"X must be series, got a table, {type(data).__name__}, without the names of its columns. "
-                "Fix: hbnode.data.from_long(table, id=..., time=..., values=...); table.to_numpy() for one series in "
-                "each row."
-            )
+            fix = "hbnode.data.from_long(table, id=..., time=...); table.to_numpy() for one series in each row"
+            raise TypeError(f"X must be series, got a table, {type(data).__name__}, without column names. Fix: {fix}.")
         data = checked(data)
         series = observed(data)
         channels = series.x.shape[2]
@@ -181,10 +178,8 @@ def checked(data: Any) -> Any:
         return check_array(array, dtype=np.float64, allow_nd=True, ensure_all_finite="allow-nan", input_name="X")
     except (TypeError, ValueError, NotImplementedError) as error:
         kind = ValueError if isinstance(error, ValueError) else TypeError
-        raise kind(
-            f"X must be series: {error} Fix: an array (batch, T) or (batch, channels, T), or a list of pairs (t, x), "
-            "one for each series."
-        ) from None
+        fix = "an array (batch, T) or (batch, channels, T), or a list of pairs (t, x)"
+        raise kind(f"X must be series: {error} Fix: {fix}.") from None
 
 
 def moments(x: torch.Tensor) -> tuple[Array, Array]:
@@ -528,9 +523,8 @@ class OscillatorFeatures(_Transformer):
         check_is_fitted(self)
         channels = self.channels_ if input_features is None else list(input_features)
         if len(channels) not in (self.n_features_in_, self._width):
-            raise ValueError(
-                f"input_features must have {self.n_features_in_} names, got {len(channels)}. Fix: input_features=None."
-            )
+            count = self.n_features_in_
+            raise ValueError(f"input_features must have {count} names, got {len(channels)}. Fix: input_features=None.")
         channels = channels if len(channels) == self.n_features_in_ else self.channels_
         return np.array([*self._names(channels), *self.static_channels_], dtype=object)
 
@@ -624,9 +618,7 @@ def _range(value: tuple[float, float], name: str, most: float) -> tuple[float, f
     except (TypeError, ValueError):
         low, high = np.nan, np.nan
     if not 0 < low <= high < most:
-        raise ValueError(
-            f"{name} must be (low, high) with 0 < low <= high < {most}, got {value!r}. Fix: {name}=(0.1, 0.5)."
-        )
+        raise ValueError(f"{name} must be 0 < low <= high < {most}, got {value!r}. Fix: {name}=(0.1, 0.5).")
     return low, high
 
 
@@ -737,15 +729,10 @@ class RocketFeatures(_Transformer):
             raise ImportError(f"RocketFeatures needs aeon: {error}. Fix: pip install aeon.") from error
         series = self._series(X, is_new=True)
         if isinstance(self.reconstruction, str):
-            if self.reconstruction not in ("linear", "last"):
-                raise ValueError(
-                    f"reconstruction must be 'linear', 'last' or an object, got {self.reconstruction!r}. Fix: 'linear'."
-                )
+            check_choice(self.reconstruction, "reconstruction", ("linear", "last"))
         elif not hasattr(self.reconstruction, "posterior"):
-            raise TypeError(
-                f"reconstruction must have the methods fit and posterior, got {self.reconstruction!r}. "
-                "Fix: reconstruction='linear'."
-            )
+            got = f"got {self.reconstruction!r}. Fix: reconstruction='linear'"
+            raise TypeError(f"reconstruction must have the methods fit and posterior, {got}.")
         else:
             self.reconstruction_ = clone(self.reconstruction, safe=False).fit(series)
         self.grid_, self._range = grid_of(self.grid, usual(series))
@@ -831,9 +818,8 @@ def grid_of(grid: Any, series: Series) -> tuple[Array, tuple[float, float]]:
     if np.ndim(grid) == 1:
         points: Array = as_numbers(np.asarray(grid), "grid", f"grid={_SHORTEST}").numpy()
         if len(points) < _SHORTEST or not (np.diff(points) > 0).all():
-            raise ValueError(
-                f"grid must be at least {_SHORTEST} increasing times, got {grid!r}. Fix: grid={_SHORTEST}."
-            )
+            least = _SHORTEST
+            raise ValueError(f"grid must be at least {least} increasing times, got {grid!r}. Fix: grid={least}.")
         return points, (min(points[0], times[0]), max(points[-1], times[-1]))
     most = min(_LONGEST, 16 * int(series.lengths.max()))
     count = min(len(times), most) if grid is None else as_count(grid, "grid", _SHORTEST)

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from hbnode._checks import (
     as_count,
     as_numbers,
+    as_positive,
     as_real,
     check_bool,
     check_callable,
+    check_choice,
     check_input,
-    check_order,
-    check_time_dependent,
     conversion,
     refuse_gradient,
     takes_time,
@@ -45,15 +45,13 @@ def with_momentum(x: Tensor, net: Callable[[Tensor], Tensor] | None, name: str) 
     kinds = {p.dtype for p in net.parameters()} if isinstance(net, nn.Module) else set()
     if kinds and x.dtype not in kinds and not is_autocast(x):
         kind = " or ".join(sorted(map(str, kinds)))
-        raise TypeError(
-            f"the input is {x.dtype}, {name} is {kind}; expected one dtype. Fix: x.to({min(kinds, key=str)})."
-        )
+        fix = f"x.to({min(kinds, key=str)})"
+        raise TypeError(f"the input is {x.dtype}, {name} is {kind}; expected one dtype. Fix: {fix}.")
     m = torch.zeros_like(x) if net is None else net(x)
     if not isinstance(m, Tensor) or m.shape != x.shape:
-        raise ValueError(
-            f"{name} returned {describe(m)}; expected the shape of the input, {tuple(x.shape)}. "
-            "Fix: match its output size, or give the block an initial_state= that returns both tensors."
-        )
+        fix = "match its output size, or an initial_state= of the block that returns both tensors"
+        wanted = f"the shape of the input, {tuple(x.shape)}"
+        raise ValueError(f"{name} returned {describe(m)}; expected {wanted}. Fix: {fix}.")
     return x, m.to(x.dtype)  # autocast may have made m smaller
 
 
@@ -81,20 +79,12 @@ class Field(nn.Module, ABC):
 
     def __init__(self, func: Callable[..., Tensor], *, parts: int, time_dependent: bool | None) -> None:
         super().__init__()
-        check_callable(func, "func", "pass a module or a function")
         if isinstance(func, Field):
-            raise TypeError(
-                f"func must be a network, got the field {type(func).__name__}. Fix: {type(self).__name__}(field.func) "
-                "for another equation with its network, or hbnode.ODEBlock(field)."
-            )
-        check_order(func)
+            fix = f"{type(self).__name__}(field.func) for another equation with its network, or hbnode.ODEBlock(field)"
+            raise TypeError(f"func must be a network, got the field {type(func).__name__}. Fix: {fix}.")
         self.func = func
         self.compiled: dict[Any, Any] = {}  # programs of compile=True
-        self.time_dependent = (
-            takes_time(func, parts, self._second)
-            if time_dependent is None
-            else check_time_dependent(time_dependent, func, parts)
-        )
+        self.time_dependent = takes_time(func, parts, self._second, time_dependent)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "nfe" and type(self).__module__ == __name__:  # a subclass may count in its forward
@@ -124,23 +114,18 @@ class Field(nn.Module, ABC):
     def evaluate(self, t: Tensor, h: Tensor, *others: Tensor) -> Tensor:
         """Return the value of ``func``; raise ValueError if it does not have the shape of ``h``."""
         if not isinstance(h, Tensor):
-            raise TypeError(
-                f"{type(self).__name__} is solved on a tensor, got {describe(h)}. Fix: field.initial_state(x) makes it."
-            )
+            got, fix = describe(h), "field.initial_state(x) makes it"
+            raise TypeError(f"{type(self).__name__} is solved on a tensor, got {got}. Fix: {fix}.")
         f = self.func(t, h, *others) if self.time_dependent else self.func(h, *others)
         if not isinstance(f, Tensor) or f.shape != h.shape:
-            raise ValueError(
-                f"func returned {describe(f)}; expected a tensor of the shape of h, {tuple(h.shape)}. "
-                "Fix: make the last layer's output size equal to the size of h (augmentation included)."
-            )
+            got, fix = describe(f), "an output size of the last layer equal to that of h (augmentation included)"
+            raise ValueError(f"func returned {got}; expected a tensor of the shape of h, {tuple(h.shape)}. Fix: {fix}.")
         return f
 
     def _pair(self, state: State) -> tuple[Tensor, Tensor]:
         if isinstance(state, Tensor) or len(state) != 2:
-            raise TypeError(
-                f"{type(self).__name__} is solved on a pair of tensors, got {describe(state)}. "
-                "Fix: field.initial_state(x) makes it; an initial_state= of a block must return two tensors."
-            )
+            fix = "field.initial_state(x) makes it; an initial_state= of a block must return two tensors"
+            raise TypeError(f"{type(self).__name__} is solved on a pair of tensors, got {describe(state)}. Fix: {fix}.")
         return state
 
     def extra_repr(self) -> str:
@@ -249,17 +234,16 @@ class _Damped(ModuleWithConstants, Field):
     def __init__(
         self,
         func: Callable[..., Tensor],
-        damping: float | Tensor | None,
-        learn_damping: bool,
-        max_damping: float,
-        initial_momentum: Callable[[Tensor], Tensor] | None,
-        time_dependent: bool | None,
+        *,
+        damping: float | Tensor | None = None,
+        learn_damping: bool = True,
+        max_damping: float = 1.0,
+        initial_momentum: Callable[[Tensor], Tensor] | None = None,
+        time_dependent: bool | None = None,
     ) -> None:
         super().__init__(func, parts=self._parts, time_dependent=time_dependent)
         self.max_damping: float
-        self.set_constant("max_damping", as_real(max_damping, "max_damping", "use the paper's 1.0"))
-        if not 0 < self.max_damping < math.inf:
-            raise ValueError(f"max_damping must be a positive number, got {max_damping}. Fix: use the paper's 1.0.")
+        self.set_constant("max_damping", as_positive(max_damping, "max_damping", "use the paper's 1.0"))
         check_bool(learn_damping, "learn_damping")
         gamma = self.max_damping * (1.0 / (1.0 + math.exp(3.0))) if damping is None else damping
         self.omega: nn.Parameter | None = None
@@ -270,11 +254,9 @@ class _Damped(ModuleWithConstants, Field):
             gamma = as_numbers(gamma, "damping", "damping=0.1, or None for the default")
             if not bool(((gamma > 0) & (gamma < self.max_damping)).all()):
                 larger = f"max_damping={2 * float(gamma.max()):g}" if bool((gamma > 0).all()) else "damping=0.01"
-                raise ValueError(
-                    "a learned damping must start strictly between 0 and "
-                    f"max_damping={self.max_damping}, got {gamma.tolist()}. "
-                    f"Fix: {larger}, for instance, or keep a damping >= 0 constant with learn_damping=False."
-                )
+                fix = f"{larger}, for instance, or keep a damping >= 0 constant with learn_damping=False"
+                wanted = f"strictly between 0 and max_damping={self.max_damping}"
+                raise ValueError(f"a learned damping must start {wanted}, got {gamma.tolist()}. Fix: {fix}.")
             like = torch.empty(0)  # of the default dtype and device
             self.omega = nn.Parameter(torch.logit(gamma / self.max_damping).to(like))
         self.initial_momentum = _checked_start(initial_momentum, "initial_momentum")
@@ -355,18 +337,6 @@ class HBNODE(_Damped):
         True
     """
 
-    def __init__(
-        self,
-        func: Callable[..., Tensor],
-        *,
-        damping: float | Tensor | None = None,
-        learn_damping: bool = True,
-        max_damping: float = 1.0,
-        initial_momentum: Callable[[Tensor], Tensor] | None = None,
-        time_dependent: bool | None = None,
-    ) -> None:
-        super().__init__(func, damping, learn_damping, max_damping, initial_momentum, time_dependent)
-
     def forward(self, t: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the derivatives h' and m' of the state (h, m)."""
         h, m = self._pair(state)
@@ -420,9 +390,7 @@ class NesterovNODE(Field):
         time_dependent: bool | None = None,
     ) -> None:
         super().__init__(func, parts=1, time_dependent=time_dependent)
-        self.start = as_real(start, "start", "use the paper's 1.0")
-        if not 0 <= self.start < math.inf:
-            raise ValueError(f"start must be a number >= 0, got {start}. Fix: use the paper's 1.0.")
+        self.start = as_positive(start, "start", "use the paper's 1.0", zero=True)
         self.initial_momentum = _checked_start(initial_momentum, "initial_momentum")
 
     def initial_state(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -494,9 +462,7 @@ class AdamNODE(Field):
         ab = as_numbers((default, default) if rates is None else rates, "rates", "rates=(0.1, 0.1)")
         if ab.shape != (2,) or not bool(((ab > 0) & (ab < 1)).all()):
             raise ValueError(f"rates must be two numbers between 0 and 1, got {ab.tolist()}. Fix: rates=(0.1, 0.1).")
-        self.eps = as_real(eps, "eps", "use the paper's 1e-8")
-        if not 0 <= self.eps < math.inf:
-            raise ValueError(f"eps must be a number >= 0, got {eps}. Fix: use the paper's 1e-8.")
+        self.eps = as_positive(eps, "eps", "use the paper's 1e-8", zero=True)
         self.alpha = nn.Parameter(torch.logit(ab).to(torch.empty(0)), requires_grad=learn_rates)
         self.initial_momentum = _checked_start(initial_momentum, "initial_momentum")
 
@@ -516,10 +482,8 @@ class AdamNODE(Field):
             TypeError: if the state does not have three tensors.
         """
         if isinstance(state, Tensor) or len(state) != 3:
-            raise TypeError(
-                f"AdamNODE is solved on three tensors (h, m, v), got {describe(state)}. "
-                "Fix: field.initial_state(x) makes them; an initial_state= of a block must return all three."
-            )
+            fix = "field.initial_state(x) makes them; an initial_state= of a block must return all three"
+            raise TypeError(f"AdamNODE is solved on three tensors (h, m, v), got {describe(state)}. Fix: {fix}.")
         h, m, v = state
         f, (a, b) = self.evaluate(t, h), self.rates.to(h.dtype)
         return m * torch.rsqrt(v.clamp(min=0) + self.eps), a * (f - m), b * (f * f - v)
@@ -592,10 +556,9 @@ class PortHamiltonian(HBNODE):
         """
         value = self.func(t, h) if self.time_dependent else self.func(h)
         if not isinstance(value, Tensor) or value.shape not in (h.shape[:1], (*h.shape[:1], 1)):
-            raise ValueError(
-                f"the potential returned {describe(value)}; expected one number per sample, {tuple(h.shape[:1])}. "
-                "Fix: end a network with torch.nn.Linear(n, 1), or sum over the dimensions after the first."
-            )
+            wanted = f"one number per sample, {tuple(h.shape[:1])}"
+            fix = "end a network with torch.nn.Linear(n, 1), or sum over the dimensions after the first"
+            raise ValueError(f"the potential returned {describe(value)}; expected {wanted}. Fix: {fix}.")
         return value.reshape(h.shape[:1])
 
     def energy(self, state: tuple[Tensor, Tensor], t: Tensor | float = 0.0) -> Tensor:
@@ -651,21 +614,21 @@ class GHBNODE(_Damped):
         initial_momentum: Callable[[Tensor], Tensor] | None = None,
         time_dependent: bool | None = None,
     ) -> None:
-        super().__init__(func, damping, learn_damping, max_damping, initial_momentum, time_dependent)
+        super().__init__(
+            func, damping=damping, learn_damping=learn_damping, max_damping=max_damping,
+            initial_momentum=initial_momentum, time_dependent=time_dependent,
+        )  # fmt: skip
         check_callable(activation, "activation", "activation=torch.tanh")
         self.activation = activation
         self._xi: float
-        self.set_constant("_xi", math.log(2.0) if xi is None else as_real(xi, "xi", "leave xi out"))
+        xi = math.log(2.0) if xi is None else as_real(xi, "xi", "leave xi out")
+        self.set_constant("_xi", xi if learn_xi else as_positive(xi, "xi", "xi=0.0 for no skip term", zero=True))
         self.chi: nn.Parameter | None = None
         if learn_xi:
             if not 0 < self._xi < math.inf:
-                raise ValueError(
-                    f"a learned xi must start above 0, got {self._xi}. "
-                    "Fix: pass a positive xi, or keep it constant with learn_xi=False."
-                )
+                fix = "a positive xi, or keep it constant with learn_xi=False"
+                raise ValueError(f"a learned xi must start above 0, got {self._xi}. Fix: {fix}.")
             self.chi = nn.Parameter(torch.tensor(_inverse_softplus(self._xi)))
-        elif not 0 <= self._xi < math.inf:
-            raise ValueError(f"xi must be a number >= 0, got {self._xi}. Fix: pass xi=0.0 for no skip term.")
 
     @property
     def xi(self) -> Tensor | float:
@@ -754,9 +717,7 @@ class HeavyBallSDE(HBNODE):
             func, damping=damping, learn_damping=learn_damping, max_damping=max_damping,
             initial_momentum=initial_momentum, time_dependent=time_dependent,
         )  # fmt: skip
-        if sde_type not in ("ito", "stratonovich"):
-            raise ValueError(f"sde_type must be 'ito' or 'stratonovich', got {sde_type!r}. Fix: leave it out.")
-        self.sde_type = sde_type
+        self.sde_type = check_choice(sde_type, "sde_type", ("ito", "stratonovich"))
         self.log_temperature: nn.Parameter | None = None
         if not learn_temperature:
             self.set_constant("_temperature", _constant(temperature, "temperature", "temperature=1.0", "no noise"))
@@ -764,10 +725,8 @@ class HeavyBallSDE(HBNODE):
             refuse_gradient(temperature, "temperature", ", or learn_temperature=False, which keeps the gradient")
             eta = as_numbers(temperature, "temperature", "temperature=1.0, the default")
             if not bool((eta > 0).all()):
-                raise ValueError(
-                    f"a learned temperature must start above 0, got {eta.tolist()}. "
-                    "Fix: pass a positive temperature, or keep it constant with learn_temperature=False."
-                )
+                fix = "a positive temperature, or keep it constant with learn_temperature=False"
+                raise ValueError(f"a learned temperature must start above 0, got {eta.tolist()}. Fix: {fix}.")
             self.log_temperature = nn.Parameter(eta.log().to(torch.empty(0)))
 
     @property
@@ -808,10 +767,8 @@ class HeavyBallSDE(HBNODE):
 
     def _halves(self, y: Tensor) -> tuple[Tensor, Tensor]:
         if y.shape[-1] % 2:
-            raise ValueError(
-                f"the state must be torch.cat([h, m], -1) with an even number of columns, got shape {tuple(y.shape)}. "
-                "Fix: torch.cat([h, m], -1)."
-            )
+            fix = f"got shape {tuple(y.shape)}. Fix: torch.cat([h, m], -1)"
+            raise ValueError(f"the state must be torch.cat([h, m], -1) with an even number of columns, {fix}.")
         h, m = y.chunk(2, -1)
         return h, m
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self, override
 
-from hbnode._checks import as_numbers, check_input, is_one_of
+from hbnode._checks import as_numbers, check_choice, check_input
 from hbnode._torch import is_tracing, is_vmapped, plain
 
 
@@ -83,19 +83,16 @@ class Signal(nn.Module):
     def __init__(self, t: Tensor, u: Tensor, kind: str = "linear", *, outside: str = "raise") -> None:
         super().__init__()
         needed = {"linear": 2, "cubic": 3}
-        if not is_one_of(kind, tuple(needed)):
-            raise ValueError(f"unknown kind {kind!r}; expected 'linear' or 'cubic'. Fix: kind='linear'.")
-        if not is_one_of(outside, ("raise", "hold")):
-            raise ValueError(f"unknown outside={outside!r}; expected 'raise' or 'hold'. Fix: outside='raise'.")
+        check_choice(kind, "kind", tuple(needed))
+        check_choice(outside, "outside", ("raise", "hold"))
         check_input(t, "t")
         check_input(u, "u")
         if not (t.is_floating_point() and u.is_floating_point()):
             raise TypeError(f"t and u must be floating point, got {t.dtype} and {u.dtype}. Fix: t.double(), u.float().")
         if t.dim() != 1 or len(t) < needed[kind] or u.dim() == 0 or len(u) != len(t):
-            raise ValueError(
-                f"a {kind} signal needs t of shape (T,) and u of shape (T, ...) with T >= {needed[kind]}; got "
-                f"{tuple(t.shape)} and {tuple(u.shape)}. Fix: put time first in u."
-            )
+            shapes = f"{tuple(t.shape)} and {tuple(u.shape)}"
+            wanted = f"t of shape (T,) and u of shape (T, ...) with T >= {needed[kind]}"
+            raise ValueError(f"a {kind} signal needs {wanted}; got {shapes}. Fix: put time first in u.")
         if is_vmapped(t):
             raise ValueError("t is mapped by torch.vmap. Fix: a Signal of one row of times for all samples.")
         on_host = plain(t).cpu()
@@ -109,10 +106,8 @@ class Signal(nn.Module):
                 "u = torch.stack([u[index == i].mean(0) for i in range(len(t))])."
             )
         if not bool(plain(u).isfinite().all()):
-            raise ValueError(
-                "u must be finite, got NaN or infinite samples. Fix: leave them out, "
-                "keep = u.isfinite().reshape(len(u), -1).all(1); Signal(t[keep], u[keep])."
-            )
+            fix = "keep = u.isfinite().reshape(len(u), -1).all(1); Signal(t[keep], u[keep])"
+            raise ValueError(f"u must be finite, got NaN or infinite samples. Fix: leave them out, {fix}.")
         self.kind = kind
         self.outside = outside
         self.knots = tuple(on_host.tolist())  # on the host, where step sizes are chosen

@@ -145,19 +145,15 @@ def odeint_adjoint(
     own = {"adjoint_rtol": adjoint_rtol, "adjoint_atol": adjoint_atol, "adjoint_method": adjoint_method}
     if solver_of("dopri5" if method is None else method) is None:
         if method in METHODS and "adjoint" not in METHODS[method].gradients:
-            raise ValueError(
-                f"method={method!r} has no adjoint, because what decays fast forwards grows as fast backwards. "
-                f"Fix: odeint(func, y0, t, method={method!r}), whose gradients are exact."
-            )
+            fix = f"odeint(func, y0, t, method={method!r}), whose gradients are exact"
+            raise ValueError(f"method={method!r} has no adjoint: what decays forwards grows backwards. Fix: {fix}.")
         usual = ((None, rtol), (None, atol), (None, method, "tsit5"))
         given = [name for (name, value), same in zip(own.items(), usual, strict=True) if not is_any_of(value, same)]
         implied = {"norm": "seminorm", **(options or {})}
         given += [name for name, value in (adjoint_options or {}).items() if not is_any_of(value, [implied.get(name)])]
         if given:
-            raise ValueError(
-                f"{', '.join(given)} cannot be chosen for method={method!r}, whose adjoint is solved with 'tsit5', the "
-                "seminorm, and rtol, atol and options of the forward solve. Fix: leave them out, or method='dopri5'."
-            )
+            fault = f"{', '.join(given)} cannot be chosen for method={method!r}"
+            raise ValueError(f"{fault}, whose adjoint has the settings of the forward solve. Fix: leave them out.")
         return solve_native(func, y0, t, rtol, atol, method, options, "adjoint", event_fn)
     if adjoint_params is not None or isinstance(func, nn.Module):  # torchdiffeq raises an error for other functions
         adjoint_params = ORIGINAL._impl.adjoint.find_parameters(func) if adjoint_params is None else adjoint_params
@@ -254,10 +250,8 @@ def solve_native(
 ) -> State:  # fmt: skip
     """Solve with :func:`hbnode.odeint`, which gets the entries of ``options`` that are its arguments."""
     if event_fn is not None:
-        raise ValueError(
-            f"event_fn is for torchdiffeq's methods, got method={method!r}. Fix: method='dopri5', or "
-            "hbnode.odeint(..., events=hbnode.Event(fn))."
-        )
+        fix = "method='dopri5', or hbnode.odeint(..., events=hbnode.Event(fn))"
+        raise ValueError(f"event_fn is for torchdiffeq's methods, got method={method!r}. Fix: {fix}.")
     arguments: dict[str, Any] = {"gradient": gradient, "rtol": rtol, "atol": atol}
     for name in ("rtol", "atol"):
         if isinstance(value := arguments[name], Tensor) and value.numel() == 1:

@@ -96,9 +96,7 @@ def train(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3) if optimizer is None else optimizer
     known = {id(parameter) for parameter in model.parameters()}
     if known.isdisjoint(id(each) for group in optimizer.param_groups for each in group["params"]):
-        raise ValueError(
-            "optimizer has no parameter of the model. Fix: torch.optim.AdamW(model.parameters(), lr=1e-3)."
-        )
+        raise ValueError("optimizer has no parameter of the model. Fix: torch.optim.AdamW(model.parameters()).")
     if getattr(scheduler, "optimizer", optimizer) is not optimizer:
         raise ValueError("scheduler must be of the optimizer, got one of another. Fix: optimizer=scheduler.optimizer.")
     run = _Run(model, optimizer, scheduler, batches)
@@ -213,9 +211,8 @@ class _Run:
             for name, part in parts.items():
                 part.load_state_dict(stored[name])
         except (RuntimeError, ValueError, KeyError) as error:
-            raise ValueError(
-                f"{path} is a checkpoint of another model or optimizer: {error} Fix: another file, or remove this one."
-            ) from error
+            fault = f"{path} is a checkpoint of another model or optimizer: {error}"
+            raise ValueError(f"{fault} Fix: another file, or remove this one.") from error
         self.record, self.least = stored["record"], stored["least"]
         self.best_epoch, self.best = stored["best_epoch"], stored["best"]
         torch.set_rng_state(stored["random"][0])
@@ -245,7 +242,5 @@ class _Run:
     @staticmethod
     def _check(value: float, what: str, epoch: int) -> None:
         if not math.isfinite(value):
-            raise FloatingPointError(
-                f"{what} in epoch {epoch} is {value}. Fix: a smaller learning rate, such as "
-                "optimizer=torch.optim.AdamW(model.parameters(), lr=1e-4), or standardised inputs."
-            )
+            fix = "a smaller learning rate, torch.optim.AdamW(model.parameters(), lr=1e-4), or standardised inputs"
+            raise FloatingPointError(f"{what} in epoch {epoch} is {value}. Fix: {fix}.")

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 import hbnode
 from tasks.common.config import LATER, SECOND_ORDER, ODEConfig, make_field, option
-from tasks.common.files import read_json, read_tensors, write_tensors, written_whole
+from tasks.common.files import read_json, read_tensors, written_whole
 from tasks.common.run import Run, command
 from tasks.common.train import EVAL_BATCH_SIZE, Samples, accuracy, fit
 from tasks.data.images import READ, SHAPE
@@ -198,23 +198,14 @@ def load_data(config: ImageConfig) -> tuple[Samples, Samples]:
     return tuple(x[: config.subset or None] for x in train), tuple(x[: config.test_subset or None] for x in test)
 
 
-def save_examples(run: Run, model: nn.Module, test: Samples, count: int = 60) -> None:
-    """Store some test images with their predictions in ``examples.pt``, for the figure."""
-    images, labels = test
-    with torch.no_grad():
-        predictions = model.eval()(images[:count].to(run.workers.device)).argmax(1).cpu()
-    examples = {"images": images[:count], "labels": labels[:count], "predictions": predictions}
-    write_tensors(run.folder / "examples.pt", examples)
-
-
-def save_curve(run: Run, model: nn.Module, test: Samples, loss_scale: float) -> None:
+def save_curve(run: Run, model: nn.Module, test: Samples) -> None:
     """Write evaluations, error and gradient error of the trained model by tolerance to ``tolerance.csv``."""
     x, y = run.workers.to_device([part[:CURVE_IMAGES] for part in test])
     curve = hbnode.diagnostics.nfe_vs_tolerance(
         model,
         x,
         [10.0**-k for k in range(1, 6)],
-        loss=lambda logits: loss_scale * nn.functional.cross_entropy(logits, y),
+        loss=lambda logits: nn.functional.cross_entropy(logits, y),
         reference_tolerance=1e-6,  # not smaller, because f has many kinks
     )
     with written_whole(run.folder / "tolerance.csv") as path:
@@ -231,10 +222,9 @@ def train(config: ImageConfig) -> None:
     fit(run, model, data, test, CrossEntropy(config.regularize, config.penalty))
     curve = run.folder / "tolerance.csv"
     if run.workers.rank == 0 and not run.is_finished:
-        save_examples(run, model, test)
         curve.unlink(missing_ok=True)  # an earlier one was of fewer epochs
     if run.workers.rank == 0 and config.curve and not curve.exists():
-        save_curve(run, model, test, config.loss_scale)
+        save_curve(run, model, test)
     run.finish(
         model,
         training_images=len(data[0]),

@@ -21,9 +21,8 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
-import torch
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure, SubFigure
+from matplotlib.figure import Figure
 
 from hbnode.diagnostics._shared import ticks_of_short_axis
 from tasks.common.figures import legend_beside, line_style
@@ -491,26 +490,20 @@ def show(groups: Sequence[Group], shown: tuple[str, ...], heading: str) -> tuple
 
 
 def draw_runs(groups: Sequence[Group], file: str, shown: tuple[str, ...], heading: str) -> Figure:
-    """Draw columns of a table of each run against its first column, and the predictions that HBNODE has saved."""
+    """Draw columns of a table of each run against its first column."""
     tables = [[read_csv(run.path / file) for run in group.runs] for group in groups]
     x, *names = dict.fromkeys(name for runs in tables for name in runs[0][0])
     every = [row for runs in tables for rows in runs for row in rows]
     names = [name for name in names if name.startswith(shown) and any(float(row.get(name) or 0) for row in every)]
-    saved = [group for group in groups if group.model == "hbnode" and (group.runs[0].path / "examples.pt").exists()]
     width, height = min(len(names), 4), -(-len(names) // 4)
-    figure = plt.figure(figsize=(2 + 3.7 * width, 4 * (height + bool(saved))), layout="constrained")
-    upper, *lower = figure.subfigures(1 + bool(saved), 1, squeeze=False, height_ratios=(height, 1)[: 1 + bool(saved)])[
-        :, 0
-    ]
-    upper.suptitle(heading, fontsize="medium")
-    axes = upper.subplots(height, width, squeeze=False).flat
+    figure = plt.figure(figsize=(2 + 3.7 * width, 4 * height), layout="constrained")
+    figure.suptitle(heading, fontsize="medium")
+    axes = figure.subplots(height, width, squeeze=False).flat
     for ax, name in zip(axes, names, strict=False):
         draw_panel(ax, groups, tables, x, name)
     for ax in axes[len(names) :]:
         ax.remove()
-    legend_beside(upper)
-    if saved:
-        draw_examples(lower[0], saved[0])
+    legend_beside(figure)
     return figure
 
 
@@ -532,15 +525,3 @@ def draw_panel(ax: Axes, groups: Sequence[Group], tables: Sequence[Sequence[Sequ
     if x == "tolerance":
         ax.set_xscale("log")
         ax.invert_xaxis()
-
-
-def draw_examples(figure: SubFigure, group: Group) -> None:
-    """Draw test images with the predictions of the model; wrong ones are red."""
-    examples: dict[str, torch.Tensor] = torch.load(group.runs[0].path / "examples.pt", weights_only=True)
-    axes = figure.subplots(4, 15, subplot_kw={"xticks": [], "yticks": [], "frame_on": False}).flat
-    for ax, image, label, prediction in zip(axes, *examples.values(), strict=False):
-        ax.imshow(image.permute(1, 2, 0).numpy(), cmap="gray_r")
-        said, color = (f"{prediction}", "black") if label == prediction else (f"{prediction}, is {label}", "red")
-        ax.set_title(said, color=color, fontsize="small", pad=2)
-    accuracy = 100 * float(group.runs[0].summary["test_accuracy"])
-    figure.suptitle(f"{group.label} on {group.config['dataset']}: predictions of test images, {accuracy:.1f} % right")

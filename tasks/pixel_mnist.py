@@ -30,7 +30,7 @@ import hbnode
 from hbnode.nn.recurrent import parameter_groups
 from tasks.common.config import option
 from tasks.common.run import Run, command
-from tasks.common.train import Samples, accuracy, evaluate, fit
+from tasks.common.train import Batches, Samples, Trainer, accuracy, fit_and_test
 from tasks.data.images import read_digits, read_mnist
 from tasks.models.recurrent import OSCILLATORS, VARIANTS, LayerWithReadout, RecurrentConfig, RuleOptions, title
 
@@ -195,22 +195,10 @@ def train(config: PixelMnistConfig) -> None:
     model, name = config.make_model(), title(config.model, config.cell)
     sizes = "/".join(f"{len(y):,}" for _, y in data.values())
     run.announce(model, name, f"{sizes} images of {data['train'][0].shape[1]} pixels")
-    found = fit(
-        run,
-        model,
-        data["train"],
-        data["validation"],
-        cross_entropy,
-        held_out="validation",
-        optimizer=functools.partial(make_optimizer, config=config),
-        after_step=functools.partial(rebase, model, config),
-        best="validation_accuracy",
-        eval_batch_size=EVAL_BATCH_SIZE,
-    )
-    if not run.is_finished:
-        found |= evaluate(run, model, data["test"], cross_entropy, "test", EVAL_BATCH_SIZE)
-        if run.workers.rank == 0:
-            print(f"{name}: test accuracy {found['test_accuracy']:.4g}")
+    optimizer = functools.partial(make_optimizer, config=config)
+    trainer = Trainer(run, model, Batches(run, data["train"]), cross_entropy, optimizer)
+    move = functools.partial(rebase, model, config)
+    found = fit_and_test(trainer, data, name, "accuracy", EVAL_BATCH_SIZE, after_step=move)
     run.finish(
         model,
         **found,

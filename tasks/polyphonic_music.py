@@ -129,7 +129,7 @@ def train(config: PolyphonicConfig) -> None:
     run.announce(model, config.title, f"data: {source}, {sizes} pieces, {len(parts[0])} parts; {about}")
     objective = NextNotes(config.curvature_size)
     trainer = Trainer(run, model, Batches(run, parts), objective, config.optimizer_of(objective.loss))
-    results = fit_and_test(trainer, held_out, config.title, "nll", EVAL_BATCH_SIZE, config.is_over)
+    results = fit_and_test(trainer, held_out, config.title, "nll", EVAL_BATCH_SIZE, stop=config.is_over)
     rule = dataclasses.asdict(config.rule_options(TABLE))
     run.finish(model, source=source, rule=rule, **simple, **results)
 

@@ -30,7 +30,7 @@ ORDER = (  # of models in a table; other models follow in the order of their fol
 )
 RANK = {name: place for place, name in enumerate(ORDER)}
 # Options in which the runs of one group may differ.
-FREE = ("seed", "seeds", "jobs", "out", "device", "checkpoint_seconds", "animate", "curve", "timit")
+FREE = ("seed", "seeds", "jobs", "out", "device", "checkpoint_seconds", "curve")
 # Options in which the runs of one figure agree.
 FIGURE = ("task", "preset", "dataset", "data", "features", "protocol", "cell", "problem", "length", "side", "permuted")
 Row = dict[str, str]

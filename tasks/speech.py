@@ -27,7 +27,7 @@ The weights of the epoch with the least validation error are tested once, in the
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -88,7 +88,8 @@ def read_batches(config: SpeechConfig) -> tuple[dict[str, Samples], str]:
 
 def make_model(config: SpeechConfig) -> LayerWithReadout:
     """Return the model of these options."""
-    return LayerWithReadout(config.make_layer(BINS, TABLE, batch_first=True, init=config.init), config.hidden, BINS)
+    options: dict[str, Any] = {"init": config.init} if config.cell == "dtriv" else {}
+    return LayerWithReadout(config.make_layer(BINS, TABLE, batch_first=True, **options), config.hidden, BINS)
 
 
 def make_optimizer(config: SpeechConfig, model: nn.Module) -> torch.optim.Optimizer:

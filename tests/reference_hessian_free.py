@@ -54,8 +54,3 @@ def algorithm_1(weights, v, x, lam, mu, loss):
         dt_later = dt
     d_init += dt_later.sum(0)
     return [z / cases for z in (d_hx, d_hh, d_h, d_init, d_ph, d_p)]
-
-
-def dense(product, size):
-    """The matrix of a product."""
-    return torch.stack([product(row) for row in torch.eye(size, dtype=torch.float64)], 1)

@@ -14,14 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.base import BaseEstimator, clone
 from sklearn.compose import ColumnTransformer
-from sklearn.linear_model import RidgeClassifierCV
-from sklearn.model_selection import GridSearchCV
-from sklearn.pipeline import FeatureUnion, make_pipeline
-from sklearn.preprocessing import StandardScaler
+from sklearn.pipeline import FeatureUnion
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 import hbnode
-from hbnode.features import POOLED, OscillatorFeatures, RocketFeatures, oscillator_states
+from hbnode.features import OscillatorFeatures, RocketFeatures, oscillator_states
 
 COLUMNS = "the columns of X are times, and a series may have any number of them"
 EXPECTED = {"check_n_features_in", "check_n_features_in_after_fitting", "check_transformer_general"}
@@ -77,7 +74,7 @@ TRANSFORMERS = [
 
 
 @pytest.mark.parametrize("transformer", TRANSFORMERS)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(seed=st.integers(0, 10**6), channels=st.sampled_from([1, 3]), has_ties=st.booleans())
 def test_each_series_depends_on_itself_alone(transformer, seed, channels, has_ties):
     def draw(count):
@@ -87,12 +84,15 @@ def test_each_series_depends_on_itself_alone(transformer, seed, channels, has_ti
             yield np.sort(times), np.where(random.random(x.shape) < random.choice([0, 0.3, 0.9]), np.nan, x)
 
     random = np.random.default_rng(seed)
-    train, series = list(draw(10)), list(draw(7))
+    train, series = list(draw(10)), list(draw(5))
     features = clone(transformer).fit([*train, (np.r_[0.0, 25], np.zeros((2, channels)))])
-    whole = features.transform(series)
-    order = random.permutation(7)
+    whole, order = features.transform(series), random.permutation(5)
     assert (np.concatenate([features.transform([one]) for one in series]) == whole).all()
     assert (features.transform([series[i] for i in order]) == whole[order]).all()
+    padded = hbnode.data.as_series(series)
+    x, t, mask = (torch.cat([z, z[:, -1:].expand(-1, 9, *z.shape[2:])], 1) for z in (padded.x, padded.t, padded.mask))
+    mask[:, -9:] = False
+    np.testing.assert_allclose(features.transform(dataclasses.replace(padded, x=x, t=t, mask=mask)), whole, rtol=1e-9)
 
 
 def test_jobs_and_windows_of_a_long_series_change_nothing(monkeypatch):
@@ -110,28 +110,12 @@ def test_jobs_and_windows_of_a_long_series_change_nothing(monkeypatch):
 def test_units_of_time_and_of_values_do_not_matter(is_constant, scale, shift):
     series = [(t, np.where(is_constant, np.nanmean(x, 0, keepdims=True), x)) for t, x in make_series(20)]
     changed = [(3600 * t + 5e4, scale * x + shift) for t, x in series]
-    first, second = (
-        StandardScaler().fit_transform(OscillatorFeatures(16, random_state=0).fit_transform(each))
-        for each in (series, changed)
-    )
-    np.testing.assert_allclose(first, second, rtol=0, atol=1e-7)
-    frequency = np.array([0.02, 1.0])
-    first, second = (
-        OscillatorFeatures(8, frequency=tuple(of), random_state=0).fit(each).transform(each)
-        for of, each in ((frequency, series), (frequency / 3600, changed))
-    )
-    np.testing.assert_allclose(first, second, rtol=0, atol=1e-9 if shift == 0 else 1e-7)
-
-
-def test_a_channel_that_is_constant_up_to_rounding_has_no_features():
-    series = [
-        (t, np.c_[x[:, 0], np.full(len(t), 0.1 * (1 + 2e-16 * (i % 3)) * 1e9)])
-        for i, (t, x) in enumerate(make_series())
-    ]
-    features = OscillatorFeatures(4, random_state=0).fit(series)
-    names = features.get_feature_names_out().tolist()
-    found = features.transform(series)[:, [names.index(f"x1_{what}") for what in ("mean", "spread", "maximum", "last")]]
-    assert (found == 0).all()
+    for second in (3600, None):  # with frequencies in that unit, or those of the data
+        first, other = (
+            OscillatorFeatures(8, frequency=second and (0.02 / unit, 1.0 / unit), random_state=0).fit_transform(each)
+            for each, unit in ((series, 1), (changed, second))
+        )
+        np.testing.assert_allclose(first, other, rtol=0, atol=1e-9 if shift == 0 else 1e-7)
 
 
 def test_other_origins_are_shifted_and_other_units_refused():
@@ -150,18 +134,16 @@ def test_other_origins_are_shifted_and_other_units_refused():
     ("gaps", "step"),
     [
         ([1, 1, 1, 1, 1, 1, 1, 500], 1.0),  # integer times in bursts
-        ([2, 3], 1.0),
         ([6.0, 9.0, 0.0], 3.0),
         ([0.1, 0.2, 0.3], 0.1),
         ([5, 7, 11, 13], 7 / 4),  # the lattice is finer than a quarter of the median gap
         ([1.0, np.pi, np.e, np.sqrt(2)], np.sqrt(2) / 4),
     ],
 )
-@pytest.mark.parametrize("count", [1, 20])
-def test_the_step_is_that_of_the_lattice_of_times(gaps, step, count):
+def test_the_step_is_that_of_the_lattice_of_times(gaps, step):
     t = np.r_[0, np.tile(gaps, 6)].cumsum()
-    series = [(t, np.sin(t))] * count
-    assert OscillatorFeatures(4, random_state=0).fit(series).step_ == pytest.approx(step)
+    for count in (1, 20):
+        assert OscillatorFeatures(4, random_state=0).fit([(t, np.sin(t))] * count).step_ == pytest.approx(step)
 
 
 def test_a_wrong_time_changes_no_frequency_and_no_grid_and_there_is_a_warning():
@@ -184,36 +166,6 @@ def test_a_long_series_with_as_many_samples_is_no_wrong_time():
     assert RocketFeatures(84, random_state=0).fit(series).grid_[-1] == 1999
 
 
-def test_series_outside_of_the_grid_are_refused_or_named():
-    series = make_series()
-    rocket = RocketFeatures(84, random_state=0).fit(series)
-    with pytest.raises(ValueError, match=r"those of fit, .*, but series 1 .* from 10.* to .* nothing there. Fix"):
-        rocket.transform([series[0], (series[1][0] + 1e4, series[1][1])])
-    with pytest.warns(UserWarning, match=r"those of fit, .*, but series 1 .* 0 others: .* % of it. Fix") as caught:
-        rocket.transform([series[0], (series[1][0] + 3, series[1][1])])
-    assert caught[0].filename == __file__
-    empty = [(series[0][0], series[0][1]), (series[1][0] + 1e4, np.full_like(series[1][1], np.nan))]
-    assert np.isfinite(rocket.transform(empty)).all()
-
-
-@pytest.mark.parametrize("transformer", TRANSFORMERS[1:3])
-def test_infinite_values_are_refused_unless_they_are_masked(transformer):
-    series = hbnode.data.as_series(make_series(channels=1))
-    features = clone(transformer).fit(series)
-    expected = []
-    for value in (np.inf, 1e300, np.nan):
-        x, mask = series.x.clone(), series.mask.clone()
-        x[1, 4], mask[1, 4] = value, False
-        hidden = dataclasses.replace(series, x=x, mask=mask)
-        expected.append(np.r_[features.transform(hidden), clone(transformer).fit_transform(hidden)])
-    np.testing.assert_array_equal(expected[0], expected[2])
-    np.testing.assert_array_equal(expected[1], expected[2])
-    x[1, 4], mask[1, 4] = -np.inf, True
-    for call in (features.transform, features.fit):
-        with pytest.raises(ValueError, match="'x0' holds infinite values"):
-            call(dataclasses.replace(series, x=x, mask=mask))
-
-
 @pytest.mark.parametrize("transformer", TRANSFORMERS[:3])
 def test_names_for_column_transformer_union_and_pandas(transformer):
     x = np.random.default_rng(0).normal(size=(10, 30))
@@ -221,10 +173,8 @@ def test_names_for_column_transformer_union_and_pandas(transformer):
     table = ColumnTransformer(columns).set_output(transform="pandas").fit_transform(x)
     assert table.shape[0] == 10
     assert table.columns.is_unique
-    series = dataclasses.replace(
-        hbnode.data.as_series(make_series(10, channels=3)), features=["a", "b", "c"], static=torch.zeros(10, 2),
-        static_features=["age", "a_mean"],
-    )  # fmt: skip
+    series = dataclasses.replace(hbnode.data.as_series(make_series(10)), features=["a", "b"])
+    series = dataclasses.replace(series, static=torch.zeros(10, 2), static_features=["age", "a_mean"])
     union = FeatureUnion([("one", clone(transformer)), ("other", OscillatorFeatures(2))]).set_output(transform="pandas")
     assert union.fit_transform(series).columns.is_unique
     names = clone(transformer).fit(series).set_output(transform="polars").transform(series).columns
@@ -243,7 +193,6 @@ def test_absent_channels_single_samples_and_static_features_have_finite_features
     found = features.transform(series)
     names = features.get_feature_names_out().tolist()
     assert found.shape == (4, len(names))
-    assert len(names) == len(set(names)) == 3 * len(POOLED) * 4 + 7 * 2 + 2
     assert np.isfinite(found).all()
     np.testing.assert_allclose(found[:, -2:], [[1, 3], [3, 1], [3, 1], [5, 5 / 3]])
     assert (found[0, [names.index(f"x1_{what}") for what in ("mean", "first", "log_count")]] == 0).all()
@@ -252,26 +201,31 @@ def test_absent_channels_single_samples_and_static_features_have_finite_features
 
 
 def test_summaries_and_pooled_statistics_are_what_their_names_say():
-    t, x = np.array([1.0, 2.0, 3.8, 4.8]), np.array([2.0, np.nan, 6.0, 4.0])
+    t, x, spread = np.array([1.0, 2.0, 3.8, 4.8]), np.array([2.0, np.nan, 6.0, 4.0]), np.sqrt(8 / 3)
     features = OscillatorFeatures(2, frequency=(1e-9, 1e-9), random_state=0).fit([(t, x)])
-    found = dict(zip(features.get_feature_names_out(), features.transform([(t, x)])[0], strict=True))
-    spread = np.sqrt(8 / 3)
-    expected = {"mean": 0, "spread": 1, "minimum": -2 / spread, "maximum": 2 / spread, "first": -2 / spread, "last": 0}
-    for name, value in {**expected, "log_count": np.log(4)}.items():
-        assert found[f"x0_{name}"] == pytest.approx(value, abs=1e-12)
     # An oscillator too slow to move: its acceleration is u, or u less the first u where it starts in equilibrium
     gaps = np.repeat(np.diff(t) / [4, 7, 4], [4, 7, 4])  # in parts of about a quarter of the median gap
     weights = (np.r_[gaps, 0] + np.r_[0, gaps]) / 2 / 3.8
     line = np.interp(np.r_[0, gaps].cumsum(), [0, 2.8, 3.8], [2, 6, 4])
     values = (line - 4) / spread
-    scale = values.std()
-    assert found["oscillator0_acceleration_mean"] == pytest.approx(values @ weights / scale, abs=1e-5)
-    assert found["oscillator1_acceleration_mean"] == pytest.approx((values - values[0]) @ weights / scale, abs=1e-5)
-    assert found["oscillator0_acceleration_log_maximum"] == pytest.approx(np.log(2 / spread / scale + 1e-3), abs=1e-5)
-    assert found["oscillator0_acceleration_time_of_maximum"] == pytest.approx(2.8 / 3.8)
-    deviation = np.sqrt((values - values @ weights) ** 2 @ weights)
-    assert found["oscillator0_acceleration_spread"] == pytest.approx(deviation / scale, abs=1e-5)
-    assert found["oscillator0_acceleration_share4"] == pytest.approx(weights[line > np.median(line)].sum())
+    scale, deviation = values.std(), np.sqrt((values - values @ weights) ** 2 @ weights)
+    expected = {
+        "x0_mean": 0,
+        "x0_spread": 1,
+        "x0_minimum": -2 / spread,
+        "x0_maximum": 2 / spread,
+        "x0_first": -2 / spread,
+        "x0_last": 0,
+        "x0_log_count": np.log(4),
+        "oscillator0_acceleration_mean": values @ weights / scale,
+        "oscillator1_acceleration_mean": (values - values[0]) @ weights / scale,
+        "oscillator0_acceleration_spread": deviation / scale,
+        "oscillator0_acceleration_log_maximum": np.log(2 / spread / scale + 1e-3),
+        "oscillator0_acceleration_time_of_maximum": 2.8 / 3.8,
+        "oscillator0_acceleration_share4": weights[line > np.median(line)].sum(),
+    }
+    found = dict(zip(features.get_feature_names_out(), features.transform([(t, x)])[0], strict=True))
+    assert {name: found[name] for name in expected} == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("transformer", [OscillatorFeatures(8), RocketFeatures(168)])
@@ -280,11 +234,9 @@ def test_random_state_decides_everything_and_numpy_s_own_state_stays(transformer
     before = np.random.get_state()[1].copy()  # noqa: NPY002
     first, same, other = (clone(transformer).set_params(random_state=seed).fit(series) for seed in (0, 0, 1))
     assert (np.random.get_state()[1] == before).all()  # noqa: NPY002
-    np.testing.assert_array_equal(first.transform(series), same.transform(series))
+    for equal in (same, pickle.loads(pickle.dumps(first))):
+        np.testing.assert_array_equal(first.transform(series), equal.transform(series))
     assert not np.array_equal(first.transform(series), other.transform(series))
-    copied = pickle.loads(pickle.dumps(first))
-    np.testing.assert_array_equal(copied.transform(series), first.transform(series))
-    assert first.transform(series).shape[1] == len(first.get_feature_names_out())
 
 
 @parametrize_with_checks(
@@ -343,7 +295,7 @@ def test_rocket_restores_the_number_of_threads():
         (
             RocketFeatures(84, reconstruction="cubic"),
             ValueError,
-            "reconstruction must be 'linear', 'last' or an object",
+            "reconstruction must be one of",
         ),
         (RocketFeatures(84, grid=[0.0, 1.0]), ValueError, "grid must be at least 9 increasing times"),
         (RocketFeatures(84, reconstruction=3), TypeError, "must have the methods fit and posterior, got 3. Fix"),
@@ -354,35 +306,7 @@ def test_arguments_that_are_refused(transformer, kind, message):
         transformer.fit(make_series())
 
 
-def test_other_channels_tables_and_a_missing_package_are_named(monkeypatch):
-    series = make_series()
-    with pytest.raises(ValueError, match=r"must have 2 channels as in fit, got 1: missing \['x1'\].* Fix"):
-        OscillatorFeatures(4).fit(series).transform([(t, x[:, 0]) for t, x in series])
-    with pytest.raises(TypeError, match=r"X must be series, got a table, .* Fix: hbnode.data.from_long"):
-        OscillatorFeatures(4).fit(__import__("pandas").DataFrame({"a": [1.0]}))
+def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "aeon.transformations.collection.convolution_based", None)
     with pytest.raises(ImportError, match=r"RocketFeatures needs aeon: .* Fix: pip install aeon"):
-        RocketFeatures(84).fit(series)
-
-
-def test_padding_and_other_series_change_nothing():
-    series = make_series()
-    features = OscillatorFeatures(8, random_state=0).fit(series)
-    whole = features.transform(series)
-    assert np.isfinite(whole).all()
-    np.testing.assert_allclose(features.transform(series[3:5]), whole[3:5], rtol=1e-5, atol=1e-6)
-    padded = hbnode.data.as_series(series)
-    x, t, mask = (torch.cat([z, z[:, -1:].expand(-1, 9, *z.shape[2:])], 1) for z in (padded.x, padded.t, padded.mask))
-    mask[:, -9:] = False
-    padded = dataclasses.replace(padded, x=x, t=t, mask=mask)
-    np.testing.assert_allclose(features.transform(padded), whole, rtol=1e-5, atol=1e-6)
-
-
-def test_a_pipeline_is_cloned_searched_and_tells_slow_from_fast():
-    random = np.random.default_rng(0)
-    x = np.sin(np.arange(60) * (0.4 + 0.2 * (np.arange(40) % 2)[:, None]) + random.uniform(0, 6, (40, 1)))
-    x[random.random(x.shape) < 0.5] = np.nan
-    model = make_pipeline(OscillatorFeatures(random_state=0), StandardScaler(), RidgeClassifierCV())
-    search = GridSearchCV(clone(model), {"oscillatorfeatures__num_oscillators": [2, 16]}, cv=2)
-    search.fit(x[:20], np.arange(20) % 2)
-    assert search.score(x[20:], np.arange(20) % 2) == 1.0
+        RocketFeatures(84).fit(make_series())

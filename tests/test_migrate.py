@@ -8,7 +8,6 @@ import torch
 import torchdiffeq
 from torch import nn
 
-import hbnode
 from hbnode import odeint
 
 T = torch.tensor([0.0, 0.5, 2.0], dtype=torch.float64)
@@ -25,10 +24,9 @@ def start(**kwargs):
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.linear, self.nfe = nn.Linear(2, 2, dtype=torch.float64), 0
+        self.linear = nn.Linear(2, 2, dtype=torch.float64)
 
     def forward(self, t, y):
-        self.nfe += 1
         return self.linear(y).tanh()
 
 
@@ -52,36 +50,19 @@ def test_the_default_tolerances_are_looser():
 
 
 def test_the_adjoint_has_the_same_gradient():
-    net, gradients = Net(), []
-    for solve in (
-        lambda: torchdiffeq.odeint_adjoint(net, start(), T, method="dopri5", rtol=1e-7, atol=1e-9),
-        lambda: odeint(
-            net, start(), T, method="dopri5", rtol=1e-7, atol=1e-9, gradient="adjoint", adjoint_options={}
-        ),
-    ):  # fmt: skip
-        gradients.append(torch.autograd.grad(solve().sum(), net.linear.weight)[0])
-    assert torch.equal(*gradients)
-
-
-def test_what_is_refused():
-    with pytest.raises(ValueError, match="rtol"):
-        odeint(f, start(), T, rtol=torch.tensor([1e-3, 1e-4]))
-    with pytest.raises(TypeError, match="view_as_real"):
-        odeint(lambda t, y: 1j * y, start().to(torch.complex128), T)
-    with pytest.raises(hbnode.SolverError):
-        odeint(lambda t, y: -1e4 * y, start(), T, options={"min_step": 0.1})
+    net, options = Net(), {"method": "dopri5", "rtol": 1e-7, "atol": 1e-9}
+    theirs = torchdiffeq.odeint_adjoint(net, start(), T, **options)
+    ours = odeint(net, start(), T, gradient="adjoint", adjoint_options={}, **options)
+    assert torch.equal(*(torch.autograd.grad(y.sum(), net.linear.weight)[0] for y in (theirs, ours)))
 
 
 def test_options_that_are_arguments():
     y = odeint(f, start(), T[:2], method="rk4", steps=5)
     assert torch.allclose(y, torchdiffeq.odeint(f, start(), T[:2], method="rk4", options={"step_size": 0.1}))
-    with pytest.raises(hbnode.errors.MaxStepsError):
-        odeint(f, start(), T * 100, max_steps=5)
     jumping = lambda t, y: (t > 1).to(y) - y
     y = odeint(jumping, start(), T, jump_times=[1.0])
-    assert torch.allclose(
-        y, torchdiffeq.odeint(jumping, start(), T, options={"jump_t": T.new_tensor([1.0])}), atol=1e-4
-    )
+    expected = torchdiffeq.odeint(jumping, start(), T, options={"jump_t": T.new_tensor([1.0])})
+    assert torch.allclose(y, expected, atol=1e-4)
 
 
 # diffrax

@@ -1,5 +1,4 @@
 import copy
-import itertools
 import json
 import pickle
 
@@ -56,10 +55,7 @@ def test_dopri5_counts_equal_an_independent_counter_and_the_formula(model, toler
 
 @pytest.mark.parametrize(
     ("method", "gradient"),
-    [
-        *itertools.product(["dopri8", "adaptive_heun", "implicit_adams"], ["direct", "adjoint"]),
-        ("scipy_solver", "adjoint"),
-    ],
+    [("dopri8", "direct"), ("adaptive_heun", "adjoint"), ("implicit_adams", "adjoint"), ("scipy_solver", "adjoint")],
 )
 def test_every_kind_of_method_is_counted(method, gradient):
     steps = 5 if method == "implicit_adams" else None
@@ -93,23 +89,16 @@ SOLVERS = [
 
 @pytest.mark.sparse
 @pytest.mark.parametrize(("method", "solver"), SOLVERS, ids=str)
-@pytest.mark.parametrize(
-    "model", ["hbnode", *(name for name in MODELS if name != "hbnode"), *LATER, "port", "torch.func"]
-)
+@pytest.mark.parametrize("model", ["hbnode", *MODELS[:3], "ghbnode", *LATER, "port", "torch.func"])
 def test_counts_are_the_calls(model, method, solver):
     """In the forward pass they are those of the solve without a gradient; the adjoint may reuse its first one."""
-    is_second_order = model in ("hbnode", "port", "torch.func")
-    if method in ("nystrom8", "exponential") and not is_second_order:
+    suits = model in ("hbnode", "port", "torch.func") or (model, method) == ("ghbnode", "leapfrog")
+    if method in ("nystrom8", "exponential", "leapfrog") and not suits:
         return
-    if method == "leapfrog" and not is_second_order and model != "ghbnode":
-        return
-    modes = ["direct", "checkpoint", Checkpoint(keep_bytes=3000), AGAIN, "reversible", "adjoint"]
-    if method in ("dopri5", "rk4"):
-        modes = ["direct", "adjoint"]
+    modes = [] if method in ("dopri5", "rk4") else ["checkpoint", Checkpoint(keep_bytes=3000), AGAIN]
+    modes += {"leapfrog": ["reversible", "adjoint"], "rodas5p": []}.get(method, ["adjoint"])
     x = make_input()
-    for gradient in modes:
-        if (gradient == "reversible" and method != "leapfrog") or (gradient == "adjoint" and method == "rodas5p"):
-            continue
+    for gradient in ["direct", *modes]:
         field, func = counted_field(model)
         block = hbnode.ODEBlock(field, method=method, gradient=gradient, **solver)
         with torch.no_grad():
@@ -117,25 +106,18 @@ def test_counts_are_the_calls(model, method, solver):
         expected, func.calls = func.calls, 0
         h = block(x)
         assert block.nfe.forward == func.calls
-        once_more = gradient in ("reversible", "adjoint") or (
-            isinstance(gradient, Checkpoint) and model == "torch.func"
-        )
-        assert 0 <= func.calls - expected <= once_more, gradient
+        is_again = gradient in ("reversible", "adjoint") or (isinstance(gradient, Checkpoint) and model == "torch.func")
+        assert 0 <= func.calls - expected <= is_again, gradient
         h.square().sum().backward()
         assert block.nfe.total == func.calls, gradient
 
 
 def test_counts_are_of_the_last_call_and_not_cumulative():
-    block = counted_block("hbnode", gradient="adjoint")
-    x = make_input()
-    first = block(x)
-    first_nfe = block.nfe
-    second = block(x)
-    assert block.nfe is not first_nfe
-    assert block.nfe.forward == first_nfe.forward > 0
+    block, x = counted_block("hbnode", gradient="adjoint"), make_input()
+    (first, first_nfe), (second, second_nfe) = ((block(x), block.nfe) for _ in range(2))
+    assert second_nfe.forward == first_nfe.forward > 0
     first.sum().backward()  # belongs to the first call, though it comes after the second
-    assert first_nfe.backward > 0
-    assert block.nfe.backward == 0
+    assert first_nfe.backward > second_nfe.backward == 0
     second.sum().backward()
     assert block.nfe.backward == first_nfe.backward
 
@@ -202,15 +184,6 @@ def test_where_the_graph_was_kept_printing_says_so(method, gradient, kept):
     assert "kept" not in str(block.nfe)
 
 
-def test_count_nfe_of_a_plain_function_and_bad_input():
-    field = lambda t, y: -y
-    with hbnode.count_nfe(field) as nfe:
-        hbnode.odeint(field, torch.ones(2), [0.0, 1.0], method="euler", steps=7)
-    assert nfe.forward == 7
-    with pytest.raises(TypeError, match="count_nfe expected a module or a callable"), hbnode.count_nfe(3):
-        pass
-
-
 def test_every_backward_pass_has_its_own_limit_of_steps():
     y0 = torch.ones(6, requires_grad=True)
     y = hbnode.odeint(lambda t, y: -y, y0, [0.0, 1.0], gradient="adjoint", max_steps=8)[-1]
@@ -222,15 +195,12 @@ def test_every_backward_pass_has_its_own_limit_of_steps():
 
 
 @pytest.mark.parametrize(
-    "solver",
-    [{"method": "dopri5", "gradient": "adjoint"}, {"method": "tsit5", "gradient": AGAIN}],
-    ids=["adjoint", "again"],
+    "solver", [{"method": "dopri5", "gradient": "adjoint"}, {"method": "tsit5", "gradient": AGAIN}], ids=str
 )
 def test_the_count_starts_anew_where_it_is_set_to_0(solver):
     """As torchdiffeq's examples do it: read and reset, then the backward pass, then read."""
     block = counted_block("hbnode", **solver)
-    y = block(make_input())
-    forward = block.nfe
+    y, forward = block(make_input()), block.nfe
     calls = block.field.func.calls
     block.nfe = 0
     assert block.nfe.total == 0
@@ -238,8 +208,6 @@ def test_the_count_starts_anew_where_it_is_set_to_0(solver):
     assert (forward.forward, forward.backward) == (calls, 0)
     assert (block.nfe.forward, block.nfe.backward) == (0, block.field.func.calls - calls)
     assert block.nfe.backward > 0
-    block(make_input())
-    assert block.nfe.forward == calls
     with pytest.raises(ValueError, match=r"can be set to 0 only, got 3. Fix: block.nfe = 0"):
         block.nfe = 3
     assert copy.deepcopy(block).nfe == pickle.loads(pickle.dumps(block)).nfe == block.nfe
@@ -265,13 +233,11 @@ def test_fields_count_nothing_unless_a_subclass_does():
 
 # NFE as a number
 
-CALLS = ("nfe == 20", "20 == nfe", "nfe != 20", "nfe in [20]", "nfe > 3", "3 < nfe", "nfe <= 20.0", "max(nfe, 30)",
-    "5 + nfe", "nfe + 5.0", "nfe - 1", "100 - nfe", "2 * nfe", "nfe / 8", "8 / nfe", "nfe // 3", "70 // nfe", "nfe % 7",
-    "70 % nfe", "divmod(nfe, 7)", "divmod(70, nfe)", "nfe ** 2", "2 ** nfe", "pow(nfe, 2, 7)", "-nfe", "abs(nfe)",
-    "round(nfe, -1)", "bool(nfe)", "float(nfe)", "range(nfe)", "f'{nfe:d}'", "f'{nfe:.1f}'", "f'{nfe:>6}'",
-    "'%d %.1f' % (nfe, nfe)", "json.dumps(int(nfe))", "sum([nfe], 5)", "0.99 * nfe + nfe * 0.01", "np.mean([nfe, 5])",
-    "np.array([nfe, nfe]).tolist()", "(np.arange(3) + nfe).tolist()", "(nfe > np.arange(0, 40, 10)).tolist()",
-    "np.log10(nfe)", "np.isscalar(nfe)", "(nfe * torch.ones(2)).tolist()", "(torch.ones(2) - nfe).tolist()",
+CALLS = ("nfe == 20", "20 != nfe", "nfe in [20]", "3 < nfe", "nfe <= 20.0", "max(nfe, 30)", "5 + nfe", "nfe - 1",
+    "100 - nfe", "2 * nfe", "8 / nfe", "nfe // 3", "70 % nfe", "divmod(nfe, 7)", "2 ** nfe", "pow(nfe, 2, 7)", "-nfe",
+    "round(nfe, -1)", "float(nfe)", "range(nfe)", "f'{nfe:.1f}'", "'%d %.1f' % (nfe, nfe)", "json.dumps(int(nfe))",
+    "0.99 * nfe + nfe * 0.01", "np.mean([nfe, 5])", "(np.arange(3) + nfe).tolist()", "np.log10(nfe)",
+    "(nfe > np.arange(0, 40, 10)).tolist()", "(torch.ones(2) - nfe).tolist()",
 )  # fmt: skip
 
 
@@ -288,11 +254,6 @@ def test_sums_of_counts_are_counts_and_equal_if_all_counts_are():
         assert same == one
     assert sum([one, two]) == one + two == NFE(20, 20, 6)
     assert one != two
-    assert one >= two
-    assert one <= two
     assert not NFE()
-    assert one != "20"
     with pytest.raises(TypeError, match="unhashable"):  # it changes while a solve runs
         hash(one)
-    with pytest.raises(TypeError, match="unsupported operand"):
-        one + "20"

@@ -76,11 +76,11 @@ TIMES, ZEROS = torch.tensor([0.0, 1.0]), torch.zeros(2)
 @pytest.mark.parametrize(
     ("arguments", "options", "kind", "message"),
     [
-        ((TIMES, ZEROS, "spline"), {}, ValueError, "unknown kind 'spline'"),
+        ((TIMES, ZEROS, "spline"), {}, ValueError, "kind must be .*got 'spline'"),
         ((TIMES, torch.zeros(3)), {}, ValueError, r"needs t of shape \(T,\) and u of shape"),
         ((TIMES, ZEROS, "cubic"), {}, ValueError, "with T >= 3"),
         ((ZEROS, ZEROS), {}, ValueError, r"strictly increasing, but t\[0\]=0 is followed by 0"),
-        ((TIMES, ZEROS), {"outside": "wrap"}, ValueError, "unknown outside='wrap'"),
+        ((TIMES, ZEROS), {"outside": "wrap"}, ValueError, "outside must be .*got 'wrap'"),
         ((TIMES, torch.tensor([0, 10])), {}, TypeError, r"and torch.int64. Fix: t.double\(\), u.float\(\)"),
         ((TIMES, torch.tensor([0.0, torch.nan])), {}, ValueError, r"u must be finite.*Signal\(t\[keep\], u\[keep\]\)"),
         (([0.0, 1.0], ZEROS), {}, TypeError, r"t must be a tensor, got list. Fix: torch.tensor\(x"),

@@ -62,10 +62,6 @@ def test_what_is_public_and_every_argument_with_its_default_is_documented(public
             assert shown in described.replace("``", "").partition("Default: ")[2], (name, described)
 
 
-def test_the_front_is_short():
-    assert len(hbnode.__all__) <= 30
-
-
 def test_a_heavy_ball_block_has_every_argument_of_its_block_and_of_its_fields():
     of_block, own = _parameters(hbnode.ODEBlock), _parameters(hbnode.HeavyBallODEBlock)
     assert set(of_block) - set(own) == {"field"}
@@ -77,12 +73,6 @@ def test_a_heavy_ball_block_has_every_argument_of_its_block_and_of_its_fields():
     for name in set(of_block) & set(of_odeint) - {"field"}:
         assert of_block[name].default == of_odeint[name].default, name
         assert of_block[name].annotation == of_odeint[name].annotation, name
-
-
-@pytest.mark.parametrize("name", ["tolerance", "solver", "dampening"])
-def test_a_misspelt_argument_names_the_class_that_was_called(name):
-    with pytest.raises(TypeError, match=rf"HeavyBallODEBlock.*unexpected keyword argument '{name}'"):
-        hbnode.HeavyBallODEBlock(nn.Identity(), **{name: 1e-3})
 
 
 def test_the_literals_are_the_registries():
@@ -98,8 +88,6 @@ def test_the_literals_are_the_registries():
         ({"method": "nystrom_8"}, "method='nystrom8'"),
         ({"method": "rk45"}, "method='dopri5'"),
         ({"gradient": "backprop"}, "gradient='direct'"),
-        ({"gradient": "checkpointing"}, "gradient='checkpoint'"),
-        ({"gradient": "adjoints"}, "gradient='adjoint'"),
         ({"gradient": "aca"}, "gradient='checkpoint'"),
         ({"gradient": "adjoint_method", "method": "dopri5"}, "gradient='adjoint'"),
         ({"gradient": "checkpoint", "method": "dopri5"}, "gradient='direct'"),
@@ -120,58 +108,26 @@ def test_an_unknown_name_suggests_the_nearest(given, fix):
             solve()
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        *(hbnode.NODE, hbnode.ANODE, hbnode.SONODE, hbnode.HBNODE, hbnode.GHBNODE),
-        *(hbnode.NesterovNODE, hbnode.AdamNODE, hbnode.PortHamiltonian),
-    ],
-)
-def test_a_misspelt_argument_names_the_field(kind):
-    with pytest.raises(TypeError, match=rf"^{kind.__name__}.__init__\(\) got an unexpected keyword argument 'gamma'"):
-        kind(torch.nn.Identity(), gamma=1)
-
-
-def test_names_of_fields_suggest_the_nearest():
-    with pytest.raises(ValueError, match="Fix: 'anode'"):
-        hbnode.ODERNN(1, 2, field="anod")
-    with pytest.raises(ValueError, match="Fix: 'node'"):
-        hbnode.ODERNN(1, 2, field="NODE")
-
-
-def test_a_forecast_for_one_number_is_refused():
-    rnn = hbnode.ODERNN(1, 2)
-    _, state = rnn(torch.zeros(1, 1, 1), torch.zeros(1, 1))
-    with pytest.raises(ValueError, match=r"dt must be \(K,\).*Fix: \[0.5, 1.0\]"):
-        rnn.forecast(state, 1.0)
-
-
 X = torch.ones(3, 2)
 NORMAL = torch.distributions.Independent(torch.distributions.Normal(torch.zeros(2), torch.ones(2)), 1)
+SERIES = torch.ones(3, 4, 2), [0.0, 0.1, 0.3, 1.0]
 SOLVERS = {  # what each module solves with these arguments, which are also its attributes
-    "ODEBlock": (lambda **s: hbnode.ODEBlock(hbnode.NODE(nn.Linear(2, 2)), **s), lambda block: block(torch.ones(3, 2))),
+    "ODEBlock": (lambda **s: hbnode.ODEBlock(hbnode.NODE(nn.Linear(2, 2)), **s), lambda block: block(X)),
     "HeavyBallODEBlock": (
         lambda **s: hbnode.HeavyBallODEBlock(nn.Linear(2, 2), **s),
-        lambda block: block(torch.ones(3, 2), [0.0, 1.0, 3.0]),
+        lambda block: block(X, [0.0, 1.0, 3.0]),
     ),
-    "ODERNN": (lambda **s: hbnode.ODERNN(2, 3, **s), lambda rnn: rnn(torch.ones(3, 4, 2), [0.0, 0.1, 0.3, 1.0])[0]),
-    "LatentODE": (
-        lambda **s: hbnode.nn.LatentODE(2, 2, 3, **s),
-        lambda model: model.elbo(torch.ones(3, 4, 2), [0.0, 0.1, 0.3, 1.0]).value,
-    ),
-    "LatentSDE": (
-        lambda **s: hbnode.nn.LatentSDE(2, 2, 3, **s),
-        lambda model: model.elbo(torch.ones(3, 4, 2), [0.0, 0.1, 0.3, 1.0]).value,
-    ),
+    "ODERNN": (lambda **s: hbnode.ODERNN(2, 3, **s), lambda rnn: rnn(*SERIES)[0]),
+    "LatentODE": (lambda **s: hbnode.nn.LatentODE(2, 2, 3, **s), lambda model: model.elbo(*SERIES).value),
+    "LatentSDE": (lambda **s: hbnode.nn.LatentSDE(2, 2, 3, **s), lambda model: model.elbo(*SERIES).value),
     "HeavyBallFlow": (
         lambda **s: hbnode.distributions.HeavyBallFlow(hbnode.nn.MLP(2, [3], 2), 2, **s),
-        lambda flow: flow(torch.ones(3, 2)),
+        lambda flow: flow(X),
     ),
     "HeavyBallAnnealing": (
         lambda **s: hbnode.distributions.HeavyBallAnnealing(NORMAL.log_prob, NORMAL, **{"steps": 2} | s),
         lambda sampler: sampler.log_z(3).estimate,
     ),
-    "MomentumRNN": (lambda **s: hbnode.nn.MomentumRNN(2, 3, **s), lambda rnn: rnn(torch.ones(3, 4, 2))[0]),
 }
 CHANGES = {
     "method": ["tsit5", "dopri5", "blanes_moan4"], "rtol": [1e-6], "atol": [1e-6], "steps": [3], "max_steps": [1],
@@ -215,45 +171,34 @@ def test_a_solver_setting_that_is_set_later_is_used_or_refused(name, monkeypatch
 @pytest.mark.parametrize(
     ("call", "kind", "message"),
     [
-        (lambda: hbnode.HeavyBallODEBlock(nn.Identity(), tol=1e-3), TypeError, "Fix: rtol=1e-3, atol=1e-3"),
-        (lambda: hbnode.odeint(lambda t, y: -y, X, [0.0, 1.0], tol=1e-3), TypeError, "Fix: rtol=1e-3, atol=1e-3"),
+        (
+            lambda: hbnode.HeavyBallODEBlock(nn.Identity(), tol=1e-3),
+            TypeError,
+            "HeavyBallODEBlock.*Fix: rtol=1e-3, atol",
+        ),
         (lambda: hbnode.odeint(lambda t, y: -y, X, [0.0, 1.0], adjoint_params=()), TypeError, "Fix: leave it out"),
         (lambda: hbnode.odeint(lambda t, y: -y, X, [0.0, 1.0], event_fn=max), TypeError, "Fix: events=hbnode.Event"),
         (lambda: hbnode.ODEBlock(hbnode.NODE(nn.Identity()), dt0=0.1), TypeError, "Fix: options={'first_step': 0.1}"),
         (lambda: hbnode.ODEBlock(hbnode.NODE(nn.Identity()), solver="rk4"), TypeError, "Fix: method='tsit5'"),
         (lambda: hbnode.NODE(nn.Identity(), gamma=1.0), TypeError, "Fix: leave it out; elsewhere it is damping=0.1"),
         (lambda: hbnode.HBNODE(nn.Identity(), dampings=0.1), TypeError, "Fix: damping= for dampings="),
-        (lambda: hbnode.nn.MomentumGRU(2, 3, batch_frist=True), TypeError, "Fix: batch_first= for batch_frist="),
-        (lambda: hbnode.nn.OscillatorCell(2, 3, damping=1.0), TypeError, "Fix: one of input_size, hidden_size"),
         (lambda: hbnode.ODERNN(1, 2, batch_first=True), TypeError, r"Fix: leave it out, x is \(batch, T, features\)"),
-        (lambda: hbnode.nn.LatentODE(1, 2, batch_first=True), TypeError, "Fix: leave it out"),
+        (lambda: hbnode.ODERNN(1, 2, field="anod"), ValueError, "Fix: 'anode'"),
         (lambda: hbnode.nn.MomentumLSTM(1, 2, proj_size=1), TypeError, "Fix: a torch.nn.Linear after"),
         (lambda: hbnode.odeint_adjoint, AttributeError, r"Fix: hbnode.odeint\(.*gradient='adjoint'\)"),
         (lambda: hbnode.MomentumLSTM, AttributeError, "Fix: hbnode.nn.MomentumLSTM"),
-        (lambda: hbnode.HBNode, AttributeError, "Fix: hbnode.HBNODE"),
         (lambda: hbnode.odeint(hbnode.HeavyBallODEBlock(nn.Identity()), X, [0.0, 1.0]), TypeError, "Fix: block.field"),
         (lambda: hbnode.odeint(nn.Linear(2, 2), X, [0.0, 1.0]), TypeError, r"Linear takes \(input\). Fix: hbnode.NODE"),
         (lambda: hbnode.odeint(lambda h: -h, X, [0.0, 1.0]), TypeError, r"takes \(h\). Fix: hbnode.NODE\(f\)"),
         (lambda: hbnode.odeint(hbnode.NODE, X, [0.0, 1.0]), TypeError, r"the class NODE. Fix: NODE\(net\)"),
         (lambda: hbnode.HeavyBallODEBlock(nn.Tanh), TypeError, r"the class Tanh. Fix: Tanh\(\)"),
-        (lambda: hbnode.SONODE(nn.Bilinear), TypeError, r"the class Bilinear. Fix: Bilinear\(\)"),
-        (lambda: hbnode.GHBNODE(nn.Identity(), activation=nn.Tanh), TypeError, r"the class Tanh. Fix: Tanh\(\)"),
         (lambda: hbnode.ODEBlock(hbnode.NODE), TypeError, r"Fix: ODEBlock\(hbnode.NODE\(net\)\)"),
-        (
-            lambda: hbnode.HeavyBallODEBlock(hbnode.NODE(nn.Identity())),
-            TypeError,
-            r"NODE. Fix: HBNODE\(field",
-        ),
+        (lambda: hbnode.HeavyBallODEBlock(hbnode.NODE(nn.Identity())), TypeError, r"NODE. Fix: HBNODE\(field"),
         (lambda: hbnode.ODERNN(1, 2, cell=nn.LSTMCell), TypeError, "cell must map .* got LSTMCell. Fix: cell='gru'"),
         (lambda: hbnode.ODERNN(1, 2, cell=nn.GRUCell(1, 2)), ValueError, r"Fix: cell=torch.nn.GRUCell\(1, 4\)"),
         (lambda: hbnode.HeavyBallODEBlock(nn.Linear(3, 3))(X), ValueError, r"h of shape \(3, 2\).*Fix: a first and a"),
         (lambda: hbnode.ODERNN(2, 3)(torch.ones(4, 3, 2), [0, 1, 2, 3]), ValueError, r"Fix: x.transpose\(0, 1\)"),
         (lambda: hbnode.nn.HeavyBallMemory(64, 5), ValueError, "Fix: num_heads=4, or embed_dim=65"),
-        (
-            lambda: hbnode.nn.MomentumGRU(2, 3, rule=hbnode.nn.rules.Rule())(torch.ones(1, 1, 2)),
-            NotImplementedError,
-            "Fix",
-        ),
     ],
 )
 def test_a_natural_mistake_is_told_what_to_write(call, kind, message):
@@ -264,10 +209,3 @@ def test_a_natural_mistake_is_told_what_to_write(call, kind, message):
 def test_an_error_of_the_field_itself_stays():
     with pytest.raises(TypeError, match=r"^unsupported operand"):
         hbnode.odeint(lambda t, y: y + "a", X, [0.0, 1.0])
-    with pytest.raises(TypeError, match=r"^broken$"):
-        hbnode.HeavyBallODEBlock(Broken())(X)
-
-
-class Broken(nn.Module):
-    def forward(self, h):
-        raise TypeError("broken")

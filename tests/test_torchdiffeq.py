@@ -20,10 +20,9 @@ T = torch.linspace(0.0, 1.0, 4, dtype=torch.float64)
 
 
 class Spiral(nn.Module):
-    def __init__(self, dtype=torch.float64):
+    def __init__(self):
         super().__init__()
-        self.net = nn.Linear(2, 2, dtype=dtype)
-        self.calls = 0
+        self.net, self.calls = nn.Linear(2, 2).double(), 0
 
     def forward(self, t, y):
         self.calls += 1
@@ -67,20 +66,16 @@ def test_values_gradients_and_counts_are_torchdiffeqs(name, method):
 
 
 def test_steps_are_counted_as_hbnode_counts_them():
-    func, y0, t = Spiral(), float64(1.0, 2.0), T.flip(0) * 9  # backwards in time
-    counts, records = [], []
+    func, y0, t, found = Spiral(), float64(1.0, 2.0), T.flip(0) * 9, []  # backwards in time
     for solve in (
         lambda: torchdiffeq.odeint_adjoint(func, y0, t, rtol=1e-6, atol=1e-6, adjoint_options={"norm": "seminorm"}),
         lambda: hbnode.odeint(func, y0, t, method="dopri5", rtol=1e-6, atol=1e-6, gradient="adjoint"),
     ):
         with hbnode.count_nfe(func) as nfe, hbnode.diagnostics.record_steps(func) as record:
             solve().sum().backward()
-        counts.append(nfe.as_dict())
-        records.append(record)
-    ours, theirs = counts
-    assert ours == theirs
-    assert ours["rejected"] > 0
-    assert records[0] == records[1]
+        found.append((nfe.as_dict(), record))
+    assert found[0] == found[1]
+    assert nfe.rejected > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.complex128])
@@ -118,24 +113,22 @@ def test_callbacks_and_warnings_are_torchdiffeqs(method, recwarn):
 
 
 @pytest.mark.parametrize("interface", ["odeint", "odeint_adjoint"])
-@pytest.mark.parametrize("reverse_time", [False, True])
-def test_the_time_of_an_event_has_the_gradient_of_the_closed_form(interface, reverse_time):
+@pytest.mark.parametrize("sign", [1.0, -1.0], ids=["forward", "reverse"])
+def test_the_time_of_an_event_has_the_gradient_of_the_closed_form(interface, sign):
     """A ball thrown up from h with speed v has landed at t = (v ± √(v² + 2gh)) / g."""
-    sign, g = -1.0 if reverse_time else 1.0, 10.0
-    func = nn.Linear(1, 1)  # any module
+    func, g = nn.Linear(1, 1), 10.0  # any module
     func.forward = lambda t, y: (y[1], torch.full_like(y[1], -g))
-    h, v, t0 = float64(2.0, requires_grad=True), float64(3.0, requires_grad=True), float64(0.5, requires_grad=True)
+    h, v, t0 = (float64(x, requires_grad=True) for x in (2.0, 3.0, 0.5))
     with hbnode.count_nfe(func) as nfe:
         land, (_, speed) = torchdiffeq.odeint_event(
-            func, (h, v), t0[0], event_fn=lambda t, y: y[0], reverse_time=reverse_time,
+            func, (h, v), t0[0], event_fn=lambda t, y: y[0], reverse_time=sign < 0,
             odeint_interface=getattr(torchdiffeq, interface), rtol=1e-10, atol=1e-10,
         )  # fmt: skip
         gradients = torch.autograd.grad(land, (h, v, t0))
-    root = math.sqrt(9.0 + 2 * g * 2.0)
-    assert land.item() == pytest.approx(0.5 + (3.0 + sign * root) / g, abs=1e-8)
-    assert speed[-1].item() == pytest.approx(-sign * root, abs=1e-7)
-    exact = [sign / root, (1 + sign * 3.0 / root) / g, 1.0]
-    assert [x.item() for x in gradients] == pytest.approx(exact, abs=1e-7)
+    root = (v**2 + 2 * g * h).sqrt()
+    exact = t0 + (v + sign * root) / g
+    torch.testing.assert_close([land, speed[-1]], [exact[0], -sign * root], rtol=0, atol=1e-7)
+    torch.testing.assert_close(gradients, torch.autograd.grad(exact, (h, v, t0)), rtol=0, atol=1e-7)
     assert nfe.backward == 1 or interface == "odeint_adjoint"  # the derivative at the event
 
 
@@ -165,36 +158,20 @@ def test_errors_are_torchdiffeqs():
             call(lambda t, y: -y, y0, T)
 
 
-def test_replicas_of_data_parallel_keep_their_parameters():
-    func = Spiral()
-    replica = func.net._replicate_for_data_parallel()
-    replica.weight, replica.bias = (p.detach().clone().requires_grad_() for p in func.net.parameters())
-    replica._is_replica, replica.forward = True, lambda t, y: nn.functional.linear(y, replica.weight, replica.bias)
-    torchdiffeq.odeint_adjoint(replica, float64(1.0, 2.0), T).sum().backward()
-    assert replica.weight.grad.abs().min() > 0
-
-
 @pytest.mark.parametrize("chosen", ["some", "a tensor beside", "twice", "no leaf", "none"])
 @pytest.mark.parametrize("given", [{"method": "rk4"}, {"adjoint_options": {"norm": "seminorm"}}], ids=str)
 def test_the_adjoint_asks_func_for_its_parameters(chosen, given):
-    scale = float64(0.5, requires_grad=True)
-
-    class Own(Spiral):
-        def parameters(self, recurse=True):
-            weight, bias = super().parameters(recurse)
-            yield from {"some": (bias,), "twice": (weight, weight), "none": ()}.get(chosen, (weight, bias))
-            yield from {"a tensor beside": (scale,), "no leaf": (self.doubled,)}.get(chosen, ())
-
-        def forward(self, t, y):
-            return super().forward(t, y) + (self.doubled if chosen == "no leaf" else scale) * y
-
-    func = Own()
-    func.doubled = 2 * scale
+    scale, func = float64(0.5, requires_grad=True), Spiral()
+    weight, bias = func.net.parameters()
+    beside = {"a tensor beside": scale, "no leaf": 2 * scale}.get(chosen)
+    own = {"some": [bias], "twice": [weight, weight], "none": []}.get(chosen, [weight, bias])
+    forward = func.forward
+    func.parameters = lambda recurse=True: iter(own if beside is None else [*own, beside])
+    func.forward = lambda t, y: forward(t, y) + (scale if beside is None else beside) * y
     results = []
     for module in (original, torchdiffeq):
-        y = module.odeint_adjoint(func, float64(1.0, 2.0, requires_grad=True), T, **given)
-        leaves = (func.net.weight, func.net.bias, scale)
-        results.append(torch.autograd.grad(y.square().sum(), leaves, retain_graph=True, allow_unused=True))
+        y = module.odeint_adjoint(func, float64(1.0, 2.0, requires_grad=True), T, **given).square().sum()
+        results.append(torch.autograd.grad(y, (weight, bias, scale), retain_graph=True, allow_unused=True))
     for ours, theirs in zip(*results, strict=True):
         assert (ours is None) == (theirs is None)
         assert ours is None or torch.equal(ours, theirs)
@@ -237,22 +214,20 @@ def test_native_methods_are_hbnodes(name, method):
             h, m = solve()
             results.append((h, m, *torch.autograd.grad(h[-1].sum(), (state[1], t, *field.dynamics_parameters()))))
         counts.append(nfe)
-    for ours, theirs in zip(*results, strict=True):
-        assert torch.equal(ours, theirs)
+    assert all(map(torch.equal, *results))
     assert counts[0] == counts[1]
     assert counts[0].steps == 12
     if method in ("tsit5", "nystrom8"):
         h, _ = getattr(torchdiffeq, name)(field, state, T, method=method, options={"max_num_steps": 100})
-        exact = original.odeint(field, state, T, rtol=1e-11, atol=1e-11)[0]
-        torch.testing.assert_close(h, exact, rtol=1e-7, atol=1e-7)
+        torch.testing.assert_close(h, original.odeint(field, state, T, rtol=1e-11)[0], rtol=1e-7, atol=1e-7)
 
 
 def test_native_methods_take_times_and_options_as_torchdiffeq_does():
     """A list of times, and tensors for numbers."""
-    y0, options = float64(1.0, 2.0), {"step_size": torch.tensor(0.2)}
-    ours = torchdiffeq.odeint(lambda t, y: -y, y0, [0.0, 0.5, 1.0], method="rodas5p", options=options)
-    assert torch.equal(ours, hbnode.odeint(lambda t, y: -y, y0, [0.0, 0.5, 1.0], method="rodas5p", steps=3))
-    ours = torchdiffeq.odeint(lambda t, y: -y, y0, T, method="rodas5p", options={"first_step": torch.tensor(0.1)})
+    field, y0, t = lambda t, y: -y, float64(1.0, 2.0), [0.0, 0.5, 1.0]
+    ours = torchdiffeq.odeint(field, y0, t, method="rodas5p", options={"step_size": torch.tensor(0.2)})
+    assert torch.equal(ours, hbnode.odeint(field, y0, t, method="rodas5p", steps=3))
+    ours = torchdiffeq.odeint(field, y0, T, method="rodas5p", options={"first_step": torch.tensor(0.1)})
     torch.testing.assert_close(ours, y0 * torch.exp(-T)[:, None], rtol=1e-6, atol=0)
 
 
@@ -270,20 +245,18 @@ def test_native_methods_take_times_and_options_as_torchdiffeq_does():
 )
 def test_native_methods_take_what_their_adjoint_does_anyway(given):
     """h'' = -ω² h from h = 1 at rest: h = cos ωt, dh/dω = -t sin ωt."""
-    omega, one = float64(2.0, requires_grad=True), torch.ones(1, 1, dtype=torch.float64)
+    omega, one = float64(2.0, requires_grad=True), float64(1.0)[None]
     func = hbnode.HBNODE(lambda h: -(omega**2) * h, damping=0.0, learn_damping=False)
-    t = float64(0.0, 1.0)
-    h, _ = torchdiffeq.odeint_adjoint(func, (one, 0 * one), t, method="nystrom8", rtol=1e-10, atol=1e-10, **given)
-    assert h[-1].item() == pytest.approx(math.cos(2.0), abs=1e-8)
-    assert torch.autograd.grad(h[-1].sum(), omega)[0].item() == pytest.approx(-math.sin(2.0), abs=1e-7)
+    tight = {"method": "nystrom8", "rtol": 1e-10, "atol": 1e-10}
+    h, _ = torchdiffeq.odeint_adjoint(func, (one, 0 * one), float64(0.0, 1.0), **tight, **given)
+    found = h[-1].item(), torch.autograd.grad(h[-1].sum(), omega)[0].item()
+    assert found == pytest.approx((math.cos(2.0), -math.sin(2.0)), abs=1e-7)
 
 
-OF_HEAD = """dopri8 dopri5 tsit5 bosh3 fehlberg2 adaptive_heun euler midpoint heun2 heun3 rk4 explicit_adams
-    implicit_adams implicit_euler implicit_midpoint trapezoid radauIIA3 gl4 radauIIA5 gl6 sdirk2 trbdf2 fixed_adams
-    scipy_solver"""
+OF_HEAD = ["tsit5", "heun2", "implicit_euler", "implicit_midpoint", "trapezoid", "radauIIA3", "gl4", "sdirk2", "trbdf2"]
 
 
-@pytest.mark.parametrize("method", [name for name in OF_HEAD.split() if name not in SOLVERS])
+@pytest.mark.parametrize("method", [name for name in OF_HEAD if name not in SOLVERS])
 @pytest.mark.parametrize("name", ["odeint", "odeint_adjoint"])
 def test_a_later_torchdiffeqs_methods_are_torchdiffeqs(monkeypatch, name, method):
     """The stand-in for a method of torchdiffeq's main branch is Euler's: y' = -y in one step of 1 gives 0."""
@@ -301,23 +274,19 @@ def test_a_later_torchdiffeqs_methods_are_torchdiffeqs(monkeypatch, name, method
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"method": "nystrom8", "rtol": torch.ones(2)}, r"rtol must be one number .* Fix: rtol=1e-7"),
+        ({"rtol": torch.ones(2)}, r"rtol must be one number .* Fix: rtol=1e-7"),
         ({"method": "leapfrog"}, "Fix: options={'step_size': 0.1}"),
-        (
-            {"method": "nystrom8", "options": {"grid_constructor": lambda f, y0, t: t}},
-            "Fix: options={'step_size': 0.1}",
-        ),
-        ({"method": "nystrom8", "event_fn": lambda t, y: y}, "Fix: method='dopri5'"),
+        ({"options": {"grid_constructor": lambda f, y0, t: t}}, "Fix: options={'step_size': 0.1}"),
+        ({"event_fn": lambda t, y: y}, "Fix: method='dopri5'"),
         ({"method": "tsit6"}, "Fix: method='tsit5'"),
-        ({"method": "nystrom8", "adjoint_rtol": 1e-3}, "adjoint_rtol cannot.*Fix: leave them out"),
-        ({"method": "nystrom8", "adjoint_method": "dopri5"}, "adjoint_method cannot.*Fix: leave them out"),
-        ({"method": "nystrom8", "adjoint_options": {"norm": torch.norm}}, "norm cannot.*Fix: leave them out"),
+        ({"adjoint_rtol": 1e-3}, "adjoint_rtol cannot.*Fix: leave them out"),
+        ({"adjoint_method": "dopri5"}, "adjoint_method cannot.*Fix: leave them out"),
+        ({"adjoint_options": {"norm": torch.norm}}, "norm cannot.*Fix: leave them out"),
         ({"method": "rodas5p", "adjoint_rtol": 1e-3}, r"no adjoint.*Fix: odeint\(func, y0, t, method='rodas5p'\)"),
-        ({"method": "rodas5p", "options": {"step_size": 0.0}}, "step_size must be a positive number, got 0.0"),
     ],
     ids=lambda given: "-".join(given) if isinstance(given, dict) else "",
 )
 def test_what_native_methods_do_not_take_is_named(given, message):
     solve = torchdiffeq.odeint_adjoint if "adjoint" in str(given) else torchdiffeq.odeint
     with pytest.raises(ValueError, match=message):
-        solve(Spiral(), float64(1.0, 2.0), T, **given)
+        solve(Spiral(), float64(1.0, 2.0), T, **{"method": "nystrom8"} | given)

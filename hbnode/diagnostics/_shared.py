@@ -62,10 +62,8 @@ def evaluation_mode(field: nn.Module | Callable) -> Iterator[None]:
 
 def check_block(block: nn.Module, caller: str) -> ODEBlock:
     if not isinstance(block, ODEBlock):
-        raise TypeError(
-            f"{caller} expected an ODEBlock, got {type(block).__name__}. "
-            "Fix: pass the block inside of the model, or ODEBlock(field) for a field."
-        )
+        fix = "pass the block inside of the model, or ODEBlock(field) for a field"
+        raise TypeError(f"{caller} expected an ODEBlock, got {type(block).__name__}. Fix: {fix}.")
     return block
 
 
@@ -97,9 +95,8 @@ def schedule(block: ODEBlock, t: Tensor | Sequence[float] | None, points: int = 
     if t is not None:
         times = torch.as_tensor(t, dtype=torch.float64).detach().cpu()
         if times.dim() != 1 or len(times) < 2:
-            raise ValueError(
-                f"t must hold two or more times (T,), got shape {tuple(times.shape)}. Fix: [0.0, 0.5, 1.0]."
-            )
+            shape = tuple(times.shape)
+            raise ValueError(f"t must hold two or more times (T,), got shape {shape}. Fix: [0.0, 0.5, 1.0].")
         return times, settings
     if settings.steps is not None:  # one step between each two of n + 1 outputs
         points = settings.steps + 1
@@ -124,9 +121,7 @@ def axes(ax: Axes | None) -> Axes:
     if ax is None:
         return plt.subplots(layout="constrained")[1]
     if not hasattr(ax, "get_xlim"):
-        raise TypeError(
-            f"ax must be matplotlib Axes, got {type(ax).__name__}. Fix: pass one of an array of axes, such as axes[0]."
-        )
+        raise TypeError(f"ax must be matplotlib Axes, got {type(ax).__name__}. Fix: one of them, such as axes[0].")
     return ax
 
 
@@ -145,18 +140,14 @@ def legend(ax: Axes, handles: Sequence[Line2D] | None = None) -> None:
     found = list(handles) if handles is not None else ax.get_legend_handles_labels()[0]
     right = twin_axes(ax)
     figure = ax.figure
-    if not found:
-        return
-    if figure.get_layout_engine() is None and right is None:
-        ax.legend(handles=found, fontsize="small")
-        return
-    if figure.get_layout_engine() is None:  # loc="best" ignores the curves of the twin axes
-        above: dict[str, Any] = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "ncols": 4}
-        ax.legend(handles=found, fontsize="small", frameon=False, columnspacing=1.0, **above)
-        return
-    gap = ScaledTranslation((5 if right is None else 55) / 72, 0.0, figure.dpi_scale_trans)  # room for tick labels
-    place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1, 1), "bbox_transform": ax.transAxes + gap}
-    ax.legend(handles=found, fontsize="small", borderaxespad=0.0, handlelength=1.5, frameon=False, **place)
+    place: dict[str, Any] = {}
+    if figure.get_layout_engine() is not None:
+        gap = ScaledTranslation((5 if right is None else 55) / 72, 0.0, figure.dpi_scale_trans)  # room for tick labels
+        place = {"loc": "upper left", "bbox_to_anchor": (1, 1), "bbox_transform": ax.transAxes + gap, "frameon": False}
+    elif right is not None:  # loc="best" ignores the curves of the twin axes
+        place = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "ncols": 4, "frameon": False}
+    if found:
+        ax.legend(handles=found, fontsize="small", **place)
 
 
 def ticks_of_short_axis(axis: Axis) -> None:

@@ -39,15 +39,15 @@ if TYPE_CHECKING:
 
 __all__ = ["phase_portrait", "spectrum", "steps", "tolerance_curve", "trajectories", "vector_field"]
 
-Array: TypeAlias = Any  # a tensor, a numpy array, or a list of numbers, tensors or arrays
+Values: TypeAlias = Any  # a tensor, a numpy array, or a list of numbers, tensors or arrays
 Index: TypeAlias = "int | slice | Sequence[int] | Sequence[bool] | Tensor | None"  # or a numpy array
 MOST_LABELS, MOST_LINES = 10, 1000
 
 
 def trajectories(
-    data: nn.Module | Array,
-    x: Array | None = None,
-    t: Array | None = None,
+    data: nn.Module | Values,
+    x: Values | None = None,
+    t: Values | None = None,
     *,
     features: Index = None,
     samples: Index = None,
@@ -92,10 +92,8 @@ def trajectories(
         t = x if t is None else t
         times = as_float64(range(len(h)) if t is None else t)
         if h.dim() == 0 or times.shape != h.shape[:1]:
-            raise ValueError(
-                f"expected a trajectory (T, batch, ...) and times (T,), got shapes {tuple(h.shape)} and "
-                f"{tuple(times.shape)}. Fix: trajectories(block(x, t), t), or trajectories(block, x)."
-            )
+            got = f"{tuple(h.shape)} and {tuple(times.shape)}. Fix: trajectories(block(x, t), t), or (block, x)"
+            raise ValueError(f"expected a trajectory (T, batch, ...) and times (T,), got shapes {got}.")
     h, numbered = _select(h, features, samples)
     ax = axes(ax)
     for i, feature in enumerate(numbered):
@@ -113,9 +111,9 @@ def trajectories(
 
 
 def phase_portrait(
-    data: nn.Module | Array,
-    x: Array | None = None,
-    t: Array | None = None,
+    data: nn.Module | Values,
+    x: Values | None = None,
+    t: Values | None = None,
     *,
     features: Index = None,
     samples: Index = None,
@@ -172,7 +170,7 @@ def vector_field(
     field: Callable[[Tensor, Any], State],
     t: float = 0.0,
     *,
-    at: Array | None = None,
+    at: Values | None = None,
     features: int | Sequence[int] = (0, 1),
     xlim: tuple[float, float] | None = None,
     ylim: tuple[float, float] | None = None,
@@ -225,10 +223,8 @@ def vector_field(
         raise ValueError(f"features must be two of h, got {features!r}. Fix: features=(0, 1).")
     i, j = (given[0], given[0]) if is_pair else (given[0], given[1])
     if max(i, j) >= base[0].numel():
-        raise ValueError(
-            f"the plane of features {(i, j)} needs a state of more than {base[0].numel()} features. "
-            "Fix: at=torch.zeros(d) for a field of d features, or features=(0, 1)."
-        )
+        fix = f"more than {base[0].numel()} features. Fix: at=torch.zeros(d) for d features, or features=(0, 1)"
+        raise ValueError(f"the plane of features {(i, j)} needs a state of {fix}.")
     rows = [part.reshape(-1).repeat(across.numel(), 1) for part in base]
     rows[0][:, i], rows[-1][:, j] = across.reshape(-1).to(base[0]), up.reshape(-1).to(base[0])
     state = tuple(row.reshape(-1, *part.shape) for row, part in zip(rows, base, strict=True))
@@ -236,11 +232,9 @@ def vector_field(
         with torch.no_grad(), evaluation_mode(field):
             value = field(torch.as_tensor(t).to(base[0]), state if is_pair else state[0])
     except (TypeError, RuntimeError) as error:
-        raise ValueError(
-            f"the field cannot be called (t, state) with {len(base)} tensor(s) of {base[0].numel()} feature(s): "
-            f"{error}. Fix: at=torch.zeros(d), a state of the field in its dtype; for a network, "
-            "vector_field(hbnode.NODE(net))."
-        ) from error
+        sizes = f"{len(base)} tensor(s) of {base[0].numel()} feature(s)"
+        fix = "at=torch.zeros(d), a state in its dtype; for a network, vector_field(hbnode.NODE(net))"
+        raise ValueError(f"the field cannot be called (t, state) with {sizes}: {error}. Fix: {fix}.") from error
     slopes = [as_float64(part).reshape(across.numel(), -1) for part in parts(value)]
     du, dv = slopes[0][:, i].reshape(across.shape), slopes[-1][:, j].reshape(across.shape)
     speed = torch.hypot(du, dv)
@@ -255,7 +249,7 @@ def vector_field(
 
 def steps(
     data: StepRecord | nn.Module,
-    x: Array | None = None,
+    x: Values | None = None,
     t: Tensor | Sequence[float] | None = None,
     *,
     ax: Axes | None = None,
@@ -330,16 +324,14 @@ def tolerance_curve(
     """
     curves = data if isinstance(data, Mapping) else {"": data}
     if not all(isinstance(curve, NFEToleranceCurve) for curve in curves.values()):
-        raise TypeError(
-            f"expected an NFEToleranceCurve or several by name, got {type(data).__name__}. "
-            "Fix: tolerance_curve({'a': curve, 'b': other}), with results of nfe_vs_tolerance."
-        )
+        fix = "tolerance_curve({'a': curve, 'b': other}), with results of nfe_vs_tolerance"
+        raise TypeError(f"expected an NFEToleranceCurve or several by name, got {type(data).__name__}. Fix: {fix}.")
     return draw_curves(curves, ax, **kwargs)
 
 
 def spectrum(
     data: spectra.Spectrum | nn.Module,
-    x: Array | None = None,
+    x: Values | None = None,
     t: float | None = None,
     *,
     ax: Axes | None = None,
@@ -370,7 +362,7 @@ def spectrum(
 
 
 def _planes(
-    path: tuple[Array, ...], features: Index, samples: Index, second: str
+    path: tuple[Values, ...], features: Index, samples: Index, second: str
 ) -> tuple[tuple[str, str], list[str | None], list[tuple[Tensor, Tensor]]]:
     """Return the data of a phase portrait.
 
@@ -382,19 +374,15 @@ def _planes(
     if len(path) == 1:
         count = as_float64(path[0]).shape[2:].numel()
         if features is None and count < 2:
-            raise ValueError(
-                f"a phase portrait of h without m, as for a first-order field, needs two features, got {count}. "
-                "Fix: trajectories(block, x), trajectories(h, t), or (h, m) for the plane of h and m."
-            )
+            fix = "trajectories(block, x), trajectories(h, t), or (h, m) for the plane of h and m"
+            raise ValueError(f"h without m, as of a first-order field, needs two features, got {count}. Fix: {fix}.")
         h, numbered = _select(as_float64(path[0]), (0, 1) if features is None else features, samples)
         if len(numbered) != 2:
             raise ValueError(f"features must be two of h, got {numbered}. Fix: features=(0, 1), or pass (h, m).")
         return (f"h_{{{numbered[0]}}}", f"h_{{{numbered[1]}}}"), [None], [(h[:, :, 0], h[:, :, 1])]
     shapes = [tuple(as_float64(part).shape) for part in path]
     if shapes[0] != shapes[1]:
-        raise ValueError(
-            f"h and {second} must have the same shape, got {shapes[0]} and {shapes[1]}. Fix: (h, {second})."
-        )
+        raise ValueError(f"h and {second} must have one shape, got {shapes[0]} and {shapes[1]}. Fix: (h, {second}).")
     (h, numbered), (m, _) = (_select(as_float64(part), features, samples) for part in path)
     names = ("h", second) if numbered == [0] else ("h_i", f"{second}_i")
     are_few = 1 < len(numbered) <= MOST_LABELS
@@ -412,7 +400,7 @@ def _velocity_letter(field: object) -> str:
     return "v" if isinstance(field, SONODE) else "m"
 
 
-def _base_state(field: Callable[[Tensor, Any], State], at: Array | None) -> tuple[Tensor, ...]:
+def _base_state(field: Callable[[Tensor, Any], State], at: Values | None) -> tuple[Tensor, ...]:
     """Return the state ``at`` of :func:`vector_field`, (h,) or (h, m), on the device of the field."""
     dtype, device = dtype_and_device(field)
     is_pair = isinstance(field, (HBNODE, GHBNODE, SONODE))
@@ -430,10 +418,8 @@ def _select(h: Tensor, features: Index, samples: Index) -> tuple[Tensor, list[in
     numbered = _indices(features, h.shape[2], "features")
     h = h[:, _indices(samples, h.shape[1], "samples")][:, :, numbered]
     if h.shape[1] * h.shape[2] > MOST_LINES:
-        raise ValueError(
-            f"{h.shape[1]} samples of {h.shape[2]} features are more than {MOST_LINES} lines. "
-            "Fix: features=slice(4), samples=slice(8), for instance."
-        )
+        fault = f"{h.shape[1]} samples of {h.shape[2]} features are more than {MOST_LINES} lines"
+        raise ValueError(f"{fault}. Fix: features=slice(4), samples=slice(8).")
     return h, numbered
 
 
@@ -445,14 +431,10 @@ def _indices(which: Index, count: int, name: str) -> list[int]:
     wanted = torch.as_tensor(which)
     if wanted.dtype == torch.bool:
         if wanted.shape != (count,):
-            raise IndexError(
-                f"{name} is a mask of shape {tuple(wanted.shape)}, but h has {count} {name}. "
-                f"Fix: a mask of shape ({count},), or indices."
-            )
+            shape = tuple(wanted.shape)
+            raise IndexError(f"{name} is a mask of shape {shape}, but h has {count} {name}. Fix: a mask ({count},).")
         return wanted.nonzero().flatten().tolist()
     try:
         return [everything[i] for i in wanted.reshape(-1).tolist()]
     except IndexError:
-        raise IndexError(
-            f"{name}={which!r} is out of range for the {count} {name} of h. Fix: 0 to {count - 1}."
-        ) from None
+        raise IndexError(f"{name}={which!r} is out of range for {count} {name}. Fix: 0 to {count - 1}.") from None

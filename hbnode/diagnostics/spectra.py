@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -42,9 +43,7 @@ class Spectrum(Result):
             ValueError: if the field has no damping, or one γ per feature, because such pairs then do not exist.
         """
         if self.damping is None:
-            raise ValueError(
-                "pairs needs an HBNODE or GHBNODE with one damping γ, got damping=None. Fix: use .eigenvalues."
-            )
+            raise ValueError("pairs needs an HBNODE or GHBNODE with one damping γ, got none. Fix: .eigenvalues.")
         return self.eigenvalues.unflatten(1, (-1, 2))
 
     def columns(self) -> dict[str, Sequence[Any]]:
@@ -134,26 +133,21 @@ def spectrum(block: nn.Module, x: Any, t: float | None = None) -> Spectrum:
     block = check_block(block, "spectrum")
     first, last = block.t_span
     if t is None:
-        nodes, weights = gauss_legendre(NODES)
-        inner = first + (last - first) * nodes
-        times, path = states(block, x, [first, *inner.tolist(), last])
+        nodes, weights = np.polynomial.legendre.leggauss(NODES) / np.array([[1], [2]])  # on (-1, 1), of a mean
+        times, path = states(block, x, [first, *(first + (last - first) * (nodes + 1) / 2), last])
         chosen = range(1, len(times) - 1)
     else:
-        weights = torch.ones(1, dtype=torch.float64)
+        weights = np.ones(1)
         times, path = states(block, x, [first, float(t) if t != first else last])
         chosen = range(1) if t == first else range(1, 2)
     if path[0].dim() < 3 or 0 in path[0].shape[2:]:
-        raise ValueError(
-            f"spectrum needs a state of shape (batch, d, ...), got {describe(path[0][0])}. "
-            "Fix: x.unsqueeze(0) for one sample, x.unsqueeze(1) for one feature."
-        )
+        got, fix = describe(path[0][0]), "x.unsqueeze(0) for one sample, x.unsqueeze(1) for one feature"
+        raise ValueError(f"spectrum needs a state of shape (batch, d, ...), got {got}. Fix: {fix}.")
     batch, n = path[0].shape[1], sum(part.shape[2:].numel() for part in path)
     largest = max(MOST_ENTRIES // n**2, 1)
     if batch > largest:
-        raise ValueError(
-            f"spectrum of {batch} samples needs {batch} Jacobians of {n} × {n} entries; expected at most "
-            f"{MOST_ENTRIES} entries in all. Fix: x[:{largest}]."
-        )
+        fault = f"{batch} samples need Jacobians of {n} × {n} entries, more than {MOST_ENTRIES} in all"
+        raise ValueError(f"{fault}. Fix: x[:{largest}].")
     matrix = torch.zeros(batch, n, n, dtype=torch.float64)
     with evaluation_mode(block):
         for i, weight in zip(chosen, weights.tolist(), strict=True):
@@ -163,14 +157,6 @@ def spectrum(block: nn.Module, x: Any, t: float | None = None) -> Spectrum:
     if isinstance(damping, Tensor):
         damping = float(damping.detach()) if damping.numel() == 1 else None
     return Spectrum(eigenvalues if damping is None else pair_eigenvalues(eigenvalues, damping), damping)
-
-
-def gauss_legendre(count: int) -> tuple[Tensor, Tensor]:
-    """Return Gauss-Legendre nodes and weights on (0, 1), from the Jacobi matrix (Golub and Welsch, 1969)."""
-    k = torch.arange(1, count, dtype=torch.float64)
-    beta = k / (4 * k * k - 1).sqrt()
-    nodes, vectors = torch.linalg.eigh(torch.diag(beta, 1) + torch.diag(beta, -1))
-    return (nodes + 1) / 2, vectors[0] ** 2
 
 
 def jacobian(field: nn.Module, t: Tensor, state: tuple[Tensor, ...]) -> Tensor:

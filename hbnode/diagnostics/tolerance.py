@@ -134,7 +134,7 @@ def nfe_vs_tolerance(
         >>> curve.reference.error < curve.error[-1]
         True
     """
-    if not isinstance(block, nn.Module) or not any(isinstance(module, ODEBlock) for module in block.modules()):
+    if not isinstance(block, nn.Module) or not _blocks(block):
         raise ValueError(f"{type(block).__name__} contains no ODEBlock. Fix: pass a block, or a model with a block.")
     tolerances = list(map(float, tolerances))
     if not tolerances:
@@ -142,20 +142,17 @@ def nfe_vs_tolerance(
     if reference_tolerance is None:
         reference_tolerance = max(min(tolerances) / 100, 1e-13)
     if not reference_tolerance < min(tolerances):
-        raise ValueError(
-            f"reference_tolerance={reference_tolerance:g} must be below all tolerances, got {min(tolerances):g}. "
-            f"Fix: reference_tolerance={min(tolerances) / 10:g}."
-        )
+        least, got = min(tolerances), f"reference_tolerance={reference_tolerance:g}"
+        raise ValueError(f"{got} must be below all tolerances, got {least:g}. Fix: reference_tolerance={least / 10:g}.")
     loss = (lambda output: output.pow(2).mean()) if loss is None else loss
     solved: list[_Solved] = []
-    references: list[tuple[Reference, _Solved]] = []
-    for tolerance in progress_bar([*tolerances, None], progress, "tolerances"):
-        if tolerance is not None:
-            solved.append(_solve(_with_tolerance(copy.deepcopy(block).eval(), tolerance), x, loss))
-            max_nfe = max(max_nfe, 4 * solved[-1].nfe.forward)
-        else:
-            references.append(_reference(block, x, loss, reference_tolerance, max(tolerances), max_nfe))
-    ((reference, exact),) = references
+    for tolerance in progress_bar(tolerances, progress, "tolerances"):
+        model = copy.deepcopy(block).eval()
+        for each in _blocks(model):
+            each.rtol = each.atol = tolerance
+        solved.append(_solve(model, x, loss))
+        max_nfe = max(max_nfe, 4 * solved[-1].nfe.forward)
+    reference, exact = _reference(block, x, loss, reference_tolerance, max(tolerances), max_nfe)
     errors, gradient_errors = map(list, zip(*(one.errors(exact) for one in solved), strict=True))
     forward, backward = [one.nfe.forward for one in solved], [one.nfe.backward for one in solved]
     return NFEToleranceCurve(tolerances, forward, backward, errors, gradient_errors, reference)
@@ -196,9 +193,8 @@ def _tightest(
     while len(found) < 2 and (tolerance <= loosest or not found):
         model = copy.deepcopy(block).eval()
         steps = 12 if found else 16  # so that the two solves differ where the tolerance does not limit their steps
-        for module in model.modules():
-            if isinstance(module, ODEBlock):
-                _tighten(module, tolerance, max_nfe, steps)
+        for each in _blocks(model):
+            _tighten(each, tolerance, max_nfe, steps)
         try:
             found.append((tolerance, _solve(model, x, loss)))
         except (MaxStepsError, StepSizeUnderflowError) as error:
@@ -235,11 +231,8 @@ def _tighten(block: ODEBlock, tolerance: float, max_nfe: int, steps: int) -> Non
     block.__dict__["_solve"] = limited
 
 
-def _with_tolerance(model: nn.Module, tolerance: float) -> nn.Module:
-    for module in model.modules():
-        if isinstance(module, ODEBlock):
-            module.rtol = module.atol = tolerance
-    return model
+def _blocks(model: nn.Module) -> list[ODEBlock]:
+    return [module for module in model.modules() if isinstance(module, ODEBlock)]
 
 
 def _solve(model: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor]) -> _Solved:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -160,8 +160,6 @@ class HeavyBallAnnealing(nn.Module):
         self.__dict__.update(log_prob=log_prob, prior=prior)
         log_step_size = _as_log(step_size, self.dim, "step_size", 0.1)
         log_damping = _as_log(damping, self.dim, "damping", 1.0)
-        if not log_step_size.isfinite().all():
-            raise ValueError("step_size must be finite. Fix: step_size=0.1.")
         self.log_step_size = nn.Parameter(log_step_size, requires_grad=learn_step_size)
         is_finite = bool(log_damping.isfinite().all())
         self.log_damping = nn.Parameter(log_damping, requires_grad=learn_damping and is_finite)
@@ -228,7 +226,10 @@ class HeavyBallAnnealing(nn.Module):
         is_differentiated = torch.is_grad_enabled()
         # the force is a gradient, which inference mode cannot compute
         device = self.log_step_size.device
-        with _local_seed(seed, device), torch.inference_mode(False), torch.set_grad_enabled(is_differentiated):
+        fork = torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=seed is not None)
+        with fork, torch.inference_mode(False), torch.set_grad_enabled(is_differentiated):
+            if seed is not None:
+                torch.manual_seed(as_seed(seed))
             draw = self.prior.rsample if is_differentiated and self.prior.has_rsample else self.prior.sample
             x = draw(torch.Size([n]))
             if x.device != device:
@@ -416,18 +417,6 @@ class HeavyBallAnnealing(nn.Module):
             number = f"{value.mean().item():.4g}" if not value.is_meta else "unknown"
             entries.append(f"{name}={number}" + (f" of shape {tuple(value.shape)}" if value.dim() else ""))
         return f"dim={self.dim}, steps={self.steps}, " + ", ".join(entries)
-
-
-@contextmanager
-def _local_seed(seed: int | None, device: torch.device) -> Iterator[None]:
-    """Seed torch's generators within the context, and restore their states afterwards. None changes nothing."""
-    if seed is None:
-        yield
-        return
-    number = as_seed(seed)
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(number)
-        yield
 
 
 def _event_size(prior: object) -> int:

@@ -24,13 +24,13 @@ from hbnode.data import (
     check_zone,
     column_of,
     has_zone,
+    is_missing,
     is_table,
     observed,
     on_clock,
 )
 from hbnode.estimators.networks import BATCH, SeriesNetwork
-from hbnode.features import checked
-from hbnode.nn import Standardize
+from hbnode.features import checked, moments
 from hbnode.training import stored_in, train, write_whole
 
 if TYPE_CHECKING:
@@ -100,10 +100,8 @@ class SeriesEstimator(BaseEstimator):
             self.clock_, self.has_zone_ = (series.unit, series.origin), zone
             self.n_features_in_ = _width(data, series)
         elif _width(data, series) != self.n_features_in_ and _width(data, series) != len(series.features):
-            raise ValueError(
-                f"X has {_width(data, series)} features, but {type(self).__name__} is expecting {self.n_features_in_} "
-                "features as input. Fix: arrays (n, channels, T) for series of another length."
-            )
+            wanted = f"{type(self).__name__} is expecting {self.n_features_in_} features as input"
+            raise ValueError(f"X has {_width(data, series)} features, but {wanted}. Fix: arrays (n, channels, T).")
         series = on_clock(series, self.clock_)
         if self.is_absolute_:
             check_zone(zone, self.has_zone_)
@@ -114,7 +112,7 @@ class SeriesEstimator(BaseEstimator):
 
         There is a column for each level of the training table. A missing or new level has 0 in all of them.
         """
-        wanted = [self.static] if isinstance(self.static, str) else list(() if self.static is None else self.static)
+        wanted = listed(self.static)
         if reset:
             self.levels_: dict[str, list[str]] = {}
         for name in (*self._keys, *wanted):
@@ -125,7 +123,7 @@ class SeriesEstimator(BaseEstimator):
             if name not in columns or (name not in self.levels_ if not reset else not _is_category(columns[name])):
                 names.append(name)
                 continue
-            entries = [None if _is_missing(entry) else _level_name(entry) for entry in list(columns.pop(name))]
+            entries = [None if is_missing(entry) else _level_name(entry) for entry in list(columns.pop(name))]
             if reset:
                 self.levels_[name] = sorted({entry for entry in entries if entry is not None})
             for level in self.levels_[name]:
@@ -158,6 +156,21 @@ class SeriesEstimator(BaseEstimator):
                 f"static={list(fixed)}, or name the columns of values=.",
                 stacklevel=level_of_user(),
             )
+
+    def _fit_scale(self, series: Series, constant: float) -> None:
+        """Keep the mean and the deviation of each channel and static feature; a constant has the deviation given."""
+        self.mean_, std = moments(series.x)
+        self.std_ = np.where(std > 0, std, constant)
+        if series.static is not None:
+            self.static_mean_, std = moments(series.static)
+            self.static_std_ = np.where(std > 0, std, constant)
+
+    def _scaled(self, series: Series) -> Series:
+        """Return the series with values and static features in deviations of the training data."""
+        x, static = (series.x.double() - torch.as_tensor(self.mean_)) / torch.as_tensor(self.std_), series.static
+        if static is not None:
+            static = (static.double() - torch.as_tensor(self.static_mean_)) / torch.as_tensor(self.static_std_)
+        return dataclasses.replace(series, x=x, static=static)
 
     # Networks
 
@@ -265,17 +278,15 @@ def targets_of(y: Any, series: Series, data: Any, name: str = "y") -> NDArray[An
         y = by_id(y, series.ids, name)
     targets: NDArray[Any] = np.asarray(y.detach().cpu() if isinstance(y, torch.Tensor) else y)
     if targets.ndim == 0 or len(targets) != len(series):
+        fix = f"{name}.loc[ids] with one entry for each id, for a table with several rows of one series"
         raise ValueError(
-            f"{name} must have one entry for each of {len(series)} series, got shape {targets.shape}. Fix: for a table "
-            f"with several rows of one series, {name}.loc[ids] with one entry for each id."
+            f"{name} must have one entry for each of {len(series)} series, got {targets.shape}. Fix: {fix}."
         )
     return targets
 
 
-def moments(x: torch.Tensor) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return the mean and the standard deviation of each feature; a constant has the deviation 1."""
-    scale = Standardize(x.shape[-1]).double().fit(x)
-    return scale.mean.numpy(), scale.std.numpy()
+def listed(names: str | Sequence[str] | None) -> list[str]:
+    return [names] if isinstance(names, str) else list(() if names is None else names)
 
 
 def _width(data: Any, series: Series) -> int:
@@ -289,10 +300,10 @@ def _tells(column: NDArray[Any], targets: NDArray[Any]) -> bool:
     In a code each value belongs to one target. If no value repeats, it must increase or decrease with the target. Up to
     five series have such a code by chance.
     """
-    values, aims = (np.unique(each[~np.isnan(column)], return_inverse=True)[1] for each in (column, targets))
+    values, codes = (np.unique(each[~np.isnan(column)], return_inverse=True)[1] for each in (column, targets))
     count = values.max() + 1
-    is_code = len({*zip(values.tolist(), aims.tolist(), strict=True)}) == count == aims.max() + 1 > 1
-    is_ordered = any(np.array_equal(each, aims) for each in (values, count - 1 - values))
+    is_code = len({*zip(values.tolist(), codes.tolist(), strict=True)}) == count == codes.max() + 1 > 1
+    is_ordered = any(np.array_equal(each, codes) for each in (values, count - 1 - values))
     is_long = len(values) > 5 and (is_ordered or count < len(values))
     return is_code and (is_long or np.array_equal(column, targets))
 
@@ -308,7 +319,3 @@ def _is_category(column: Any) -> bool:
         return True
     array = np.asarray(column)
     return array.dtype.kind in "OUS" and any(isinstance(entry, str) for entry in array.tolist())
-
-
-def _is_missing(entry: Any) -> bool:
-    return entry is None or str(entry) in ("<NA>", "NaT") or entry != entry

@@ -1,9 +1,10 @@
-"""Models of the later values of irregular series, the questions by which they are tested, and bands from errors."""
+"""Models of the later values of irregular series, backtests of them, and bands from errors."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,12 +30,12 @@ BLOCK = 1_000_000  # values of pasts that are in memory at once
 TREES: dict[str, Any] = {"max_iter": 100, "learning_rate": 0.05, "max_leaf_nodes": 15, "random_state": 0}
 WIDE = 8  # most channels for which all candidates are compared, with trees of two losses
 FOLDS, LEAST = 2, 1e-6  # parts of the pasts whose errors are those of trees that did not see them; the least error
-FEW = 10  # series below which the end of each series is held out, instead of whole series
+FEW_SERIES = 10  # series below which the end of each series is held out, instead of whole series
 MEMORY = 1000  # last samples from which oscillators and networks forecast
 ALPHAS = np.logspace(-2, 4, 13)  # of the linear model
 SCALES = (1.0, 4.0, 16.0)  # of moving averages, in median gaps
 ROUNDING = 1e-12  # of times, relative to the largest
-NEAR, KNOTS = 200, 20  # held-out errors from which a band is calibrated; leads at which it is
+NEAREST_ERRORS, KNOTS = 200, 20  # held-out errors from which a band is calibrated; leads at which it is
 
 
 @record
@@ -76,7 +77,7 @@ def foreseen(past: Series, dt: Tensor, age: Tensor | float = 0.0) -> Tensor:
 
 
 @dataclasses.dataclass
-class Questions:
+class Backtest:
     """Series cut at one sample each, without the last values of some channels, and the values observed later.
 
     The pasts of long series are not stored: ``past`` makes them, and :meth:`over` a block of them at a time.
@@ -112,7 +113,7 @@ class Questions:
         past = dataclasses.replace(past, x=torch.where(is_kept, past.x, torch.nan), mask=past.mask & is_kept)
         return past if self.units is None else self.units.scaled(past)
 
-    def select(self, rows: Tensor | slice) -> Questions:
+    def select(self, rows: Tensor | slice) -> Backtest:
         parts = {name: getattr(self, name)[rows] for name in ("row", "ends", "lost", "dt", "values", "sample")}
         return dataclasses.replace(self, **parts)
 
@@ -122,13 +123,13 @@ class Questions:
         blocks = [self.select(slice(k, k + size)) for k in range(0, len(self), size)]
         return tuple(torch.cat(each) for each in zip(*(function(b.past, b.dt) for b in blocks), strict=True))
 
-    def in_units(self, units: Units) -> Questions:
-        """Return the same questions with each past, and its later values, in units of the past's own."""
+    def in_units(self, units: Units) -> Backtest:
+        """Return the same backtest with each past, and its later values, in units of the past's own."""
         loc, scale = self.over(lambda past, dt: units(past))
         return dataclasses.replace(self, values=(self.values - loc) / scale, units=units)
 
 
-def questions(
+def draw_backtest(
     series: Series,
     random: np.random.RandomState,
     first: float,
@@ -136,7 +137,7 @@ def questions(
     ahead: int,
     horizon: float,
     rows: NDArray[Any] | None = None,
-) -> Questions:
+) -> Backtest:
     """Draw starts of forecasts after the share ``first`` of some series, with at most ``ahead`` later samples each.
 
     Later samples lie within the horizon, except the next one. Half of them are drawn uniformly, and half uniformly in
@@ -163,7 +164,7 @@ def questions(
     values = torch.where(is_real.unsqueeze(-1), series.x[row.unsqueeze(1), index], torch.nan)
     sample = torch.where(is_real, row.unsqueeze(1) * series.x.shape[1] + index, -1)
     lost = lost_ends(last + 1, series.x.shape[2], random)
-    return Questions(series, row, last + 1, lost, torch.where(is_real, dt, torch.nan), values, sample)
+    return Backtest(series, row, last + 1, lost, torch.where(is_real, dt, torch.nan), values, sample)
 
 
 def cut_at(series: Series, lengths: Tensor) -> Series:
@@ -271,8 +272,8 @@ class InUnits:
     def __init__(self, model: Any, units: Units) -> None:
         self.model, self.units = model, units
 
-    def fit(self, series: Series, asked: Questions, seed: int) -> Self:
-        self.model.fit(self.units.scaled(series), asked.in_units(self.units), seed)
+    def fit(self, series: Series, backtest: Backtest, seed: int) -> Self:
+        self.model.fit(self.units.scaled(series), backtest.in_units(self.units), seed)
         return self
 
     def forecast(self, past: Series, dt: Tensor) -> tuple[Tensor, Tensor]:
@@ -290,9 +291,9 @@ class LastValue:
     The deviation is 1.48 (mean √|e|)² of errors e, which is that of normal errors and depends little on outliers.
     """
 
-    def fit(self, series: Series, asked: Questions, seed: int) -> Self:
-        last, lead = asked.over(lambda past, dt: (last_values(past)[0], torch.from_numpy(leads(past, dt))))
-        root = (asked.values - last.unsqueeze(1)).abs().sqrt()
+    def fit(self, series: Series, backtest: Backtest, seed: int) -> Self:
+        last, lead = backtest.over(lambda past, dt: (last_values(past)[0], torch.from_numpy(leads(past, dt))))
+        root = (backtest.values - last.unsqueeze(1)).abs().sqrt()
         self.growth = []
         for each, error in zip(lead.unbind(2), root.unbind(2), strict=True):
             known = each.isfinite() & error.isfinite()
@@ -322,16 +323,16 @@ class Boosting:
     def __init__(self, zone: str | None = None) -> None:
         self.zone = zone
 
-    def fit(self, series: Series, asked: Questions, seed: int) -> Self:
+    def fit(self, series: Series, backtest: Backtest, seed: int) -> Self:
         gaps = series.t.diff()[torch.arange(1, series.t.shape[1]) < series.lengths.unsqueeze(1)]
         gaps = gaps[gaps > 0]
-        self.gap, self.is_panel = float(gaps.median()) if len(gaps) else 1.0, len(series) >= FEW
+        self.gap, self.is_panel = float(gaps.median()) if len(gaps) else 1.0, len(series) >= FEW_SERIES
         self.seasons = [[gap * each for each in found] for gap, found in zip(*gaps_and_seasons(series), strict=True)]
-        last, _, *inputs = asked.over(lambda past, dt: (*last_values(past), *self._inputs(past, dt)))
-        places = asked.row % FOLDS if self.is_panel else torch.arange(len(asked)) * FOLDS // len(asked)
+        last, _, *inputs = backtest.over(lambda past, dt: (*last_values(past), *self._inputs(past, dt)))
+        places = backtest.row % FOLDS if self.is_panel else torch.arange(len(backtest)) * FOLDS // len(backtest)
         self.trees, folds = [], places.numpy()  # halves of the series, which are in order, or of the time
         for channel, (each, lags) in enumerate(zip(inputs[::2], inputs[1::2], strict=True)):
-            change = (asked.values[..., channel] - last[:, channel : channel + 1]).numpy()
+            change = (backtest.values[..., channel] - last[:, channel : channel + 1]).numpy()
             known = np.isfinite(change)
             parts = lags.numpy()[known], each.numpy()[known], change[known], folds[np.nonzero(known)[0]]
             self.trees.append(self._trees(*parts, is_wide=last.shape[1] > WIDE))
@@ -426,7 +427,7 @@ def _both(lags: NDArray[Any], inputs: NDArray[Any], change: NDArray[Any], tree: 
 class Smoothing:
     """Noisy oscillators with exact bands, for each channel by itself (:class:`OscillatorSmoother`)."""
 
-    def fit(self, series: Series, asked: Questions, seed: int) -> Self:
+    def fit(self, series: Series, backtest: Backtest, seed: int) -> Self:
         self.models = []
         for channel in range(series.x.shape[2]):
             one = self._channel(series, channel)
@@ -471,7 +472,7 @@ class Calibration:
     def __call__(self, lead: NDArray[Any], level: float) -> NDArray[Any]:
         """Return the half width at each lead, from the nearest errors, or from more if their values are too few."""
         total, none, log_lead = len(self.error), bound(*self.values, level), np.log(self.lead + 1e-12)
-        size = min(total, max(NEAR, total // 5))
+        size = min(total, max(NEAREST_ERRORS, total // 5))
         while size:
             starts = np.unique(np.linspace(0, total - size, KNOTS).astype(int))
             found = [bound(self.error[k : k + size], self.sample[k : k + size], level) for k in starts]
@@ -480,6 +481,13 @@ class Calibration:
                 return np.where(np.isnan(lead), none, np.interp(np.log(lead + 1e-12), knots, found))
             size = min(total, 2 * size)
         return np.where(np.isnan(lead), none, math.inf)
+
+
+def check_level(level: Any) -> float:
+    """Return a level; raise ValueError if it is not in (1, 100)."""
+    if not isinstance(level, numbers.Real) or not 1 < float(level) < 100:  # .9 is no percentage
+        raise ValueError(f"level must be a number in (1, 100), in percent, got {level!r}. Fix: level=90.")
+    return float(level)
 
 
 def bound(error: NDArray[Any], sample: NDArray[Any], level: float) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import math
-import numbers
 import re
 import warnings
 from collections.abc import Sequence
@@ -22,29 +21,30 @@ from torch import Tensor
 from torch.distributions import Normal
 from typing_extensions import Self
 
-from hbnode._checks import as_count, nearest, warn_if_swapped
+from hbnode._checks import as_count, check_choice, warn_if_swapped
 from hbnode._times import kind_of
-from hbnode.data import Series, from_long, on_clock, zones_in
-from hbnode.estimators.base import SeriesEstimator, moments
+from hbnode.data import Series, from_long, is_table, on_clock, zones_in
+from hbnode.estimators.base import SeriesEstimator, listed
 from hbnode.estimators.forecast_models import (
-    FEW,
+    FEW_SERIES,
     MEMORY,
     ROUNDING,
     WIDE,
+    Backtest,
     Boosting,
     Calibration,
     InUnits,
     LastValue,
     Past,
-    Questions,
     Smoothing,
     Units,
+    check_level,
     cut_at,
+    draw_backtest,
     foreseen,
     last_samples,
     last_values,
     leads,
-    questions,
 )
 from hbnode.estimators.networks import ForecastNetwork, config_of, kept_random_state
 from hbnode.estimators.seasonal import Mixture, Seasonal, StatsForecast, mixture
@@ -56,7 +56,7 @@ Model = Literal["auto", "last", "features", "seasonal", "oscillators", "statsfor
 CHEAP = ("last", "features", "seasonal", "oscillators")
 NETWORKS = ("odernn", "gru")
 PLAIN = ("seasonal", "statsforecast")  # models that see all series in one unit
-CUTS, AHEAD, MANY = 10, 16, 500  # least starts of forecasts in a held-out series; later samples of each; all starts
+CUTS, AHEAD, MOST_STARTS = 10, 16, 500  # least starts in a held-out series; later samples of each; starts in all
 PAIRS = 20_000  # most pairs of a start and a later value from which boosting learns, for each channel
 PART = 256  # held-out starts of which networks forecast at once
 GROUPS, END, MOST = 3, 0.3, 0.6  # of whole series; share of the samples of each series that is held out, and the most
@@ -131,8 +131,8 @@ class SeriesForecaster(SeriesEstimator):
 
     Example:
         >>> import numpy as np, pandas as pd, hbnode.estimators
-        >>> hours = np.arange(0, 48, 1.5)
-        >>> table = pd.concat([pd.DataFrame({"id": i, "hour": hours, "y": np.sin(hours / 4 + i)}) for i in range(20)])
+        >>> hours = np.arange(0, 30, 1.5)
+        >>> table = pd.concat([pd.DataFrame({"id": i, "hour": hours, "y": np.sin(hours / 4 + i)}) for i in range(6)])
         >>> forecaster = hbnode.estimators.SeriesForecaster("features", id="id", time="hour", level=80, random_state=0)
         >>> forecaster.fit(table).predict(table, ahead=[1.5, 3.0]).columns.tolist()
         ['id', 'hour', 'column', 'mean', 'lower', 'upper']
@@ -181,61 +181,61 @@ class SeriesForecaster(SeriesEstimator):
         Raises:
             ValueError: if ``model`` is unknown, or no value was observed.
         """
-        if self.model not in get_args(Model):
-            near = nearest(str(self.model), get_args(Model)) or "auto"
-            raise ValueError(f"model must be one of {get_args(Model)}, got {self.model!r}. Fix: {near!r}.")
+        check_choice(self.model, "model", get_args(Model))
         self._levels()
         warn_if_swapped(X)
         random = check_random_state(self.random_state)
         series = self._to_series(X, reset=True)
-        zone = self._zone(X)
-        self.zone_ = _zone_name(zone)
+        self.zone_ = _zone_name(series.zone)
         self.is_known_ = series.mask.any(0).any(0).numpy()
         if not self.is_known_.any():
             raise ValueError("X must have an observed value, got missing ones only. Fix: another column in values=.")
         series = series.select(torch.from_numpy(_order(series)))
-        self.mean_, self.std_ = moments(series.x)
-        if series.static is not None:
-            self.static_mean_, self.static_std_ = moments(series.static)
-        ahead = (
-            math.inf if horizon is None else float(self._horizons(series, horizon, zone, isinstance(X, Series)).max())
-        )
+        self._fit_scale(series, 1.0)
+        self.mean_ = np.nan_to_num(self.mean_)
+        ahead = None if horizon is None else float(self._horizons(series, horizon, isinstance(X, Series)).max())
         series = self._scaled(series)
-        whole, is_wide = series.select(series.lengths > 1), series.x.shape[2] > WIDE
         self.units_ = Units(series.x.shape[2]).fit(series)
-        if len(whole) >= FEW:
-            groups = [np.sort(rows) for rows in np.array_split(random.permutation(len(whole)), GROUPS)]
-            trains = [whole.select(torch.from_numpy(np.setdiff1d(range(len(whole)), rows))) for rows in groups]
-            cuts = max(CUTS, MANY // len(whole))
-            tests = [questions(whole, random, START, cuts, AHEAD, ahead, rows) for rows in groups]
-        else:
-            span = float((series.t.amax(1) - series.t[:, 0]).median())
-            share = END if horizon is None or not span else min(max(END, 2 * ahead / span), MOST)
-            ahead = END / 2 * span if horizon is None else ahead
-            trains = [cut_at(series, ((1 - share) * series.lengths.double()).long().clamp(min=1))]
-            tests = [questions(series, random, 1 - share, MANY // len(series), AHEAD, ahead)]
-        is_held, test = bool((trains[0].lengths > 1).any()), tests[0]
-        trains[0] = trains[0] if is_held else series
-        names: Any = CHEAP[: (2 if is_wide else None) if is_held else 1] if self.model == "auto" else (self.model,)
-        if self.model == "auto" and is_held and not is_wide and StatsForecast.admits(series):
-            names = (*CHEAP, "statsforecast")
+        whole = series.select(series.lengths > 1)
+        splits, self.horizon_ = _splits(series, whole, ahead, random)
+        train, test = splits[0]
+        is_held = bool((train.lengths > 1).any())
+        names = self._names(series, is_held)
+        model, *forecast = self._chosen(names, train if is_held else series, test, random)
+        forecasts: list[Any] = [forecast]
+        is_network = self.model_ in NETWORKS
+        if not is_network:  # whose training ends by the held-out values
+            for train, other in splits[1 : None if len(whole) < MOST_STARTS else 1]:
+                forecasts.append(self._tested(model, train, self._drawn(train, random), other, random)[1:])
+        self._calibrate([test for _, test in splits], forecasts, is_held or self.model_ == "last")
+        if is_held and not is_network:
+            model = self._fitted(model, series, self._drawn(whole, random), test, random)
+        self.networks_ = model if is_network else []
+        self.fitted_: Any = None if is_network else model
+        return self
+
+    def _names(self, series: Series, is_held: bool) -> Sequence[str]:
+        """Return the models to compare; with no series held out there is nothing by which to compare them."""
+        if self.model != "auto" or not is_held:
+            return [CHEAP[0] if self.model == "auto" else self.model]
+        if series.x.shape[2] > WIDE:
+            return CHEAP[:2]
+        return (*CHEAP, "statsforecast") if StatsForecast.admits(series) else CHEAP
+
+    def _chosen(self, names: Sequence[str], train: Series, test: Backtest, random: np.random.RandomState) -> Any:
+        """Return the best model, or the mean of the best two, with its means and standard deviations for ``test``."""
+        backtest = self._drawn(train, random)
         scale = self.units_(test.series)[1][test.row]  # of each series, so that all weigh the same
         is_scored = (test.lost == 0).all(1) & test.values.isfinite().any(-1).any(-1)  # as forecasts are asked for
         is_scored |= ~is_scored.any()
 
-        asked = self._asked(trains[0], random, ahead)
-
-        def tested(model: Any, train: Series, asked: Questions, test: Questions) -> tuple[Any, Tensor, Tensor]:
-            model = self._fitted(model, train, asked, test, random)
-            return model, *test.over(lambda past, dt: self._forecast(model, past, dt))
-
         def score(found: tuple[Any, Tensor, Tensor]) -> float:
             return _score(*((each / scale)[is_scored] for each in (*found[1:], test.values)))
 
-        found = {
-            name: min((tested(model, trains[0], asked, test) for model in self._models(name, is_wide)), key=score)
-            for name in names
-        }
+        found = {}
+        for name in names:
+            models = self._models(name, train.x.shape[2] > WIDE)
+            found[name] = min((self._tested(each, train, backtest, test, random) for each in models), key=score)
         self.cv_loss_ = {name: score(each) for name, each in found.items()}
         best = sorted(found, key=self.cv_loss_.__getitem__)[:2]
         if len(best) > 1:
@@ -244,24 +244,19 @@ class SeriesForecaster(SeriesEstimator):
             found[pair] = Mixture(parts), *mixture(list(zip(*forecasts, strict=True)))
             self.cv_loss_[pair] = score(found[pair])
         self.model_ = min(self.cv_loss_, key=self.cv_loss_.__getitem__)
-        model, *forecast = found[self.model_]
-        results: list[Any] = [forecast]
-        is_network = self.model_ in NETWORKS
-        if not is_network:  # whose training ends by the held-out values
-            few = slice(1, None if len(whole) < MANY else 1)
-            for train, other in zip(trains[few], tests[few], strict=True):
-                results.append(tested(model, train, self._asked(train, random, ahead), other)[1:])
-        self._calibrate(tests, results, is_held or self.model_ == "last")
-        if is_held and not is_network:
-            model = self._fitted(model, series, self._asked(whole, random, ahead), test, random)
-        self.horizon_, self.networks_ = ahead, model if is_network else []
-        self.fitted_: Any = None if is_network else model
-        return self
+        return found[self.model_]
 
-    def _calibrate(self, tests: list[Questions], results: list[Any], is_held: bool) -> None:
+    def _tested(
+        self, model: Any, train: Series, backtest: Backtest, test: Backtest, random: np.random.RandomState
+    ) -> tuple[Any, Tensor, Tensor]:
+        """Return a fitted model with its means and standard deviations for ``test``."""
+        model = self._fitted(model, train, backtest, test, random)
+        return model, *test.over(lambda past, dt: self._forecast(model, past, dt))
+
+    def _calibrate(self, tests: list[Backtest], forecasts: list[Any], is_held: bool) -> None:
         """Calibrate bands by errors of held-out values; a model that was fitted to the values has none."""
         parts = []
-        for test, (mean, std) in zip(tests, results, strict=False):
+        for test, (mean, std) in zip(tests, forecasts, strict=False):
             _, age = test.over(lambda past, dt: last_values(past))
             error = ((test.values - mean) / std).abs() if is_held else torch.full_like(mean, math.nan)
             lead = test.dt.unsqueeze(-1) + age.unsqueeze(1)
@@ -306,27 +301,24 @@ class SeriesForecaster(SeriesEstimator):
         X = getattr(self, "history_", None) if X is None else X
         if X is None:
             raise ValueError("X must be given, because a file of save has no series. Fix: update(table) before.")
-        if future is not None and ahead is not None and not _list(self.future):
+        if future is not None and ahead is not None and not listed(self.future):
             raise ValueError("future must be named before fit, got None. Fix: SeriesForecaster(future=['holiday']).")
         later: Any = future if isinstance(future, Past) else None
         series: Any = self._to_series(X, reset=False, future=None if later is future else future)
-        zone = series.zone
         if ahead is None:
             later = later or series.known or self._rows(self._frame(X), future, series.ids)
             dt = _times_after(series, later)
         else:
-            dt = self._horizons(series, ahead, zone, type(X) is Series)
+            dt = self._horizons(series, ahead, type(X) is Series)
         self._check_known(series, dt)
         series = self._scaled(series)
         mean, std = self._forecast(self._model, series, dt)
         mean[..., ~self.is_known_] = math.nan
         times = series.t.amax(1, keepdim=True) + dt
-        of_time = _of_user(series, times, zone)
+        of_time = _of_user(series, times)
         id, time = self.id or "id", self.time or "time"
         if len({id, time, "column", "mean"}) < 4:
-            raise ValueError(
-                f"ids and times need names of their own in a forecast, got {id!r} and {time!r}. Fix: rename."
-            )
+            raise ValueError(f"ids and times need names of their own, got {id!r} and {time!r}. Fix: rename.")
         shape = mean.shape
         count = int(np.prod(shape[1:]))
         table = {
@@ -395,7 +387,7 @@ class SeriesForecaster(SeriesEstimator):
         def samples(k: int) -> Tensor:
             """Return the number of samples of each series up to k horizons before its end."""
             if k and hasattr(step, "rollforward"):
-                until = whole.times([[each - k * step] for each in _of_user(whole, end, whole.zone)])
+                until = whole.times([[each - k * step] for each in _of_user(whole, end)])
             else:
                 until = end - k * float(whole.durations(step)) if k else end
             return ((whole.t <= until + rounding) & (place < whole.lengths.unsqueeze(1))).sum(1)
@@ -409,7 +401,7 @@ class SeriesForecaster(SeriesEstimator):
             fitted = clone(self).fit(past, horizon=horizon) if refit or fitted is None else fitted
             past, later = past.select(is_asked[count > 0]), cut_at(whole, until.clamp(min=1)).select(is_asked)
             table, is_later = fitted.predict(past, future=later), _times_after(past, later).isfinite()
-            origin = _of_user(past, past.t.amax(1), past.zone)
+            origin = _of_user(past, past.t.amax(1))
             table.insert(1, "origin", origin.repeat(is_later.sum(1).numpy() * len(fitted.features_)))
             table.insert(4, "truth", later.x[is_later].reshape(-1).numpy())
             parts.append(table)
@@ -428,29 +420,17 @@ class SeriesForecaster(SeriesEstimator):
         """
         check_is_fitted(self)
         series = self._scaled(self._to_series(X, reset=False))
-        asked = questions(series, check_random_state(0), START, CUTS, AHEAD, self.horizon_)
-        mean, std = asked.over(lambda past, dt: self._forecast(self._model, past, dt))
-        return -_score(mean, std, asked.values)
+        backtest = draw_backtest(series, check_random_state(0), START, CUTS, AHEAD, self.horizon_)
+        mean, std = backtest.over(lambda past, dt: self._forecast(self._model, past, dt))
+        return -_score(mean, std, backtest.values)
 
     @property
     def _model(self) -> Any:
         return self.networks_ if self.model_ in NETWORKS else self.fitted_
 
     def _levels(self) -> list[float]:
-        levels = [self.level] if np.isscalar(self.level) or self.level is None else list(self.level)  # type: ignore[arg-type]
-        if not levels or not all(isinstance(x, numbers.Real) and 1 < x < 100 for x in levels):  # .9 is no percentage
-            raise ValueError(
-                f"level must be numbers in (1, 100), in percent, got {self.level!r}. Fix: level=90, or level=(50, 90)."
-            )
-        return sorted({float(x) for x in levels})  # type: ignore[arg-type]
-
-    def _scaled(self, series: Series) -> Series:
-        """Return the series with values and static features in deviations of the training data."""
-        x = (series.x.double() - torch.as_tensor(self.mean_)) / torch.as_tensor(self.std_)
-        static = series.static
-        if static is not None:
-            static = (static.double() - torch.as_tensor(self.static_mean_)) / torch.as_tensor(self.static_std_)
-        return dataclasses.replace(series, x=x, static=static)
+        levels: Any = self.level if np.iterable(self.level) and not isinstance(self.level, str) else [self.level]
+        return sorted({check_level(each) for each in levels or [None]})
 
     @property
     def _keys(self) -> tuple[str, str]:
@@ -464,8 +444,7 @@ class SeriesForecaster(SeriesEstimator):
         is_named = isinstance(data, pandas.Series)
         if is_named:
             data = data.to_frame("y" if data.name is None else data.name)
-        is_table = hasattr(data, "columns") or (isinstance(data, dict) and not hasattr(data, "toarray"))
-        if not is_table or hasattr(data, "collect") or hasattr(data, "column_names"):  # which as_series refuses
+        if not is_table(data) or hasattr(data, "collect") or hasattr(data, "column_names"):  # which as_series refuses
             return data
         if not isinstance(data, pandas.DataFrame):
             data = pandas.DataFrame({name: _entries(data[name]) for name in getattr(data, "columns", data)})
@@ -476,10 +455,11 @@ class SeriesForecaster(SeriesEstimator):
         if self.id is None and id not in data:
             repeated = data[time].duplicated() if time in data else np.zeros(1)
             if repeated.any():
-                raise ValueError(
-                    f"without id=, a table is one series, got {data[time][repeated].iloc[0]} twice. Fix: id='patient', "
-                    f"or table.groupby({time!r}, as_index=False).mean() for one series."
+                twice, fix = (
+                    data[time][repeated].iloc[0],
+                    f"table.groupby({time!r}, as_index=False).mean()",
                 )
+                raise ValueError(f"without id=, a table is one series, got {twice} twice. Fix: id='patient', or {fix}.")
             data = data.assign(**{id: 0})
         return data
 
@@ -487,27 +467,28 @@ class SeriesForecaster(SeriesEstimator):
         """Return the data up to the last observed value of each series, with the covariates that are known later."""
         if isinstance(data, Past):
             return super()._to_series(data, reset=reset)
-        data, names = self._frame(data), _list(self.future)
-        is_table = hasattr(data, "columns")
-        if names and not is_table:
+        data, names = self._frame(data), listed(self.future)
+        has_columns = hasattr(data, "columns")
+        if names and not has_columns:
             raise TypeError("future= needs a table with these columns. Fix: a DataFrame, id='patient', time='hour'.")
         if names and self.model not in ("auto", "features"):
             raise ValueError(f"model={self.model!r} does not read columns of future=. Fix: model='features'.")
         series = super()._to_series(data.drop(columns=names, errors="ignore") if names else data, reset=reset)
-        if is_table and reset:
+        if has_columns and reset:
             self._check_columns(series, np.empty((len(series), 0)))
         known = self._rows(data, future, series.ids) if names else None
-        zone = self._zone(data)
+        zones = zones_in(data, self._keys[1]) or {}
+        zone = zones.popitem()[1] if len(zones) == 1 else datetime.timezone.utc if zones else None
         past = _until_last_value(Past(**vars(series.detach()), known=known, zone=zone))
         if reset:
-            self.history_ = data.copy() if is_table else past
+            self.history_ = data.copy() if has_columns else past
         return past
 
     def _rows(self, table: Any, future: Any, ids: Sequence[Any]) -> Series:
         """Return the columns that are known later in all rows, in the order of ``ids``."""
         import pandas
 
-        (id, time), names = self._keys, _list(self.future)
+        (id, time), names = self._keys, listed(self.future)
         tables = [table] if future is None else [table, self._frame(future)]
         if not all(hasattr(each, "columns") for each in tables):
             raise TypeError("ahead=None needs tables. Fix: ahead=1.0.")
@@ -524,24 +505,18 @@ class SeriesForecaster(SeriesEstimator):
         return dataclasses.replace(found, x=x, mask=mask, features=names)
 
     def _check_known(self, series: Any, dt: Tensor) -> None:
-        names = _list(self.future)
+        names = listed(self.future)
         missing = (foreseen(series, dt)[..., : len(names)].isnan() & dt.isfinite().unsqueeze(-1)).nonzero()
         if len(missing):
             row, at, column = missing[0].tolist()
-            time = _of_user(series, series.t[row].amax() + dt[row, at], series.zone)[0]
-            raise ValueError(
-                f"column {names[column]!r} must be known at all times that are forecast, got none for series "
-                f"{series.ids[row]!r} at {time}. Fix: predict(X, ahead, future=table), with rows until then."
+            time = _of_user(series, series.t[row].amax() + dt[row, at])[0]
+            lost = (
+                f"for series {series.ids[row]!r} at {time}. Fix: predict(X, ahead, future=table), with rows until then"
             )
+            fault = f"column {names[column]!r} must be known at all times that are forecast, got none"
+            raise ValueError(f"{fault} {lost}.")
 
-    def _zone(self, data: Any) -> Any:
-        """Return the time zone of the times of a table or of pairs (t, x); UTC if there are several, None if none."""
-        if isinstance(data, Past):
-            return data.zone
-        zones = zones_in(self._frame(data), self._keys[1]) or {}
-        return zones.popitem()[1] if len(zones) == 1 else datetime.timezone.utc if zones else None
-
-    def _horizons(self, series: Series, ahead: Any, zone: Any, is_unit_known: bool) -> Tensor:
+    def _horizons(self, series: Any, ahead: Any, is_unit_known: bool) -> Tensor:
         """Return times after the last sample of each series, (batch, K)."""
         given = ahead if isinstance(ahead, (list, tuple, np.ndarray, Tensor)) or hasattr(ahead, "to_numpy") else [ahead]
         if not np.size(given):
@@ -550,28 +525,26 @@ class SeriesForecaster(SeriesEstimator):
         kind = kind_of(given)
         is_offset = isinstance(given, list) and any(hasattr(each, "rollforward") for each in given)
         if kind is None and series.unit is not None and not (is_offset or is_unit_known):
-            raise TypeError(
-                f"ahead must be durations, offsets or dates for times that are dates, got {ahead!r}. Fix: '1h'."
-            )
+            raise TypeError(f"ahead must be durations, offsets or dates, as the times are, got {ahead!r}. Fix: '1h'.")
         if is_offset:
             series._known(series.origin, f"{ahead!r}")
-            dt = series.times(_offsets_from(_of_user(series, last, zone), given)) - last
+            dt = series.times(_offsets_from(_of_user(series, last), given)) - last
         elif kind in ("dates", "text"):
             if series.origin is not None:
-                _check_zone(given, zone)
+                _check_zone(given, series.zone)
             dt = series.times(given).view(1, -1) - last
         else:
             dt = series.durations(given).double().view(1, -1).expand(len(series), -1)
         if not bool(((dt >= 0) & dt.square().isfinite()).all()):
-            raise ValueError(
-                "ahead must not lie before the last sample of a series, got a negative, infinite or huge time, or NaN. "
-                f"Fix: ahead={'1h' if series.unit else 1.0!r}."
-            )
+            fault = "got a negative, infinite or huge time, or NaN"
+            fix = "1h" if series.unit else 1.0
+            raise ValueError(f"ahead must not lie before the last sample of a series, {fault}. Fix: ahead={fix!r}.")
         return dt
 
-    def _asked(self, series: Series, random: np.random.RandomState, ahead: float) -> Questions:
+    def _drawn(self, series: Series, random: np.random.RandomState) -> Backtest:
+        """Return pasts and later values from which a model learns."""
         pairs = PAIRS * WIDE // max(WIDE, series.x.shape[2])
-        return questions(series, random, 0.0, max(3, pairs // 8 // len(series)), 8, ahead)
+        return draw_backtest(series, random, 0.0, max(3, pairs // 8 // len(series)), 8, self.horizon_)
 
     def _models(self, name: str, is_wide: bool) -> list[Any]:
         """Return models of a name that are to be fitted and compared, in own units of the series and in one."""
@@ -585,22 +558,22 @@ class SeriesForecaster(SeriesEstimator):
 
     @kept_random_state()
     def _fitted(
-        self, model: Any, train: Series, asked: Questions, held_out: Questions, random: np.random.RandomState
+        self, model: Any, train: Series, backtest: Backtest, held_out: Backtest, random: np.random.RandomState
     ) -> Any:
         """Fit a model, which changes it, or networks of a name."""
         seed = int(random.randint(2**31 - 1))
         if model not in NETWORKS:
-            return model.fit(train, asked, seed)
+            return model.fit(train, backtest, seed)
         name = model
-        asked, held_out = asked.in_units(self.units_), held_out.in_units(self.units_)
+        backtest, held_out = backtest.in_units(self.units_), held_out.in_units(self.units_)
         device, networks, parts = self.device or "cpu", [], torch.arange(len(held_out)).split(PART)
         config = config_of(self.units_.scaled(train), name, 1, self.hidden_size, self.dropout)
         for member in range(self.n_members):
             torch.manual_seed(seed + member)
             network = self._trained(
                 ForecastNetwork(**config),
-                lambda network, rows: _nll(network, asked, rows, device),
-                asked.ends,
+                lambda network, rows: _nll(network, backtest, rows, device),
+                backtest.ends,
                 lambda network: float(np.mean([float(_nll(network, held_out, part, device)) for part in parts])),
                 seed + member,
                 f"{name} {member + 1}/{self.n_members}",
@@ -658,6 +631,24 @@ def _order(series: Series) -> NDArray[Any]:
     return np.lexsort([each.numpy() for each in sums])
 
 
+def _splits(
+    series: Series, whole: Series, ahead: float | None, random: np.random.RandomState
+) -> tuple[list[tuple[Series, Backtest]], float]:
+    """Return training series with a backtest of what is held out, of several splits, and the farthest time ahead."""
+    if len(whole) >= FEW_SERIES:
+        ahead = math.inf if ahead is None else ahead
+        groups = [np.sort(rows) for rows in np.array_split(random.permutation(len(whole)), GROUPS)]
+        trains = [whole.select(torch.from_numpy(np.setdiff1d(range(len(whole)), rows))) for rows in groups]
+        cuts = max(CUTS, MOST_STARTS // len(whole))
+        tests = [draw_backtest(whole, random, START, cuts, AHEAD, ahead, rows) for rows in groups]
+        return list(zip(trains, tests, strict=True)), ahead
+    span = float((series.t.amax(1) - series.t[:, 0]).median())
+    share = END if ahead is None or not span else min(max(END, 2 * ahead / span), MOST)
+    ahead = END / 2 * span if ahead is None else ahead
+    train = cut_at(series, ((1 - share) * series.lengths.double()).long().clamp(min=1))
+    return [(train, draw_backtest(series, random, 1 - share, MOST_STARTS // len(series), AHEAD, ahead))], ahead
+
+
 def _offsets_from(ends: Any, offsets: list[Any]) -> list[list[Any]]:
     """Return the dates that are offsets, as those of pandas, or durations after ``ends``."""
     if not all(hasattr(each, "rollforward") or isinstance(each, datetime.timedelta) for each in offsets):
@@ -671,10 +662,9 @@ def _check_zone(dates: Any, zone: Any) -> None:
 
     first = np.asarray(dates, dtype=object).reshape(-1)[0]
     if (zone is not None) != (pandas.Timestamp(getattr(first, "start_time", first)).tzinfo is not None):
-        raise TypeError(
-            f"ahead must be dates {'with' if zone is not None else 'without'} a time zone, as the times, got "
-            f"{dates!r}. Fix: pandas.Timestamp('2024-01-31 12:00', tz={str(zone) if zone else None!r})."
-        )
+        wanted, zone = "without" if zone is None else "with", None if zone is None else str(zone)
+        fix = f"pandas.Timestamp('2024-01-31 12:00', tz={zone!r})"
+        raise TypeError(f"ahead must be dates {wanted} a time zone, as the times, got {dates!r}. Fix: {fix}.")
 
 
 def _steps(given: Any) -> Any:
@@ -693,10 +683,8 @@ def _steps(given: Any) -> Any:
                     value = read(text)
                     break
         if isinstance(value, str) and not re.match(r"\d{4}-", text):
-            raise ValueError(
-                f"ahead must be durations such as '1h', offsets of pandas such as '1MS', or dates, got {value!r}. Fix: "
-                "'1MS' for the start of the next month, '1ME' for its end."
-            )
+            fix = "'1MS' for the start of the next month, '1ME' for its end"
+            raise ValueError(f"ahead must be durations such as '1h', offsets or dates, got {value!r}. Fix: {fix}.")
         return pandas.Timedelta(value) if isinstance(value, pandas.tseries.offsets.Tick) else value
 
     entries = list(np.asarray(given, dtype=object).reshape(-1))
@@ -719,19 +707,15 @@ def _until_last_value(series: Any) -> Any:
     return cut_at(series, torch.where(last > 0, last, series.lengths))
 
 
-def _of_user(series: Series, t: Tensor, zone: Any) -> Any:
+def _of_user(series: Any, t: Tensor) -> Any:
     """Return times as a flat index of dates, durations or numbers, as the user's are."""
     import pandas
 
     if series.origin is not None:
         dates = pandas.DatetimeIndex(series.dates(t).reshape(-1))
-        return dates if zone is None else dates.tz_localize("UTC").tz_convert(zone)
+        return dates if series.zone is None else dates.tz_localize("UTC").tz_convert(series.zone)
     times = t.reshape(-1).numpy() * (series.unit or 1.0)
     return pandas.Index(times) if series.unit is None else pandas.to_timedelta(times, unit="s").round("us")
-
-
-def _list(names: str | Sequence[str] | None) -> list[str]:
-    return [names] if isinstance(names, str) else list(() if names is None else names)
 
 
 def _entries(column: Any) -> Any:
@@ -758,10 +742,10 @@ def _networks_input(past: Series, device: torch.device | str) -> Series:
     return dataclasses.replace(past, x=torch.nan_to_num(past.x)).to(device, torch.float32)
 
 
-def _nll(network: ForecastNetwork, asked: Questions, rows: Tensor, device: torch.device | str) -> Tensor:
-    asked = asked.select(rows)
-    mean, std = network(_networks_input(asked.past, device), torch.nan_to_num(asked.dt).to(device))
-    values = asked.values.to(device, torch.float32)
+def _nll(network: ForecastNetwork, backtest: Backtest, rows: Tensor, device: torch.device | str) -> Tensor:
+    backtest = backtest.select(rows)
+    mean, std = network(_networks_input(backtest.past, device), torch.nan_to_num(backtest.dt).to(device))
+    values = backtest.values.to(device, torch.float32)
     known = values.isfinite()
     return -(Normal(mean, std).log_prob(torch.nan_to_num(values)) * known).sum() / known.sum().clamp(min=1)
 

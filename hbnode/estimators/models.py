@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import numbers
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
@@ -31,13 +30,13 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, mse_loss
 from typing_extensions import Self, override
 
-from hbnode._checks import as_real, level_of_user, nearest, warn_if_swapped
+from hbnode._checks import as_real, check_choice, level_of_user, warn_if_swapped
 from hbnode.data import Series
 from hbnode.estimators.base import SeriesEstimator, targets_of
-from hbnode.estimators.forecast_models import bound
+from hbnode.estimators.forecast_models import bound, check_level
 from hbnode.estimators.networks import SeriesNetwork, batched, common_start, config_of, kept_random_state
 from hbnode.estimators.smoother import OscillatorSmoother
-from hbnode.features import OscillatorFeatures, RocketFeatures, Summaries, check_range, grid_of, moments, usual
+from hbnode.features import OscillatorFeatures, RocketFeatures, Summaries, check_range, grid_of, usual
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -47,16 +46,16 @@ Clock = Literal["relative", "absolute"]
 NETWORKS = ("oscillators", "odernn", "gru")
 ALPHAS = np.logspace(-2.75, 6.25, 19)  # of the ridge; thousands of weak features need the upper end
 FOLDS = 4
-MANY = 1000  # series from which boosting is tried
+BOOSTING_FROM = 1000  # series from which boosting is tried
 TREES = {"learning_rate": 0.05, "max_leaf_nodes": 15, "max_features": 0.3, "l2_regularization": 1.0}
 MEMBERS = 3  # most models whose mean is the answer
 LONGEST = 40.0  # seconds on one core that the counts of the data may predict for a candidate beyond the first
 PARTS = 5  # of the series, one of which is for the validation of a network
-FEW, GAPPY = 16, 3  # samples of a series, or points of the grid for each of them, with which the smoother is tried
-ENOUGH = 0.15  # cross-validated loss below which "auto" does not try the smoother, which takes seconds
+SPARSE_SAMPLES, SPARSE_POINTS = 16, 3  # samples of a series, or grid points for each, for which the smoother is tried
+GOOD_LOSS = 0.15  # cross-validated loss below which "auto" does not try the smoother, which takes seconds
 
 
-class _Aims(NamedTuple):
+class _Targets(NamedTuple):
     """What is learned of each series.
 
     Attributes:
@@ -111,6 +110,15 @@ def _told() -> Iterator[None]:
 class _SeriesModel(SeriesEstimator):
     """What the classifier and the regressor share: the choice of a model, and its fit."""
 
+    _outputs: int
+    prior_: NDArray[Any]
+    _splitters: tuple[Any, Any]  # of series, and of groups
+    _heads: Callable[..., tuple[Any, Any]]  # a ridge and a boosting estimator of features, of which some are static
+    _output: Callable[..., NDArray[Any]]  # of a fitted head for features
+    _set_targets: Callable[..., _Targets]
+    _loss: Callable[..., Tensor]  # of each series, (batch,)
+    _keep: Callable[..., None]  # what follows from outputs for series that were held out, (batch, outputs), else NaN
+
     def __init__(
         self, model: Model = "auto", *, id: str | None = None, time: str | None = None,
         values: str | Sequence[str] | None = None, static: str | Sequence[str] | None = None,
@@ -147,16 +155,13 @@ class _SeriesModel(SeriesEstimator):
         return self
 
     @kept_random_state()
-    def _fit(self, data: Any, y: Any, sample_weight: Any, groups: Any) -> tuple[NDArray[Any], _Aims]:
+    def _fit(self, data: Any, y: Any, sample_weight: Any, groups: Any) -> tuple[NDArray[Any], _Targets]:
         """Fit the model, and return its outputs for series that were held out, (batch, outputs), else NaN."""
-        kinds = get_args(Model)
-        if self.model not in kinds:
-            near = nearest(str(self.model), kinds) or "auto"
-            raise ValueError(f"model must be one of {kinds}, got {self.model!r}. Fix: {near!r}.")
-        if self.clock not in (None, *get_args(Clock)):
-            raise ValueError(f"clock must be 'relative', 'absolute' or None, got {self.clock!r}. Fix: clock=None.")
+        check_choice(self.model, "model", get_args(Model))
+        if self.clock is not None:
+            check_choice(self.clock, "clock", get_args(Clock))
         series = self._to_series(data, reset=True)
-        targets = targets_of(y, series, data)
+        y = targets_of(y, series, data)
         weights = np.ones(len(series))
         if groups is not None:
             groups = np.unique(column_or_1d(targets_of(groups, series, data, "groups")), return_inverse=True)[1]
@@ -164,14 +169,14 @@ class _SeriesModel(SeriesEstimator):
             weights = targets_of(sample_weight, series, data, "sample_weight")
             weights = _check_sample_weight(weights, weights, ensure_non_negative=True)
             rows = weights.nonzero()[0]  # a weight of 0 is no series
-            series, targets, weights = series.select(rows), targets[rows], weights[rows]
+            series, y, weights = series.select(rows), y[rows], weights[rows]
             groups = None if groups is None else groups[rows]
         if groups is not None and len(np.unique(groups)) < 2:
             raise ValueError("groups must have at least 2 different entries, got one. Fix: groups=None.")
         if len(series) < 2:
             raise ValueError("X must have at least 2 series, got one sample. Fix: a list of all series, [(t, x), ...].")
-        self._check_columns(series, targets)
-        aims = self._set_targets(targets, weights, groups)
+        self._check_columns(series, y)
+        targets = self._set_targets(y, weights, groups)
         kept = usual(series)
         is_together = series.origin is None and common_start(kept) is not None
         self.is_absolute_ = is_together if self.clock is None else self.clock == "absolute"
@@ -180,8 +185,8 @@ class _SeriesModel(SeriesEstimator):
         self.seen_ = (float(times.min()), float(times.max())) if len(times) else (0.0, 0.0)
         if self.model in NETWORKS:
             self.model_ = self.model
-            return self._fit_networks(series, aims, random), aims
-        return self._fit_features(series, aims, random), aims
+            return self._fit_networks(series, targets, random), targets
+        return self._fit_features(series, targets, random), targets
 
     def _on_axis(self, series: Series) -> Series:
         """Return the series with times as they are, or with times since the first sample of each."""
@@ -190,7 +195,7 @@ class _SeriesModel(SeriesEstimator):
     # Features
 
     @_told()
-    def _fit_features(self, series: Series, aims: _Aims, random: np.random.RandomState) -> NDArray[Any]:
+    def _fit_features(self, series: Series, targets: _Targets, random: np.random.RandomState) -> NDArray[Any]:
         """Fit the candidates, and keep the best, and with it the next ones that are as good or make the mean better."""
         budget = np.inf if self.time_budget is None else as_real(self.time_budget, "time_budget", "time_budget=60")
         start = monotonic()
@@ -202,13 +207,13 @@ class _SeriesModel(SeriesEstimator):
                 self.left_out_[name] = "time_budget"
             elif found and seconds > LONGEST:
                 self.left_out_[name] = f"about {seconds:.0f} s"
-            elif self.model == "auto" and name == "rocket, oscillators" and min(self.cv_loss_.values()) < ENOUGH:
-                self.left_out_[name] = f"another loss is below {ENOUGH}"
+            elif self.model == "auto" and name == "rocket, oscillators" and min(self.cv_loss_.values()) < GOOD_LOSS:
+                self.left_out_[name] = f"another loss is below {GOOD_LOSS}"
             else:
                 features = transformer.fit_transform(series)
-                outputs, scale = self._held_out(head, features, aims)
-                self.cv_loss_[name] = self._cv_loss(outputs, aims)
-                found.append((name, outputs, (transformer, aims.fitted(head, features), scale)))
+                outputs, scale = self._held_out(head, features, targets)
+                self.cv_loss_[name] = self._cv_loss(outputs, targets)
+                found.append((name, outputs, (transformer, targets.fitted(head, features), scale)))
         late = [name for name, why in self.left_out_.items() if why == "time_budget"]
         if late:
             warnings.warn(
@@ -220,17 +225,17 @@ class _SeriesModel(SeriesEstimator):
         self.members_, least = [member], outputs
         for name, other, member in found[1:MEMBERS]:
             mean = outputs + (other - outputs) / (len(self.members_) + 1)
-            loss = self._cv_loss(mean, aims)
-            if loss < self.cv_loss_[self.model_] or self._is_as_good(other, least, aims):
+            loss = self._cv_loss(mean, targets)
+            if loss < self.cv_loss_[self.model_] or self._is_as_good(other, least, targets):
                 self.model_, outputs = f"{self.model_} + {name}", mean
                 self.cv_loss_[self.model_] = loss
                 self.members_.append(member)
         return outputs
 
-    def _is_as_good(self, outputs: NDArray[Any], least: NDArray[Any], aims: _Aims) -> bool:
+    def _is_as_good(self, outputs: NDArray[Any], least: NDArray[Any], targets: _Targets) -> bool:
         """Return whether the loss is above the least one by no more than two standard errors of the difference."""
         known = ~np.isnan(least).any(1)
-        excess = ((self._losses(outputs, aims) - self._losses(least, aims)) * aims.weights)[known]
+        excess = ((self._losses(outputs, targets) - self._losses(least, targets)) * targets.weights)[known]
         return known.any() and bool(excess.mean() <= 2 * excess.std() / np.sqrt(len(excess)))
 
     def _pairs(self, data: Any, y: Any, sample_weight: Any) -> tuple[Series, NDArray[Any], NDArray[Any] | None]:
@@ -281,14 +286,14 @@ class _SeriesModel(SeriesEstimator):
         if self.model in ("auto", "features"):
             features = OscillatorFeatures(random_state=seed, n_jobs=self.n_jobs)
             found.append(("features", features, ridge, 0.0))
-            if series.static is not None or count >= MANY:
+            if series.static is not None or count >= BOOSTING_FROM:
                 found.append(("features, boosting", Summaries(), boosting, 1e-4 * count * channels * self._outputs))
         if self.model == "rocket" or (self.model == "auto" and importlib.util.find_spec("aeon") is not None):
             kinds, points = [self.reconstruction], len(grid_of(None, usual(series))[0])
             if self.reconstruction == "auto":
                 kinds = ["linear"] if _is_regular(series) else ["linear", "last"]
                 samples = float(series.mask.any(-1).sum(1).double().median())
-                is_sparse = samples <= FEW or points >= GAPPY * samples
+                is_sparse = samples <= SPARSE_SAMPLES or points >= SPARSE_POINTS * samples
                 if len(kinds) > 1 and is_sparse and bool((series.mask.sum((0, 1)) > 1).all()):  # else it has no values
                     kinds.append("oscillators")
             width, spent = RocketFeatures().num_features, 0.0
@@ -300,51 +305,42 @@ class _SeriesModel(SeriesEstimator):
                 found.append((f"rocket, {kind}" if len(kinds) > 1 else "rocket", rocket, ridge, spent))
         return found
 
-    def _held_out(self, head: Any, features: NDArray[Any], aims: _Aims) -> tuple[NDArray[Any], float]:
+    def _held_out(self, head: Any, features: NDArray[Any], targets: _Targets) -> tuple[NDArray[Any], float]:
         """Return outputs for series that were held out, (batch, outputs), else NaN, and what they were divided by."""
         outputs = np.full((len(features), self._outputs), np.nan)
-        for train, held in self._folds(aims, FOLDS, 0):
-            outputs[held] = self._output(aims.fitted(head, features, train), features[held])
+        for train, held in self._folds(targets, FOLDS, 0):
+            outputs[held] = self._output(targets.fitted(head, features, train), features[held])
         return outputs, 1.0
 
-    def _folds(self, aims: _Aims, count: int, seed: int) -> list[tuple[NDArray[Any], NDArray[Any]]]:
+    def _folds(self, targets: _Targets, count: int, seed: int) -> list[tuple[NDArray[Any], NDArray[Any]]]:
         """Return for each fold the indices of the series for training, and of those that are held out."""
-        values, _, groups = aims
+        values, _, groups = targets
         count = min(count, len(values) if groups is None else len(np.unique(groups)))
         folds = self._splitters[groups is not None](count, shuffle=True, random_state=seed)
         return list(folds.split(values, values, groups))
 
-    def _cv_loss(self, outputs: NDArray[Any], aims: _Aims) -> float:
+    def _cv_loss(self, outputs: NDArray[Any], targets: _Targets) -> float:
         """Return the weighted mean loss of the outputs that are not NaN; infinite if there are none."""
         known = ~np.isnan(outputs).any(1)
-        losses = self._losses(outputs, aims)[known]
-        return float(np.average(losses, weights=aims.weights[known])) if known.any() else np.inf
+        losses = self._losses(outputs, targets)[known]
+        return float(np.average(losses, weights=targets.weights[known])) if known.any() else np.inf
 
-    def _losses(self, outputs: NDArray[Any], aims: _Aims) -> NDArray[Any]:
-        losses: NDArray[Any] = self._loss(torch.as_tensor(outputs), torch.as_tensor(aims.values)).numpy()
+    def _losses(self, outputs: NDArray[Any], targets: _Targets) -> NDArray[Any]:
+        losses: NDArray[Any] = self._loss(torch.as_tensor(outputs), torch.as_tensor(targets.values)).numpy()
         return losses
-
-    def _output(self, head: Any, features: NDArray[Any]) -> NDArray[Any]:
-        raise NotImplementedError
-
-    def _heads(self, seed: int, static: int) -> tuple[Any, Any]:
-        """Return a ridge and a boosting estimator of features, of which some are static."""
-        raise NotImplementedError
 
     # Networks
 
     @_told()
-    def _fit_networks(self, series: Series, aims: _Aims, random: np.random.RandomState) -> NDArray[Any]:
+    def _fit_networks(self, series: Series, targets: _Targets, random: np.random.RandomState) -> NDArray[Any]:
         device, outputs = self.device or "cpu", torch.full((self.n_members, len(series), self._outputs), torch.nan)
-        self.mean_, self.std_ = _varying_moments(series.x)
-        if series.static is not None:
-            self.static_mean_, self.static_std_ = _varying_moments(series.static)
-        scaled, goals = self._scaled(series), torch.as_tensor(aims.values).to(device)
-        goals, weights = goals if goals.dim() == 1 else goals.float(), torch.as_tensor(aims.weights).float().to(device)
+        self._fit_scale(series, np.inf)  # a constant is always 0: training changes no weight for it
+        scaled, weights = self._scaled(series), torch.as_tensor(targets.weights).float().to(device)
+        goals = torch.as_tensor(targets.values, dtype=torch.float32 if targets.values.ndim > 1 else None).to(device)
         self.networks_ = []
         for member in range(self.n_members):
             seed = int(random.randint(2**31 - 1))
-            folds = self._folds(aims, PARTS, seed) or [(np.arange(len(series)),) * 2]
+            folds = self._folds(targets, PARTS, seed) or [(np.arange(len(series)),) * 2]
             train, held = (torch.as_tensor(rows) for rows in folds[0])
 
             def mean_loss(outputs: Tensor, rows: Tensor) -> Tensor:
@@ -367,29 +363,10 @@ class _SeriesModel(SeriesEstimator):
         return outputs.nanmean(0).double().numpy()
 
     def _scaled(self, series: Series) -> Series:
-        x = torch.nan_to_num((series.x - torch.as_tensor(self.mean_)) / torch.as_tensor(self.std_))
-        static = series.static
-        if static is not None:
-            static = (static - torch.as_tensor(self.static_mean_)) / torch.as_tensor(self.static_std_)
-        mask = series.mask & torch.as_tensor(~np.isnan(self.mean_))
-        return dataclasses.replace(series, x=x, mask=mask, static=static).to(self.device or "cpu", torch.float32)
-
-    _outputs: int
-    prior_: NDArray[Any]
-
-    _splitters: tuple[Any, Any]  # of series, and of groups
-
-    def _set_targets(self, targets: NDArray[Any], weights: NDArray[Any], groups: NDArray[Any] | None) -> _Aims:
-        raise NotImplementedError
-
-    def _keep(self, outputs: NDArray[Any], aims: _Aims) -> None:
-        """Keep what follows from outputs for series that were held out, (batch, outputs), else NaN."""
-        raise NotImplementedError
-
-    @staticmethod
-    def _loss(outputs: Tensor, values: Tensor) -> Tensor:
-        """Return the loss of each series, (batch,)."""
-        raise NotImplementedError
+        scaled = super()._scaled(series)
+        mask = series.mask & ~scaled.x.isnan()  # without those of a channel that had no value in fit
+        scaled = dataclasses.replace(scaled, x=torch.nan_to_num(scaled.x), mask=mask)
+        return scaled.to(self.device or "cpu", torch.float32)
 
 
 class SeriesClassifier(ClassifierMixin, _SeriesModel):
@@ -479,8 +456,8 @@ class SeriesClassifier(ClassifierMixin, _SeriesModel):
         super().__init__(**shared)
         self.class_weight = class_weight
 
-    def _keep(self, outputs: NDArray[Any], aims: _Aims) -> None:
-        lost = np.setdiff1d(aims.values, aims.values[~np.isnan(outputs).any(1)])
+    def _keep(self, outputs: NDArray[Any], targets: _Targets) -> None:
+        lost = np.setdiff1d(targets.values, targets.values[~np.isnan(outputs).any(1)])
         if self.model_ not in NETWORKS and len(lost):
             warnings.warn(
                 f"the classes {self.classes_[lost].tolist()} have one series each, or one group: it stays in training, "
@@ -506,20 +483,18 @@ class SeriesClassifier(ClassifierMixin, _SeriesModel):
         """Return the accuracy of :meth:`predict`; labels and weights are paired with the series as in :meth:`fit`."""
         return super().score(*self._pairs(X, y, sample_weight))
 
-    def _set_targets(self, targets: NDArray[Any], weights: NDArray[Any], groups: NDArray[Any] | None) -> _Aims:
-        targets = column_or_1d(targets, warn=True)
-        assert_all_finite(targets, input_name="y")
-        check_classification_targets(targets)
-        self.classes_, codes = np.unique(targets, return_inverse=True)
+    def _set_targets(self, y: NDArray[Any], weights: NDArray[Any], groups: NDArray[Any] | None) -> _Targets:
+        y = column_or_1d(y, warn=True)
+        assert_all_finite(y, input_name="y")
+        check_classification_targets(y)
+        self.classes_, codes = np.unique(y, return_inverse=True)
         shares = np.bincount(codes, weights) / weights.sum()
         self._outputs, self.prior_ = len(self.classes_), np.log(np.maximum(shares, 1e-300))
         if len(self.classes_) < 2:
-            raise ValueError(
-                f"y must have at least 2 classes, got one class, {self.classes_.tolist()[0]!r}. "
-                "Fix: SeriesRegressor for numbers."
-            )
-        weights = weights * compute_sample_weight(self.class_weight, targets)
-        return _Aims(codes, weights / weights.mean(), groups)
+            one = self.classes_.tolist()[0]
+            raise ValueError(f"y must have at least 2 classes, got one class, {one!r}. Fix: SeriesRegressor.")
+        weights = weights * compute_sample_weight(self.class_weight, y)
+        return _Targets(codes, weights / weights.mean(), groups)
 
     def _heads(self, seed: int, static: int) -> tuple[Any, Any]:
         return (
@@ -527,8 +502,8 @@ class SeriesClassifier(ClassifierMixin, _SeriesModel):
             HistGradientBoostingClassifier(**TREES, random_state=seed),
         )
 
-    def _held_out(self, head: Any, features: NDArray[Any], aims: _Aims) -> tuple[NDArray[Any], float]:
-        logits, _ = super()._held_out(head, features, aims)
+    def _held_out(self, head: Any, features: NDArray[Any], targets: _Targets) -> tuple[NDArray[Any], float]:
+        logits, _ = super()._held_out(head, features, targets)
         if np.isnan(logits).all():
             return logits, 1.0
         known = ~np.isnan(logits).any(1)
@@ -537,18 +512,18 @@ class SeriesClassifier(ClassifierMixin, _SeriesModel):
         def loss(log_temperature: float) -> float:
             """As if one series of each class more had been any class: few series that are right prove no certainty."""
             scaled = logits / np.exp(log_temperature)
-            return (1 - share) * self._cv_loss(scaled, aims) - share * float(log_softmax(scaled[known], 1).mean())
+            return (1 - share) * self._cv_loss(scaled, targets) - share * float(log_softmax(scaled[known], 1).mean())
 
         temperature = float(np.exp(minimize_scalar(loss, bounds=(-3, 3), method="bounded").x))
         return logits / temperature, temperature
 
-    def _folds(self, aims: _Aims, count: int, seed: int) -> list[tuple[NDArray[Any], NDArray[Any]]]:
+    def _folds(self, targets: _Targets, count: int, seed: int) -> list[tuple[NDArray[Any], NDArray[Any]]]:
         """As for numbers, with equal shares of the classes; a class that training would lack stays there."""
-        codes, found = aims.values, []
+        codes, found = targets.values, []
         most = int(np.bincount(codes).max())
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The least populated class")
-            folds = super()._folds(aims, min(count, most), seed) if most > 1 else []
+            folds = super()._folds(targets, min(count, most), seed) if most > 1 else []
         for train, held in folds:
             is_known = np.isin(codes[held], codes[train])
             if is_known.any():
@@ -556,7 +531,8 @@ class SeriesClassifier(ClassifierMixin, _SeriesModel):
         return found
 
     def _output(self, head: Any, features: NDArray[Any]) -> NDArray[Any]:
-        return _wide(head.decision_function(features))
+        logits = head.decision_function(features)  # one column for two classes
+        return logits if logits.ndim == 2 else np.stack([-logits, logits], 1) / 2
 
     @staticmethod
     def _loss(outputs: Tensor, values: Tensor) -> Tensor:
@@ -589,11 +565,11 @@ class SeriesRegressor(RegressorMixin, _SeriesModel):
 
     _splitters = KFold, GroupKFold
 
-    def _keep(self, outputs: NDArray[Any], aims: _Aims) -> None:
-        units = np.arange(len(outputs)) if aims.groups is None else aims.groups
+    def _keep(self, outputs: NDArray[Any], targets: _Targets) -> None:
+        units = np.arange(len(outputs)) if targets.groups is None else targets.groups
         known = ~np.isnan(outputs).any(1)
-        errors = abs(outputs - aims.values)[known]
-        self.errors_ = (errors, units[known]), (abs(aims.values), units)  # of the model, and of the mean of y
+        errors = abs(outputs - targets.values)[known]
+        self.errors_ = (errors, units[known]), (abs(targets.values), units)  # of the model, and of the mean of y
 
     def predict(self, X: Any) -> NDArray[Any]:
         """Return the predicted numbers in the shape of y.
@@ -622,8 +598,7 @@ class SeriesRegressor(RegressorMixin, _SeriesModel):
         Raises:
             ValueError: if the level is not in (1, 100).
         """
-        if not isinstance(level, numbers.Real) or not 1 < level < 100:  # .9 is no percentage
-            raise ValueError(f"level must be a number in (1, 100), in percent, got {level!r}. Fix: level=90.")
+        check_level(level)
         check_is_fitted(self)
         series = self._to_series(X, reset=False)
         outputs, is_empty = self._answers(series), ~series.mask.any(-1).any(-1).numpy()
@@ -646,14 +621,14 @@ class SeriesRegressor(RegressorMixin, _SeriesModel):
         tags.target_tags.multi_output = True
         return tags
 
-    def _set_targets(self, targets: NDArray[Any], weights: NDArray[Any], groups: NDArray[Any] | None) -> _Aims:
-        values = check_array(targets, ensure_2d=False, dtype=np.float64, input_name="y")
+    def _set_targets(self, y: NDArray[Any], weights: NDArray[Any], groups: NDArray[Any] | None) -> _Targets:
+        values = check_array(y, ensure_2d=False, dtype=np.float64, input_name="y")
         self.is_wide_ = values.ndim == 2
         values = values.reshape(len(values), -1)
         self._outputs, self.target_mean_ = values.shape[1], np.average(values, 0, weights)
         spread = np.sqrt(np.average((values - self.target_mean_) ** 2, 0, weights))
         self.target_std_, self.prior_ = np.where(spread > 0, spread, 1.0), np.zeros(self._outputs)
-        return _Aims((values - self.target_mean_) / self.target_std_, weights / weights.mean(), groups)
+        return _Targets((values - self.target_mean_) / self.target_std_, weights / weights.mean(), groups)
 
     def _heads(self, seed: int, static: int) -> tuple[Any, Any]:
         return (
@@ -667,20 +642,6 @@ class SeriesRegressor(RegressorMixin, _SeriesModel):
     @staticmethod
     def _loss(outputs: Tensor, values: Tensor) -> Tensor:
         return mse_loss(outputs, values, reduction="none").mean(1)
-
-
-def _varying_moments(x: Tensor) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return moments with which a constant is always 0 and a feature without a value always missing.
-
-    The weights of a network for them are random numbers, because training does not change them.
-    """
-    mean, std = moments(x)
-    return mean, np.where(std > 0, std, np.inf)
-
-
-def _wide(decision: NDArray[Any]) -> NDArray[Any]:
-    """Return logits (batch, classes) for a decision function, which has one column for two classes."""
-    return decision if decision.ndim == 2 else np.stack([-decision, decision], 1) / 2
 
 
 def _is_regular(series: Series) -> bool:

@@ -15,7 +15,7 @@ from hbnode.nn.ode_rnn import ODERNN
 from hbnode.nn.oscillators import OscillatorStack, oscillator_ranges
 from hbnode.nn.sequences import Inputs, Sequences, fitted_unit
 
-Kind = Literal["gru", "odernn", "oscillators"]
+Core = Literal["gru", "odernn", "oscillators"]
 BATCH = 64  # most series in a batch
 
 
@@ -41,7 +41,7 @@ class SeriesNetwork(nn.Module):
     """
 
     def __init__(
-        self, kind: Kind, channels: int, static_size: int, outputs: int, hidden_size: int, dropout: float,
+        self, kind: Core, channels: int, static_size: int, outputs: int, hidden_size: int, dropout: float,
         start: float | None, span: float, time_unit: float, frequency: tuple[float, float], decay: tuple[float, float],
     ) -> None:  # fmt: skip
         super().__init__()
@@ -122,7 +122,7 @@ def _last(h: Tensor, lengths: Tensor) -> Tensor:
     return h[torch.arange(len(h), device=h.device), lengths - 1]
 
 
-def config_of(series: Series, kind: Kind, outputs: int, hidden_size: int, dropout: float) -> dict[str, Any]:
+def config_of(series: Series, kind: Core, outputs: int, hidden_size: int, dropout: float) -> dict[str, Any]:
     """Return the arguments of a network for series like these, with scales of time from theirs."""
     static = 0 if series.static is None else series.static.shape[1]
     try:

@@ -35,7 +35,7 @@ SIZES, CHANGES = (0.0, 0.01, 0.1, 1.0, 10.0, 100.0), (0.1, 1.0)  # prior varianc
 NOISES = (0.01, 0.1, 0.5, 2.0, 30.0)  # variance of a step of the level, over that of the noise
 
 
-class Kind(NamedTuple):
+class Candidate(NamedTuple):
     """A model: the decay of its level in usual gaps, its variance in those of the noise, and the season's variances."""
 
     trend: str
@@ -46,11 +46,11 @@ class Kind(NamedTuple):
     change: float = 0.0
 
 
-KINDS = [
-    *(Kind("constant", decay, noise) for decay in (2.0, 8.0, 30.0) for noise in (0.3, 3.0, 30.0)),
-    Kind("constant", 1.0, 0.0),
-    *(Kind("walk", math.inf, noise) for noise in NOISES),
-    *(Kind("line", math.inf, noise) for noise in NOISES),
+CANDIDATES = [
+    *(Candidate("constant", decay, noise) for decay in (2.0, 8.0, 30.0) for noise in (0.3, 3.0, 30.0)),
+    Candidate("constant", 1.0, 0.0),
+    *(Candidate("walk", math.inf, noise) for noise in NOISES),
+    *(Candidate("line", math.inf, noise) for noise in NOISES),
 ]
 
 
@@ -69,7 +69,7 @@ class Seasonal:
     def __init__(self, zero: NDArray[Any]) -> None:
         self.zero = zero
 
-    def fit(self, series: Series, asked: Any, seed: int) -> Self:
+    def fit(self, series: Series, backtest: Any, seed: int) -> Self:
         self.gaps, self.seasons = gaps_and_seasons(series)
         self.scales, self.kinds = list[float](), list[list[tuple[Any, ...]]]()
         for channel, gap in enumerate(self.gaps):
@@ -83,9 +83,9 @@ class Seasonal:
 
     def _chosen(self, channel: int, u: NDArray[Any], y: NDArray[Any], known: NDArray[Any]) -> list[tuple[Any, ...]]:
         """Return the likeliest kind of each trend, of values and of logarithms, each after its weight."""
-        seasons, found, zero = self.seasons[channel], list[tuple[float, Kind]](), float(self.zero[channel])
+        seasons, found, zero = self.seasons[channel], list[tuple[float, Candidate]](), float(self.zero[channel])
 
-        def likelihoods(kinds: list[Kind], sizes: Sequence[float | None] = (None,)) -> NDArray[Any]:
+        def likelihoods(kinds: list[Candidate], sizes: Sequence[float | None] = (None,)) -> NDArray[Any]:
             """Return log likelihoods of all series, (sizes, kinds)."""
             total = np.zeros((len(sizes), len(kinds)))
             for row in range(len(u)):
@@ -96,8 +96,8 @@ class Seasonal:
 
         scales = [False, True] if (y - zero)[known].min(initial=math.inf) > 1e-6 else [False]
         for is_log in scales:
-            for trend in dict.fromkeys(kind.trend for kind in KINDS):
-                kinds = [kind._replace(is_log=is_log) for kind in KINDS if kind.trend == trend]
+            for trend in dict.fromkeys(kind.trend for kind in CANDIDATES):
+                kinds = [kind._replace(is_log=is_log) for kind in CANDIDATES if kind.trend == trend]
                 totals = likelihoods(kinds, SIZES if seasons else SIZES[:1])
                 size, k = np.unravel_index(totals.argmax(), totals.shape)
                 kind = kinds[k]._replace(season=SIZES[size])
@@ -113,7 +113,7 @@ class Seasonal:
         for channel, (usual, seasons, weighed) in enumerate(zip(self.gaps, self.seasons, self.kinds, strict=True)):
             u, y, known, gap, is_regular, last = observed(past, channel, usual)
             at, weights = later(past, dt, gap, is_regular, last), np.array([each[0] for each in weighed])
-            weights, kinds = weights / weights.sum(), [Kind(*each[1:]) for each in weighed]
+            weights, kinds = weights / weights.sum(), [Candidate(*each[1:]) for each in weighed]
             width = (2 + 2 * len(harmonics(seasons)[0])) * u.shape[1] * len(kinds)
             for rows in np.array_split(np.arange(len(u)), max(1, min(len(u), len(u) * width // BLOCK))):
                 each = np.repeat(rows, len(kinds))
@@ -134,7 +134,7 @@ class Problem:
     """
 
     def __init__(
-        self, kinds: list[Kind], u: Any, y: Any, known: Any, zero: float, usual: float, seasons: list[float]
+        self, kinds: list[Candidate], u: Any, y: Any, known: Any, zero: float, usual: float, seasons: list[float]
     ) -> None:
         self.kinds, self.zero, self.seasons = kinds, zero, seasons
         self.is_evolving = any(kind.change for kind in kinds)
@@ -295,7 +295,7 @@ def harmonics(seasons: list[float]) -> tuple[NDArray[Any], NDArray[Any]]:
     return np.array(list(found)), np.array(list(found.values()))
 
 
-def prior(kind: Kind, seasons: list[float], is_evolving: bool) -> NDArray[Any]:
+def prior(kind: Candidate, seasons: list[float], is_evolving: bool) -> NDArray[Any]:
     """Return the standard deviations of the coefficients of a design, over that of the noise."""
     rank = np.tile(harmonics(seasons)[1], 2)
     terms, flat = kind.season / np.maximum(rank, 1) ** 2, np.array([FLAT, FLAT * (kind.trend == "line")])
@@ -343,47 +343,16 @@ def periods(parts: list[tuple[NDArray[Any], NDArray[Any]]], is_regular: bool, ca
     calendar = [float(round(p)) if is_regular and abs(p - round(p)) < 0.03 else float(p) for p in calendar]
     found = [p for p in calendar if is_regular and 2 <= p <= span / 2][:1]
 
-    def is_apart(p: float, one: float) -> bool:
-        ratio = p / one if one in calendar else max(p, one) / min(p, one)
-        return ratio > APART and (abs(ratio - round(ratio)) > 0.1 or p in calendar)
-
-    def terms(u: NDArray[Any], period: float) -> NDArray[Any]:
-        count = min(int(period / 2 + 1e-6), 16, max(1, len(u) // 6))
-        return np.stack(np.split(fourier(u, np.arange(1, count + 1) / period), 2, 1), -1).reshape(len(u), -1)
-
-    def base(u: NDArray[Any]) -> NDArray[Any]:
-        return np.concatenate([np.ones((len(u), 1)), u[:, None], *(terms(u, period) for period in found)], 1)
-
-    def likelihood(period: float | None, decay: float) -> float:
-        """Return the likelihood with a further period, of the best number of terms."""
-        total, fixed = np.zeros(1), 2
-        for u, y in parts:
-            x, z = base(u), white(y[:, None], u, decay)[:, 0]
-            fixed, x = x.shape[1], x if period is None else np.append(x, terms(u, period), 1)
-            q, r = np.linalg.qr(white(x, u, decay))
-            size = abs(np.diag(r))
-            fitted = np.cumsum((q.T @ z) ** 2 * (size > 1e-7 * size.max()))[fixed - 1 :: 2]
-            n, free = len(z), 2 * np.arange(len(fitted))
-            each = -(n * np.log(np.maximum(z @ z - fitted, 0) / n + 1e-9) + free * math.log(n)) / 2
-            each -= np.log(-np.expm1(-2 * np.diff(u) / decay)).sum() / 2
-            total = total + each if len(total) == 1 else total[: len(each)] + each[: len(total)]
-        return float(total[0] if period is None else total[1:].max(initial=-math.inf))
-
-    def best(period: float | None) -> float:
-        return max(likelihood(period, decay) for decay in DECAYS)
+    def best(period: float) -> float:
+        return max(likelihood(parts, found, period, decay) for decay in DECAYS)
 
     while len(found) < 2:
-        likely, none = list[float](), [likelihood(None, decay) for decay in DECAYS]
-        for decay in {DECAYS[int(np.argmax(none))], DECAYS[0]}:
-            x, z = white(base(u), u, decay), white(y[:, None], u, decay)
-            rest = z - x @ np.linalg.lstsq(x, z, rcond=1e-8)[0]
-            power = lombscargle(u[1:], rest[:, 0], 2 * math.pi * frequency)
-            peaks = find_peaks(np.pad(power, 1))[0] - 1
-            highest = frequency[peaks[np.argsort(-power[peaks], kind="stable")[:5]]]
-            likely += [k / f for f in highest for k in (1, 2, 3)]
+        none = [likelihood(parts, found, None, decay) for decay in DECAYS]
+        decays = {DECAYS[int(np.argmax(none))], DECAYS[0]}
+        likely = [k / f for decay in decays for f in peaks(u, y, found, decay, frequency) for k in (1, 2, 3)]
         preferred = {*calendar, *(float(round(p)) for p in likely if is_regular)}
         shorter = {p for p in (*likely, *preferred) if 2 <= p <= span / (2 if p in calendar else 3)}
-        candidates = sorted(p for p in shorter if all(is_apart(p, one) for one in found))
+        candidates = sorted(p for p in shorter if all(is_apart(p, one, calendar) for one in found))
         scores = [best(p) + SURE * (p in preferred) for p in candidates]
         if not candidates or max(scores) < max(none) + SURE + math.log(len(frequency)):
             break
@@ -393,6 +362,48 @@ def periods(parts: list[tuple[NDArray[Any], NDArray[Any]]], is_regular: bool, ca
         is_better = max(refined) > top + SURE * (period in preferred)
         found.append(float(fine[int(np.argmax(refined))]) if is_better else period)
     return found
+
+
+def is_apart(period: float, other: float, calendar: list[float]) -> bool:
+    ratio = period / other if other in calendar else max(period, other) / min(period, other)
+    return ratio > APART and (abs(ratio - round(ratio)) > 0.1 or period in calendar)
+
+
+def season_terms(u: NDArray[Any], period: float) -> NDArray[Any]:
+    """Return the sine and the cosine of each Fourier term of a season in turn."""
+    count = min(int(period / 2 + 1e-6), 16, max(1, len(u) // 6))
+    return np.stack(np.split(fourier(u, np.arange(1, count + 1) / period), 2, 1), -1).reshape(len(u), -1)
+
+
+def line_and_seasons(u: NDArray[Any], found: list[float]) -> NDArray[Any]:
+    return np.concatenate([np.ones((len(u), 1)), u[:, None], *(season_terms(u, period) for period in found)], 1)
+
+
+def likelihood(
+    parts: list[tuple[NDArray[Any], NDArray[Any]]], found: list[float], period: float | None, decay: float
+) -> float:
+    """Return the likelihood with a period besides those found, of the best number of terms; None is no further one."""
+    total = np.zeros(1)
+    for u, y in parts:
+        x, z = line_and_seasons(u, found), white(y[:, None], u, decay)[:, 0]
+        fixed, x = x.shape[1], x if period is None else np.append(x, season_terms(u, period), 1)
+        q, r = np.linalg.qr(white(x, u, decay))
+        size = abs(np.diag(r))
+        fitted = np.cumsum((q.T @ z) ** 2 * (size > 1e-7 * size.max()))[fixed - 1 :: 2]
+        n, free = len(z), 2 * np.arange(len(fitted))
+        each = -(n * np.log(np.maximum(z @ z - fitted, 0) / n + 1e-9) + free * math.log(n)) / 2
+        each -= np.log(-np.expm1(-2 * np.diff(u) / decay)).sum() / 2
+        total = total + each if len(total) == 1 else total[: len(each)] + each[: len(total)]
+    return float(total[0] if period is None else total[1:].max(initial=-math.inf))
+
+
+def peaks(u: NDArray[Any], y: NDArray[Any], found: list[float], decay: float, frequency: NDArray[Any]) -> NDArray[Any]:
+    """Return the frequencies of the five highest peaks of the spectrum of what the found periods leave."""
+    x, z = white(line_and_seasons(u, found), u, decay), white(y[:, None], u, decay)
+    rest = z - x @ np.linalg.lstsq(x, z, rcond=1e-8)[0]
+    power = lombscargle(u[1:], rest[:, 0], 2 * math.pi * frequency)
+    places = find_peaks(np.pad(power, 1))[0] - 1
+    return frequency[places[np.argsort(-power[places], kind="stable")[:5]]]
 
 
 def white(columns: NDArray[Any], u: NDArray[Any], decay: float) -> NDArray[Any]:
@@ -428,7 +439,7 @@ class StatsForecast:
             for _, _, known, _, is_regular, _ in found
         )
 
-    def fit(self, series: Series, asked: Any, seed: int) -> Self:
+    def fit(self, series: Series, backtest: Any, seed: int) -> Self:
         statsforecast_models()
         self.gaps, found = gaps_and_seasons(series)
         self.seasons = [sorted({max(2, round(period)) for period in each}) for each in found]
@@ -475,9 +486,7 @@ def statsforecast_models() -> Any:
     try:
         import statsforecast.models
     except ImportError as error:
-        raise ImportError(
-            "model='statsforecast' needs the package statsforecast. Fix: pip install statsforecast"
-        ) from error
+        raise ImportError(f"model='statsforecast': {error}. Fix: pip install statsforecast") from error
     return statsforecast.models
 
 
@@ -487,9 +496,9 @@ class Mixture:
     def __init__(self, models: Sequence[Any]) -> None:
         self.models = list(models)
 
-    def fit(self, series: Series, asked: Any, seed: int) -> Self:
+    def fit(self, series: Series, backtest: Any, seed: int) -> Self:
         for model in self.models:
-            model.fit(series, asked, seed)
+            model.fit(series, backtest, seed)
         return self
 
     def forecast(self, past: Series, dt: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 from typing_extensions import Self
 
-from hbnode._checks import as_count, check_bool, is_one_of, warn_if_swapped
+from hbnode._checks import as_count, check_bool, check_choice, warn_if_swapped
 from hbnode.data import Series, aligned, as_series, check_zone, has_zone, observed
 from hbnode.features import moments
 from hbnode.nn.kalman import Gaussian, KalmanFilter
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 WINDOW, WINDOWS = 48, 100  # most samples in a window of the fit, most windows
-FEW, SAMPLES = 10, 2400  # fewer series have no shared mean, and as long windows as this number of samples allows
+FEW_SERIES = 10  # fewer have no shared mean, and longer windows
+SAMPLES = 2400  # in all windows of few series
 SIZES, SIZE = (2, 3, 4, 6), 3  # numbers of oscillators to choose from for few series, and for more
 BINS = 200  # of the shared mean
 FLOOR = 1e-3  # least standard deviation of the noise, in standard deviations of the data
@@ -40,7 +41,7 @@ FARTHEST = 15.0  # from the start to where the fit may take a logarithm
 PRIOR_STD, PRIOR_WEIGHT = 3.0, 0.02  # the weak normal prior of all logarithms
 OVERSHOOT = 0.1  # the range of the training values is widened by this share before means are clipped to it
 ROUNDING = 4 * np.finfo(np.float64).eps  # the most by which equal times differ, relative to them
-MANY = 100_000  # most values that are smoothed at once
+MOST_VALUES = 100_000  # most values that are smoothed at once
 
 
 class Posterior(NamedTuple):
@@ -166,17 +167,16 @@ class OscillatorSmoother(BaseEstimator):
         as_count(self.max_iter, "max_iter")
         check_bool(self.student, "student")
         check_bool(self.keep_observed, "keep_observed")
-        if not is_one_of(self.mean, ("auto", "shared", "constant")):
-            raise ValueError(f"mean must be 'auto', 'shared' or 'constant', got {self.mean!r}. Fix: mean='auto'.")
+        check_choice(self.mean, "mean", ("auto", "shared", "constant"))
         size, rng = self.num_oscillators, check_random_state(self.random_state)
         size = as_count(size, "num_oscillators") if size is not None else None
         warn_if_swapped(series)
         data = observed(series)
-        few = len(data) < FEW
-        self.is_shared_ = _at_once(data) >= {"auto": FEW, "shared": 0, "constant": math.inf}[self.mean]
+        few = len(data) < FEW_SERIES
+        self.is_shared_ = _at_once(data) >= {"auto": FEW_SERIES, "shared": 0, "constant": math.inf}[self.mean]
         if int(data.mask.sum()) < 2:
             raise ValueError("the series have fewer than two observed values. Fix: fit them to more series.")
-        self.clock_, self.has_zone_, self.features_ = self._clock(data), has_zone(series), list(data.features)
+        self.clock_, self.has_zone_, self.features_ = (data.unit, data.origin), has_zone(series), list(data.features)
         self.level_, deviation = moments(data.x)
         self.has_scale_ = deviation > 0
         self.scale_ = np.where(self.has_scale_, deviation, 1.0)
@@ -357,28 +357,22 @@ class OscillatorSmoother(BaseEstimator):
     # Data
 
     def _checked(self, series: Any) -> Series:
-        data = aligned(as_series(series), self.features_)
-        if self._clock(data) != self.clock_:
-            raise ValueError(
-                f"the series must have the unit and the origin of time as in fit, {self.clock_}, got "
-                f"{self._clock(data)}. Fix: the same unit= and origin= of as_series, for dates in both or in none."
-            )
-        if self.is_shared_.any():
+        """Return series with the unit and the origin of fit; with a constant mean any origin will do."""
+        data, is_shared = aligned(as_series(series), self.features_), bool(self.is_shared_.any())
+        unit, origin = self.clock_
+        is_same = data.origin == origin if is_shared else (data.origin is None) == (origin is None)
+        if data.unit != unit or not is_same:
+            fix = "the same unit= and origin= of as_series, for dates in both or in none"
+            raise ValueError(f"series must have the unit and the origin of time as in fit, {self.clock_}. Fix: {fix}.")
+        if is_shared:
             check_zone(has_zone(series), self.has_zone_)
         return data
-
-    def _clock(self, data: Series) -> tuple[float | None, Any]:
-        """Return the unit and the origin of time; any origin is the same for a constant mean."""
-        is_any = data.origin is not None and not self.is_shared_.any()
-        return data.unit, "any" if is_any else data.origin
 
     def _times(self, data: Series, grid: Any) -> Tensor:
         at = data.times(grid).double()
         if at.dim() not in (1, 2) or (at.dim() == 2 and len(at) != len(data)) or not at.shape[-1]:
-            raise ValueError(
-                f"the times must be (K,) or (batch, K) with batch={len(data)}, got {tuple(at.shape)}. "
-                "Fix: numpy.linspace(0, 1, 100), in the unit of the series."
-            )
+            wanted = f"(K,) or (batch, K) with batch={len(data)}"
+            raise ValueError(f"the times must be {wanted}, got {tuple(at.shape)}. Fix: numpy.linspace(0, 1, 100).")
         return at.expand(len(data), -1)
 
     def _mean_at(self, t: NDArray[Any]) -> NDArray[Any]:
@@ -594,7 +588,7 @@ def _windows(rows: _Rows, rng: Any, few: bool) -> _Rows:
 def _parts(rows: _Rows, at: Tensor, copies: int) -> Iterator[tuple[_Rows, Tensor]]:
     """Yield rows with their times, few enough to be smoothed at once."""
     at = at.repeat_interleave(len(rows.x) // len(at), 0)
-    size = max(1, MANY // ((rows.x.shape[1] + at.shape[1]) * copies))
+    size = max(1, MOST_VALUES // ((rows.x.shape[1] + at.shape[1]) * copies))
     for k in range(0, len(at), size):
         yield rows.select(slice(k, k + size)), at[k : k + size]
 

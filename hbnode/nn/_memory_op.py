@@ -17,14 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hbnode._torch import no_autocast, plain, reference_vjp
+from hbnode._torch import operator_form, plain
 from hbnode.nn._delta_rule import Outputs, forward, reference, residual_shapes, vjp
 
 Tensors = Sequence[Tensor | None]
 Run = Callable[[Tensors, Tensors], tuple[Tensors, Tensors]]  # maps tensors of steps and of states to such tensors
 
 _STEP_TENSORS = 7  # tensors of steps: q, k, v, log μ, log α, s, η
-_TENSOR_COUNT = 9  # these, and S and P
 
 
 class _Group(NamedTuple):
@@ -113,100 +112,60 @@ def packed(run: Callable[..., Outputs], options: Any, cu_seqlens: Tensor | None,
     return out, s, p
 
 
-_TENSORS = (
-    "Tensor q, Tensor k, Tensor v, Tensor? log_momentum, Tensor? log_decay, Tensor? step, Tensor? write, Tensor s, "
-    "Tensor? p, Tensor? cu_seqlens"
-)
-
-
-@torch.library.custom_op(
-    "hbnode::heavy_ball_memory",
-    mutates_args=(),
-    schema=f"(str delta, int chunk_size, bool keep, {_TENSORS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-def _forward_op(delta: str, chunk_size: int, keep: bool, *rest: Any) -> tuple[Tensor, ...]:
+def _run(options: Any, keep: bool, *rest: Any) -> tuple[Any, list[Tensor]]:
     *tensors, cu_seqlens = rest
-    options = (delta, chunk_size)
     residuals: list[Tensor] = []
-    with no_autocast(tensors[0]):
-        if cu_seqlens is None:
-            (out, s, p), residuals = forward(options, keep, *tensors)
-        else:
-            out, s, p = packed(lambda options, *x: forward(options, False, *x)[0], options, cu_seqlens, *tensors)
+    if cu_seqlens is None:
+        (out, s, p), residuals = forward(options, keep, *tensors)
+    else:
+        out, s, p = packed(lambda options, *x: forward(options, False, *x)[0], options, cu_seqlens, *tensors)
     residuals += [s.new_empty(0) for _ in range(2 - len(residuals))]
-    return out, s, s.new_empty(0) if p is None else p.clone(), *residuals  # S and P may share memory
+    return (out, s, s.new_empty(0) if p is None else p.clone()), residuals  # S and P may share memory
 
 
-@_forward_op.register_fake
-def _(delta: str, chunk_size: int, keep: bool, *rest: Any) -> tuple[Tensor, ...]:
+def _fake_run(options: Any, keep: bool, *rest: Any) -> tuple[Any, list[Tensor]]:
     q, _, v, *_, s, p, cu_seqlens = rest
-    shapes: list[Any] = []
-    if keep and cu_seqlens is None:
-        shapes += residual_shapes((delta, chunk_size), q, v, p is not None)
+    shapes: list[Any] = residual_shapes(options, q, v, p is not None) if keep and cu_seqlens is None else []
     shapes += [0] * (2 - len(shapes))
     dtype = torch.promote_types(q.dtype, v.dtype)
     out = torch.empty_like(v, dtype=dtype) if cu_seqlens is None else v.new_empty(v.shape, dtype=dtype)
-    return out, *(s.new_empty(shape) for shape in (s.shape, 0 if p is None else p.shape, *shapes))
+    found = out, s.new_empty(s.shape), s.new_empty(0 if p is None else p.shape)
+    return found, [s.new_empty(shape) for shape in shapes]
 
 
-@torch.library.custom_op(
-    "hbnode::heavy_ball_memory_backward",
-    mutates_args=(),
-    schema=f"(str delta, int chunk_size, {_TENSORS}, Tensor states, Tensor e, Tensor dout, Tensor ds, Tensor dp, "
-    "bool[] needed) -> Tensor[]",
-)
-def _backward_op(delta: str, chunk_size: int, *rest: Any) -> list[Tensor]:
-    *tensors, cu_seqlens, states, e, dout, ds, dp, needed = rest
-    options = (delta, chunk_size)
+def _run_vjp(
+    options: Any, rest: Sequence[Any], residuals: Sequence[Tensor], grads: Sequence[Any], needed: Sequence[bool]
+) -> list[Tensor | None]:
+    (*tensors, cu_seqlens), (dout, ds, dp) = rest, grads
 
     def run_group(steps: Tensors, grouped: Tensors) -> tuple[Tensors, Tensors]:
         *steps, dout = steps
-        given, grads, residuals = [*steps, *grouped[:2]], [dout, *grouped[2:]], [states, e]
-        if not states.numel():  # not kept
-            residuals = forward(options, True, *given)[1]  # type: ignore[arg-type]
-        found = vjp(options, given, residuals, grads, needed)
+        given, grads, kept = [*steps, *grouped[:2]], [dout, *grouped[2:]], residuals
+        if not kept[0].numel():
+            kept = forward(options, True, *given)[1]  # type: ignore[arg-type]
+        found = vjp(options, given, kept, grads, needed)
         return found[:_STEP_TENSORS], found[_STEP_TENSORS:]
 
-    with no_autocast(tensors[0]):
-        given = [*tensors[_STEP_TENSORS:], ds, None if tensors[-1] is None else dp]
-        found = over_sequences(run_group, cu_seqlens, [*tensors[:_STEP_TENSORS], dout], given)
+    given = [*tensors[_STEP_TENSORS:], ds, None if tensors[-1] is None else dp]
+    found = over_sequences(run_group, cu_seqlens, [*tensors[:_STEP_TENSORS], dout], given)
     every = [grad for part in found for grad in part]
-    wanted = [grad for grad, is_needed in zip(every, needed, strict=True) if is_needed and grad is not None]
-    return [grad.clone(memory_format=torch.contiguous_format) for grad in wanted]
+    return [None if x is None else x.clone(memory_format=torch.contiguous_format) for x in every] + [None]
 
 
-@_backward_op.register_fake
-def _(delta: str, chunk_size: int, *rest: Any) -> list[Tensor]:
-    return [x.new_empty(x.shape) for x, is_needed in zip(rest[:_TENSOR_COUNT], rest[-1], strict=True) if is_needed]
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.options = inputs[:2]
-    ctx.save_for_backward(*inputs[3:], *output[3:])
-
-
-def _backward(ctx: Any, dout: Tensor, ds: Tensor, dp: Tensor, *_: Any) -> tuple[Any, ...]:
-    *tensors, states, e = ctx.saved_tensors
-    needed = list(ctx.needs_input_grad[3 : 3 + _TENSOR_COUNT])
-    found: Any
-    if torch.is_grad_enabled():  # with create_graph=True
-
-        def run(options: Any, *x: Any) -> Outputs:
-            return packed(reference, options, tensors[-1], *x)
-
-        found = iter(reference_vjp(run, ctx.options, tensors[:-1], (dout, ds, dp), needed))
-        return None, None, None, *found, None
-    found = iter(_backward_op(*ctx.options, *tensors, states, e, dout, ds, dp, needed))
-    return None, None, None, *(next(found) if is_needed else None for is_needed in needed), None
-
-
-_forward_op.register_autograd(_backward, setup_context=_setup)
+_operator = operator_form(
+    "heavy_ball_memory",
+    "str delta, int chunk_size, ",
+    "Tensor q, Tensor k, Tensor v, Tensor? log_momentum, Tensor? log_decay, Tensor? step, Tensor? write, Tensor s, "
+    "Tensor? p, Tensor? cu_seqlens",
+    (3, 2),
+    _run,
+    _fake_run,
+    _run_vjp,
+    lambda options, *rest: packed(reference, options, rest[-1], *rest[:-1]),
+)
 
 
 def compiled(options: tuple[Any, int], cu_seqlens: Tensor | None, *tensors: Any) -> Outputs:
     """Compute :func:`packed` with the chunked form, by the operator."""
-    needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    # symbolic shapes of the residuals would constrain an exported program
-    keep = needs_grad and not torch.compiler.is_exporting()
-    out, s, p, *_ = _forward_op(options[0] or "", options[1], keep, *tensors, cu_seqlens)
+    out, s, p = _operator((options[0] or "", options[1]), *tensors, cu_seqlens)
     return out, s, None if tensors[-1] is None else p

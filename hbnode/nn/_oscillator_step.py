@@ -150,14 +150,6 @@ def exact_response(gamma: Tensor, kappa: Tensor, dt: Tensor) -> Pair:
 def _checked(damping: Number, stiffness: Number, dt: Number) -> tuple[Tensor, ...]:
     """Return the arguments as tensors; raise ValueError if a time is negative, NaN or infinite."""
     gamma, kappa, dt = _as_tensors(damping, stiffness, dt)
-    shapes = [tuple(x.shape) for x in (gamma, kappa, dt)]
-    try:
-        torch.broadcast_shapes(*shapes)
-    except RuntimeError:
-        raise ValueError(
-            f"damping, stiffness and dt must broadcast, got {shapes}. Fix: dt.unsqueeze(-1) for one time per "
-            "sample and rates of several oscillators."
-        ) from None
     if _torch.may_look() and not dt.is_meta:
         wrong = dt[~(dt.isfinite() & (dt >= 0))]
         if len(wrong):
@@ -173,9 +165,8 @@ def _as_tensors(*values: Number) -> tuple[Tensor, ...]:
     tensors = [value for value in values if isinstance(value, Tensor)]
     dtype, device = torch.float64, None
     if tensors:
-        dtype, device = tensors[0].dtype, ([each for each in tensors if each.dim()] or tensors)[0].device
-        for each in tensors[1:]:
-            dtype = torch.promote_types(dtype, each.dtype)
+        device = ([each for each in tensors if each.dim()] or tensors)[0].device
+        dtype = functools.reduce(torch.promote_types, (each.dtype for each in tensors))
         dtype = dtype if dtype.is_floating_point else torch.get_default_dtype()
     fix = "a number or a tensor of real numbers"
     return tuple(
@@ -688,77 +679,41 @@ def _segment_vjp(
 fast_scan = _torch.fast_form(scan_reference, _vjp)(_forward)
 
 
-# For torch.compile the forward and the backward pass are custom operators, which it does not trace. Traced, the loop
-# would be unrolled, and the graph would hold for one length only.
-
-_TENSORS = (
-    "Tensor x, Tensor v0, Tensor x0, Tensor w, Tensor c, Tensor? d, Tensor rates, Tensor? gaps, Tensor? ends, "
-    "Tensor? is_underdamped"
-)
-_COUNT = len(ScanInput._fields)
+# For torch.compile, the residuals have a shape that depends on the length alone: they are padded.
 
 
-@torch.library.custom_op(
-    "hbnode::oscillators",
-    mutates_args=(),
-    schema=f"(str kind, bool is_held, bool keep, {_TENSORS}) -> (Tensor, Tensor, Tensor, Tensor)",
-)
-def _forward_op(kind: str, is_held: bool, keep: bool, *tensors: Any) -> tuple[Tensor, ...]:
-    with _torch.no_autocast(tensors[0]):
-        outputs, (starts,) = _forward((kind, is_held), True, *tensors)
-    if not keep:
-        return *outputs, starts.new_empty(0)
-    return *outputs, functional.pad(starts, (0, 0, 0, tensors[0].shape[1] // _SHORTEST_CHUNK + 1 - starts.shape[2]))
+def _padded_forward(options: Options, keep: bool, *tensors: Any) -> tuple[Any, tuple[Tensor]]:
+    outputs, (starts,) = _forward(options, keep, *tensors)
+    spare = tensors[0].shape[1] // _SHORTEST_CHUNK + 1 - starts.shape[2]
+    return outputs, (functional.pad(starts, (0, 0, 0, spare)) if keep else starts.new_empty(0),)
 
 
-@_forward_op.register_fake
-def _(kind: str, is_held: bool, keep: bool, *tensors: Any) -> tuple[Tensor, ...]:
+def _fake_forward(options: Options, keep: bool, *tensors: Any) -> tuple[Any, tuple[Tensor]]:
     inputs = ScanInput(*tensors)
     (batch, length, _), state = inputs.x.shape, inputs.v0
     y = state.new_empty(batch, length, len(inputs.c), dtype=_output_dtype(inputs))
     shape = (2, *state.shape[:1], length // _SHORTEST_CHUNK + 1, *state.shape[1:]) if keep else (0,)
-    starts = state.new_empty(shape)
-    return y, state.new_empty(state.shape), state.new_empty(state.shape), starts
+    return (y, state.new_empty(state.shape), state.new_empty(state.shape)), (state.new_empty(shape),)
 
 
-@torch.library.custom_op(
-    "hbnode::oscillators_backward",
-    mutates_args=(),
-    schema=f"(str kind, bool is_held, {_TENSORS}, Tensor starts, Tensor dy, Tensor dv, Tensor dx, bool[] needed)"
-    " -> Tensor[]",
+def _padded_vjp(
+    options: Options, tensors: Sequence[Any], residuals: Sequence[Tensor], grads: Sequence[Any], needed: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    (starts,), inputs = residuals, ScanInput(*tensors)
+    if starts.numel():
+        starts = starts[:, :, : sum(segment.chunks for segment in _segments(inputs))]
+    else:  # not kept
+        (starts,) = _forward(options, True, *tensors)[1]
+    return _vjp(options, tensors, (starts,), grads, needed)
+
+
+_compiled_scan = _torch.operator_form(
+    "oscillators",
+    "str kind, bool is_held, ",
+    "Tensor x, Tensor v0, Tensor x0, Tensor w, Tensor c, Tensor? d, Tensor rates, Tensor? gaps, Tensor? ends, "
+    "Tensor? is_underdamped",
+    (3, 1),
+    _padded_forward,
+    _fake_forward,
+    _padded_vjp,
 )
-def _backward_op(kind: str, is_held: bool, *rest: Any) -> list[Tensor]:
-    inputs, (starts, *grads, needed) = ScanInput(*rest[:_COUNT]), rest[_COUNT:]
-    starts = starts[:, :, : sum(segment.chunks for segment in _segments(inputs))]
-    with _torch.no_autocast(inputs.x):
-        found = _vjp((kind, is_held), inputs, (starts,), grads, needed)
-    return [grad.contiguous() for grad in found if grad is not None]
-
-
-@_backward_op.register_fake
-def _(kind: str, is_held: bool, *rest: Any) -> list[Tensor]:
-    return [z.new_empty(z.shape) for z, is_needed in zip(rest[:_COUNT], rest[-1], strict=True) if is_needed]
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.options, ctx.keep = inputs[:2], inputs[2]
-    ctx.save_for_backward(*inputs[3:], output[3])
-
-
-def _backward(ctx: Any, dy: Tensor, dv: Tensor, dx: Tensor, _: Tensor | None) -> tuple[Any, ...]:
-    *tensors, starts = ctx.saved_tensors
-    if not ctx.keep:
-        *_, starts = _forward_op(*ctx.options, True, *tensors)
-    needed = list(ctx.needs_input_grad[3:])
-    found = iter(_backward_op(*ctx.options, *tensors, starts, dy, dv, dx, needed))
-    return None, None, None, *(next(found) if is_needed else None for is_needed in needed)
-
-
-_forward_op.register_autograd(_backward, setup_context=_setup)
-
-
-def _compiled_scan(options: Options, *tensors: Any) -> tuple[Tensor, Tensor, Tensor]:
-    # the symbolic shape of the states would limit the length in an exported graph
-    keep = not torch.compiler.is_exporting()
-    y, v, x, _ = _forward_op(*options, keep, *tensors)
-    return y, v, x

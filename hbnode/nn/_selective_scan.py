@@ -104,48 +104,26 @@ def _vjp(
 fast_scan = _torch.fast_form(scan_reference, _vjp)(_forward)
 
 
-# For torch.compile the forward and the backward pass are custom operators, which it does not trace.
+def _operator_forward(_: object, keep: bool, *tensors: Any) -> tuple[Any, Any]:
+    ((z,), _) = _forward(None, keep, *tensors)
+    return (z.clone(),), (z.new_empty(0),)
 
 
-_TENSORS = "Tensor rho, Tensor? phi, Tensor b, Tensor z0"
+def _operator_vjp(
+    _: object, tensors: Sequence[Any], residuals: object, grads: Sequence[Any], needed: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    return _vjp(None, tensors, _forward(None, True, *tensors)[1], grads, needed)
 
 
-@torch.library.custom_op("hbnode::selective_scan", mutates_args=(), schema=f"({_TENSORS}) -> Tensor")
-def _forward_op(rho: Tensor, phi: Tensor | None, b: Tensor, z0: Tensor) -> Tensor:
-    z: Tensor = _forward(None, False, rho, phi, b, z0)[0][0]
-    return z.clone()
-
-
-@_forward_op.register_fake
-def _(rho: Tensor, phi: Tensor | None, b: Tensor, z0: Tensor) -> Tensor:
-    return b.new_empty(b.shape)
-
-
-@torch.library.custom_op(
-    "hbnode::selective_scan_backward", mutates_args=(), schema=f"({_TENSORS}, Tensor dz) -> Tensor[]"
+_compiled_scan = _torch.operator_form(
+    "selective_scan",
+    "",
+    "Tensor rho, Tensor? phi, Tensor b, Tensor z0",
+    (1, 1),
+    _operator_forward,
+    lambda _, keep, rho, phi, b, z0: ((b.new_empty(b.shape),), (b.new_empty(0),)),
+    _operator_vjp,
 )
-def _backward_op(rho: Tensor, phi: Tensor | None, b: Tensor, z0: Tensor, dz: Tensor) -> list[Tensor]:
-    _, residuals = _forward(None, True, rho, phi, b, z0)
-    found = _vjp(None, (rho, phi, b, z0), residuals, (dz,), (True,) * 4)
-    return [grad.contiguous() for grad in found if grad is not None]
-
-
-@_backward_op.register_fake
-def _(rho: Tensor, phi: Tensor | None, b: Tensor, z0: Tensor, dz: Tensor) -> list[Tensor]:
-    return [x.new_empty(x.shape) for x in (rho, phi, b, z0) if x is not None]
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
-    rho, phi, b, z0 = ctx.saved_tensors
-    found = _backward_op(rho, phi, b, z0, dz.contiguous())
-    return tuple(found) if phi is not None else (found[0], None, *found[1:])
-
-
-_forward_op.register_autograd(_backward, setup_context=_setup)
 
 
 def scan(rho: Tensor, phi: Tensor | None, b: Tensor, z0: Tensor) -> Tensor:
@@ -158,5 +136,5 @@ def scan(rho: Tensor, phi: Tensor | None, b: Tensor, z0: Tensor) -> Tensor:
         z0: the state before the first sample, (...).
     """
     if torch.compiler.is_compiling() and not _torch.is_transformed():
-        return _forward_op(rho, phi, b, z0)
+        return _compiled_scan((), rho, phi, b, z0)[0]
     return fast_scan(None, rho, phi, b, z0)[0]

@@ -7,14 +7,16 @@ from typing import Any, TypeVar, get_args, get_type_hints
 Layer = TypeVar("Layer", bound=type)
 
 
-def shares_arguments(kind: Layer) -> Layer:
+def shares_arguments(kind: Layer, base: type | None = None) -> Layer:
     """Show the arguments that a class hands on to its base in its signature, and their descriptions in its docstring.
+
+    A class that hands them on to another one calls it ``base``.
 
     ``__init__`` takes ``**options: Unpack[Options]`` with a TypedDict of the names of keyword arguments of the base's
     ``__init__``, or is that of the base. The docstring describes only arguments of its own. The sections Shape and
     Raises are those of the base, unless the docstring has its own.
     """
-    base = next(each for each in kind.__mro__[1:] if "__init__" in vars(each))
+    base = base or next(each for each in kind.__mro__[1:] if "__init__" in vars(each))
     init: Any = vars(kind).get("__init__", vars(base)["__init__"])
     base_parameters, own = inspect.signature(vars(base)["__init__"]).parameters, inspect.signature(init)
     *parameters, last = own.parameters.values()

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Sequence
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from hbnode._checks import as_count, as_real, check_bool, check_input, is_one_of, refuse_gradient
+from hbnode._checks import as_count, as_real, check_bool, check_input, refuse_gradient
 from hbnode._torch import ModuleWithConstants, may_look
 from hbnode._tree import Record, register
-from hbnode.nn.heavy_ball_memory import HeavyBallMemoryState, count_packed, heavy_ball_memory
-from hbnode.nn.momentum_attention import MomentumAttentionState, momentum_attention
-from hbnode.nn.sequences import check_dtype
+from hbnode.nn.heavy_ball_memory import HeavyBallMemoryState, check_delta, count_packed, heavy_ball_memory
+from hbnode.nn.momentum_attention import MomentumAttentionState, check_number, momentum_attention
+from hbnode.nn.sequences import check_dtype, shown
 
 State = TypeVar("State")
 Heads = tuple[Tensor, Tensor, Tensor]  # queries, keys, values: (batch, heads, length, head_dim)
@@ -41,6 +40,7 @@ class MultiheadBase(ModuleWithConstants, Generic[State]):
     q_proj_weight: nn.Parameter
     k_proj_weight: nn.Parameter
     v_proj_weight: nn.Parameter
+    _shown: ClassVar[tuple[str, ...]]  # attributes in the representation
     _qkv_same_embed_dim = False  # so that torch.nn.TransformerEncoderLayer never uses its fused softmax attention
 
     def __init__(
@@ -66,12 +66,11 @@ class MultiheadBase(ModuleWithConstants, Generic[State]):
                 f"Fix: num_heads={max(n for n in range(1, num_heads) if embed_dim % n == 0)}, "
                 f"or embed_dim={num_heads * (embed_dim // num_heads + 1)}."
             )
-        if not 0 <= as_real(dropout, "dropout", "dropout=0.1") <= 1:
-            raise ValueError(f"dropout must be a probability, got {dropout!r}. Fix: a number from 0 to 1.")
         for name, switch in (("bias", bias), ("batch_first", batch_first), ("causal", causal)):
             check_bool(switch, name, "pass options by name")
         self.head_dim = self.embed_dim // self.num_heads
-        self.dropout, self.batch_first, self.causal = float(dropout), batch_first, causal
+        self.dropout = as_real(dropout, "dropout", "dropout=0.1")
+        self.batch_first, self.causal = batch_first, causal
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         is_packed = self.kdim == self.vdim == self.embed_dim
         shapes = {"in_proj_weight": (3 * embed_dim, embed_dim) if is_packed else None}
@@ -89,12 +88,7 @@ class MultiheadBase(ModuleWithConstants, Generic[State]):
 
     @override
     def extra_repr(self) -> str:
-        settings = {"causal": self.causal} | self._settings()
-        return ", ".join([f"{self.embed_dim}, {self.num_heads}", *(f"{name}={x}" for name, x in settings.items())])
-
-    def _settings(self) -> dict[str, object]:
-        """Return the further settings of a subclass to show in its representation."""
-        raise NotImplementedError
+        return f"{self.embed_dim}, {self.num_heads}, {shown(self, self._shown)}"
 
     def forward(
         self,
@@ -285,11 +279,6 @@ class MultiheadBase(ModuleWithConstants, Generic[State]):
         dtype = next(self.parameters()).dtype
         for name, x, features in inputs:
             check_input(x, name)
-            if x.is_nested:
-                raise TypeError(
-                    f"{name} must not be a nested tensor. Fix: {name}.to_padded_tensor(0.0), with key_padding_mask, or "
-                    "cu_seqlens of HeavyBallMemory."
-                )
             if x.dim() not in (2, 3) or x.shape[-1] != features or x.dim() != query.dim():
                 order = "(batch, length" if self.batch_first else "(length, batch"
                 raise ValueError(
@@ -357,6 +346,8 @@ class MomentumAttention(MultiheadBase[MomentumAttentionState]):
         True
     """
 
+    _shown = ("causal", "momentum", "step_size")
+
     def __init__(
         self,
         embed_dim: int,
@@ -379,11 +370,9 @@ class MomentumAttention(MultiheadBase[MomentumAttentionState]):
     ) -> None:
         _refuse_dropout(dropout)
         super().__init__(embed_dim, num_heads, dropout, bias, kdim, vdim, batch_first, causal, device, dtype)
-        if not 0 <= as_real(eps, "eps", "eps=1e-6") < math.inf:
-            raise ValueError(f"eps must be >= 0 and finite, got {eps!r}. Fix: 1e-6.")
         check_bool(learn_momentum, "learn_momentum", "momentum=0.9, learn_momentum=True, for instance")
         check_bool(learn_step_size, "learn_step_size", "step_size=1.0, learn_step_size=True, for instance")
-        self.eps, self.chunk_size = float(eps), as_count(chunk_size, "chunk_size")
+        self.eps, self.chunk_size = check_number(eps, "eps"), as_count(chunk_size, "chunk_size")
         beta = _per_head(momentum, "momentum", self.num_heads)
         gamma = _per_head(step_size, "step_size", self.num_heads)
         if not bool(((beta >= 0) & (beta < 1)).all()):
@@ -414,10 +403,6 @@ class MomentumAttention(MultiheadBase[MomentumAttentionState]):
     def constants(self) -> dict[str, str]:
         fixed = {} if self.momentum_logit is not None else {"momentum": "_momentum"}
         return fixed | ({} if self.log_step_size is not None else {"step_size": "_step_size"})
-
-    @override
-    def _settings(self) -> dict[str, object]:
-        return {"momentum": _format(self.momentum), "step_size": _format(self.step_size)}
 
     @override
     def _zero_state(self, batch_size: int) -> MomentumAttentionState:
@@ -497,6 +482,8 @@ class HeavyBallMemory(MultiheadBase[HeavyBallMemoryState]):
         True
     """
 
+    _shown = ("has_momentum", "has_decay", "delta")
+
     def __init__(
         self,
         embed_dim: int,
@@ -516,8 +503,7 @@ class HeavyBallMemory(MultiheadBase[HeavyBallMemoryState]):
         super().__init__(embed_dim, num_heads, dropout, bias, None, None, batch_first, True, device, dtype)
         check_bool(momentum, "momentum", "momentum=True; the gate comes from the input")
         check_bool(decay, "decay", "decay=True; the gate comes from the input")
-        if delta is not False and not is_one_of(delta, ("decayed", "plain")):
-            raise ValueError(f"delta must be 'decayed', 'plain' or False, got {delta!r}. Fix: 'decayed'.")
+        check_delta(delta)
         self.has_momentum, self.has_decay, self.delta = momentum, decay, delta
         self.chunk_size = as_count(chunk_size, "chunk_size")
         if delta == "plain" and momentum and decay:
@@ -538,10 +524,6 @@ class HeavyBallMemory(MultiheadBase[HeavyBallMemoryState]):
             rows.append(torch.logit(0.05 + 0.45 * spread))
         with torch.no_grad():
             self.gates.bias.copy_(torch.cat(rows))
-
-    @override
-    def _settings(self) -> dict[str, object]:
-        return {"momentum": self.has_momentum, "decay": self.has_decay, "delta": repr(self.delta)}
 
     @override
     def _zero_state(self, batch_size: int) -> HeavyBallMemoryState:
@@ -631,11 +613,8 @@ class KeyValueCache(Record):
             length: number of tokens.
             ignored: padding mask of the tokens (batch, length), or None.
         """
-        start: Tensor | int = self.length if self.ignored is None else (~self.ignored).sum(1, keepdim=True)
-        if ignored is None:
-            return start + torch.arange(length, device=self._keys.device)
-        counted = (~ignored).long()
-        return start + counted.cumsum(1) - counted
+        start = self.length if self.ignored is None else (~self.ignored).sum(1, keepdim=True)
+        return start + places(length, ignored, self._keys.device)
 
     @override
     def as_dict(self) -> dict[str, Any]:
@@ -686,6 +665,14 @@ class KeyValueCache(Record):
         none = torch.zeros(len(self._keys), self.length + more, dtype=torch.bool, device=self._keys.device)
         before = none[:, : self.length] if self.ignored is None else self.ignored
         return torch.cat((before, none[:, self.length :] if ignored is None else ignored), 1)
+
+
+def places(length: int, ignored: Tensor | None, device: torch.device) -> Tensor:
+    """Return the number of tokens before each of ``length`` tokens, (length,), or with padding (batch, length)."""
+    if ignored is None:
+        return torch.arange(length, device=device)
+    counted = (~ignored).long()
+    return counted.cumsum(1) - counted
 
 
 def rotate(x: Tensor, positions: Tensor, base: float = 10_000.0) -> Tensor:
@@ -747,6 +734,8 @@ class SoftmaxAttention(MultiheadBase[KeyValueCache]):
         (True, 7)
     """
 
+    _shown = ("causal", "rotary")
+
     def __init__(
         self,
         embed_dim: int,
@@ -769,10 +758,6 @@ class SoftmaxAttention(MultiheadBase[KeyValueCache]):
                 f"rotary=True needs an even embed_dim / num_heads, got {self.head_dim}. "
                 "Fix: an even head size, or rotary=False."
             )
-
-    @override
-    def _settings(self) -> dict[str, object]:
-        return {"rotary": self.rotary}
 
     @override
     def _zero_state(self, batch_size: int) -> KeyValueCache:
@@ -815,10 +800,6 @@ def _check_cache(state: KeyValueCache, keys: Tensor) -> None:
         raise ValueError(
             f"state must have {wanted[0]} sequences, {wanted[1]} heads and {wanted[2]} features per head, like the "
             f"input, got {given[0]}, {given[1]} and {given[2]}. Fix: init_state({wanted[0]}) of this module."
-        )
-    if state.keys.device != keys.device:
-        raise TypeError(
-            f"state must be on {keys.device}, got {state.keys.device}. Fix: state.to({str(keys.device)!r})."
         )
 
 
@@ -870,12 +851,6 @@ def _learned(value: Tensor, module: MultiheadBase) -> nn.Parameter:
 def _wide(parameter: Tensor) -> Tensor:
     """Return a parameter in float32 or wider, because bfloat16 rounds a momentum of 0.999 to 1."""
     return parameter.to(torch.promote_types(parameter.dtype, torch.float32))
-
-
-def _format(value: Tensor | float) -> str:
-    if isinstance(value, float):
-        return f"{value:g}"
-    return "unknown" if value.is_meta else str([round(x, 4) for x in value.tolist()])
 
 
 def _empty_state(weight: Tensor) -> Tensor:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Normal, StudentT, kl_divergence
 from torch.nn.functional import pad
-from typing_extensions import Self, Unpack, override
+from typing_extensions import Unpack, override
 
 from hbnode._checks import ArrayLike, as_count, refuse_meta
-from hbnode._times import as_times, as_unit, check_digits
-from hbnode._torch import ModuleWithConstants, untraced
+from hbnode._times import as_times, check_digits
+from hbnode._torch import untraced
 from hbnode._tree import Record, State, record
 from hbnode.fields import HBNODE, Field, HeavyBallSDE
 from hbnode.nn import sequences as seq
@@ -155,7 +155,7 @@ class LatentOptions(TypedDict, total=False):
     time_unit: float
 
 
-class LatentModel(ModuleWithConstants):
+class LatentModel(seq.TimedModule):
     r"""The abstract base class of :class:`LatentODE` and :class:`LatentSDE`.
 
     A subclass defines :meth:`solve`, the latent paths and the divergence of their posterior from their prior.
@@ -194,7 +194,7 @@ class LatentModel(ModuleWithConstants):
     ) -> None:
         super().__init__()
         self.input_size, self.latent_size = as_count(input_size, "input_size"), as_count(latent_size, "latent_size")
-        self.set_constant("_time_unit", as_unit(time_unit, "time_unit"))
+        self.time_unit = time_unit
         seq.check_choice(likelihood, "likelihood", get_args(Likelihood))
         hidden_size = as_count(hidden_size, "hidden_size")
         self.encoder = GRUEncoder(self.input_size, hidden_size, static_size) if encoder is None else encoder
@@ -223,33 +223,6 @@ class LatentModel(ModuleWithConstants):
         Returns:
             Values for the decoder, (T, batch, latent_size), and an estimate of the divergence for each path, (batch,).
         """
-
-    @property
-    def time_unit(self) -> float:
-        """Return the length of one unit of the model's time."""
-        return float(self.get_constant("_time_unit"))
-
-    @time_unit.setter
-    def time_unit(self, value: float) -> None:
-        self.set_constant("_time_unit", as_unit(value, "time_unit"))
-
-    @override
-    def constants(self) -> dict[str, str]:
-        return {"time_unit": "_time_unit"}
-
-    def fit_time_unit(self, t: ArrayLike, mask: Tensor | None = None, lengths: Lengths | None = None) -> Self:
-        """Set ``time_unit`` to ten times the median gap of training data, as :meth:`hbnode.ODERNN.fit_time_unit` does.
-
-        Arguments:
-            t: times (batch, T) or (T,).
-            mask: what was observed, (batch, T) or (batch, T, features). Default: ``None``.
-            lengths: length of each series, (batch,). Default: ``None``.
-
-        Returns:
-            The module itself.
-        """
-        self.time_unit = seq.fitted_unit(t, mask, lengths)
-        return self
 
     def elbo(
         self, x: Tensor, t: ArrayLike, mask: Tensor | None = None, lengths: Lengths | None = None,
@@ -309,7 +282,12 @@ class LatentModel(ModuleWithConstants):
         if at is None:
             prediction, *_ = self._posterior_paths(series, series.t, static, samples)
             return LatentPrediction(series.padded(prediction.paths), prediction.scale, prediction.freedom)
-        wanted = _checked_at(at, series.t, self.time_unit)
+        wanted = seq.checked_at(at, series.t, self.time_unit).to(torch.float64)
+        if not bool((wanted >= series.t[:, :1]).all()):
+            raise ValueError(
+                "at has a time before the first of t, where a path starts. Fix: an unobserved sample at an earlier "
+                "time, with mask=False there."
+            )
         # the control changes at the samples, where steps therefore end
         merged, order = torch.cat([series.t.to(wanted), wanted], 1).sort(dim=1, stable=True)
         places = order.argsort(dim=1)[:, series.t.shape[1] :]
@@ -622,21 +600,3 @@ def quiet(layer: nn.Module) -> nn.Module:
 
 def _with_zero(value: Tensor | float, like: Tensor) -> Tensor:
     return pad(torch.as_tensor(value, dtype=torch.float64, device="cpu").expand(like.shape), (0, 1))
-
-
-def _checked_at(at: ArrayLike, t: Tensor, time_unit: float) -> Tensor:
-    """Return the times ``at`` as (batch, K) in float64; raise ValueError if one is before the start of its series."""
-    given = as_times(at, "at")
-    times = given.to(t.device, torch.float64)
-    if times.dim() not in (1, 2) or times.shape[-1] == 0 or (times.dim() == 2 and len(times) != len(t)):
-        raise ValueError(
-            f"at must be (K,) or (batch, K) with batch {len(t)}, got {tuple(times.shape)}. "
-            "Fix: at=[0.5, 1.0] for the same times in all series."
-        )
-    if not bool((times.isfinite() & (times >= t[:, :1])).all()):
-        raise ValueError(
-            "at has a time before the first of t, or one that is not finite; a path starts at t[:, 0]. Fix: an "
-            "unobserved sample at an earlier time, with mask=False there."
-        )
-    check_digits(given, given.new_zeros(0), "at", time_unit)
-    return times.expand(len(t), -1)

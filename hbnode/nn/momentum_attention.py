@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Sequence
-from typing import Any, Literal, TypedDict, overload
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from typing_extensions import Required, Unpack
 
 from hbnode._checks import as_count, check_bool
 from hbnode._torch import exports_any, fast_form, is_tracing, keep_freed_memory, no_autocast, reference_vjp
@@ -36,26 +35,6 @@ class MomentumAttentionState(Record):
     z: Tensor
 
 
-class _Options(TypedDict, total=False):
-    """The keyword arguments of :func:`momentum_attention` that have no effect on the type of its result."""
-
-    momentum: Required[Rate]
-    step_size: Rate
-    causal: bool
-    key_padding_mask: Tensor | None
-    eps: float
-    initial_state: MomentumAttentionState | None
-    chunk_size: int
-
-
-@overload
-def momentum_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_state: Literal[False] = False, **options: Unpack[_Options]
-) -> Tensor: ...
-@overload
-def momentum_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_state: Literal[True], **options: Unpack[_Options]
-) -> tuple[Tensor, MomentumAttentionState]: ...
 def momentum_attention(
     q: Tensor,
     k: Tensor,
@@ -69,7 +48,7 @@ def momentum_attention(
     initial_state: MomentumAttentionState | None = None,
     return_state: bool = False,
     chunk_size: int = 64,
-) -> Tensor | tuple[Tensor, MomentumAttentionState]:
+) -> Any:
     r"""Compute linear attention whose state is updated with momentum, in time and memory linear in the length.
 
     With :math:`\phi(x) = \mathrm{elu}(x) + 1`, momentum :math:`\beta` and step size :math:`\gamma`, the i-th query, key
@@ -135,13 +114,11 @@ def momentum_attention(
     """
     check_bool(causal, "causal"), check_bool(return_state, "return_state")
     dtype = check_heads(q, k, v, causal)
-    if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}. Fix: q.to(v.dtype).")
     if key_padding_mask is not None:
         check_mask(key_padding_mask, k)
     beta = _check_rate(momentum, "momentum", k.shape[1], below=1.0)
     gamma = _check_rate(step_size, "step_size", k.shape[1])
-    eps, size = _check_number(eps, "eps"), as_count(chunk_size, "chunk_size")
+    eps, size = check_number(eps, "eps"), as_count(chunk_size, "chunk_size")
     (batch, heads, length, dim), value_dim, ignored = k.shape, v.shape[3], key_padding_mask
     shapes = {"s": (batch, heads, dim, value_dim), "p": (batch, heads, dim, value_dim), "z": (batch, heads, dim)}
     with no_autocast(q):
@@ -345,7 +322,7 @@ def _look_up(table: Tensor, n: Tensor) -> Tensor:
 
 def _check_rate(value: Rate, name: str, heads: int, below: float = math.inf) -> Rate:
     if not isinstance(value, Tensor):
-        return _check_number(value, name, below)
+        return check_number(value, name, below)
     if value.shape not in ((), (heads,)) or not value.is_floating_point():
         fix = f"{name}.expand({heads})" if value.numel() == 1 else f"one number for each of the {heads} heads"
         raise ValueError(
@@ -355,7 +332,7 @@ def _check_rate(value: Rate, name: str, heads: int, below: float = math.inf) -> 
     return value
 
 
-def _check_number(value: float, name: str, below: float = math.inf) -> float:
+def check_number(value: float, name: str, below: float = math.inf) -> float:
     if not isinstance(value, numbers.Real) or isinstance(value, bool) or not 0 <= value < below:
         wanted = f"0 <= {name} < {below:g}" if below < math.inf else f"{name} >= 0"
         fix = f"torch.tensor({value!r})" if isinstance(value, (list, tuple)) else "a number in that range"

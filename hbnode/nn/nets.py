@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from math import inf
-from typing import TypeVar, overload
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from hbnode._torch import may_look
 from hbnode.nn.kalman import Gaussian
 
 Module = TypeVar("Module", bound=nn.Module)
+Values = TypeVar("Values", Tensor, Gaussian)
 
 
 class MLP(nn.Module):
@@ -197,13 +198,12 @@ class Standardize(nn.Module):
         refuse_meta(x, "x")
         counts = ~torch.isnan(x)
         if mask is not None:
-            counts = counts & self._as_mask(mask, x)
+            mask = as_integers(mask, "mask", "mask=torch.isfinite(x)").to(x.device).bool()
+            counts = counts & (mask if mask.dim() == x.dim() else mask.unsqueeze(-1))
         if lengths is not None:
             if x.dim() != 3:
                 raise ValueError(f"lengths need x of shape (batch, T, features), got x {tuple(x.shape)}. Fix: mask=.")
             ends = as_integers(lengths, "lengths", "one length per series").to(x.device)
-            if ends.shape != x.shape[:1]:
-                raise ValueError(f"lengths must be ({len(x)},), got {tuple(ends.shape)}. Fix: one length per series.")
             counts = counts & (torch.arange(x.shape[1], device=x.device) < ends.unsqueeze(1)).unsqueeze(-1)
         counts = counts.flatten(0, -2)
         values = torch.where(counts, x.double().flatten(0, -2), 0.0)
@@ -215,15 +215,6 @@ class Standardize(nn.Module):
         spread = torch.where(counts, values - mean, 0.0).square().sum(0) / total
         self._store(mean, torch.where(_varies(values, counts), spread.sqrt(), 1.0))
         return self
-
-    def _as_mask(self, mask: Tensor, x: Tensor) -> Tensor:
-        mask = as_integers(mask, "mask", "mask=torch.isfinite(x)").to(x.device).bool()
-        if mask.shape not in (x.shape, x.shape[:-1]):
-            raise ValueError(
-                f"mask must be {tuple(x.shape[:-1])} or {tuple(x.shape)}, the shape of x, got {tuple(mask.shape)}. "
-                "Fix: mask.expand(x.shape)."
-            )
-        return mask if mask.shape == x.shape else mask.unsqueeze(-1)
 
     def _store(self, mean: Tensor, std: Tensor) -> None:
         """Fill the buffers; raise ValueError if their dtype cannot represent the values."""
@@ -246,11 +237,7 @@ class Standardize(nn.Module):
         self._check_fitted()
         return (x - self.mean) / self.std
 
-    @overload
-    def inverse(self, x: Tensor) -> Tensor: ...
-    @overload
-    def inverse(self, x: Gaussian) -> Gaussian: ...
-    def inverse(self, x: Tensor | Gaussian) -> Tensor | Gaussian:
+    def inverse(self, x: Values) -> Values:
         """Return x in the original units, as the inverse of :meth:`forward`.
 
         A standard deviation s is s σ in the original units: give a prediction with its spread as one
@@ -315,15 +302,9 @@ def match_parameters(make: Callable[[int], Module], parameters: int) -> Module:
 
     def count(size: int) -> int:
         with torch.device("meta"):  # allocates no memory and draws no random numbers
-            model = make(size)
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"make must return a module, got {model!r}. Fix: make=lambda n: hbnode.ODERNN(8, n).")
-        return sum(p.numel() for p in model.parameters() if p.requires_grad)
+            return sum(p.numel() for p in make(size).parameters() if p.requires_grad)
 
     parameters = as_count(parameters, "parameters")
-    if not callable(make) or isinstance(make, nn.Module):
-        fix = "make=lambda n: hbnode.ODERNN(8, n)"
-        raise TypeError(f"make must be a function of a size, got {type(make).__name__}. Fix: {fix}.")
     if count(1) > parameters:
         raise ValueError(
             f"the model of size 1 has {count(1)} parameters, more than parameters={parameters}. Fix: a larger target."

@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from hbnode import _torch
 from hbnode._checks import ArrayLike, as_count, check_bool, nearest
-from hbnode._times import as_unit
-from hbnode._torch import ModuleWithConstants
 from hbnode._tree import State, apply, parts
 from hbnode.errors import MaxStepsError, SolverError
 from hbnode.fields import ANODE, GHBNODE, HBNODE, NODE, SONODE, Field
@@ -56,7 +54,7 @@ def _net(inputs: int, n: int) -> nn.Module:
     return MLP(inputs, [n], n, activation=nn.Tanh)
 
 
-class ODERNN(ModuleWithConstants):
+class ODERNN(seq.TimedModule):
     r"""A recurrent network for irregular series whose hidden state follows an ODE between observations.
 
     The state s is h for a first-order field and the pair (h, m) for a second-order one. Between two times
@@ -215,7 +213,7 @@ class ODERNN(ModuleWithConstants):
         self.layers = nn.ModuleList(make(layer) for layer in range(num_layers))
         self.reverse = nn.ModuleList(make(layer) for layer in range(num_layers) if self.bidirectional)
         self.sizes = [output_size] * (1 + self.second_order)  # of h, and of m, in an output
-        self.set_constant("_time_unit", 1.0 if time_unit is None else as_unit(time_unit, "time_unit"))
+        self.time_unit = 1.0 if time_unit is None else time_unit
         self.has_unit = time_unit is not None
         self.given = Settings(
             method=method, rtol=rtol, atol=atol, gradient=gradient, steps=steps, per_sample=per_sample,
@@ -245,21 +243,6 @@ class ODERNN(ModuleWithConstants):
             super().__setattr__(name, value)
 
     @property
-    def time_unit(self) -> float:
-        """Return the length of one unit of the field's time."""
-        given = self._buffers["time_unit"]  # None, or a tensor from functional_call
-        return self._time_unit if given is None else given.item()
-
-    @time_unit.setter
-    def time_unit(self, value: float) -> None:
-        self.set_constant("_time_unit", as_unit(value, "time_unit"))
-        self.has_unit = True
-
-    @override
-    def constants(self) -> dict[str, str]:
-        return {"time_unit": "_time_unit"}
-
-    @property
     def nfe_per_gap(self) -> list[NFE]:
         """Return the function evaluations of each gap in the last call, summed over layers and directions."""
         return [sum(gap, NFE()) for gap in self.counts]
@@ -268,23 +251,6 @@ class ODERNN(ModuleWithConstants):
     def nfe(self) -> NFE:
         """Return the function evaluations of the last call, summed over gaps, layers and directions."""
         return sum(self.nfe_per_gap, NFE())
-
-    def fit_time_unit(self, t: ArrayLike, mask: Tensor | None = None, lengths: Lengths | None = None) -> Self:
-        """Set ``time_unit`` to ten times the median gap of training data, so that a typical gap is a tenth of a unit.
-
-        Gaps of length 0 do not count. Models fitted to t and to 1000 t then give the same outputs.
-
-        Arguments:
-            t: times (batch, T) or (T,), as for :meth:`forward`.
-            mask: what was observed, (batch, T) or (batch, T, features). Gaps run between samples with an observed
-                feature. Default: ``None``.
-            lengths: length of each series, (batch,). Default: ``None``.
-
-        Returns:
-            The module itself.
-        """
-        self.time_unit = seq.fitted_unit(t, mask, lengths)
-        return self
 
     def forward(
         self, x: Series, t: ArrayLike | PackedSequence, state: ODERNNState | None = None,
@@ -436,15 +402,9 @@ class ODERNN(ModuleWithConstants):
     @override
     def extra_repr(self) -> str:
         settings = resolve(self.settings, self.field)
-        start = "encoded" if self.encoder is not None else "zeros" if self.start is None else "learned"
-        text = f"{self.input_size}, {self.hidden_size}, residual={self.residual}, initial_state={start}"
-        text += f", time_unit={self.time_unit:g}"
-        text += f", num_layers={self.num_layers}" if self.num_layers > 1 else ""
-        text += ", bidirectional=True" if self.bidirectional else ""
-        text += f", dropout={self.dropout:g}" if self.dropout else ""
-        text += f", method={settings.method!r}, rtol={settings.rtol:g}, atol={settings.atol:g}"
-        text += "" if self.step_size is None else f", step_size={self.step_size:g}"
-        return f"{text}, gradient={settings.gradient!r}, per_sample={settings.per_sample}"
+        own = seq.shown(self, ("residual", "time_unit", "num_layers", "bidirectional", "dropout", "step_size"))
+        solver = seq.shown(settings, ("method", "rtol", "atol", "gradient", "per_sample"))
+        return f"{self.input_size}, {self.hidden_size}, {own}, {solver}"
 
 
 # One layer, and the solver of its gaps
@@ -473,18 +433,9 @@ class ODERNNLayer(nn.Module):
         self.hidden_size, self.residual = hidden_size, bool(residual)
         self.field = _make_field(field, hidden_size)
         self.augment = getattr(self.field, "augment", 0)
-        if self.augment > hidden_size:
-            raise ValueError(
-                f"the field appends {self.augment} zeros, more than hidden_size={hidden_size}. Fix: increase it."
-            )
         like = next((p for p in self.field.parameters() if p.is_floating_point()), torch.zeros(()))
         with torch.no_grad():
             start = self.field.initial_state(like.new_zeros(1, hidden_size - self.augment))
-        if isinstance(start, tuple) and len(start) != 2:
-            raise ValueError(
-                f"the state of ODERNN is h or (h, m), but {type(self.field).__name__} has {len(start)} tensors. "
-                "Fix: field='hbnode'."
-            )
         self.second_order = isinstance(start, tuple)
         self.state_size = hidden_size * (2 if self.second_order else 1)
         self.cell = _make_cell(cell, input_size, self.state_size)
@@ -497,10 +448,8 @@ class ODERNNLayer(nn.Module):
             self.start = nn.Parameter(torch.zeros(size))  # only h, if the field computes m from h
             if static_size:
                 self.static_start = nn.Linear(static_size, size, bias=False)
-        elif initial_state != "zeros" and self.encoder is None:
-            raise ValueError(
-                f"initial_state must be 'learned', 'zeros' or a module, got {initial_state!r}. Fix: 'learned'."
-            )
+        elif self.encoder is None:
+            seq.check_choice(initial_state, "initial_state", ("learned", "zeros"))
 
     def begin(self, window: Tensor, static: Tensor | None) -> Tensor:
         """Return the initial state (batch, S) of a series from its samples (batch, T, features)."""
@@ -515,9 +464,8 @@ class ODERNNLayer(nn.Module):
             s = window.new_zeros(batch, size)
         if s.shape[:-1] != (batch,) or s.shape[-1] not in (size, self.state_size):
             raise ValueError(
-                f"initial_state returned shape {tuple(s.shape)}; expected (batch, size) = ({batch}, {size}) for h"
-                + (f", or ({batch}, {self.state_size}) for h and m side by side." if self.second_order else ".")
-                + f" Fix: {size} outputs in its last layer."
+                f"initial_state returned shape {tuple(s.shape)}; expected ({batch}, {size}) for h, or ({batch}, "
+                f"{self.state_size}) for the whole state. Fix: {size} outputs in its last layer."
             )
         return s if s.shape[1] == self.state_size else torch.cat(parts(self.field.initial_state(s)), 1)
 
@@ -591,8 +539,6 @@ class IntervalSolver:
             settings = dataclasses.replace(settings, gradient=gradient, common_steps=not settings.per_sample)
         self.settings, self.t = settings, t.to("cpu", torch.float64)
         self.moves = self.t.detach().diff() != 0
-        if _torch.is_vmapped(t):
-            raise ValueError("t is mapped by torch.vmap. Fix: a batch, rnn(x, t) with t of shape (batch, T).")
         self.nfe = [NFE() for _ in range(t.shape[1] - 1)]
         # a gap of length 0 is solved if its times need gradients, and in a graph
         is_solved = t.requires_grad or _torch.is_tracing()
@@ -708,15 +654,11 @@ def _make_cell(cell: CellArgument, input_size: int, size: int) -> nn.Module:
             f"module, got {cell!r}. Fix: 'gru'."
         )
     if isinstance(made, (nn.LSTMCell, nn.RNNBase)):
-        raise TypeError(
-            f"cell must map (x, s) to s, one tensor (batch, {size}), got {type(made).__name__}. "
-            "Fix: cell='gru', or a module that does."
-        )
+        kind = type(made).__name__
+        raise TypeError(f"cell must map (x, s) to s, one tensor (batch, {size}), got {kind}. Fix: cell='gru'.")
     if isinstance(made, nn.RNNCellBase) and (made.input_size, made.hidden_size) != (input_size, size):
-        raise ValueError(
-            f"cell must take {input_size} inputs and a state of {size}, h or h and m, got {made}. "
-            f"Fix: cell=torch.nn.{type(made).__name__}({input_size}, {size})."
-        )
+        fix = f"cell=torch.nn.{type(made).__name__}({input_size}, {size})"
+        raise ValueError(f"cell must take {input_size} inputs and a state of {size}, got {made}. Fix: {fix}.")
     return made
 
 
@@ -725,6 +667,7 @@ def _check_layers(num_layers: int, bidirectional: bool, field: object, cell: obj
     fixes = (
         ("field", field, "field=lambda n: hbnode.HBNODE(net(n))"),
         ("cell", cell, "cell=lambda inputs, size: Cell(inputs, size)"),
+        ("initial_state", initial_state if bidirectional else None, "initial_state='learned'"),
     )
     for name, given, fix in fixes:
         if isinstance(given, nn.Module) and (num_layers > 1 or bidirectional):
@@ -732,7 +675,3 @@ def _check_layers(num_layers: int, bidirectional: bool, field: object, cell: obj
                 f"{name} is one module, but there are {num_layers * (1 + bidirectional)} networks; expected a function "
                 f"that makes one per network. Fix: {fix}."
             )
-    if bidirectional and isinstance(initial_state, nn.Module):
-        raise ValueError(
-            "initial_state is one module, but bidirectional=True has two networks. Fix: initial_state='learned'."
-        )

@@ -24,7 +24,7 @@ from hbnode._checks import (
     refuse_meta,
     to_tensor,
 )
-from hbnode._times import as_times, check_digits, refuse_dates
+from hbnode._times import as_times, refuse_dates
 from hbnode._torch import may_look, no_autocast
 from hbnode._tree import Kind, Record, record
 from hbnode.nn import sequences as seq
@@ -108,6 +108,7 @@ class _OscillatorModule(nn.Module):
     weight_skip: nn.Parameter
 
     selective = False
+    _shown: ClassVar[tuple[str, ...]] = ("num_oscillators", "discretization", "input")
 
     def __init__(
         self,
@@ -249,10 +250,7 @@ class _OscillatorModule(nn.Module):
 
     @override
     def extra_repr(self) -> str:
-        return (
-            f"{self.input_size}, {self.hidden_size}, num_oscillators={self.num_oscillators}, "
-            f"discretization={self.discretization!r}, input={self.input!r}"
-        )
+        return f"{self.input_size}, {self.hidden_size}, {seq.shown(self, self._shown)}"
 
 
 class TimedInputs(Inputs):
@@ -362,6 +360,7 @@ class Oscillators(_OscillatorModule):
 
     log_spread: nn.Parameter | None
     log_observation_noise: nn.Parameter | None
+    _shown: ClassVar[tuple[str, ...]] = ("num_oscillators", "discretization", "input", "bidirectional", "noise")
     __signature__: ClassVar[inspect.Signature]
     _selective_class: ClassVar[type[Oscillators]]  # of hbnode.nn.selective, which imports this module
 
@@ -390,11 +389,15 @@ class Oscillators(_OscillatorModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         check_bool(bidirectional, "bidirectional"), check_bool(noise, "noise"), check_bool(selective, "selective")
-        seq.check_choice(discretization, "discretization", ("exact", "imex"))
-        seq.check_choice(input, "input", ("impulse", "hold"))
+        if selective and not self.selective:
+            raise TypeError(
+                f"selective=True needs Oscillators itself, got its subclass {type(self).__name__}. "
+                "Fix: a module with a layer Oscillators(..., selective=True)."
+            )
+        options: Any = {"discretization": discretization, "input": input}
         if selective:
-            _check_selective(self, discretization=discretization, input=input, noise=noise)
-        options: Any = {"discretization": discretization, "input": input, "frequency": frequency, "decay": decay}
+            _check_only("selective=True", options | {"noise": noise})
+        options |= {"frequency": frequency, "decay": decay}
         natural: Missing = "hold" if input == "hold" else "zero"
         missing = natural if missing is None else missing
         inputs = TimedInputs(input_size, missing, mask_features, elapsed_features, static_size)
@@ -408,15 +411,10 @@ class Oscillators(_OscillatorModule):
                 f"noise=True needs hidden_size = input_size, got {self.hidden_size} and {self.input_size}. "
                 f"Fix: hidden_size={self.input_size}, num_oscillators={self.num_oscillators}."
             )
-        if self.noise and self.discretization != "exact":
-            raise ValueError("noise=True needs exact steps, got discretization='imex'. Fix: discretization='exact'.")
-        if self.noise and bidirectional:
-            raise ValueError("noise=True needs a causal layer, got bidirectional=True. Fix: bidirectional=False.")
-        if self.noise and not self.takes_samples:
-            raise ValueError(
-                "noise=True has no inputs besides the samples, got missing=, mask_features=, elapsed_features= or "
-                "static_size=. Fix: leave them out."
-            )
+        if self.noise:  # the filter takes the samples alone, in their order
+            names = "missing", "mask_features", "elapsed_features", "static_size"
+            given = {name: getattr(inputs, name) for name in names} | {"bidirectional": bidirectional}
+            _check_only("noise=True", given | {"discretization": discretization}, missing=natural)
         spread = torch.zeros(self.num_oscillators, device=device, dtype=dtype)
         observation_noise = torch.full((self.input_size,), math.log(0.3), device=device, dtype=dtype)
         self.register_parameter("log_spread", nn.Parameter(spread) if noise else None)
@@ -725,17 +723,7 @@ class Oscillators(_OscillatorModule):
         sequences = _sequences(self, x, t, None, mask, lengths)
         if at is None:
             return kalman, sequences, None
-        times = as_times(at, "at").to(sequences.x.device)
-        batch = len(sequences.t)
-        if times.dim() not in (1, 2) or (times.dim() == 2 and len(times) != batch) or not times.shape[-1]:
-            raise ValueError(
-                f"at must be (K,) or (batch, K) with batch={batch} and K >= 1, got {tuple(times.shape)}. "
-                "Fix: at=[0.0, 0.5, 1.0], in the unit of t."
-            )
-        if may_look() and not bool(torch.isfinite(times).all()):
-            raise ValueError("at must be finite, got NaN or inf. Fix: at[torch.isfinite(at)].")
-        check_digits(times, times.new_zeros(0), "at", 1 / self.decay_range[1])
-        return kalman, sequences, times.expand(batch, -1)
+        return kalman, sequences, seq.checked_at(at, sequences.t, 1 / self.decay_range[1])
 
     def _kalman_filter(self, static: None = None) -> KalmanFilter:
         if self.log_spread is None or self.log_observation_noise is None:
@@ -746,29 +734,17 @@ class Oscillators(_OscillatorModule):
             self._check_parameters()
         return KalmanFilter(self._rates(), self.weight_out, self.log_spread, self.log_observation_noise)
 
-    @override
-    def extra_repr(self) -> str:
-        return (
-            super().extra_repr()
-            + (", bidirectional=True" if self.bidirectional else "")
-            + (", noise=True" if self.noise else "")
-        )
-
 
 _signature = inspect.signature(Oscillators.__init__)  # tools would show that of __new__
 Oscillators.__signature__ = _signature.replace(parameters=list(_signature.parameters.values())[1:])
 
 
-def _check_selective(layer: Oscillators, **options: object) -> None:
-    """Raise an error unless ``options`` are those of a selective layer, and ``layer`` is one."""
-    for name, only in {"discretization": "exact", "input": "impulse", "noise": False}.items():
-        if options[name] != only:
-            raise ValueError(f"selective=True needs {name}={only!r}, got {options[name]!r}. Fix: leave {name} out.")
-    if not layer.selective:
-        raise TypeError(
-            f"selective=True needs Oscillators itself, got its subclass {type(layer).__name__}. "
-            "Fix: a module with a layer Oscillators(..., selective=True)."
-        )
+def _check_only(what: str, given: dict[str, object], **others: object) -> None:
+    """Raise ValueError if an option that ``what`` excludes is given."""
+    for name, value in given.items():
+        only = {"discretization": "exact", "input": "impulse", **others}.get(name, False)
+        if value != only:
+            raise ValueError(f"{what} needs {name}={only!r}, got {value!r}. Fix: leave {name} out.")
 
 
 def _refuse_static(static: object) -> None:
@@ -782,14 +758,14 @@ def _refuse_static(static: object) -> None:
 
 def _sequences(
     module: Oscillators | OscillatorStack, x: Any, t: ArrayLike | None,
-    state: OscillatorState | OscillatorBelief | OscillatorStackState | None, mask: Tensor | None,
+    state: OscillatorState | OscillatorBelief | None, mask: Tensor | None,
     lengths: Lengths | None,
 ) -> Sequences:  # fmt: skip
     """Return checked sequences; without ``t`` the times are 0, 1, 2, ..., or begin one unit after that of the state."""
     if t is None:
         length, device = (x.shape[1], x.device) if isinstance(x, Tensor) and x.dim() == 3 else (0, None)
         t = torch.arange(length, dtype=torch.float64, device=device)
-        if isinstance(state, (OscillatorState, OscillatorBelief, OscillatorStackState)):  # else refused later
+        if isinstance(state, (OscillatorState, OscillatorBelief)):  # else refused later
             t = state.t.detach().double().unsqueeze(1) + 1 + t
     return Sequences(module.input_size, x, t, mask, lengths, 1 / module.decay_range[1])
 
@@ -877,11 +853,6 @@ class OscillatorCell(_OscillatorModule):
                 f"x must be (batch, input_size) with input_size={self.input_size}, got {tuple(x.shape)}. "
                 "Fix: x.unsqueeze(0) for a single sample, hbnode.nn.Oscillators for a series."
             )
-        if may_look() and not bool(torch.isfinite(x).all()):
-            raise ValueError(
-                "x must be finite, got NaN or inf, which would remain in the state. Fix: skip the sample, and add its "
-                "dt to that of the next sample."
-            )
         if x.dtype.itemsize != 2:  # half-precision samples may go into a float32 cell
             seq.check_dtype(x, [self.weight_in.dtype])
         batch, dtype = x.shape[0], self._dtype  # len(x) would fix it in a graph
@@ -914,7 +885,7 @@ class OscillatorCell(_OscillatorModule):
 
 
 @record
-class OscillatorStackState(Record):
+class OscillatorStackState(OscillatorState):
     """The state of :class:`OscillatorStack`.
 
     Attributes:
@@ -928,15 +899,7 @@ class OscillatorStackState(Record):
         static: time-independent features, (batch, static_size), for forecasts; None if there are none.
     """
 
-    v: Tensor
-    x: Tensor
-    t: Tensor
-    held: Tensor | None = None
-    last: Tensor | None = None
-    last_t: Tensor | None = None
     static: Tensor | None = None
-
-    _dtype = staticmethod(OscillatorState._dtype)
 
 
 class OscillatorBlock(nn.Module):

@@ -8,7 +8,6 @@ with nonlinear rules, the cell runs over d_t = rule(g_1, ..., g_t), in torch's l
 
 import dataclasses
 import functools
-import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -35,8 +34,8 @@ from hbnode._tree import Record, record
 from hbnode.nn._scan import BLOCK, Cell, run_cell
 from hbnode.nn._signatures import shares_arguments
 from hbnode.nn.orthogonal import ANGLES, OrthogonalWeights, parameter_groups, rebase_every
-from hbnode.nn.rules import LinearRule, Memory, Momentum, Rule, RuleName, make_rule, memory_dtype
-from hbnode.nn.sequences import Series, check_choice, checked_dropout
+from hbnode.nn.rules import LinearRule, Momentum, Rule, RuleName, RuleState, make_rule, memory_dtype
+from hbnode.nn.sequences import Series, check_choice, checked_dropout, shown
 
 __all__ = [
     "MomentumRNN",
@@ -57,6 +56,7 @@ __all__ = [
 ]
 
 SMALL_PRODUCT = 2**21  # up to so many multiplications per sample, torch's layer with W = I is faster than a loop
+SHOWN = "num_layers", "rule", "has_bias", "bidirectional", "dropout", "nonlinearity", "forget_bias", "init"
 CHUNK_SIZE = 2**19  # numbers of d that are computed, and stored, at once
 
 
@@ -93,13 +93,6 @@ class RecurrentState(Record):
     m: Tensor | None = None
     g: Tensor | None = None
     t: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        if hasattr(self.h, "__next__"):  # torch.nn.parallel.gather gives an iterator of what it unpacked
-            raise TypeError(
-                f"h must be a tensor, got {type(self.h).__name__}; torch.nn.DataParallel cannot join states. "
-                "Fix: return only the output from the module, or use DistributedDataParallel."
-            )
 
     @staticmethod
     def _dtype(name: str, old: torch.dtype, new: torch.dtype) -> torch.dtype:
@@ -292,10 +285,6 @@ class RecurrentBase(nn.Module):
     cell: Cell
     names: ClassVar[tuple[str, ...]] = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")  # as in Weights
     forget_bias: float
-    DEFAULTS: ClassVar[dict[str, Any]] = {
-        **{"num_layers": 1, "has_bias": True, "batch_first": False, "dropout": 0.0, "bidirectional": False},
-        **{"nonlinearity": "tanh", "forget_bias": 1.0, "init": "cayley"},
-    }
 
     def __init__(self, input_size: int, hidden_size: int, bias: bool, rule: Rule, factory: dict[str, Any]) -> None:
         super().__init__()
@@ -398,9 +387,7 @@ class RecurrentBase(nn.Module):
         return state
 
     def extra_repr(self) -> str:
-        values = {name: getattr(self, name, usual) for name, usual in self.DEFAULTS.items()}
-        others = [f"{k.removeprefix('has_')}={value!r}" for k, value in values.items() if value != self.DEFAULTS[k]]
-        return ", ".join([f"{self.input_size}, {self.hidden_size}", f"rule={self.rule}", *others])
+        return f"{self.input_size}, {self.hidden_size}, " + shown(self, filter(vars(self).__contains__, SHOWN))
 
 
 def _check_entry(name: str, z: Tensor | None, wanted: tuple[int, ...] | None, like: Tensor) -> None:
@@ -523,8 +510,7 @@ class RecurrentCell(RecurrentBase):
         Raises:
             ValueError: x or the state has another shape or dtype than expected.
         """
-        if not isinstance(x, Tensor):
-            raise TypeError(f"x must be a tensor, got {type(x).__name__}. Fix: {tensor_fix(x)}.")
+        check_input(x, "x")
         if x.dim() not in (1, 2) or x.shape[-1] != self.input_size:
             raise ValueError(
                 f"x must be (batch, input_size) or (input_size,) with input_size={self.input_size}, got "
@@ -544,7 +530,7 @@ class RecurrentCell(RecurrentBase):
         self._check_weight_norm()
         weights = self._weights()
         g = linear(x, weights.w, weights.b)
-        memory = Memory(state.v, state.m, state.g, state.t)
+        memory = RuleState(state.v, state.m, state.g, state.t)
         if all(z is None for z in memory):
             memory = self.rule.start(g)
             if memory.t is not None:
@@ -710,7 +696,7 @@ class RecurrentLayer(RecurrentBase):
         Until v_0 = ``state[2]`` has decayed, the cell runs over filtered W x + b, then torch's layer over filtered x.
         """
         h, c, v, m, g = state
-        memory, outputs, steps = Memory(v, m, g, t), [], len(x)
+        memory, outputs, steps = RuleState(v, m, g, t), [], len(x)
         if isinstance(self.rule, LinearRule) and not isinstance(t, Tensor):
             decay = self.rule.coefficients(t, len(x)).cumprod(0)  # below eps**2 even a large v_0 is negligible
             steps = int((decay.abs() >= torch.finfo(x.dtype).eps ** 2).sum())
@@ -723,7 +709,7 @@ class RecurrentLayer(RecurrentBase):
         if steps < len(x):
             filtered, w = self._filter_inputs(x, weights, t)
             out, h, c = self._run_cell(SequenceBatch(x), filtered[steps:], w, weights, h, c, autocast)
-            memory = Memory(linear(filtered[-1], w).to(memory_dtype(x.dtype)))
+            memory = RuleState(linear(filtered[-1], w).to(memory_dtype(x.dtype)))
             outputs.append(out)
         return torch.cat(outputs), (h, c, *memory[:3])
 
@@ -732,12 +718,12 @@ class RecurrentLayer(RecurrentBase):
         w, b = weights.w, weights.b
         if b is not None:  # b is the weight of an input that is 1 before it is filtered
             x, w = torch.cat([x, x.new_ones(*x.shape[:2], 1)], dim=-1), torch.cat([w, b.unsqueeze(1)], dim=1)
-        return self.rule(x, Memory(t=t))[0], w
+        return self.rule(x, RuleState(t=t))[0], w
 
-    def _filter(self, x: Tensor, weights: Weights, memory: Memory) -> tuple[Tensor, Memory]:
+    def _filter(self, x: Tensor, weights: Weights, memory: RuleState) -> tuple[Tensor, RuleState]:
         """Compute the filtered W x + b of the next time steps, saving only x for backward if the result is large."""
 
-        def filtered(x: Tensor, w: Tensor, b: Tensor | None, memory: Memory) -> tuple[Tensor, Memory]:
+        def filtered(x: Tensor, w: Tensor, b: Tensor | None, memory: RuleState) -> tuple[Tensor, RuleState]:
             return self.rule(linear(x, w, b), memory)
 
         is_small = x.shape[0] * x.shape[1] * len(weights.w) < CHUNK_SIZE
@@ -1279,10 +1265,6 @@ def sparse_(weight: Tensor, connections: int = 15, std: float | None = None) -> 
         tensor([15, 15, 15, 15])
     """
     count = as_count(connections, "connections")
-    if weight.dim() != 2:
-        raise ValueError(f"weight must be (units, inputs), got {tuple(weight.shape)}. Fix: weight.flatten(1).")
-    if std is not None and not (isinstance(std, (int, float)) and 0 <= std < math.inf):
-        raise ValueError(f"std must be a number >= 0, got {std!r}. Fix: std=1.0.")
     drawn = torch.randn_like(weight) * (count**-0.5 if std is None else std)
     order = torch.rand_like(weight, dtype=torch.float32).argsort(1)
     return weight.copy_(drawn.masked_fill_(order >= count, 0))
@@ -1347,13 +1329,6 @@ class TorchLayers(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | Tensor]:
         """Return output and last state as torch.nn's layer does; x is (T, batch, input_size), or batch first."""
-        if not isinstance(x, Tensor) or x.dim() != 3:
-            got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            axis = 0 if self.batch_first else 1
-            raise ValueError(
-                f"x must be sequences of one length, a tensor with 3 axes, got {got}. Fix: x.unsqueeze({axis}) of one "
-                "sequence; a PackedSequence goes into the momentum layer itself."
-            )
         x = x.transpose(0, 1) if self.batch_first else x
         ends: list[tuple[Tensor, ...]] = []
         outputs: list[Tensor] = []

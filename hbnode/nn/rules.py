@@ -26,7 +26,7 @@ from hbnode.nn._scan import linear_filter
 __all__ = ["Momentum", "NAG", "ScheduledRestart", "Adam", "RMSProp", "AdaptiveMomentum", "Rule", "LinearRule"]
 
 
-class Memory(NamedTuple):
+class RuleState(NamedTuple):
     """The memory of a rule between time steps, in which the entries that the rule does not use are None.
 
     Attributes:
@@ -46,7 +46,7 @@ class Memory(NamedTuple):
 class Rule:
     """The base class of the rules: a frozen dataclass of coefficients with a filter that computes d from g.
 
-    A subclass overrides :meth:`filter` and ``memory``, the names of the attributes of Memory that the rule uses.
+    A subclass overrides :meth:`filter` and ``memory``, the names of the attributes of RuleState that the rule uses.
     """
 
     memory: ClassVar[tuple[str, ...]] = ("v",)
@@ -62,7 +62,7 @@ class Rule:
                 default = example if field.default is dataclasses.MISSING else field.default
                 raise ValueError(f"{field.name} must be {expected}, got {value!r}. Fix: {field.name}={default!r}.")
 
-    def __call__(self, g: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
+    def __call__(self, g: Tensor, memory: RuleState) -> tuple[Tensor, RuleState]:
         """Return d in the dtype of g and the new memory, computed by :meth:`filter` in float32 or float64.
 
         In half precision small updates of the memory and eps would round to zero.
@@ -70,12 +70,12 @@ class Rule:
         d, memory = self.filter(g.to(memory_dtype(g.dtype)), memory)
         return d.to(g.dtype), memory
 
-    def start(self, like: Tensor) -> Memory:
+    def start(self, like: Tensor) -> RuleState:
         """Return the memory before the first time step, for inputs of the shape and dtype of ``like`` (batch, n)."""
         zero = torch.zeros_like(like, dtype=memory_dtype(like.dtype))
-        return Memory(**{name: zero for name in self.memory if name != "t"}, t=0 if "t" in self.memory else None)
+        return RuleState(**{name: zero for name in self.memory if name != "t"}, t=0 if "t" in self.memory else None)
 
-    def filter(self, g: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
+    def filter(self, g: Tensor, memory: RuleState) -> tuple[Tensor, RuleState]:
         """Filter the inputs of the next T time steps.
 
         Arguments:
@@ -85,10 +85,7 @@ class Rule:
         Returns:
             The filtered inputs d (T, batch, n), and the memory after the last time step.
         """
-        raise NotImplementedError(
-            f"{type(self).__name__} has no filter. Fix: define filter(self, g, memory), or rule='momentum' for one of "
-            "hbnode.nn.rules."
-        )
+        raise NotImplementedError(f"{type(self).__name__} has no filter. Fix: define filter(self, g, memory).")
 
 
 class LinearRule(Rule):
@@ -106,14 +103,12 @@ class LinearRule(Rule):
             t: number of time steps before these, one number or (batch,); None if ``memory`` has no "t".
             steps: number of time steps.
         """
-        raise NotImplementedError(
-            f"{type(self).__name__} has no coefficients. Fix: define coefficients(self, t, steps), or rule='momentum'."
-        )
+        raise NotImplementedError(f"{type(self).__name__} has no coefficients. Fix: define coefficients(self, t, n).")
 
     @override
-    def filter(self, g: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
+    def filter(self, g: Tensor, memory: RuleState) -> tuple[Tensor, RuleState]:
         v = linear_filter(g, self.coefficients(memory.t, g.shape[0]), self.step_size, memory.v)
-        return v, Memory(v[-1], t=None if memory.t is None else memory.t + g.shape[0])
+        return v, RuleState(v[-1], t=None if memory.t is None else memory.t + g.shape[0])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,10 +196,10 @@ class Adam(Rule):
     memory: ClassVar[tuple[str, ...]] = ("v", "m")
 
     @override
-    def filter(self, g: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
+    def filter(self, g: Tensor, memory: RuleState) -> tuple[Tensor, RuleState]:
         v = linear_filter(g, self.momentum, self.step_size, memory.v)
         m = linear_filter(g * g, self.beta, 1 - self.beta, memory.m)
-        return v * (m + self.eps).rsqrt(), Memory(v[-1], m[-1])
+        return v * (m + self.eps).rsqrt(), RuleState(v[-1], m[-1])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,9 +219,9 @@ class RMSProp(Rule):
     memory: ClassVar[tuple[str, ...]] = ("m",)
 
     @override
-    def filter(self, g: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
+    def filter(self, g: Tensor, memory: RuleState) -> tuple[Tensor, RuleState]:
         m = linear_filter(g * g, self.beta, 1 - self.beta, memory.m)
-        return self.step_size * g * (m + self.eps).rsqrt(), Memory(m=m[-1])
+        return self.step_size * g * (m + self.eps).rsqrt(), RuleState(m=m[-1])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,11 +243,11 @@ class AdaptiveMomentum(Rule):
     memory: ClassVar[tuple[str, ...]] = ("v", "g")
 
     @override
-    def filter(self, g: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
+    def filter(self, g: Tensor, memory: RuleState) -> tuple[Tensor, RuleState]:
         assert memory.g is not None
         before = torch.cat([memory.g.unsqueeze(0), g])[:-1]
         v = linear_filter(g, self._momentum(g, before), self.step_size, memory.v)
-        return v, Memory(v[-1], g=g[-1])
+        return v, RuleState(v[-1], g=g[-1])
 
     def _momentum(self, g: Tensor, before: Tensor) -> Tensor:
         """Return mu (T, batch) from the inputs and those one time step before, both (T, batch, n)."""

@@ -31,6 +31,7 @@ class SelectiveOscillators(Oscillators):
     weight_select: nn.Parameter
 
     selective = True
+    _shown = ("num_oscillators", "selective", "frequency_range", "bidirectional")
 
     @property
     def _is_real(self) -> bool:
@@ -181,12 +182,6 @@ class SelectiveOscillators(Oscillators):
             "held": (batch, self.weight_in.shape[1]),
         }
         return seq.check_state(state, cast("type[Kind]", OscillatorState), shapes, "the state of a call")
-
-    @override
-    def extra_repr(self) -> str:
-        swinging = "frequency=None" if self._is_real else f"{self._num_swinging} with a frequency"
-        sizes = f"{self.input_size}, {self.hidden_size}, num_oscillators={self.num_oscillators}"
-        return f"{sizes}, selective=True, {swinging}"
 
 
 def _log_uniform(like: Tensor, low: float, high: float) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, softplus
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from hbnode import _torch
 from hbnode._checks import (
@@ -24,14 +24,13 @@ from hbnode._checks import (
     as_real,
     as_tensor,
     check_bool,
+    check_choice,
     check_input,
     check_real,
-    is_one_of,
-    nearest,
     refuse_meta,
     tensor_fix,
 )
-from hbnode._times import as_times, check_digits, has_lost_digits, lost_digits
+from hbnode._times import as_times, as_unit, check_digits, has_lost_digits, lost_digits
 from hbnode._torch import ModuleWithConstants, is_autocast, may_look
 from hbnode._tree import Kind, Record, record
 from hbnode.errors import MaxStepsError, SolverError
@@ -341,12 +340,23 @@ def checked_dt(dt: ArrayLike, shape: torch.Size) -> Tensor:
     return times.expand(*shape, -1)
 
 
-def check_choice(value: object, name: str, choices: Sequence[str]) -> Any:
-    """Return ``value``; raise ValueError if it is none of the choices, with the nearest one."""
-    if not is_one_of(value, choices):
-        fix = f"{name}={nearest(value, choices) or choices[0]!r}"
-        raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, got {value!r}. Fix: {fix}.")
-    return value
+def checked_at(at: ArrayLike, t: Tensor, time_unit: float) -> Tensor:
+    """Return times ``at`` on the clock of the times t (batch, T), checked, as (batch, K) on the device of t."""
+    times = as_times(at, "at")
+    if times.dim() not in (1, 2) or times.shape[-1] == 0 or (times.dim() == 2 and len(times) != len(t)):
+        raise ValueError(
+            f"at must be (K,) or (batch, K) with batch={len(t)} and K >= 1, got {tuple(times.shape)}. "
+            "Fix: at=[0.0, 0.5, 1.0] for the same times in all series."
+        )
+    if may_look() and not bool(torch.isfinite(times).all()):
+        raise ValueError("at must be finite, got NaN or inf. Fix: at[torch.isfinite(at)].")
+    check_digits(times, times.new_zeros(0), "at", time_unit)
+    return times.to(t.device).expand(len(t), -1)
+
+
+def shown(module: object, names: Iterable[str]) -> str:
+    """Return attributes of a module for its representation."""
+    return ", ".join(f"{name}={getattr(module, name)!r}" for name in names)
 
 
 def _tensor(value: object, name: str, conversion: Callable[[object, str], Tensor]) -> Tensor:
@@ -385,8 +395,6 @@ def checked_static(static: Tensor | None, size: int, x: Tensor, kind: str) -> Te
             + (f"{kind}(..., static_size={shape[-1]})." if shape and size == 0 else "one row of features per series.")
         )
     refuse_meta(static, "static")
-    if static.is_complex():
-        raise TypeError(f"static must hold real numbers, got {static.dtype}. Fix: static.real.")
     if may_look() and not bool(torch.isfinite(static).all()):
         raise ValueError("static is not finite. Fix: standardise, then static.nan_to_num(), so that NaN is the mean.")
     return static.to(x)
@@ -534,19 +542,10 @@ def observed_gaps(t: ArrayLike, mask: Tensor | None, lengths: Lengths | None) ->
     lengths = None if lengths is None else as_integers(lengths, "lengths", "one per row of t").cpu()
     if t.dim() == 1:
         t = t.expand(next((len(z) for z in (mask, lengths) if z is not None and z.dim()), 1), -1)
-    if t.dim() != 2:
-        raise ValueError(f"t must be (batch, T) or (T,), got {tuple(t.shape)}. Fix: t.squeeze(-1), or t.flatten(0, 1).")
     counts = torch.ones(t.shape, dtype=torch.bool)
     if mask is not None:
-        if mask.shape[:2] != t.shape or mask.dim() > 3:
-            raise ValueError(
-                f"mask must be {tuple(t.shape)} or {(*t.shape, 'features')}, got {tuple(mask.shape)}. "
-                "Fix: one bool per sample, or per value."
-            )
         counts = mask if mask.dim() == 2 else mask.any(-1)
     if lengths is not None:
-        if lengths.shape != t.shape[:1]:
-            raise ValueError(f"lengths must be {len(t)} numbers, got {tuple(lengths.shape)}. Fix: one per row of t.")
         counts = counts & (torch.arange(t.shape[1]) < lengths.unsqueeze(1))
     if not bool(torch.isfinite(t[counts]).all()):
         raise ValueError("t is not finite at observed samples. Fix: lengths=, or a mask that is False there.")
@@ -571,6 +570,41 @@ def fitted_unit(t: ArrayLike, mask: Tensor | None, lengths: Lengths | None) -> f
             "Fix: ODERNN(..., time_unit=ten typical gaps)."
         )
     return GAPS_PER_UNIT * float(gaps.median())
+
+
+class TimedModule(ModuleWithConstants):
+    """A module that divides times by a constant of its ``state_dict``, ``time_unit``, which training data may set."""
+
+    @property
+    def time_unit(self) -> float:
+        """The length of one unit of the module's time."""
+        return float(self.get_constant("_time_unit"))
+
+    @time_unit.setter
+    def time_unit(self, value: float) -> None:
+        self.set_constant("_time_unit", as_unit(value, "time_unit"))
+        self.has_unit = True
+
+    @override
+    def constants(self) -> dict[str, str]:
+        return {"time_unit": "_time_unit"}
+
+    def fit_time_unit(self, t: ArrayLike, mask: Tensor | None = None, lengths: Lengths | None = None) -> Self:
+        """Set ``time_unit`` to ten times the median gap of training data, so that a typical gap is a tenth of a unit.
+
+        Gaps of length 0 do not count. Models fitted to t and to 1000 t then give the same outputs.
+
+        Arguments:
+            t: times (batch, T) or (T,), as for a call.
+            mask: what was observed, (batch, T) or (batch, T, features). Gaps run between samples with an observed
+                feature. Default: ``None``.
+            lengths: length of each series, (batch,). Default: ``None``.
+
+        Returns:
+            The module itself.
+        """
+        self.time_unit = fitted_unit(t, mask, lengths)
+        return self
 
 
 def warn_if_too_short(

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypedDict
+from typing import Any, ClassVar, Literal, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +25,10 @@ from hbnode.nn.attention import (
     MomentumAttention,
     MultiheadBase,
     SoftmaxAttention,
+    places,
     read_mask,
 )
-from hbnode.nn.sequences import check_choice, check_dtype
+from hbnode.nn.sequences import check_choice, check_dtype, shown
 
 
 @record
@@ -51,6 +52,12 @@ class Connection(nn.Module):
     References:
         He et al., Deep Residual Learning (arXiv:1512.03385).
     """
+
+    _shown: ClassVar[tuple[str, ...]] = ()  # attributes in the representation
+
+    @override
+    def extra_repr(self) -> str:
+        return shown(self, self._shown)
 
     def look_ahead(self, x: Tensor, depth: DepthState) -> Tensor:
         """Return the point at which a sublayer is evaluated; by default x."""
@@ -78,13 +85,11 @@ class MomentumConnection(Connection):
         momentum: β in [0, 1). Default: ``0.9``.
     """
 
+    _shown = ("momentum",)
+
     def __init__(self, momentum: float = 0.9) -> None:
         super().__init__()
         self.momentum = _check_momentum(momentum)
-
-    @override
-    def extra_repr(self) -> str:
-        return f"momentum={self.momentum:g}"
 
     @override
     def attention(self, x: Tensor, update: Tensor, depth: DepthState) -> tuple[Tensor, DepthState]:
@@ -115,15 +120,11 @@ class AdaptiveConnection(Connection):
         ValueError: if ``threshold`` is not in (0, 1].
     """
 
+    _shown = ("threshold",)
+
     def __init__(self, threshold: float = 1e-3) -> None:
         super().__init__()
-        if not 0 < threshold <= 1:
-            raise ValueError(f"threshold must be in (0, 1], got {threshold!r}. Fix: the paper's 1e-3.")
-        self.threshold = float(threshold)
-
-    @override
-    def extra_repr(self) -> str:
-        return f"threshold={self.threshold:g}"
+        self.threshold = as_real(threshold, "threshold", "threshold=1e-3")
 
     @override
     def attention(self, x: Tensor, update: Tensor, depth: DepthState) -> tuple[Tensor, DepthState]:
@@ -167,13 +168,11 @@ class MomentumStateConnection(Connection):
         step_size: s > 0. Default: ``1.0``.
     """
 
+    _shown = ("momentum", "step_size")
+
     def __init__(self, momentum: float = 0.9, step_size: float = 1.0) -> None:
         super().__init__()
         self.momentum, self.step_size = _check_momentum(momentum), _check_positive(step_size, "step_size")
-
-    @override
-    def extra_repr(self) -> str:
-        return f"momentum={self.momentum:g}, step_size={self.step_size:g}"
 
     @override
     def attention(self, x: Tensor, update: Tensor, depth: DepthState) -> tuple[Tensor, DepthState]:
@@ -314,14 +313,6 @@ def make_attention(
     Options of the module override ``layout``. A module with another ``causal`` or ``batch_first`` raises an error.
     """
     make, own = _unwrap(kind)
-    fixed = own.keys() & options.keys()
-    if fixed:
-        fix = f"attention={'momentum' if make is MomentumAttention else 'heavy_ball'!r}"
-        fix = f"leave {', '.join(sorted(fixed))} out of attention_options" if callable(kind) else fix
-        raise ValueError(
-            f"attention={kind!r} has {', '.join(f'{x}={own[x]!r}' for x in sorted(fixed))}, which attention_options "
-            f"cannot change. Fix: {fix}."
-        )
     if make is HeavyBallMemory and not causal:
         raise ValueError(
             f"attention={kind!r} supports only causal self-attention, got causal=False or cross-attention. "
@@ -331,7 +322,8 @@ def make_attention(
         layout.pop("dropout")  # linear-time attention has no weights to drop
     wanted = {"causal": causal, "batch_first": batch_first}
     layout |= {"batch_first": batch_first} if make is HeavyBallMemory else wanted
-    module = make(embed_dim, num_heads, **{**layout, **own, **options})
+    layout = {name: value for name, value in layout.items() if name not in own} | dict(options)
+    module = make(embed_dim, num_heads, **own, **layout)  # refuses options that the name or the partial has set
     for name, value in wanted.items():
         if getattr(module, name, value) != value:
             raise ValueError(
@@ -344,7 +336,10 @@ def make_attention(
 def _unwrap(kind: AttentionName | MakeAttention) -> tuple[MakeAttention, dict[str, Any]]:
     """Return the function that makes an attention module, and the options that its name or a partial sets."""
     if isinstance(kind, nn.Module):
-        raise TypeError(_one_for_each("attention", kind))
+        raise TypeError(
+            "attention must be a name or a function that returns a new module, got a module. "
+            f"Fix: attention={type(kind).__name__}."
+        )
     if not callable(kind) and not is_one_of(kind, tuple(ATTENTIONS)):
         raise ValueError(_unknown("attention", kind, tuple(ATTENTIONS)))
     make = kind if callable(kind) else ATTENTIONS[kind]
@@ -368,33 +363,19 @@ def _check_rotary(attention: object, rotary: bool, what: str, fix: str) -> None:
 
 def make_connection(kind: ConnectionName | MakeConnection, momentum: float | None) -> Connection:
     """Return a new connection, given its name or a function; ``momentum=None`` is the default of the class."""
-    if isinstance(kind, nn.Module):
-        raise TypeError(_one_for_each("connection", kind))
     if callable(kind):
         if momentum is not None:
             raise ValueError(
                 f"connection_momentum={momentum!r} needs a connection name, got a function. Fix: leave it out, "
                 "and set the momentum in the function."
             )
-        made = kind()
-        if not isinstance(made, Connection):
-            raise TypeError(
-                f"connection must return a Connection, got {type(made).__name__}. Fix: connection='residual'."
-            )
-        return made
+        return kind()
     if not is_one_of(kind, tuple(CONNECTIONS)):
         raise ValueError(_unknown("connection", kind, tuple(CONNECTIONS)))
     if momentum is None:
         return CONNECTIONS[kind]()
-    if kind in ("residual", "adaptive"):
-        raise ValueError(f"connection={kind!r} takes no connection_momentum, got {momentum!r}. Fix: leave it out.")
     make: Callable[..., Connection] = CONNECTIONS[kind]
     return make(momentum=momentum)
-
-
-def _one_for_each(what: str, module: nn.Module) -> str:
-    name = type(module).__name__
-    return f"{what} must be a name or a function that returns a new module, got a module. Fix: {what}={name}."
 
 
 def _unknown(what: str, kind: object, names: tuple[str, ...]) -> str:
@@ -484,10 +465,9 @@ class TransformerLayerBase(nn.Module):
         self.norm1 = nn.LayerNorm(d_model, eps=layer_norm_eps, **options)
         self.norm2 = nn.LayerNorm(d_model, eps=layer_norm_eps, **options)
         self.dropout = nn.Dropout(dropout)
-        if not (callable(activation) or is_one_of(activation, tuple(ACTIVATIONS))):
-            fix = f"torch.nn.functional.{activation}" if isinstance(activation, str) else "activation='gelu'"
-            raise ValueError(f"activation must be 'relu', 'gelu' or a function, got {activation!r}. Fix: {fix}.")
-        self.activation = ACTIVATIONS[activation] if isinstance(activation, str) else activation
+        if not callable(activation):
+            activation = ACTIVATIONS[check_choice(activation, "activation", tuple(ACTIVATIONS))]
+        self.activation = activation
         self.connection = make_connection(connection, connection_momentum).to(self.linear1.weight)
 
     def _start(self, x: Tensor, depth_state: DepthState | None) -> DepthState:
@@ -502,20 +482,8 @@ class TransformerLayerBase(nn.Module):
                 f"depth_state must be the DepthState returned by the previous layer, got {type(depth_state).__name__}. "
                 "Fix: pass a mask by name, key_padding_mask=mask."
             )
-        if x.dim() not in (2, 3) or x.shape[-1] != self.linear1.in_features:
-            raise ValueError(
-                f"x must be three-dimensional with d_model={self.linear1.in_features} features, got {tuple(x.shape)}. "
-                "Fix: x.flatten(0, -3) for several batch dimensions of a layer with batch_first=True."
-            )
         check_dtype(x, [next(self.parameters()).dtype])
-        depth = DepthState() if depth_state is None else depth_state
-        for part in (depth.previous, depth.update, depth.velocity):
-            if part is not None and part.shape != x.shape:
-                raise ValueError(
-                    f"depth_state must hold tensors like x, {tuple(x.shape)}, got {tuple(part.shape)}. "
-                    "Fix: depth_state=None in the first layer."
-                )
-        return depth
+        return DepthState() if depth_state is None else depth_state
 
     def _sublayer(self, x: Tensor, depth: DepthState, norm: nn.Module, block: Block, join: Join) -> Stream:
         """Return the residual stream and depth state after a block, its norm and ``join``, a connection's method."""
@@ -659,19 +627,17 @@ class MomentumTransformerDecoderLayer(TransformerLayerBase):
             key_padding_mask: mask of x (batch, length), True = ignore. Default: ``None``.
             memory_key_padding_mask: mask of memory (batch, length of memory), True = ignore. Default: ``None``.
         """
-        blocks = (
-            (self.norm1, lambda h: self.self_attn(h, h, h, key_padding_mask)[0], self.connection.attention),
-            (
-                self.norm2,
-                lambda h: self.multihead_attn(h, memory, memory, memory_key_padding_mask)[0],
-                self.connection.feedforward,
-            ),
-            (self.norm3, self._feedforward, self.connection.feedforward),
-        )
-        depth = self._start(x, depth_state)
-        for norm, block, join in blocks:
-            x, depth = self._sublayer(x, depth, norm, block, join)
-        return x, depth
+
+        def attend(h: Tensor) -> Tensor:
+            return self.self_attn(h, h, h, key_padding_mask)[0]
+
+        def attend_to_memory(h: Tensor) -> Tensor:
+            return self.multihead_attn(h, memory, memory, memory_key_padding_mask)[0]
+
+        join = self.connection.feedforward
+        x, depth = self._sublayer(x, self._start(x, depth_state), self.norm1, attend, self.connection.attention)
+        x, depth = self._sublayer(x, depth, self.norm2, attend_to_memory, join)
+        return self._sublayer(x, depth, self.norm3, self._feedforward, join)
 
 
 @record
@@ -692,6 +658,7 @@ class TransformerState(Record):
         return old if name == "position" else new
 
 
+@functools.partial(shares_arguments, base=TransformerLayerBase)
 class MomentumTransformer(nn.Module):
     r"""A transformer of :class:`MomentumTransformerLayer` between an embedding and a linear output layer.
 
@@ -712,17 +679,9 @@ class MomentumTransformer(nn.Module):
         activation: activation of the feedforward blocks, "relu", "gelu" or a function. Default: ``"relu"``.
         norm_first: whether norms come before the blocks, with another norm after the last layer. Default: ``False``.
         output_size: number of output features. Default: ``None``, num_embeddings, or d_model for vectors.
-        attention: see :class:`MomentumTransformerLayer`. Default: ``"momentum"``.
-        attention_options: further arguments of the attention modules, as in :class:`MomentumTransformerLayer`.
-            Default: ``None``, no further arguments.
-        connection: see :class:`MomentumTransformerLayer`. Default: ``"residual"``.
-        connection_momentum: β of the connections, its initial value if learned. Default: ``None``, the connection's β.
         positions: "sinusoidal" adds a position embedding to the inputs. "rotary" applies rotary position embedding in
             softmax attention. None uses no position embedding. An attention or options with other positions are
             refused. Default: ``"sinusoidal"``.
-        causal: whether a token attends only to itself and to previous tokens. Default: ``True``.
-        device: device of the parameters. Default: ``None``, torch's default.
-        dtype: dtype of the parameters. Default: ``None``, torch's default.
 
     Shape:
         tokens: (batch, length), int64 or int32, or with ``num_embeddings=None`` (batch, length, d_model).
@@ -750,53 +709,32 @@ class MomentumTransformer(nn.Module):
         norm_first: bool = False,
         *,
         output_size: int | None = None,
-        attention: AttentionName | MakeAttention = "momentum",
-        attention_options: Mapping[str, Any] | None = None,
-        connection: ConnectionName | MakeConnection = "residual",
-        connection_momentum: float | None = None,
         positions: Literal["sinusoidal", "rotary"] | None = "sinusoidal",
-        causal: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
         if positions is not None:
             check_choice(positions, "positions", ("sinusoidal", "rotary"))
         rotary = positions == "rotary"
-        with_rotary = _with_rotary(attention, attention_options or {}, rotary)
-        options: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.d_model, self.positions, self.causal = as_count(d_model, "d_model"), positions, causal
+        own = options.get("attention_options") or {}
+        options["attention_options"] = _with_rotary(options.get("attention", "momentum"), own, rotary)
+        factory: dict[str, Any] = {name: options.get(name) for name in ("device", "dtype")}
+        self.d_model, self.positions = as_count(d_model, "d_model"), positions
+        self.causal = options.get("causal", True)
         self.num_embeddings = None if num_embeddings is None else as_count(num_embeddings, "num_embeddings")
-        self.embedding = None if num_embeddings is None else nn.Embedding(num_embeddings, d_model, **options)
+        self.embedding = None if num_embeddings is None else nn.Embedding(num_embeddings, d_model, **factory)
         self.dropout = nn.Dropout(as_real(dropout, "dropout", "dropout=0.1"))
         self.layers: Any = nn.ModuleList(
             MomentumTransformerLayer(
-                d_model,
-                nhead,
-                dim_feedforward,
-                dropout,
-                activation,
-                batch_first=True,
-                norm_first=norm_first,
-                attention=attention,
-                attention_options=with_rotary,
-                connection=connection,
-                connection_momentum=connection_momentum,
-                causal=causal,
-                **options,
+                d_model, nhead, dim_feedforward, dropout, activation, 1e-5, True, norm_first, **options
             )
             for _ in range(as_count(num_layers, "num_layers"))
         )
-        fix = (
-            "positions='sinusoidal', or attention='softmax' without the option rotary"
-            if rotary
-            else "positions='rotary', or the option rotary=False of the attention"
-        )
-        for layer in self.layers:
-            _check_rotary(layer.self_attn, rotary, f"positions={positions!r}", fix)
-        self.norm = nn.LayerNorm(d_model, **options) if norm_first else nn.Identity()
+        fix = "positions='sinusoidal'" if rotary else "positions='rotary', or the option rotary=False of the attention"
+        _check_rotary(self.layers[0].self_attn, rotary, f"positions={positions!r}", fix)
+        self.norm = nn.LayerNorm(d_model, **factory) if norm_first else nn.Identity()
         features = (num_embeddings or d_model) if output_size is None else as_count(output_size, "output_size")
-        self.readout = nn.Linear(d_model, features, **options)
+        self.readout = nn.Linear(d_model, features, **factory)
         if self.embedding is not None:
             nn.init.normal_(self.embedding.weight, std=1 / math.sqrt(d_model))
 
@@ -924,11 +862,6 @@ class MomentumTransformer(nn.Module):
         if prompt.shape[1] == 0:
             raise ValueError("prompt must have at least one token, got length 0. Fix: begin with a start token.")
         if sample is None:
-            if self.embedding is None:
-                raise ValueError(
-                    "generate needs sample= for num_embeddings=None, whose outputs are not tokens. "
-                    "Fix: sample=lambda output: output, or another function to the next vectors (batch, d_model)."
-                )
 
             def sample(output: Tensor) -> Tensor:
                 return draw(output, temperature, top_k, generator).to(prompt.dtype)
@@ -981,8 +914,6 @@ class MomentumTransformer(nn.Module):
         return output
 
     def _check(self, tokens: Tensor) -> None:
-        if self.embedding is not None and isinstance(tokens, (list, tuple)):
-            raise TypeError(f"tokens must be a tensor, got {type(tokens).__name__}. Fix: torch.tensor(tokens).")
         check_input(tokens, "tokens")
         if self.embedding is None:
             if tokens.dim() != 3 or tokens.shape[-1] != self.d_model:
@@ -1038,7 +969,5 @@ def sinusoids(positions: Tensor, features: int, dtype: torch.dtype = torch.float
 
 def next_positions(start: Tensor, length: int, ignored: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return positions of the next tokens (batch, length), and the position after them (batch,), without padding."""
-    if ignored is None:
-        return start.unsqueeze(1) + torch.arange(length, device=start.device), start + length
-    counted = (~ignored).long()
-    return start.unsqueeze(1) + counted.cumsum(1) - counted, start + counted.sum(1)
+    after = start + (length if ignored is None else (~ignored).sum(1))
+    return start.unsqueeze(1) + places(length, ignored, start.device), after

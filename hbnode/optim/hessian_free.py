@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -162,8 +162,6 @@ class HessianFree(Optimizer):
         if not isinstance(case_dim, int) or isinstance(case_dim, bool):
             raise TypeError(f"case_dim must be a whole number, got {case_dim!r}. Fix: case_dim=0.")
         check_loss(loss)
-        if not isinstance(params, Iterable) or isinstance(params, (str, bytes)):
-            raise TypeError(f"params must be parameters, got {type(params).__name__}. Fix: model.parameters().")
         numbers = {"damping": damping, "structural_damping": structural_damping, "min_damping": min_damping}
         for name, number in numbers.items():
             if not isinstance(number, (int, float)) or isinstance(number, bool) or not 0 <= number < math.inf:
@@ -373,10 +371,6 @@ class HessianFree(Optimizer):
             )
         grads = torch.autograd.grad(mean, model.parameters, retain_graph=is_shared, allow_unused=True)
         for k, grad in enumerate(grads):
-            if grad is not None and grad.layout != torch.strided:
-                raise ValueError(
-                    f"the gradient of {self._names()[k]} is sparse. Fix: torch.nn.Embedding(..., sparse=False)."
-                )
             if grad is not None and not bool(torch.isfinite(grad).all()):
                 raise FloatingPointError(
                     f"the gradient of {self._names()[k]} is not finite, but the loss is. Fix: smaller initial weights, "

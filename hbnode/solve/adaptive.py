@@ -13,8 +13,9 @@ from torch import Tensor
 from hbnode.errors import DIVERGES, DivergenceError, MaxStepsError, StepSizeUnderflowError, diverges
 from hbnode.nfe import open_records
 from hbnode.solve.control import TRIALS, Clip, Control, PIController, first_size, forced_start, is_negligible
-from hbnode.solve.grid import Array, to_device
-from hbnode.solve.stepper import Attempt, Rows, Setup, Taken, first_index
+from hbnode.solve.grid import to_device
+from hbnode.solve.methods import Array, Rows
+from hbnode.solve.stepper import Attempt, Setup, Taken, first_index
 
 NON_FINITE_ATTEMPTS = 5  # attempts in a row, each ten times shorter, before a NonFiniteError
 FIRST_LOOK = 100  # the remaining steps are estimated after 100, 200, 400, ... attempts

@@ -6,9 +6,10 @@ The adjoint of torchdiffeq's methods, such as dopri5, is in ``solve/torchdiffeq_
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -23,11 +24,11 @@ from hbnode._torch import fast_form, new_sequence_number, random_state, saved_te
 from hbnode._tree import State, apply, parts
 from hbnode.errors import RecomputationError, ReversalError
 from hbnode.solve.events import as_column
-from hbnode.solve.grid import Array, Grid, to_device
+from hbnode.solve.grid import Grid, to_device
 from hbnode.solve.loop import Begun, SavedOutputs, Solution, fixed_steps, integrate, start_of
-from hbnode.solve.methods import METHODS
+from hbnode.solve.methods import METHODS, Array, Rows
 from hbnode.solve.settings import Settings
-from hbnode.solve.stepper import Attempt, Rows, Setup, Stepper, Taken
+from hbnode.solve.stepper import Attempt, Setup, Stepper, Taken
 from hbnode.solve.term import ODETerm, Snapshot
 
 Kind = TypeVar("Kind")
@@ -120,13 +121,9 @@ class Checkpoint:
                     return found
                 if not self.keep_bytes or max(taken, count) * bytes_per_step > self.keep_bytes:
                     nfe.keeps_graph = False
-                    recompute = _Recomputation(stepper, attempt, snapshot)
                     owned_objects[:] = [stepper, snapshot]
-                    with set_checkpoint_early_stop(False):
-                        return checkpoint(
-                            recompute, state, coefficients, use_reentrant=False, preserve_rng_state=True,
-                            determinism_check="none",
-                        )  # fmt: skip
+                    run, args = functools.partial(_step_again, attempt), (state, coefficients)
+                    return recomputed(run, owned_objects, args, steps=steps, at=(attempt.time, attempt.size))
             except RuntimeError as error:
                 if "saved tensor hooks" not in str(error):
                     raise
@@ -139,26 +136,47 @@ class Checkpoint:
         return solution._replace(owned=tuple(owned_objects))
 
 
-class _Recomputation:
-    """A step that is computed in both passes and must end in the same state each time."""
+def _step_again(attempt: Attempt, stepper: Stepper, state: Rows, coefficients: Any) -> Taken:
+    times: Any = [[t.clone() for t in step_times] for step_times in attempt.times]  # f may change them
+    restart = None if attempt.restart is None else attempt.restart.clone()
+    return stepper.step(state, coefficients, replace(attempt, times=times, restart=restart))
 
-    def __init__(self, stepper: Stepper, attempt: Attempt, snapshot: Snapshot) -> None:
-        self.stepper, self.snapshot, self.attempt = weakref.ref(stepper), weakref.ref(snapshot), attempt
-        self.end: Rows | None = None
 
-    def __call__(self, state: Rows, coefficients: Any) -> Taken:
-        stepper, snapshot, end = owned(self.stepper), owned(self.snapshot), self.end
-        times: Any = [[t.clone() for t in step_times] for step_times in self.attempt.times]  # f may change them
-        restart = None if self.attempt.restart is None else self.attempt.restart.clone()
-        with nullcontext() if end is None else snapshot:
-            taken = stepper.step(state, coefficients, replace(self.attempt, times=times, restart=restart))
-            if end is None:
-                self.end = tuple([x.detach() for x in taken.state])
-                return taken
-            stepper.term.counter.add("accepted", len(self.attempt.times))
-            if snapshot.changed() or not is_same(taken.state, end):
-                raise stepper.failure(RecomputationError, CHANGED, self.attempt.time, self.attempt.size)
-        return taken
+def recomputed(
+    run: Callable[..., Any], objects: Sequence[Any], args: Sequence[Any], *, steps: int = 1, evaluations: int = 0,
+    at: tuple[Any, Any] = (math.nan, math.nan), random: bool = True,
+) -> Any:  # fmt: skip
+    """Return ``run(stepper, *others, *args)``, which the backward pass computes again instead of storing its graph.
+
+    The result begins with the state after steps, which must be the same in both passes; it is None if there is none.
+
+    Arguments:
+        run: the function.
+        objects: the stepper, the snapshot and the others, which the outputs of the solve must own.
+        args: arguments that may need gradients.
+        steps: number of steps to count in the backward pass.
+        evaluations: number of function evaluations to count there, of a function that does not count them.
+        at: time and step size for an error.
+        random: whether f may draw random numbers.
+    """
+    references, end = tuple(map(weakref.ref[Any], objects)), list[Tensor]()
+
+    def compute(*args: Any) -> Any:
+        stepper, snapshot, *others = map(owned, references)
+        if not end:
+            result = run(stepper, *others, *args)
+            end.extend(() if result is None else [x.detach() for x in result[0]])
+            return result
+        with snapshot:
+            result = run(stepper, *others, *args)
+            stepper.term.counter.add("evaluation", evaluations)
+            stepper.term.counter.add("accepted", steps)
+            if snapshot.changed() or result is None or not is_same(result[0], tuple(end)):
+                raise stepper.failure(RecomputationError, CHANGED, *at)
+        return result
+
+    with set_checkpoint_early_stop(False):
+        return checkpoint(compute, *args, use_reentrant=False, preserve_rng_state=random, determinism_check="none")
 
 
 def is_same(new: Rows, old: Rows) -> bool:

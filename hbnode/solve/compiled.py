@@ -11,28 +11,25 @@ import functools
 import math
 import types
 import warnings
-import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from hbnode._torch import is_recompile_limit, needs_reference, new_sequence_number, recompile_limit
 from hbnode._tree import State, apply, parts
-from hbnode.errors import RecomputationError
 from hbnode.fields import GHBNODE, HBNODE, Field
 from hbnode.nfe import Tally, open_records
 from hbnode.solve.adaptive import AdaptiveSteps
-from hbnode.solve.adjoints import CHANGED, CHANGES_BUFFERS, SHORT, is_same, owned, owning, saved_bytes
+from hbnode.solve.adjoints import CHANGES_BUFFERS, SHORT, owning, recomputed, saved_bytes
 from hbnode.solve.graph import (
     Attempts,
     Limits,
     Report,
     Times,
-    Uncounted,
+    error_ratio,
     inside_of,
     joined,
     one_attempt,
@@ -40,9 +37,9 @@ from hbnode.solve.graph import (
     trajectory,
     whole_solve,
 )
-from hbnode.solve.grid import Array, Grid, to_device
+from hbnode.solve.grid import Grid, to_device
 from hbnode.solve.loop import start_of
-from hbnode.solve.methods import Explicit, Method
+from hbnode.solve.methods import Array, Explicit, Method, Rows
 from hbnode.solve.settings import Settings
 from hbnode.solve.stepper import Setup, Stepper
 from hbnode.solve.term import ODETerm, Snapshot, change_of_call, solving
@@ -139,23 +136,15 @@ def attempt(term: ODETerm, method: Method, rtol: float, atol: float, *, error: b
     The function takes the state, the method's coefficients, the stage times, and y0, of which only the shapes matter.
     It returns the state after the step, and the norm if ``error`` is true, else None.
     """
-    field, second_order, n, own_steps = term.inner, term.second_order, term.rows, term.lanes is not None
-    in_autocast = term.in_autocast
+    inside, n = inside_of(term), term.rows
 
-    def step(
-        state: tuple[Tensor, ...], packed: tuple[Tensor, ...], times: list[Tensor], y0: Any
-    ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        lanes = len(y0 if isinstance(y0, Tensor) else y0[0]) if own_steps else None
-        evaluate = ODETerm(field, y0, Uncounted(), second_order=second_order, lanes=lanes)
-        evaluate.in_autocast = in_autocast  # autocast is disabled outside the field
+    def step(state: Rows, packed: Rows, times: list[Tensor], y0: Any) -> tuple[Rows, Tensor | None]:
+        evaluate = inside(y0)
         result = method.step(state, packed, times, evaluate, error=error)
         if result.error is None:
             return result.state, None
-        scale = torch.maximum(torch.stack(state[:n]).abs(), torch.stack(result.state[:n]).abs()).detach()
-        ratio = result.error.detach() / (scale * rtol + atol)
-        if own_steps:
-            return result.state, ratio.movedim(1, 0).flatten(1).double().square().mean(1).sqrt()
-        return result.state, ratio.double().square().mean().sqrt()
+        with torch.no_grad():
+            return result.state, error_ratio(evaluate, state[:n], result.state[:n], result.error, rtol, atol)
 
     return step
 
@@ -316,14 +305,6 @@ class Plan(NamedTuple):
         return solution
 
 
-class _Owned(NamedTuple):
-    """What the backward pass of a recomputed attempt needs."""
-
-    stepper: Stepper
-    snapshot: Snapshot
-    program: Program
-
-
 class _Run:
     """A solve by compiled attempts."""
 
@@ -428,28 +409,9 @@ class _Run:
             if result is not None:
                 saved[shape] = saved_bytes((*result[0], *(result[2] or ())), (*args[2], *(args[4] or ())), own, first)
             return result
-        self.owned = objects = _Owned(self.setup.stepper, self.snapshot, program)
-        with set_checkpoint_early_stop(False):
-            again = _recomputed(objects)
-            return checkpoint(again, *args, use_reentrant=False, preserve_rng_state=False, determinism_check="none")
+        self.owned = self.setup.stepper, self.snapshot, program
+        return recomputed(_call, self.owned, args, evaluations=self.method.evaluations, random=False)
 
 
-def _recomputed(objects: _Owned) -> Callable[..., Any]:
-    """Return a call of the program that must end in the same state in both passes."""
-    references, end = tuple(map(weakref.ref[Any], objects)), list[Tensor]()
-
-    def run(*args: Any) -> Any:
-        stepper, snapshot, program = _Owned(*map(owned, references))
-        if not end:
-            result = program(*args)
-            end.extend(() if result is None else [x.detach() for x in result[0]])
-            return result
-        with snapshot:
-            result = program(*args)
-            stepper.term.counter.add("evaluation", stepper.method.evaluations)
-            stepper.term.counter.add("accepted")
-            if snapshot.changed() or result is None or not is_same(result[0], tuple(end)):
-                raise stepper.failure(RecomputationError, CHANGED, math.nan, math.nan)
-        return result
-
-    return run
+def _call(_: Stepper, program: Program, *args: Any) -> Any:
+    return program(*args)

@@ -14,9 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hbnode.solve.methods import Method
-
-Array = Any  # of NumPy or torch
+from hbnode.solve.methods import Array, Method
 
 SAFETY = 0.9
 SMALLEST, LARGEST = 0.1, 8.0  # factors by which the step size may change

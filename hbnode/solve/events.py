@@ -30,11 +30,8 @@ from hbnode.errors import NonFiniteError, SolverError, ZenoError
 from hbnode.solve.adaptive import AdaptiveSteps
 from hbnode.solve.control import GOLDEN, Clip
 from hbnode.solve.grid import to_device
-from hbnode.solve.methods import combined
+from hbnode.solve.methods import Array, Rows, combined
 from hbnode.solve.stepper import Attempt, Setup, Taken
-
-Array = Any
-Rows = tuple[Tensor, ...]
 
 NODES = np.linspace(0.0, 1.0, 9)  # fractions of a step between which a change of sign is found
 TO_POLYNOMIAL = np.linalg.inv(np.vander(NODES))  # from values at the nodes to coefficients, as np.polyval takes them
@@ -493,8 +490,8 @@ class EventSteps(AdaptiveSteps):
             wait = np.maximum(lag, 0.0) + np.minimum(band / np.where(rate != 0, abs(rate), np.inf), self.search_width)
             self.quiet[k] = np.where(is_set & (fired[k] | ~is_far), self.control.now + wait, self.quiet[k])
 
-    def record(self) -> Any:
-        """Return the events as an :class:`EventRecord`, or a tuple of one per event function."""
+    def record(self, own: Callable[[State], Any]) -> tuple[EventRecord, ...]:
+        """Return the events of each event function; ``own`` gives tensors what their backward pass needs."""
         records, term, like = [], self.stepper.term, self.stepper.like
         for event, counts, found in zip(self.events, self.counts, self.found, strict=True):
             width = int(event.limit if event.limit < np.inf else counts.max(initial=0))
@@ -508,7 +505,7 @@ class EventSteps(AdaptiveSteps):
             for i, row in enumerate(term.flatten(term.like)):
                 rows.append(torch.cat([*(states[i] for *_, states in found), row[:1].detach() * torch.nan])[index])
             state = apply(lambda x: x.movedim(1, 0), term.unflatten(tuple(rows), (width,)))
-            records.append(EventRecord(times[index].T, state, to_device(counts.astype(int), like)))
+            records.append(EventRecord(own(times[index].T), own(state), to_device(counts.astype(int), like)))
         return tuple(records)
 
     # Values

@@ -22,7 +22,6 @@ from hbnode.nfe import NFE, Tally, count_nfe
 from hbnode.solve.adaptive import NON_FINITE_ATTEMPTS
 from hbnode.solve.control import (
     TRIALS,
-    Array,
     Clip,
     Control,
     OfTorch,
@@ -31,9 +30,8 @@ from hbnode.solve.control import (
     forced_start,
     is_negligible,
 )
-from hbnode.solve.methods import Method, combined
+from hbnode.solve.methods import Array, Method, Rows, combined
 from hbnode.solve.settings import Settings
-from hbnode.solve.stepper import Rows
 from hbnode.solve.term import ODETerm
 
 NOT_FINITE, UNDERFLOW, TOO_MANY = 1, 2, 3  # why the solve of a graph failed
@@ -153,6 +151,15 @@ def norm(term: ODETerm, x: Tensor) -> Tensor:
     return (x.mean() if term.lanes is None else x.flatten(1).mean(1)).sqrt()
 
 
+def error_ratio(term: ODETerm, before: Rows, after: Rows, error: Any, rtol: Any, atol: Any) -> Tensor:
+    """Return the root mean square of error / tolerance, () or (lanes,), the largest of all ``error_groups``."""
+    scale = torch.maximum(torch.stack(before).abs(), torch.stack(after).abs())
+    x = error / (scale * rtol + atol)
+    x = x if term.lanes is None else x.movedim(1, 0)
+    norms = [norm(term, x[..., group]) for group in term.error_groups]
+    return norms[0] if len(norms) == 1 else torch.stack(norms).amax(0)
+
+
 class Attempts:
     """The attempts of a solve: pure functions of the rows of the state and of the state of the controller.
 
@@ -207,7 +214,8 @@ class Attempts:
                 found = (t > before.now[..., None]) & (t <= then[..., None])
                 inside = found & (t < then[..., None])
                 margin = torch.where(inside.any(-1), method.dense_error_factor, margin)
-            ratio = self._ratio(rows[:n], result.state[:n], result.error) * margin
+            tolerances = [self.wide(x, rows[0]).to(rows[0]) for x in (limits.rtol, limits.atol)]
+            ratio = error_ratio(term, rows[:n], result.state[:n], result.error, *tolerances) * margin
             is_finite = torch.isfinite(ratio) if excluded is None else torch.isfinite(ratio) & ~excluded
             accepted, c = self.control.judge(OfTorch, c, then, torch.where(is_finite, ratio, math.inf))
             now = abs(limits.begin + limits.sign * c.now)
@@ -253,15 +261,6 @@ class Attempts:
 
     def wide(self, mask: Tensor, like: Tensor) -> Tensor:
         return mask.reshape(*mask.shape, *[1] * (like.dim() - mask.dim())) if mask.dim() else mask
-
-    def _ratio(self, before: Rows, after: Rows, error: Any) -> Tensor:
-        """Return the root mean square of error / tolerance, () or (lanes,), the largest of all ``error_groups``."""
-        scale = torch.maximum(torch.stack(before).abs(), torch.stack(after).abs())
-        wide = [self.wide(x, error[0]) for x in (self.limits.rtol, self.limits.atol)]
-        x = error / (scale * wide[0].to(error) + wide[1].to(error))
-        x = x if self.term.lanes is None else x.movedim(1, 0)
-        norms = [norm(self.term, x[..., group]) for group in self.term.error_groups]
-        return norms[0] if len(norms) == 1 else torch.stack(norms).amax(0)
 
 
 Inside = Callable[[State], ODETerm]
@@ -372,10 +371,9 @@ def loop(term: ODETerm, method: Method, times: Times, y0: State, settings: Setti
     return solution, spent + count * method.evaluations, code
 
 
-def exported(
-    term: ODETerm, method: Method, t: Tensor, y0: State, settings: Settings, *, end_only: bool
-) -> tuple[State, Tensor, Tensor]:
-    """Return the trajectory, or the state at the end, and the number of evaluations and the code of :func:`loop`."""
+@torch.no_grad()
+def exported(term: ODETerm, method: Method, t: Tensor, y0: State, settings: Settings, *, end_only: bool) -> State:
+    """Return the trajectory, or the state at the end, and tell the innermost :class:`Reported` of the solve."""
     begin, options = t[..., 0], settings.options or {}
     sign, elapsed = torch.where(t[..., -1] >= begin, 1.0, -1.0), abs(t - begin[..., None])
     none = 0.0 * elapsed[..., -1]
@@ -389,7 +387,10 @@ def exported(
         torch.finfo(term.template.dtype).eps if term.time_dependent else eps,
     )  # fmt: skip
     times = Times(torch.stack([none + x for x in limits]), gamma, None if end_only else elapsed[..., 1:])
-    return loop(term, method, times, y0, settings)
+    solution, *report = loop(term, method, times, y0, settings)
+    if told:
+        told[-1].append(report)
+    return solution
 
 
 class Reported(nn.Module):
@@ -438,13 +439,7 @@ class Reported(nn.Module):
         return output, torch.stack(spent).sum(), torch.stack(torch.broadcast_tensors(*codes)).amax(0)
 
 
-told: list[list[tuple[Tensor, Tensor]]] = []  # what the solves inside a Reported say while they are exported
-
-
-def tell(spent: Tensor, code: Tensor) -> None:
-    """Tell the innermost Reported of a solve."""
-    if told:
-        told[-1].append((spent, code))
+told: list[list[list[Tensor]]] = []  # what the solves inside a Reported say while they are exported
 
 
 class Uncounted(Tally):

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from hbnode import _torch
+from hbnode.solve.methods import Array
 
-Array = Any  # of NumPy
 Piece = tuple[int, tuple[Array, Array] | None, int]
 
 BESIDE_JUMP = 4.0  # distance of a jump's left and right times from it, in rounding errors of the largest time

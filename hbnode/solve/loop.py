@@ -17,8 +17,9 @@ from hbnode.signal import Signal, queries
 from hbnode.solve.adaptive import AdaptiveSteps
 from hbnode.solve.control import TRIALS
 from hbnode.solve.events import EventSteps
-from hbnode.solve.grid import Array, to_device
-from hbnode.solve.stepper import Attempt, Rows, Setup, Taken
+from hbnode.solve.grid import to_device
+from hbnode.solve.methods import Array, Rows
+from hbnode.solve.stepper import Attempt, Setup, Taken
 
 StepFunction = Callable[[Rows, Attempt], Taken]
 

@@ -29,7 +29,7 @@ from hbnode._tree import parts
 from hbnode.solve import tableaus
 from hbnode.solve.jacobian import derivatives
 
-Array = Any  # a NumPy array or a tensor
+Array = Any  # a NumPy array; where a function has an argument xp, also a tensor
 Rows = tuple[Tensor, ...]
 Times = Sequence[Tensor]  # the times of the function evaluations of a step
 RHS = Callable[[Tensor, Tensor], Tensor]  # (t, row) -> row
@@ -116,9 +116,7 @@ class Method:
 
         A method of an SDE gets the normal variables of the step after them, as its last coefficient.
         """
-        if packed.dim() > 1:
-            packed = packed.reshape(*packed.shape, *[1] * (dims + 1 - packed.dim()))
-        return packed.unbind(0)
+        return broadcasting(packed, dims).unbind(0)
 
     def step(
         self, state: Rows, coefficients: Rows, times: Times, field: RHS, *, error: bool = False, dense: bool = False
@@ -178,10 +176,8 @@ class Explicit(Method):
         return moveaxis(flat[..., order[0] if xp is np else order[1].to(flat.device)], -1, 0)
 
     def unpack(self, packed: Tensor, dims: int, *, error: bool = False) -> Rows:
-        if packed.dim() > 1:
-            packed = packed.reshape(*packed.shape, *[1] * (dims + 1 - packed.dim()))
-        first, *later = packed.split_with_sizes(self._order[error][2])
-        return (first.reshape(len(first) // (self.rows + 1), self.rows + 1, *packed.shape[1:]), *later)
+        first, *later = broadcasting(packed, dims).split_with_sizes(self._order[error][2])
+        return (first.reshape(len(first) // (self.rows + 1), self.rows + 1, *first.shape[1:]), *later)
 
     def step(
         self, state: Rows, coefficients: Rows, times: Times, field: RHS, *, error: bool = False, dense: bool = False
@@ -512,13 +508,9 @@ class Splitting(Method):
         return moveaxis(xp.concatenate([drifts, xp.exp(-z), lengths * phi], -1), -1, 0)
 
     def unpack(self, packed: Tensor, dims: int, *, error: bool = False) -> Rows:
-        if packed.dim() > 1:
-            packed = packed.reshape(*packed.shape, *[1] * (dims + 1 - packed.dim()))
-        return packed.split_with_sizes([self.evaluations + 1, self.evaluations, self.evaluations])
+        return broadcasting(packed, dims).split_with_sizes([self.evaluations + 1, self.evaluations, self.evaluations])
 
-    def step(
-        self, state: Rows, coefficients: Rows, times: Times, field: RHS, *, error: bool = False, dense: bool = False
-    ) -> StepResult:
+    def step(self, state: Rows, coefficients: Rows, times: Times, field: RHS, **_: Any) -> StepResult:
         (h, m), (drifts, decays, weights) = state, coefficients
         h = self._drift(h, m, drifts[0])
         for t, decay, weight, drift in zip(times, decays, weights, drifts[1:], strict=True):
@@ -687,15 +679,18 @@ class FixedStepRungeKutta(Method):
     def packed(self, xp: Any, gamma: Array, size: Array, error: bool) -> Array:
         return size[None]
 
-    def step(
-        self, state: Rows, coefficients: Rows, times: Times, field: RHS, *, error: bool = False, dense: bool = False
-    ) -> StepResult:
+    def step(self, state: Rows, coefficients: Rows, times: Times, field: RHS, **_: Any) -> StepResult:
         (y,), (size,) = state, coefficients
         slopes: list[Tensor] = []
         for t, row in zip(times, self.a, strict=True):
             x = y + size * sum(w * k for w, k in zip(row, slopes, strict=True) if w) if any(row) else y.clone()
             slopes.append(field(t, x))
         return StepResult((y + size * sum(w * k for w, k in zip(self.b, slopes, strict=True) if w),))
+
+
+def broadcasting(packed: Tensor, dims: int) -> Tensor:
+    """Return coefficients (elements, ...) such that each broadcasts with rows of ``dims`` dimensions."""
+    return packed.reshape(*packed.shape, *[1] * (dims + 1 - packed.dim())) if packed.dim() > 1 else packed
 
 
 def combined(weights: Tensor, columns: Tensor) -> Tensor:

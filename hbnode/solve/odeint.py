@@ -25,9 +25,18 @@ from hbnode.solve import compiled, graph, torchdiffeq_methods
 from hbnode.solve.adjoints import Direct, gradient_mode, owning
 from hbnode.solve.events import Event, EventRecord, checked_events
 from hbnode.solve.loop import integrate, start_of
-from hbnode.solve.methods import ALL_METHODS, METHODS, TRACEABLE, Explicit, ForeignMethod, NativeMethod, Rosenbrock
+from hbnode.solve.methods import (
+    ALL_METHODS,
+    METHODS,
+    TRACEABLE,
+    Explicit,
+    ForeignMethod,
+    NativeMethod,
+    Rosenbrock,
+    Rows,
+)
 from hbnode.solve.settings import Gradient, Method, Save, Settings
-from hbnode.solve.stepper import STRONG_DAMPING, Attempt, Rows, Setup, Taken, first_index
+from hbnode.solve.stepper import STRONG_DAMPING, Attempt, Setup, Taken, first_index
 from hbnode.solve.term import (
     ODETerm,
     Snapshot,
@@ -220,14 +229,9 @@ def solve(
     """Solve as :func:`odeint` does, and add evaluations and steps to ``nfe``; ``end`` returns only the last state."""
     if not is_tracing():
         return _solve(field, y0, t, settings, nfe, end, events)
-    is_dynamo = torch.compiler.is_dynamo_compiling()
-    is_adaptive = settings.steps is None and isinstance(ALL_METHODS[settings.method or "tsit5"], Explicit)
-    is_plain = events is None and not (settings.jump_times or settings.common_steps)
-    if torch.compiler.is_exporting() and is_adaptive and is_plain:
-        return _exported(field, y0, t, settings, end)
-    if events is None and is_traceable(settings, is_dynamo):
+    if events is None and is_traceable(settings):
         return _traced(field, y0, t, settings, Tally(field, nfe), end)
-    if not is_dynamo:  # torch.compile can call the solve outside its graphs
+    if not torch.compiler.is_dynamo_compiling():  # torch.compile can call the solve outside its graphs
         raise ValueError(ONLY_FIXED_GRIDS)
     return untraced(_solve)(field, y0, t, settings, nfe, end, events)
 
@@ -239,38 +243,45 @@ def _solve(field: Any, y0: State, t: Times, settings: Settings, nfe: NFE, end: b
         return last_of(solution) if end and len(key[0]) > 2 else solution
     y0 = checked_state(field, y0, snapshot)
     events = () if given is None else checked_events(given, settings)
-    template = y0 if isinstance(y0, Tensor) else y0[0]
+    dtype, device = parts(y0)[0].dtype, parts(y0)[0].device
     has_times = events or getattr(unwrap_compiled(field), "time_dependent", True)
-    times = checked_times(t, template.device, rows=settings.is_native, dtype=template.dtype if has_times else None)
+    times = checked_times(t, device, rows=settings.is_native, dtype=dtype if has_times else None)
     settings = resolve(settings, field, times)
-    method = ALL_METHODS[settings.method]
-    if settings.steps is None and not method.needs_fixed_steps and settings.rtol < torch.finfo(template.dtype).eps:
-        check_precision(settings.rtol, template.dtype)
+    method, end_only = ALL_METHODS[settings.method], end and times.shape[-1] == 2
+    if settings.steps is None and not method.needs_fixed_steps and settings.rtol < torch.finfo(dtype).eps:
+        check_precision(settings.rtol, dtype)
     if isinstance(method, ForeignMethod):
         nfe.keeps_graph = settings.gradient == "direct" and torch.is_grad_enabled()
         with _torch.refusing(f"method={settings.method!r}", "a native method with gradient='direct'"):
-            trajectory = torchdiffeq_methods.solve(field, y0, times, settings, counter, snapshot)
-        return last_of(trajectory) if end else trajectory
-    if any(hasattr(field, name) for name in torchdiffeq_methods.CALLBACKS):
-        torchdiffeq_methods.warn_of_callbacks(field, settings.method, torchdiffeq_methods.CALLBACKS)
-    gradient, end_only = gradient_mode(settings.gradient), end and times.shape[-1] == 2
+            found = torchdiffeq_methods.solve(field, y0, times, settings, counter, snapshot)
+        return last_of(found) if end else found
     setup = native_setup(field, y0, times, settings, counter, events, end_only=end_only)
-    found, records = None, None
-    if settings.compile and _torch.may_look():
-        setup, found = _compiled(setup, field, y0, times, snapshot, getattr(gradient, "keep_bytes", None), key)
-    if found is None:
-        found, records = run(setup, y0, snapshot, gradient)
+    found, records = _solve_natively(setup, field, y0, times, snapshot, key)
     found = last_of(found) if end and not end_only else found
     if records is None:
         return found
     return found, records[0] if isinstance(given, Event) else records
 
 
+def _solve_natively(
+    setup: Setup, field: Any, y0: State, t: Tensor, snapshot: Snapshot, key: Any
+) -> tuple[State, tuple[EventRecord, ...] | None]:
+    """Solve as :func:`run` does, by compiled graphs if ``compile`` is true and if they can solve."""
+    settings, gradient = setup.settings, gradient_mode(setup.settings.gradient)
+    if settings.compile and _torch.may_look():
+        setup, found = _compiled(setup, field, y0, t, snapshot, getattr(gradient, "keep_bytes", None), key)
+        if found is not None:
+            return found, None
+    return run(setup, y0, snapshot, gradient)
+
+
 def native_setup(
     field: Any, y0: State, t: Tensor, settings: Settings, counter: Tally, events: Sequence[Event], *, end_only: bool
 ) -> Setup:
     """Return the setup of a solve with a native method, whose settings are resolved."""
-    method, template = METHODS[settings.method], y0 if isinstance(y0, Tensor) else y0[0]
+    method, template = METHODS[settings.method], parts(y0)[0]
+    if any(hasattr(field, name) for name in torchdiffeq_methods.CALLBACKS):
+        torchdiffeq_methods.warn_of_callbacks(field, settings.method, torchdiffeq_methods.CALLBACKS)
     if events and t.requires_grad and method.needs_fixed_steps:
         raise ValueError(
             f"method={settings.method!r} with events has no gradient of t. Fix: t.detach(), or method='nystrom4'."
@@ -293,15 +304,8 @@ def run(setup: Setup, y0: State, snapshot: Snapshot, gradient: Any) -> tuple[Sta
         if setup.settings.steps is not None:
             check_finite(setup, y0, rows)
     solution = term.unflatten(rows, () if setup.end_only else (len(rows[0]),))
-    records = None if steps is None else steps.record()
-    if objects:
-        solution = owning(solution, objects)
-    if objects and records is not None:
-        records = tuple(
-            dataclasses.replace(record, t=owning(record.t, objects), state=owning(record.state, objects))
-            for record in records
-        )
-    return solution, records
+    own: Any = functools.partial(owning, objects=objects) if objects else lambda x: x
+    return own(solution), None if steps is None else steps.record(own)
 
 
 def resolve(settings: Settings, field: Callable[..., Any], t: Tensor | None = None) -> Settings:
@@ -439,49 +443,44 @@ def count_samples(y0: State, t: Tensor, settings: Settings) -> int:
     return tensors[0].shape[0]
 
 
-def is_traceable(settings: Settings, is_dynamo: bool) -> bool:
+def is_traceable(settings: Settings) -> bool:
     """Return whether a solve can be recorded in one graph of torch.compile, torch.export or torch.jit.trace.
 
-    Only fixed steps can. Exported graphs ignore the gradient modes that save memory, that is, all except ``"direct"``.
-    torch.compile runs these modes, and solves inside ``count_nfe``, outside its graphs.
+    Fixed steps can, and for torch.export the adaptive steps of explicit methods. Exported graphs ignore the gradient
+    modes that save memory, that is, all except ``"direct"``. torch.compile runs these modes, and solves inside
+    ``count_nfe``, outside its graphs.
     """
-    if settings.steps is None or settings.jump_times or settings.method not in (None, *TRACEABLE):
+    method, is_exporting = settings.method, torch.compiler.is_exporting()
+    if settings.jump_times:
         return False
-    if not is_dynamo or torch.compiler.is_exporting():
+    if settings.steps is None:
+        is_explicit = isinstance(ALL_METHODS[method or "tsit5"], Explicit)
+        return is_exporting and is_explicit and not settings.common_steps
+    if method not in (None, *TRACEABLE):
+        return False
+    if is_exporting or not torch.compiler.is_dynamo_compiling():
         return True
     return settings.gradient in (None, "direct") and not open_counters
 
 
 def _traced(field: Callable[..., State], y0: State, t: Times, settings: Settings, counter: Tally, end: bool) -> State:
-    """Solve with fixed steps by tensor operations only, so that the solve can be traced."""
-    snapshot = Snapshot(field, for_backward=False)  # the backward pass of a graph does not call the field
+    """Solve by tensor operations only, so that a graph can record the solve; adaptive steps have no gradients."""
+    snapshot, is_fixed = Snapshot(field, for_backward=False), settings.steps is not None  # a graph calls no field again
     y0 = checked_state(field, y0, snapshot)
     settings = resolve(dataclasses.replace(settings, gradient="direct"), field)
-    times = traced_times(t, parts(y0)[0].device)
-    lanes = count_samples(y0, times, settings) if times.dim() == 2 else None
-    term = ODETerm(field, y0, counter, second_order=is_second_order(settings.method, field), lanes=lanes)
-    setup = Setup.of(term, TRACEABLE[settings.method], times, settings)
-    with solving(snapshot, parts(y0)[0].device.type):
-        rows = Direct().solve(setup, y0, snapshot).rows
-    trajectory = term.unflatten(rows, (times.shape[-1],))
-    return last_of(trajectory) if end else trajectory
-
-
-@torch.no_grad()
-def _exported(field: Callable[..., State], y0: State, t: Times, settings: Settings, end: bool) -> State:
-    """Solve with adaptive steps in one loop of torch.export, without gradients."""
-    snapshot = Snapshot(field, for_backward=False)
-    y0 = checked_state(field, y0, snapshot)
-    settings = resolve(dataclasses.replace(settings, gradient="direct"), field)
-    template = y0 if isinstance(y0, Tensor) else y0[0]
-    times = traced_times(t, template.device)
-    lanes = template.shape[0] if settings.per_sample or times.dim() == 2 else None
-    second_order = is_second_order(settings.method, field)
-    term = ODETerm(field, y0, graph.Uncounted(), second_order=second_order, lanes=lanes)
-    end_only = end and times.shape[-1] == 2
-    with solving(snapshot, template.device.type):
-        solution, spent, code = graph.exported(term, METHODS[settings.method], times, y0, settings, end_only=end_only)
-    graph.tell(spent, code)
+    device = parts(y0)[0].device
+    times = traced_times(t, device)
+    has_lanes = times.dim() == 2 or (settings.per_sample and not is_fixed)
+    lanes = count_samples(y0, times, settings) if has_lanes else None
+    counter, second_order = counter if is_fixed else graph.Uncounted(), is_second_order(settings.method, field)
+    term, end_only = ODETerm(field, y0, counter, second_order=second_order, lanes=lanes), False
+    with solving(snapshot, device.type):
+        if is_fixed:
+            setup = Setup.of(term, TRACEABLE[settings.method], times, settings)
+            solution = term.unflatten(Direct().solve(setup, y0, snapshot).rows, (times.shape[-1],))
+        else:
+            end_only = end and times.shape[-1] == 2
+            solution = graph.exported(term, METHODS[settings.method], times, y0, settings, end_only=end_only)
     return last_of(solution) if end and not end_only else solution
 
 
@@ -565,6 +564,7 @@ def checked_span(t_span: Sequence[float]) -> tuple[float, float]:
     return span
 
 
+@functools.cache  # one warning per tolerance and dtype
 def check_precision(rtol: float, dtype: torch.dtype) -> None:
     """Raise ValueError if ``rtol`` is far below the machine epsilon of the dtype; otherwise log a warning."""
     eps = torch.finfo(dtype).eps
@@ -573,11 +573,6 @@ def check_precision(rtol: float, dtype: torch.dtype) -> None:
             f"rtol={rtol:g} is far below the machine epsilon {eps:.2g} of {dtype}; expected at least {eps / 100:.2g}. "
             "Fix: solve in float64, or loosen rtol."
         )
-    _log_tight_tolerance(rtol, dtype)
-
-
-@functools.cache  # one warning per tolerance and dtype
-def _log_tight_tolerance(rtol: float, dtype: torch.dtype) -> None:
     logger.warning("rtol=%g is below the machine epsilon of %s: rounding errors alone may reject steps", rtol, dtype)
 
 
@@ -593,13 +588,9 @@ def checked_state(field: Callable, y0: State, snapshot: Snapshot) -> State:
             )
         check_call(field)
     tensors = (y0,) if isinstance(y0, Tensor) else y0
-    if not isinstance(tensors, tuple) or not tensors:
+    if not isinstance(tensors, tuple) or not tensors or not all(isinstance(part, Tensor) for part in tensors):
         raise TypeError(_not_a_state(y0, field))
-    dtypes: list[torch.dtype] = []
-    for part in tensors:
-        if not isinstance(part, Tensor):
-            raise TypeError(_not_a_state(y0, field))
-        dtypes.append(part.dtype)
+    dtypes = [part.dtype for part in tensors]
     dtype = dtypes[0]
     if not dtype.is_floating_point or dtypes.count(dtype) < len(dtypes):
         raise TypeError(

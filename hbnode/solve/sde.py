@@ -25,7 +25,7 @@ from hbnode.nfe import NFE, Tally
 from hbnode.solve import torchsde
 from hbnode.solve.adjoints import Checkpoint, Direct, Reversible, gradient_mode
 from hbnode.solve.grid import Grid
-from hbnode.solve.methods import ALL_METHODS, METHODS, RADIUS, RHS, Method, StepResult, phi_functions
+from hbnode.solve.methods import ALL_METHODS, METHODS, RADIUS, RHS, Method, Rows, StepResult, phi_functions
 from hbnode.solve.odeint import check_resolution, checked_state, checked_times, count_samples, run
 from hbnode.solve.settings import Gradient, Settings
 from hbnode.solve.stepper import Attempt, Setup, Stepper
@@ -43,7 +43,6 @@ BRIDGE = (1.0, 1 / 12, 1 / 720)  # variances of W, L and K of ShiftedNystrom ove
 LOW = 0xFFFFFFFF  # mask of the low 32 bits
 NO_SDE = "sde must be a HeavyBallSDE, got {}. Fix: hbnode.HeavyBallSDE(func)."
 
-Rows = tuple[Tensor, ...]
 Noise = Callable[[int], Tensor]  # maps the index of a step to its standard normal variables, (normals, ...)
 
 

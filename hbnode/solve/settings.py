@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import numbers
 import operator
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -23,14 +21,26 @@ Save = Literal["interpolate", "exact"]
 
 GRADIENTS, SAVES = get_args(Gradient), get_args(Save)
 
-ARGUMENTS = {  # names given as options, and the argument of odeint that replaces each
+LENGTHS = ("step_size", "first_step", "max_step")
+GRID = ("step_size", "grid_constructor")
+STEPS = ("first_step", "min_step", "max_step", "safety", "ifactor", "dfactor", "norm", "step_t", "jump_t", "dtype")
+OPTIONS = {  # of native methods, and of each kind of torchdiffeq's
+    "native": ("first_step", "max_step", "min_step", "max_nfe"),
+    "adaptive": STEPS,
+    "fixed": (*GRID, "norm", "interp", "perturb"),
+    "adams": (*GRID, "norm", "interp", "perturb", "max_iters", "max_order"),
+    "scipy": ("min_step", "max_step", "norm", "solver"),
+}
+INSTEAD = {  # replacements of options that a method does not have
+    **dict.fromkeys(STEPS, "leave it out, or method='dopri5' or another with adaptive steps"),
+    **dict.fromkeys(GRID, "steps=n, an argument of its own: n steps per output interval, for methods with fixed steps"),
+    "max_nfe": "method=None or another native method",
     "max_num_steps": "max_steps=n, an argument of its own",
     "steps": "steps=n, an argument of its own",
     "dense": "save='interpolate' or save='exact', an argument of its own",
     "land": "save='exact', an argument of its own",
     "jump_t": "jump_times=[...], an argument of its own",
 }
-_NATIVE_OPTIONS = ("first_step", "max_step", "min_step", "max_nfe")
 
 
 @dataclass(frozen=True)
@@ -108,7 +118,7 @@ class Settings:
         if method is None:
             method = "blanes_moan4" if gradient == "reversible" else "tsit5"
         known = METHODS[method]
-        _check_options(options, method)
+        checked_options(options, method)
         if known.needs_fixed_steps and self.steps is None:
             raise ValueError(f"method={method!r} needs fixed steps. Fix: steps=n, n steps per output interval.")
         if gradient == "reversible" and not known.is_reversible:
@@ -129,23 +139,27 @@ class Settings:
             )
 
 
-def _check_options(options: Any, method: str) -> None:
-    """Raise TypeError or ValueError for options that a native method does not have."""
-    if options is not None and not isinstance(options, dict):
-        fix = "steps=8 for fixed steps, else options={'max_nfe': 1000}"
-        raise TypeError(f"options must be a dict, got {type(options).__name__}. Fix: {fix}.")
-    known = ("max_nfe",) if METHODS[method].needs_fixed_steps else _NATIVE_OPTIONS
-    unknown = [name for name in options or {} if name not in known]
-    if unknown:
-        raise ValueError(
-            f"options has {unknown}, which method={method!r} does not support; expected some of {known}. "
-            f"Fix: {_replacement(unknown[0], method, known)}."
-        )
-    for name, value in (options or {}).items():
-        if name == "max_nfe":
+def checked_options(given: Any, method: str, name: str = "options") -> dict[str, Any]:
+    """Return a copy of the options ``given``; raise an error for unknown names and invalid values."""
+    if method in TORCHDIFFEQ_METHODS:
+        known = OPTIONS[TORCHDIFFEQ_METHODS[method].kind]
+    else:
+        known = ("max_nfe",) if METHODS[method].needs_fixed_steps else OPTIONS["native"]
+    if given is not None and not isinstance(given, dict):
+        raise TypeError(f"{name} must be a dict, got {type(given).__name__}. Fix: {name}={{{known[0]!r}: ...}}.")
+    options = dict(given or {})
+    for option, value in options.items():
+        if option not in known:
+            fix = INSTEAD.get(option) or nearest(option, known) or "leave it out"
+            what = f"{name} has [{option!r}], which method={method!r} does not support; expected some of {known}"
+            raise ValueError(f"{what}. Fix: {fix}.")
+        if option == "max_nfe":
             as_count(value, "options['max_nfe']")
-        elif not isinstance(value, numbers.Real) or not float(value) > 0:
-            raise ValueError(f"options[{name!r}] must be positive, got {value!r}. Fix: a length of time.")
+        elif value is None and method in TORCHDIFFEQ_METHODS:  # torchdiffeq's default
+            continue
+        elif option in LENGTHS and not (isinstance(value, numbers.Real | Tensor) and value > 0):
+            raise ValueError(f"{name}[{option!r}] must be positive, got {value!r}. Fix: a length of time.")
+    return options
 
 
 def _checked_steps(steps: Any) -> int:
@@ -171,19 +185,3 @@ def checked_jumps(jump_times: Any) -> tuple[float, ...]:
     if times.dim() != 1 or not bool(torch.isfinite(times).all()):
         raise ValueError(f"jump_times must be finite times (K,), got {jump_times!r}. Fix: jump_times=[0.5].")
     return tuple(sorted(set(times.tolist())))
-
-
-_TORCHDIFFEQ_OPTIONS = ("norm", "step_t", "dtype", "safety", "ifactor", "dfactor")
-
-
-def _replacement(option: str, method: str, known: Sequence[str]) -> str:
-    if option in ARGUMENTS:
-        return ARGUMENTS[option]
-    if option in ("step_size", "grid_constructor"):
-        return "steps=n, an argument of its own: n steps per output interval"
-    if option in _NATIVE_OPTIONS:
-        return f"leave it out, {method!r} takes fixed steps"
-    if option in _TORCHDIFFEQ_OPTIONS:
-        return "method='dopri5', which has torchdiffeq's options"
-    near = difflib.get_close_matches(option, known, 1)
-    return f"options={{{near[0]!r}: ...}}" if near else "leave it out"

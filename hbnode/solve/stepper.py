@@ -16,13 +16,12 @@ from typing_extensions import Self
 from hbnode import _torch
 from hbnode.errors import MaxNFEError, NonFiniteError, SolverError
 from hbnode.signal import refuse_queries_outside
-from hbnode.solve.grid import Array, Grid, TracedGrid, to_device
-from hbnode.solve.methods import RHS, HostFormula, Method, Rosenbrock, combined, on_host
+from hbnode.solve.grid import Grid, TracedGrid, to_device
+from hbnode.solve.methods import RHS, Array, HostFormula, Method, Rosenbrock, Rows, combined, on_host
 from hbnode.solve.settings import Settings
 from hbnode.solve.term import ODETerm
 
 STRONG_DAMPING = 50.0  # smallest γT for which the damping limits the steps of Nystrom methods
-Rows = tuple[Tensor, ...]
 
 FIELD_NOT_FINITE = (
     "the field returned non-finite values. Look for: log, sqrt or a division in func, or growth without bound "

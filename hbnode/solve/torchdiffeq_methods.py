@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from hbnode import _torch
-from hbnode._checks import nearest
 from hbnode._torch import backward_pass
 from hbnode._tree import State, all_finite, is_finite, parts
 from hbnode.errors import (
@@ -36,24 +35,10 @@ from hbnode.nfe import Tally, open_records
 from hbnode.signal import refuse_queries_outside
 from hbnode.solve.adjoints import closed_over_leaves, evaluate_known, own_parameters, owning
 from hbnode.solve.methods import TORCHDIFFEQ_METHODS
-from hbnode.solve.settings import ARGUMENTS, Settings
+from hbnode.solve.settings import GRID, Settings, checked_options
 from hbnode.solve.term import ODETerm, Snapshot, solving
 
 CALLBACKS = ("callback_step", "callback_accept_step", "callback_reject_step")  # torchdiffeq's names
-GRID = ("step_size", "grid_constructor")
-STEPS = ("first_step", "min_step", "max_step", "safety", "ifactor", "dfactor", "norm", "step_t", "jump_t", "dtype")
-OPTIONS = {  # of each kind of methods
-    "adaptive": STEPS,
-    "fixed": (*GRID, "norm", "interp", "perturb"),
-    "adams": (*GRID, "norm", "interp", "perturb", "max_iters", "max_order"),
-    "scipy": ("min_step", "max_step", "norm", "solver"),
-}
-INSTEAD = {  # replacements of options that a method does not have
-    **ARGUMENTS,
-    **dict.fromkeys(GRID, "method='rk4' or another with fixed steps"),
-    **dict.fromkeys(STEPS, "method='dopri5' or another with adaptive steps"),
-    "max_nfe": "method=None or another native method",
-}
 FIELD = "the field returned non-finite values. Look for: log, sqrt or a division in func, or growth without bound"
 STATE = "the {} is not finite, or its error. Look for: growth without bound, sqrt at 0, or a loss of infinite gradient"
 UNDERFLOW = (
@@ -68,7 +53,7 @@ def solve(field: Any, y0: State, t: Tensor, settings: Settings, counter: Tally, 
     method, is_adjoint = settings.method, settings.gradient == "adjoint"
     is_scipy = TORCHDIFFEQ_METHODS[method].kind == "scipy"
     term = ODETerm(field, y0, counter, second_order=False, keeps_shape=isinstance(y0, Tensor))
-    (row,), options = term.flatten(y0), checked_options(settings, t.detach())
+    (row,), options = term.flatten(y0), all_options(settings, t.detach())
     counted = CountedField(term, row, t, settings, snapshot)
     given: dict[str, Any] = {"rtol": settings.rtol, "atol": settings.atol, "method": method}
     given["options"] = options | {"norm": functools.partial(norm, weakref.proxy(term), options.get("norm"))}
@@ -279,10 +264,10 @@ def warn_of_callbacks(field: Callable[..., Any], method: str | None, names: Sequ
         warnings.warn(message, stacklevel=2)
 
 
-def checked_options(settings: Settings, t: Tensor) -> dict[str, Any]:
+def all_options(settings: Settings, t: Tensor) -> dict[str, Any]:
     """Return the options for torchdiffeq: the given ones, and those for ``steps``, ``save`` and ``jump_times``."""
     method, steps, jumps = settings.method, settings.steps, settings.jump_times
-    options, listed = known_options(settings.options, method, "options"), TORCHDIFFEQ_METHODS[method]
+    options, listed = checked_options(settings.options, method), TORCHDIFFEQ_METHODS[method]
     _refuse_conflicts(settings, options)
     if steps is not None or (jumps and listed.needs_fixed_steps):
         options["grid_constructor"] = functools.partial(equal_steps, steps=steps or 1, jumps=jumps)
@@ -334,7 +319,7 @@ def equal_steps(func: object, y0: Tensor, t: Tensor, *, steps: int, jumps: Seque
 def adjoint_options(own: dict[str, Any], settings: Settings, counted: CountedField) -> dict[str, Any]:
     """Return the options of the backward solve: the given ones, and those of the forward solve except its norm."""
     given: Any = {"norm": "seminorm"} if settings.adjoint_options is None else settings.adjoint_options
-    given, term = known_options(given, settings.method, "adjoint_options"), weakref.proxy(counted.term)
+    given, term = checked_options(given, settings.method, "adjoint_options"), weakref.proxy(counted.term)
     if (norm := given.get("norm", "seminorm")) != "seminorm":
         if not callable(norm):
             fix = "leave the norm out for torchdiffeq's own, over all of the adjoint's state"
@@ -345,20 +330,3 @@ def adjoint_options(own: dict[str, Any], settings: Settings, counted: CountedFie
     options = {name: value for name, value in own.items() if name not in dropped} | given
     turned = {"step_t", "jump_t"} & options.keys() if counted.is_down else ()  # torchdiffeq negates these only once
     return options | {name: -options[name] for name in turned}
-
-
-def known_options(given: Any, method: str, name: str) -> dict[str, Any]:
-    """Return a copy of the options ``given`` for ``method``; raise ValueError for unknown names and invalid values."""
-    known = OPTIONS[TORCHDIFFEQ_METHODS[method].kind]
-    if given is not None and not isinstance(given, dict):
-        raise TypeError(f"{name} must be a dict, got {type(given).__name__}. Fix: {name}={{{known[0]!r}: 0.1}}.")
-    options = dict(given or {})
-    for option, value in options.items():
-        if option not in known:
-            what = f"{name} has [{option!r}], which method={method!r} does not support; expected some of {known}"
-            raise ValueError(f"{what}. Fix: {INSTEAD.get(option) or nearest(option, known) or 'leave it out'}.")
-        if option in ("step_size", "first_step", "max_step") and value is not None and not value > 0:
-            raise ValueError(f"{name}[{option!r}] must be positive, got {value!r}. Fix: a length of time.")
-    if all(option in options for option in GRID):
-        raise ValueError(f"{name} has more than one of {GRID}. Fix: give one of them.")
-    return options

@@ -149,10 +149,9 @@ class ODEConfig(TaskConfig):
     """Options of tasks that solve ODEs."""
 
     models = MODELS
-    positive = "tol loss_scale"
+    positive = "tol"
 
     model: str = option("hbnode", "one of {models}, several with commas between, or all")
-    loss_scale: float = option(1.0, "factor of the loss in the backward pass; an adjoint's evaluations depend on it")
     solver: str = option("native", "hbnode's solvers, or torchdiffeq's as in the papers", ("native", "torchdiffeq"))
     method: str = option("", "method; empty is the best native one for the model, or torchdiffeq's dopri5")
     tol: float = option(1e-3, "rtol = atol of an adaptive method")

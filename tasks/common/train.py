@@ -375,7 +375,7 @@ def fit_and_test(
     name: str,
     best: str,
     batch_size: int = EVAL_BATCH_SIZE,
-    stop: Callable[[Sequence[Mapping[str, float]]], bool] = lambda rows: False,
+    **options: Any,
 ) -> dict[str, float]:
     """Train, test the weights of the best epoch by validation once, and return both results for the summary.
 
@@ -385,14 +385,11 @@ def fit_and_test(
         name: the name of the model in the printed result.
         best: the mean that selects the epoch, such as "accuracy".
         batch_size: samples of a batch of these data.
-        stop: see :meth:`Trainer.fit`.
+        options: of :meth:`Trainer.fit`.
     """
     run, model, loss = trainer.run, trainer.model, trainer.loss
-    found = trainer.fit(
-        lambda: evaluate(run, model, data["validation"], loss, "validation", batch_size),
-        best=f"validation_{best}",
-        stop=stop,
-    )
+    held_out = functools.partial(evaluate, run, model, data["validation"], loss, "validation", batch_size)
+    found = trainer.fit(held_out, best=f"validation_{best}", **options)
     if not run.is_finished:
         found |= evaluate(run, model, data["test"], loss, "test", batch_size)
         if run.workers.rank == 0:
@@ -423,7 +420,6 @@ class Trainer:
         parts: Mapping[str, Any] | None = None,
     ) -> None:
         self.run, self.config, self.workers, self.data, self.loss = run, run.config, run.workers, data, loss
-        self.loss_scale = self.config.loss_scale if isinstance(self.config, ODEConfig) else 1.0
         self.model = model.to(self.workers.device)
         self.optimizer = optimizer(model) if optimizer else torch.optim.Adam(model.parameters(), lr=self.config.lr)
         self.parts: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer, **(parts or {})}
@@ -527,10 +523,7 @@ class Trainer:
             return hessian_free_step(self.optimizer, self.model, minibatch.batch, self.loss)
         self.optimizer.zero_grad()
         value, means = self.loss(self.wrapped, minibatch.batch)
-        (value * minibatch.weight * self.loss_scale).backward()
-        if self.loss_scale != 1:
-            for p in self.model.parameters():
-                p.grad = p.grad if p.grad is None else p.grad / self.loss_scale
+        (value * minibatch.weight).backward()
         if self.config.clip > 0:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
         self.optimizer.step()
@@ -546,8 +539,7 @@ class Trainer:
         seconds = totals.pop("seconds") / self.workers.size
         means = {name if name in PROGRESS else f"train_{name}": value / samples for name, value in totals.items()}
         costs = {"nfe_forward": forward, "nfe_backward": backward, "nfe_ratio": ratio}
-        conditions = {"batch_size": samples / self.data.per_epoch, "loss_scale": self.loss_scale}
-        of_odes = {**costs, **conditions} if isinstance(self.config, ODEConfig) else {}
+        of_odes = costs | {"batch_size": samples / self.data.per_epoch} if isinstance(self.config, ODEConfig) else {}
         return {"epoch": self.position // self.data.per_epoch, **means, **test, **of_odes, "seconds": seconds}
 
     def keep_best(self, name: str) -> None:

@@ -191,13 +191,8 @@ def with_share(series: Series, share: float, seed: int) -> Series:
     within = places < series.lengths.unsqueeze(1)
     lengths = (share * series.lengths).round().long().clamp(min=2).minimum(series.lengths)
     order = torch.where(within, torch.rand(within.shape, generator=generator), torch.inf).argsort(1)
-    valid = places[: int(lengths.max())] < lengths.unsqueeze(1)
-    index = order[:, : valid.shape[1]].where(valid, len(places)).sort(1).values
-    index = index.where(valid, index.gather(1, lengths.unsqueeze(1) - 1))
-    rows = torch.arange(len(series)).unsqueeze(1)
-    mask = series.mask[rows, index] & valid.unsqueeze(-1)
-    x = series.x[rows, index].where(mask, torch.nan)
-    return dataclasses.replace(series, x=x, t=series.t[rows, index], mask=mask, lengths=lengths)
+    stays = torch.zeros_like(within).scatter_(1, order, places < lengths.unsqueeze(1))
+    return _at(series, stays, series.mask)
 
 
 def thinned(series: Series, drop: float, most: int, seed: int) -> Series:
@@ -219,14 +214,17 @@ def thinned(series: Series, drop: float, most: int, seed: int) -> Series:
     if most:
         order = torch.where(stays, torch.rand(stays.shape, generator=generator), torch.inf).argsort(1)
         stays &= torch.zeros_like(stays).scatter_(1, order[:, :most], True)
-    order = torch.where(stays, 0, 1).sort(dim=1, stable=True).indices
+    return _at(series, stays, kept)
+
+
+def _at(series: Series, stays: Tensor, mask: Tensor) -> Series:
+    """Return series at those of their times that stay, (series, times), with the observed values of a mask."""
     lengths = stays.sum(1)
-    total = int(lengths.max())
-    order = order[:, :total]
-    valid = torch.arange(total) < lengths.unsqueeze(1)
+    order = torch.where(stays, 0, 1).sort(dim=1, stable=True).indices[:, : int(lengths.max())]
+    valid = torch.arange(order.shape[1]) < lengths.unsqueeze(1)
     t = series.t.gather(1, order)
     t = torch.where(valid, t, t.gather(1, lengths.unsqueeze(1) - 1))
-    index = order.unsqueeze(-1).expand(-1, -1, series.x.shape[2])
-    mask = kept.gather(1, index) & valid.unsqueeze(-1)
-    x = torch.where(mask, series.x.gather(1, index), torch.nan)
-    return Series(x, t, mask, lengths, series.static, series.ids, series.features, series.static_features)
+    rows = torch.arange(len(series)).unsqueeze(1)
+    mask = mask[rows, order] & valid.unsqueeze(-1)
+    x = series.x[rows, order].where(mask, torch.nan)
+    return dataclasses.replace(series, x=x, t=t, mask=mask, lengths=lengths)

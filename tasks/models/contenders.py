@@ -64,32 +64,6 @@ def attention_of(name: str, momentum: float = 0.6, step_size: float = 1.0) -> di
     return {"attention": contender.attention, "attention_options": options, "connection": contender.connection}
 
 
-def make_transformer(
-    name: str,
-    num_embeddings: int | None,
-    *,
-    momentum: float = 0.6,
-    step_size: float = 1.0,
-    positions: str = "auto",
-    **options: Any,
-) -> MomentumTransformer:
-    """Return a transformer.
-
-    Arguments:
-        name: one of :data:`CONTENDERS`.
-        num_embeddings: of :class:`hbnode.nn.MomentumTransformer`.
-        momentum: see :func:`attention_of`.
-        step_size: see :func:`attention_of`.
-        positions: ``"sinusoidal"``, ``"rotary"`` (softmax attention only), or ``"auto"``: rotary in causal softmax
-            attention, else sinusoidal. Default: "auto"
-        **options: further arguments of :class:`hbnode.nn.MomentumTransformer`.
-    """
-    if positions == "auto":
-        positions = "rotary" if name == "softmax" and options.get("causal", True) else "sinusoidal"
-    layer = attention_of(name, momentum, step_size)
-    return MomentumTransformer(num_embeddings, positions=cast(Any, positions), **layer, **options)
-
-
 @dataclasses.dataclass(frozen=True)
 class ContenderConfig(TaskConfig):
     """Options of tasks that compare transformers."""
@@ -146,16 +120,17 @@ class ContenderConfig(TaskConfig):
             num_embeddings: tokens of the vocabulary; None: inputs are vectors.
             options: further arguments of the model, such as ``output_size`` and ``causal``.
         """
-        return make_transformer(
-            self.model,
+        positions = self.positions
+        if positions == "auto":
+            positions = "rotary" if self.model == "softmax" and options.get("causal", True) else "sinusoidal"
+        return MomentumTransformer(
             num_embeddings,
-            momentum=self.momentum,
-            step_size=self.step_size,
-            positions=self.positions,
             d_model=self.d_model,
             nhead=self.heads_used(),
             num_layers=self.layers,
             dim_feedforward=self.feedforward,
             dropout=self.dropout,
+            positions=cast(Any, positions),
+            **attention_of(self.model, self.momentum, self.step_size),
             **options,
         )

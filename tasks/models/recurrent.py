@@ -144,48 +144,13 @@ class RecurrentConfig(TaskConfig):
         """
         if self.model == OSCILLATORS:
             return make_oscillators(input_size, hidden_size or self.hidden, self.memory)
-        return make_layer(
-            self.model,
-            self.cell,
-            input_size,
-            hidden_size or self.hidden,
-            self.rule_options(table),
-            forget_bias=self.forget_bias,
-            **options,
-        )
-
-
-def make_layer(
-    model: str,
-    cell: str,
-    input_size: int,
-    hidden_size: int,
-    rule: RuleOptions,
-    *,
-    forget_bias: float = 1.0,
-    init: str = "cayley",
-    **options: Any,
-) -> nn.Module:
-    """Return a layer of :mod:`hbnode.nn.recurrent`.
-
-    Arguments:
-        model: one of :data:`VARIANTS`.
-        cell: one of :data:`CELLS`.
-        input_size: features of a sample.
-        hidden_size: size of h.
-        rule: the numbers of the rule.
-        forget_bias: bias of an LSTM's forget gate, before the rule's factor.
-        init: initialisation of a DTRIV's orthogonal weight.
-        options: further arguments of the layer, such as ``batch_first``.
-    """
-    names = USES[model] if model in RULES else ("momentum", "step_size")
-    kind = RULES[model][0] if model in RULES else rules.Momentum
-    if cell == "lstm":
-        options["forget_bias"] = forget_bias * rule.forget_scale
-    if cell == "dtriv":
-        options["init"] = init
-    numbers = {name: getattr(rule, name) for name in names}
-    return LAYERS[cell](input_size, hidden_size, rule=kind(**numbers), **options)
+        rule = self.rule_options(table)
+        names = USES[self.model] if self.model in RULES else ("momentum", "step_size")
+        kind: Any = RULES[self.model][0] if self.model in RULES else rules.Momentum
+        if self.cell == "lstm":
+            options["forget_bias"] = self.forget_bias * rule.forget_scale
+        numbers = {name: getattr(rule, name) for name in names}
+        return LAYERS[self.cell](input_size, hidden_size or self.hidden, rule=kind(**numbers), **options)
 
 
 def make_oscillators(input_size: int, hidden_size: int, memory: int) -> hbnode.nn.OscillatorStack:

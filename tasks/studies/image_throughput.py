@@ -4,7 +4,7 @@ Tables 6 and 7 of Wang et al., How Does Momentum Benefit Deep Neural Networks Ar
 softmax attention that reads the whole image again for every pixel. Here it stores the keys and values of the pixels
 before, as usual. Every model draws images with the same number of pixels from the same mixture. The weights are random,
 since the time does not depend on them. The models take turns. Ratios are medians over the rounds, relative to softmax
-attention in the same round. The table also has the size of the state after the last pixel.
+attention in the same round.
 """
 
 from __future__ import annotations
@@ -13,16 +13,13 @@ import dataclasses
 import random
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from hbnode._tree import Record
 from hbnode.nn import MomentumTransformer
-from hbnode.nn.attention import KeyValueCache
 from tasks.common.config import option, parse
 from tasks.common.files import write_json
 from tasks.common.run import Workers, environment
@@ -59,17 +56,6 @@ class ThroughputConfig(ImageGenerationConfig):
         return [int(length) for length in self.length.split(",")]
 
 
-def state_bytes(state: object) -> int:
-    """Return the bytes of all tensors in a state; of a cache, those in use."""
-    if isinstance(state, Tensor):
-        return state.numel() * state.element_size()
-    if isinstance(state, KeyValueCache):
-        return state_bytes((state.keys, state.values))
-    if isinstance(state, Mapping):
-        return sum(map(state_bytes, state.values()))
-    return sum(map(state_bytes, state)) if isinstance(state, (tuple, list, Record)) else 0
-
-
 def seconds(model: MomentumTransformer, config: ImageGenerationConfig, batch_size: int, length: int) -> float:
     """Return the seconds for a batch of images of ``length`` pixels."""
     device = next(model.parameters()).device
@@ -81,7 +67,7 @@ def seconds(model: MomentumTransformer, config: ImageGenerationConfig, batch_siz
 
 
 def measure(config: ThroughputConfig, length: int, device: torch.device) -> list[dict[str, Any]]:
-    """Return a row for each model: images per second, the ratio to softmax attention, bytes of the state per image."""
+    """Return a row for each model: images per second, and the ratio to softmax attention."""
     names, models = config.chosen(), {}
     for name in names:
         torch.manual_seed(0)
@@ -90,20 +76,15 @@ def measure(config: ThroughputConfig, length: int, device: torch.device) -> list
     for _ in range(1 + config.repeats):  # the first round does not count
         order = shuffle.sample(list(names), len(names))
         rounds.append({name: seconds(models[name], config, config.batch_size, length) for name in order})
-    rows = []
-    for name, model in models.items():
-        with torch.no_grad():
-            _, state = model.prefill(torch.zeros(1, length, dtype=torch.long, device=device))
-        rows.append(
-            {
-                "model": name,
-                "length": length,
-                "images_per_second": config.batch_size / statistics.median(times[name] for times in rounds[1:]),
-                "over_softmax": statistics.median(times["softmax"] / times[name] for times in rounds[1:]),
-                "state_bytes": state_bytes(state.layers),
-            }
-        )
-    return rows
+    return [
+        {
+            "model": name,
+            "length": length,
+            "images_per_second": config.batch_size / statistics.median(times[name] for times in rounds[1:]),
+            "over_softmax": statistics.median(times["softmax"] / times[name] for times in rounds[1:]),
+        }
+        for name in names
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -111,14 +92,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = parse(ThroughputConfig, {}, __doc__, argv)
     device = Workers.join(config.device).device
     rows: list[dict[str, Any]] = []
-    print(f"{'pixels':>6}  {'model':<24}{'images/s':>10}{'× softmax':>11}{'state, kB per image':>20}")
+    print(f"{'pixels':>6}  {'model':<24}{'images/s':>10}{'× softmax':>11}")
     for length in config.lengths():
         for row in measure(config, length, device):
             rows.append(row)
-            print(
-                f"{length:>6}  {TITLES[row['model']]:<24}{row['images_per_second']:>10.3g}{row['over_softmax']:>11.3g}"
-                f"{row['state_bytes'] / 1000:>20.4g}"
-            )
+            figures = f"{row['images_per_second']:>10.3g}{row['over_softmax']:>11.3g}"
+            print(f"{length:>6}  {TITLES[row['model']]:<24}{figures}")
     about = {name: getattr(config, name) for name in ("batch_size", "repeats", *SIZES)}
     path = Path(config.out) / "throughput.json"
     write_json(path, {"task": "image_throughput", **about, "rows": rows, **environment(device)})

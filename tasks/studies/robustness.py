@@ -189,23 +189,6 @@ def attack(configs: dict[Path, dict[str, Any]], options: RobustnessOptions, devi
     return rows
 
 
-def summarise(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
-    """Return seeds and gradient ratios of each model, and medians and ranges of accuracies over the seeds."""
-    models: dict[str, dict[str, Any]] = {}
-    for label, mine in pd.DataFrame(rows).groupby("model", sort=False):
-        ratios = mine.drop_duplicates("seed")
-        models[str(label)] = {"seeds": ratios["seed"].tolist(), "gradient_ratio": ratios["gradient_ratio"].tolist()}
-        for name, here in mine.groupby("attack", sort=False):
-            curves = here.groupby("size").agg(
-                accuracy=("accuracy", "median"),
-                accuracy_min=("accuracy", "min"),
-                accuracy_max=("accuracy", "max"),
-                nfe_forward=("nfe_forward", "median"),
-            )
-            models[str(label)][str(name)] = curves.reset_index().to_dict("list")
-    return models
-
-
 def signs_of_masking(rows: Sequence[Row]) -> list[str]:
     """Return lines about wrong gradients, and about sizes at which PGD does less harm than weaker attacks."""
     accuracy = {(row["model"], row["seed"], row["attack"], row["size"]): row["accuracy"] for row in rows}
@@ -222,16 +205,17 @@ def signs_of_masking(rows: Sequence[Row]) -> list[str]:
     return found
 
 
-def draw(models: dict[str, dict[str, Any]], title: str, path: Path) -> None:
+def draw(rows: Sequence[Row], title: str, path: Path) -> None:
     """Draw accuracy against size for noise, FGSM and PGD: the median and the range over the seeds."""
+    models = dict.fromkeys(row["model"] for row in rows)
     with panels(path, 1, 3, size=(15, 4), title=title, sharey=True) as (_, axes):
         for ax, name in zip(axes[0], ("noise", "fgsm", "pgd"), strict=True):
-            for index, (label, model) in enumerate(models.items()):
-                curve, color = model[name], f"C{index}"
-                style = line_style(index, len(models), len(curve["size"]))
-                ax.plot(curve["size"], curve["accuracy"], color=color, label=label, **style)
-                limits = curve["accuracy_min"], curve["accuracy_max"]
-                ax.fill_between(curve["size"], *limits, color=color, alpha=0.15, lw=0)
+            for index, model in enumerate(models):
+                found = pd.DataFrame([row for row in rows if (row["model"], row["attack"]) == (model, name)])
+                curve = found.groupby("size")["accuracy"].agg(["min", "median", "max"])
+                style = line_style(index, len(models), len(curve))
+                ax.plot(curve.index, curve["median"], color=f"C{index}", label=model, **style)
+                ax.fill_between(curve.index, curve["min"], curve["max"], color=f"C{index}", alpha=0.15, lw=0)
             ax.axhline(0.1, color="0.5", ls=":", lw=1, label="chance")
             heading, _, unit = TITLES[name].partition(", by ")
             ax.set_title(heading, fontsize="medium")
@@ -246,19 +230,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     configs = finished_runs(Path(options.root))
     device = Workers.join(options.device).device
     rows = attack(configs, options, device)
-    models, masked = summarise(rows), signs_of_masking(rows)
+    masked = signs_of_masking(rows)
     for sign in masked:
         logger.warning("a masked gradient? %s", sign)
     training = {name: value for name, value in next(iter(configs.values())).items() if name not in MAY_DIFFER}
     settings = {name: getattr(options, name) for name in ("images", "pgd_steps", "seed")}
     settings |= {"eval_batch_size": EVAL_BATCH_SIZE}
-    about = {"task": "robustness", "settings": settings, "training": training, "models": models}
+    about = {"task": "robustness", "settings": settings, "training": training}
     out = Path(options.out or options.root)
     write_table(out / "robustness.csv", rows)
     write_json(out / "robustness.json", {**about, "signs_of_masking": masked, **environment(device)})
     shared = ", ".join(f"{name} {training[name]}" for name in ("dataset", "epochs", "batch_size", "lr"))
     title = f"robustness: {shared}, PGD of {options.pgd_steps} steps, median and range of the seeds"
-    draw(models, title, out / "robustness.png")
+    draw(rows, title, out / "robustness.png")
     print(f"figure: {out / 'robustness.png'}")
 
 

@@ -28,6 +28,7 @@ from torch.nn import functional
 
 import hbnode
 from hbnode.nn._selective_scan import scan
+from tasks.adding import problems
 from tasks.common.config import Options, option, parse
 from tasks.common.figures import panels
 from tasks.common.files import read_json, write_json
@@ -65,11 +66,7 @@ class SelectiveOptions(Options):
 
 def adding(count: int, length: int, generator: torch.Generator) -> Samples:
     """Draw samples (count, length, 2), their times, and the sums of the marked numbers, (count, 1)."""
-    numbers = torch.rand(count, length, generator=generator)
-    half = length // 2
-    first = torch.randint(half, (count, 1), generator=generator)
-    second = torch.randint(half, length, (count, 1), generator=generator)
-    places = torch.cat([first, second], 1)
+    numbers, places = problems(count, length, generator)
     marks = torch.zeros_like(numbers).scatter(1, places, 1.0)
     t = (2 * torch.rand(count, length, generator=generator)).cumsum(1)
     return torch.stack([numbers, marks], 2), t, numbers.gather(1, places).sum(1, keepdim=True)

@@ -144,16 +144,12 @@ def ratios(norms: Tensor) -> Tensor:
 
 
 def table(norms: Mapping[Key, Tensor]) -> list[dict[str, object]]:
-    """Return rows of the quantiles of the norms, and the median ratio, by frames back from T."""
-    levels = torch.tensor([0.5, 0.1, 0.9], dtype=torch.float64)
-    rows: list[dict[str, object]] = []
-    for (cell, stage, model), found in norms.items():
-        columns = [*torch.quantile(found.flip(1), levels, dim=0).tolist(), ratios(found).tolist()]
-        for back, values in enumerate(zip(*columns, strict=True)):
-            row = {"cell": cell, "stage": stage, "model": model, "frames_back": back}
-            names = ("median", "q10", "q90", "ratio")
-            rows.append(row | {name: f"{value:.6g}" for name, value in zip(names, values, strict=True)})
-    return rows
+    """Return rows of the median ratio of the norms, by frames back from T."""
+    return [
+        {"cell": cell, "stage": stage, "model": model, "frames_back": back, "ratio": f"{ratio:.6g}"}
+        for (cell, stage, model), found in norms.items()
+        for back, ratio in enumerate(ratios(found).tolist())
+    ]
 
 
 def draw_norms(norms: Mapping[Key, Tensor], about: str, folder: Path) -> None:

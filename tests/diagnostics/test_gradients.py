@@ -59,7 +59,3 @@ def test_what_adjoint_norms_refuse():
         hbnode.diagnostics.adjoint_norms(nn.Linear(2, 2), x)
     with pytest.raises(ValueError, match=r"loss must return a scalar tensor, got shape \(1, 2\). Fix: end it with"):
         hbnode.diagnostics.adjoint_norms(block, x, loss=lambda h: h)
-    with pytest.raises(ValueError, match=r"loss must return a scalar tensor, got float"):
-        hbnode.diagnostics.adjoint_norms(block, x, loss=lambda h: h.sum().item())
-    with pytest.raises(ValueError, match=r"t must hold two or more times \(T,\), got shape \(1,\)"):
-        hbnode.diagnostics.adjoint_norms(block, x, [0.0])

@@ -15,7 +15,6 @@ plt = pytest.importorskip("matplotlib.pyplot")
 
 @pytest.fixture(autouse=True)
 def _close():
-    plt.close("all")
     yield
     plt.close("all")
 
@@ -43,10 +42,8 @@ CALLS = {
     "phase_portrait": lambda **k: plot.phase_portrait((torch.randn(5, 3, 2), torch.randn(5, 3, 2)), **k),
     "vector_field": lambda **k: plot.vector_field(spring(), **k),
     "steps": lambda **k: plot.steps(RECORD, **k),
-    "steps, block": lambda **k: plot.steps(spring(), torch.ones(1, 1), **k),
-    "tolerance_curve": lambda **k: plot.tolerance_curve(CURVE, **k),
-    "tolerance_curve, two": lambda **k: plot.tolerance_curve({"one": CURVE, "two": CURVE}, **k),
-    "spectrum, block": lambda **k: plot.spectrum(duffing(), torch.ones(2, 2), **k),
+    "tolerance_curve": lambda **k: plot.tolerance_curve({"one": CURVE, "two": CURVE}, **k),
+    "spectrum": lambda **k: plot.spectrum(duffing(), torch.ones(2, 2), **k),
     "adjoint_norms": lambda **k: hbnode.diagnostics.adjoint_norms(duffing(), torch.ones(2, 2), [0.0, 1.0]).plot(**k),
 }
 
@@ -80,30 +77,20 @@ def test_trajectories_draw_the_numbers_that_they_are_given():
         drawn = data_of(plot.trajectories(data, t.tolist()))
         np.testing.assert_allclose(drawn[0][1], h[:, 0, 0], atol=1e-2)
         assert len(drawn) == 6
-    one = plot.trajectories(h[:, 0, 0], label="mine", color="red", lw=3)
-    assert one.get_xlabel() == "output"
-    (line,) = one.get_lines()
+    (line,) = plot.trajectories(h[:, 0, 0], label="mine", color="red", lw=3).get_lines()
     assert (line.get_label(), line.get_color(), line.get_linewidth()) == ("mine", "red", 3)
     assert not plot.trajectories(duffing(), torch.randn(0, 2)).get_lines()
 
 
-CHOICES = {
-    "list mask": [False, False, True, True],
-    "list of numpy booleans": list(np.arange(4) > 1),
-    "tensor": torch.tensor([2, 3]),
-    "array": np.array([-2, 3]),
-    "slice": slice(2, None),
-}
+CHOICES = [[False, False, True, True], list(np.arange(4) > 1), torch.tensor([2, 3]), np.array([-2, 3]), slice(2, None)]
 
 
-@pytest.mark.parametrize("chosen", CHOICES.values(), ids=CHOICES)
+@pytest.mark.parametrize("chosen", CHOICES)
 def test_samples_and_features_by_masks_and_indices(chosen):
     h = torch.arange(4.0).view(1, 4, 1).repeat(5, 1, 1)
     assert [line[1][0] for line in data_of(plot.trajectories(h, samples=chosen))] == [2, 3]
     assert [line[1][0] for line in data_of(plot.trajectories(h.mT, features=chosen))] == [2, 3]
     assert plot.phase_portrait(h.mT, features=chosen).get_xlabel() == "$h_{2}$"
-    for index in (1, np.int64(1), torch.tensor(1)):
-        assert plot.trajectories(h.mT, features=index).get_ylabel() == "$h_{1}(t)$"
 
 
 @pytest.mark.parametrize("method", ["leapfrog", "rk4"])
@@ -136,32 +123,30 @@ def test_a_block_stays_as_it_is():
 
 def test_phase_portraits():
     block, x = spring().double(), torch.tensor([[1.0], [-0.5]], dtype=torch.float64)
-    drawn = data_of(plot.phase_portrait(block, x, [0.0, 1.0, 2.0]))
     h, m = hbnode.odeint(block.field, block.field.initial_state(x), [0.0, 1.0, 2.0])
-    np.testing.assert_allclose(drawn[0], np.stack([h[:, 0, 0], m[:, 0, 0]]))
-    np.testing.assert_allclose(drawn[1], [[1.0], [0.0]])  # where it starts
-    np.testing.assert_allclose(drawn[2], np.stack([h[:, 1, 0], m[:, 1, 0]]))
-    for pair in (((h, m),), (h.tolist(), m.tolist())):
-        for line, expected in zip(data_of(plot.phase_portrait(*pair)), drawn, strict=True):
-            np.testing.assert_allclose(line, expected)
+    for arguments in ((block, x, [0.0, 1.0, 2.0]), ((h, m),), (h.tolist(), m.tolist())):
+        drawn = data_of(plot.phase_portrait(*arguments))
+        np.testing.assert_allclose(drawn[0], np.stack([h[:, 0, 0], m[:, 0, 0]]))
+        np.testing.assert_allclose(drawn[1], [[1.0], [0.0]])  # where it starts
+        np.testing.assert_allclose(drawn[2], np.stack([h[:, 1, 0], m[:, 1, 0]]))
     sonode = hbnode.ODEBlock(hbnode.SONODE(lambda h, v: -h - v))
     assert plot.phase_portrait(sonode, x).get_ylabel() == "$v$"
-    first_order = hbnode.ODEBlock(hbnode.NODE(lambda h: -h))
-    with pytest.raises(ValueError, match=r"first-order field, needs two features, got 1. Fix: trajectories"):
-        plot.phase_portrait(first_order, torch.ones(3, 1))
 
 
-@pytest.mark.parametrize("name", ["spring", "GHBNODE", "NODE", "callable", "pair"])
+FRICTION = torch.tensor([[0.0, 1.0], [-1.0, -0.2]])
+FIELDS = {
+    "spring": (spring(), {}),
+    "GHBNODE": (hbnode.GHBNODE(lambda h: -h, damping=0.2, xi=0.0, learn_xi=False, activation=nn.Identity()), {}),
+    "NODE": (hbnode.NODE(lambda h: h @ FRICTION.T), {}),
+    "callable": (lambda t, y: y @ FRICTION.T, {}),
+    "pair": (lambda t, y: (y[1], -y[0] - 0.2 * y[1]), {"at": (torch.zeros(1), torch.zeros(1))}),
+}
+
+
+@pytest.mark.parametrize("name", FIELDS)
 def test_the_vector_field_is_the_derivative_in_direction_and_speed(name):
     """Of a spring with friction: (h, m)' = (m, -h - 0.2 m); for the others the same by other means."""
-    fields = {
-        "spring": (spring(), {}),
-        "GHBNODE": (hbnode.GHBNODE(lambda h: -h, damping=0.2, xi=0.0, learn_xi=False, activation=nn.Identity()), {}),
-        "NODE": (hbnode.NODE(lambda h: torch.stack([h[..., 1], -h[..., 0] - 0.2 * h[..., 1]], -1)), {}),
-        "callable": (lambda t, y: torch.stack([y[:, 1], -y[:, 0] - 0.2 * y[:, 1]], -1), {}),
-        "pair": (lambda t, y: (y[1], -y[0] - 0.2 * y[1]), {"at": (torch.zeros(1), torch.zeros(1))}),
-    }
-    field, options = fields[name]
+    field, options = FIELDS[name]
     ax = plot.vector_field(field, xlim=(0.0, 2.0), ylim=(-1.0, 1.0), points=4, **options)
     (arrows,) = ax.collections
     h, m = arrows.X, arrows.Y
@@ -170,8 +155,6 @@ def test_the_vector_field_is_the_derivative_in_direction_and_speed(name):
     np.testing.assert_allclose(arrows.get_array(), speed.ravel(), rtol=1e-5)
     np.testing.assert_allclose(arrows.U, (m / speed).ravel(), rtol=1e-5)
     np.testing.assert_allclose(arrows.V, ((-h - 0.2 * m) / speed).ravel(), rtol=1e-5)
-    assert (ax.get_xlim(), ax.get_ylim()) == ((0.0, 2.0), (-1.0, 1.0))
-    assert len(ax.figure.axes) == 2  # with the colour bar
     portrait = plot.phase_portrait(spring(), torch.ones(1, 1))
     limits = portrait.get_xlim(), portrait.get_ylim()
     plot.vector_field(field, ax=portrait, **options)  # keeps to what is drawn
@@ -186,20 +169,15 @@ def test_a_vector_field_in_a_plane_of_more_dimensions_and_at_a_time():
     (arrow,) = ax.collections
     direction = np.array([value[2], value[0]]) / np.hypot(value[2], value[0])
     np.testing.assert_allclose([arrow.U[0], arrow.V[0]], direction, rtol=1e-5)
-    with pytest.raises(ValueError, match=r"the plane of features \(0, 3\) needs a state of more than 3 features"):
-        plot.vector_field(field, at=torch.zeros(3), features=(0, 3))
-    drive = torch.tensor([0.0, 1.0, 0.0])
-    forced = hbnode.HBNODE(lambda h: 0 * h + drive)
+    forced = hbnode.HBNODE(lambda h: 0 * h + torch.tensor([0.0, 1.0, 0.0]))
     (arrow,) = plot.vector_field(forced, at=torch.zeros(3), features=1).collections
     assert arrow.V.max() > 0.9  # the force of feature 1
     still = plot.vector_field(hbnode.NODE(lambda h: 0 * h), points=2)
     assert not np.hypot(still.collections[0].U, still.collections[0].V).any()
 
 
-@pytest.mark.sparse
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-@pytest.mark.parametrize("at", ["none", "list", "tensor"])
-def test_a_vector_field_is_found_in_the_dtype_of_f_or_of_the_state(dtype, at):
+def test_a_vector_field_is_found_in_the_dtype_of_f_or_of_the_state(dtype):
     """Of a block whose own parameters are float32 beside an f of another dtype, and of a function without any."""
     seen = []
 
@@ -208,22 +186,19 @@ def test_a_vector_field_is_found_in_the_dtype_of_f_or_of_the_state(dtype, at):
         return h @ torch.eye(2, dtype=h.dtype)
 
     block = hbnode.HeavyBallODEBlock(nn.Linear(1, 1).to(dtype))
-    given = {"none": None, "list": [0.0], "tensor": torch.zeros(1, dtype=dtype)}[at]
-    plot.vector_field(block, at=given, points=2)
-    plot.trajectories(block, [[1.0]])
-    state = torch.zeros(2, dtype=dtype) if at == "tensor" else None if at == "none" else [0.0, 0.0]
-    plot.vector_field(field, at=state, points=2)
-    assert seen == [(dtype, dtype) if at == "tensor" else (torch.float32, torch.float32)]
+    for at in (None, [0.0], torch.zeros(1, dtype=dtype)):
+        plot.vector_field(block, at=at, points=2)
+        plot.trajectories(block, [[1.0]])
+    for at in (None, [0.0, 0.0], torch.zeros(2, dtype=dtype)):
+        plot.vector_field(field, at=at, points=2)
+    assert seen == [(torch.float32, torch.float32)] * 2 + [(dtype, dtype)]
 
 
 def test_steps_are_marked():
     ax = plot.steps(RECORD)
     drawn = dict(zip([line.get_label() for line in ax.get_lines()], data_of(ax), strict=True))
-    assert {label: line.tolist() for label, line in drawn.items()} == {
-        "accepted": [[0.0], [0.5]],
-        "rejected": [[0.5], [2.0]],
-        "adjoint, accepted": [[0.5], [0.25]],
-    }
+    expected = {"accepted": [[0.0], [0.5]], "rejected": [[0.5], [2.0]], "adjoint, accepted": [[0.5], [0.25]]}
+    assert {label: line.tolist() for label, line in drawn.items()} == expected
     block = spring(rtol=1e-7, atol=1e-7)
     ax = plot.steps(block, torch.ones(1, 1), markersize=3)
     with torch.no_grad():
@@ -233,13 +208,11 @@ def test_steps_are_marked():
 
 def test_tolerance_curves():
     ax = plot.tolerance_curve(CURVE)
-    assert (ax.get_xscale(), ax.xaxis.get_inverted()) == ("log", True)
     lines = [*ax.get_lines(), *ax.figure.axes[1].get_lines()]
     expected = [CURVE.forward, CURVE.backward, CURVE.error, CURVE.gradient_error]
     assert [list(line.get_ydata()) for line in lines] == expected
     assert CURVE.plot(ax) is ax  # into the same axes, whose direction and right axis stay
-    assert ax.xaxis.get_inverted()
-    assert len(ax.figure.axes) == 2
+    assert (ax.get_xscale(), ax.xaxis.get_inverted(), len(ax.figure.axes)) == ("log", True, 2)
     both = plot.tolerance_curve({"a": CURVE, "b": CURVE})
     assert [text.get_text() for text in both.get_legend().get_texts()][:3] == ["a", "b", "forward NFE"]
     forward_only = hbnode.diagnostics.NFEToleranceCurve([1e-2], [8], [0], [0.0], [0.0], REFERENCE)
@@ -248,8 +221,7 @@ def test_tolerance_curves():
 
 def test_the_spectrum_shows_where_damping_brings_the_eigenvalues_from():
     """Of a spring: ±i without damping, -γ/2 ± i sqrt(1 - γ²/4) with it."""
-    found = spectrum(spring(), torch.ones(1, 1))
-    paths = data_of(plot.spectrum(found))
+    paths = data_of(plot.spectrum(spectrum(spring(), torch.ones(1, 1))))
     root = np.sqrt(1 - 0.2**2 / 4)
     upper_first = sorted(paths[:2], key=lambda line: -line[1][-1])  # LAPACK gives a pair in any order
     for line, end in zip(upper_first, (root, -root), strict=True):
@@ -258,18 +230,17 @@ def test_the_spectrum_shows_where_damping_brings_the_eigenvalues_from():
     np.testing.assert_allclose(sorted(paths[4][1]), [-root, root], rtol=1e-6)
     node = plot.spectrum(hbnode.ODEBlock(hbnode.NODE(lambda h: -h)), torch.ones(1, 2))
     np.testing.assert_allclose(data_of(node)[0], [[-1.0, -1.0], [0.0, 0.0]], rtol=1e-12)
-    assert node.get_legend() is None
 
 
-H = torch.zeros(5, 3, 2)
+H, FIRST_ORDER = torch.zeros(5, 3, 2), hbnode.ODEBlock(hbnode.NODE(lambda h: -h))
 REFUSED = [
     (lambda: plot.trajectories(H, range(4)), ValueError, r"\(4,\). Fix: trajectories\(block\(x, t\), t\)"),
     (lambda: plot.trajectories(H, samples=[True, False]), IndexError, r"samples is a mask of shape \(2,\), .* Fix: a"),
     (lambda: plot.trajectories(torch.zeros(2, 40, 30)), ValueError, "40 samples of 30 features are more than 1000"),
     (lambda: plot.phase_portrait(H, features=1), ValueError, r"features must be two of h, got \[1\]"),
-    (lambda: plot.phase_portrait((H, H, H)), ValueError, r"expected h or a pair \(h, m\), got 3 tensors"),
+    (lambda: plot.phase_portrait(FIRST_ORDER, torch.ones(3, 1)), ValueError, "needs two features, got 1. Fix: traj"),
     (lambda: plot.vector_field(nn.Linear(2, 2)), ValueError, r"for a network, vector_field\(hbnode.NODE\(net\)\)"),
-    (lambda: plot.tolerance_curve([CURVE, CURVE]), TypeError, "expected an NFEToleranceCurve .* got list. Fix: toler"),
+    (lambda: plot.vector_field(FIRST_ORDER, at=H[0, 0], features=(0, 3)), ValueError, "state of more than 2 features"),
     (lambda: plot.steps(spring()), TypeError, "needs an input x, got None. Fix: pass x after the block"),
     (lambda: plot.trajectories(H, ax=plt.subplots(1, 2)[1]), TypeError, "ax must be matplotlib Axes, got ndarray. Fix"),
 ]

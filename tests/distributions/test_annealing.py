@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 from torch.distributions import (
-    Bernoulli,
     Categorical,
     Exponential,
     Independent,
@@ -68,7 +67,7 @@ def slow_paths(annealing, n, seed, temperature=1.0):
     """
     torch.manual_seed(seed)
     prior, beta, root = annealing.prior, annealing.schedule.detach(), math.sqrt(temperature)
-    h, gamma = annealing.step_size.detach() / root, annealing.damping.detach() * root
+    h, gamma = annealing.step_size.detach() / root, torch.as_tensor(annealing.damping).detach() * root
     b = torch.exp(-gamma * h)
     momenta = Normal(torch.zeros((), **DOUBLE), root)
 
@@ -78,63 +77,35 @@ def slow_paths(annealing, n, seed, temperature=1.0):
             whole = whole + temperature * annealing.force(torch.tensor(k / annealing.steps), x).detach()
         return whole
 
+    def refreshed(m):
+        return Normal(b * m, root * (1 - b * b).sqrt())
+
     x = prior.sample((n,))
     m = root * torch.randn_like(x)
-    forward = prior.log_prob(x) + momenta.log_prob(m).sum(-1)
-    backward = torch.zeros(n, **DOUBLE)
+    log_weight = -prior.log_prob(x) - momenta.log_prob(m).sum(-1)
     for k in range(1, annealing.steps + 1):
-        before = m
-        m = b * before + (1 - b * b).sqrt() * root * torch.randn_like(m)
-        forward = forward + Normal(b * before, root * (1 - b * b).sqrt()).log_prob(m).sum(-1)
-        backward = backward + Normal(b * m, root * (1 - b * b).sqrt()).log_prob(before).sum(-1)
-        x0, m0 = x, m
+        before, m = m, b * m + (1 - b * b).sqrt() * root * torch.randn_like(m)
+        log_weight += (refreshed(m).log_prob(before) - refreshed(before).log_prob(m)).sum(-1)
+        # a leapfrog step, which keeps volumes; with the momentum reversed it leads back
         m = m + h / 2 * force(k - 1, x)
         x = x + h * m
         m = m + h / 2 * force(k, x)
-        # the same leapfrog step with the momentum reversed leads back
-        y, v = x, -m
-        v = v + h / 2 * force(k, y)
-        y = y + h * v
-        v = v + h / 2 * force(k - 1, y)
-        torch.testing.assert_close((y, -v), (x0, m0))
-    backward = backward + gaussian(x) + momenta.log_prob(m).sum(-1)
-    return x, backward - forward
+    return x, log_weight + gaussian(x) + momenta.log_prob(m).sum(-1)
 
 
 # The weights
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.3])
-def test_a_log_weight_is_the_ratio_of_the_densities_of_the_path_in_both_directions(temperature):
-    annealing = unequal(7)
+@pytest.mark.parametrize("damping", [0.8, math.inf])  # with infinite damping it is overdamped Langevin dynamics
+def test_a_log_weight_is_the_ratio_of_the_densities_of_the_path_in_both_directions(damping, temperature):
+    annealing = unequal(7, damping=damping)
     x, log_weight = annealing.sample(50, seed=3)
     torch.testing.assert_close((x, log_weight), slow_paths(annealing, 50, 3, temperature))
 
 
-def test_with_infinite_damping_it_is_overdamped_langevin():
-    steps, n = 6, 40
-    annealing = HeavyBallAnnealing(gaussian, standard_normal(), steps, step_size=0.4, damping=math.inf)
-    x, log_weight = annealing.sample(n, seed=1)
-    torch.manual_seed(1)
-    prior, e, beta = standard_normal(), annealing.step_size.item() ** 2 / 2, torch.linspace(0, 1, steps + 1, **DOUBLE)
-    y = prior.sample((n,))
-    torch.randn_like(y)  # the momentum that is forgotten
-    expected = -prior.log_prob(y)
-    for k in range(1, steps + 1):
-
-        def mean(k, z):
-            return z + e * gradient(lambda p: beta[k] * gaussian(p) + (1 - beta[k]) * prior.log_prob(p), z)
-
-        there = Normal(mean(k - 1, y), math.sqrt(2 * e))
-        before, y = y, there.loc + there.scale * torch.randn_like(y)
-        expected = expected + Normal(mean(k, y), math.sqrt(2 * e)).log_prob(before).sum(-1)
-        expected = expected - there.log_prob(y).sum(-1)
-    torch.testing.assert_close((x, log_weight), (y, expected + gaussian(y)), atol=1e-6, rtol=1e-6)
-
-
-@pytest.mark.parametrize("options", [{}, {"force": None, "damping": math.inf}], ids=["random force", "overdamped"])
-def test_the_mean_weight_is_z(options):
-    annealing = unequal(4, **options)
+def test_the_mean_weight_is_z():
+    annealing = unequal(4)
     estimate, error = annealing.log_z(40_000, seed=0)
     assert abs(estimate - math.log(3)) < 3 * error
     weight = annealing.sample(40_000, seed=0)[1].exp()
@@ -180,29 +151,22 @@ def test_what_is_learned():
     prior = standard_normal()
     annealing = HeavyBallAnnealing(gaussian, prior, 3, learn_step_size=False, damping=math.inf, learn_schedule=False)
     assert not any(p.requires_grad for p in annealing.parameters())
-    assert annealing.damping == math.inf
-    assert annealing.schedule.tolist() == pytest.approx([0, 1 / 3, 2 / 3, 1])
     fixed = HeavyBallAnnealing(gaussian, prior, 3, schedule=[0, 0.5, 0.5, 1], learn_schedule=False)
     assert fixed.schedule.tolist() == [0, 0.5, 0.5, 1]
     fixed.bound(4).backward()
     assert fixed.log_step_size.grad.isfinite()
-    target = nn.Linear(2, 1)
-    for log_prob in (target, lambda x: -target(x).square().sum(-1)):  # what they call is not part of it
-        assert len(list(HeavyBallAnnealing(log_prob, prior, 3).parameters())) == 3
+    assert len(list(HeavyBallAnnealing(nn.Linear(2, 1), prior, 3).parameters())) == 3  # the target is no part of it
 
 
 # As others use it
 
 
 def test_a_seed_determines_the_paths_and_leaves_the_generators_alone():
-    annealing = unequal(3)
-    torch.manual_seed(0)
-    expected = torch.rand(2)
-    torch.manual_seed(0)
+    annealing, state = unequal(3), torch.get_rng_state()
     first = annealing.sample(5, seed=7)
-    assert torch.equal(torch.rand(2), expected)
-    assert all(torch.equal(*pair) for pair in zip(first, annealing.sample(5, seed=7), strict=True))
-    assert all(torch.equal(*pair) for pair in zip(first, annealing.rsample(5, seed=7), strict=True))
+    assert torch.equal(torch.get_rng_state(), state)
+    for same in (annealing.sample(5, seed=7), annealing.rsample(5, seed=7)):
+        assert all(torch.equal(*pair) for pair in zip(first, same, strict=True))
     assert annealing.bound(5, seed=7) == annealing(5, seed=7) == first[1].mean()
     assert not torch.equal(annealing.sample(5, seed=8)[0], first[0])
     assert not torch.equal(annealing.sample(5)[0], annealing.sample(5)[0])
@@ -225,15 +189,11 @@ def test_copies():
     other.load_state_dict(annealing.state_dict())
     for same in (copy.deepcopy(annealing), pickle.loads(pickle.dumps(annealing)), other):
         assert all(torch.equal(*pair) for pair in zip(same.sample(4, seed=0), annealing.sample(4, seed=0), strict=True))
-    assert set(annealing.state_dict()) == {name for name, _ in annealing.named_parameters()}
-    assert "dim=2, steps=3, step_size=0.375 of shape (2,), damping=0.8" in repr(unequal(3))
 
 
 def test_priors():
-    mixture = MixtureSameFamily(
-        Categorical(torch.ones(2, **DOUBLE)),
-        Independent(Normal(torch.tensor([[-1.0, 0.0], [1.0, 0.0]], **DOUBLE), torch.ones(2, 2, **DOUBLE)), 1),
-    )
+    means, shares = torch.tensor([[-1.0, 0.0], [1.0, 0.0]], **DOUBLE), Categorical(torch.ones(2, **DOUBLE))
+    mixture = MixtureSameFamily(shares, Independent(Normal(means, torch.ones(2, 2, **DOUBLE)), 1))
     for prior in (mixture, MultivariateNormal(MEAN, COVARIANCE)):
         annealing = HeavyBallAnnealing(gaussian, prior, 5, step_size=0.3)
         annealing.bound(10).backward()
@@ -253,52 +213,31 @@ def test_shapes_and_dtypes_of_few_paths(n, dtype):
     assert {part.dtype for part in (x, log_weight, annealing.bound(2), *annealing.log_z(2))} == {dtype}
 
 
-@pytest.mark.parametrize(
-    ("prior", "message"),
-    [
-        (
-            Normal(torch.zeros(2), torch.ones(2)),
-            r"got \(2,\) and \(\)\. Fix: torch.distributions.Independent\(prior, 1",
-        ),
-        (Normal(0.0, 1.0), r"got \(\) and \(\)\. Fix: .*Normal\(torch.zeros\(d\)"),
-        (MultivariateNormal(torch.zeros(3, 2), torch.eye(2)), r"got \(3,\) and \(2,\)\. Fix: .*Normal"),
-        (Independent(Uniform(torch.zeros(2), torch.ones(2)), 1), "on all of R"),
-        (Independent(Weibull(torch.ones(2), torch.ones(2)), 1), "on all of R"),
-        (Independent(Bernoulli(torch.ones(2) / 2), 1), "on all of R"),
-    ],
-    ids=["batch", "scalar", "both", "uniform", "positive", "discrete"],
-)
-def test_a_wrong_prior_is_refused(prior, message):
-    with pytest.raises(ValueError, match=message):
-        HeavyBallAnnealing(gaussian, prior, 3)
-
-
+NO_EVENT = Normal(torch.zeros(2), torch.ones(2))
 WRONG = [
+    ({"prior": NO_EVENT}, r"got \(2,\) and \(\)\. Fix: torch.distributions.Independent\(prior, 1"),
+    ({"prior": MultivariateNormal(torch.zeros(3, 2), torch.eye(2))}, r"got \(3,\) and \(2,\)\. Fix: .*Normal"),
+    ({"prior": Independent(Uniform(torch.zeros(2), torch.ones(2)), 1)}, "on all of R"),
+    ({"prior": Independent(Weibull(torch.ones(2), torch.ones(2)), 1)}, "on all of R"),
+    ({"prior": gaussian}, r"prior must be a torch.distributions object, got function. Fix: .*Normal"),
     ({"step_size": -0.1}, r"step_size must be positive.*Fix: step_size=0.1"),
     ({"step_size": torch.ones(3)}, r"step_size must be a number or a tensor \(2,\), got shape \(3,\)"),
-    ({"step_size": "auto"}, "step_size must be a number or a tensor, got 'auto'. Fix: "),
     ({"damping": 0}, r"damping must be positive.*Fix: damping=1.0"),
     ({"schedule": [0.0, 1.0]}, r"schedule must be \(4,\), steps \+ 1, got shape \(2,\). Fix: torch.linspace"),
     ({"schedule": [0.0, 0.6, 0.5, 1.0]}, "schedule must increase from 0 to 1"),
     ({"schedule": [0.0, 0.5, 0.5, 1.0]}, "Fix: learn_schedule=False"),
     ({"log_prob": MultivariateNormal(MEAN, COVARIANCE)}, r"got MultivariateNormal. Fix: pass target.log_prob"),
-    ({"prior": gaussian}, r"prior must be a torch.distributions object, got function. Fix: .*Normal"),
-    ({"force": MEAN}, "force must be a module or a function, got Tensor"),
     ({"log_prob": lambda x: gaussian(x)[:, None]}, r"map \(4, 2\) to \(4,\), got \(4, 1\). Fix: .*squeeze\(-1\)"),
     ({"log_prob": lambda x: -x.square()}, r"got \(4, 2\). Fix: log_prob\(x\).sum\(-1\)"),
     ({"log_prob": lambda x: gaussian(x).detach()}, r"with a graph to x. Fix: remove .detach\(\)"),
-    (
-        {"log_prob": lambda x: gaussian(x).detach().numpy()},
-        r"must return a tensor, got ndarray. Fix: write it in torch",
-    ),
-    # torch.compile turns the validation off
-    (
-        {"log_prob": lambda x: Exponential(torch.ones(2), validate_args=True).log_prob(x - 100).sum(-1)},
-        r"on all of R\^d, got a point outside",
-    ),
+    ({"log_prob": lambda x: positive(x - 100).sum(-1)}, r"on all of R\^d, got a point outside"),
     ({"force": nn.Linear(2, 1).double()}, r"the shape of x, \(4, 2\), got \(4, 1\). Fix: 2 outputs"),
     ({"force": nn.Linear(2, 2)}, r"has parameters of torch.float32. Fix: annealing.to\(torch.float64\)"),
 ]
+
+
+def positive(x):
+    return Exponential(torch.ones(2), validate_args=True).log_prob(x)  # torch.compile turns the validation off
 
 
 @pytest.mark.parametrize(("options", "message"), WRONG)
@@ -309,12 +248,8 @@ def test_wrong_arguments_are_refused(options, message):
 
 def test_transforms_of_functions_are_refused():
     annealing = HeavyBallAnnealing(gaussian, standard_normal(), 3)
-    parameters = dict(annealing.named_parameters())
     with pytest.raises(ValueError, match=r"torch.func.*Fix: rsample\(n\) or bound\(n\) outside"):
-        torch.func.grad(lambda p: torch.func.functional_call(annealing, p, (4,)))(parameters)
-    lent = {name: p.detach().clone().requires_grad_() for name, p in parameters.items()}
-    torch.func.functional_call(annealing, lent, (4,)).backward()
-    assert all(p.grad is not None for p in lent.values())
+        torch.func.grad(lambda p: torch.func.functional_call(annealing, p, (4,)))(dict(annealing.named_parameters()))
 
 
 def test_wrong_numbers_of_paths_are_refused():
@@ -322,8 +257,7 @@ def test_wrong_numbers_of_paths_are_refused():
     for call, message in (
         (lambda: annealing.sample((4,)), "n must be an integer >= 0"),
         (lambda: annealing.log_z(1), "n must be an integer >= 2"),
-        (lambda: annealing.sample(4, seed=-1), "seed must be an integer >= 0"),
-        (lambda: copy.deepcopy(annealing).to("meta").sample(4), r"draws on cpu, but the step size is on meta. Fix: "),
+        (lambda: annealing.to("meta").sample(4), r"draws on cpu, but the step size is on meta. Fix: "),
     ):
         with pytest.raises(ValueError, match=message):
             call()
@@ -333,16 +267,8 @@ def test_wrong_numbers_of_paths_are_refused():
     ("log_prob", "options", "message"),
     [
         (quartic, {"steps": 64, "step_size": 3.0}, r"\d+ of 100 paths (overflow|, first in step).*smaller step_size"),
-        (
-            lambda x: x[:, 0].sqrt() - x.square().sum(-1),
-            {},
-            r"the force is not finite on \d+ of 100 paths, first in step 1",
-        ),
-        (
-            lambda x: gaussian(x) + torch.where(x[:, 0] > 0, math.inf, 0.0),
-            {},
-            r"log weights of \d+ of 100 paths are nan or inf",
-        ),
+        (lambda x: x[:, 0].sqrt() - x.square().sum(-1), {}, r"the force is not finite on \d+ of 100 paths, first in"),
+        (lambda x: gaussian(x).where(x[:, 0] < 0, math.inf), {}, r"log weights of \d+ of 100 paths are nan or inf"),
     ],
 )
 def test_what_is_not_finite_is_named(log_prob, options, message):
@@ -353,17 +279,13 @@ def test_what_is_not_finite_is_named(log_prob, options, message):
 
 
 def test_weights_of_zero():
-    def half(x):
-        return torch.where(x[:, 0] > 0, standard_normal().log_prob(x), -math.inf)
+    def half(x, start=0):
+        return torch.where(x[:, 0] > start, standard_normal().log_prob(x), -math.inf)
 
     annealing = HeavyBallAnnealing(half, standard_normal(), 4, step_size=0.3)
     estimate, error = annealing.log_z(20_000, seed=0)
     assert abs(estimate - math.log(0.5)) < 3 * error
     with pytest.raises(hbnode.errors.NonFiniteError, match=r"of 100 log weights are -inf, so the bound is -inf"):
         annealing.bound(100, seed=0)
-
-    def nowhere(x):
-        return torch.where(x[:, 0] > 100, x[:, 0], -math.inf)
-
     with pytest.raises(hbnode.errors.NonFiniteError, match="all 50 weights are 0"):
-        HeavyBallAnnealing(nowhere, standard_normal(), 4).log_z(50)
+        HeavyBallAnnealing(lambda x: half(x, 100), standard_normal(), 4).log_z(50)

@@ -6,19 +6,19 @@ import re
 import numpy
 import pandas
 import pytest
+import skops.io
 import torch
-from sklearn import config_context
 from sklearn.base import clone
 from sklearn.linear_model import RidgeCV
 from sklearn.metrics import r2_score
-from sklearn.model_selection import GridSearchCV, GroupKFold, KFold, cross_val_predict, cross_val_score
+from sklearn.model_selection import KFold, cross_val_predict, cross_val_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer, StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
-from hbnode.data import Series, as_series
+from hbnode.data import as_series
 from hbnode.estimators import OscillatorSmoother, SeriesClassifier, SeriesForecaster, SeriesRegressor
-from hbnode.estimators.models import ALPHAS, LONGEST
+from hbnode.estimators.models import ALPHAS
 from hbnode.features import OscillatorFeatures, RocketFeatures
 from tests.models import slow
 
@@ -42,10 +42,10 @@ def small(model, kind=SeriesClassifier, **options):
 
 @pytest.mark.parametrize("model", ["features", *slow("gru", "odernn")])
 def test_frequencies_are_told_apart_and_files_keep_the_answer(model, tmp_path):
-    series, labels = swings(180)
+    series, labels = swings(100)
     classifier = SeriesClassifier(model, n_members=1, max_epochs=40, learning_rate=0.02, hidden_size=16, random_state=0)
-    classifier.fit(series[:160], labels[:160])
-    assert classifier.score(series[160:], labels[160:]) >= 0.8
+    classifier.fit(series[:80], labels[:80])
+    assert classifier.score(series[80:], labels[80:]) >= 0.8
     probability = classifier.predict_proba(series)
     numpy.testing.assert_allclose(probability.sum(1), 1.0)
     classifier.save(tmp_path / "model")
@@ -54,100 +54,50 @@ def test_frequencies_are_told_apart_and_files_keep_the_answer(model, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_static_categories_are_used_and_new_ones_are_allowed():
-    random = numpy.random.default_rng(0)
-    table = pandas.DataFrame({"id": numpy.repeat(numpy.arange(60), 3), "t": numpy.tile([0.0, 1.0, 2.0], 60)})
-    table["x"] = random.normal(size=180)
-    table["ward"] = numpy.repeat(numpy.where(numpy.arange(60) % 2 == 0, "A", "B"), 3)
-    labels = numpy.arange(60) % 2
-    for model in ("features", "gru"):
-        classifier = SeriesClassifier(
-            model, id="id", time="t", static="ward", n_members=1, max_epochs=15, random_state=0
-        )
-        classifier.fit(table, labels)
-        assert classifier.score(table, labels) == 1.0
-        assert classifier.predict_proba(table.assign(ward="C")).shape == (60, 2)
-
-
-def test_series_go_through_cross_validation_pipelines_and_grids():
+def test_series_go_through_cross_validation_and_pipelines():
     series, labels = swings(30)
-    classifier = small("features")
-    assert cross_val_score(classifier, series, labels, cv=3).mean() > 0.8
-    assert cross_val_score(classifier, as_series(series), labels, cv=3).mean() > 0.8
-    pipeline = make_pipeline(FunctionTransformer(as_series), clone(classifier)).fit(series, labels)
+    for data in (series, as_series(series)):
+        assert cross_val_score(small("features"), data, labels, cv=2).mean() > 0.8
+    pipeline = make_pipeline(FunctionTransformer(as_series), small("features")).fit(series, labels)
     assert pipeline.score(series, labels) > 0.8
-    grid = GridSearchCV(small("gru").set_params(max_epochs=1), {"hidden_size": [4, 8]}, cv=2).fit(series, labels)
-    assert grid.best_params_["hidden_size"] in (4, 8)
 
 
 @pytest.mark.parametrize("model", ["features", *slow("gru")])
 def test_targets_keep_their_shape_and_unit(model):
     series, _ = swings(40)
     means = numpy.array([1000 + 50 * numpy.nanmean(x[:, 1]) for _, x in series])
-    regressor = SeriesRegressor(model, n_members=1, random_state=0, max_epochs=60).fit(series, means)
-    assert regressor.predict(series).shape == (40,)
-    assert regressor.score(series, means) > 0.7
-    both = small(model, SeriesRegressor).fit(series, numpy.stack([means, -means], 1))
-    assert both.predict(series).shape == (40, 2)
-
-
-def dropped(count=40, seed=0):
-    """Sines at the times 0, ..., 29, of which half are dropped."""
-    random, labels = numpy.random.default_rng(seed), numpy.arange(count) % 2
-    times = [numpy.sort(random.permutation(30)[:15]) * 1.0 for _ in labels]
-    pairs = zip(times, labels, strict=True)
-    return [(t, numpy.sin((0.3 + 0.3 * label) * t + random.uniform(0, 6))) for t, label in pairs], labels
+    both = SeriesRegressor(model, n_members=1, random_state=0, max_epochs=60).fit(series, numpy.c_[means, -means])
+    assert both.score(series, numpy.c_[means, -means]) > 0.7
+    one = small(model, SeriesRegressor).fit(series, means)
+    assert one.predict(series).shape == (40,)
+    if model == "features":
+        numpy.testing.assert_allclose(one.predict(series), both.predict(series)[:, 0])
 
 
 def test_auto_is_the_mean_of_the_models_that_cross_validation_cannot_tell_apart():
-    auto = SeriesClassifier(random_state=0).fit(*dropped())
+    auto = SeriesClassifier(random_state=0).fit(*bumps(16))
     names = auto.model_.split(" + ")
     assert len(names) == len(auto.members_) > 1
     assert names[0] == min({"features", "rocket, linear", "rocket, last"}, key=auto.cv_loss_.get)
-    assert auto.left_out_ == {"rocket, oscillators": "another loss is below 0.15"}
-    assert auto.score(*dropped(seed=1)) > 0.9
+    assert auto.score(*bumps(seed=1)) > 0.9
 
 
-def counted(count, channels, samples, *, regular=False, static=0):
-    """Series of so many values, of which only the counts matter."""
-    t = torch.arange(samples).double().repeat(count, 1)
-    if not regular:
-        t += torch.rand(count, samples, generator=torch.Generator().manual_seed(0))
-    x = torch.zeros(count, samples, channels)
-    names = [f"x{i}" for i in range(channels)], [f"s{i}" for i in range(static)]
-    fixed = torch.zeros(count, static) if static else None
-    mask, lengths = torch.ones_like(x, dtype=torch.bool), torch.full((count,), samples)
-    return Series(x, t, mask, lengths, fixed, list(range(count)), *names)
-
-
-@pytest.mark.parametrize(
-    ("counts", "names"),
-    [
-        ({"count": 100, "channels": 1, "samples": 30}, "features, linear, last, oscillators"),
-        ({"count": 100, "channels": 1, "samples": 30, "regular": True}, "features, rocket"),
-        ({"count": 100, "channels": 1, "samples": 30, "regular": True, "static": 2}, "features, boosting, rocket"),
-        ({"count": 3500, "channels": 1, "samples": 30, "regular": True}, "features, boosting, rocket"),
-        ({"count": 5000, "channels": 1, "samples": 30, "regular": True}, "features, boosting"),
-        ({"count": 200, "channels": 37, "samples": 80}, "features, linear, last"),
-        ({"count": 600, "channels": 37, "samples": 140}, "features"),
-        ({"count": 2000, "channels": 37, "samples": 80}, "features, boosting"),
-    ],
-)
-def test_the_counts_of_the_data_admit_candidates(counts, names):
-    model = SeriesClassifier()
-    model._outputs = 2
-    found = model._candidates(counted(**counts), 0)
-    admitted = [name.removeprefix("rocket, ") for name, *_, seconds in found if seconds <= LONGEST]
-    assert [name.removeprefix("features, ") for name in admitted] == names.split(", ")
-    assert [each[3] for each in found] == [each[3] for each in model._candidates(counted(**counts), 1)]
+def test_trees_are_tried_for_static_features():
+    static = numpy.random.default_rng(0).uniform(size=(150, 1))
+    series = as_series(numpy.random.default_rng(1).normal(size=(150, 1, 8)))
+    series = dataclasses.replace(series, static=torch.tensor(static), static_features=["age"])
+    labels = abs(static[:, 0] - 0.5) < 0.25
+    model = SeriesClassifier("features", random_state=0).fit(series.select(slice(100)), labels[:100])
+    assert model.model_ == "features, boosting"
+    assert model.score(series.select(slice(100, None)), labels[100:]) > 0.9
 
 
 def test_a_time_budget_that_is_spent_says_what_it_left_out():
-    series, labels = dropped()
+    series, labels = bumps()
     with pytest.warns(UserWarning, match=r"time_budget=0 left out the models \['rocket, linear', "):
         model = SeriesClassifier(time_budget=0, random_state=0).fit(series, labels)
     assert model.model_ == "features"
-    assert set(model.left_out_) == {"rocket, linear", "rocket, last"} | set(model.left_out_)
+    assert set(model.left_out_) >= {"rocket, linear", "rocket, last"}
     assert set(model.left_out_.values()) == {"time_budget"}
     whole = SeriesClassifier(time_budget=1e6, random_state=0).fit(series, labels)
     assert "time_budget" not in whole.left_out_.values()
@@ -156,8 +106,8 @@ def test_a_time_budget_that_is_spent_says_what_it_left_out():
 @pytest.mark.parametrize("model", ["features", "rocket"])
 def test_static_features_count_among_thousands_of_others(model):
     random, labels = numpy.random.default_rng(0), numpy.arange(80) % 2
-    series = as_series([(numpy.sort(random.uniform(0, 10, 20)), random.normal(size=20)) for _ in labels])
     static = torch.tensor(labels[:, None] * 1.0)
+    series = as_series([(numpy.sort(random.uniform(0, 10, 20)), random.normal(size=20)) for _ in labels])
     series = dataclasses.replace(series, static=static, static_features=["ward"])
     half = SeriesClassifier(model, reconstruction="linear", random_state=0).fit(series.select(slice(40)), labels[:40])
     assert half.score(series.select(slice(40, None)), labels[40:]) == 1.0
@@ -182,10 +132,7 @@ def dated(series, start, zone=None):
     return [(pandas.Timestamp(start, tz=zone) + pandas.to_timedelta(t, unit="h"), x) for t, x in series]
 
 
-@pytest.mark.parametrize(
-    "model",
-    ["features", "rocket", "gru", *slow("oscillators", "odernn")],
-)
+@pytest.mark.parametrize("model", ["features", "rocket", "gru", *slow("oscillators", "odernn")])
 def test_dates_count_from_the_first_sample_of_each_series(model):
     series, labels = bumps()
     later = dated(series, "2024-03-30", "Europe/Berlin")  # the clocks change in the night
@@ -194,31 +141,27 @@ def test_dates_count_from_the_first_sample_of_each_series(model):
     expected = of_dates.predict_proba(dated(series, "2024-01-01", "Europe/Berlin"))
     numpy.testing.assert_array_equal(of_dates.predict_proba(later), expected)
     of_hours = small(model, clock="relative").set_params(**options).fit(series, labels)
-    for shift in (0.0, 1e6):
-        shifted = [(t + shift, x) for t, x in series]
-        numpy.testing.assert_allclose(of_hours.predict_proba(shifted), expected, rtol=1e-5)
+    shifted = [(t + 1e6, x) for t, x in series]
+    numpy.testing.assert_allclose(of_hours.predict_proba(shifted), expected, rtol=1e-5)
     absolute = small(model, clock="absolute").set_params(**options).fit(dated(series, "2024-01-01"), labels)
     with pytest.raises(ValueError, match=r"from 2024-01-01T00:.* to 2024-01-02T23:.*series 0 .* from 2024-02-01T"):
         absolute.predict(dated(series, "2024-02-01"))
 
 
-@pytest.mark.sparse
-@pytest.mark.parametrize(("zone", "other"), [(None, "UTC"), ("Asia/Tokyo", None)])
 @pytest.mark.parametrize("kind", [SeriesClassifier, RocketFeatures])
-def test_dates_that_count_have_a_time_zone_as_in_fit_or_none(kind, zone, other):
+def test_dates_that_count_have_a_time_zone_as_in_fit_or_none(kind):
     series, labels = bumps(10)
+    plain, zoned = dated(series, "2024-01-01"), dated(series, "2024-01-01", "UTC")
     options = {"num_features": 84} if kind is RocketFeatures else {"model": "features", "clock": "absolute"}
-    model = kind(random_state=0, **options).fit(dated(series, "2024-01-01", zone), labels)
-    answer = model.transform if kind is RocketFeatures else model.predict
-    with pytest.raises(ValueError, match=f"with{'out' if zone is None else ''} a time zone, as in fit") as error:
-        answer(dated(series, "2024-01-01", other))
-    fix = str(error.value).split("Fix: ")[1].removesuffix(".")
-    fixed = [(eval(fix, {"pandas": pandas, "dates": t}), x) for t, x in dated(series, "2024-01-01", other)]
-    assert {str(t.tz) for t, _ in fixed} == {"None" if zone is None else "UTC"}
-    if zone is None:
-        numpy.testing.assert_array_equal(answer(fixed), answer(dated(series, "2024-01-01")))
-        relative = small("features").fit(dated(series, "2024-01-01"), labels)
-        assert relative.score(dated(series, "2024-01-01", other), labels) == 1.0
+    for seen, other, word in ((plain, zoned, "without"), (zoned, plain, "with")):
+        model = kind(random_state=0, **options).fit(seen, labels)
+        answer = model.transform if kind is RocketFeatures else model.predict
+        with pytest.raises(ValueError, match=f"{word} a time zone, as in fit") as error:
+            answer(other)
+        fix = str(error.value).split("Fix: ")[1].removesuffix(".")
+        fixed = [(eval(fix, {"pandas": pandas, "dates": t}), x) for t, x in other]
+        numpy.testing.assert_array_equal(answer(fixed), answer(seen))
+    assert small("features").fit(plain, labels).score(zoned, labels) == 1.0  # a relative clock needs no zone
 
 
 @pytest.mark.parametrize("unit", [None, "s"])
@@ -231,10 +174,8 @@ def test_numbers_and_durations_outside_those_of_fit_raise_or_warn(unit):
 
     model = small("rocket", reconstruction="linear").fit(at(1.7e9), labels)
     assert model.score(at(1.7e9 + 4), labels) == 1.0  # within a tenth
-    with pytest.warns(UserWarning, match="of fit") as caught:
+    with pytest.warns(UserWarning, match=r"series \d+ \(id \d+\) lasts from 17000000.* % of it.*clock='relative'"):
         model.predict(at(1.7e9 + 20))
-    assert re.search(r"series \d+ \(id \d+\) lasts from 17000000.* % of it.*clock='relative'", str(caught[0].message))
-    assert caught[0].filename == __file__
     for shift in (0.0, 1.8e9):
         with pytest.raises(ValueError, match=r"fit saw nothing there.*clock='relative'"):
             model.predict(at(shift))
@@ -246,12 +187,8 @@ def test_each_warning_of_times_comes_once_and_at_the_caller(model, recwarn):
     wrong = [*series[:-1], (numpy.r_[series[-1][0][:-1], 1e7], series[-1][1])]
     options = {"model": model, "reconstruction": "linear", "n_members": 1, "max_epochs": 1, "random_state": 0}
     found = SeriesClassifier(**options).fit(wrong, labels)
-    assert found.seen_[1] == 47
-    with pytest.raises(ValueError, match="fit saw nothing there"):
-        found.predict([(t + 1000, x) for t, x in series])
     found.score([(t + 20, x) for t, x in series], labels)
     apart = SeriesClassifier(**options).fit([(t + 1e4 * i, x) for i, (t, x) in enumerate(wrong)], labels)
-    assert not apart.is_absolute_
     apart.predict([(1.3 * t, x) for t, x in series])
     expected = ["1 of 24 series last", "times must.*'relative'", "1 of 24 series last", "times must.*as long"]
     assert [warning.filename for warning in recwarn] == [__file__] * 4
@@ -273,18 +210,15 @@ CODES = {
 }
 
 
-@pytest.mark.sparse
 @pytest.mark.parametrize("code", CODES)
-@pytest.mark.parametrize("samples", [4, 1])
-def test_a_column_that_tells_y_is_refused_unless_it_is_named(code, samples):
-    table, labels, rows = noise(samples=samples)
+def test_a_column_that_tells_y_is_refused_unless_it_is_named(code):
+    table, labels, rows = noise()
     order = numpy.random.default_rng(0).permutation(20) + 0.0
     table = table.assign(label=rows(CODES[code](labels)), z=rows(CODES[code](order)))
     for kind, name, y in (
         (SeriesClassifier, "label", labels),
         (SeriesClassifier, "label", numpy.array(["yes", "no"])[labels]),
         (SeriesRegressor, "label", labels + 1.0),
-        (SeriesRegressor, "z", order**2),
         (SeriesRegressor, "z", numpy.stack([order[::-1] % 7, order**2], 1)),
     ):
         model = small("features", kind, id="id", time="t")
@@ -307,107 +241,77 @@ def test_constant_columns_that_were_not_named_are_told():
         small("features", id="id", time="t").fit(table.assign(ward="a", day=pandas.Timestamp(0)), labels)
 
 
-def test_columns_may_be_given_by_an_index(tmp_path):
-    table, labels, rows = noise()
-    table["ward"] = rows(numpy.where(labels > 0, "a", "b"))
-    model = small("features", id="id", time="t", values=pandas.Index(["x"]), static=numpy.array(["ward"])).fit(
-        table, labels
-    )
-    model.save(tmp_path / "model")
-    loaded = SeriesClassifier.load(tmp_path / "model")
-    assert (list(loaded.values), list(loaded.static)) == (["x"], ["ward"])
-    numpy.testing.assert_array_equal(loaded.predict_proba(table), model.predict_proba(table))
-    assert clone(model).fit(table, labels).static_features_ == ["ward=a", "ward=b"]
-
-
-def test_a_column_with_the_name_of_a_level_is_refused():
-    table, labels, rows = noise()
-    table = table.assign(ward=rows(numpy.where(labels > 0, "a", "b")), **{"ward=a": 3.0})
-    model = small("features", id="id", time="t", values="x", static=["ward", "ward=a"])
-    with pytest.raises(ValueError, match=r"column 'ward=a', the name of the level 'a' of 'ward'") as error:
-        model.fit(table, labels)
-    fixed = eval(str(error.value).split("Fix: ")[1].removesuffix("."), {"table": table})
-    assert "other" in model.set_params(static=["ward", "other"]).fit(fixed, labels).static_features_
-
-
 @pytest.mark.parametrize(
-    ("fitted", "call"),
+    ("model", "call"),
     [
-        (lambda s, y: small("features").fit(s, y), lambda m, s: m.predict_proba(s)),
-        (lambda s, y: small("gru").set_params(max_epochs=1).fit(s, y), lambda m, s: m.predict_proba(s)),
-        (lambda s, y: SeriesForecaster("last").fit(s), lambda m, s: m.predict(s, 1.0)["mean"].to_numpy()),
-        (lambda s, y: OscillatorFeatures(8, random_state=0).fit(s), lambda m, s: m.transform(s)),
-        (lambda s, y: RocketFeatures(84, random_state=0).fit(s), lambda m, s: m.transform(s)),
-        (lambda s, y: OscillatorSmoother(max_iter=1).fit(s), lambda m, s: m.posterior(s, [1.0, 2.0]).mean),
+        (small("features"), lambda m, s: m.predict_proba(s)),
+        (small("gru").set_params(max_epochs=1), lambda m, s: m.predict_proba(s)),
+        (SeriesForecaster("last"), lambda m, s: m.predict(s, 1.0)["mean"].to_numpy()),
+        (OscillatorFeatures(8, random_state=0), lambda m, s: m.transform(s)),
+        (RocketFeatures(84, random_state=0), lambda m, s: m.transform(s)),
+        (OscillatorSmoother(max_iter=1), lambda m, s: m.posterior(s, [1.0, 2.0]).mean),
     ],
     ids=["classifier", "network", "forecaster", "oscillators", "rocket", "smoother"],
 )
-def test_channels_are_matched_by_name(fitted, call):
+def test_channels_are_matched_by_name(model, call):
     pairs, labels = swings(20)
     series = dataclasses.replace(as_series(pairs), features=["hr", "sbp"])
-    model = fitted(series, labels)
+    y = () if isinstance(model, (SeriesForecaster, OscillatorSmoother)) else (labels,)
+    of_pairs, model = clone(model).fit(pairs, *y), model.fit(series, *y)
     expected = call(model, series)
     swapped = dataclasses.replace(series, x=series.x.flip(-1), mask=series.mask.flip(-1), features=["sbp", "hr"])
     for same in (swapped, dataclasses.replace(series, features=()), pairs):  # those without names by position
         numpy.testing.assert_allclose(call(model, same), expected, rtol=1e-9)
+    numpy.testing.assert_allclose(call(of_pairs, series), expected, rtol=1e-9)
     with pytest.raises(ValueError, match=r"missing \['sbp'\], unknown \['temp'\]"):
         call(model, dataclasses.replace(series, features=["hr", "temp"]))
-    of_pairs = fitted(pairs, labels)
-    numpy.testing.assert_allclose(call(of_pairs, series), expected, rtol=1e-9)
 
 
-@pytest.mark.parametrize("of", ["list of Series", "table"])
-def test_labels_are_paired_by_id_in_fit_score_and_cross_validation(of):
-    series, labels = dropped(24)
+def test_labels_are_paired_by_id_in_fit_score_and_cross_validation():
+    series, labels = bumps()
     ids = [f"p{i}" for i in range(24)]
-    table = pandas.concat([pandas.DataFrame({"id": i, "t": t, "x": x}) for i, (t, x) in zip(ids, series, strict=True)])
     data = dataclasses.replace(as_series(series), ids=ids)
-    data = table if of == "table" else [data[i] for i in range(24)]
-    model = small("features", id="id", time="t")
-    by_id = pandas.Series(labels, index=ids)
+    data, by_id = [data[i] for i in range(24)], pandas.Series(labels, index=ids)
     shuffled = by_id.sample(frac=1.0, random_state=0)
-    model.fit(data, shuffled)
-    assert model.score(data, shuffled) == model.score(data, labels) == model.score(data, shuffled.iloc[::-1]) == 1.0
+    model = small("features", id="id", time="t")
+    for form in (data, in_months(series)):
+        model.fit(form, shuffled)
+        assert model.score(form, shuffled) == model.score(form, labels) == 1.0
     weights = pandas.Series(numpy.arange(24.0) % 3, index=ids)
     assert model.score(data, 1 - by_id.where(weights > 0, 1 - by_id), weights.iloc[::-1]) == 0.0
     with pytest.raises(ValueError, match=r"got 100, which is no id.*y\.to_numpy\(\)"):
         model.score(data, pandas.Series(labels, index=range(100, 124)))
-    numbers = small("features", SeriesRegressor, id="id", time="t").fit(data, shuffled.astype(float))
+    numbers = small("features", SeriesRegressor).fit(data, shuffled.astype(float))
     assert numbers.score(data, shuffled) > 0.9
-    if of == "table":
-        return
     with pytest.raises(ValueError, match=r"y\.loc\[list\(series\.ids\)\]"):
-        cross_val_score(model, data, shuffled, cv=3)
-    assert cross_val_score(model, data, shuffled.loc[ids], cv=3).mean() > 0.9
+        cross_val_score(model, data, shuffled, cv=2)
+    assert cross_val_score(model, data, shuffled.loc[ids], cv=2).mean() > 0.9
     rows = numpy.random.default_rng(0).integers(24, size=30)
     bootstrap = [data[int(i)] for i in rows]
     model.fit(bootstrap, by_id.iloc[rows].sample(frac=1.0, random_state=0))
     assert model.score(bootstrap, labels[rows]) == 1.0
 
 
-def test_a_category_may_be_missing_in_some_rows_and_be_read_as_float():
-    series, labels = dropped(20)
-    table = in_months(series)
-    table["ward"] = table["id"].map({f"p{i}": int(label) + 1 for i, label in enumerate(labels)}).astype("category")
-    model = small("gru", id="id", time="t", static="ward").fit(table, labels)
-    expected = model.predict_proba(table)
+@pytest.mark.parametrize("model", ["features", "gru"])
+def test_static_categories_may_be_new_missing_in_some_rows_and_read_as_float(model):
+    table, labels, rows = noise()
+    table["ward"] = pandas.Series(rows(labels + 1), dtype="category")
+    classifier = small(model, id="id", time="t", static="ward", learning_rate=0.02).fit(table, labels)
+    assert classifier.score(table, labels) == 1.0
     partly = table["ward"].astype("Int64").where(table.groupby("id").cumcount() > 0)
+    expected = classifier.predict_proba(table)
     for ward in (partly, partly.astype(float)):
-        numpy.testing.assert_array_equal(model.predict_proba(table.assign(ward=ward)), expected)
-    assert small("features", id="id", time="t", static="ward").fit(table.assign(ward=partly.astype("category")), labels)
+        numpy.testing.assert_array_equal(classifier.predict_proba(table.assign(ward=ward)), expected)
+    assert classifier.predict_proba(table.assign(ward=7)).shape == (20, 2)
 
 
 @pytest.mark.parametrize("model", ["features", "gru", *slow("rocket", "odernn")])
 def test_a_series_without_a_value_has_the_prior(model):
     series, labels = swings(24)
     labels[:16] = "common"
-    numbers = numpy.arange(24.0)
-    classifier, regressor = (
-        small(model, kind, reconstruction="linear").set_params(max_epochs=2)
-        for kind in (SeriesClassifier, SeriesRegressor)
-    )
-    classifier.fit(series, labels)
-    regressor.fit(series, numbers)
+    options = {"reconstruction": "linear", "max_epochs": 2}
+    classifier = small(model).set_params(**options).fit(series, labels)
+    regressor = small(model, SeriesRegressor).set_params(**options).fit(series, numpy.arange(24.0))
     whole = as_series(series)
     forms = {
         "missing": [(t, numpy.full_like(x, numpy.nan)) for t, x in series],
@@ -418,16 +322,13 @@ def test_a_series_without_a_value_has_the_prior(model):
     }
     for form, empty in forms.items():
         with pytest.warns(UserWarning, match=r"24 of 24 series have no observed value.* X\.select") as caught:
-            found = classifier.predict_proba(empty), classifier.predict(empty), regressor.predict(empty)
+            found = classifier.predict_proba(empty), regressor.predict(empty)
         assert {each.filename for each in caught} == {__file__}
         numpy.testing.assert_allclose(found[0], numpy.tile([16, 4, 4], (24, 1)) / 24, err_msg=form)
-        assert set(found[1]) == {"common"}
-        numpy.testing.assert_allclose(found[2], 11.5)
-    mixed = [*series[:2], forms["missing"][0]]
+        numpy.testing.assert_allclose(found[1], 11.5, err_msg=form)
     with pytest.warns(UserWarning, match="1 of 3"):
-        numpy.testing.assert_allclose(
-            classifier.predict_proba(mixed)[:2], classifier.predict_proba(series[:2]), rtol=1e-5
-        )
+        mixed = classifier.predict_proba([*series[:2], forms["missing"][0]])
+    numpy.testing.assert_allclose(mixed[:2], classifier.predict_proba(series[:2]), rtol=1e-5)
 
 
 NETWORKS = ["gru", *slow("oscillators", "odernn")]
@@ -435,19 +336,21 @@ NETWORKS = ["gru", *slow("oscillators", "odernn")]
 
 @pytest.mark.parametrize("model", ["features", "rocket", *NETWORKS])
 def test_the_values_behind_the_mask_do_not_matter(model):
-    whole, labels = as_series(bumps(12)[0]), bumps(12)[1]
+    series, labels = bumps(12)
+    whole = as_series(series)
     mask = torch.rand(whole.x.shape, generator=torch.Generator().manual_seed(0)) < 0.6
 
     def answer(fill, mask=mask):
-        series = dataclasses.replace(whole, x=torch.where(mask, whole.x, fill), mask=mask)
-        fitted = small(model, reconstruction="linear").set_params(max_epochs=1).fit(series, labels)
-        return fitted.predict_proba(series)
+        filled = dataclasses.replace(whole, x=torch.where(mask, whole.x, fill), mask=mask)
+        fitted = small(model, reconstruction="linear").set_params(max_epochs=1).fit(filled, labels)
+        return fitted.predict_proba(filled)
 
-    for fill in (whole.x, 1e30, torch.inf):
-        numpy.testing.assert_array_equal(answer(fill), answer(torch.nan))
+    expected = answer(torch.nan)
+    for fill in (whole.x, torch.inf):
+        numpy.testing.assert_array_equal(answer(fill), expected)
     missing = dataclasses.replace(whole, x=torch.where(mask, whole.x, torch.nan))  # the mask says that all are observed
     fitted = small(model, reconstruction="linear").set_params(max_epochs=1).fit(missing, labels)
-    numpy.testing.assert_array_equal(fitted.predict_proba(missing), answer(torch.nan))
+    numpy.testing.assert_array_equal(fitted.predict_proba(missing), expected)
 
 
 @pytest.mark.parametrize("model", ["features", "rocket", "gru"])
@@ -476,19 +379,17 @@ def test_modes_of_autograd_change_nothing_and_no_gradient_reaches_the_data(model
             found = plain.fit(inside, labels).predict_proba(inside)
         numpy.testing.assert_array_equal(found, expected)
         numpy.testing.assert_array_equal(plain.fit(inside, labels).predict_proba(inside), expected)
-    leaves = as_series(series).x.requires_grad_(), torch.zeros(12, 1, requires_grad=True)
-    leaf = dataclasses.replace(as_series(series), x=leaves[0], static=leaves[1], static_features=["age"])
+    x, static = as_series(series).x.requires_grad_(), torch.zeros(12, 1, requires_grad=True)
+    leaf = dataclasses.replace(as_series(series), x=x, static=static, static_features=["age"])
     assert len(plain.fit(leaf, labels).predict(leaf)) == 12
-    assert leaves[0].grad is leaves[1].grad is None
+    assert x.grad is static.grad is None
 
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_rare_class_stays_in_training_and_leaves_the_choice_to_the_others(count, recwarn):
     series, labels = swings(24)
     rare = [(numpy.arange(20.0), numpy.full((20, 2), 2.0 + i)) for i in range(count)]
-    both = SeriesClassifier(reconstruction="linear", random_state=0)
-    both.fit([*series, *rare], [*labels, *["rare"] * count])
-    assert numpy.isfinite(list(both.cv_loss_.values())).all()
+    both = SeriesClassifier("features", random_state=0).fit([*series, *rare], [*labels, *["rare"] * count])
     assert both.cv_loss_[both.model_] < numpy.log(3)
     assert both.predict(rare).tolist() == ["rare"] * count
     warned = [each for each in recwarn if "['rare'] have one series each" in str(each.message)]
@@ -496,25 +397,24 @@ def test_a_rare_class_stays_in_training_and_leaves_the_choice_to_the_others(coun
 
 
 def features_of(series):
-    """The features of a model with the random state 0."""
+    """The features of a model with the random state 0, and the ridge on them."""
     seed = int(numpy.random.RandomState(0).randint(2**31 - 1))
-    return OscillatorFeatures(random_state=seed).fit_transform(as_series(series))
+    features = OscillatorFeatures(random_state=seed).fit_transform(as_series(series))
+    return features, make_pipeline(StandardScaler(), RidgeCV(ALPHAS))
 
 
 def test_weights_are_those_of_the_ridge():
     series, _ = swings(24)
     random = numpy.random.default_rng(0)
     numbers, weights = random.normal(size=24), random.uniform(0.1, 2.0, 24)
-    ridge = make_pipeline(StandardScaler(), RidgeCV(ALPHAS))
+    features, ridge = features_of(series)
     mean = numpy.average(numbers, weights=weights)
     std = numpy.sqrt(numpy.average((numbers - mean) ** 2, weights=weights))
-    scaled = weights / weights.mean()
-    ridge.fit(features_of(series), (numbers - mean) / std, ridgecv__sample_weight=scaled)
+    ridge.fit(features, (numbers - mean) / std, ridgecv__sample_weight=weights / weights.mean())
     found = small("features", SeriesRegressor).fit(series, numbers, weights)
-    numpy.testing.assert_allclose(found.predict(series), mean + std * ridge.predict(features_of(series)))
-    assert found.score(series, numbers, weights) == pytest.approx(
-        r2_score(numbers, found.predict(series), sample_weight=weights)
-    )
+    predicted = found.predict(series)
+    numpy.testing.assert_allclose(predicted, mean + std * ridge.predict(features))
+    assert found.score(series, numbers, weights) == pytest.approx(r2_score(numbers, predicted, sample_weight=weights))
 
 
 @pytest.mark.sparse
@@ -534,15 +434,14 @@ def test_a_weight_of_0_is_no_series_and_equal_weights_are_none(model, kind):
 def test_weights_of_classes_are_weights_of_their_series(model):
     series, labels = swings(30)
     labels[:10] = "slow"
-    counts = numpy.array([(labels == label).sum() for label in labels])
+    share = {"slow": 30 / 40, "fast": 30 / 20}
     plain = small(model).set_params(max_epochs=2)
-    expected = clone(plain).fit(series, labels, 30 / (2 * counts)).predict_proba(series)
-    balanced = clone(plain).set_params(class_weight="balanced").fit(series, labels)
-    numpy.testing.assert_allclose(balanced.predict_proba(series), expected, rtol=1e-5)
-    one = clone(plain).set_params(class_weight={"slow": 30 / 40, "fast": 30 / 20}).fit(series, labels)
-    numpy.testing.assert_allclose(one.predict_proba(series), expected, rtol=1e-5)
+    expected = clone(plain).fit(series, labels, [share[label] for label in labels]).predict_proba(series)
+    for weight in ("balanced", share):
+        found = clone(plain).set_params(class_weight=weight).fit(series, labels).predict_proba(series)
+        numpy.testing.assert_allclose(found, expected, rtol=1e-5)
     even = clone(plain).fit(series, labels).predict_proba(series)
-    assert balanced.predict_proba(series)[:, 0].mean() > even[:, 0].mean()  # of "fast", which is rarer
+    assert expected[:, 0].mean() > even[:, 0].mean()  # of "fast", which is rarer
 
 
 @pytest.mark.parametrize("kind", [SeriesClassifier, SeriesRegressor])
@@ -557,36 +456,22 @@ def test_series_of_one_group_are_held_out_together(kind):
         small("features", kind).fit(X, y, groups=0 * groups)
 
 
-def test_weights_and_groups_are_routed_by_scikit_learn():
-    series, labels = swings(24)
-    params = {"sample_weight": numpy.arange(1.0, 25.0), "groups": numpy.arange(24) // 2}
-    with config_context(enable_metadata_routing=True):
-        model = small("features").set_fit_request(sample_weight=True, groups=True)
-        model.set_score_request(sample_weight=True)
-        routed = cross_val_score(model, series, labels, cv=GroupKFold(3), params=params, error_score="raise")
-    for score, (train, test) in zip(routed, GroupKFold(3).split(labels, labels, params["groups"]), strict=True):
-        weights, groups = params["sample_weight"], params["groups"]
-        by_hand = small("features").fit([series[i] for i in train], labels[train], weights[train], groups=groups[train])
-        assert score == by_hand.score([series[i] for i in test], labels[test], weights[test])
-
-
 def test_intervals_are_quantiles_of_errors_that_were_held_out():
     random = numpy.random.default_rng(0)
     X = random.normal(size=(460, 1, 20)).cumsum(-1)
     y = 50 + X[:, 0].mean(1) + 0.3 * random.normal(size=460)
     model = small("features", SeriesRegressor).fit(X[:60], y[:60])
     lower, upper = model.predict_interval(X[60:], level=80)
-    ridge = make_pipeline(StandardScaler(), RidgeCV(ALPHAS))
+    features, ridge = features_of(X[:60])
     folds, z = KFold(4, shuffle=True, random_state=0), (y[:60] - y[:60].mean()) / y[:60].std()
-    errors = numpy.sort(abs(z - cross_val_predict(ridge, features_of(X[:60]), z, cv=folds)))
+    errors = numpy.sort(abs(z - cross_val_predict(ridge, features, z, cv=folds)))
     width = errors[49 - 1] * y[:60].std()  # ceil(61 * 0.8) = 49
     numpy.testing.assert_allclose([model.predict(X[60:]) - lower, upper - model.predict(X[60:])], width)
     assert 0.7 < ((lower < y[60:]) & (y[60:] < upper)).mean() < 0.95  # four standard errors of a rank are 0.2
     both = small("features", SeriesRegressor).fit(X[:60], numpy.c_[y, -y][:60])
     numpy.testing.assert_allclose(both.predict_interval(X[60:], 80)[1][:, 0], upper)
-    nothing = [(numpy.arange(20.0), numpy.full((20, 1), numpy.nan))]
     with pytest.warns(UserWarning, match="no observed value"):
-        ends = numpy.ravel(model.predict_interval(nothing, 80))
+        ends = numpy.ravel(model.predict_interval([([0.0], [numpy.nan])], 80))
     around = numpy.sort(abs(y[:60] - y[:60].mean()))[49 - 1]
     numpy.testing.assert_allclose(ends, y[:60].mean() + numpy.array([-around, around]))
 
@@ -605,7 +490,7 @@ def test_an_interval_that_the_series_cannot_show_is_infinite(model):
         fitted.predict_interval(X, 0.9)
 
 
-TABLE, Y = in_months(dropped(10)[0]), dropped(10)[1]
+TABLE, Y = in_months(bumps(10)[0]), bumps(10)[1]
 BY_ID = pandas.Series(Y, index=[f"p{i}" for i in range(10)])
 
 
@@ -614,6 +499,7 @@ BY_ID = pandas.Series(Y, index=[f"p{i}" for i in range(10)])
     [
         ({"model": "rockets"}, TABLE, Y, ValueError, "'rocket'"),
         ({"clock": "local"}, TABLE, Y, ValueError, "clock must be"),
+        ({"static": ["w", "w=a"]}, TABLE.assign(w="a", **{"w=a": 3.0}), Y, ValueError, "name of the level 'a' of 'w'"),
         ({}, TABLE, Y[:9], ValueError, "one entry for each of 10 series"),
         ({}, TABLE, numpy.ones(10, dtype=int), ValueError, "one class, 1"),
         ({}, TABLE[TABLE["id"] == "p0"], [1.0], ValueError, "2 series"),
@@ -625,13 +511,11 @@ BY_ID = pandas.Series(Y, index=[f"p{i}" for i in range(10)])
 )
 def test_what_fit_refuses(options, data, y, kind, message):
     with pytest.raises(kind, match=message):
-        SeriesClassifier(**{"model": "features", "id": "id", "time": "t", **options}).fit(data, y)
+        SeriesClassifier(**{"model": "features", "id": "id", "time": "t", "values": "x", **options}).fit(data, y)
 
 
-@pytest.mark.parametrize("as_array", [numpy.asarray, torch.as_tensor])
-def test_swapped_axes_of_an_array_are_named(as_array):
-    random = numpy.random.default_rng(0)
-    X, labels = as_array(random.normal(size=(8, 20, 2))), numpy.arange(8) % 2  # the layout of torch
+def test_swapped_axes_of_an_array_are_named():
+    X, labels = torch.rand(8, 20, 2), numpy.arange(8) % 2  # the layout of torch
     with pytest.warns(UserWarning, match="20 channels of 2 samples. Fix") as caught:
         small("features").fit(X, labels)
     assert caught[0].filename == __file__
@@ -642,22 +526,19 @@ def test_swapped_axes_of_an_array_are_named(as_array):
 
 def test_a_file_of_other_classes_is_refused(tmp_path):
     series, labels = swings(10)
-    (tmp_path / "text").write_text("hello")
-    with pytest.raises(ValueError, match="made by save"):
-        SeriesClassifier.load(tmp_path / "text")
     model = small("features", device=torch.device("cpu")).fit(series, labels)
     model.save(tmp_path / "model")
     assert SeriesClassifier.load(tmp_path / "model").device == torch.device("cpu")
+    (tmp_path / "text").write_text("hello")
     (tmp_path / "half").write_bytes((tmp_path / "model").read_bytes()[:2000])
-    with pytest.raises(ValueError, match="made by save"):
-        SeriesClassifier.load(tmp_path / "half")
+    for name in ("text", "half"):
+        with pytest.raises(ValueError, match="made by save"):
+            SeriesClassifier.load(tmp_path / name)
     with pytest.raises(ValueError, match=r"SeriesClassifier\.load"):
         SeriesRegressor.load(tmp_path / "model")
     stored = torch.load(tmp_path / "model", weights_only=True)
-    import skops.io
-
-    stored["rest"] = torch.frombuffer(bytearray(skops.io.dumps({"x": pandas.Timestamp(0)})), dtype=torch.uint8)
-    torch.save(stored, tmp_path / "model")
+    foreign = skops.io.dumps({"x": pandas.Timestamp(0)})
+    torch.save(stored | {"rest": torch.frombuffer(bytearray(foreign), dtype=torch.uint8)}, tmp_path / "model")
     with pytest.raises(ValueError, match="not trusted"):
         SeriesClassifier.load(tmp_path / "model")
 

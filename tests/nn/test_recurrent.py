@@ -64,7 +64,7 @@ class Shrinking(rules.Rule):
 
     def filter(self, g, memory):
         t = torch.arange(1, len(g) + 1).unsqueeze(1) + memory.t
-        return g * 0.5 ** (t / self.half_life).unsqueeze(-1), rules.Memory(t=memory.t + len(g))
+        return g * 0.5 ** (t / self.half_life).unsqueeze(-1), rules.RuleState(t=memory.t + len(g))
 
 
 @pytest.mark.parametrize(("cell", "rule"), [*((cell, RULES[rule]) for cell, rule in PAIRS), ("gru", Shrinking())])

@@ -4,9 +4,9 @@ import copy
 import itertools
 import math
 import pickle
+import random
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -59,11 +59,9 @@ def test_conjugate_gradients_solve():
 def test_conjugate_gradients_stop_by_the_rule_of_martens():
     """With values by i, the first i > k, k = max(10, i / 10), at which the relative progress over k is below k eps."""
     a, b = torch.linspace(0.01, 1, 200, dtype=torch.float64), torch.ones(200, dtype=torch.float64)
-    values = [0.0]
-    for limit in range(1, 60):
-        solution = conjugate_gradients(lambda v: a * v, b, None, limit=limit, tolerance=0.0)
-        values.append(solution.iterates[-1][1])
-    assert solution.stop == "limit"
+    limited = [conjugate_gradients(lambda v: a * v, b, None, limit=limit, tolerance=0.0) for limit in range(1, 60)]
+    values = [0.0, *(solution.iterates[-1][1] for solution in limited)]
+    assert limited[-1].stop == "limit"
     expected = next(i for i in range(11, 60) if (values[i] - values[i - 10]) / values[i] < 10 * 5e-4)
     found = conjugate_gradients(lambda v: a * v, b, None, limit=60)
     assert (found.stop, found.iterations) == ("progress", expected)
@@ -100,11 +98,9 @@ def test_a_step_solves_linear_least_squares():
 
 @pytest.mark.parametrize("samples", [0, 2])
 def test_a_resumed_run_goes_on_exactly(samples):
-    layer, readout = hbnode.nn.TanhRNN(2, 4, batch_first=True), nn.Linear(4, 3)
-    model = nn.ModuleList([layer, readout])
+    model = nn.ModuleList([hbnode.nn.TanhRNN(2, 4, batch_first=True), nn.Linear(4, 3)])
     batches = [(torch.randn(8, 5, 2), torch.randint(3, (8, 5))) for _ in range(6)]
     options = {"structural_damping": 0.1, "preconditioner_samples": samples}
-    optimizer = optimizer_of(model, "cross_entropy", **options)
 
     def run(model, optimizer, batches):
         for x, y in batches:
@@ -115,6 +111,7 @@ def test_a_resumed_run_goes_on_exactly(samples):
 
             optimizer.step(forward)
 
+    optimizer = optimizer_of(model, "cross_entropy", **options)
     run(model, optimizer, batches[:3])
     resumed = copy.deepcopy(model)
     again = optimizer_of(resumed, "cross_entropy", **options)
@@ -132,40 +129,19 @@ def test_a_step_that_helps_nowhere_is_rejected_and_lambda_grows():
     optimizer.step(lambda: (model(X) + (0.0 if torch.equal(model.weight, start) else math.nan), Y))
     progress = optimizer.progress
     assert (progress.outcome, progress.step_length, progress.reduction) == ("rejected", 0.0, 0.0)
-    assert progress.ratio == -math.inf
     assert torch.equal(model.weight, start)
     assert optimizer.param_groups[0]["damping"] == pytest.approx(0.15)
-    assert "rejected" in str(progress)
-
-
-def test_a_stationary_point_leaves_lambda():
-    model = nn.Linear(3, 3)
-    optimizer, y = optimizer_of(model), model(X).detach()
-    optimizer.step(lambda: (model(X), y))
-    assert optimizer.progress.outcome == "stationary"
-    assert optimizer.param_groups[0]["damping"] == 0.1
 
 
 def test_rounding_after_an_exact_fit_leaves_lambda():
-    """New targets are then fitted as soon as by a fresh optimizer."""
-
-    def steps_to_fit(model, optimizer, y):
-        for step in range(50):
-            if step and optimizer.progress.new_loss < 1e-3:
-                return step
-            optimizer.step(lambda: (model(x), y))
-        return 50
-
     x = torch.randn(10, 3)
-    y = x.sum(1, keepdim=True)
-    model, fresh = (nn.Sequential(nn.Linear(3, 12), nn.Tanh(), nn.Linear(12, 1)) for _ in range(2))
+    model = nn.Sequential(nn.Linear(3, 12), nn.Tanh(), nn.Linear(12, 1))
     optimizer = optimizer_of(model)
     for _ in range(40):
-        optimizer.step(lambda: (model(x), y))
+        optimizer.step(lambda: (model(x), x.sum(1, keepdim=True)))
     assert (optimizer.progress.outcome, math.isnan(optimizer.progress.ratio)) == ("stationary", True)
     assert optimizer.progress.loss < 1e-12
     assert optimizer.progress.damping < 0.1
-    assert steps_to_fit(model, optimizer, -y) <= steps_to_fit(fresh, optimizer_of(fresh), -y) + 2
 
 
 def test_a_huge_lambda_comes_down():
@@ -184,13 +160,11 @@ def test_the_preconditioner_is_the_mean_square_of_the_cases_gradients():
     optimizer = hbnode.optim.HessianFree(parameters, loss="mse", **options)
     optimizer.step(lambda: (model(x), y))
     assert optimizer.progress.reduction > 0
-    assert torch.equal(unused, torch.ones(2).double())
     with torch.no_grad():
         found = optimizer._model.preconditioner(4000)
-    squares = []
-    for case, target in zip(x, y, strict=True):
-        loss = (model(case) - target).square().sum() / 2
-        squares.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))]) ** 2)
+    losses = (model(x) - y).square().sum((1, 2)) / 2
+    gradients = [torch.autograd.grad(loss, parameters[:-1], retain_graph=True) for loss in losses]
+    squares = [torch.cat([g.flatten() for g in each]) ** 2 for each in gradients]
     torch.testing.assert_close(found[:12], torch.stack(squares).mean(0) ** 0.75, rtol=0.1, atol=0)
     assert (found[12:] == 2.0**-52 * found.max()).all()
 
@@ -213,8 +187,6 @@ def test_a_graph_from_before_the_step_is_refused_and_products_belong_to_the_step
     model[0].requires_grad_(False)
     with pytest.raises(RuntimeError, match=r"2 of them were frozen after it. Fix: requires_grad_\(True\)"):
         optimizer.product(v)
-    optimizer.step(lambda: (model(X), Y))
-    assert optimizer.product(torch.ones(15)).shape == (15,)
 
 
 def test_ignored_positions_and_weights_of_zero_have_no_effect():
@@ -286,20 +258,14 @@ def test_frozen_and_unused_parameters_stay_and_groups_are_added():
     model.layer.weight_hh_l0.requires_grad_(True)
     optimizer.step(lambda: (model(X), Y))
     assert not torch.equal(model.layer.weight_hh_l0, before["layer.weight_hh_l0"])
-    model.requires_grad_(False)
-    with pytest.raises(ValueError, match="all parameters are frozen"):
-        optimizer.step(lambda: (model(X), Y))
 
 
 def test_copies_files_and_other_dtypes(tmp_path):
     model = nn.Linear(3, 3)
-    optimizer = optimizer_of(model)
-    optimizer.load_state_dict(optimizer_of(model, damping=0.3).state_dict())
+    optimizer = optimizer_of(model, damping=0.3)
     optimizer.step(lambda: (model(X), Y))
-    assert optimizer.progress.damping == 0.3
     for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-        assert copied.param_groups[0]["damping"] == optimizer.param_groups[0]["damping"]
-        assert copied.progress is None
+        assert copied.param_groups[0]["damping"] == optimizer.param_groups[0]["damping"] < 0.3
     torch.save(optimizer.state_dict(), tmp_path / "state.pt")
     loaded = torch.load(tmp_path / "state.pt", weights_only=True)
     assert torch.equal(loaded["state"][0]["direction"], optimizer.state[model.weight]["direction"])
@@ -312,20 +278,14 @@ def test_copies_files_and_other_dtypes(tmp_path):
 
 
 def test_states_of_others_are_refused():
-    model, x = nn.Linear(3, 5, bias=False), torch.randn(9, 3)
+    model = nn.Linear(3, 5, bias=False)
     optimizer = optimizer_of(model)
-    optimizer.step(lambda: (model(x), x @ torch.ones(3, 5)))
+    optimizer.step(lambda: (model(X), X @ torch.ones(3, 5)))
     state, adam = optimizer.state_dict(), torch.optim.Adam(model.parameters()).state_dict()
-    spoiled = copy.deepcopy(state)
-    spoiled["param_groups"][0]["damping"] = math.nan
     for other, wrong, message in (
-        (optimizer, {}, r"must have 'param_groups'.*Fix: pass the result of HessianFree.state_dict"),
-        (optimizer, None, "must have 'param_groups' and 'state'"),
-        (optimizer, {"state": {}}, "must have 'param_groups' and 'state'"),
         (optimizer, adam, "belongs to another optimizer"),
         (optimizer_of(model, "bce"), state, r"Fix: HessianFree\(..., loss='mse'\)"),
         (optimizer_of(nn.Linear(5, 3, bias=False)), state, r"direction of shape \(5, 3\) for .* \(3, 5\)"),
-        (optimizer, spoiled, "damping of the state_dict is nan"),
     ):
         with pytest.raises(ValueError, match=message):
             other.load_state_dict(wrong)
@@ -335,65 +295,44 @@ def test_states_of_others_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
+    ("options", "message"),
     [
-        ({"loss": nn.MSELoss()}, ValueError, "must be one of.*Fix: loss='mse'"),
-        ({"loss": nn.functional.cross_entropy}, ValueError, "Fix: loss='cross_entropy'"),
-        ({"loss": "l1"}, ValueError, "Fix: loss='mse', for instance"),
-        ({"structural_damping": True}, ValueError, "structural_damping must be a number >= 0, got True"),
-        ({"damping": 1e-4}, ValueError, "at least min_damping=0.0002"),
-        ({"case_dim": "x"}, TypeError, "case_dim must be a whole number"),
-        ({"params": [torch.zeros(2).half()]}, ValueError, r"float32 or float64.*model.float\(\)"),
-        ({"params": [torch.zeros(2, dtype=torch.complex64)]}, ValueError, "must be real, got torch.complex64"),
-        ({"params": [torch.zeros(2), torch.zeros(2).double()]}, ValueError, "one dtype and one device"),
-        (
-            {"params": [{"params": [torch.zeros(2)], "damping": 1.0}]},
-            ValueError,
-            r"its own, got \['damping'\]",
-        ),
+        ({"loss": nn.MSELoss()}, "must be one of.*Fix: loss='mse'"),
+        ({"loss": nn.functional.cross_entropy}, "Fix: loss='cross_entropy'"),
+        ({"structural_damping": -0.1}, "structural_damping must be a number >= 0, got -0.1"),
+        ({"damping": 1e-4}, "at least min_damping=0.0002"),
+        ({"params": [torch.zeros(2).half()]}, r"float32 or float64.*model.float\(\)"),
+        ({"params": [torch.zeros(2), torch.zeros(2).double()]}, "one dtype and one device"),
+        ({"params": [{"params": [torch.zeros(2)], "damping": 1.0}]}, r"its own, got \['damping'\]"),
     ],
 )
-def test_wrong_options(options, error, message):
-    with pytest.raises(error, match=message):
+def test_wrong_options(options, message):
+    with pytest.raises(ValueError, match=message):
         hbnode.optim.HessianFree(**({"params": [torch.zeros(2)], "loss": "mse"} | options))
 
 
-NOISE = np.random.default_rng(0)
-REFUSED = {
-    "a loss": (
-        "mse",
-        lambda z: (z - Y).square().mean(),
-        TypeError,
-        r"must return .* got Tensor. Fix: .* backward",
-    ),
-    "a state": ("mse", lambda z: ((z, None), Y), TypeError, "got tuple. Fix: output, state = model"),
-    "shape": ("mse", lambda z: (z, Y[..., 0]), ValueError, "must have the shape of the outputs"),
-    "swapped": ("mse", lambda z: (Y, z, z), ValueError, "must not require a gradient. Fix: return .outputs"),
-    "own targets": ("mse", lambda z: (z, z.sin(), z), ValueError, r"Fix: targets.detach\(\)"),
-    "no graph": ("mse", lambda z: (z.detach(), Y, z), ValueError, "the outputs of .* do not depend on"),
-    "empty": ("mse", lambda z: (z[:0], Y[:0]), ValueError, "have no cases"),
-    "no dimension": ("mse", lambda z: (z.sum(), Y.sum()), ValueError, "case_dim=0 must be a dimension"),
-    "no hidden": ("mse", lambda z: (z, Y), ValueError, r"needs hidden states, got none.*tanh_hidden"),
-    "hidden": ("mse", lambda z: (z, Y, "h"), TypeError, "hidden must be a tensor, a pair"),
-    "hidden without graph": ("mse", lambda z: (z, Y, [z, X]), ValueError, "the hidden states of forward"),
-    "two states": ("mse", lambda z: (z, Y, (z, z.exp())), ValueError, r"must not require a gradient. Fix: .* \[h, c\]"),
-    "negative": ("mse", lambda z: (z, Y, (z, -torch.ones(3))), ValueError, "must be finite numbers >= 0"),
-    "weight": ("mse", lambda z: (z, Y, z, torch.ones(4, 5)), ValueError, "must broadcast to .*unsqueeze"),
-    "classes": ("cross_entropy", lambda z: (z.mT, CLASSES, z), ValueError, r"Fix: outputs.movedim\(1, -1\)"),
-    "column": ("cross_entropy", lambda z: (z, CLASSES[..., None], z), ValueError, r"Fix: targets.squeeze\(-1\)"),
-    "range": ("cross_entropy", lambda z: (z, CLASSES + 3, z), ValueError, r"must be in \[0, 3\).*got 3"),
-    "probability": ("bce", lambda z: (z, Y, z), ValueError, r"expects targets in \[0, 1\]"),
-    "nan": ("mse", lambda z: (z * math.nan, Y, z), FloatingPointError, "the loss is nan before the step"),
-    "gradient": ("mse", lambda z: (z.abs().sub(z.abs()).sqrt(), Y, z), FloatingPointError, "gradient of weight"),
-    "overflow": ("mse", lambda z: (1e10 * z, Y, z), FloatingPointError, "the squared norm of the gradient is inf"),
-    "new targets": ("mse", lambda z: (z, Y + NOISE.normal(), z), ValueError, r"same targets.*x, y = next\(bat"),
-    "noise": ("mse", lambda z: (z + NOISE.normal(), Y, z), ValueError, "the loss .* and then .* Fix: draw noise"),
-}
+REFUSED = [
+    ("mse", lambda z: (z - Y).square().mean(), TypeError, r"must return .* got Tensor. Fix: .* backward"),
+    ("mse", lambda z: ((z, None), Y), TypeError, "got tuple. Fix: output, state = model"),
+    ("mse", lambda z: (z, Y[..., 0]), ValueError, "must have the shape of the outputs"),
+    ("mse", lambda z: (Y, z, z), ValueError, "must not require a gradient. Fix: return .outputs"),
+    ("mse", lambda z: (z.detach(), Y, z), ValueError, "the outputs of .* do not depend on"),
+    ("mse", lambda z: (z, Y), ValueError, r"needs hidden states, got none.*tanh_hidden"),
+    ("mse", lambda z: (z, Y, z, torch.ones(4, 5)), ValueError, "must broadcast to .*unsqueeze"),
+    ("cross_entropy", lambda z: (z.mT, CLASSES, z), ValueError, r"Fix: outputs.movedim\(1, -1\)"),
+    ("cross_entropy", lambda z: (z, CLASSES[..., None], z), ValueError, r"Fix: targets.squeeze\(-1\)"),
+    ("cross_entropy", lambda z: (z, CLASSES + 3, z), ValueError, r"must be in \[0, 3\).*got 3"),
+    ("bce", lambda z: (z, Y, z), ValueError, r"expects targets in \[0, 1\]"),
+    ("mse", lambda z: (z * math.nan, Y, z), FloatingPointError, "the loss is nan before the step"),
+    ("mse", lambda z: (z.abs().sub(z.abs()).sqrt(), Y, z), FloatingPointError, "gradient of weight"),
+    ("mse", lambda z: (1e10 * z, Y, z), FloatingPointError, "the squared norm of the gradient is inf"),
+    ("mse", lambda z: (z, Y + random.random(), z), ValueError, r"same targets.*x, y = next\(bat"),
+    ("mse", lambda z: (z + random.random(), Y, z), ValueError, "the loss .* and then .* Fix: draw noise"),
+]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_a_closure_must_not_return(name):
-    loss, wrong, error, message = REFUSED[name]
+@pytest.mark.parametrize(("loss", "wrong", "error", "message"), REFUSED)
+def test_what_a_closure_must_not_return(loss, wrong, error, message):
     model = nn.Linear(3, 3)
     optimizer = hbnode.optim.HessianFree(model.named_parameters(), loss=loss, structural_damping=0.1)
     before = copy.deepcopy(model.state_dict())
@@ -416,17 +355,10 @@ class Once(torch.autograd.Function):
         return grad * ctx.saved_tensors[0].cos()
 
 
-def test_parameters_given_twice_and_steps_without_a_closure():
-    x = torch.zeros(2)
-    with pytest.raises(ValueError, match=r"list\(dict.fromkeys"), pytest.warns(UserWarning, match="duplicate"):
-        hbnode.optim.HessianFree([x, x], loss="mse")
+def test_steps_without_a_closure_and_a_curvature_that_is_not_finite():
     model = nn.Linear(3, 3)
     with pytest.raises(TypeError, match=r"earlier backward\(\) are not used. Fix: optimizer.step\(lambda: \(model"):
         optimizer_of(model).step()
-    with pytest.raises(TypeError, match=r"curvature must be a function without arguments"):
-        optimizer_of(model).step(lambda: (X, Y), 3)
-    with pytest.raises(ValueError, match=r"case_dim=2 must be a dimension of the outputs that contains cases"):
-        optimizer_of(model, "cross_entropy", case_dim=2).step(lambda: (model(X), CLASSES))
     for x, y in ((X * math.nan, Y), (X, Y * math.nan)):
         with pytest.raises(FloatingPointError, match=r"of curvature\(\) are not finite"):
             optimizer_of(model).step(lambda: (model(X), Y), lambda x=x, y=y: (model(x), y))
@@ -440,35 +372,25 @@ class Detached(Once):
         return grad.detach() * ctx.saved_tensors[0].detach().cos()
 
 
-class Wrong(Once):
-    """The sine, whose backward pass has another derivative than it should."""
-
-    @staticmethod
-    def backward(ctx, grad):
-        grad = grad * ctx.saved_tensors[0].cos()
-        return grad + grad.sign() * (grad.abs() - grad.abs().detach())
-
-
 def clamped(model, x):
     model[0].weight.register_hook(lambda grad: grad.detach().clamp(-1, 1))
     return model[0](x)
 
 
-NOT_TWICE = {
-    "once": (lambda m, x: m[1](Once.apply(m[0](x))), "backward pass of OnceBackward has no graph. Fix: replace"),
-    "two paths": (lambda m, x: 1000 * m(x) + Detached.apply(m[0](x)), "backward pass of DetachedBackward has no graph"),
-    "wrong": (lambda m, x: Wrong.apply(m[0](x)), "the derivative of its backward pass is wrong"),
-    "hook": (clamped, "a hook of a parameter detaches its gradient"),
-    "reentrant": (
-        lambda m, x: m[1](checkpoint(m[0], x.clone().requires_grad_(), use_reentrant=True)),
-        "reentrant checkpoints.*use_reentrant=False",
-    ),
-}
+def reentrant(model, x):
+    return model[1](checkpoint(model[0], x.clone().requires_grad_(), use_reentrant=True))
 
 
-@pytest.mark.parametrize("name", NOT_TWICE)
-def test_a_model_that_cannot_be_differentiated_twice_is_refused(name):
-    evaluate, message = NOT_TWICE[name]
+NOT_TWICE = [
+    (lambda m, x: m[1](Once.apply(m[0](x))), "backward pass of OnceBackward has no graph. Fix: replace"),
+    (lambda m, x: 1000 * m(x) + Detached.apply(m[0](x)), "backward pass of DetachedBackward has no graph"),
+    (clamped, "a hook of a parameter detaches its gradient"),
+    (reentrant, "reentrant checkpoints.*use_reentrant=False"),
+]
+
+
+@pytest.mark.parametrize(("evaluate", "message"), NOT_TWICE)
+def test_a_model_that_cannot_be_differentiated_twice_is_refused(evaluate, message):
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(RuntimeError, match=f"cannot be differentiated twice.*{message}"):
@@ -502,16 +424,16 @@ class LanguageModel(nn.Module):
         return self.readout(self.layer(self.embed(tokens))[0])
 
 
-def momentum(cell, rule, width=4):
-    return lambda: (Net(getattr(hbnode.nn, f"Momentum{cell}")(3, width, rule=rule, batch_first=True), width), X, Y)
-
-
 def sequential(*layers, x=X, y=Y):
     return lambda: (nn.Sequential(*copy.deepcopy(layers)), x, y)
 
 
-def transformer(attention):
-    return lambda: (hbnode.nn.MomentumTransformer(5, 8, 2, 1, 16, attention=attention), TOKENS, TOKENS)
+def recurrent(kind, **options):
+    return lambda: (Net(kind(3, 4, batch_first=True, **options)), X, Y)
+
+
+def compiled():
+    return torch.compile(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)), backend="aot_eager"), X, Y
 
 
 TOKENS = torch.arange(18).view(3, 6) % 5
@@ -523,24 +445,17 @@ PICTURES = (nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), n
 
 FAST = ["DTRIV", "momentum GRU", "ODERNN", "encoder", "checkpoint", "language model", "pictures", "one sample"]
 MODELS = {
-    "DTRIV": lambda: (Net(hbnode.nn.DTRIV(3, 4, batch_first=True)), X, Y),
-    "momentum GRU": momentum("GRU", "momentum"),
-    "Adam LSTM, wide": momentum("LSTM", "adam", 600),
-    "RMSProp RNN": momentum("RNN", "rmsprop"),
-    "adaptive GRU, wide": momentum("GRU", "adaptive", 600),
+    "DTRIV": recurrent(hbnode.nn.DTRIV),
+    "momentum GRU": recurrent(hbnode.nn.MomentumGRU, rule="momentum"),
+    "Adam LSTM": recurrent(hbnode.nn.MomentumLSTM, rule="adam"),
     "ODERNN": lambda: (Timed(hbnode.ODERNN(3, 4, field="hbnode")), X, Y),
     "ODEBlock": lambda: (hbnode.HeavyBallODEBlock(nn.Linear(3, 3), steps=4, method="nystrom4"), X, Y),
     "adjoint": lambda: (hbnode.HeavyBallODEBlock(nn.Linear(3, 3), method="dopri5", gradient="adjoint"), X, Y),
     "encoder": sequential(nn.Linear(3, 4), ENCODER, nn.Linear(4, 3)),
     "checkpoint": lambda: (Checkpointed(nn.Sequential(nn.Linear(3, 4), nn.Tanh())), X, Y),
-    "compiled": lambda: (
-        torch.compile(sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))()[0], backend="aot_eager"),
-        X,
-        Y,
-    ),
+    "compiled": compiled,
     "language model": lambda: (LanguageModel(), TOKENS, TOKENS),
-    "momentum transformer": transformer("momentum"),
-    "softmax transformer": transformer("softmax"),
+    "momentum transformer": lambda: (hbnode.nn.MomentumTransformer(5, 8, 2, 1, 16), TOKENS, TOKENS),
     "pictures": sequential(*PICTURES, x=torch.randn(16, 1, 8, 8), y=torch.arange(16) % 10),
     "one sample": sequential(nn.Linear(3, 2), x=X[0, :1], y=CLASSES[0, :1]),
     "spectral norm": lambda: (nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)), X, Y),

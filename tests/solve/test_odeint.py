@@ -33,8 +33,7 @@ def test_tuple_states_are_solved_as_torchdiffeq_solves_the_stacked_state(gradien
             calls.append(1)
             return torch.stack(field(t, (z[0], z[1])))
 
-    t = torch.tensor([0.0, 1.0, 3.0], dtype=dtype)
-    settings = {"rtol": 1e-4, "atol": 1e-4, "method": "dopri5"}
+    t, settings = torch.tensor([0.0, 1.0, 3.0], dtype=dtype), {"rtol": 1e-4, "atol": 1e-4, "method": "dopri5"}
     solver, extra = torchdiffeq.odeint, {}
     if gradient == "adjoint":
         solver, extra = torchdiffeq.odeint_adjoint, {"adjoint_params": inner}
@@ -68,20 +67,8 @@ def test_the_adjoints_default_is_the_seminorm_and_inherits_options():
 
 
 def test_land_steps_exactly_onto_the_output_times():
-    exact = math.cos(3.0)
-    spring = hbnode.HBNODE(lambda h: -h, damping=0.0, learn_damping=False)
-    state = (float64(1.0), float64(0.0))
-    tight = {"method": "dopri8", "rtol": 1e-9, "atol": 1e-9}
-    past = hbnode.odeint(spring, state, [0.0, 3.0], **tight)[0][-1].item()
-    on = hbnode.odeint(spring, state, [0.0, 3.0], **tight, save="exact")[0][-1].item()
-    assert abs(on - exact) < 1e-8 < abs(past - exact)
     latest = []
-
-    def field(t, y):
-        latest.append(float(t))
-        return -y
-
-    hbnode.odeint(field, float64(1.0), [0.0, 0.7], method="dopri5", save="exact")
+    hbnode.odeint(lambda t, y: latest.append(float(t)) or -y, float64(1.0), [0.0, 0.7], method="dopri5", save="exact")
     assert max(latest) <= 0.7
 
 
@@ -134,12 +121,11 @@ def test_the_adjoint_of_samples_with_their_own_steps_and_times_is_that_of_the_ma
     y = y if model == "node" else torch.cat(y, 2)
     damping = getattr(field, "damping", float64(0.4)).reshape(1)
     matrix = torch.cat([float64(0.0, 1.0), -k - getattr(field, "xi", 0.0), -damping]).view(2, 2)
-    exact = (
-        torch.linalg.matrix_exp((t - t[..., :1]).expand(3, -1).T.contiguous()[..., None, None] * matrix) @ y0[..., None]
-    )
+    since = (t - t[..., :1]).expand(3, -1).T.contiguous()[..., None, None]
+    exact = (torch.linalg.matrix_exp(since * matrix) @ y0[..., None])[..., 0]
     weights = torch.linspace(1, 2, y.numel(), dtype=torch.float64).view_as(y)
     leaves = [y0, k, t, *field.parameters()]
-    found, wanted = (torch.autograd.grad((weights * x).sum(), leaves) for x in (y, exact[..., 0]))
+    found, wanted = (torch.autograd.grad((weights * x).sum(), leaves) for x in (y, exact))
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
 
 
@@ -217,20 +203,6 @@ SPRING = {"field": hbnode.HBNODE(lambda h: -h, learn_damping=False), "y0": (torc
 DATES = [datetime.datetime(2026, 11, 24), datetime.datetime(2026, 11, 25, 12)]
 
 
-def test_scipy_that_stops_early_is_named(monkeypatch):
-    import torchdiffeq._impl.scipy_wrapper as wrapper
-
-    def stops(*args, **kwargs):
-        solution = solve_ivp(*args, **kwargs)
-        solution.y = solution.y[:, :1]
-        return solution
-
-    solve_ivp = wrapper.solve_ivp
-    monkeypatch.setattr(wrapper, "solve_ivp", stops)
-    with torch.no_grad(), pytest.raises(hbnode.SolverError, match="scipy stopped after 1 of 2 output times"):
-        hbnode.odeint(lambda t, y: -y, torch.ones(2), [0.0, 1.0], method="scipy_solver")
-
-
 @pytest.mark.parametrize(("method", "nfe"), [("dopri5", 2 + 6 * 20), ("tsit5", 1 + 6 * 20), ("scipy_solver", None)])
 def test_runaway_solves_stop(method, nfe):
     fast = lambda t, y: torch.cos(1e3 * t) + 0 * y
@@ -284,39 +256,21 @@ def closure_over_a_leaf():
         ({"method": "dopri6"}, ValueError, "unknown method 'dopri6'; expected one of .*dopri5"),
         ({"gradient": "backprop"}, ValueError, "unknown gradient 'backprop'.*expected one of .*'checkpoint'"),
         ({"per_sample": True, "method": "dopri5"}, ValueError, "per_sample=True is not possible with method='dopri5'"),
-        ({"per_sample": "each"}, ValueError, "per_sample must be True or False, got 'each'"),
         ({"rtol": 0.0}, ValueError, "rtol must be a positive number, got 0.0"),
-        ({"atol": "1e-3"}, ValueError, "atol must be a positive number, got '1e-3'"),
-        (
-            {"rtol": 1e-10},
-            ValueError,
-            "rtol=1e-10 is far below the machine epsilon .* of torch.float32.*Fix: solve in float64",
-        ),
+        ({"rtol": 1e-10}, ValueError, "below the machine epsilon .* of torch.float32.*Fix: solve in float64"),
         ({"options": "steps"}, TypeError, "options must be a dict, got str"),
         ({"options": {"step_sise": 0.1}, "method": "dopri5"}, ValueError, r"\['step_sise'\], which method='dopri5'"),
-        ({"options": {"dense": True}, "method": "leapfrog", "steps": 2}, ValueError, r"has \['dense'\], which"),
         ({"options": {"max_num_steps": 9}, "method": "dopri5"}, ValueError, "Fix: max_steps=n, an argument"),
         ({"options": {"step_size": -0.1}, "method": "rk4"}, ValueError, r"options\['step_size'\] must be positive"),
-        ({"options": {"max_step": 0.0}}, ValueError, r"options\['max_step'\] must be positive"),
-        ({"adjoint_options": {"norm": "semi"}, "method": "dopri5"}, ValueError, "must be 'seminorm' or a function"),
         ({"adjoint_options": {"rtol": 1e-3}, "method": "dopri5"}, ValueError, r"adjoint_options has \['rtol'\]"),
-        ({"adjoint_options": {"steps": 2}, "method": "rk4"}, ValueError, "Fix: steps=n"),
         ({"adjoint_options": {}}, ValueError, "adjoint_options are for torchdiffeq's methods"),
-        ({"max_steps": 0}, ValueError, "max_steps must be an integer >= 1, got 0"),
         ({"save": True}, ValueError, r"save must be one of \('interpolate', 'exact'\), got True"),
-        ({"save": "exact", "method": "scipy_solver"}, ValueError, "not possible with method='scipy_solver'"),
         ({"t": [0.0, 0.5, 0.5]}, ValueError, r"t\[1\]=0.5 is followed by t\[2\]=0.5"),
-        ({"t": [0.0, 1.0, 0.5]}, ValueError, r"t\[1\]=1 is followed by t\[2\]=0.5"),
         ({"t": [0.0, math.nan]}, ValueError, "t must be finite"),
         ({"t": []}, ValueError, "at least one time"),
         ({"t": 5.0}, TypeError, "t must be times, a tensor or a sequence, got float"),
-        ({"t": torch.tensor([0, 1j])}, TypeError, "t must hold real numbers, got torch.complex64"),
-        ({"t": torch.tensor([False, True])}, TypeError, "t must hold real numbers, got torch.bool"),
-        ({"t": {0.0, 1.0}}, TypeError, "a tensor or a sequence, got set"),
         ({"t": [0.0, torch.ones(2)]}, ValueError, "not scalars"),
-        ({"t": ["0.0", "1.0"]}, TypeError, "numbers, .* got a list of str"),
         ({"t": pd.to_datetime(DATES)}, TypeError, r"numbers, .* got a DatetimeIndex.*Fix: .*pandas.Series\(t\)"),
-        ({"t": pd.to_timedelta([6, 42], unit="h")}, TypeError, "numbers, .* got a TimedeltaIndex"),
         ({"t": DATES}, TypeError, r"Fix: dates and durations in days, t = pandas.Series\(t\), then"),
         ({"t": torch.zeros(2, 2), "method": "dopri5"}, ValueError, r"one-dimensional, got shape \(2, 2\)"),
         ({"t": torch.zeros(3, 2), **SPRING}, ValueError, r"t has shape \(3, 2\) for a batch of 2"),
@@ -328,23 +282,16 @@ def closure_over_a_leaf():
         ({**SPRING, "y0": (torch.ones(2, 1), torch.ones(2, 2))}, ValueError, "h and m must have one shape"),
         ({"field": 3}, TypeError, "field must be callable"),
         ({"field": lambda t, y: y[:, None]}, ValueError, r"returned shape \(1, 1\) for a state of shape \(1\,\)"),
-        ({"field": lambda t, y: (y, y)}, ValueError, r"returned \(shape .* for a state of shape"),
         ({"field": lambda t, y: y.double()}, TypeError, "returned torch.float64 for a state of torch.float32"),
         ({"field": hbnode.HBNODE(nn.Linear(1, 1))}, TypeError, "HBNODE is solved on a pair of tensors, got shape"),
         ({"field": hbnode.NODE(nn.Linear(1, 1)), "y0": SPRING["y0"]}, TypeError, "NODE is solved on a tensor, got"),
         ({"field": hbnode.NODE(lambda h: h.sum())}, ValueError, r"func returned shape \(\); expected .* \(1,\)"),
-        ({"field": hbnode.NODE(lambda h: 1.0)}, ValueError, "func returned type float"),
         ({"field": hbnode.NODE(nn.Linear(1, 1).double())}, TypeError, "state is torch.float32, the field's parameters"),
         ({**SPRING, "field": hbnode.HBNODE(nn.Tanh(), damping=[0.1] * 3)}, ValueError, "which does not broadcast"),
-        (
-            {"steps": 4, "method": "dopri5"},
-            ValueError,
-            "steps=4 needs fixed steps, which method='dopri5' does not have",
-        ),
+        ({"steps": 4, "method": "dopri5"}, ValueError, "steps=4 needs fixed steps, which method='dopri5' does not"),
         ({"steps": 1.5}, ValueError, "steps must be a positive integer, got 1.5"),
         ({"steps": 2, "options": {"step_size": 0.1}, "method": "rk4"}, ValueError, "Fix: give one of them"),
         ({"jump_times": [0.5], "method": "fixed_adams"}, ValueError, "jump_times are not possible with method='fixed_"),
-        ({"method": "scipy_solver", "y0": torch.ones(1, requires_grad=True)}, ValueError, "no direct gradient"),
         ({"method": "scipy_solver", "field": closure_over_a_leaf()}, ValueError, "no direct gradient"),
         ({"method": "leapfrog", **SPRING}, ValueError, "needs fixed steps. Fix: steps=n"),
         ({"method": "nystrom4", "field": hbnode.NODE(nn.Tanh())}, ValueError, "an HBNODE, got NODE"),
@@ -359,11 +306,11 @@ def test_bad_input(change, kind, message):
     if "adjoint_options" in change and "method" in change:
         arguments["gradient"] = "adjoint"
     with pytest.raises(kind, match=message):
-        hbnode.odeint(arguments.pop("field"), arguments.pop("y0"), arguments.pop("t"), **arguments)
+        hbnode.odeint(**arguments)
 
 
 def test_a_tolerance_below_rounding_is_mentioned_once(caplog):
-    sys.modules["hbnode.solve.odeint"]._log_tight_tolerance.cache_clear()
+    sys.modules["hbnode.solve.odeint"].check_precision.cache_clear()
     with caplog.at_level(logging.WARNING, logger="hbnode"):
         for _ in range(3):
             hbnode.odeint(lambda t, y: -y, torch.ones(2), [0.0, 1.0], rtol=1e-7, atol=1e-5)
@@ -386,13 +333,13 @@ class Recording(nn.Module):
         return -self.rate * (1 + t) * y
 
 
-@pytest.mark.parametrize("method", ["dopri5", "rk4", "tsit5"])
-@pytest.mark.parametrize("gradient", ["direct", "adjoint"])
+@pytest.mark.sparse
 @pytest.mark.parametrize("make", [hbnode.NODE, hbnode.HBNODE])
-def test_an_f_that_changes_its_input_in_place_is_refused(method, gradient, make):
+@pytest.mark.parametrize("method", ["tsit5", "dopri5", "rk4"])
+@pytest.mark.parametrize("gradient", ["direct", "adjoint"])
+def test_an_f_that_changes_its_input_in_place_is_refused(gradient, method, make):
     func = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(2, 2))
-    block = hbnode.ODEBlock(make(func), method=method, gradient=gradient)
-    x = torch.randn(3, 2)
+    block, x = hbnode.ODEBlock(make(func), method=method, gradient=gradient), torch.randn(3, 2)
     for grad, leaf in ((True, True), (True, False), (False, False)):
         with torch.set_grad_enabled(grad), pytest.raises(ValueError, match=r"func changes its input in place.*Fix"):
             block(x.clone().requires_grad_(leaf))
@@ -426,11 +373,10 @@ def test_callbacks_of_the_field_are_called_as_torchdiffeq_calls_them(method, end
 
 
 @pytest.mark.parametrize("t", [[0.0, 1.0], [0.0, -1.0]])
-@pytest.mark.parametrize("gradient", ["direct", "adjoint"])
-def test_perturb_keeps_away_from_the_start(gradient, t):
+def test_perturb_keeps_away_from_the_start(t):
     field, y0 = Recording(), torch.ones(3)
     with hbnode.count_nfe(field) as nfe:
-        hbnode.odeint(field, y0, t, method="euler", gradient=gradient, steps=2, options={"perturb": True})
+        hbnode.odeint(field, y0, t, method="euler", steps=2, options={"perturb": True})
     assert nfe.forward == len(field.times) == 2
     assert all(time != 0 for time in field.times)
     assert field.times[0].item() == pytest.approx(0.0, abs=1e-6)
@@ -445,7 +391,7 @@ def test_every_method_solves_the_decay_of_a_scalar(method, gradient, dtype):
     if gradient not in TORCHDIFFEQ_METHODS[method].gradients:
         return
     rate, times = torch.tensor(1.5, dtype=dtype, requires_grad=True), []
-    steps = None if not TORCHDIFFEQ_METHODS[method].needs_fixed_steps else 400 if "adams" in method else 100
+    steps = None if not TORCHDIFFEQ_METHODS[method].needs_fixed_steps else 100
     margin = 2e-2 if method == "euler" else 3e-3  # Euler's error is 1.5² · 1.0 · step / 2, relative to the solution
     settings = {"method": method, "gradient": gradient, "steps": steps, "rtol": 1e-6}
     field = lambda t, y: times.append(t) or -rate * y

@@ -64,29 +64,15 @@ def robertson(t, y, k=(0.04, 3e7, 1e4)):
     return torch.stack([back - slow, slow - back - fast, fast], -1)
 
 
-def van_der_pol(t, y):
-    return torch.stack([y[..., 1], 1000 * (1 - y[..., 0] ** 2) * y[..., 1] - y[..., 0]], -1)
-
-
-def hires(t, y):
-    a, b, c, d, e, f, g, h = y.unbind(-1)
-    bound = 280 * f * h
-    return torch.stack([
-        -1.71 * a + 0.43 * b + 8.32 * c + 0.0007, 1.71 * a - 8.75 * b, -10.03 * c + 0.43 * d + 0.035 * e,
-        8.32 * b + 1.71 * c - 1.12 * d, -1.745 * e + 0.43 * (f + g),
-        -bound + 0.69 * d + 1.71 * e - 0.43 * f + 0.69 * g, bound - 1.81 * g, 1.81 * g - bound,
-    ], -1)  # fmt: skip
+def van_der_pol(t, y, mu=1000.0):
+    return torch.stack([y[..., 1], mu * (1 - y[..., 0] ** 2) * y[..., 1] - y[..., 0]], -1)
 
 
 # The ends are the reference values of Mazzia and Magherini, Test Set for Initial Value Problem Solvers, release 2.4.
 STIFF = {
     "robertson": (robertson, [1.0, 0, 0], 1e11, [0.2083340149701255e-7, 0.8333360770334713e-13, 0.9999999791665050]),
     "van der Pol": (van_der_pol, [2.0, 0.0], 2000.0, [1.706167732170483, -8.928097010247975e-4]),
-    "hires": (hires, [1.0, 0, 0, 0, 0, 0, 0, 0.0057], 321.8122, [
-        0.7371312573325668e-3, 0.1442485726316185e-3, 0.5888729740967575e-4, 0.1175651343283149e-2,
-        0.2386356198831331e-2, 0.6238968252742796e-2, 0.2849998395185769e-2, 0.2850001604814231e-2,
-    ]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", STIFF)
@@ -96,13 +82,9 @@ def test_stiff_problems_within_ten_tolerances_and_twice_the_evaluations_of_radau
     with torch.no_grad(), hbnode.count_nfe(field) as nfe:
         y = solve(field, torch.tensor(y0, **DOUBLE), [0.0, end], **tolerances)[-1]
     assert ((y - exact).abs() / (1e-8 + 1e-4 * exact.abs())).max() < 10
-    jacobians = nfe.steps + nfe.rejected
-
-    def of_numpy(t, y):
-        return field(t, torch.from_numpy(y)).numpy()
-
+    of_numpy = lambda t, y: field(t, torch.from_numpy(y)).numpy()
     radau = solve_ivp(of_numpy, [0.0, end], y0, method="Radau", **tolerances)  # its Jacobians are not in nfev
-    assert nfe.forward - jacobians < 2 * radau.nfev
+    assert nfe.forward - (nfe.steps + nfe.rejected) < 2 * radau.nfev
 
 
 # The systems
@@ -115,16 +97,15 @@ def coupled(t, y):
     return (mixed + t.cos().reshape(-1, 1)).view_as(y)
 
 
-def as_tuple(t, state):
-    """The same field for a tuple of tensors of different shapes."""
-    y = torch.cat([state[0], state[1].flatten(1)], 1).view(-1, 2, 2)
-    f = coupled(t, y).flatten(1)
-    return f[:, :1], f[:, 1:].reshape(-1, 3, 1)
+@pytest.fixture
+def shapes(monkeypatch):
+    """Those of the matrices that are factored."""
+    found, factor = [], torch.linalg.lu_factor_ex
+    monkeypatch.setattr(torch.linalg, "lu_factor_ex", lambda a: found.append(tuple(a.shape)) or factor(a))
+    return found
 
 
-def test_a_batch_has_one_system_per_sample_and_a_vector_is_one_system(monkeypatch):
-    shapes, factor = [], torch.linalg.lu_factor_ex
-    monkeypatch.setattr(torch.linalg, "lu_factor_ex", lambda a: shapes.append(tuple(a.shape)) or factor(a))
+def test_a_batch_has_one_system_per_sample_and_a_vector_is_one_system(shapes):
     y0, times = torch.linspace(-1, 1, 20, **DOUBLE).view(5, 2, 2), [0.0, 0.3, 1.0]
     batch = solve(coupled, y0, times, steps=2)
     assert set(shapes) == {(5, 4, 4)}
@@ -133,32 +114,26 @@ def test_a_batch_has_one_system_per_sample_and_a_vector_is_one_system(monkeypatc
         vector = solve(lambda t, y: coupled(t, y.view(1, 2, 2)).flatten(), y0[i].flatten(), times, steps=2)
         torch.testing.assert_close(batch[:, i].flatten(1), vector, rtol=1e-13, atol=1e-13)
     assert set(shapes) == {(1, 4, 4)}
-    pieces = solve(as_tuple, (y0.flatten(1)[:, :1], y0.flatten(1)[:, 1:].reshape(5, 3, 1)), times, steps=2)
+    parts = lambda y: (y.flatten(1)[:, :1], y.flatten(1)[:, 1:].reshape(-1, 3, 1))
+    whole = lambda state: torch.cat([state[0], state[1].flatten(1)], 1).view(-1, 2, 2)
+    pieces = solve(lambda t, state: parts(coupled(t, whole(state))), parts(y0), times, steps=2)
     torch.testing.assert_close(torch.cat([pieces[0], pieces[1].flatten(2)], 2), batch.flatten(2))
-    own = solve(coupled, y0, times, per_sample=True, rtol=1e-9, atol=1e-9)
-    exact = hbnode.odeint(coupled, y0, times, rtol=1e-11, atol=1e-11)
-    torch.testing.assert_close(own, exact, rtol=0, atol=1e-8)
     assert solve(coupled, y0[:0], times).shape == (3, 0, 2, 2)
-
-
-class Spring(nn.Module):
-    def forward(self, t, h):
-        return -400 * h - h**3 + torch.sin(3 * t)
 
 
 @pytest.mark.parametrize("damping", [0.4, 1e5, torch.tensor([0.3, 50.0, 1e4], **DOUBLE)], ids=["weak", "strong", "own"])
 @pytest.mark.parametrize("per_sample", [False, True])
-def test_a_second_order_field_solves_systems_of_the_size_of_h(damping, per_sample, monkeypatch):
-    field = hbnode.HBNODE(Spring(), damping=damping, learn_damping=False)
-    h, m, times = torch.linspace(-1, 1, 6, **DOUBLE).view(2, 3), torch.ones(2, 3, **DOUBLE), [0.0, 0.02, 0.1]
+def test_a_second_order_field_solves_systems_of_the_size_of_h(damping, per_sample, shapes):
+    force = lambda t, h: -400 * h - h**3 + torch.sin(3 * t)
+    field = hbnode.HBNODE(force, damping=damping, learn_damping=False)
+    state, times = (torch.linspace(-1, 1, 6, **DOUBLE).view(2, 3), torch.ones(2, 3, **DOUBLE)), [0.0, 0.02, 0.1]
     solver = {"per_sample": True, "rtol": 1e-5, "atol": 1e-5} if per_sample else {"steps": 4}
-    first_order = solve(lambda t, s: field(t, s), (h, m), times, **solver)
-    shapes, factor = [], torch.linalg.lu_factor_ex
-    monkeypatch.setattr(torch.linalg, "lu_factor_ex", lambda a: shapes.append(tuple(a.shape)) or factor(a))
-    pair = solve(field, (h, m), times, **solver)
+    first_order = solve(lambda t, s: field(t, s), state, times, **solver)
+    shapes.clear()
+    pair = solve(field, state, times, **solver)
     assert set(shapes) == {(2, 3, 3)}
-    for x, y in zip(pair, first_order, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-5 if per_sample else 1e-11, atol=1e-5 if per_sample else 1e-11)
+    tolerance = 1e-5 if per_sample else 1e-11
+    torch.testing.assert_close(pair, first_order, rtol=tolerance, atol=tolerance)
 
 
 # Gradients
@@ -211,19 +186,6 @@ def test_gradients_are_those_of_the_discrete_solution(gradient, product):
     torch.testing.assert_close(end.square().sum().item(), run(w, y0, t).item())
 
 
-def test_the_jacobians_agree_also_for_samples_with_own_times():
-    x, t = torch.linspace(-1, 1, 12, **DOUBLE).view(3, 4), torch.tensor([[0.1], [0.2], [0.7]], **DOUBLE)
-    for time in (t, t[0, 0]):
-        field = lambda t, x: torch.sin(t * x) * x.roll(1, -1) + x.sum(-1, keepdim=True)
-        expected = jacobian.by_vjps(field, time, x, create_graph=False)
-        for found in (jacobian.by_jvps(field, time, x), jacobian.by_vjps_of_func(field, time, x)):
-            torch.testing.assert_close(found, expected)
-    constant = lambda t, x: torch.ones_like(x)
-    for of_x, of_t in (jacobian.by_vjps(constant, t, x, create_graph=False), jacobian.by_vjps_of_func(constant, t, x)):
-        assert not of_x.any()
-        assert not of_t.any()
-
-
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo's own
 def test_the_gradient_through_a_compiled_function_is_complete():
     """Autograd gives the gradient of a compiled function a partial graph, or none."""
@@ -241,10 +203,8 @@ def test_a_solve_under_torch_func_and_higher_derivatives():
         return solve(lambda t, y: torch.tanh(w * y), torch.ones(1, 1, **DOUBLE), [0.0, 1.0], steps=2)[-1].sum()
 
     w = torch.tensor(-0.7, **DOUBLE, requires_grad=True)
-    (slope,) = torch.autograd.grad(loss(w), w, create_graph=True)
-    assert torch.func.grad(loss)(w.detach()).item() == pytest.approx(slope.item())
+    assert torch.func.grad(loss)(w.detach()).item() == pytest.approx(torch.autograd.grad(loss(w), w)[0].item())
     assert torch.autograd.gradgradcheck(loss, w)
-    assert torch.func.vmap(loss)(torch.stack([w.detach(), w.detach()]))[1].item() == pytest.approx(loss(w).item())
 
 
 @pytest.mark.parametrize("transform", ["jacrev", "jacfwd", "hessian", "vmap"])
@@ -263,8 +223,7 @@ def test_nested_transforms_equal_a_loop_over_the_samples(transform, second_order
         one = lambda h: torch.func.vmap(end)(torch.stack([h, h.cos()]))
     else:
         one = getattr(torch.func, transform)((lambda h: end(h).square().sum()) if transform == "hessian" else end)
-    expected = torch.stack([one(h) for h in x])
-    torch.testing.assert_close(torch.func.vmap(one)(x), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(torch.func.vmap(one)(x), torch.stack([*map(one, x)]), rtol=1e-12, atol=1e-12)
 
 
 def test_forward_mode_without_torch_func():
@@ -311,12 +270,6 @@ def test_graphs_that_cannot_hold_derivatives_say_so(block, what, record):
         record(block, (torch.ones(2, 3),))
 
 
-def test_adjoint_and_reversible_are_refused_by_name():
-    for gradient in ("adjoint", "reversible"):
-        with pytest.raises(ValueError, match=f"gradient='{gradient}'.*rodas5p.*Fix: gradient='checkpoint'"):
-            solve(robertson, torch.ones(3), [0.0, 1.0], gradient=gradient)
-
-
 def test_float32_and_a_heavy_ball_with_a_hook():
     """A hook makes it a first-order field."""
     field = hbnode.HBNODE(nn.Linear(2, 2), damping=1e3, learn_damping=False)
@@ -328,16 +281,13 @@ def test_float32_and_a_heavy_ball_with_a_hook():
 
 
 def test_a_sample_does_not_depend_on_the_output_times_of_others():
-    stiffness = torch.tensor([[5.0], [50.0], [500.0]], **DOUBLE)
-    start = torch.tensor([[2.0, 0.0]] * 3, **DOUBLE)
+    stiffness, start = torch.tensor([5.0, 50.0, 500.0], **DOUBLE), torch.tensor([[2.0, 0.0]] * 3, **DOUBLE)
     t = torch.zeros(3, 21, **DOUBLE)
     t[0], t[2, :-1], t[:, -1] = torch.linspace(0, 10, 21), torch.linspace(0, 3, 20), 10.0
 
-    def van_der_pol(mu):
-        return lambda t, y: torch.stack([y[:, 1], mu[:, 0] * (1 - y[:, 0] ** 2) * y[:, 1] - y[:, 0]], 1)
+    def run(rows):
+        field = lambda t, y: van_der_pol(t, y, stiffness[rows])
+        return solve(field, start[rows], t[rows], rtol=1e-3, atol=1e-3)
 
-    together = solve(van_der_pol(stiffness), start, t, rtol=1e-3, atol=1e-3)
-    for i in range(3):
-        one = slice(i, i + 1)
-        alone = solve(van_der_pol(stiffness[one]), start[one], t[one], rtol=1e-3, atol=1e-3)
-        torch.testing.assert_close(together[:, one], alone, rtol=0, atol=1e-12)
+    alone = [run(slice(i, i + 1)) for i in range(3)]
+    torch.testing.assert_close(run(slice(3)), torch.cat(alone, 1), rtol=0, atol=1e-12)

@@ -17,12 +17,17 @@ from torch import nn
 import hbnode
 from benchmarks.gradients import Living
 from hbnode.solve.adjoints import Checkpoint
-from hbnode.solve.sde import linear_part, step_seeds
+from hbnode.solve.sde import linear_part
 from hbnode.solve.torchsde import STRATONOVICH
 from tests import reference_sde
 from tests.pretend_device import pretended_device
 
 METHODS = ("ubu", "baoab", "nystrom4")
+THEIRS = ("euler", "milstein", "srk", "midpoint", "heun", "euler_heun", "log_ode", "reversible_heun")
+T = [0.0, 0.5, 1.1, 1.5]
+ROWS = torch.tensor(  # ties at the start, inside and at the end; the third sample never moves
+    [[0.0, 0.5, 0.5, 1.7], [0.3, 0.3, 1.0, 1.1], [2.0, 2.0, 2.0, 2.0], [-1.0, 0.0, 0.9, 0.9]], dtype=torch.float64
+)
 THEIRS = ("euler", "milstein", "srk", "midpoint", "heun", "euler_heun", "log_ode", "reversible_heun")
 AGAIN = Checkpoint(keep_bytes=0)  # after the first steps, all are computed again
 GRADIENTS = [
@@ -47,22 +52,15 @@ def make_state(*shape, dtype=torch.float32):
 # The field
 
 
-def test_its_drift_is_the_hbnode():
-    sde = make_sde(learn_damping=False)
-    field = hbnode.HBNODE(sde.func, damping=0.5, learn_damping=False)
-    t, state = torch.tensor(0.3), make_state()
-    for x, y in zip(sde(t, state), field(t, state), strict=True):
-        assert torch.equal(x, y)
-    ours, theirs = (hbnode.odeint(x, state, [0.0, 1.0])[0] for x in (sde, field))
-    assert torch.equal(ours, theirs)
-
-
-def test_copies():
-    sde, state = make_sde(learn_temperature=True), make_state()
+@pytest.mark.parametrize("temperature", [0.25, torch.tensor([0.1, 0.2, 0.3])], ids=["one", "channels"])
+@pytest.mark.parametrize("learned", [True, False])
+def test_copies(learned, temperature):
+    sde, state = make_sde(learn_temperature=learned, temperature=temperature), make_state()
     expected = hbnode.sdeint(sde, state, [0.0, 1.0], dt=0.1, seed=0)
-    loaded = make_sde(damping=0.1, temperature=0.9, learn_temperature=True)
+    loaded = make_sde(damping=0.1, temperature=2 * temperature, learn_temperature=learned)
     loaded.load_state_dict(sde.state_dict())
     for other in (copy.deepcopy(sde), pickle.loads(pickle.dumps(sde)), loaded):
+        torch.testing.assert_close(torch.as_tensor(other.temperature).float(), torch.as_tensor(temperature))
         found = hbnode.sdeint(other, state, [0.0, 1.0], dt=0.1, seed=0)
         assert torch.equal(torch.stack(found), torch.stack(expected))
 
@@ -84,14 +82,16 @@ def test_the_diffusion():
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("shape", [(), (5,), (4, 3), (2, 3, 4, 4), (0, 3)], ids=str)
+@pytest.mark.parametrize("shape", [(), (5,), (2, 3, 4, 4), (0, 3)], ids=str)
 def test_shapes(method, shape):
     sde = hbnode.HeavyBallSDE(nn.Tanh(), damping=0.5)
     state = make_state(*shape) if shape else (torch.tensor(1.0), torch.tensor(0.5))
-    h, m = hbnode.sdeint(sde, state, [0.0, 0.3, 1.0], dt=0.25, method=method, seed=0)
-    assert h.shape == m.shape == (3, *shape)
-    assert torch.equal(h[0], state[0])
-    (h.sum() + m.square().sum()).backward()
+    common = torch.tensor([0.0, 0.3, 1.0])
+    for t in (common, common.expand(shape[0], 3)) if shape else (common,):
+        h, m = hbnode.sdeint(sde, state, t, dt=0.25, method=method, seed=0)
+        assert h.shape == m.shape == (3, *shape)
+        assert torch.equal(h[0], state[0])
+        (h.sum() + m.square().sum()).backward()
     assert torch.isfinite(sde.omega.grad)
 
 
@@ -147,30 +147,11 @@ def draw(*arguments, **options):
     return hbnode.solve.BrownianIncrements.draw(*arguments, **options)
 
 
-def test_the_noise_of_a_seed_stays_the_same():
-    """From one version to the next."""
-    assert step_seeds(5, 3).tolist() == [9032386870367886174, 9032386870255349748, 9032386868761174387]
-    noise = draw(make_sde(), torch.zeros(1), [0.0, 1.0], dt=0.5, method="baoab", seed=5)
-    torch.testing.assert_close(noise.normals.flatten(), torch.tensor([-0.20076655, -0.47008884]))
-
-
-def test_normals_of_steps_are_independent():
-    """Of neighbouring steps and seeds: correlations within four standard errors."""
-    sde, h = make_sde(), torch.zeros(20_000, 1)
-    draws = [draw(sde, h, [0.0, 1.0], dt=0.125, method="baoab", seed=seed).normals.flatten(1) for seed in (0, 1)]
-    rows = torch.cat(draws)
-    correlations = torch.corrcoef(rows) - torch.eye(len(rows))
-    assert correlations.abs().max() < 4.5 / 20_000**0.5
-    assert (rows.mean(1).abs() < 4.5 / 20_000**0.5).all()
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_given_noise(method):
     sde, state, t = make_sde(), make_state(), [0.0, 0.5, 1.0]
     options = {"method": method, "dt": 0.125}
-    noise = draw(sde, state[0], t, seed=5, **options)
-    drawn, given = (hbnode.sdeint(sde, state, t, **options, **x) for x in ({"seed": 5}, {"noise": noise}))
-    assert torch.equal(torch.stack(drawn), torch.stack(given))
+    noise = draw(sde, state[0], t, **options)
     half = noise.coarser()
     assert half.sizes.tolist() == [0.25] * 4
     assert half.normals.dtype == torch.float32
@@ -180,28 +161,27 @@ def test_given_noise(method):
         ({"noise": noise, "seed": 1}, "Fix: leave seed out"),
         ({"noise": noise, "method": "srk"}, "noise is for .*Fix: torchsde.sdeint"),
         ({"noise": noise, "method": "baoab" if method == "ubu" else "ubu"}, f"the noise is for method='{method}'"),
+        ({"noise": noise, "t": torch.tensor([t] * 4)}, r"expected noise.sizes of shape \(8, 4\).*Fix: dt="),
     ):
         with pytest.raises(ValueError, match=message):
-            hbnode.sdeint(sde, state, t, **options | wrong)
+            hbnode.sdeint(sde, state, **{"t": t} | options | wrong)
     with pytest.raises(ValueError, match="the steps of a pair have different sizes"):
         draw(sde, state[0], [0.0, 0.3, 1.0], dt=1.0, method=method).coarser()
     with pytest.raises(ValueError, match=r"the noise has 1 steps.*expected an even number"):
         half.coarser().coarser().coarser()
+    with pytest.raises(ValueError, match="Fix: one row of times for each sample"):
+        draw(sde, state[0][:2], ROWS, **options)
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_composed_variables_are_independent_and_normal(method):
+    """Those of all steps and of neighbouring seeds."""
     h = torch.zeros(40_000, 1, dtype=torch.float64)
-    noise = draw(make_sde(damping=0.9), h, [0.0, 4.0], dt=0.5, method=method, seed=1).coarser().coarser()
-    rows = noise.normals.flatten(0, 1).squeeze(-1)
+    draws = [draw(make_sde(damping=0.9), h, [0.0, 4.0], dt=0.5, method=method, seed=seed) for seed in (0, 1)]
+    rows = torch.cat([draws[0].normals, draws[1].coarser().coarser().normals]).flatten(0, 1).squeeze(-1)
     expected = torch.eye(len(rows), dtype=torch.float64)
-    torch.testing.assert_close(rows @ rows.T / len(h), expected, rtol=0.0, atol=4.5 * (2 / len(h)) ** 0.5)
-
-
-def hooked():
-    sde = make_sde()
-    sde.register_forward_hook(lambda module, args, value: value)
-    return sde
+    torch.testing.assert_close(rows @ rows.T / len(h), expected, rtol=0.0, atol=5 * (2 / len(h)) ** 0.5)
+    assert (rows.mean(1).abs() < 4.5 / len(h) ** 0.5).all()
 
 
 @pytest.mark.parametrize(
@@ -214,25 +194,17 @@ def hooked():
         ({"dt": 0.0}, ValueError, "dt must be a positive number"),
         ({"dt": 1e-12}, ValueError, "Fix: dt=2e-07 or longer"),
         ({"dt": 1e-12, "method": "euler"}, ValueError, "Fix: dt=2e-07 or longer"),
+        ({"dt": 1e-12, "t": torch.tensor([[0.0, 1.0]] * 4)}, ValueError, "Fix: dt=2e-07 or longer"),
         ({"t": [1.0, 0.0]}, ValueError, "t[0]=1 is followed by t[1]=0. Fix: sort the times"),
         ({"t": torch.tensor([0.0, 1.0], requires_grad=True)}, ValueError, "Fix: t.detach()"),
         ({"t": torch.tensor([[0.0, 1.0], [0.0, 2.0]])}, ValueError, "Fix: one row of times for each sample"),
         ({"t": torch.tensor([[2.0, 1.0]] * 4)}, ValueError, "t[0, 0]=2 is followed by t[0, 1]=1. Fix: sort"),
-        (
-            {"t": torch.tensor([[0.0, 1.0]] * 4), "method": "srk"},
-            ValueError,
-            "Fix: method='ubu'; or, if all rows start",
-        ),
-        ({"t": torch.tensor([[0.0, 1.0]] * 4), "dt": 1e-12}, ValueError, "Fix: dt=2e-07 or longer"),
-        ({"seed": -1}, ValueError, "seed must be an integer >= 0"),
+        ({"t": torch.tensor([[0.0, 1.0]] * 4), "method": "srk"}, ValueError, "Fix: method='ubu'; or, if all rows"),
         ({"seed": 2**64 + 1}, ValueError, "seed must be below 2**64, got 18446744073709551617. Fix: seed=1"),
-        ({"noise": torch.zeros(3)}, TypeError, "Fix: hbnode.solve.BrownianIncrements.draw(...)"),
         ({"y0": torch.zeros(4, 3)}, TypeError, "Fix: field.initial_state(x) makes it"),
-        ({"y0": [torch.zeros(4, 3)] * 2}, TypeError, "Fix: tuple(y0)"),
         ({"y0": (torch.zeros(4, 3), torch.zeros(4, 2))}, ValueError, "h and m must have one shape"),
         ({"y0": (torch.zeros(4, 3).double(),) * 2}, TypeError, "expected one dtype"),
         ({"sde": hbnode.HBNODE(nn.Tanh())}, TypeError, "Fix: hbnode.HeavyBallSDE(func)"),
-        ({"sde": hooked()}, ValueError, "Fix: put them into func"),
         ({"sde": make_sde(temperature=torch.ones(2))}, ValueError, "does not broadcast to that of h"),
         ({"sde": hbnode.HeavyBallSDE(lambda h: h.neg_())}, ValueError, "let func work on h.clone()"),
         ({"sde": hbnode.HeavyBallSDE(lambda h: h.neg_()), "method": "srk"}, ValueError, "let func work on h.clone()"),
@@ -252,10 +224,8 @@ def test_wrong_calls_say_what_to_do(options, error, fix):
     ("options", "error", "message"),
     [
         ({"temperature": "hot"}, TypeError, "temperature must be a number or a tensor, got 'hot'.*Fix: temperature="),
-        ({"damping": "hot"}, TypeError, "damping must be a number or a tensor"),
         ({"temperature": -1.0}, ValueError, "temperature must be a number >= 0.*Fix: pass temperature=0.0"),
         ({"temperature": 0.0, "learn_temperature": True}, ValueError, "a learned temperature must start above 0"),
-        ({"sde_type": "Ito"}, ValueError, "sde_type must be"),
     ],
 )
 def test_wrong_constants_are_refused(options, error, message):
@@ -281,14 +251,16 @@ def test_values_that_are_not_finite():
         with pytest.raises(hbnode.errors.NonFiniteError, match="smaller dt") as caught:
             hbnode.sdeint(sde, state, [0.0, 1.0, 2.0], dt=0.25, method=method, seed=0)
         assert 0 <= caught.value.t <= 2
-        assert caught.value.step_size == 0.25
         assert caught.value.nfe > 0
     with pytest.raises(hbnode.errors.NonFiniteError, match="the initial state is not finite"):
-        hbnode.sdeint(make_sde(), (state[0] * float("nan"), state[1]), [0.0, 1.0], dt=0.1)
-    late = hbnode.HeavyBallSDE(lambda t, h: -h / (t < 0.62))
-    with pytest.raises(hbnode.errors.NonFiniteError) as caught:
-        hbnode.sdeint(late, state, [0.0, 1.0], dt=0.1)
-    assert caught.value.t == pytest.approx(0.65)  # in the middle of the step, where f is evaluated
+        hbnode.sdeint(sde, (state[0] * float("nan"), state[1]), [0.0, 1.0], dt=0.1)
+    late = hbnode.HeavyBallSDE(lambda t, h: -h / ((t < 5.0) | (h < 0)))
+    state = torch.tensor([[-99.0], [99.0]]), torch.zeros(2, 1)
+    for t in ([4.0, 5.5], torch.tensor([[0.0, 0.5], [4.0, 5.5]])):
+        with pytest.raises(hbnode.errors.NonFiniteError) as caught:
+            hbnode.sdeint(late, state, t, dt=0.5, seed=0)
+        assert caught.value.t == pytest.approx(5.25)  # in the middle of the step, where f is evaluated
+        assert caught.value.step_size == 0.5
 
 
 def test_signals_and_their_ends():
@@ -328,9 +300,9 @@ def test_inside_of_torch_compile():
     compiled = torch.compile(model, backend="eager")
     torch.testing.assert_close(compiled(*state), model(*state))
     compiled(*state).sum().backward()
+    options = {"t": [0.0, 1.0], "dt": 0.1, "seed": 0}
     whole = torch.compile(sde, backend="eager")
-    expected = hbnode.sdeint(sde, state, [0.0, 1.0], dt=0.1, seed=0)
-    torch.testing.assert_close(hbnode.sdeint(whole, state, [0.0, 1.0], dt=0.1, seed=0), expected)
+    torch.testing.assert_close(hbnode.sdeint(whole, state, **options), hbnode.sdeint(sde, state, **options))
 
 
 def test_vmap_over_the_state():
@@ -363,64 +335,46 @@ def test_on_a_device(method, gradient):
 # torchsde
 
 
-def test_torchsdes_solvers_give_f_the_time():
-    """m' = cos t from t = 2, without noise."""
-    sde = hbnode.HeavyBallSDE(
-        lambda t, h: torch.cos(t) * torch.ones_like(h), damping=0.0, learn_damping=False, temperature=0.0
-    )
-    rest = torch.zeros(2, 1, dtype=torch.float64)
-    _, m = hbnode.sdeint(sde, (rest, rest), [2.0, 2.5], method="euler", dt=0.01)
-    assert m[-1, :, 0].tolist() == pytest.approx([math.sin(2.5) - math.sin(2.0)] * 2, abs=5e-3)
-
-
 @pytest.mark.parametrize("method", THEIRS)
 def test_torchsdes_solvers(method):
     """Each runs on the SDE, through torchsde and through us, and agrees with UBU in law."""
     sde_type = "stratonovich" if method in STRATONOVICH else "ito"
-    sde = hbnode.HeavyBallSDE(lambda h: -h, damping=1.0, temperature=0.5, learn_damping=False, sde_type=sde_type)
-    torch.manual_seed(0)
-    h, m = torch.ones(2000, 1), torch.zeros(2000, 1)
-    y = torchsde.sdeint(sde, torch.cat([h, m], -1), torch.tensor([0.0, 1.0]), method=method, dt=0.1)
-    ours, _ = hbnode.sdeint(sde, (h, m), [0.0, 1.0], method=method, dt=0.1, seed=0)
-    exact, _ = hbnode.sdeint(sde, (h, m), [0.0, 1.0], dt=0.02, seed=0)
+    force = lambda t, h: torch.cos(t) - h
+    sde = hbnode.HeavyBallSDE(force, damping=1.0, temperature=0.5, learn_damping=False, sde_type=sde_type)
+    h, m, t = torch.ones(2000, 1), torch.zeros(2000, 1), torch.tensor([2.0, 3.0])
+    y = torchsde.sdeint(sde, torch.cat([h, m], -1), t, method=method, dt=0.1)
+    ours, _ = hbnode.sdeint(sde, (h, m), t, method=method, dt=0.1, seed=0)
+    exact, _ = hbnode.sdeint(sde, (h, m), t, dt=0.02, seed=0)
     for end in (y[-1, :, :1], ours[-1]):
-        assert abs(end.mean() - exact[-1].mean()) < 0.06
+        assert abs(end.mean() - exact[-1].mean()) < 0.08
         assert abs(end.std() / exact[-1].std() - 1) < 0.12
 
 
+@pytest.mark.sparse
 @pytest.mark.parametrize("method", THEIRS)
-@pytest.mark.parametrize("gradient", ["direct", "adjoint"])
+@pytest.mark.parametrize("gradient", ["adjoint", "direct"])
 def test_torchsdes_gradients(method, gradient):
     sde = make_sde(learn_temperature=True)
     state = tuple(x.requires_grad_() for x in make_state(2, 3))
     with hbnode.count_nfe(sde) as nfe:
         h, m = hbnode.sdeint(sde, state, [0.0, 0.5, 1.0], method=method, dt=0.125, gradient=gradient, seed=0)
-        (h.square().sum() + m.square().sum()).backward()
-    assert h.shape == (3, 2, 3)
+        found = torch.autograd.grad(h.square().sum() + m.square().sum(), [*state, *sde.parameters()])
     assert nfe.forward >= 8
     assert (nfe.backward > 0) == (gradient == "adjoint")
-    for x in (*state, *sde.parameters()):
-        assert torch.isfinite(x.grad).all()
-        assert x.grad.abs().sum() > 0
+    assert all(x.isfinite().all() and x.any() for x in found)
 
 
-@pytest.mark.parametrize("method", ["srk", "heun"])
-def test_torchsdes_adjoint_finds_tensors_that_f_closes_over(method):
+def test_torchsdes_adjoint_finds_tensors_that_f_closes_over():
     """Their gradients are those of the same tensors as parameters of a module."""
     net = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)).double()
-    kind = "stratonovich" if method in STRATONOVICH else "ito"
     x, found = torch.randn(3, 2, dtype=torch.float64), []
     for func in (net, lambda h: net(h)):
-        sde = hbnode.HeavyBallSDE(func, damping=0.5, temperature=0.1, sde_type=kind).double()
-        options = {"dt": 0.1, "seed": 0, "method": method, "gradient": "adjoint"}
-        with hbnode.count_nfe(sde) as nfe:
-            h, m = hbnode.sdeint(sde, sde.initial_state(x), [0.0, 0.5, 1.0], **options)
-        leaves = [*net.parameters(), sde.omega]
-        found.append((nfe.forward, *torch.autograd.grad(h.square().sum() + m[-1].sum(), leaves)))
-    assert found[0][0] == found[1][0]
-    for one, two in zip(found[0][1:], found[1][1:], strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-14)
-        assert one.abs().max() > 0
+        sde = hbnode.HeavyBallSDE(func, damping=0.5, temperature=0.1, sde_type="stratonovich").double()
+        options = {"dt": 0.1, "seed": 0, "method": "heun", "gradient": "adjoint"}
+        h, m = hbnode.sdeint(sde, sde.initial_state(x), [0.0, 0.5, 1.0], **options)
+        found.append(torch.autograd.grad(h.square().sum() + m[-1].sum(), [*net.parameters(), sde.omega]))
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-14)
+    assert all(gradient.any() for gradient in found[0])
 
 
 def test_torchsdes_adjoint_refuses_what_it_cannot_differentiate():
@@ -440,39 +394,33 @@ def test_torchsdes_adjoint_refuses_what_it_cannot_differentiate():
     ("gradient", "method"),
     [("checkpoint", "ubu"), (AGAIN, "baoab"), ("reversible", "ubu"), ("adjoint", "heun")],
 )
-def test_a_network_that_keeps_an_output_is_freed(gradient, method):
-    for use in ("keep", "drop", "outlive"):
+def test_a_network_that_keeps_an_output_is_freed_and_one_that_does_not_is_outlived(gradient, method):
+    for keeps in (True, False):
         net, x = nn.Sequential(nn.Linear(2, 2), nn.Tanh()), torch.randn(3, 2, requires_grad=True)
         sde, freed = hbnode.HeavyBallSDE(net, sde_type="stratonovich"), weakref.ref(net)
-        h, m = hbnode.sdeint(sde, sde.initial_state(x), [0.0, 1.0], dt=0.05, gradient=gradient, method=method)
-        if use == "outlive":
-            loss = h.square().sum()
-            expected = torch.autograd.grad(loss, x, retain_graph=True)[0]
-            del net, sde, h, m
-            gc.collect()
-            assert torch.equal(torch.autograd.grad(loss, x)[0], expected)
-            continue
-        net.last = (h, m) if use == "keep" else ()
+        h, m = hbnode.sdeint(sde, sde.initial_state(x), [0.0, 1.0], dt=0.1, gradient=gradient, method=method)
+        loss = h.square().sum()
+        expected = torch.autograd.grad(loss, x, retain_graph=True)[0]
+        net.last, loss = ((h, m), None) if keeps else ((), loss)
         del net, sde, h, m
         gc.collect()
-        assert freed() is None
+        if keeps:
+            assert freed() is None
+        else:
+            assert torch.equal(torch.autograd.grad(loss, x)[0], expected)
 
 
 def test_torchsdes_adjoint_under_strong_damping():
-    """Where its gradient is far off it is refused; short of that it is not, nor without a gradient."""
+    """Where its gradient is far off it is refused; from more outputs it is not, nor without a gradient."""
     sde, state = make_sde(damping=10.0, max_damping=20.0), make_state()
     options = {"method": "euler", "gradient": "adjoint", "dt": 0.01, "seed": 0}
     with pytest.raises(
         hbnode.errors.ReversalError, match=r"grow by e\^10 .*Fix: method='ubu' with gradient='checkpoint'"
     ):
         hbnode.sdeint(sde, state, [0.0, 1.0], **options)
+    hbnode.sdeint(sde, state, torch.linspace(0, 1, 11), **options)
     with torch.no_grad():
         hbnode.sdeint(sde, state, [0.0, 1.0], **options)
-    found = []
-    for gradient in ("direct", "adjoint"):
-        h, _ = hbnode.sdeint(sde, state, torch.linspace(0, 1, 11), **options | {"gradient": gradient})
-        found.append(torch.cat([g.reshape(-1) for g in torch.autograd.grad(h[-1].square().sum(), [*sde.parameters()])]))
-    assert (found[1] - found[0]).norm() / found[0].norm() < 0.2
 
 
 @pytest.mark.parametrize("method", ["ubu", "euler"])
@@ -486,22 +434,31 @@ def test_large_times(method):
     torch.testing.assert_close(h, near)
 
 
+@pytest.mark.sparse
 @pytest.mark.parametrize(("method", "gradient"), GRADIENTS)
-def test_values_and_gradients_are_those_of_the_reference(method, gradient):
-    """Those of γ and η included."""
-    sde, state = make_network_sde(), make_network_state()
-    noise = draw(sde, state[0], [0.3, 2.3], dt=0.25, method=method, seed=4)
-    options = {"method": method, "dt": 0.25, "gradient": gradient}
-    ends = [x[-1] for x in hbnode.sdeint(sde, state, [0.3, 2.3], noise=noise, **options)]
-    expected = reference_sde.solve(method, sde.func, *state, sde.damping, sde.temperature, noise, start=0.3)
-    for x, y in zip(ends, expected, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)
+@pytest.mark.parametrize(  # and the number of steps before each time, which the widest interval decides
+    ("t", "ends"), [(ROWS, (0, 4, 8, 13)), (torch.tensor(T), (0, 2, 5, 7))], ids=["rows", "common"]
+)
+def test_values_and_gradients_are_those_of_the_reference(t, ends, method, gradient):
+    """Those of γ and η included, with the noise of each sample and, at times of one's own, its steps."""
+    sde, state, options = make_network_sde(), make_network_state(), {"method": method, "dt": 0.25}
+    noise = draw(sde, state[0], t, seed=4, **options)
+    given, drawn = (
+        torch.stack(hbnode.sdeint(sde, state, t, gradient=gradient, **options, **x))
+        for x in ({"noise": noise}, {"seed": 4})
+    )
+    assert torch.equal(given, drawn)
+    sizes = noise.sizes.view(len(noise.sizes), -1).expand(-1, 4)
+    assert (sizes <= 0.25 + 1e-12).all()
+    alone = [
+        of_reference(method, sde, (h, m), own, dataclasses.replace(noise, sizes=sizes[:, i], normals=normals), ends)
+        for i, (h, m, own, normals) in enumerate(zip(*state, t.expand(4, 4), noise.normals.unbind(2), strict=True))
+    ]
+    expected = torch.stack(alone, 2)
+    torch.testing.assert_close(given, expected, rtol=1e-10, atol=1e-10)
     inputs = [*state, *sde.parameters()]
-    ours, theirs = (torch.autograd.grad((h * m + h.sin()).sum(), inputs) for h, m in (ends, expected))
-    torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-8)
-
-
-T = [0.0, 0.5, 1.1, 1.5]
+    slopes = [torch.autograd.grad(loss(*x), inputs) for x in (given, expected)]
+    torch.testing.assert_close(*slopes, rtol=1e-8, atol=1e-8)
 
 
 def make_network_sde(dtype=torch.float64, time_dependent=True, **options):
@@ -531,16 +488,17 @@ def flat(gradients):
     return torch.cat([x.reshape(-1) for x in gradients if x is not None])
 
 
+@pytest.mark.sparse
 @pytest.mark.parametrize(("method", "gradient"), GRADIENTS)
-def test_channels_of_their_own(method, gradient):
+@pytest.mark.parametrize("t", [ROWS[:2], [0.0, 0.4, 1.0]], ids=["rows", "common"])
+def test_channels_of_their_own(t, method, gradient):
     """Images with γ and η for each channel, where f does not mix them, are each channel by itself."""
     found = []
     for damping, temperature in ((torch.tensor([0.2, 0.7]), torch.tensor([0.1, 0.9])), (0.7, 0.9)):
         damping, temperature = (torch.as_tensor(x).view(-1, 1, 1) for x in (damping, temperature))
         sde = hbnode.HeavyBallSDE(nn.Tanh(), damping=damping, temperature=temperature, learn_temperature=True).double()
-        options = {"t": [0.0, 0.4, 1.0], "method": method, "dt": 0.1, "seed": 3, "gradient": gradient}
         state = make_network_state(shape=(2, 2, 3, 3))
-        h = hbnode.sdeint(sde, state, **options)[0][:, :, 1]
+        h = hbnode.sdeint(sde, state, t, method=method, dt=0.1, seed=3, gradient=gradient)[0][:, :, 1]
         slopes = torch.autograd.grad(h.square().sum(), [state[1], sde.omega, sde.log_temperature])
         found.append([h, slopes[0], slopes[1][-1], slopes[2][-1]])
     torch.testing.assert_close(*found, rtol=1e-6, atol=1e-6)
@@ -549,12 +507,12 @@ def test_channels_of_their_own(method, gradient):
 @pytest.mark.parametrize("method", ["ubu", "baoab"])
 def test_memory(method):
     """Reversible keeps the output alone, checkpoints h and m before each segment and the graph of the first steps."""
-    few, many = (kept("reversible", steps, method) for steps in (20, 200))
+    few, many = (kept("reversible", steps, method) for steps in (10, 100))
     assert many == few
-    assert many < kept(AGAIN, 200, method) / 10 < kept("direct", 200, method) / 30
+    assert many < kept(AGAIN, 100, method) / 3 < kept("direct", 100, method) / 10
     for every in (1, 4) if method == "ubu" else ():
-        few, many = (kept(Checkpoint(keep_bytes=0, every=every), steps) for steps in (100, 200))
-        assert many - few <= 100 / every * (2 * 64 * 3 * 4 + 64)
+        few, many = (kept(Checkpoint(keep_bytes=0, every=every), steps) for steps in (20, 100))
+        assert many - few <= 80 / every * (2 * 64 * 3 * 4 + 64)
 
 
 @pytest.mark.parametrize("method", ["ubu", "baoab"])
@@ -583,12 +541,9 @@ def test_evaluations_are_counted():
     once = Checkpoint(keep_bytes=0, every=1)
     for method, gradient, *counts in (  # forward, backward, backward_steps
         ("ubu", "direct", 31, 0, 0),
-        ("ubu", once, 31, 31, 31),
         ("ubu", "reversible", 32, 31, 31),  # one more, to find what f depends on
-        ("baoab", "direct", 32, 0, 0),
         ("baoab", once, 32, 31, 31),
         ("baoab", "reversible", 32, 32, 31),
-        ("nystrom4", "direct", 94, 0, 0),
         ("nystrom4", once, 94, 93, 31),
     ):
         with hbnode.count_nfe(sde) as nfe:
@@ -598,19 +553,14 @@ def test_evaluations_are_counted():
 
 # Times of one's own
 
-ROWS = torch.tensor(  # ties at the start, inside and at the end; the third sample never moves
-    [[0.0, 0.5, 0.5, 1.7], [0.3, 0.3, 1.0, 1.1], [2.0, 2.0, 2.0, 2.0], [-1.0, 0.0, 0.9, 0.9]], dtype=torch.float64
-)
-ENDS = (0, 4, 8, 13)  # the number of steps before each time, with dt = 0.25: the widest interval decides
 
-
-def of_reference(method, sde, state, t, noise):
+def of_reference(method, sde, state, t, noise, ends):
     """The trajectories of h and m of one sample by the plain twin, interval by interval."""
     path = [torch.stack(state)]
     for k, start in enumerate(t[:-1]):
         path.append(path[-1])
         if start < t[k + 1]:
-            steps = slice(ENDS[k], ENDS[k + 1])
+            steps = slice(ends[k], ends[k + 1])
             own = dataclasses.replace(noise, sizes=noise.sizes[steps], normals=noise.normals[steps])
             after = reference_sde.solve(method, sde.func, *path[-2], sde.damping, sde.temperature, own, float(start))
             path[-1] = torch.stack(after)
@@ -618,75 +568,19 @@ def of_reference(method, sde, state, t, noise):
 
 
 @pytest.mark.parametrize(("method", "gradient"), GRADIENTS)
-def test_times_of_ones_own_are_a_loop_over_samples(method, gradient):
-    """Values and gradients, those of γ and η included, with the noise of each sample."""
-    sde, state, options = make_network_sde(), make_network_state(), {"method": method, "dt": 0.25}
-    noise = draw(sde, state[0], ROWS, seed=4, **options)
-    assert noise.sizes.shape == (ENDS[-1], len(ROWS))
-    assert (noise.sizes <= 0.25 + 1e-12).all()
-    ours, drawn = (
-        torch.stack(hbnode.sdeint(sde, state, ROWS, gradient=gradient, **options, **x))
-        for x in ({"noise": noise}, {"seed": 4})
-    )
-    assert torch.equal(ours, drawn)
-    alone = [
-        of_reference(method, sde, (h, m), t, dataclasses.replace(noise, sizes=sizes, normals=normals))
-        for h, m, t, sizes, normals in zip(*state, ROWS, noise.sizes.unbind(1), noise.normals.unbind(2), strict=True)
-    ]
-    theirs = torch.stack(alone, 2)
-    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
-    inputs = [*state, *sde.parameters()]
-    slopes = [torch.autograd.grad(loss(*x), inputs) for x in (ours, theirs)]
-    torch.testing.assert_close(*slopes, rtol=1e-8, atol=1e-8)
-
-
-@pytest.mark.sparse
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize(("method", "gradient"), GRADIENTS)
-def test_a_sample_does_not_move_between_equal_times(method, gradient, dtype):
+def test_a_sample_does_not_move_between_equal_times(method, gradient):
     """Not by a bit, nor from 0."""
-    sde = hbnode.HeavyBallSDE(nn.Tanh(), damping=0.4, learn_temperature=True).to(dtype)
-    h = torch.zeros(3, 2, dtype=dtype, requires_grad=True)
-    m = torch.tensor([[0.0, 1.0]] * 3, dtype=dtype, requires_grad=True)
+    sde = hbnode.HeavyBallSDE(nn.Tanh(), damping=0.4, learn_temperature=True)
+    h, m = torch.zeros(3, 2, requires_grad=True), torch.tensor([[0.0, 1.0]] * 3, requires_grad=True)
     t = torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.5, 1.5], [1.0, 1.0, 3.0]])
     options = {"method": method, "gradient": gradient, "dt": 0.5, "seed": 0}
     found = torch.stack(hbnode.sdeint(sde, (h, m), t, **options))
     still = (found[:, 1:] == found[:, :-1]).flatten(3)
     assert torch.equal(still.all(-1).all(0), t.diff().T == 0)
-    assert torch.equal(found[:, 0], torch.stack([h, m]))
     for x in torch.autograd.grad(found.square().sum(), [h, m, *sde.parameters()]):
         assert torch.isfinite(x).all()
     _, m_end = hbnode.sdeint(sde, (h, m), torch.ones(3, 2), **options)
     assert torch.equal(torch.autograd.grad(m_end[1].sum(), m)[0], torch.ones_like(m))
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_coarser_noise_at_times_of_ones_own(method):
-    """The same paths by longer steps, whose error has the order of the method."""
-    sde, state, t = make_network_sde(), make_network_state(), ROWS[:, [0, 1, 3]]
-    noise = draw(sde, state[0], t, dt=0.0125, method=method, seed=1)
-    ends = []
-    for _ in range(4):
-        assert torch.isfinite(noise.normals).all()
-        options = {"method": method, "dt": float(noise.sizes.max()), "noise": noise}
-        ends.append(torch.stack(hbnode.sdeint(sde, state, t, **options))[:, -1].detach())
-        noise = noise.coarser()
-    near, far = ((x - ends[0]).norm() for x in ends[2:])
-    assert far / near > 1.2 * 2 ** {"ubu": 1.5, "baoab": 0.5, "nystrom4": 2.5}[method]
-    with pytest.raises(ValueError, match=r"expected noise.sizes of shape \(10,\).*Fix: dt="):
-        hbnode.sdeint(sde, state, [0.0, 1.0], method=method, dt=0.1, noise=noise)
-    with pytest.raises(ValueError, match="Fix: one row of times for each sample"):
-        draw(sde, state[0][:2], ROWS, dt=0.01, method=method)
-
-
-def test_the_time_of_a_failure_is_that_of_its_sample():
-    late = hbnode.HeavyBallSDE(lambda t, h: -h / ((t < 5.0) | (h < 0)))
-    state = torch.tensor([[-99.0], [99.0]]), torch.zeros(2, 1)
-    with hbnode.diagnostics.record_steps(late) as steps, pytest.raises(hbnode.errors.NonFiniteError) as caught:
-        hbnode.sdeint(late, state, torch.tensor([[0.0, 0.5], [4.0, 5.5]]), dt=0.5, seed=0)
-    assert caught.value.t == pytest.approx(5.25)  # in the middle of the step, where f is evaluated
-    assert caught.value.step_size == 0.5
-    assert set(steps.sample) == {0, 1}
 
 
 # Undoing the damping
@@ -695,24 +589,22 @@ def test_the_time_of_a_failure_is_that_of_its_sample():
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 6.7), (torch.float64, 26.8)], ids=["float32", "float64"])
 def test_growth_is_refused(dtype, most):
     sde, state = make_network_sde(dtype, damping=2.0, learn_damping=False), make_network_state(dtype)
-    options = {"dt": 0.05, "gradient": "reversible"}
+    options = {"dt": 0.2, "gradient": "reversible"}
     hbnode.sdeint(sde, state, [0.0, most / 2 - 0.05], **options)
     with pytest.raises(hbnode.errors.ReversalError, match=r"reversing the damping .*Fix: gradient='checkpoint'"):
         hbnode.sdeint(sde, state, [0.0, most / 2 + 0.05], **options)
     gradients(sde, state, t=torch.linspace(0, 2 * most, 9), **options)  # starts anew from every output
 
 
-@pytest.mark.parametrize("method", ["ubu", "baoab"])
-def test_a_way_back_to_zero(method):
+@pytest.mark.parametrize(("method", "temperature"), [("ubu", 0.0), ("baoab", 0.5)])
+def test_a_way_back_to_zero(method, temperature):
     """From rest at 0, where a relative error says nothing; also where the state stays there."""
-    zero, options = torch.zeros(500, 1), {"method": method, "dt": 0.1, "seed": 0}
-    for temperature in (0.5, 0.0):
-        sde = hbnode.HeavyBallSDE(nn.Tanh(), damping=1.0, max_damping=2.0, temperature=temperature)
-        slopes = []
-        for gradient in ("direct", "reversible"):
-            h, m = hbnode.sdeint(sde, (zero, zero), [0.0, 1.0, 3.0], gradient=gradient, **options)
-            slopes.append(torch.autograd.grad(loss(h, m), sde.omega)[0])
-        torch.testing.assert_close(*slopes, rtol=1e-5, atol=1e-5)
+    zero, slopes = torch.zeros(500, 1), []
+    sde = hbnode.HeavyBallSDE(nn.Tanh(), damping=1.0, max_damping=2.0, temperature=temperature)
+    for gradient in ("direct", "reversible"):
+        solution = hbnode.sdeint(sde, (zero, zero), [0.0, 1.0, 3.0], method=method, dt=0.1, seed=0, gradient=gradient)
+        slopes.append(torch.autograd.grad(loss(*solution), sde.omega)[0])
+    torch.testing.assert_close(*slopes, rtol=1e-5, atol=1e-5)
 
 
 def test_a_way_back_that_misses_is_refused():
@@ -745,31 +637,21 @@ def test_leaves_that_f_closes_over(gradient):
 
 @pytest.mark.parametrize("gradient", [AGAIN, "reversible"])
 def test_random_layers_and_buffers(gradient):
-    state = make_network_state()
-    masked = hbnode.HeavyBallSDE(nn.Sequential(nn.Linear(3, 3), hbnode.nn.SolveDropout(0.5))).double()
-    noisy = hbnode.HeavyBallSDE(lambda h: h + torch.randn_like(h)).double()
-    for sde in (masked, noisy) if gradient is AGAIN else (masked,):
-        found = []
+    state, options = make_network_state(), {"t": T, "dt": 0.1, "seed": 0}
+    masked = nn.Sequential(nn.Linear(3, 3), hbnode.nn.SolveDropout(0.5))
+    noisy = lambda h: h + torch.randn_like(h)
+    for func in (masked, noisy) if gradient is AGAIN else (masked,):
+        sde, found = hbnode.HeavyBallSDE(func).double(), []
         for mode in ("direct", gradient):
             torch.manual_seed(0)
-            found.append(flat(gradients(sde, state, t=T, dt=0.04, seed=0, gradient=mode)[1]))
+            found.append(flat(gradients(sde, state, gradient=mode, **options)[1]))
         torch.testing.assert_close(*found)
     refused = {"func changes its buffers.*Fix: put that layer in eval mode": nn.BatchNorm1d(3)}
     if gradient == "reversible":
-        refused["func draws random numbers.*Fix: gradient='checkpoint'"] = noisy.func
+        refused["func draws random numbers.*Fix: gradient='checkpoint'"] = noisy
     for message, func in refused.items():
         with pytest.raises(ValueError, match=message):
-            hbnode.sdeint(hbnode.HeavyBallSDE(func).double(), state, T, dt=0.1, gradient=gradient)
-
-
-@pytest.mark.parametrize(("method", "gradient"), [("ubu", AGAIN), ("baoab", "reversible")])
-def test_a_force_without_a_gradient(method, gradient):
-    """f that depends on nothing, and everything frozen but the state."""
-    sde = hbnode.HeavyBallSDE(lambda h: torch.ones_like(h), damping=0.5, learn_damping=False)
-    state = make_network_state()
-    _, expected = gradients(sde, state, t=T, method=method, dt=0.1, seed=0)
-    _, ours = gradients(sde, state, t=T, method=method, dt=0.1, seed=0, gradient=gradient)
-    torch.testing.assert_close(ours, expected)
+            hbnode.sdeint(hbnode.HeavyBallSDE(func).double(), state, gradient=gradient, **options)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -831,16 +713,8 @@ def test_the_linear_part_at_any_damping(z):
             assert slope.item() == pytest.approx(float(derivative), rel=1e-8, abs=1e-11)
 
 
-NORMALS = {"ubu": 4, "baoab": 1, "nystrom4": 3}
-
-
 def double_well(damping=1.0, temperature=0.5):
     return hbnode.HeavyBallSDE(lambda h: h - h**3, damping=damping, temperature=temperature, learn_damping=False)
-
-
-def spring(stiffness=1.0, damping=1.0, temperature=0.5):
-    force = lambda h: -stiffness * h
-    return hbnode.HeavyBallSDE(force, damping=damping, temperature=temperature, learn_damping=False)
 
 
 def rms(x):
@@ -854,31 +728,23 @@ def slope(steps, errors):
     return float((x * (y - y.mean())).sum() / (x * x).sum())
 
 
-def strong_errors(sde, method, fine, levels, paths=400, span=2.0):
-    """Errors of h and m at the end, with the noise of a fine path composed again and again."""
-    torch.manual_seed(0)
-    state = tuple(torch.randn(2, paths, 1, dtype=torch.float64))
-    noise = hbnode.solve.BrownianIncrements.draw(sde, state[0], [0.0, span], dt=span / fine, method=method, seed=1)
-    exact = [x[-1] for x in hbnode.sdeint(sde, state, [0.0, span], dt=span / fine, method=method, noise=noise)]
-    found = {}
-    while len(noise.sizes) > min(levels):
-        noise = noise.coarser()
-        n = len(noise.sizes)
-        if n in levels:
-            end = hbnode.sdeint(sde, state, [0.0, span], dt=span / n, method=method, noise=noise)
-            found[n] = [rms(x[-1] - y) for x, y in zip(end, exact, strict=True)]
-    return found
-
-
+@pytest.mark.sparse
+@pytest.mark.parametrize("span", [torch.linspace(0.0, 2.0, 400), torch.tensor(2.0)], ids=["rows", "common"])
 @pytest.mark.parametrize(
-    ("method", "order", "fine", "levels"),
-    [("ubu", 2, 1024, (8, 16, 32, 64)), ("baoab", 1, 2048, (8, 16, 32, 64)), ("nystrom4", 3, 1024, (16, 32, 64, 128))],
+    ("method", "order", "fine", "coarsest"), [("ubu", 2, 512, 8), ("baoab", 1, 512, 8), ("nystrom4", 3, 512, 16)]
 )
-def test_strong_order(method, order, fine, levels):
-    found = strong_errors(double_well(), method, fine, levels)
-    steps = [1 / n for n in sorted(found)]
-    for part in (0, 1):
-        assert slope(steps, [found[n][part] for n in sorted(found)]) == pytest.approx(order, abs=0.25)
+def test_strong_order(method, order, fine, coarsest, span):
+    """Of h and m at the end, with the noise of a fine path composed again and again."""
+    sde, state = double_well(), make_state(400, 1, dtype=torch.float64)
+    t = torch.stack([torch.zeros_like(span), span], -1).double()
+    noise, ends, steps = draw(sde, state[0], t, dt=2 / fine, method=method, seed=1), [], []
+    while len(noise.sizes) >= coarsest:
+        steps.append(float(noise.sizes.max()))
+        ends.append([x[-1] for x in hbnode.sdeint(sde, state, t, dt=steps[-1], method=method, noise=noise)])
+        noise = noise.coarser()
+    for x, *path in zip(*ends, strict=True):
+        errors = [rms(y - x) for y in path[-4:]]
+        assert slope(steps[-4:], errors) == pytest.approx(order, abs=0.35)
 
 
 def moments(sde, method, state, t, dt):
@@ -886,14 +752,13 @@ def moments(sde, method, state, t, dt):
 
     The state is linear in the normal variables, so one solve with each of them alone set to 1 makes the matrix.
     """
-    steps = len(hbnode.solve.BrownianIncrements.draw(sde, torch.zeros(1, 1).double(), t, dt=dt, method=method).sizes)
-    count = steps * NORMALS[method]
-    normals = torch.cat([torch.zeros(1, count), torch.eye(count)]).T.reshape(steps, NORMALS[method], count + 1, 1)
-    h, m = (torch.full((count + 1, 1), x, dtype=torch.float64) for x in state)
-    sizes = hbnode.solve.BrownianIncrements.draw(sde, h, t, dt=dt, method=method).sizes
-    damping = sde.solver_damping()
-    noise = hbnode.solve.BrownianIncrements(method, sizes, normals.double(), damping)
-    end = torch.cat([x[-1] for x in hbnode.sdeint(sde, (h, m), t, dt=dt, method=method, noise=noise)], 1)
+    noise = draw(sde, torch.zeros(1, 1).double(), t, dt=dt, method=method)
+    steps, per_step = noise.normals.shape[:2]
+    count = steps * per_step
+    normals = torch.cat([torch.zeros(1, count), torch.eye(count)]).double().T.reshape(steps, per_step, count + 1, 1)
+    start = tuple(torch.full((count + 1, 1), x, dtype=torch.float64) for x in state)
+    noise = dataclasses.replace(noise, normals=normals)
+    end = torch.cat([x[-1] for x in hbnode.sdeint(sde, start, t, dt=dt, method=method, noise=noise)], 1)
     mean, rest = end[0], end[1:] - end[0]
     return mean, rest.T @ rest
 
@@ -911,59 +776,24 @@ def continuous_moments(stiffness, gamma, eta, state, time):
 @pytest.mark.parametrize(("method", "order"), [("ubu", 2), ("baoab", 2), ("nystrom4", 3)])
 def test_weak_order_of_first_and_second_moments(method, order):
     state, time, steps = (1.0, -0.5), 2.0, (8, 16, 32, 64)
-    mean, covariance = continuous_moments(1.5, 0.8, 0.6, state, time)
-    errors = []
-    for n in steps:
-        found = moments(spring(1.5, 0.8, 0.6), method, state, [0.0, time], time / n)
-        errors.append([(found[0] - mean).norm().item(), (found[1] - covariance).norm().item()])
-    for part in (0, 1):
-        assert slope([1 / n for n in steps], [e[part] for e in errors]) > order - 0.2
+    exact = continuous_moments(1.5, 0.8, 0.6, state, time)
+    sde = hbnode.HeavyBallSDE(lambda h: -1.5 * h, damping=0.8, temperature=0.6, learn_damping=False)
+    found = [moments(sde, method, state, [0.0, time], time / n) for n in steps]
+    for of_scheme, expected in zip(zip(*found, strict=True), exact, strict=True):
+        assert slope([1 / n for n in steps], [(x - expected).norm().item() for x in of_scheme]) > order - 0.2
 
 
 # At temperature 0
 
 
+@pytest.mark.parametrize(("damping", "temperature"), [(0.6, 0.0), (0.0, 5.0)])
 @pytest.mark.parametrize("method", METHODS)
-def test_temperature_zero_is_the_ode(method):
-    sde = double_well(0.6, 0.0)
+def test_without_noise_it_is_the_ode(method, damping, temperature):
+    sde = double_well(damping, temperature)
     state = (torch.linspace(-1.5, 1.5, 5, dtype=torch.float64).unsqueeze(1), torch.ones(5, 1, dtype=torch.float64))
-    t = [0.0, 0.7, 2.0]
-    exact = torch.stack(hbnode.odeint(sde, state, t, rtol=1e-11, atol=1e-11))
-    errors = []
-    for dt in (0.1, 0.05):
-        errors.append(rms(torch.stack(hbnode.sdeint(sde, state, t, method=method, dt=dt)) - exact))
+    t, field = [0.0, 0.7, 2.0], hbnode.HBNODE(sde.func, damping=damping, learn_damping=False)
+    exact, ours = (torch.stack(hbnode.odeint(f, state, t, rtol=1e-11, atol=1e-11)) for f in (field, sde))
+    assert torch.equal(ours, exact)
+    errors = [rms(torch.stack(hbnode.sdeint(sde, state, t, method=method, dt=dt)) - exact) for dt in (0.1, 0.05)]
     order = {"ubu": 2, "baoab": 2, "nystrom4": 4}[method]
     assert math.log2(errors[0] / errors[1]) == pytest.approx(order, abs=0.3)
-
-
-@pytest.mark.parametrize("temperature", [0.25, torch.tensor([0.1, 0.2, 0.3])], ids=["one", "channels"])
-def test_a_fixed_and_a_learned_temperature(temperature):
-    fixed, learned = make_sde(temperature=temperature), make_sde(temperature=temperature, learn_temperature=True)
-    expected = torch.as_tensor(temperature).double()
-    for sde in (fixed, fixed.half(), learned):
-        torch.testing.assert_close(torch.as_tensor(sde.temperature).detach().double(), expected)
-    assert "log_temperature" in dict(learned.named_parameters())
-    other = make_sde(temperature=0.5 * temperature)
-    other.load_state_dict(fixed.state_dict())
-    assert torch.equal(torch.as_tensor(other.temperature), torch.as_tensor(fixed.temperature))
-
-
-@pytest.mark.parametrize(("method", "gradient"), GRADIENTS)
-def test_channels_and_empty_batches_with_times_of_ones_own(method, gradient):
-    damping = torch.tensor([0.2, 0.7]).view(-1, 1, 1)
-    sde = hbnode.HeavyBallSDE(nn.Tanh(), damping=damping, temperature=damping, learn_temperature=True).double()
-    for batch, t in ((4, ROWS), (4, ROWS[:, :1]), (0, ROWS[:0])):
-        state = make_network_state(shape=(batch, 2, 3, 3))
-        h, m = hbnode.sdeint(sde, state, t, method=method, dt=0.1, seed=3, gradient=gradient)
-        assert h.shape == (t.shape[1], batch, 2, 3, 3)
-        (h * m).sum().backward()
-    assert torch.isfinite(sde.omega.grad).all()
-    assert (sde.log_temperature.grad != 0).all()
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_without_damping_there_is_no_noise(method):
-    sde = hbnode.HeavyBallSDE(lambda h: -h, damping=0.0, temperature=5.0, learn_damping=False)
-    state = sde.initial_state(torch.ones(3, 1, dtype=torch.float64))
-    h, _ = hbnode.sdeint(sde, state, [0.0, math.pi], dt=0.01, method=method)
-    torch.testing.assert_close(h[-1], -state[0], rtol=1e-4, atol=1e-4)

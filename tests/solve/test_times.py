@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 import hbnode
 from hbnode.solve import methods
@@ -38,15 +37,12 @@ def test_both_sides_of_every_jump_are_seen(width, dtype):
 @pytest.mark.parametrize("per_sample", [False, True])
 @pytest.mark.parametrize("method", ["nystrom4", "nystrom8", "exponential", "tsit5", "rodas5p"])
 def test_a_jump_in_float32_needs_no_step_below_the_rounding_of_times(method, per_sample):
-    field = hbnode.HBNODE(lambda t, h: torch.where(t > 1, -40 * h, h), damping=0.5)
-    start = torch.ones(2, 1), torch.zeros(2, 1)
-    h, _ = hbnode.odeint(
-        field, start, [0.0, 2.0], method=method, rtol=1e-6, atol=1e-6, jump_times=[1.0], per_sample=per_sample
+    field = hbnode.HBNODE(lambda t, h: torch.where(t > 1, -40 * h, h), damping=0.5, learn_damping=False)
+    h, exact = (
+        hbnode.odeint(field, (x, 0 * x), [0.0, 2.0], jump_times=[1.0], rtol=1e-6, atol=1e-6, **settings)[0][-1]
+        for x, settings in ((X.float(), {"method": method, "per_sample": per_sample}), (X, {"method": "nystrom8"}))
     )
-    exact = field.double()
-    start = tuple(part.double() for part in start)
-    h_exact, _ = hbnode.odeint(exact, start, [0.0, 2.0], method="nystrom8", jump_times=[1.0], **TIGHT)
-    assert h[-1].flatten().tolist() == pytest.approx(h_exact[-1].flatten().tolist(), abs=1e-4)
+    torch.testing.assert_close(h, exact.float(), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("per_sample", [False, True])
@@ -57,13 +53,6 @@ def test_the_gradient_of_a_time_on_a_knot_is_the_slope_there(t, per_sample):
     h = hbnode.odeint(lambda t, y: -y + signal(t), X, t, per_sample=per_sample, **TIGHT)
     h.sum().backward()
     assert t.grad[1:].tolist() == pytest.approx((signal(t) - h.flatten())[1:].tolist(), rel=1e-6)
-
-
-def test_times_that_float32_rounds_to_one_are_named():
-    times = [1e9, 1e9 + 3]
-    with pytest.raises(ValueError, match=r"large times in float64, because torch\.float32"):
-        hbnode.odeint(lambda t, y: -y, X, torch.tensor(times))
-    assert hbnode.odeint(lambda t, y: -y, X, times)[-1].item() == pytest.approx(math.exp(-3), abs=1e-4)
 
 
 @pytest.mark.parametrize("row", [[0, 1, 1], [0, 0, 1], [1, 1, 1], [0, 0.5, 1]])
@@ -79,9 +68,7 @@ def test_gradients_of_times_that_repeat(row, method):
 
 
 @pytest.mark.parametrize(
-    "t",
-    [pd.Series([0.0, 1.0, 2.0], index=[5, 6, 7]), pd.DataFrame([[0.0, 1.0, 2.0]] * 2), np.array([0, 1, 2])],
-    ids=["series", "table", "array"],
+    "t", [pd.Series([0.0, 1.0, 2.0], index=[5, 6, 7]), pd.DataFrame([[0.0, 1.0, 2.0]] * 2), np.array([0, 1, 2])]
 )
 def test_times_of_pandas_and_numpy(t):
     y = hbnode.odeint(lambda t, y: -y, torch.ones(2, 1, dtype=torch.float64), t, **TIGHT)
@@ -101,14 +88,11 @@ def test_times_in_forward_mode(options):
 
 @pytest.mark.parametrize("method", ["nystrom4", "nystrom8", "exponential"])
 def test_a_damping_of_each_sample_with_steps_of_its_own(method):
-    damping = float64(0.1, 1.0, 3.0).view(3, 1)
-    h0, t = float64(1.0, 2.0, 0.5).view(3, 1), [0.0, 0.3, 1.0, 2.0]
-    field = hbnode.HBNODE(lambda h: -h, damping=damping, learn_damping=False)
-    h, _ = hbnode.odeint(field, field.initial_state(h0), t, method=method, per_sample=True, **TIGHT)
-    for i in range(3):
-        own = hbnode.HBNODE(lambda h: -h, damping=damping[i].item(), learn_damping=False)
-        expected, _ = hbnode.odeint(own, own.initial_state(h0[i : i + 1]), t, method="dopri8", rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(h[:, i], expected[:, 0], rtol=1e-6, atol=1e-6)
+    damping, t = [0.1, 1.0, 1.9], [0.0, 0.3, 1.0, 2.0]
+    field = hbnode.HBNODE(lambda h: -h, damping=float64(damping).view(3, 1), learn_damping=False)
+    h, _ = hbnode.odeint(field, (X.expand(3, 1), 0 * X.expand(3, 1)), t, method=method, per_sample=True, **TIGHT)
+    exact = np.stack([damped_oscillator(1.0, gamma, 1.0, 0.0, np.array(t))[0] for gamma in damping], 1)
+    np.testing.assert_allclose(h[..., 0].numpy(), exact, rtol=0, atol=1e-6)
 
 
 def test_parts_of_unlike_dimensions_each_at_the_time_of_their_sample():
@@ -118,36 +102,18 @@ def test_parts_of_unlike_dimensions_each_at_the_time_of_their_sample():
     torch.testing.assert_close(q[-1], (t[:, 1:] ** 2 / 2).expand(3, 3), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("gradient", "options"),
-    [("adjoint", {}), ("adjoint", {"method": "dopri5"}), ("reversible", {"steps": 4}), ("checkpoint", {})],
-)
-def test_an_autocast_inside_of_f(gradient, options):
-    linear = nn.Linear(2, 2)
-
-    def f(h):
-        with torch.autocast("cpu", torch.bfloat16):
-            return linear(h).to(h)
-
-    field = hbnode.HBNODE(f)
-    state = field.initial_state(torch.randn(3, 2))
-    hbnode.odeint(field, state, [0.0, 1.0], gradient=gradient, rtol=0.1, atol=0.1, **options)[0].sum().backward()
-    assert linear.weight.grad.abs().sum() > 0
-
-
 @pytest.mark.parametrize("save", ["interpolate", "exact"])
 @pytest.mark.parametrize("gradient", ["direct", AGAIN], ids=["kept", "again"])
 def test_a_sample_that_overflows_does_not_move_the_times_of_others(gradient, save):
     """y' = cos t, of which dy/dt is the derivative in a last time; the first attempt overflows for the other sample."""
     is_steep = torch.tensor([[0.0], [1.0]], dtype=torch.float64)
     field = hbnode.NODE(lambda t, y: torch.cos(t) - is_steep * y * torch.exp(y * y))
-    t = torch.tensor([0.2, 0.3, 0.35, 0.5, 0.6], dtype=torch.float64, requires_grad=True)
-    x, options = torch.tensor([[0.0], [30.0]], dtype=torch.float64), {"first_step": 0.3}
+    t, x = float64(0.2, 0.3, 0.35, 0.5, 0.6).requires_grad_(), float64([0.0], [3.0])
     settings = {"per_sample": True, "gradient": gradient, "save": save, "rtol": 1e-4, "atol": 1e-4}
     with hbnode.nfe.record_steps(field) as steps:
-        y = hbnode.odeint(field, x * 0.1, t, options=options, **settings)
+        y = hbnode.odeint(field, x, t, options={"first_step": 0.3}, **settings)[:, 0, 0]
     assert steps.accepted[:2] == [True, False]
-    y, exact = y[:, 0, 0], torch.sin(t) - torch.sin(t[0])
+    exact = torch.sin(t) - torch.sin(t[0])
     torch.testing.assert_close(y, exact, rtol=1e-4, atol=1e-4)
     for k in range(1, 5):
         found, expected = (torch.autograd.grad(z[k], t, retain_graph=True)[0] for z in (y, exact))
@@ -169,7 +135,7 @@ def test_a_step_that_overflows_for_one_sample_leaves_its_gradient_finite(gradien
     assert t.grad[1].item() == pytest.approx(-(exact[0] ** 15).item(), rel=1e-2)
 
 
-JUMP, END, HEIGHT = 0.37, 1.0, 0.5
+JUMP, HEIGHT = 0.37, 0.5
 SOLVERS = {
     "tsit5": {"method": "tsit5"},
     "dopri5": {"method": "dopri5"},
@@ -178,34 +144,26 @@ SOLVERS = {
     "tsit5, per sample": {"method": "tsit5", "per_sample": True},
     "dopri5, exact": {"method": "dopri5", "save": "exact"},
 }
-MODERATE = {"rtol": 1e-7, "atol": 1e-7}
-
-
-def solve(t, **solver):
-    """Outputs of y' = c [t >= JUMP] - y, the gradient of the last one for c, the count and the steps."""
-    height = torch.tensor(HEIGHT, dtype=torch.float64, requires_grad=True)
-    field = lambda t, y: torch.where(t < JUMP, 0.0, height) - y
-    with hbnode.count_nfe(field) as nfe, hbnode.diagnostics.record_steps(field) as steps:
-        y = hbnode.odeint(field, torch.ones(2, 1, dtype=torch.float64), t, **MODERATE | solver)
-    (slope,) = torch.autograd.grad(y[-1, 0, 0], height)
-    return y[:, 0, 0].tolist(), slope.item(), nfe, steps
-
-
-def exact(t):
-    return math.exp(-t) + HEIGHT * max(1 - math.exp(-(t - JUMP)), 0.0)
 
 
 @pytest.mark.parametrize("name", SOLVERS)
-@pytest.mark.parametrize("t", [[0.0, 0.2, 0.6, END], [0.0, JUMP, END]], ids=["past", "on"])
+@pytest.mark.parametrize("t", [[0.0, 0.2, 0.6, 1.0], [0.0, JUMP, 1.0]], ids=["past", "on"])
 def test_a_solve_past_a_jump(name, t):
-    y, slope, nfe, steps = solve(t, **SOLVERS[name], jump_times=[JUMP])
-    assert y == pytest.approx([exact(time) for time in t], abs=2e-5)
-    assert slope == pytest.approx(1 - math.exp(JUMP - END), abs=2e-5)
-    forward = [i for i in range(len(steps)) if not steps.backward[i]]
-    assert min(abs(steps.t[i] + steps.size[i] - JUMP) for i in forward) < 1e-9
-    if JUMP not in t:
-        *_, without, _ = solve(t, **SOLVERS[name])
-        assert nfe.forward < without.forward
+    """Outputs of y' = c [t >= JUMP] - y, and the gradient of the last one for c."""
+    height, counts = torch.tensor(HEIGHT, dtype=torch.float64, requires_grad=True), []
+    field = lambda t, y: torch.where(t < JUMP, 0.0, height) - y
+    for jumps in ([JUMP], None):
+        solver = {"jump_times": jumps, "rtol": 1e-7, "atol": 1e-7} | SOLVERS[name]
+        with hbnode.count_nfe(field) as nfe, hbnode.diagnostics.record_steps(field) as steps:
+            y = hbnode.odeint(field, torch.ones(2, 1, dtype=torch.float64), t, **solver)
+        exact = [math.exp(-time) + HEIGHT * max(1 - math.exp(JUMP - time), 0.0) for time in t]
+        assert y[:, 0, 0].tolist() == pytest.approx(exact, abs=2e-5 if jumps else 1e-3)
+        (slope,) = torch.autograd.grad(y[-1, 0, 0], height)
+        assert slope.item() == pytest.approx(1 - math.exp(JUMP - 1), abs=2e-5 if jumps else 1e-3)
+        counts.append(nfe.forward)
+        if jumps:
+            assert min(abs(t + size - JUMP) for t, size in zip(steps.t, steps.size, strict=True)) < 1e-9
+    assert counts[0] < counts[1] or JUMP in t
 
 
 @pytest.mark.parametrize("method", ["tsit5", "dopri5"])
@@ -213,35 +171,34 @@ def test_a_solve_past_a_jump(name, t):
     "jump_times", [[JUMP, -1.0, 2.0], (2.0, JUMP), torch.tensor([JUMP, JUMP, 0.5], dtype=torch.float64)], ids=str
 )
 def test_any_times_in_any_order(method, jump_times):
-    for t in ([0.0, END], [END, 0.0]):
-        field = lambda t, y: torch.where(t < JUMP, 0.0, HEIGHT) * torch.ones_like(y)
-        y = hbnode.odeint(field, torch.zeros(1).double(), t, method=method, jump_times=jump_times, **MODERATE)
-        assert y[-1].item() == pytest.approx(math.copysign(HEIGHT * (END - JUMP), t[1] - t[0]), abs=1e-5)
+    field = lambda t, y: torch.where(t < JUMP, 0.0, HEIGHT) * torch.ones_like(y)
+    for t in ([0.0, 1.0], [1.0, 0.0]):
+        y = hbnode.odeint(field, torch.zeros(1).double(), t, method=method, jump_times=jump_times)
+        assert y[-1].item() == pytest.approx(math.copysign(HEIGHT * (1.0 - JUMP), t[1] - t[0]), abs=1e-5)
 
 
-SIDES = {"before": lambda t, jump: t < jump, "until": lambda t, jump: t <= jump}  # where f has its first value
+SIDES = {"before": lambda t: t < 1.0, "until": lambda t: t <= 1.0}  # where f has its first value
 
 
-def fixed_solve(method, t, is_first, jumps=(1.0,), **settings):
-    """The solve, in steps that are exact between jumps, of y' or h'' = 1 before the jump and -1 after it."""
-    push = lambda t, y: torch.where(is_first(t, 1.0), 1.0, -1.0) * torch.ones_like(y)
-    start, field = torch.zeros(4, 1, dtype=torch.float64), push
-    if methods.ALL_METHODS[method].field != "any":
-        field = hbnode.HBNODE(push, damping=0.0, learn_damping=False)
-        start = (start, start)
+def fixed_solve(method, t, side, w=1.0, **settings):
+    """The solve, in steps that are exact between jumps, of y' or h'' = w before the jump at 1 and -w after it."""
+    push = lambda t, y: w * torch.where(SIDES[side](t), 1.0, -1.0).to(y).expand_as(y)
+    start, is_any = torch.zeros(4, 1, dtype=torch.float64), methods.ALL_METHODS[method].field == "any"
+    field = push if is_any else hbnode.HBNODE(push, damping=0.0, learn_damping=False)
+    state = start if is_any else (start, start)
     with hbnode.count_nfe(field) as nfe:
-        y = hbnode.odeint(field, start, t, method=method, steps=3, jump_times=jumps, **settings)
-    return (y[1] if methods.ALL_METHODS[method].field != "any" else y), nfe.forward
+        y = hbnode.odeint(field, state, t, method=method, steps=3, jump_times=[1.0], **settings)
+    return (y if is_any else y[1])[..., 0], nfe.forward
 
 
 @pytest.mark.sparse
 @pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize("t", [[0.0, 2.0], [0.0, 1.0, 2.0], [2.0, 0.5, 0.0], [1.0, 2.0], [0.0, 1.0], [2.0, 1.0]])
+@pytest.mark.parametrize("t", [[0.0, 1.0, 2.0], [0.0, 2.0], [2.0, 0.5, 0.0], [1.0, 2.0], [0.0, 1.0], [2.0, 1.0]])
 @pytest.mark.parametrize("method", methods.TRACEABLE)
 def test_fixed_steps_at_a_jump(method, t, side):
-    y, nfe = fixed_solve(method, t, SIDES[side])
+    y, nfe = fixed_solve(method, t, side)
     hat = lambda time: 1 - abs(time - 1)
-    assert y[:, 0, 0].tolist() == pytest.approx([hat(time) - hat(t[0]) for time in t], abs=1e-13)
+    assert y[:, 0].tolist() == pytest.approx([hat(time) - hat(t[0]) for time in t], abs=1e-13)
     parts = len({*t, *({1.0} if min(t) < 1 < max(t) else ())}) - 1
     has_first_same_as_last = method in methods.METHODS and methods.METHODS[method].is_fsal
     evaluations = methods.TRACEABLE[method].evaluations
@@ -249,54 +206,44 @@ def test_fixed_steps_at_a_jump(method, t, side):
     assert nfe == 3 * parts * evaluations + restarts
 
 
-@pytest.mark.parametrize("method", methods.METHODS)
-def test_fixed_steps_of_samples_with_jumps_at_times_of_their_own(method):
-    t = float64([0, 0.5, 2], [1, 1, 3], [1.5, 1.5, 2.5], [0.75, 1, 1.25])
-    y, _ = fixed_solve(method, t, SIDES["until"])
-    hat = 1 - (t - 1).abs()
-    torch.testing.assert_close(y[..., 0].T, hat - hat[:, :1], rtol=0, atol=1e-13)
-
-
 MODES = [(name, mode) for name, method in methods.METHODS.items()
          for mode in (AGAIN, *method.gradients) if mode != "checkpoint"]  # fmt: skip
 
 
 @pytest.mark.parametrize(("method", "gradient"), MODES)
-def test_gradients_of_fixed_steps_with_a_jump(method, gradient):
+def test_values_and_gradients_of_fixed_steps_with_a_jump(method, gradient):
     """q = w (hat(t) - hat(t_0)) has the gradients hat(t) - hat(t_0) for w and ±w for the times."""
     w = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
     t = float64([0, 2.5], [0.5, 1.5], [0, 0.5], [1.25, 2]).requires_grad_()
-    push = lambda t, y: w * torch.where(t < 1.0, 1.0, -1.0).to(y).expand_as(y)
-    field, start = push, torch.zeros(4, 1, dtype=torch.float64)
-    if methods.ALL_METHODS[method].field != "any":
-        field, start = hbnode.HBNODE(push, damping=0.0, learn_damping=False), (start, start)
-    y = hbnode.odeint(field, start, t, method=method, steps=3, jump_times=[1.0], gradient=gradient)
-    (y[1] if methods.ALL_METHODS[method].field != "any" else y)[-1].sum().backward()
-    rise = 1 - (t.detach() - 1).abs()
-    assert w.grad.item() == pytest.approx((rise[:, 1] - rise[:, 0]).sum().item(), abs=1e-12)
-    slopes = 2.0 * torch.where(t < 1, 1.0, -1.0).double() * float64(-1, 1)
-    torch.testing.assert_close(t.grad, slopes, rtol=0, atol=1e-12)
+    y, _ = fixed_solve(method, t, "before", w, gradient=gradient)
+    rise = (1 - (t.detach() - 1).abs()).diff()[:, 0]
+    torch.testing.assert_close(y[-1], 2 * rise, rtol=0, atol=1e-12)
+    of_w, of_t = torch.autograd.grad(y[-1].sum(), [w, t])
+    assert of_w.item() == pytest.approx(rise.sum().item(), abs=1e-12)
+    torch.testing.assert_close(of_t, 2.0 * torch.where(t < 1, 1.0, -1.0) * float64(-1, 1), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("method", ["tsit5", "nystrom8", "rodas5p"])
-def test_the_gradient_of_an_output_time_on_a_jump_does_not_move_the_jump(method):
-    t = float64(0, 1, 2).requires_grad_()
-    y, _ = fixed_solve(method, t, SIDES["before"])
-    assert torch.autograd.grad(y[2, 0, 0], t)[0].tolist() == pytest.approx([-1, 0, -1], abs=1e-12)
-
-
-@pytest.mark.parametrize("settings", [{"save": "exact"}, {"steps": 8, "events": hbnode.Event(lambda t, y: t - 9.0)}])
-def test_the_gradient_of_a_stop_on_a_jump_does_not_move_the_jump(settings):
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"steps": 3, "method": method} for method in ("tsit5", "nystrom8", "rodas5p")),
+        {"save": "exact"},
+        {"steps": 8, "events": hbnode.Event(lambda t, y: t - 9.0)},
+    ],
+    ids=str,
+)
+def test_the_gradient_of_an_output_time_on_a_jump_does_not_move_the_jump(settings):
     """y(2) = 1 - t_0 + 3 (t_2 - 1) does not depend on the output time 1."""
-    t = float64(0, 1, 2).requires_grad_()
+    t, start = float64(0, 1, 2).requires_grad_(), torch.zeros(1, 1, dtype=torch.float64)
     push = lambda t, y: torch.where(t < 1, 1.0, 3.0).to(y).expand_as(y)
-    y = hbnode.odeint(push, torch.zeros(1, 1, dtype=torch.float64), t, method="tsit5", jump_times=[1.0], **settings)
-    y = y if isinstance(y, torch.Tensor) else y[0]
+    is_pair = settings.get("method") == "nystrom8"
+    field = hbnode.HBNODE(push, damping=0.0, learn_damping=False) if is_pair else push
+    y = hbnode.odeint(field, (start, start) if is_pair else start, t, jump_times=[1.0], **settings)
+    y = y[1] if is_pair else y[0] if "events" in settings else y
     assert torch.autograd.grad(y[2, 0, 0], t)[0].tolist() == pytest.approx([-1, 0, 3], abs=1e-12)
 
 
 EPOCH = 1.7e9
-LATE = {"t": [EPOCH, EPOCH + 10], "events": None}
 
 
 @pytest.mark.parametrize(
@@ -313,21 +260,20 @@ LATE = {"t": [EPOCH, EPOCH + 10], "events": None}
     ids=lambda value: ",".join(value),
 )
 def test_late_times_that_float32_rounds_too_much(settings):
-    given = {"field": lambda t, y: torch.cos(t - EPOCH) + 0 * y, "y0": torch.zeros(2, 1), **LATE, **settings}
+    given = {"field": lambda t, y: torch.cos(t) + 0 * y, "y0": torch.zeros(2, 1), "t": [EPOCH, EPOCH + 10], **settings}
     with pytest.raises(ValueError, match=r"gets the times in torch.float32, .* rounds them by 2e\+02\. Fix: count"):
         hbnode.odeint(**given)
-    given.pop("field"), given.pop("events")
-    autonomous = hbnode.odeint(hbnode.NODE(lambda y: 1 + 0 * y), **given)  # it does not get the times
-    assert autonomous[-1].abs().max().item() == pytest.approx(10, rel=1e-5)
+    given |= {"field": hbnode.NODE(lambda y: 1 + 0 * y), "events": None}  # it does not get the times
+    assert hbnode.odeint(**given)[-1].abs().max().item() == pytest.approx(10, rel=1e-5)
 
 
-def test_late_times_in_float64_or_from_the_start():
-    y0, t = torch.zeros(1, 1), float64(EPOCH, EPOCH + 10)
-    late = hbnode.odeint(lambda t, y: torch.cos(t - EPOCH) + 0 * y, y0.double(), t)
-    from_start = hbnode.odeint(lambda t, y: torch.cos(t) + 0 * y, y0, t - t[0])
-    for y in (late, from_start):
-        assert y[-1].item() == pytest.approx(math.sin(10), abs=1e-4)
-    assert hbnode.odeint(lambda t, y: -y, y0 + 1, [100.0, 100.001])[-1].item() == pytest.approx(math.exp(-1e-3))
+def test_late_times_in_float64():
+    times = [1e9, 1e9 + 3]
+    with pytest.raises(ValueError, match=r"large times in float64, because torch\.float32"):
+        hbnode.odeint(lambda t, y: -y, X, torch.tensor(times))
+    y = hbnode.odeint(lambda t, y: torch.cos(t - times[0]) + 0 * y, 0 * X, times)
+    assert y[-1].item() == pytest.approx(math.sin(3), abs=1e-4)
+    assert hbnode.odeint(lambda t, y: -y, X.float(), [100.0, 100.001])[-1].item() == pytest.approx(math.exp(-1e-3))
 
 
 KNOTS = torch.arange(101, dtype=torch.float64)
@@ -362,10 +308,10 @@ def test_a_signal_asked_at_another_time(query, gradient):
 
 @pytest.mark.parametrize(("query", "end"), [(lambda t: t % 101, 202.0), (lambda t: t - DELAYS, 101.0)])
 def test_a_signal_asked_at_times_that_no_step_can_end_on(query, end):
-    field = lambda t, y: PULSE(query(t)) + 0 * y
+    field, y0 = lambda t, y: PULSE(query(t)) + 0 * y, torch.zeros(2, 1, dtype=torch.float64)
     with pytest.warns(UserWarning, match=r"Fix: options=\{'max_step': w\}"):
-        hbnode.odeint(field, torch.zeros(2, 1, dtype=torch.float64), [0.0, end])
-    y = hbnode.odeint(field, torch.zeros(2, 1, dtype=torch.float64), [0.0, end], options={"max_step": 1.0})
+        hbnode.odeint(field, y0, [0.0, end])
+    y = hbnode.odeint(field, y0, [0.0, end], options={"max_step": 1.0})
     assert y[-1].flatten().tolist() == pytest.approx([end // 101] * 2, rel=1e-2)
 
 
@@ -376,8 +322,7 @@ def test_the_gradient_of_a_signals_values(method):
     u = (3 * knots).sin().requires_grad_()
     drive = hbnode.Signal(knots, u)
     field = hbnode.HBNODE(lambda t, h: drive(t) + 0 * h, damping=0.0, learn_damping=False)
-    start = torch.zeros(1, 1, dtype=torch.float64)
-    h, _ = hbnode.odeint(field, (start, start), [0.0, 2.0], method=method)
+    h, _ = hbnode.odeint(field, (0 * X, 0 * X), [0.0, 2.0], method=method)
     (slopes,) = torch.autograd.grad(h[-1].sum(), u)
     exact = 0.04 * (2 - knots)
     exact[0], exact[-1] = 0.04 * (1 - 0.04 / 6), 0.04**2 / 6
@@ -385,46 +330,21 @@ def test_the_gradient_of_a_signals_values(method):
 
 
 METHODS = [name for name, method in methods.METHODS.items() if method.error_order is not None]
-CONTROLS = [False, True]
-
-
-def solve_forced(force, t, **settings):
-    start = torch.full((1, 1), float(force.h0), dtype=torch.float64), torch.zeros(1, 1, dtype=torch.float64)
-    with torch.no_grad():
-        h, m = hbnode.odeint(force.field(), start, torch.as_tensor(t, dtype=torch.float64), **settings)
-    return np.stack([h[:, 0, 0].numpy(), m[:, 0, 0].numpy()])
-
-
-def error_over_tolerance(force, t, tolerance, **settings):
-    exact = force.exact(np.asarray(t, dtype=float))
-    error = np.abs(solve_forced(force, t, rtol=tolerance, atol=tolerance, **settings) - exact)
-    return (error / (1 + np.abs(exact))).max() / tolerance
-
-
-def test_the_exact_solution_itself():
-    """The reference against solutions in closed form, and against a tight solve in many steps."""
-    t = np.linspace(0, 2, 5)
-    w = 2 * math.pi * 3
-    sine = Forced(sines=[(1.0, 3.0)]).exact(t)
-    np.testing.assert_allclose(sine, [t / w - np.sin(w * t) / w**2, (1 - np.cos(w * t)) / w], atol=1e-15)
-    tight = {"method": "dopri8", "rtol": 1e-12, "atol": 1e-12, "save": "exact", "options": {"max_step": 0.05}}
-    for gamma, kappa in ((0.1, 0.0), (1.0, 30.0), (3.0, 1.0), (2.0, 1.0)):
-        force = Forced(gamma, kappa, 1.0 if kappa else 0.0, [(0.7, 2.5)], [(1.0, 0.8, 0.3)])
-        np.testing.assert_allclose(force.exact(t), solve_forced(force, t, **tight), atol=1e-10)
 
 
 FREQUENCIES = st.one_of(st.integers(1, 200), st.sampled_from([10, 20, 40, 50, 100, 200, 1 / 3, 2.5]))
-AMPLITUDES = st.floats(0.3, 1.0)
 
 
 @st.composite
 def problems(draw):
-    """A forced oscillator and the end of its solve_forced."""
-    end = draw(st.sampled_from([1.0, 2.0, 3.0]))
-    kappa = draw(st.sampled_from([0.0, 1.0, 30.0]))
-    sines = draw(st.lists(st.tuples(AMPLITUDES, FREQUENCIES), max_size=2))
-    width = st.floats(0.1, 1.0).map(lambda share: share * end / 2.3548)  # from the full width at half maximum
-    bumps = draw(st.lists(st.tuples(AMPLITUDES, st.floats(0, end), width), min_size=not sines, max_size=2))
+    """A forced oscillator and the end of its solve."""
+    end, kappa = draw(st.sampled_from([1.0, 2.0, 3.0])), draw(st.sampled_from([0.0, 1.0, 30.0]))
+    amplitudes, width = (
+        st.floats(0.3, 1.0),
+        st.floats(0.1, 1.0).map(lambda share: share * end / 2.3548),
+    )  # from the FWHM
+    sines = draw(st.lists(st.tuples(amplitudes, FREQUENCIES), max_size=2))
+    bumps = draw(st.lists(st.tuples(amplitudes, st.floats(0, end), width), min_size=not sines, max_size=2))
     h0 = draw(st.sampled_from([0.0, 1.0])) if kappa else 0.0
     return Forced(draw(st.sampled_from([0.0, 0.1, 1.0])), kappa, h0, sines, bumps), end
 
@@ -433,49 +353,48 @@ def problems(draw):
 @given(
     problems(),
     st.sampled_from(METHODS),
-    st.sampled_from(CONTROLS),
-    st.sampled_from([1e-3, 1e-4, 1e-5, 1e-6]),
+    st.booleans(),
+    st.sampled_from([1e-3, 1e-4, 1e-5]),
     st.sampled_from([2, 2, 4, 11]),
 )
 @example((Forced(0.1, 1.0, 1.0, [(0.7, 20)]), 3.0), "nystrom4", True, 1e-3, 4)
-@example((Forced(0.1, 30.0, 0.0, [(0.5, 22), (0.9, 84)]), 3.0), "nystrom4", False, 1e-4, 2)
 @example((Forced(0.0, 1.0, 1.0, [(0.33, 96)]), 2.0), "tsit5", True, 1e-3, 2)
 @example((Forced(0.0, sines=[(1.0, 200)]), 1.0), "tsit5", False, 1e-4, 2)
-@example((Forced(0.0, sines=[(1.0, 128)]), 1.0), "tsit5", True, 1e-4, 5)
 @example((Forced(0.1, sines=[(1.0, 10)]), 2.0), "exponential", False, 1e-4, 3)
-@example((Forced(0.1, 1.0, sines=[(1.0, 20)]), 1.0), "nystrom8", True, 1e-4, 2)
+@example((Forced(0.1, 1.0, sines=[(1.0, 20)], bumps=[(1.0, 0.8, 0.3)]), 1.0), "nystrom8", True, 1e-4, 2)
 def test_no_force_is_stepped_over(problem, method, per_sample, tolerance, outputs):
     """The error stays within 100 tolerances, or an error says why there is no solution."""
     force, end = problem
-    t, settings = np.linspace(0, end, outputs), {"method": method, "per_sample": per_sample}
+    t, start = np.linspace(0, end, outputs), (X * force.h0, 0 * X)
+    settings = {"method": method, "per_sample": per_sample, "options": {"max_nfe": 800}}
     try:
-        ratio = error_over_tolerance(force, t, tolerance, **settings, options={"max_nfe": 1500})
+        with torch.no_grad():
+            found = hbnode.odeint(force.field(), start, t, rtol=tolerance, atol=tolerance, **settings)
     except hbnode.errors.MaxNFEError:
         return
-    assert ratio < 100
-
-
-def evaluations(func, **settings):
-    field = hbnode.HBNODE(func)
-    with hbnode.count_nfe(field) as nfe, torch.no_grad():
-        hbnode.odeint(field, field.initial_state(torch.zeros(3, 2)), [0.0, 1.0], **settings)
-    return nfe.forward
-
-
-@pytest.mark.parametrize("per_sample", CONTROLS)
-@pytest.mark.parametrize("method", METHODS)
-def test_what_it_costs(method, per_sample):
-    """Nothing where f is autonomous; four evaluations a solve_forced where a network's last layer starts at zero."""
-    one_step = 1 + methods.METHODS[method].evaluations
-    assert evaluations(lambda h: -h, method=method, per_sample=per_sample) == one_step
-    net = hbnode.nn.MLP(2, [8], 2, time_dependent=True)
-    torch.nn.init.zeros_(net.layers[-1].weight)
-    torch.nn.init.zeros_(net.layers[-1].bias)
-    assert evaluations(net, method=method, per_sample=per_sample) == one_step + len(TRIALS)
+    exact = force.exact(t)
+    error = np.abs(torch.stack(found)[..., 0, 0].numpy() - exact)
+    assert (error / (1 + np.abs(exact))).max() / tolerance < 100
 
 
 @pytest.mark.sparse
-@pytest.mark.parametrize("per_sample", CONTROLS)
+@pytest.mark.parametrize("per_sample", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_what_it_costs(method, per_sample):
+    """Nothing where f is autonomous; four evaluations a solve where a network's last layer starts at zero."""
+    net = hbnode.nn.MLP(2, [8], 2, time_dependent=True)
+    torch.nn.init.zeros_(net.layers[-1].weight)
+    torch.nn.init.zeros_(net.layers[-1].bias)
+    for func, further in ((lambda h: -h, 0), (net, len(TRIALS))):
+        field = hbnode.HBNODE(func)
+        with hbnode.count_nfe(field) as nfe, torch.no_grad():
+            state = field.initial_state(torch.zeros(3, 2))
+            hbnode.odeint(field, state, [0.0, 1.0], method=method, per_sample=per_sample)
+        assert nfe.forward == 1 + methods.METHODS[method].evaluations + further
+
+
+@pytest.mark.sparse
+@pytest.mark.parametrize("per_sample", [False, True])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kind", ["linear", "cubic"])
 def test_a_spike_of_a_signal_is_seen(method, per_sample, kind):
@@ -506,54 +425,39 @@ def test_steps_end_on_the_knots_of_a_signal(direction):
     assert nfe.forward < 150
 
 
-@pytest.mark.sparse
 @pytest.mark.parametrize("gradient", ["direct", AGAIN], ids=["direct", "again"])
 @pytest.mark.parametrize(
     ("method", "per_sample", "kind"),
-    [
-        ("nystrom8", False, "linear"),
-        ("nystrom8", True, "cubic"),
-        ("exponential", True, "linear"),
-    ],
+    [("nystrom8", False, "linear"), ("nystrom8", True, "cubic"), ("exponential", True, "linear")],
 )
 def test_the_gradient_of_the_last_time_is_the_velocity(method, per_sample, kind, gradient):
     """dh(T)/dT = m(T), and dm(T)/dT = u(T) - h(T) - γ m(T), with kinks of the signal on the way."""
     knots = torch.linspace(0, 3, 13, dtype=torch.float64)
     drive = hbnode.Signal(knots, (3 * knots).sin(), kind)
     field = hbnode.HBNODE(lambda t, h: drive(t) - h, damping=0.1, learn_damping=False)
-    for t in ([0.0, 1.03, 1.1, 1.2, 2.03, 2.1, 2.9], [2.9, 0.3]):
-        t = torch.tensor(t, dtype=torch.float64, requires_grad=True)
-        settings = {"method": method, "per_sample": per_sample, "gradient": gradient, "rtol": 1e-7, "atol": 1e-7}
-        h, m = (part.flatten() for part in hbnode.odeint(field, (X, 0 * X), t, **settings))
+    settings = {"method": method, "per_sample": per_sample, "gradient": gradient, "rtol": 1e-7, "atol": 1e-7}
+    for t in (float64(0.0, 1.03, 1.1, 1.2, 2.03), float64(2.9, 0.3)):
+        h, m = (part.flatten() for part in hbnode.odeint(field, (X, 0 * X), t.requires_grad_(), **settings))
         by_h, by_m = (torch.autograd.grad(y[-1], t, retain_graph=True)[0] for y in (h, m))
         assert by_h[-1].item() == pytest.approx(m[-1].item(), abs=1e-5)
         assert by_m[-1].item() == pytest.approx((drive(t[-1]) - h[-1] - 0.1 * m[-1]).item(), abs=1e-5)
         assert (by_h[1:-1].abs() < 1e-5).all()
 
 
-@pytest.mark.parametrize("per_sample", CONTROLS)
+@pytest.mark.sparse
+@pytest.mark.parametrize("per_sample", [False, True])
 @pytest.mark.parametrize("method", METHODS)
 def test_steps_and_the_jumps_in_their_way(method, per_sample):
-    """Steps cover the interval, end on jumps that are given, and pass knots of a signal only while a node sees each."""
+    """Steps cover the interval, and end on jumps that are given."""
     jumps = [0.1, 0.2, 0.5, 0.6, 0.7, 0.8, 0.9]
     start = torch.ones(2, 1, dtype=torch.float64), torch.zeros(2, 1, dtype=torch.float64)
     field = hbnode.HBNODE(lambda t, h: sum(t > jump for jump in jumps) - h, learn_damping=False)
     with hbnode.diagnostics.record_steps(field) as steps:
         hbnode.odeint(field, start, [0.0, 1.0], method=method, per_sample=per_sample, jump_times=jumps)
     taken = [(a, a + size) for a, size, good in zip(steps.t, steps.size, steps.accepted, strict=True) if good]
-    for (_, end), (begin, _) in itertools.pairwise(taken[:: 2 if per_sample else 1]):
-        assert begin == pytest.approx(end, abs=1e-12)
-    assert taken[0][0] == 0.0
-    assert taken[-1][1] == pytest.approx(1.0)
+    taken = taken[:: 2 if per_sample else 1]
+    assert [0.0, *(end for _, end in taken)] == pytest.approx([*(begin for begin, _ in taken), 1.0], abs=1e-12)
     assert all(any(abs(end - jump) < 1e-9 for _, end in taken) for jump in jumps)
-
-
-@pytest.mark.parametrize("method", ["nystrom4", "nystrom6", "nystrom8", "exponential", "tsit5"])
-def test_times_with_gradients_do_not_change_the_values(method):
-    field = hbnode.HBNODE(lambda h: -h, damping=0.3, learn_damping=False)
-    y0, t = (float64(1, 2).view(2, 1), float64(0, 1).view(2, 1)), float64(0, 1, 2.5)
-    found = [hbnode.odeint(field, y0, times, method=method)[0] for times in (t, t.clone().requires_grad_())]
-    torch.testing.assert_close(found[1].detach(), found[0], rtol=0, atol=1e-14)
 
 
 def test_the_sides_of_a_jump_are_apart_by_more_than_the_rounding_of_any_time():

@@ -6,8 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-pytest.importorskip("tqdm")
-
 from tasks.common.run import count_parameters
 from tasks.models.baselines import BASELINES, KINDS, Decaying, make_baseline
 
@@ -90,19 +88,3 @@ def test_the_decay_is_that_of_the_paper():
     features, _ = model(x[:, :1], torch.full((1, 1), 3.0, dtype=torch.float64), state)
     decayed = torch.tensor([[math.exp(-1.6), -2.0]], dtype=torch.float64)
     torch.testing.assert_close(features[:, 0], model.cell(x[:, 0], decayed))
-
-
-def test_the_cell_of_cfc_is_that_of_its_paper():
-    """Equation 10 of arXiv:2106.13898, with the gap in the sigmoid, written out."""
-    pytest.importorskip("ncps")
-    model, (x, gap, _) = double("cfc"), series(2, 1)
-    gap = gap + 1.7
-    features, _ = model(x, gap)
-    cell = model.cell
-    shared = 1.7159 * torch.tanh(0.666 * cell.backbone[0](torch.cat([x[:, 0], x.new_zeros(2, model.hidden_size)], 1)))
-    s = torch.sigmoid(cell.time_a(shared) * gap + cell.time_b(shared))
-    expected = (1 - s) * cell.ff1(shared).tanh() + s * cell.ff2(shared).tanh()
-    torch.testing.assert_close(features[:, 0], expected)
-
-
-# Options of tasks that have baselines beside the five models

@@ -1,14 +1,13 @@
 """Problems of memory that are drawn: what the sequences hold, and what counts as right, against plain loops."""
 
 import math
+import statistics
 
 import pytest
 import torch
 
-pytest.importorskip("tqdm")
-pytest.importorskip("matplotlib")
-
 from tasks import adding, copying, recall, transformer_copy
+from tasks.data.listops import SYMBOLS, make_listops, trivial_accuracies
 from tasks.data.pathological import Problem
 from tasks.data.recall import IGNORED, SEPARATOR, Bindings, doubled, is_copied
 from tasks.readers import right_by_counting
@@ -26,54 +25,42 @@ def integers(low, high):
     return set(range(math.ceil(low), math.floor(high) + 1))
 
 
-@pytest.mark.parametrize("length", [10, 57])
-def test_marked_numbers(length):
-    x, targets, last = Problem("addition", length).draw(1000, generator())
+def test_marked_numbers():
+    x, targets, last = Problem("addition", 57).draw(1000, generator())
     places = {}
     for sequence, target, end in zip(x.tolist(), targets[:, 0].tolist(), last.tolist(), strict=True):
         steps = end + 1
         i, j = (t for t, (_, v) in enumerate(sequence, 1) if v == 1)  # two, and J after I
         assert j in integers(steps / 10, steps / 2)
         assert all(row == [0, 0] for row in sequence[steps:])
-        a, b = sequence[i - 1][0], sequence[j - 1][0]
-        assert target == pytest.approx((a + b) / 2, abs=1e-6)
+        assert target == pytest.approx((sequence[i - 1][0] + sequence[j - 1][0]) / 2, abs=1e-6)
         places.setdefault(steps, set()).add(i)
-    assert set(places) == integers(length, 11 * length / 10)
+    assert set(places) == integers(57, 11 * 57 / 10)
     assert all(found == integers(1, steps / 10) for steps, found in places.items())
-    within = x[..., 0][torch.arange(x.shape[1]) <= last[:, None]]
-    assert 0 <= float(within.min()) < float(within.max()) <= 1
-    assert within.mean().item() == pytest.approx(0.5, abs=0.02)
 
 
 def test_temporal_order():
-    length, ranges = 57, [(1, 2), (5, 6)]
-    x, targets, last = Problem("temporal_order", length).draw(1000, generator())
-    assert set(last.tolist()) == {length - 1}
-    found = [set() for _ in ranges]
+    x, targets, last = Problem("temporal_order", 57).draw(1000, generator())
+    assert set(last.tolist()) == {56}
+    found = [set(), set()]
     for sequence, target in zip((x + 1).tolist(), targets.tolist(), strict=True):
         special = [(t, symbol) for t, symbol in enumerate(sequence, 1) if symbol <= 2]
         for places, (t, _) in zip(found, special, strict=True):
             places.add(t)
         assert target == int("".join(str(symbol - 1) for _, symbol in special), 2)
-    assert found == [integers(low * length / 10, high * length / 10) for low, high in ranges]
-    assert set((x + 1).flatten().tolist()) == {1, 2, 3, 4, 5, 6}
-    counts = targets.bincount(minlength=2 ** len(ranges)) / len(targets)
-    torch.testing.assert_close(counts, torch.full_like(counts, 1 / len(counts)), rtol=0, atol=0.04)
+    assert found == [integers(5.7, 11.4), integers(28.5, 34.2)]
+    assert targets.bincount(minlength=4).min() > 200
 
 
 def test_memorization():
-    length, count, symbols = 20, 5, 2
-    problem = Problem("memorization_5", length)
+    problem = Problem("memorization_5", 20)
     assert len({tuple(row) for row in problem.every()[0].tolist()}) == 32
-    x, targets, last = problem.draw(500, generator())
-    filler, trigger = symbols + 1, symbols + 2
-    assert set(last.tolist()) == {length + 2 * count - 1}
+    x, targets, _ = problem.draw(500, generator())
+    filler, trigger = 3, 4
     for sequence, target in zip((x + 1).tolist(), (targets + 1).tolist(), strict=True):
-        remembered = sequence[:count]
-        rest = [filler] * (length - 1) + [trigger] + [filler] * count  # the trigger is symbol T + count of all
-        assert sequence == remembered + rest
-        assert target == [filler] * (length + count) + remembered
-    assert set((x[:, :count] + 1).flatten().tolist()) == set(range(1, symbols + 1))
+        bits = sequence[:5]
+        assert sequence == bits + [filler] * 19 + [trigger] + [filler] * 5
+        assert target == [filler] * 25 + bits
 
 
 def test_what_is_wrong():
@@ -90,67 +77,50 @@ def test_what_is_wrong():
     assert problem.is_wrong(scores, targets).tolist() == [False, True, False]
 
 
-# Copying and adding
+# Copying, adding, and the copy task of transformers
 
 
-def test_copying_as_the_paper_draws_it():
-    x, target = copying.sequences(torch.tensor([[3, 1, 0, 2, 2, 5, 7, 4, 6, 1]]), 20)
-    blank, start = copying.BLANK, copying.START
-    assert x[0].tolist() == [3, 1, 0, 2, 2, 5, 7, 4, 6, 1, *[blank] * 20, start, *[blank] * 9]
-    assert target[0].tolist() == [*[blank] * 30, 3, 1, 0, 2, 2, 5, 7, 4, 6, 1]
-
-
-def test_the_loss_of_copying():
-    """It is the trivial one for blanks and then a guess, and 0 for what remembers."""
+def test_copying_and_its_loss():
+    """The loss is the trivial one for blanks and then a guess, and 0 for what remembers."""
+    word, blank, start = [3, 1, 0, 2, 2, 5, 7, 4, 6, 1], copying.BLANK, copying.START
+    x, target = copying.sequences(torch.tensor([word]), 20)
+    assert x[0].tolist() == [*word, *[blank] * 20, start, *[blank] * 9]
+    assert target[0].tolist() == [*[blank] * 30, *word]
 
     def guess(x):
-        x = x.argmax(-1)
-        late = (x == copying.START).cumsum(1).bool()
-        scores = torch.zeros(*x.shape, 9, dtype=torch.float64)
-        scores[..., copying.BLANK] = torch.where(late, -1e3, 1e3)
+        late = (x.argmax(-1) == start).cumsum(1).bool()
+        scores = torch.zeros(*late.shape, 9, dtype=torch.float64)
+        scores[..., blank] = torch.where(late, -1e3, 1e3)
         return scores
 
     def remember(x):
         x = x.argmax(-1)
-        target = torch.cat([torch.full_like(x[:, 10:], copying.BLANK), x[:, :10]], dim=1)
+        target = torch.cat([torch.full_like(x[:, 10:], blank), x[:, :10]], dim=1)
         return 1e3 * torch.nn.functional.one_hot(target, 9).double()
 
     batch = copying.characters(50, generator())
     trivial = copying.CopyingConfig(length=30).trivial_loss
-    assert trivial == pytest.approx(10 * math.log(8) / 50)
     assert copying.cross_entropy(guess, batch, 30)[0].item() == pytest.approx(trivial, rel=1e-12)
     loss, means = copying.cross_entropy(remember, batch, 30)
     assert (loss.item(), means) == (0, {"accuracy": 1.0})
 
 
 def test_adding_marks_one_number_in_each_half():
-    numbers, marked = batch = adding.problems(100_000, 7, generator())
+    _, marked = batch = adding.problems(100_000, 7, generator())
     assert [set(column) for column in marked.T.tolist()] == [{0, 1, 2}, {3, 4, 5, 6}]
-    assert 0 <= numbers.min() < numbers.max() < 1
     loss, _ = adding.squared_error(lambda x: torch.ones(len(x), 1), batch)
     assert loss.item() == pytest.approx(adding.TRIVIAL_LOSS, rel=2e-2)
     assert adding.squared_error(lambda x: (x[..., 0] * x[..., 1]).sum(1, keepdim=True), batch)[0].item() < 1e-12
 
 
-# The copy task of transformers
-
-
-@pytest.mark.parametrize(("length", "least", "most"), [(8, 2, 2), (128, 32, 62)])
-def test_sequences_hold_everything_twice(length, least, most):
-    tokens, sizes = doubled(2000, length, 10, generator())
-    assert tokens.shape == (2000, length)
-    assert (sizes.min(), sizes.max()) == (least, most)
-    for row, n, part in zip(tokens[:200].tolist(), sizes.tolist(), is_copied(sizes, length), strict=False):
+def test_sequences_hold_a_word_twice_and_the_second_one_counts():
+    tokens, sizes = batch = doubled(200, 128, 10, generator())
+    assert (sizes.min(), sizes.max()) == (32, 62)
+    for row, n, part in zip(tokens.tolist(), sizes.tolist(), is_copied(sizes, 128), strict=True):
         word = row[:n]
         assert SEPARATOR not in word
-        assert row == [*word, SEPARATOR, *word, *[SEPARATOR] * (length - 2 * n - 1)]
+        assert row == [*word, SEPARATOR, *word, *[SEPARATOR] * (128 - 2 * n - 1)]
         assert part.nonzero().flatten().tolist() == list(range(n + 1, 2 * n + 1))
-    counts = tokens[tokens > 0].bincount(minlength=11)[1:]
-    assert counts.min() > 0.9 * counts.float().mean()
-
-
-def test_loss_and_accuracy_are_those_of_the_second_word():
-    tokens, sizes = batch = doubled(50, 20, 10, generator())
 
     def copier(tokens, certainty=1e3):
         source = (torch.arange(tokens.shape[1]) - sizes[:, None]).clamp(min=0)
@@ -159,10 +129,7 @@ def test_loss_and_accuracy_are_those_of_the_second_word():
     loss, means = transformer_copy.cross_entropy(copier, batch)
     assert (loss.item(), means) == (0, {"accuracy": 1.0})
     loss, means = transformer_copy.cross_entropy(lambda tokens: copier(tokens, 0.0), batch)
-    assert loss.item() == pytest.approx(math.log(11))
-    assert means == {"accuracy": 0.0}  # the separator is not in the word
-    changed = tokens.masked_fill(~is_copied(sizes, 20) & (torch.arange(20) > sizes[:, None]), 3)
-    assert transformer_copy.cross_entropy(copier, (changed, sizes))[0].item() == 0
+    assert (loss.item(), means) == (pytest.approx(math.log(11)), {"accuracy": 0.0})
 
 
 # Recall
@@ -208,11 +175,10 @@ def test_every_key_is_bound_and_asked_for_once(kind):
     assert asked[0] > 2 * asked[8] > 0  # questions come sooner rather than later
 
 
-def test_counting_is_right_without_noise_and_guesses_with_nothing_else():
-    assert right_by_counting(Bindings(3, 40, 9, 8, times=4)) == 1.0
-    assert right_by_counting(Bindings(3, 40, 9, 8, times=4, noise=1.0), 4000) == pytest.approx(1 / 8, abs=0.02)
-    once = right_by_counting(Bindings(3, 40, 9, 8, times=1, noise=0.4), 4000)
-    assert once == pytest.approx(0.6 + 0.4 / 8, abs=0.02)
+def test_counting_is_right_as_often_as_chance_says():
+    for times, noise, expected in ((4, 0.0, 1.0), (4, 1.0, 1 / 8), (1, 0.4, 0.6 + 0.4 / 8)):
+        setting = Bindings(3, 40, 9, 8, times=times, noise=noise)
+        assert right_by_counting(setting, 4000) == pytest.approx(expected, abs=0.02)
 
 
 @pytest.mark.parametrize("index", [-1, 0])
@@ -231,3 +197,60 @@ def test_shares_of_a_model_that_answers_with_the_last_or_the_first_value(index):
     loss, shares = recall.cross_entropy(model, setting.draw(20, generator()))
     assert shares == {"accuracy": float(index == -1), "stale": float(index == 0)}
     assert (loss.item() == 0) == (index == -1)
+
+
+# ListOps, against a parser
+
+EVALUATE = {
+    "[MIN": min,
+    "[MAX": max,
+    "[MED": lambda values: int(statistics.median(values)),
+    "[SM": lambda values: sum(values) % 10,
+}
+
+
+def parse(words):
+    """Return the value of an expression, its depth and the numbers of arguments of its operators."""
+    word = words.pop(0)
+    if word not in EVALUATE:
+        return int(word), 1, []
+    values, depths, arities = [], [], []
+    while words[0] != "]":
+        value, depth, below = parse(words)
+        values.append(value)
+        depths.append(depth)
+        arities += below
+    words.pop(0)
+    return EVALUATE[word](values), 1 + max(depths), [len(values), *arities]
+
+
+def words_of(samples):
+    tokens, lengths, _ = samples
+    return [[SYMBOLS[t] for t in row[:n]] for row, n in zip(tokens.tolist(), lengths.tolist(), strict=True)]
+
+
+def test_values_are_those_of_a_parser():
+    options = {"max_depth": 4, "max_args": 5}
+    samples = make_listops(150, seed=1, min_length=10, max_length=300, **options)
+    tokens, lengths, labels = samples
+    assert tokens.dtype == torch.uint8
+    assert tokens.shape == (150, int(lengths.max()))
+    for words, length, label in zip(words_of(samples), lengths.tolist(), labels.tolist(), strict=True):
+        assert 10 < len(words) == length < 300
+        value, depth, arities = parse(words)
+        assert not words
+        assert value == label
+        assert 2 <= depth <= 4
+        assert all(2 <= arity <= 5 for arity in arities)
+    assert torch.equal(tokens == 0, torch.arange(tokens.shape[1]) >= lengths[:, None])
+    assert words_of(samples) == words_of(make_listops(150, seed=1, min_length=10, max_length=300, **options))
+    with pytest.raises(ValueError, match="found only 400 of 500 different expressions"):
+        make_listops(500, seed=0, min_length=3, max_length=5, max_depth=2)
+
+
+def test_published_trivial_accuracies():
+    """17.5 and 37.2 % were found on the 2,000 test samples of the benchmark; chance moves them by a point."""
+    samples = make_listops(8000, seed=0)
+    found = trivial_accuracies(samples, samples)
+    assert found["majority_accuracy"] == pytest.approx(0.175, abs=0.015)
+    assert found["root_accuracy"] == pytest.approx(0.372, abs=0.018)

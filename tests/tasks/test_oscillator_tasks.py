@@ -3,44 +3,29 @@
 import dataclasses
 import json
 
-import pytest
 import torch
-
-pytest.importorskip("tqdm")
-pytest.importorskip("matplotlib")
 
 from tasks import plane_vibration, silverbox
 from tasks.common.files import write_tensors
-from tasks.common.run import count_parameters
 from tasks.models.oscillating import NoisyForecaster, NoisyOscillators, RowForecaster
 from tasks.studies import plane_vibration_frequencies
-
-# Recurrent layers
-
 
 # Silverbox
 
 
 def test_silverbox_sees_v2_of_the_past_alone():
-    config = silverbox.SilverboxConfig(model="oscillators", past=5)
     torch.manual_seed(0)
-    model, ghbnode = (
-        silverbox.make_model(dataclasses.replace(config, model=name)) for name in ("oscillators", "ghbnode")
-    )
-    assert count_parameters(model) == pytest.approx(count_parameters(ghbnode), rel=0.08)
+    model = silverbox.make_model(silverbox.SilverboxConfig(model="oscillators", past=5))
     past, drive = torch.randn(2, 5, 2), torch.randn(2, 7 * silverbox.FINE + 1)
     simulated = model(past, drive)
     assert simulated.shape == (2, 7)
-    assert model(past, drive[:, :1]).shape == (2, 0)
-    for part, index in ((past, (slice(None), -1, 1)), (past, (slice(None), 0, 0))):
-        part[index] += 1.0
-        changed = model(past, drive)
-        assert (changed - simulated).abs().max() > 1e-6
-        simulated = changed
-    drive[:, 4 * silverbox.FINE] += 1.0  # V1 at the fourth sample
+    past[:, -1, 1] += 1.0
     changed = model(past, drive)
-    assert torch.equal(changed[:, :3], simulated[:, :3])
-    assert (changed[:, 3:] - simulated[:, 3:]).abs().min() > 0
+    assert (changed - simulated).abs().max() > 1e-6
+    drive[:, 4 * silverbox.FINE] += 1.0  # V1 at the fourth sample
+    later = model(past, drive)
+    assert torch.equal(later[:, :3], changed[:, :3])
+    assert (later[:, 3:] - changed[:, 3:]).abs().min() > 0
 
 
 # Plane vibration
@@ -56,18 +41,10 @@ def window(batch=3, length=20):
     return torch.randn(batch, length, 5), torch.nn.functional.pad(gaps.cumsum(1), (1, 0)).float()
 
 
-class Numbered(torch.nn.Module):
-    """In place of the oscillators: each output is the number of the row it is a forecast of, counted from a sample."""
-
-    def forward(self, x, t):
-        rows = torch.arange(1.0, 16.0).repeat_interleave(5)
-        return rows.expand(*x.shape[:2], -1), None
-
-
 def test_a_forecast_is_of_the_rows_from_the_next_stamp_on():
+    """Each output of these oscillators is the number of the row it is a forecast of, counted from a sample."""
     model = RowForecaster(5, 8, 2000, **RANGES)
-    assert model.oscillators.hidden_size == 75
-    model.oscillators = Numbered()
+    model.oscillators.forward = lambda x, t: (torch.arange(1.0, 16.0).repeat_interleave(5).expand(3, 20, -1), None)
     x, t = window()
     forecast, following = model(x, t)
     gaps = t.diff(dim=1)
@@ -98,25 +75,6 @@ def test_noisy_oscillators_forecast_as_their_layer_does():
     torch.testing.assert_close(forecast, ahead.mean.float())
     torch.testing.assert_close(following, torch.cat([filtered.before.mean[:, 1:], ahead.mean[:, :1]], 1).float())
     torch.testing.assert_close(log_likelihood, noisy.oscillators.log_likelihood(x, t[:, :-1]))
-    assert {name.rpartition(".")[2] for name, p in noisy.named_parameters() if not p.requires_grad} == {
-        "weight_in",
-        "weight_skip",
-    }
-
-
-def test_shares_of_the_oscillators_are_those_of_the_variance():
-    torch.manual_seed(0)
-    layer = NoisyOscillators(5, 3, noise=0.1, **RANGES).oscillators
-    torch.nn.init.normal_(layer.log_spread)
-    rows = plane_vibration_frequencies.spectrum(layer)
-    assert [row["hertz"] for row in rows] == pytest.approx((400 * layer.frequency).sort().values.tolist())
-    before = layer.filter(torch.zeros(1, 1, 5)).before
-    variance = before.std[0, 0] ** 2 - layer.observation_noise**2
-    for name, channels in (("acceleration_share", slice(2, 5)), ("force_share", slice(0, 1))):
-        assert sum(row[name] for row in rows) == pytest.approx(1.0)
-        first = layer.frequency.argmin()
-        own = (layer.log_spread[first].exp() * layer.weight_out[channels, [first, first + 3]]).square().sum()
-        assert rows[0][name] == pytest.approx((own / variance[channels].sum()).item(), rel=1e-4)
 
 
 def test_frequencies_of_runs_are_drawn_and_tabulated(tmp_path, capsys):
@@ -131,8 +89,3 @@ def test_frequencies_of_runs_are_drawn_and_tabulated(tmp_path, capsys):
     assert "generated: resonances at 3." in capsys.readouterr().out
     assert len((tmp_path / "out" / "frequencies.csv").read_text().splitlines()) == 13
     assert (tmp_path / "out" / "frequencies.png").read_bytes()[:4] == b"\x89PNG"
-    with pytest.raises(SystemExit, match=r"no checkpoint\.pt in"):
-        plane_vibration_frequencies.main([str(tmp_path / "out")])
-    (folder / "config.json").write_text(json.dumps(described | {"model": "gru"}))
-    with pytest.raises(SystemExit, match=r"is a run of --model gru\. Fix: --model kalman"):
-        plane_vibration_frequencies.main([str(folder)])

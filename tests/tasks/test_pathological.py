@@ -5,13 +5,10 @@ import json
 import pytest
 import torch
 
-pytest.importorskip("tqdm")
-pytest.importorskip("matplotlib")
-
 from tasks import pathological
 from tasks.common import train
 from tasks.common.config import parse
-from tasks.data.pathological import PROBLEMS, Problem
+from tasks.data.pathological import Problem
 from tasks.models.sequence_models import LAYERS
 from tasks.pathological import PathologicalConfig, SequenceLoss, make_model, make_optimizer
 from tests.tasks.small_runs import read_metrics
@@ -40,7 +37,7 @@ def test_padding_changes_no_output_and_is_not_damped(name):
         torch.testing.assert_close(alone, whole[one : one + 1], rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("name", ["addition", "memorization_5"])
 def test_all_optimizers_minimise_the_same_loss(name):
     """The objective's own value is what the Hessian-free optimizer reports."""
     problem = Problem(name, 10)
@@ -56,16 +53,6 @@ def test_all_optimizers_minimise_the_same_loss(name):
     )
     assert float(loss) == pytest.approx(value.item(), rel=1e-5)
     assert objective(model, batch)[0] < value
-
-
-def test_the_loss_is_summed_over_steps_and_averaged_over_sequences():
-    problem = Problem("memorization_5", 10)
-    outputs = torch.zeros(4, 20, 3)
-    targets = problem.every()[1][:4]
-    value = SequenceLoss(problem, 0).value(outputs, targets)
-    assert value.item() == pytest.approx(20 * torch.tensor(3.0).log().item())
-    half = SequenceLoss(Problem("addition", 10), 0).value(torch.zeros(2, 1), torch.tensor([[1.0], [3.0]]))
-    assert half.item() == pytest.approx((1 + 9) / 4)
 
 
 # Runs
@@ -89,9 +76,8 @@ def test_few_wrong_of_the_first_sequences_are_no_success_yet(monkeypatch):
     """All are tested if fewer than 2 % of the first thousand are wrong, and all count."""
     errors = {1000: 0.019, 1500: 0.009}
     monkeypatch.setattr(pathological, "evaluate", lambda run, model, data, *rest: {"test_error": errors[len(data[0])]})
-    for first, found in ((0.019, {"test_error": 0.009, "test_sequences": 1500}), (0.02, {"test_sequences": 1000})):
-        errors[1000] = first
-        row = pathological.tested(None, None, (torch.zeros(1500),), None)
-        assert row == {"test_error": first, **found}
-        assert pathological.is_solved(row, 1500) == (row["test_sequences"] == 1500)
+    row = pathological.tested(None, None, (torch.zeros(1500),), None)
+    assert row == {"test_error": 0.009, "test_sequences": 1500}
+    errors[1000] = 0.02
+    assert pathological.tested(None, None, (torch.zeros(1500),), None)["test_sequences"] == 1000
     assert not pathological.is_solved({"test_error": 0.0, "test_sequences": 1000}, 1500)

@@ -1,17 +1,13 @@
 """The attacks against closed forms, and what the task writes and refuses."""
 
-import csv
 import json
 
 import pytest
 import torch
 from torch import nn
 
-pytest.importorskip("sklearn")
-pytest.importorskip("tqdm")
-pytest.importorskip("matplotlib")
-
 from tasks import image_classification
+from tasks.rows import read_csv
 from tasks.studies import robustness
 
 QUICK = "--device cpu --subset 96 --test-subset 63 --batch-size 32 --small --tol 0.1 --epochs 1".split()
@@ -26,20 +22,6 @@ def linear():
     """A linear model of two classes, with images and labels."""
     images = 0.8 * torch.rand(50, 1, 4, 4) + 0.1
     return nn.Sequential(nn.Flatten(), nn.Linear(16, 2)), images, torch.randint(2, (50,))
-
-
-def train(folder, model="hbnode", *options):
-    image_classification.main([*QUICK, "--model", model, "--out", str(folder), *options])
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """Two models, one of them with two seeds."""
-    root = tmp_path_factory.mktemp("runs")
-    train(root / "h0")
-    train(root / "h1", "hbnode", "--seed", "1")
-    train(root / "n0", "node")
-    return root
 
 
 def test_the_gradient_is_the_linear_models():
@@ -77,37 +59,25 @@ def test_perturbed_images_are_images_and_stay_in_the_box(attack):
 
 
 @pytest.mark.slow
-def test_files_and_clean_accuracy(runs, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(robustness, "SIZES", dict.fromkeys(robustness.SIZES, (0.0, 0.1)))
-    robustness.main([str(runs), "--device", "cpu", "--pgd-steps", "2", "--out", str(tmp_path)])
-    assert "figure: " in capsys.readouterr().out
-    with (tmp_path / "robustness.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) == 3 * sum(map(len, robustness.SIZES.values()))
-    for row in rows:
-        assert float(row["nfe_forward"]) > 0
-        if float(row["size"]) == 0:
-            clean = json.loads((runs / row["folder"] / "summary.json").read_text())["test_accuracy"]
-            assert float(row["accuracy"]) == pytest.approx(clean)
-    summary = json.loads((tmp_path / "robustness.json").read_text())
-    assert (summary["settings"]["pgd_steps"], summary["training"]["epochs"]) == (2, 1)
-    hbnode = summary["models"]["hbnode"]
-    assert hbnode["seeds"] == [0, 1]
-    attacked = [row for row in rows if (row["attack"], row["size"]) == ("pgd", "0.1")]
-    values = [float(row["accuracy"]) for row in attacked if row["model"] == "hbnode"]
-    assert hbnode["pgd"]["accuracy"][1] == pytest.approx(sum(values) / 2)
-    assert (tmp_path / "robustness.png").read_bytes()[:4] == b"\x89PNG"
-
-
-@pytest.mark.slow
-def test_the_attacked_model_is_the_trained_one_with_an_exact_gradient(runs, tmp_path):
+def test_the_attacked_model_is_the_trained_one_with_an_exact_gradient(tmp_path, monkeypatch):
     """A reversible run is solved by a splitting method, which checkpoint alone would not choose."""
-    train(tmp_path / "r0", "hbnode", "--gradient", "reversible", "--steps", "2")
-    train(tmp_path / "a0", "node", "--solver", "torchdiffeq")
-    for folder, expected in ((tmp_path / "a0", "direct"), (tmp_path / "r0", "checkpoint")):
+    for name, gradient, *options in (
+        ("hbnode", "checkpoint", "--gradient", "reversible", "--steps", "2"),
+        ("node", "direct", "--solver", "torchdiffeq"),
+    ):
+        folder = tmp_path / "runs" / name
+        image_classification.main([*QUICK, "--model", name, "--out", str(folder), *options])
         _, trained = image_classification.load_run(folder)
         model, (images, labels) = robustness.load_attacked(folder)
         assert torch.equal(model(images), trained(images))
-        assert model.block.settings().gradient == expected
+        assert model.block.settings().gradient == gradient
         assert robustness.gradient_ratio(model, images, labels) == pytest.approx(1, abs=0.1)
-    assert model.block.settings().method == "blanes_moan4"
+    monkeypatch.setattr(robustness, "SIZES", dict.fromkeys(robustness.SIZES, (0.0, 0.1)))
+    robustness.main([str(folder), "--device", "cpu", "--pgd-steps", "2", "--out", str(tmp_path)])
+    rows = read_csv(tmp_path / "robustness.csv")
+    assert len(rows) == sum(map(len, robustness.SIZES.values()))
+    for row in rows:
+        if float(row["size"]) == 0:
+            clean = json.loads((folder / "summary.json").read_text())["test_accuracy"]
+            assert float(row["accuracy"]) == pytest.approx(clean)
+    assert (tmp_path / "robustness.png").read_bytes()[:4] == b"\x89PNG"

@@ -1,6 +1,5 @@
 """Run folders: what is refused, what a killed, damaged or full one leaves, and sweeps; the processes are real."""
 
-import json
 import os
 import shutil
 import signal
@@ -11,8 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
-pytest.importorskip("tqdm")
 
 from tasks.common.run import PRELOADED, Run, sweep
 from tests.tasks.small_runs import PolynomialConfig, fail_or_write, polynomial, read_metrics, start, wait_for_position
@@ -51,21 +48,19 @@ def test_results_without_their_run_are_not_overwritten(left, finished):
     assert contents(finished) == before
 
 
-def test_a_run_with_other_options_is_not_overwritten(finished):
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--lr 0.5", r"holds a different run \(lr: 0.1 there, 0.5 wanted\)\. Fix: --out another"),
+        ("--epochs 1", r"has 2 epochs behind it, more than --epochs 1.*Fix: ask for more"),
+        ("--schedule cosine --epochs 4", "schedule: 'constant' there, 'cosine' wanted"),
+    ],
+)
+def test_a_run_with_other_options_is_not_overwritten(options, message, finished):
     before = contents(finished)
-    with pytest.raises(SystemExit, match=r"holds a different run \(lr: 0.1 there, 0.5 wanted\)\. Fix: --out another"):
-        polynomial("--lr", "0.5", "--out", finished)
+    with pytest.raises(SystemExit, match=message):
+        polynomial(*options.split(), "--out", finished)
     assert contents(finished) == before
-
-
-def test_no_metrics_without_a_checkpoint(tmp_path):
-    """Killed at any time, a run goes on: if there are metrics, the first epoch's checkpoint was there before."""
-    (tmp_path / "metrics.csv.partial.csv").symlink_to("/dev/full")
-    with pytest.raises(SystemExit, match="No space left on device"):
-        polynomial("--out", tmp_path)
-    assert set(contents(tmp_path)) == {"checkpoint.pt", "config.json"}
-    polynomial("--out", tmp_path)
-    assert len(read_metrics(tmp_path)) == 2
 
 
 def test_a_cosine_schedule_cannot_be_extended(tmp_path):
@@ -74,64 +69,45 @@ def test_a_cosine_schedule_cannot_be_extended(tmp_path):
         polynomial("--schedule", "cosine", "--epochs", "2", "--out", tmp_path)
 
 
-def test_a_finished_run_is_left_alone_and_can_be_trained_longer_to_the_same_numbers(
-    finished, tmp_path, capsys, monkeypatch
-):
+def test_a_finished_run_is_left_alone_and_can_be_trained_longer_to_the_same_numbers(finished, tmp_path, monkeypatch):
     before = contents(finished)
     polynomial("--out", finished)
-    assert "is finished already" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match=r"has 2 epochs behind it, more than --epochs 1.*Fix: ask for more"):
-        polynomial("--epochs", "1", "--out", finished)
-    with pytest.raises(SystemExit, match="schedule: 'constant' there, 'cosine' wanted"):
-        polynomial("--schedule", "cosine", "--epochs", "4", "--out", finished)
     assert contents(finished) == before
     monkeypatch.setenv("PATH", str(tmp_path))  # without git
     polynomial("--epochs", "4", "--out", finished)
     polynomial("--epochs", "4", "--out", tmp_path / "whole")
     assert read_metrics(finished) == read_metrics(tmp_path / "whole")
-    assert json.loads((finished / "summary.json").read_text())["commit"] == "unknown"
     Run("polynomial", PolynomialConfig(device="cpu", epochs=5, out=str(finished)), "").begin(4)
     assert not (finished / "summary.json").exists()  # until it is finished again
 
 
-# Damage
+# Damaged, or on a full disk
 
 
-@pytest.mark.parametrize(
-    ("name", "content"), [("checkpoint.pt", b"PK\x03\x04 cut"), ("checkpoint.pt", b""), ("config.json", b"{")]
-)
+@pytest.mark.parametrize(("name", "content"), [("checkpoint.pt", b"PK\x03\x04 cut"), ("config.json", b"{")])
 def test_a_damaged_run_is_named(name, content, finished):
     (finished / name).write_bytes(content)
     with pytest.raises(SystemExit, match=rf"{name} cannot be read[\s\S]*Fix: delete its folder"):
         polynomial("--out", finished)
 
 
-def equal(a, b):
-    if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
-    if isinstance(a, list):
-        return len(a) == len(b) and all(map(equal, a, b))
-    return a == b
-
-
-# Writing
-
-
 @pytest.mark.parametrize("name", ["checkpoint.pt", "metrics.csv"])
-def test_on_a_full_disk_the_run_ends_and_can_be_resumed(name, finished, tmp_path):
-    before = contents(finished)
-    (finished / f"{name}.partial{Path(name).suffix}").symlink_to("/dev/full")
+@pytest.mark.parametrize("is_new", [False, True])
+def test_on_a_full_disk_the_run_ends_and_can_be_resumed(name, is_new, finished, tmp_path):
+    """Nothing is half written. If there are metrics, the first epoch's checkpoint was there before."""
+    folder = tmp_path / "new" if is_new else finished
+    folder.mkdir(exist_ok=True)
+    before = contents(folder)
+    (folder / f"{name}.partial{Path(name).suffix}").symlink_to("/dev/full")
     with pytest.raises(SystemExit, match="No space left on device"):
-        polynomial("--epochs", "3", "--out", finished)
-    after = contents(finished)
-    assert set(after) <= set(FILES)  # nothing half written
-    assert after.get(name, before[name]) == before[name]
-    polynomial("--epochs", "3", "--out", finished)
+        polynomial("--epochs", "3", "--out", folder)
+    after = contents(folder)
+    assert set(after) <= set(FILES) - ({"metrics.csv"} if is_new else set())
+    assert after.get(name) in (None, before.get(name))
+    polynomial("--epochs", "3", "--out", folder)
     polynomial("--epochs", "3", "--out", tmp_path / "whole")
-    assert read_metrics(finished) == read_metrics(tmp_path / "whole")
-    assert set(contents(finished)) == set(FILES)
+    assert read_metrics(folder) == read_metrics(tmp_path / "whole")
+    assert set(contents(folder)) == set(FILES)
 
 
 # Processes
@@ -151,7 +127,6 @@ def test_a_killed_run_is_resumed_to_the_same_numbers(tmp_path):
     for folder in (killed, whole):
         polynomial(*options, folder, "--epochs", str(position // 3 + 2))
     assert read_metrics(killed) == read_metrics(whole)
-    assert equal(*(torch.load(path / "checkpoint.pt", weights_only=True)["model"] for path in (killed, whole)))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
@@ -216,14 +191,3 @@ def test_a_run_that_fails_does_not_stop_the_others(tmp_path):
     assert last == "6 of 9 runs failed"
     written = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert written == {f"{model}-seed2.txt": f"{model}, 2 at a time" for model in models}
-
-
-@pytest.mark.slow
-def test_all_models_and_seeds_side_by_side(tmp_path):
-    polynomial("--model", "line,cubic", "--seeds", "2", "--seed", "5", "--epochs", "1", "--out", tmp_path)
-    folders = {path.parent.name for path in tmp_path.rglob("summary.json")}
-    assert folders == {f"{model}-seed{seed}" for model in ("line", "cubic") for seed in (5, 6)}
-    polynomial("--model", "cubic", "--seed", "6", "--epochs", "1", "--out", tmp_path / "alone")
-    rows = [read_metrics(folder)[0] for folder in (tmp_path / "alone", tmp_path / "cubic-seed6")]
-    one, other = ({name: float(value) for name, value in row.items()} for row in rows)
-    assert one == pytest.approx(other, rel=1e-4)  # threads may round otherwise

@@ -5,9 +5,6 @@ import json
 import pytest
 import torch
 
-pytest.importorskip("tqdm")
-pytest.importorskip("matplotlib")
-
 from tasks.studies import selective
 from tests.models import slow
 

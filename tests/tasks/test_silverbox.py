@@ -1,20 +1,16 @@
-"""The Silverbox: its data and split, growth against closed forms, simulation against scipy, training and resuming."""
+"""The Silverbox: what a window holds, simulation against scipy, a short training, growth against closed forms."""
 
 import json
 import math
-import sys
-import types
 
 import numpy as np
 import pytest
 import torch
 from scipy.integrate import solve_ivp
 
-pytest.importorskip("tqdm")
-pytest.importorskip("matplotlib")
-
 from tasks import silverbox
 from tasks.data import silverbox as silverbox_data
+from tasks.studies import silverbox_growth
 from tests.tasks.small_runs import read_metrics
 
 GAMMA, A, B, GAIN = 0.07, 0.5, 0.05, 0.2  # of a Duffing oscillator much like the Silverbox, in samples
@@ -34,56 +30,29 @@ def force(t):
 
 
 def duffing(count):
-    """Input, output and its velocity at each sample."""
+    """Input and output at each sample."""
     times = np.arange(float(count))
-    solved = solve_ivp(
-        lambda t, x: (x[1], -GAMMA * x[1] - A * x[0] - B * x[0] ** 3 + GAIN * force(t)),
-        (0.0, count - 1.0),
-        (0.3, 0.0),
-        t_eval=times,
-        rtol=1e-10,
-        atol=1e-12,
-        method="DOP853",
-    )
-    return np.stack([force(times), *solved.y], axis=1)
 
+    def field(t, x):
+        return x[1], -GAMMA * x[1] - A * x[0] - B * x[0] ** 3 + GAIN * force(t)
 
-@pytest.fixture(scope="module")
-def samples():
-    return torch.tensor(duffing(ROWS))
+    solved = solve_ivp(field, (0.0, count - 1.0), (0.3, 0.0), "DOP853", times, rtol=1e-10, atol=1e-12)
+    return np.stack([force(times), solved.y[0]], axis=1)
 
 
 @pytest.fixture
-def record(samples, tmp_path, monkeypatch):
+def record(tmp_path, monkeypatch):
     """A short record in HBNODE_DATA, and a split to go with it."""
     monkeypatch.setattr(silverbox_data, "ROWS", ROWS)
     monkeypatch.setattr(silverbox, "SETS", SETS)
-    monkeypatch.setenv("HBNODE_DATA", str(tmp_path / "data"))
-    volts = samples[:, :2] / 20 + 0.01
-    path = tmp_path / "data" / "silverbox" / "SNLS80mV.csv"
-    path.parent.mkdir(parents=True)
-    path.write_text('"V1","V2",\n' + "".join(f"{u!r},{y!r},\n" for u, y in volts.tolist()))
+    monkeypatch.setenv("HBNODE_DATA", str(tmp_path))
+    volts = torch.tensor(duffing(ROWS)) / 20 + 0.01
+    lines = "".join(f"{u!r},{y!r},\n" for u, y in volts.tolist())
+    (tmp_path / "SNLS80mV.csv").write_text(f'"V1","V2",\n{lines}')
     return volts
 
 
 # Data
-
-
-def test_the_record_is_read_from_the_data_folder_or_the_package(record, tmp_path, monkeypatch):
-    path = tmp_path / "data" / "silverbox" / "SNLS80mV.csv"
-    assert torch.equal(silverbox_data.read_silverbox(), record)
-    path = path.rename(tmp_path / "data" / "SNLS80mV.csv")
-    assert torch.equal(silverbox_data.read_silverbox(), record)
-    path.unlink()
-    monkeypatch.setitem(sys.modules, "nonlinear_benchmarks", None)
-    with pytest.raises(FileNotFoundError, match=r"nonlinear_benchmarks failed .*Fix: put SNLS80mV\.csv"):
-        silverbox_data.read_silverbox()
-    whole = {False: iter(record.T.numpy())}  # the package's data set unpacks into u and y
-    package = types.SimpleNamespace(Silverbox=lambda train_test_split: whole.pop(train_test_split))
-    monkeypatch.setitem(sys.modules, "nonlinear_benchmarks", package)
-    assert torch.equal(silverbox_data.read_silverbox(), record)
-    with pytest.raises(FileNotFoundError, match=r"nonlinear_benchmarks failed \(KeyError\(False\)\)\. Fix: put"):
-        silverbox_data.read_silverbox()
 
 
 def test_the_input_is_refined_to_the_signal_between_its_samples():
@@ -121,3 +90,37 @@ def test_a_run_learns_and_says_its_errors_in_millivolts(record, tmp_path):
         expected = 1000 * scale * np.sqrt(np.mean((simulated - records[name][50:, 1]).double().numpy() ** 2))
         # the arrow's first part is simulated with the rest, and knows the input after its end
         assert summary[f"{name}_rmse_mV"] == pytest.approx(expected, rel=1e-2 if "no_ext" in name else 1e-4)
+
+
+# Growth at initialisation
+
+
+def draws_of(model, weight, bias, start):
+    draws = silverbox_growth.Draws(model, range(len(weight)), lambda t: torch.zeros(1, dtype=torch.float64))
+    draws.weight, draws.bias, draws.start = (torch.tensor(x, dtype=torch.float64) for x in (weight, bias, start))
+    return draws
+
+
+@pytest.mark.parametrize("model", ["sonode", "hbnode", "ghbnode"])
+def test_growth_of_the_second_order_models_is_that_of_their_linear_equation(model):
+    """h'' = -c h' + k h from (h0, m0), with c and k of each model; sigma of a small momentum is the identity."""
+    weight = [[[0.1, -0.2, 0.7]]] if model == "sonode" else [[[0.1, 0.7]]]
+    gamma = 1 / (1 + math.exp(3))
+    c, k = {"sonode": (0.2, 0.1), "hbnode": (gamma, 0.1), "ghbnode": (gamma, 0.1 - math.log(2))}[model]
+    times = torch.arange(64, dtype=torch.float64)
+    matrix = torch.tensor([[0.0, 1.0], [k, -c]], dtype=torch.float64)
+    exact = torch.linalg.matrix_exp(times[:, None, None] * matrix) @ torch.tensor([0.9, -0.4], dtype=torch.float64)
+    norms = draws_of(model, weight, [[0.0]], [[-0.4]]).norms(0.9, times, 1e-7)
+    torch.testing.assert_close(norms[:, 0], exact[:, 0].abs(), rtol=1e-5, atol=1e-6)
+
+
+def test_one_that_diverges_is_infinite_and_leaves_the_others_alone():
+    times = torch.arange(5, dtype=torch.float64)
+    draws = draws_of("node", [[[0.0, 0.0]], [[300.0, 0.0]], [[0.1, 0.0]]], [[0.0]] * 3, [[0.0]] * 3)
+    norms = draws.norms(0.9, times, tol=1e-2)
+    assert norms[:, 1].isinf().tolist() == [False, False, True, True, True]  # exp(300 t), beyond float64
+    torch.testing.assert_close(norms[:, 2], 0.9 * (0.1 * times).exp(), rtol=1e-2, atol=0)
+    found = silverbox_growth.statistics(norms)
+    assert found["diverged"].tolist() == [0, 0, 1, 1, 1]
+    assert found["mean"].isinf().tolist() == [False, False, True, True, True]
+    assert found["median"].isfinite().all()

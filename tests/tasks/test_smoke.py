@@ -7,13 +7,6 @@ import signal
 
 import numpy as np
 import pytest
-
-pytest.importorskip("matplotlib")
-pytest.importorskip("pandas")
-pytest.importorskip("sklearn")
-pytest.importorskip("tokenizers")
-pytest.importorskip("tqdm")
-
 from matplotlib.figure import Figure
 
 from tasks import plane_vibration, silverbox, walker2d
@@ -30,9 +23,7 @@ IMAGES = "--subset 64 --test-subset 31 --batch-size 32 --small --tol 0.1"
 PATHS = "--length 10 --hidden 6 --batch-size 12 --test-size 30 --iterations 3"
 VOICES = "--data generated --hidden 5 --batch-size 4"
 RECORD = "--window 20 --past 5 --stride 50 --validation 120 --batch-size 8 --schedule constant"
-SDE = (
-    "--schedule constant --train-size 8 --test-size 4 --batch-size 4 --hidden 4 --context 4 --paths 2 --eval-samples 3"
-)
+SDE = "--schedule constant --train-size 8 --test-size 4 --batch-size 4 --hidden 4 --context 4 --paths 2"
 TEXT = "--data generated --train-size 600 --test-size 100"
 WORDS = "--embedding 6 --hidden 8 --bptt 12 --batch-size 5 --dropout 0.2 --weight-drop 0.3 --ar 0.1 --tar 0.1"
 PAIRS = "--data generated --vocabulary 80 --train-size 60 --test-size 12 --batch-size 20 --max-words 0 --max-length 0"
@@ -46,7 +37,7 @@ copying --model momentum {SEQUENCES}
 image_classification {IMAGES}
 image_generation --side 4 --train-size 24 --test-size 10 --batch-size 8 --drawn 3 {TRANSFORMER}
 language_model {TEXT} {WORDS}
-latent_sde --model kalman --dataset vibration --data generated {SDE}
+latent_sde --model kalman --dataset vibration --data generated --eval-samples 3 {SDE}
 lra --min-length 5 --max-length 40 --train-size 60 --test-size 20 --iterations 3 --warmup 2 {TRANSFORMER}
 pathological --problem addition --model dtriv {PATHS}
 pixel_mnist --model forget --permuted {PIXELS}
@@ -60,13 +51,10 @@ transformer_copy --length 12 --iterations 3 --batch-size 4 --test-size 6 {TRANSF
 walker2d --model gru --windows 24 --batch-size 8 --ahead 3
 """
 MORE_RUNS = f"""
-adding --model oscillators {SEQUENCES}
-bouncing_balls --model plain --cell rnn --optimizer hf --max-cg 5 {SEQUENCES}
-classification --model hbnode --samples 4 --parameters 400 --batch-size 16
 density --model flow {PINWHEEL}
 image_classification --model anode --solver torchdiffeq {IMAGES}
 language_model --model transformer --connection deeper --context 10 --batch-size 8 {TEXT} {TRANSFORMER}
-latent_sde --model hbsde {SDE}
+latent_sde --model hbsde --eval-samples 3 {SDE}
 pathological --problem memorization_5 --model tanh --optimizer hf --max-cg 8 {PATHS}
 pendulum --model port_hamiltonian --swings 8 --batch-size 4 --times 3 --hidden 4 --periods 2
 plane_vibration --data generated --schedule constant --tol 0.1 --batch-size 2
@@ -79,7 +67,6 @@ walker2d --model hbnode --windows 24 --batch-size 8 --tol 1e-3 --ahead 3
 FIGURES = {
     "bouncing_balls": "frames.png",
     "density": "density.png",
-    "image_classification": "examples.pt",
     "image_generation": "samples.png",
     "latent_sde": "bands.png",
     "pendulum": "energy.png",

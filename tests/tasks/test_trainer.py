@@ -5,8 +5,6 @@ import math
 import pytest
 import torch
 
-pytest.importorskip("tqdm")
-
 from tasks.common.config import TaskConfig
 from tasks.common.run import Run
 from tasks.common.train import FreshData, epoch_generator, fit
@@ -46,8 +44,6 @@ def test_groups_keep_their_rates_under_the_schedule(tmp_path):
     factors = [(1 + math.cos(math.pi * n / 4)) / 2 for n in range(4)]
     assert rates == [pytest.approx([0.2 * f, 0.02 * f]) for f in factors]
     assert steps == [1, 2, 3, 4]
-    names = (tmp_path / "metrics.csv").read_text().splitlines()[0]  # no evaluations without ODEs
-    assert names == "epoch,train_loss,train_accuracy,test_loss,test_accuracy,seconds"
 
 
 @pytest.mark.parametrize(("best", "sign"), [("test_loss", 1), ("test_accuracy", -1)])
@@ -64,8 +60,6 @@ def test_the_best_epochs_weights_are_restored(best, sign, tmp_path):
     index = values.index(min(values))
     assert index < len(values) - 1
     assert found == {"best_epoch": index + 1, f"best_{best}": sign * values[index]}
-    last = torch.load(tmp_path / "whole" / "checkpoint.pt", weights_only=True)["model"]
-    assert not torch.equal(last["weight"], whole.weight)
 
 
 def test_fresh_data_is_made_once_an_epoch(tmp_path):
