@@ -206,7 +206,11 @@ DOPRI5, REVERSIBLE = {"method": "dopri5"}, {"method": "leapfrog", "steps": 9, "g
         ({"options": {"step_size": 0.1}}, "steps=n", {"steps": 9}),
         ({"per_sample": True, "method": "dopri5"}, "per_sample=False", {"per_sample": False, "method": "dopri5"}),
         ({"jump_times": [0.5], "method": "fixed_adams"}, "method='dopri5'", DOPRI5 | {"jump_times": [0.5]}),
-        ({"options": {"norm": max}}, "method='dopri5'", DOPRI5 | {"options": {"norm": lambda state: state[0].norm()}}),
+        (
+            {"options": {"norm": max}},
+            "leave it out, or method='dopri5'",
+            DOPRI5 | {"options": {"norm": lambda state: state[0].norm()}},
+        ),
         (DOPRI5 | {"steps": 9}, "method='rk4'", {"method": "rk4", "steps": 9}),
         ({"method": "tsit5", "gradient": "reversible"}, "gradient='checkpoint', or method='leapfrog'", REVERSIBLE),
     ],
