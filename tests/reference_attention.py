@@ -1,4 +1,4 @@
-"""Slow, plain twins of linear attention with momentum: equation 72 step by step, the sums 73 and 74 as they stand."""
+"""Slow, plain twins of linear attention with momentum: equation 72 step by step."""
 
 import torch
 from torch.nn.functional import elu

@@ -2,6 +2,7 @@
 
 import functools
 import threading
+from operator import imul
 
 import pytest
 import torch
@@ -14,16 +15,12 @@ from hbnode.nn._fused_ode_rnn import Run
 LENGTHS = torch.tensor([6, 4, 1])
 CONSTANT = {"damping": 0.7, "learn_damping": False, "xi": 0.3, "learn_xi": False}
 CASES = {
-    "node": {"field": "node"},
-    "anode": {"field": "anode"},
-    "sonode": {"field": "sonode"},
+    **{name: {"field": name} for name in ("node", "anode", "sonode", "ghbnode")},
     "hbnode": {},
-    "ghbnode": {"field": "ghbnode"},
     "hbnode-nystrom8": {"method": "nystrom8", "rtol": 1e-6},
     "ghbnode-leapfrog": {"field": "ghbnode", "method": "leapfrog", "options": {"step_size": 0.3}},
     "ghbnode-steps": {"field": "ghbnode", "steps": 3},
     "ghbnode-common": {"field": "ghbnode", "per_sample": False, "rtol": 1e-5},
-    "residual": {"residual": True},
     "rnn-cell": {"cell": "rnn", "missing": "decay", "mask_features": True},
     "own-cell": {"cell": lambda inputs, size: OwnCell(inputs, size), "residual": True},
     "layers": {"num_layers": 2, "field": "ghbnode"},
@@ -204,14 +201,12 @@ def test_frozen_parts_and_no_gradient(monkeypatch):
 @every_gradient
 def test_outputs_may_be_changed_in_place_and_weights_may_not(gradient):
     rnn, (x, t, _) = make_rnn(gradient=gradient), make_series()
-    expected = torch.autograd.grad((2 * rnn(x, t)[0]).sum(), rnn.cell.weight_hh)
-    output, _ = rnn(x, t)
-    output *= 2
-    close(torch.autograd.grad(output.sum(), rnn.cell.weight_hh), expected)
-    for name in ("field.func.layers.0.weight", "field.func.layers.2.bias", "cell.weight_hh"):
+    slopes = (torch.autograd.grad(change(rnn(x, t)[0], 2).sum(), rnn.cell.weight_hh) for change in (torch.mul, imul))
+    close(*slopes)
+    for parameter in (rnn.field.func.layers[0].weight, rnn.field.func.layers[2].bias, rnn.cell.weight_hh):
         output, _ = rnn(x, t)
         with torch.no_grad():
-            rnn.get_parameter(f"layers.0.{name}").mul_(2)
+            parameter.mul_(2)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             output.sum().backward()
 
@@ -241,18 +236,16 @@ def test_a_second_pass_over_a_retained_graph_evaluates_nothing():
 
 def test_threads():
     rnn, found = make_rnn(), []
-    expected = trained(rnn)
-    parameters = [p for p in rnn.parameters() if p.grad is not None]
+    expected, parameters = trained(rnn), [p for p in rnn.parameters() if p.grad is not None]
 
     def work():
         y = rnn(*make_series()[:2])[0]
         found.append([y.detach(), *torch.autograd.grad(y.square().sum(), parameters)])
 
     threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    for call in (threading.Thread.start, threading.Thread.join):
+        for thread in threads:
+            call(thread)
     close(found, 4 * [expected])
 
 

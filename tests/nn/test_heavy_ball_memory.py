@@ -1,4 +1,4 @@
-"""heavy_ball_memory against its recurrence and those of the papers: values, gradients, masks, gates, stability."""
+"""heavy_ball_memory against its recurrence: values, gradients, masks, gates, stability."""
 
 import math
 import sys

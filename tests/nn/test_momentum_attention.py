@@ -1,4 +1,4 @@
-"""momentum_attention against its recurrence and closed forms: values, gradients, masks, states, graphs, errors."""
+"""momentum_attention against its recurrence: values, gradients, masks, states, number formats, errors."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""ODERNN: the loop in plain torch, padding, parts, inputs of the cell, layers, directions, grids, failures."""
+"""ODERNN: the loop in plain torch, inputs of the cell, layers, directions, grids, failures."""
 
 import dataclasses
 
@@ -19,7 +19,6 @@ SOLVERS = {
 }
 INPUTS = {
     "hold": {"missing": "hold"},
-    "decay": {"missing": "decay"},
     "elapsed": {"missing": "zero", "elapsed_features": True},
     "all": {"missing": "decay", "mask_features": True, "elapsed_features": True, "static_size": 2},
 }
@@ -169,7 +168,7 @@ def test_initial_states():
 
 
 def test_two_layers_are_two_networks():
-    options = {"field": "ghbnode", "rtol": 1e-8, "atol": 1e-8, "time_unit": 5.0}
+    options = {"field": "ghbnode", "time_unit": 5.0}
     rnn = make_rnn(num_layers=2, **options)
     lower, upper = (hbnode.ODERNN(size, 4, **options).double() for size in (3, 4))
     for one, layer in ((lower, rnn), (upper, rnn.layers[1])):
@@ -177,19 +176,15 @@ def test_two_layers_are_two_networks():
     (x, t), mask = make_series(), make_mask()
     output, state = rnn(x, t, mask=mask, lengths=LENGTHS)
     middle, below = lower(x, t, mask=mask, lengths=LENGTHS)
-    expected, above = upper(middle, t, mask=mask.any(-1), lengths=LENGTHS)
+    expected, _ = upper(middle, t, mask=mask.any(-1), lengths=LENGTHS)
     close(output, expected, rtol=1e-13, atol=1e-14)
     close(state.below.h, below.h, rtol=1e-13, atol=1e-14)
     assert rnn.nfe.forward == upper.nfe.forward + lower.nfe.forward
-    ahead, later = rnn.forecast(state, [0.5, 1.0])
-    close(ahead, upper.forecast(above, [0.5, 1.0])[0], rtol=1e-12, atol=1e-13)
-    close(later.below.h, lower.forecast(below, [1.0])[1].h, rtol=1e-9, atol=1e-10)
 
 
 def test_two_directions_are_two_networks():
-    options = {"rtol": 1e-8, "atol": 1e-8, "time_unit": 5.0}
-    rnn = make_rnn(bidirectional=True, **options)
-    ahead, back = (hbnode.ODERNN(3, 4, **options).double() for _ in range(2))
+    rnn = make_rnn(bidirectional=True, time_unit=5.0)
+    ahead, back = (hbnode.ODERNN(3, 4, time_unit=5.0).double() for _ in range(2))
     for one, layer in ((ahead, rnn), (back, rnn.reverse[0])):
         one.cell, one.field, one.start = layer.cell, layer.field, layer.start
     (x, t), mask = make_series_with_ties(), make_mask()

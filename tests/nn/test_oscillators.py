@@ -1,4 +1,4 @@
-"""Oscillators: the closed form against mpmath, the scan against a loop, times, masks, states, and torch's tools."""
+"""Oscillators: the closed form against mpmath, the scan against a loop, times, features, number formats, transforms."""
 
 import copy
 import itertools

@@ -1,4 +1,4 @@
-"""Selective oscillators: the scan and the layer against loops, times, masks, states, stability, and torch's tools."""
+"""Selective oscillators: the scan and the layer against loops, stability, and errors."""
 
 import copy
 import math
