@@ -88,10 +88,12 @@ def test_backtracking_and_the_line_search():
 def test_a_step_solves_linear_least_squares():
     x, y = torch.randn(30, 4, dtype=torch.float64), torch.randn(30, 2, dtype=torch.float64)
     model = nn.Linear(4, 2, dtype=torch.float64)
-    optimizer = optimizer_of(model, damping=0.0, min_damping=0.0)
+    optimizer, start = optimizer_of(model, damping=0.0, min_damping=0.0), model.weight.detach().clone()
     optimizer.step(lambda: (model(x), y))
     solution = torch.linalg.lstsq(torch.cat([x, torch.ones_like(x[:, :1])], 1), y).solution
     torch.testing.assert_close(model.weight, solution[:-1].T, rtol=1e-3, atol=1e-3)
+    direction = optimizer.state[model.weight]["direction"]  # where the next step starts
+    torch.testing.assert_close(direction, model.weight - start, rtol=1e-2, atol=1e-2)
     assert optimizer.progress.ratio == pytest.approx(1, abs=1e-6)
     assert (optimizer.progress.step_length, optimizer.progress.outcome) == (1, "accepted")
 
