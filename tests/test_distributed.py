@@ -8,38 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing
 from torch import distributed, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import hbnode
 from tests.models import AGAIN
 
-
-class Last(nn.Module):
-    """The last output of a recurrent module, read."""
-
-    def __init__(self, rnn):
-        super().__init__()
-        self.rnn, self.head = rnn, nn.Linear(3, 1)
-
-    def forward(self, x):
-        x = x.unsqueeze(-1)
-        if isinstance(self.rnn, hbnode.ODERNN):
-            return self.head(self.rnn(x, torch.tensor([0.0, 1.0, 3.0]))[0][:, -1])
-        return self.head(self.rnn(x.transpose(0, 1))[0][-1])
-
-
-class Streamed(nn.Module):
-    """A transformer over numbers, read at the end."""
-
-    def __init__(self, attention):
-        super().__init__()
-        options = {"attention": attention, "connection": "nesterov", "dropout": 0.0}
-        self.embed, self.body = nn.Linear(1, 8), hbnode.nn.MomentumTransformer(None, 8, 2, 2, 8, **options)
-
-    def forward(self, x):
-        return self.body(self.embed(x.unsqueeze(-1)))[:, -1]
+ROOT = Path(__file__).parents[1]
+SCRIPTS = re.findall(r"^```py\n(.*?)^```", (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8"), re.M | re.S)
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
 class Likelihood(nn.Module):
@@ -50,115 +28,64 @@ class Likelihood(nn.Module):
         self.oscillators = hbnode.nn.Oscillators(1, 1, 3, noise=True)
 
     def forward(self, x):
-        return self.oscillators.log_likelihood(x.unsqueeze(-1))
+        return self.oscillators.log_likelihood(x)
 
 
-def block(method, gradient, **kind):
-    func = hbnode.nn.MLP(3, [6], 3)
-    solver = {"method": method, "steps": 3, "gradient": gradient}
-    return nn.Sequential(hbnode.HeavyBallODEBlock(func, **kind, **solver), nn.Linear(3, 1))
-
-
-MODELS = {  # with the evaluations of a forward pass, if they are known
-    "rk4": (lambda: block("rk4", "direct", generalized=True), 12),
-    "adjoint": (lambda: block("rk4", "adjoint", generalized=True), 12),
-    "checkpoint": (lambda: block("nystrom8", "checkpoint"), 25),
-    "again": (lambda: block("nystrom8", AGAIN), 25),
-    "momentum_attention": (lambda: Streamed("momentum"), None),
-    "heavy_ball_memory": (lambda: Streamed("heavy_ball"), None),
-    "noisy_oscillators": (Likelihood, None),
-    "ode_rnn": (lambda: Last(hbnode.ODERNN(1, 3, rtol=1e-3, atol=1e-3, time_unit=10.0)), None),
-    **{
-        f"{rule} {kind.__name__}": (lambda kind=kind, rule=rule: Last(kind(1, 3, rule=rule)), None)
-        for kind, rule in (
-            (hbnode.nn.MomentumLSTM, "momentum"),
-            (hbnode.nn.MomentumGRU, "adam"),
-            (hbnode.nn.MomentumDTRIV, "restart"),
-        )
-    },
-}
-
-
-def gradients(model, x):
-    model(x).pow(2).mean().backward()
-    return torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.requires_grad])
-
-
-def make_model(name):
-    torch.manual_seed(0)
-    return MODELS[name][0]()
-
-
-def worker(rank, folder):
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    x = torch.load(f"{folder}/x.pt", weights_only=True)
-    for name, (_, evaluations) in MODELS.items():
-        model = DistributedDataParallel(make_model(name))
-        with hbnode.count_nfe(model) as nfe:
-            flat = gradients(model, x[rank::2])
-        assert evaluations in (None, nfe.forward), (name, nfe.forward)
-        torch.save(flat, f"{folder}/{name}{rank}.pt")
-    distributed.barrier()
-    distributed.destroy_process_group()
-
-
-@pytest.mark.slow
-def test_two_processes_compute_the_gradient_of_one(tmp_path):
-    x = torch.randn(8, 3)
-    torch.save(x, tmp_path / "x.pt")
-    torch.multiprocessing.spawn(worker, (str(tmp_path),), nprocs=2)
-    for name in MODELS:
-        expected = gradients(make_model(name), x)
-        for rank in range(2):
-            got = torch.load(tmp_path / f"{name}{rank}.pt", weights_only=True)
-            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
-
-
-# FSDP2, and the scripts of docs/scaling.md, by torchrun
-
-ROOT = Path(__file__).parents[1]
-SCRIPTS = re.findall(r"^```py\n(.*?)^```", (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8"), re.M | re.S)
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-
-
-def sharded():
-    """Models, each with the shapes of its inputs for eight samples."""
+def block(**solver):
     damping = torch.tensor([0.05])  # fully_shard refuses scalar parameters
-    for gradient in ("direct", "checkpoint", "reversible"):
-        method = "leapfrog" if gradient == "reversible" else "nystrom8"
-        func, solver = hbnode.nn.MLP(3, [6], 3), {"method": method, "steps": 3, "gradient": gradient}
-        yield hbnode.HeavyBallODEBlock(func, damping=damping, **solver), (8, 3)
-    yield hbnode.ODERNN(2, 3, field="node", time_unit=10.0), (8, 4, 2)
-    yield hbnode.nn.MomentumLSTM(2, 3, batch_first=True), (8, 4, 2)
-    yield hbnode.nn.MomentumDTRIV(2, 3, batch_first=True, rule="adam"), (8, 4, 2)
-    yield hbnode.nn.OscillatorStack(2, 3), (8, 4, 2)
-    options = {"attention": "heavy_ball", "dropout": 0.0}
-    yield hbnode.nn.MomentumTransformer(None, 8, 2, 1, 8, output_size=3, **options), (8, 4, 8)
+    return hbnode.HeavyBallODEBlock(hbnode.nn.MLP(3, [6], 3), damping=damping, steps=3, **solver)
 
 
-def loss_of(model, x):
-    times = (torch.tensor([0.0, 1.0, 3.0, 4.0]),) if isinstance(model, hbnode.ODERNN) else ()
-    y = model(x, *times)
+def transformer(**options):
+    return hbnode.nn.MomentumTransformer(None, 8, 2, 1, 8, output_size=3, dropout=0.0, **options)
+
+
+TIMES = torch.tensor([0.0, 1.0, 3.0, 4.0])
+SHARDED = [  # with the shape of eight samples, and further arguments
+    (lambda: block(method="rk4", gradient="direct"), (8, 3)),
+    (lambda: block(method="rk4", gradient="adjoint"), (8, 3)),
+    (lambda: block(method="nystrom8", gradient="checkpoint"), (8, 3)),
+    (lambda: block(method="nystrom8", gradient=AGAIN), (8, 3)),
+    (lambda: block(method="leapfrog", gradient="reversible"), (8, 3)),
+    (lambda: hbnode.ODERNN(2, 3, field="node", time_unit=10.0), (8, 4, 2), TIMES),
+    (lambda: hbnode.nn.MomentumLSTM(2, 3, batch_first=True), (8, 4, 2)),
+    (lambda: hbnode.nn.MomentumDTRIV(2, 3, batch_first=True, rule="adam"), (8, 4, 2)),
+    (lambda: hbnode.nn.OscillatorStack(2, 3), (8, 4, 2)),
+    (lambda: transformer(attention="heavy_ball"), (8, 4, 8)),
+]
+REPLICATED = [
+    *SHARDED,
+    (Likelihood, (8, 4, 1)),
+    (lambda: transformer(attention="momentum", connection="nesterov"), (8, 4, 8)),
+]
+WRAPPERS = {"ddp": (DistributedDataParallel, REPLICATED), "fsdp": (fully_shard, SHARDED)}
+
+
+def loss_of(model, x, *more):
+    y = model(x, *more)
     return (y[0] if isinstance(y, tuple) else y).square().mean()
 
 
-def compare_shards():
-    """Compare the gradients of FSDP2 with those of one process, in each process that torchrun starts."""
-    from torch.distributed.fsdp import fully_shard
-
+def compare(name):
+    """Compare the gradients with those of one process, in each process that torchrun starts."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
-    torch.manual_seed(0)
-    for model, shape in sharded():
-        x = torch.randn(shape)
-        loss_of(model, x).backward()
-        right = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    wrap, models = WRAPPERS[name]
+    for make, shape, *more in models:
+        torch.manual_seed(0)
+        model, x = make(), torch.randn(shape)
+        with hbnode.count_nfe(model) as alone:
+            loss_of(model, x, *more).backward()
+        right = [p.grad for p in model.parameters()]
         model.zero_grad()
-        loss_of(fully_shard(model), x[distributed.get_rank() :: 2]).backward()
+        wrapped = wrap(model)
+        with hbnode.count_nfe(wrapped) as nfe:
+            loss_of(wrapped, x[distributed.get_rank() :: 2], *more).backward()
+        assert len(shape) > 2 or nfe.forward == alone.forward > 0
         for p, grad in zip(model.parameters(), right, strict=True):
             if grad is not None:
-                torch.testing.assert_close(p.grad.full_tensor(), grad, rtol=1e-4, atol=1e-5)
+                found = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+                torch.testing.assert_close(found, grad, rtol=1e-4, atol=1e-5)
     distributed.destroy_process_group()
 
 
@@ -171,9 +98,10 @@ def run(*arguments, folder):
 
 
 @pytest.mark.slow
-def test_fsdp_computes_the_gradient_of_one_process(tmp_path):
-    (tmp_path / "shards.py").write_text("from tests.test_distributed import compare_shards\n\ncompare_shards()\n")
-    run(*TORCHRUN, "shards.py", folder=tmp_path)
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_two_processes_compute_the_gradient_of_one(name, tmp_path):
+    (tmp_path / "compare.py").write_text(f"from tests.test_distributed import compare\n\ncompare({name!r})\n")
+    run(*TORCHRUN, "compare.py", folder=tmp_path)
 
 
 @pytest.mark.slow

@@ -18,10 +18,9 @@ def cells(notebook):
     return [header for header, _ in found], [code for _, code in found]
 
 
-def test_there_are_ten_and_the_index_lists_them():
+def test_the_index_lists_all():
     listed = re.findall(r"^(\w+)$", (FOLDER / "index.md").read_text("utf-8").split("toctree")[1], re.M)
     assert sorted(listed) == [notebook.stem for notebook in NOTEBOOKS]
-    assert len(listed) == 10
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=[notebook.stem for notebook in NOTEBOOKS])

@@ -137,10 +137,10 @@ LAYERS = {  # a layer, and what it takes of a batch of samples (batch, 4, 2)
 }  # fmt: skip
 
 
-def value_of(layer, x, arguments):
+def value_of(layer, x, arguments, t=T):
     """The main output of a layer of LAYERS with the noise of a seed."""
     torch.manual_seed(1)
-    out = layer(*eval(f"({arguments},)", {"x": x, "T": T}))
+    out = layer(*eval(f"({arguments},)", {"x": x, "T": t}))
     return out.value if hasattr(out, "value") else tree_leaves(out)[0]
 
 
