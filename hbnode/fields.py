@@ -234,12 +234,11 @@ class _Damped(ModuleWithConstants, Field):
     def __init__(
         self,
         func: Callable[..., Tensor],
-        *,
-        damping: float | Tensor | None = None,
-        learn_damping: bool = True,
-        max_damping: float = 1.0,
-        initial_momentum: Callable[[Tensor], Tensor] | None = None,
-        time_dependent: bool | None = None,
+        damping: float | Tensor | None,
+        learn_damping: bool,
+        max_damping: float,
+        initial_momentum: Callable[[Tensor], Tensor] | None,
+        time_dependent: bool | None,
     ) -> None:
         super().__init__(func, parts=self._parts, time_dependent=time_dependent)
         self.max_damping: float
@@ -336,6 +335,18 @@ class HBNODE(_Damped):
         >>> abs(h[-1].item() + 1) < 1e-7
         True
     """
+
+    def __init__(
+        self,
+        func: Callable[..., Tensor],
+        *,
+        damping: float | Tensor | None = None,
+        learn_damping: bool = True,
+        max_damping: float = 1.0,
+        initial_momentum: Callable[[Tensor], Tensor] | None = None,
+        time_dependent: bool | None = None,
+    ) -> None:
+        super().__init__(func, damping, learn_damping, max_damping, initial_momentum, time_dependent)
 
     def forward(self, t: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the derivatives h' and m' of the state (h, m)."""
@@ -614,10 +625,7 @@ class GHBNODE(_Damped):
         initial_momentum: Callable[[Tensor], Tensor] | None = None,
         time_dependent: bool | None = None,
     ) -> None:
-        super().__init__(
-            func, damping=damping, learn_damping=learn_damping, max_damping=max_damping,
-            initial_momentum=initial_momentum, time_dependent=time_dependent,
-        )  # fmt: skip
+        super().__init__(func, damping, learn_damping, max_damping, initial_momentum, time_dependent)
         check_callable(activation, "activation", "activation=torch.tanh")
         self.activation = activation
         self._xi: float

@@ -510,9 +510,7 @@ class SeriesForecaster(SeriesEstimator):
         if len(missing):
             row, at, column = missing[0].tolist()
             time = _of_user(series, series.t[row].amax() + dt[row, at])[0]
-            lost = (
-                f"for series {series.ids[row]!r} at {time}. Fix: predict(X, ahead, future=table), with rows until then"
-            )
+            lost = f"for series {series.ids[row]!r} at {time}. Fix: predict(X, ahead, future=table), rows until then"
             fault = f"column {names[column]!r} must be known at all times that are forecast, got none"
             raise ValueError(f"{fault} {lost}.")
 
