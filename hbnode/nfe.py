@@ -25,7 +25,7 @@ def _on_total(operation: Callable[..., Any]) -> Callable[..., Any]:
     return apply
 
 
-_ARITHMETIC = (operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.mod, divmod, pow)
+_ARITHMETIC: Any = (operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.mod, divmod, pow)
 _REFLECTED = [lambda x, y, operation=operation: operation(y, x) for operation in _ARITHMETIC]
 
 
@@ -83,7 +83,8 @@ class NFE:
     __sub__, __mul__, __truediv__, __floordiv__, __mod__, __divmod__, __pow__ = map(_on_total, _ARITHMETIC)
     __rsub__, __rmul__, __rtruediv__, __rfloordiv__, __rmod__, __rdivmod__, __rpow__ = map(_on_total, _REFLECTED)
     __lt__, __le__, __gt__, __ge__ = map(_on_total, (operator.lt, operator.le, operator.gt, operator.ge))
-    __neg__, __pos__, __abs__, __round__, __bool__ = map(_on_total, (operator.neg, operator.pos, abs, round, bool))
+    __neg__, __pos__ = _on_total(operator.neg), _on_total(operator.pos)
+    __abs__, __round__, __bool__ = _on_total(abs), _on_total(round), _on_total(bool)
 
     def __eq__(self, other: object) -> Any:
         return self.as_dict() == other.as_dict() if isinstance(other, NFE) else self.total == other

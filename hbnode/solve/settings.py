@@ -147,7 +147,7 @@ def checked_options(given: Any, method: str, name: str = "options") -> dict[str,
             as_count(value, "options['max_nfe']")
         elif value is None and method in TORCHDIFFEQ_METHODS:  # torchdiffeq's default
             continue
-        elif option in LENGTHS and not (isinstance(value, numbers.Real | Tensor) and value > 0):
+        elif option in LENGTHS and not (isinstance(value, numbers.Real | Tensor) and float(value) > 0):
             raise ValueError(f"{name}[{option!r}] must be positive, got {value!r}. Fix: a length of time.")
     return options
 
