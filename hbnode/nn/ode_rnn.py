@@ -433,9 +433,15 @@ class ODERNNLayer(nn.Module):
         self.hidden_size, self.residual = hidden_size, bool(residual)
         self.field = _make_field(field, hidden_size)
         self.augment = getattr(self.field, "augment", 0)
+        if self.augment > hidden_size:
+            got = f"{self.augment} zeros, more than hidden_size={hidden_size}"
+            raise ValueError(f"the field appends {got}. Fix: increase it.")
         like = next((p for p in self.field.parameters() if p.is_floating_point()), torch.zeros(()))
         with torch.no_grad():
             start = self.field.initial_state(like.new_zeros(1, hidden_size - self.augment))
+        if isinstance(start, tuple) and len(start) != 2:
+            got = f"{type(self.field).__name__} has {len(start)} tensors"
+            raise ValueError(f"the state of ODERNN is h or (h, m), but {got}. Fix: field='hbnode'.")
         self.second_order = isinstance(start, tuple)
         self.state_size = hidden_size * (2 if self.second_order else 1)
         self.cell = _make_cell(cell, input_size, self.state_size)
