@@ -545,6 +545,8 @@ class IntervalSolver:
             settings = dataclasses.replace(settings, gradient=gradient, common_steps=not settings.per_sample)
         self.settings, self.t = settings, t.to("cpu", torch.float64)
         self.moves = self.t.detach().diff() != 0
+        if _torch.is_vmapped(t):
+            raise ValueError("t is mapped by torch.vmap. Fix: a batch, rnn(x, t) with t of shape (batch, T).")
         self.nfe = [NFE() for _ in range(t.shape[1] - 1)]
         # a gap of length 0 is solved if its times need gradients, and in a graph
         is_solved = t.requires_grad or _torch.is_tracing()
