@@ -4,7 +4,6 @@ import math
 
 import numpy as np
 import torch
-from scipy.linalg import expm
 from torch import nn
 
 import hbnode
@@ -14,11 +13,6 @@ def block_matrix(a, gamma, xi=0.0):
     """The matrix of (h, m)' for a linear f(h) = A h: equation (42), with xi equation (50) for sigma the identity."""
     d = a.shape[0]
     return np.block([[np.zeros((d, d)), np.eye(d)], [a - xi * np.eye(d), -gamma * np.eye(d)]])
-
-
-def linear_exact(matrix, state, t):
-    """exp(matrix t) applied to the rows of state."""
-    return state @ expm(matrix * t).T
 
 
 def linear_func(a):
@@ -40,30 +34,6 @@ def damped_oscillator(omega, gamma, h0, m0, t):
 
 def identity_ghbnode(func, **options):
     return hbnode.GHBNODE(func, activation=nn.Identity(), **options)
-
-
-class Kepler(nn.Module):
-    """Two bodies, h'' = -h / |h|³: class D of Hull et al., in Hairer, Norsett and Wanner, Solving ODEs I, II.10."""
-
-    def forward(self, h):
-        return -h / h.norm(dim=-1, keepdim=True) ** 3
-
-
-def kepler_start(eccentricity):
-    """H and m of D1 to D5 (eccentricities 0.1 to 0.9), at the pericentre; shape (bodies, 2)."""
-    e = torch.as_tensor(eccentricity, dtype=torch.float64)
-    zero = torch.zeros_like(e)
-    return torch.stack([1 - e, zero], -1), torch.stack([zero, ((1 + e) / (1 - e)).sqrt()], -1)
-
-
-def kepler_exact(eccentricity, t):
-    """H and m at the time t, by Kepler's equation u - e sin u = t."""
-    e = np.asarray(eccentricity)
-    u = t + e * np.sin(t)
-    for _ in range(100):
-        u = u - (u - e * np.sin(u) - t) / (1 - e * np.cos(u))
-    r, root = 1 - e * np.cos(u), np.sqrt(1 - e**2)
-    return np.stack([np.cos(u) - e, root * np.sin(u)], -1), np.stack([-np.sin(u), root * np.cos(u)], -1) / r[..., None]
 
 
 def driven_exact(gamma, t):

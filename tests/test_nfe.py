@@ -168,22 +168,6 @@ def test_failed_and_repeated_solves_are_counted():
     assert nfe.forward == nfe.backward > 0
 
 
-@pytest.mark.parametrize(
-    ("method", "gradient", "kept"),
-    [(None, None, True), ("dopri5", "direct", True), (None, "adjoint", False), (None, AGAIN, False)],
-)
-def test_where_the_graph_was_kept_printing_says_so(method, gradient, kept):
-    block, x = counted_block("hbnode", method=method, gradient=gradient), make_input()
-    with hbnode.count_nfe(block) as nfe:
-        block(x).sum().backward()
-    assert (block.nfe.backward == 0) == kept
-    for count in (nfe, block.nfe + hbnode.nfe.NFE()):
-        assert ("backward 0 (graph kept)" in str(count)) == kept
-    with torch.no_grad():
-        block(x)
-    assert "kept" not in str(block.nfe)
-
-
 def test_every_backward_pass_has_its_own_limit_of_steps():
     y0 = torch.ones(6, requires_grad=True)
     y = hbnode.odeint(lambda t, y: -y, y0, [0.0, 1.0], gradient="adjoint", max_steps=8)[-1]

@@ -8,7 +8,6 @@ import sys
 
 import hypothesis
 import hypothesis.strategies as st
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -129,19 +128,6 @@ def test_exported_or_traced_for_any_batch(field, method):
         torch.jit.trace(model, (x,))
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"Fix: .*steps=n"):
         torch.compile(model, fullgraph=True, backend="eager")(x)
-
-
-@pytest.mark.usefixtures("_compiler")
-@pytest.mark.parametrize("kind", [np.array, *slow(list)], ids=["array", "list"])
-def test_times_as_numbers_are_tensors_of_the_graph(kind):
-    """A second graph is for the second list, whose numbers torch.compile takes for variables from then on."""
-    block, x = hbnode.HeavyBallODEBlock(nn.Linear(3, 3), method="leapfrog", steps=1).double(), rows()
-    torch._dynamo.utils.counters.clear()
-    compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
-    for end in (1.0, 1.1, 1.2, 1.3):
-        t = kind([0.0, end])
-        torch.testing.assert_close(compiled(x, t), block(x, t), rtol=1e-12, atol=1e-12)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (2 if kind is list else 1)
 
 
 @pytest.mark.slow
@@ -423,32 +409,6 @@ def test_a_graph_of_a_whole_solve_has_the_limits_of_its_call(error, limit, no_co
         assert len(programs.whole) == 1
         with pytest.raises(error):
             hbnode.odeint(field, x, [0.0, 4.0], **settings, **limit)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("eager_compiler", "_compiler")
-def test_which_graphs_a_field_needs():
-    """Tolerance, times and γ are inputs; a second batch size, evaluation and no_grad need one more each."""
-    torch._dynamo.utils.counters.clear()
-    field = hbnode.HBNODE(nn.Linear(3, 3), damping=0.3)
-
-    def graphs(batch=5, end=1.0, tol=1e-3):
-        state, settings = field.initial_state(torch.randn(batch, 3)), {"rtol": tol, "atol": tol, "compile": True}
-        h, _ = hbnode.odeint(field, state, [0.0, end], method="nystrom4", **settings)
-        if h.requires_grad:
-            h.sum().backward()
-        return torch._dynamo.utils.counters["stats"]["unique_graphs"]
-
-    assert graphs() == 1
-    with torch.no_grad():
-        field.omega.fill_(-1.0)
-    assert [graphs(tol=1e-4), graphs(end=1.7), graphs(end=-0.3)] == [1] * 3
-    assert [graphs(batch) for batch in (7, 4, 9)] == [2] * 3
-    field.eval()
-    assert graphs() == 3
-    field.train()
-    with torch.no_grad():
-        assert [graphs(), graphs()] == [4, 4]
 
 
 def test_a_solve_like_an_earlier_one_sees_what_changed(no_compiler, monkeypatch):
