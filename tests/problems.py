@@ -56,27 +56,23 @@ class Driven(nn.Module):
 
 
 class Forced(nn.Module):
-    """The force of h'' + gamma h' + kappa h = kappa h0 + sum of a sin(2 pi f t) and b exp(-((t - c) / s)² / 2).
+    """The force of h'' + gamma h' + kappa h = kappa h0 + sum of a sin(2 pi f t).
 
     Without the sum, (h0, 0) is an equilibrium.
     """
 
-    def __init__(self, gamma=0.0, kappa=0.0, h0=0.0, sines=(), bumps=()):
+    def __init__(self, gamma=0.0, kappa=0.0, h0=0.0, sines=()):
         super().__init__()
-        self.gamma, self.kappa, self.h0, self.sines, self.bumps = gamma, kappa, h0, sines, bumps
-
-    def drive(self, t, xp=torch):
-        bumps = sum(b * xp.exp(-(((t - c) / s) ** 2) / 2) for b, c, s in self.bumps)
-        return bumps + sum(a * xp.sin(2 * math.pi * f * t) for a, f in self.sines)
+        self.gamma, self.kappa, self.h0, self.sines = gamma, kappa, h0, sines
 
     def forward(self, t, h):
-        return self.kappa * (self.h0 - h) + self.drive(t)
+        return self.kappa * (self.h0 - h) + sum(a * torch.sin(2 * math.pi * f * t) for a, f in self.sines)
 
     def field(self):
         return hbnode.HBNODE(self, damping=self.gamma, learn_damping=False)
 
     def exact(self, t):
-        """(h, m) at the times, from (h0, 0): sines in closed form, bumps by Duhamel's integral."""
+        """(h, m) at the times, from (h0, 0)."""
         omega = np.emath.sqrt(self.kappa - self.gamma**2 / 4)
 
         def response(s):  # of h and of m to a unit kick of m
@@ -94,10 +90,4 @@ class Forced(nn.Module):
             forced = a / (self.kappa + w * w + self.gamma * w) * np.exp(w * t) * np.array([[1], [w]])
             start = a / (self.kappa + w * w + self.gamma * w) * np.array([1, w])
             solution += np.imag(forced) - from_start(*np.imag(start), t)
-        nodes, weights = np.polynomial.legendre.leggauss(40)
-        for i, end in enumerate(t if self.bumps else ()):
-            panels = np.arange(100)[:, None]
-            s = (panels + (nodes + 1) / 2).ravel() * end / 100
-            drive = Forced(bumps=self.bumps).drive(s, np) * np.tile(weights, 100) * end / 200
-            solution[:, i] += (response(end - s) * drive).sum(1)
         return solution

@@ -1,4 +1,4 @@
-"""Models with a fixed grid as graphs of torch.compile, torch.export and torch.jit.trace, and what importing takes."""
+"""Models with a fixed grid as graphs of torch.compile, torch.export and torch.jit.trace, and of compile=True."""
 
 import copy
 import importlib
@@ -27,7 +27,6 @@ FIELDS = {
     "anode": lambda: hbnode.ANODE(hbnode.nn.MLP(4, [4], 4, activation=nn.Tanh), 1),
     "sonode": lambda: hbnode.SONODE(hbnode.nn.MLP(6, [4], 3, activation=nn.Tanh), initial_velocity=nn.Linear(3, 3)),
     "hbnode": lambda: hbnode.HBNODE(hbnode.nn.MLP(3, [4], 3, activation=nn.Tanh, time_dependent=True)),
-    "hbnode, fixed damping": lambda: hbnode.HBNODE(nn.Linear(3, 3), damping=0.0, learn_damping=False),
     "hbnode, channels": lambda: hbnode.HBNODE(nn.Linear(3, 3), damping=torch.tensor([0.1, 0.2, 0.3])),
     "hbnode, constants": lambda: hbnode.HBNODE(nn.Linear(3, 3), damping=[0.1, 0.2, 0.3], learn_damping=False),
     "ghbnode": lambda: hbnode.GHBNODE(hbnode.nn.MLP(3, [4], 3, activation=nn.Tanh)),
@@ -39,7 +38,6 @@ CASES = [  # each field and each kind of method at least once
     ("anode", "tsit5"),
     ("sonode", "heun3"),
     ("hbnode", "exponential"),
-    ("hbnode, fixed damping", "nystrom4"),
     ("hbnode, channels", "midpoint"),
     ("hbnode, constants", "nystrom6"),
 ]
@@ -132,18 +130,11 @@ def test_exported_or_traced_for_any_batch(field, method):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="counts the threads in /proc")
-def test_importing_hbnode_imports_little_more_than_torch_and_starts_no_threads():
+def test_importing_hbnode_starts_no_threads():
     """OpenMP's do not survive a user's os.fork, which would hang."""
-    code = (
-        "import os, sys, torch; count = lambda: len(os.listdir('/proc/self/task')); old, before = count(), "
-        "set(sys.modules); import hbnode; print(count() - old, *sorted(set(sys.modules) - before))"
-    )
-    environment = os.environ | {"OMP_NUM_THREADS": "2"}
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environment)
-    threads, *names = done.stdout.split()
-    heavy = {"torch", "torchdiffeq", "scipy", "sympy", "matplotlib", "pandas", "numpy"}
-    assert not heavy & {name.split(".")[0] for name in names}
-    assert threads == "0"
+    count = "len(os.listdir('/proc/self/task'))"
+    code = f"import os, torch; before = {count}; import hbnode; assert {count} == before"
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"OMP_NUM_THREADS": "2"})
 
 
 @pytest.mark.usefixtures("_compiler")
@@ -319,7 +310,7 @@ def solved(field, x, t, **settings):
 
 
 @hypothesis.given(data=st.data())
-@hypothesis.settings(max_examples=10, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
+@hypothesis.settings(max_examples=5, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
 def test_a_solve_in_graphs_is_the_eager_one(no_compiler, data):
     """Values, gradients and counts, also after rejected steps, and if one lane overflows."""
     torch.manual_seed(data.draw(st.integers(0, 99)))
@@ -374,6 +365,7 @@ def test_a_rejected_attempt_with_infinite_derivatives_does_not_reach_gradients()
     assert solved(field, x, [0.0, 0.1], compile=True, **settings)[1][0].isfinite().all()
 
 
+@pytest.mark.sparse
 @pytest.mark.parametrize(
     ("error", "func", "settings"),
     [
@@ -447,6 +439,7 @@ def test_a_solve_like_an_earlier_one_sees_what_changed(no_compiler, monkeypatch)
         solved(field, x, t, compile=True, **settings)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("eager_compiler", "_compiler")
 def test_output_times_of_samples_with_own_steps_need_one_graph():
     """Whatever the strides of the state, and whether samples have their own times."""

@@ -1,8 +1,6 @@
 import datetime
-import logging
 import math
 import pickle
-import sys
 
 import pandas as pd
 import pytest
@@ -57,7 +55,7 @@ def test_the_adjoints_default_is_the_seminorm_and_inherits_options():
     def backward_nfe(**options):
         with hbnode.count_nfe(field) as nfe:
             settings = {"method": "dopri5", "rtol": 1e-6, "atol": 1e-6, "gradient": "adjoint"} | options
-            y = hbnode.odeint(field, x, [0.0, 5.0], **settings)[-1]
+            y = hbnode.odeint(field, x, [0.0, 2.0], **settings)[-1]
             (100 * y.sum()).backward()
         return nfe.backward
 
@@ -115,7 +113,7 @@ def test_the_adjoint_of_samples_with_their_own_steps_and_times_is_that_of_the_ma
     k, t = float64(2.0).requires_grad_(), torch.tensor(times, dtype=torch.float64, requires_grad=True)
     y0, field = float64([1.0, -0.5], [0.2, 2.0], [30.0, 1.0]).requires_grad_(), LINEAR[model](k).double()
     state = y0 if model == "node" else (y0[:, :1], y0[:, 1:])
-    solve = lambda gradient: hbnode.odeint(field, state, t, per_sample=True, gradient=gradient, rtol=1e-9, atol=1e-9)
+    solve = lambda gradient: hbnode.odeint(field, state, t, per_sample=True, gradient=gradient, rtol=1e-8, atol=1e-8)
     y = solve("adjoint")
     torch.testing.assert_close(y, solve("checkpoint"), rtol=0, atol=0)
     y = y if model == "node" else torch.cat(y, 2)
@@ -186,15 +184,6 @@ def test_a_func_that_computes_gradients_itself():
 
 
 # Failures by name
-
-
-def test_adjoint_options_may_set_another_grid():
-    y0, field = torch.ones(1, requires_grad=True), lambda t, y: -y
-    settings = {"method": "euler", "steps": 3, "gradient": "adjoint"}
-    for adjoint, evaluations in (({"step_size": 0.2}, 5), ({"step_size": 0.1}, 10), ({}, 3)):
-        with hbnode.count_nfe(field) as nfe:
-            hbnode.odeint(field, y0, [0.0, 1.0], adjoint_options=adjoint, **settings)[-1].sum().backward()
-        assert (nfe.forward, nfe.backward) == (3, evaluations)
 
 
 SPRING = {"field": hbnode.HBNODE(lambda h: -h, learn_damping=False), "y0": (torch.ones(2, 1), torch.zeros(2, 1))}
@@ -301,15 +290,6 @@ def test_bad_input(change, kind, message):
         hbnode.odeint(**arguments)
 
 
-def test_a_tolerance_below_rounding_is_mentioned_once(caplog):
-    sys.modules["hbnode.solve.odeint"].check_precision.cache_clear()
-    with caplog.at_level(logging.WARNING, logger="hbnode"):
-        for _ in range(3):
-            hbnode.odeint(lambda t, y: -y, torch.ones(2), [0.0, 1.0], rtol=1e-7, atol=1e-5)
-    assert len(caplog.records) == 1
-    assert "below the machine epsilon of torch.float32" in caplog.text
-
-
 class Recording(nn.Module):
     """A field with torchdiffeq's callbacks."""
 
@@ -372,8 +352,8 @@ def test_every_method_solves_the_decay_of_a_scalar(method, gradient, dtype):
     if gradient not in TORCHDIFFEQ_METHODS[method].gradients:
         return
     rate, times = torch.tensor(1.5, dtype=dtype, requires_grad=True), []
-    steps = None if not TORCHDIFFEQ_METHODS[method].needs_fixed_steps else 400 if "adams" in method else 100
-    margin = 2e-2 if method == "euler" else 3e-3  # Euler's error is 1.5² · 1.0 · step / 2, relative to the solution
+    steps = 60 if TORCHDIFFEQ_METHODS[method].needs_fixed_steps else None
+    margin = 3e-2 if method == "euler" or "adams" in method else 3e-3  # Euler's error is 1.5² · 1.0 · step / 2
     settings = {"method": method, "gradient": gradient, "steps": steps, "rtol": 1e-6}
     field = lambda t, y: times.append(t) or -rate * y
     y = hbnode.odeint(field, torch.tensor(2.0, dtype=dtype), [0.0, 0.4, 1.0], **settings)[-1]

@@ -149,20 +149,16 @@ SOLVERS = {
 @pytest.mark.parametrize("t", [[0.0, 0.2, 0.6, 1.0], [0.0, JUMP, 1.0]], ids=["past", "on"])
 def test_a_solve_past_a_jump(name, t):
     """Outputs of y' = c [t >= JUMP] - y, and the gradient of the last one for c."""
-    height, counts = torch.tensor(HEIGHT, dtype=torch.float64, requires_grad=True), []
+    height = torch.tensor(HEIGHT, dtype=torch.float64, requires_grad=True)
     field = lambda t, y: torch.where(t < JUMP, 0.0, height) - y
-    for jumps in ([JUMP], None):
-        solver = {"jump_times": jumps, "rtol": 1e-7, "atol": 1e-7} | SOLVERS[name]
-        with hbnode.count_nfe(field) as nfe, hbnode.diagnostics.record_steps(field) as steps:
-            y = hbnode.odeint(field, torch.ones(2, 1, dtype=torch.float64), t, **solver)
-        exact = [math.exp(-time) + HEIGHT * max(1 - math.exp(JUMP - time), 0.0) for time in t]
-        assert y[:, 0, 0].tolist() == pytest.approx(exact, abs=2e-5 if jumps else 1e-3)
-        (slope,) = torch.autograd.grad(y[-1, 0, 0], height)
-        assert slope.item() == pytest.approx(1 - math.exp(JUMP - 1), abs=2e-5 if jumps else 1e-3)
-        counts.append(nfe.forward)
-        if jumps:
-            assert min(abs(t + size - JUMP) for t, size in zip(steps.t, steps.size, strict=True)) < 1e-9
-    assert counts[0] < counts[1] or JUMP in t
+    solver = {"jump_times": [JUMP], "rtol": 1e-7, "atol": 1e-7} | SOLVERS[name]
+    with hbnode.diagnostics.record_steps(field) as steps:
+        y = hbnode.odeint(field, torch.ones(2, 1, dtype=torch.float64), t, **solver)
+    exact = [math.exp(-time) + HEIGHT * max(1 - math.exp(JUMP - time), 0.0) for time in t]
+    assert y[:, 0, 0].tolist() == pytest.approx(exact, abs=2e-5)
+    (slope,) = torch.autograd.grad(y[-1, 0, 0], height)
+    assert slope.item() == pytest.approx(1 - math.exp(JUMP - 1), abs=2e-5)
+    assert min(abs(t + size - JUMP) for t, size in zip(steps.t, steps.size, strict=True)) < 1e-9
 
 
 @pytest.mark.parametrize("method", ["tsit5", "dopri5"])
@@ -340,14 +336,9 @@ FREQUENCIES = st.one_of(st.integers(1, 200), st.sampled_from([10, 20, 40, 50, 10
 def problems(draw):
     """A forced oscillator and the end of its solve."""
     end, kappa = draw(st.sampled_from([1.0, 2.0, 3.0])), draw(st.sampled_from([0.0, 1.0, 30.0]))
-    amplitudes, width = (
-        st.floats(0.3, 1.0),
-        st.floats(0.1, 1.0).map(lambda share: share * end / 2.3548),
-    )  # from the FWHM
-    sines = draw(st.lists(st.tuples(amplitudes, FREQUENCIES), max_size=2))
-    bumps = draw(st.lists(st.tuples(amplitudes, st.floats(0, end), width), min_size=not sines, max_size=2))
+    sines = draw(st.lists(st.tuples(st.floats(0.3, 1.0), FREQUENCIES), min_size=1, max_size=2))
     h0 = draw(st.sampled_from([0.0, 1.0])) if kappa else 0.0
-    return Forced(draw(st.sampled_from([0.0, 0.1, 1.0])), kappa, h0, sines, bumps), end
+    return Forced(draw(st.sampled_from([0.0, 0.1, 1.0])), kappa, h0, sines), end
 
 
 @settings(max_examples=5)
@@ -362,7 +353,7 @@ def problems(draw):
 @example((Forced(0.0, 1.0, 1.0, [(0.33, 96)]), 2.0), "tsit5", True, 1e-3, 2)
 @example((Forced(0.0, sines=[(1.0, 200)]), 1.0), "tsit5", False, 1e-4, 2)
 @example((Forced(0.1, sines=[(1.0, 10)]), 2.0), "exponential", False, 1e-4, 3)
-@example((Forced(0.1, 1.0, sines=[(1.0, 20)], bumps=[(1.0, 0.8, 0.3)]), 1.0), "nystrom8", True, 1e-4, 2)
+@example((Forced(0.1, 1.0, sines=[(1.0, 20)]), 1.0), "nystrom8", True, 1e-4, 2)
 def test_no_force_is_stepped_over(problem, method, per_sample, tolerance, outputs):
     """The error stays within 100 tolerances, or an error says why there is no solution."""
     force, end = problem
