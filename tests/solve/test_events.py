@@ -71,7 +71,7 @@ def test_gradients_reach_the_field_the_event_the_jump_and_the_times():
         field = lambda t, y: torch.stack([y[:, 1], -k * y[:, 0] - 0.3 * y[:, 1] - 1], 1)
         jump = lambda t, y: torch.stack([y[:, 0], damp * y[:, 1].abs() + 0.1 * t.cos()], 1)
         event = Event(lambda t, y: y[:, 0] + level * torch.sin(t), jump, direction=-1, max_count=2)
-        y, record = hbnode.odeint(field, y0, t, events=event, gradient="direct", steps=8)
+        y, record = hbnode.odeint(field, y0, t, events=event, gradient="direct", steps=20)
         return (y[1:] * weights).sum() + record.t.nan_to_num().sum() + record.state.nan_to_num().sum()
 
     at = [torch.randn(4, 2, dtype=torch.float64) + 1, *float64(2.0, 0.2, 0.8), float64(0.0, 1.3, 4.0)]
@@ -204,7 +204,7 @@ def test_events_have_the_order_of_their_times(data, method, sign, is_output):
         times[k].append(sign * (0.5 + later[k]))
         if limits[k] == 1:
             break
-    h, m = torch.tensor([[[a for a, _ in LINES] + [1.0]] * 2, [[sign * b for _, b in LINES] + [0.0]] * 2]).double()
+    h, m = float64([[*(a for a, _ in LINES), 1.0]] * 2, [[*(sign * b for _, b in LINES), 0.0]] * 2)
     t = [0.0, sign * 0.5, sign * 2.0] if is_output else [0.0, sign * 2.0]
     free = hbnode.HBNODE(lambda h: 0 * h, damping=0.0, learn_damping=False)
     (x, _), records = hbnode.odeint(free, (h, m), t, events=events, method=method, **METHODS.get(method, {}))
