@@ -211,32 +211,6 @@ def test_the_cell_continues_a_layer(input):
     torch.testing.assert_close((state.v, state.x, state.t), (end.v, end.x, end.t), rtol=0, atol=1e-12)
 
 
-@kinds
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision(dtype, options):
-    layer, x = make(dtype=torch.float32, **options), torch.randn(2, 300, 3).to(dtype).requires_grad_()
-    exact, state = layer(x.float())
-    y, low = layer(x)
-    assert y.dtype == dtype
-    assert low.v.dtype == low.to(dtype).v.dtype == torch.float32
-    torch.testing.assert_close(y.float(), exact, rtol=1e-2, atol=1e-2)
-    torch.testing.assert_close(low.v, state.v)
-    y, _ = layer.to(dtype)(x, torch.rand(300).cumsum(0))
-    y.float().square().mean().backward()
-    assert y.dtype == x.grad.dtype == dtype
-
-
-@kinds
-def test_autocast_changes_no_number(options):
-    (layer, x, t), found = case(**options), []
-    for enabled in (False, True):
-        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            y, state = layer(x, t)
-            ahead, _ = layer.forecast(state, [0.5, 2.0])
-        found.append((y, state.v, ahead, *torch.autograd.grad(y.sum(), list(layer.parameters()))))
-    torch.testing.assert_close(*found, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("wanted", ["x", "t", "log_damping", "weight_in", "weight_out"])
 def test_one_gradient_is_that_of_all(wanted):
     layer, x, t = case()

@@ -249,35 +249,6 @@ def test_packed_parts_continue():
 # Number formats
 
 
-@some_layers
-def test_half_precision(cell, rule):
-    layer, _ = make_pair(cell, rule)
-    x = make_input(10)
-    expected, _ = layer(x)
-    close(copy.deepcopy(layer).float()(x.float())[0].double(), expected, 2e-4)
-    output, state = layer.bfloat16()(x.bfloat16())
-    assert output.dtype == state.h.dtype == torch.bfloat16
-    assert all(z.dtype == torch.float32 for z in (state.v, state.m, state.g) if z is not None)
-    layer(x.bfloat16(), state)[0].float().sum().backward()
-    assert all(p.grad.isfinite().all() for p in layer.parameters())
-    if cell != "dtriv":  # modReLU jumps at 0, and an orthogonal weight forgets nothing
-        assert (output.double() - expected).abs().mean() < 0.05
-
-
-@some_layers
-def test_autocast(cell, rule):
-    """torch's layer runs in half precision; momentum and loops keep the precision of the parameters."""
-    layer, x = make_pair(cell, rule)[0].float(), make_input(20).float()
-    _, start = layer(x)
-    expected, _ = layer(x, start)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        output, state = layer(x, layer(x)[1])
-    output.float().sum().backward()
-    assert (output - expected).abs().mean() < 0.02
-    assert all(p.grad.isfinite().all() for p in layer.parameters())
-    assert all(z.dtype == torch.float32 for z in (state.v, state.m, state.g) if z is not None)
-
-
 def test_autocast_of_a_layer_that_the_cpu_does_not_have():
     """No CPU of today has an LSTM of float16; asking it draws no random numbers."""
     layer, x = hbnode.nn.MomentumLSTM(2, 3), make_input().float()
