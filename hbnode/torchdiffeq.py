@@ -258,9 +258,8 @@ def solve_native(
             arguments[name] = value.item()
         elif isinstance(value, (Tensor, Sequence)):
             raise ValueError(f"{name} must be one number for method={method!r}, got {value!r}. Fix: {name}=1e-7.")
-    others = {name: x.item() if isinstance(x, Tensor) and not x.dim() else x for name, x in (options or {}).items()}
-    others = {name: x for name, x in others.items() if x is not None}  # torchdiffeq's default of most options
-    others.pop("dtype", None)  # of torchdiffeq's times; native methods have float64
+    given = {name: x for name, x in (options or {}).items() if x is not None and name != "dtype"}  # of the times
+    others: Any = {name: x.item() if isinstance(x, Tensor) and not x.dim() else x for name, x in given.items()}
     if (size := others.pop("step_size", None)) is not None:
         if not isinstance(size, numbers.Real) or not float(size) > 0:
             raise ValueError(f"step_size must be a positive number, got {size!r}. Fix: options={{'step_size': 0.1}}.")

@@ -160,6 +160,8 @@ class HeavyBallAnnealing(nn.Module):
         self.__dict__.update(log_prob=log_prob, prior=prior)
         log_step_size = _as_log(step_size, self.dim, "step_size", 0.1)
         log_damping = _as_log(damping, self.dim, "damping", 1.0)
+        if not log_step_size.isfinite().all():
+            raise ValueError("step_size must be finite. Fix: step_size=0.1.")
         self.log_step_size = nn.Parameter(log_step_size, requires_grad=learn_step_size)
         is_finite = bool(log_damping.isfinite().all())
         self.log_damping = nn.Parameter(log_damping, requires_grad=learn_damping and is_finite)

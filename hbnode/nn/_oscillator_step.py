@@ -290,7 +290,7 @@ def scan(kind: str, is_held: bool, inputs: ScanInput) -> tuple[Tensor, Tensor, T
     Underdamped oscillators are scanned in normal coordinates, in which a transition is a rotation and a decay.
     """
     is_compiled = torch.compiler.is_compiling() and not _torch.is_transformed()
-    run = _compiled_scan if is_compiled else fast_scan
+    run: Any = _compiled_scan if is_compiled else fast_scan
     if kind != "exact" or inputs.gaps is None or (not is_compiled and _torch.needs_reference()):
         return run((kind, is_held), *inputs)
     rates, to, back, is_underdamped = _normal_coordinates(is_held, inputs.rates, inputs.v0.dtype)

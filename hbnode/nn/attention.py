@@ -70,6 +70,8 @@ class MultiheadBase(ModuleWithConstants, Generic[State]):
             check_bool(switch, name, "pass options by name")
         self.head_dim = self.embed_dim // self.num_heads
         self.dropout = as_real(dropout, "dropout", "dropout=0.1")
+        if not 0 <= self.dropout <= 1:
+            raise ValueError(f"dropout must be a probability, got {dropout!r}. Fix: a number from 0 to 1.")
         self.batch_first, self.causal = batch_first, causal
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         is_packed = self.kdim == self.vdim == self.embed_dim

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -228,6 +229,11 @@ def check_mask(mask: Tensor, k: Tensor) -> None:
             f"key_padding_mask must be (batch, length) = {wanted}, got shape {tuple(mask.shape)}. Fix: "
             "torch.arange(length) >= lengths[:, None]."
         )
+    if mask.dtype != torch.bool:
+        raise TypeError(
+            f"key_padding_mask must be bool, True where a key is ignored, got {mask.dtype}. Fix: mask.bool() if 1 "
+            "means ignored, mask == -torch.inf if it is 0 and -inf."
+        )
 
 
 def count_packed(cu_seqlens: Tensor, batch: int, fix: str) -> int:
@@ -259,14 +265,18 @@ def _read_gate(gate: Gate | None, name: str, like: Tensor, ignored: Tensor | Non
             f"{name} must be (batch, heads, length) = {wanted}, (heads,) = {(wanted[1],)} or a number, got shape "
             f"{shape}. Fix: {fixes.get(shape, 'one gate per step, one per head, or one number')}."
         )
+    if not gate.is_floating_point():
+        raise TypeError(f"{name} must be floating point, got {gate.dtype}. Fix: {name}.to({like.dtype}).")
     gate = gate.to(like.dtype)
     gate = (gate.unsqueeze(-1) if gate.dim() == 1 else gate).expand(like.shape)
     return gate if ignored is None else gate.masked_fill(ignored, 0.0)
 
 
 def _check_number(gate: float, name: str) -> float:
-    number = float(gate)
-    if name.startswith("log_") and not number <= 0:
+    number, is_log = float(gate), name.startswith("log_")
+    if math.isnan(number) or number == math.inf or (number == -math.inf and not is_log):
+        raise ValueError(f"{name} must be finite{', or -inf' if is_log else ''}, got {number}. Fix: {name}=None.")
+    if is_log and number > 0:
         raise ValueError(
             f"{name} must be the logarithm of a gate in [0, 1], so at most 0, got {number}. Fix: math.log({number})."
         )

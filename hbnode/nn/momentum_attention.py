@@ -114,6 +114,8 @@ def momentum_attention(
     """
     check_bool(causal, "causal"), check_bool(return_state, "return_state")
     dtype = check_heads(q, k, v, causal)
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}. Fix: q.to(v.dtype).")
     if key_padding_mask is not None:
         check_mask(key_padding_mask, k)
     beta = _check_rate(momentum, "momentum", k.shape[1], below=1.0)

@@ -199,11 +199,16 @@ class Standardize(nn.Module):
         counts = ~torch.isnan(x)
         if mask is not None:
             mask = as_integers(mask, "mask", "mask=torch.isfinite(x)").to(x.device).bool()
+            if mask.shape not in (x.shape, x.shape[:-1]):
+                wanted = f"{tuple(x.shape[:-1])} or {tuple(x.shape)}, the shape of x"
+                raise ValueError(f"mask must be {wanted}, got {tuple(mask.shape)}. Fix: mask.expand(x.shape).")
             counts = counts & (mask if mask.dim() == x.dim() else mask.unsqueeze(-1))
         if lengths is not None:
             if x.dim() != 3:
                 raise ValueError(f"lengths need x of shape (batch, T, features), got x {tuple(x.shape)}. Fix: mask=.")
             ends = as_integers(lengths, "lengths", "one length per series").to(x.device)
+            if ends.shape != x.shape[:1]:
+                raise ValueError(f"lengths must be ({len(x)},), got {tuple(ends.shape)}. Fix: one length per series.")
             counts = counts & (torch.arange(x.shape[1], device=x.device) < ends.unsqueeze(1)).unsqueeze(-1)
         counts = counts.flatten(0, -2)
         values = torch.where(counts, x.double().flatten(0, -2), 0.0)

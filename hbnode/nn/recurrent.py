@@ -8,6 +8,7 @@ with nonlinear rules, the cell runs over d_t = rule(g_1, ..., g_t), in torch's l
 
 import dataclasses
 import functools
+import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -1265,6 +1266,10 @@ def sparse_(weight: Tensor, connections: int = 15, std: float | None = None) -> 
         tensor([15, 15, 15, 15])
     """
     count = as_count(connections, "connections")
+    if weight.dim() != 2:
+        raise ValueError(f"weight must be (units, inputs), got {tuple(weight.shape)}. Fix: weight.flatten(1).")
+    if std is not None and not 0 <= std < math.inf:
+        raise ValueError(f"std must be a number >= 0, got {std!r}. Fix: std=1.0.")
     drawn = torch.randn_like(weight) * (count**-0.5 if std is None else std)
     order = torch.rand_like(weight, dtype=torch.float32).argsort(1)
     return weight.copy_(drawn.masked_fill_(order >= count, 0))

@@ -542,10 +542,17 @@ def observed_gaps(t: ArrayLike, mask: Tensor | None, lengths: Lengths | None) ->
     lengths = None if lengths is None else as_integers(lengths, "lengths", "one per row of t").cpu()
     if t.dim() == 1:
         t = t.expand(next((len(z) for z in (mask, lengths) if z is not None and z.dim()), 1), -1)
+    if t.dim() != 2:
+        raise ValueError(f"t must be (batch, T) or (T,), got {tuple(t.shape)}. Fix: t.squeeze(-1), or t.flatten(0, 1).")
     counts = torch.ones(t.shape, dtype=torch.bool)
     if mask is not None:
+        if mask.shape[:2] != t.shape or mask.dim() > 3:
+            wanted = f"{tuple(t.shape)} or {(*t.shape, 'features')}"
+            raise ValueError(f"mask must be {wanted}, got {tuple(mask.shape)}. Fix: one bool per sample, or per value.")
         counts = mask if mask.dim() == 2 else mask.any(-1)
     if lengths is not None:
+        if lengths.shape != t.shape[:1]:
+            raise ValueError(f"lengths must be {len(t)} numbers, got {tuple(lengths.shape)}. Fix: one per row of t.")
         counts = counts & (torch.arange(t.shape[1]) < lengths.unsqueeze(1))
     if not bool(torch.isfinite(t[counts]).all()):
         raise ValueError("t is not finite at observed samples. Fix: lengths=, or a mask that is False there.")

@@ -125,6 +125,8 @@ class AdaptiveConnection(Connection):
     def __init__(self, threshold: float = 1e-3) -> None:
         super().__init__()
         self.threshold = as_real(threshold, "threshold", "threshold=1e-3")
+        if not 0 < self.threshold <= 1:
+            raise ValueError(f"threshold must be in (0, 1], got {threshold!r}. Fix: the paper's 1e-3.")
 
     @override
     def attention(self, x: Tensor, update: Tensor, depth: DepthState) -> tuple[Tensor, DepthState]:
@@ -483,7 +485,12 @@ class TransformerLayerBase(nn.Module):
                 "Fix: pass a mask by name, key_padding_mask=mask."
             )
         check_dtype(x, [next(self.parameters()).dtype])
-        return DepthState() if depth_state is None else depth_state
+        depth = DepthState() if depth_state is None else depth_state
+        for part in (depth.previous, depth.update, depth.velocity):
+            if part is not None and part.shape != x.shape:
+                got = f"{tuple(x.shape)}, got {tuple(part.shape)}"
+                raise ValueError(f"depth_state must hold tensors like x, {got}. Fix: depth_state=None at first.")
+        return depth
 
     def _sublayer(self, x: Tensor, depth: DepthState, norm: nn.Module, block: Block, join: Join) -> Stream:
         """Return the residual stream and depth state after a block, its norm and ``join``, a connection's method."""

@@ -251,7 +251,7 @@ class AdaptiveSteps:
         if setup.settings.save == "exact":
             most += self.grid.outputs.shape[-1] - 1
         if self.attempts > most:
-            raise self._too_many(f"the solve needed more than max_steps={setup.settings.max_steps} steps")
+            raise self._too_many("the solve needed")
         looks, remainder = divmod(self.attempts, FIRST_LOOK)
         if remainder or looks & (looks - 1):
             return
@@ -261,13 +261,11 @@ class AdaptiveSteps:
         steady = (c.taken < GROWTH * before) & (c.taken > DECAY * before) & (c.now < self.grid.end)
         needed = np.where(steady, (self.grid.end - c.now) / np.maximum(c.taken, pace), 0.0).max()
         if needed > TOO_MANY * setup.settings.max_steps:
-            raise self._too_many(
-                f"after {self.attempts} steps of steady size about {needed:.1g} more are needed, and "
-                f"max_steps={setup.settings.max_steps}"
-            )
+            raise self._too_many(f"after {self.attempts} equal steps, another {needed:.1g} are needed, which is")
 
-    def _too_many(self, message: str) -> MaxStepsError:
+    def _too_many(self, needed: str) -> MaxStepsError:
         fix = f"{self.setup.advice}loosen rtol and atol, shorten the time span or divide t by a typical gap or period"
         t, size = self.grid.time(self.control.now), self.control.taken
-        failure: Any = self.stepper.failure(MaxStepsError, f"{message}. Fix: {fix}, or raise max_steps", t, size)
+        message = f"{needed} more than max_steps={self.setup.settings.max_steps} steps. Fix: {fix}, or raise max_steps"
+        failure: Any = self.stepper.failure(MaxStepsError, message, t, size)
         return failure

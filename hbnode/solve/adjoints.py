@@ -116,8 +116,8 @@ class Checkpoint:
                 if bytes_per_step < 0 and self.keep_bytes:
                     first = new_sequence_number()
                     found = stepper.step(state, coefficients, attempt)
-                    own = [tensor for _, _, tensor in snapshot.slots]
-                    bytes_per_step = saved_bytes((*found.state, *found.outputs), state, own, first) / steps
+                    after = (*found.state, *found.outputs)
+                    bytes_per_step = saved_bytes(after, state, snapshot.tensors, first) / steps
                     return found
                 if not self.keep_bytes or max(taken, count) * bytes_per_step > self.keep_bytes:
                     nfe.keeps_graph = False
@@ -343,8 +343,8 @@ def _rows_without_graph(
         rows = integrate(Begun(solve.setup, (*tensors[: solve.setup.stepper.term.rows], *solve.carried))).rows
     else:
         rows = tuple([row.detach() for row in solve.rows])  # autograd gives the outputs a graph, which owns solve
-    slots = [x for _, _, x in solve.snapshot.slots if not x.is_inference()]  # autograd reports changes in place
-    return rows, (*(row.clone() for row in rows), *slots)  # the user may change the outputs in place
+    own = [x for x in solve.snapshot.tensors if not x.is_inference()]  # autograd reports changes in place
+    return rows, (*(row.clone() for row in rows), *own)  # the user may change the outputs in place
 
 
 def _leaves(
@@ -379,7 +379,7 @@ def _leaves(
             f"func draws random numbers, which gradient={name!r} cannot reproduce in the backward pass. "
             "Fix: gradient='checkpoint', or hbnode.nn.SolveDropout for dropout."
         )
-    known = {id(x): x for x in (*found, *own_parameters(term.inner), *(tensor for _, _, tensor in snapshot.slots))}
+    known = {id(x): x for x in (*found, *own_parameters(term.inner), *snapshot.tensors)}
     leaves = [x for x in known.values() if x.requires_grad]
     if any(leaf._backward_hooks for leaf in leaves):
         raise ValueError(_HOOKS.format(name))

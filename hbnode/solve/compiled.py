@@ -392,7 +392,7 @@ class _Run:
         if self.stores(attempts):
             return program(*args)
         if shape not in saved and self.keep_bytes:
-            first, own = new_sequence_number(), [tensor for _, _, tensor in self.snapshot.slots]
+            first, own = new_sequence_number(), self.snapshot.tensors
             result = program(*args)
             if result is not None:
                 saved[shape] = saved_bytes((*result[0], *(result[2] or ())), (*args[2], *(args[4] or ())), own, first)

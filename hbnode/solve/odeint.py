@@ -581,8 +581,7 @@ def checked_state(field: Callable, y0: State, snapshot: Snapshot) -> State:
             f"the state must be floating point and of one dtype, got {', '.join(map(str, dtypes))}. "
             f"Fix: {'torch.view_as_real(x)' if dtype.is_complex else 'x.float() or x.double(), of each part'}."
         )
-    kind = tensors[0].device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind):  # only networks run in half precision
+    if _torch.is_autocast(tensors[0]):  # only networks run in half precision
         return apply(lambda part: part.float() if part.element_size() < 4 else part, y0)
     if snapshot.dtypes and dtype not in snapshot.dtypes:
         kinds = ", ".join(map(str, snapshot.dtypes))

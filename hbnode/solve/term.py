@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hbnode._checks import as_real
-from hbnode._torch import is_tracing
+from hbnode._torch import is_autocast, is_tracing
 from hbnode._tree import State, cast, like
 from hbnode.fields import GHBNODE, HBNODE
 from hbnode.nfe import Tally
@@ -117,13 +117,11 @@ class ODETerm:
         self.keeps_shape = keeps_shape or (isinstance(self.damping, Tensor) and self.damping.dim() > 0)
         self.dims_of_row = self.template.dim() if self.keeps_shape else 1 if lanes is None else 2
         self.dims_of_norm = (0, *range(1 if lanes is None else 2, self.dims_of_row + 1))  # of rows; not those of lanes
-        device = self.template.device.type
-        autocast = device != "meta" and torch.is_autocast_enabled(device)
-        self.autocast = (device, torch.get_autocast_dtype(device)) if autocast else None
+        device, self.autocast = self.template.device.type, None
         self.in_autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
-        if autocast:
-            dtype = torch.get_autocast_dtype(device)
-            self.in_autocast = functools.partial(torch.autocast, device, dtype=dtype, cache_enabled=False)
+        if is_autocast(self.template):
+            self.autocast = device, torch.get_autocast_dtype(device)
+            self.in_autocast = functools.partial(torch.autocast, *self.autocast, cache_enabled=False)
         # by torch.compile(field) or field.compile()
         is_compiled = field is not self.inner or getattr(field, "_compiled_call_impl", None) is not None
         self.calls_field = second_order and is_compiled
@@ -257,8 +255,7 @@ class Snapshot:
 
     def __init__(self, field: Callable[..., Any], *, for_backward: bool = True) -> None:
         self.modes: list[tuple[nn.Module, bool]] = []
-        self.slots: list[tuple[dict[str, Any], str, Tensor]] = []
-        self.versions: list[tuple[int | None, Tensor | None]] = []  # and the start of what may be a counter
+        self.slots: list[tuple[dict[str, Any], str, Tensor, int | None, Tensor | None]] = []  # see changed()
         self.needed: list[tuple[Tensor, bool]] = []
         self.dtypes: set[torch.dtype] = set()  # of the parameters
         self.masks: list[tuple[SolveDropout, dict[str, Tensor] | None]] = []
@@ -284,10 +281,9 @@ class Snapshot:
                         self.dtypes.add(tensor.dtype)
                     if not for_backward:
                         continue
-                    self.slots.append((own, name, tensor))
                     may_count = own is buffers and not isinstance(module, nn.modules.batchnorm._NormBase)
                     version = None if tensor.is_inference() else tensor._version
-                    self.versions.append((version, _as_counter(tensor) if may_count else None))
+                    self.slots.append((own, name, tensor, version, _as_counter(tensor) if may_count else None))
                     if tensor.is_leaf:
                         self.needed.append((tensor, tensor.requires_grad))
 
@@ -298,21 +294,25 @@ class Snapshot:
         integer. They leave the snapshot, so that they also count the calls of the backward pass.
         """
         kept = []
-        for slot, state in zip(self.slots, self.versions, strict=True):
-            (own, name, tensor), (version, before) = slot, state
+        for slot in self.slots:
+            own, name, tensor, version, before = slot
             now = own.get(name)
             if now is tensor and (version is None or tensor._version == version):
-                kept.append((slot, state))
+                kept.append(slot)
             elif before is None or now is None or now.shape != before.shape or bool(((now - before) % 1 != 0).any()):
                 return True
-        if len(kept) < len(self.slots):
-            self.slots, self.versions = [slot for slot, _ in kept], [state for _, state in kept]
+        self.slots = kept
         return False
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The parameters and buffers."""
+        return [slot[2] for slot in self.slots]
 
     def __enter__(self) -> None:
         self._before.append((
             [(module, module.training) for module, _ in self.modes],
-            [(own, name, own.get(name)) for own, name, _ in self.slots],
+            [(own, name, own.get(name)) for own, name, *_ in self.slots],
             [(module, module.solve) for module, _ in self.masks],
             [(tensor, tensor.requires_grad) for tensor, _ in self.needed],
         ))  # fmt: skip
@@ -335,7 +335,7 @@ def _restore(modes: Sequence[Any], slots: Sequence[Any], masks: Sequence[Any], n
     for module, mode in modes:
         if module.training != mode:
             module.training = mode
-    for own, name, tensor in slots:
+    for own, name, tensor, *_ in slots:
         if own.get(name) is not tensor:
             own[name] = tensor
     for module, masks_of_solve in masks:
@@ -352,10 +352,8 @@ def solving(snapshot: Snapshot, device_type: str) -> Iterator[None]:
     Inside it, a :class:`hbnode.Signal` on a GPU returns NaN at a time outside its samples. The error of the solve then
     names this time.
     """
-    before: list[Any] = []
-    for module, masks in snapshot.masks:
-        before.append((module, module.solve))
-        module.solve = masks
+    before = [(module, module.solve) for module, _ in snapshot.masks]
+    _restore((), (), snapshot.masks, ())
     in_autocast = device_type != "meta" and torch.is_autocast_enabled(device_type)
     autocast = torch.autocast(device_type, enabled=False) if in_autocast else nullcontext()
     queries.solves += 1
@@ -366,8 +364,7 @@ def solving(snapshot: Snapshot, device_type: str) -> Iterator[None]:
         queries.solves -= 1
         if not queries.solves:
             queries.unchecked.clear()
-        for module, masks in before:
-            module.solve = masks
+        _restore((), (), before, ())
 
 
 def unwrap_compiled(field: Any) -> Any:

@@ -19,18 +19,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from hbnode import _torch
+from hbnode import _torch, errors
 from hbnode._torch import backward_pass
 from hbnode._tree import State, all_finite, is_finite, parts
-from hbnode.errors import (
-    DIVERGES,
-    DivergenceError,
-    MaxStepsError,
-    NonFiniteError,
-    SolverError,
-    StepSizeUnderflowError,
-    diverges,
-)
 from hbnode.nfe import Tally, open_records
 from hbnode.signal import refuse_queries_outside
 from hbnode.solve.adjoints import closed_over_leaves, evaluate_known, own_parameters, owning
@@ -76,7 +67,7 @@ def solve(field: Any, y0: State, t: Tensor, settings: Settings, counter: Tally, 
             if not frame.f_globals.get("__name__", "").startswith("torchdiffeq."):
                 raise
             message = f"torchdiffeq's {method} gave up: {error}. Fix: method='tsit5', without options"
-            raise counted.failure(SolverError, message) from error
+            raise counted.failure(errors.SolverError, message) from error
         counted.check_solution(rows, t)
     # the caller may change the outputs in place, and the backward pass of the adjoint needs them
     solution = term.unflatten((rows.clone() if is_adjoint else rows,), (len(rows),))
@@ -151,7 +142,8 @@ class CountedField:
         self.step_size, self.tried = math.nan, Counter[int]()  # steps in each pass
         finite, self.is_down = torch.stack([all_finite(row), (t[:2].diff() < 0).any()]).tolist()
         if not finite:
-            raise self.failure(NonFiniteError, "the initial state is not finite. Fix: look at the block's input", t[0])
+            message = "the initial state is not finite. Fix: look at the block's input"
+            raise self.failure(errors.NonFiniteError, message, t[0])
 
     def __call__(self, t: Tensor, y: Tensor) -> Tensor:
         """Return the derivative, and reuse the evaluation of :meth:`leaves` if its arguments are equal."""
@@ -164,7 +156,7 @@ class CountedField:
         self.recent.append((t.detach(), value.detach()))
         if not self.events:
             if not is_finite(value):
-                raise self.failure(NonFiniteError, FIELD, t)
+                raise self.failure(errors.NonFiniteError, FIELD, t)
             self._limit(t, self.counter.nfe.total, "evaluations")
         return value
 
@@ -210,34 +202,35 @@ class CountedField:
         self.step_size, finite, stuck = torch.stack(numbers).tolist()  # with one synchronisation
         is_adaptive = self.listed.kind == "adaptive"
         if not finite or (is_adaptive and self.step_size == 0):  # a NaN error estimate gives step size 0
-            raise self.failure(NonFiniteError, STATE.format(what), t0)
+            raise self.failure(errors.NonFiniteError, STATE.format(what), t0)
         if is_adaptive:
             if stuck:
                 y, f, start = (
                     float(x.square().mean().sqrt()) for x in (*parts(y0)[:1], self.recent[-1][1], self.start[1])
                 )
-                if not what.startswith("adjoint") and diverges(y, f, start, float(abs(t0 - self.start[0]))):
-                    raise self.failure(DivergenceError, DIVERGES.format(y, y / f), t0)
-                raise self.failure(StepSizeUnderflowError, UNDERFLOW, t0)
+                if not what.startswith("adjoint") and errors.diverges(y, f, start, float(abs(t0 - self.start[0]))):
+                    raise self.failure(errors.DivergenceError, errors.DIVERGES.format(y, y / f), t0)
+                raise self.failure(errors.StepSizeUnderflowError, UNDERFLOW, t0)
             self.tried[backward_pass()] += 1
             self._limit(t0, self.tried[backward_pass()], "steps")
         self.recent.clear()
 
     def _limit(self, t: Tensor, count: int, counted: str) -> None:
         if count > self.limit:
-            raise self.failure(MaxStepsError, TOO_MANY.format(self.settings.max_steps, counted), t)
+            raise self.failure(errors.MaxStepsError, TOO_MANY.format(self.settings.max_steps, counted), t)
 
     def check_solution(self, rows: Tensor, t: Tensor) -> None:
         """Raise an error if the last step is not finite or scipy stopped early, which no callback reports."""
         if len(rows) != len(t):
             message = f"scipy stopped after {len(rows)} of {len(t)} output times. Fix: method='dopri5'"
-            raise self.failure(SolverError, message, t[-1])
+            raise self.failure(errors.SolverError, message, t[-1])
         if not is_finite(rows):
-            raise self.failure(NonFiniteError, "the solution is not finite. Fix: use more steps or bound func", t[-1])
+            message = "the solution is not finite. Fix: use more steps or bound func"
+            raise self.failure(errors.NonFiniteError, message, t[-1])
         self.recent.clear()
         self.first = None
 
-    def failure(self, kind: type[SolverError], message: str, t: Tensor | None = None) -> SolverError:
+    def failure(self, kind: type[errors.SolverError], message: str, t: Tensor | None = None) -> errors.SolverError:
         """Return an error with the time, step size and evaluations of the solve.
 
         If a recent value of the field is not finite, the error reports this cause instead. Raise ValueError if the
@@ -246,7 +239,7 @@ class CountedField:
         refuse_queries_outside()
         for time, value in self.recent:
             if not is_finite(value):
-                kind, message, t = NonFiniteError, FIELD, time
+                kind, message, t = errors.NonFiniteError, FIELD, time
                 break
         t = t if t is not None else self.recent[-1][0] if self.recent else torch.tensor(math.nan)
         message = f"{message} (method {self.method!r})"

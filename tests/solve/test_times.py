@@ -230,7 +230,7 @@ def test_values_and_gradients_of_fixed_steps_with_a_jump(method, gradient):
         {"save": "exact"},
         {"steps": 8, "events": hbnode.Event(lambda t, y: t - 9.0)},
     ],
-    ids=str,
+    ids=["tsit5", "nystrom8", "rodas5p", "exact", "events"],
 )
 def test_the_gradient_of_an_output_time_on_a_jump_does_not_move_the_jump(settings):
     """y(2) = 1 - t_0 + 3 (t_2 - 1) does not depend on the output time 1."""
