@@ -82,7 +82,8 @@ class Settings:
         if not is_torchdiffeq:
             self._check_native()
         elif self.per_sample:
-            raise ValueError(f"per_sample=True is not possible with method={self.method!r}. Fix: a native method.")
+            why = f"method={self.method!r}, which has one step size for the batch"
+            raise ValueError(f"per_sample=True is not possible with {why}. Fix: per_sample=False, or a native method.")
         elif self.compile:
             fix = "leave method out, or compile the network, torch.compile(func)"
             raise ValueError(f"compile=True is for native methods, got method={self.method!r}. Fix: {fix}.")

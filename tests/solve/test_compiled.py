@@ -267,11 +267,15 @@ def test_beyond_its_last_graph_a_program_runs_without_compilation(eager_compiler
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(
     ("model", "settings", "is_whole"),
-    [("sonode", {"steps": 3}, False), ("hbnode", {"rtol": 1e-2}, False), ("hbnode", {"rtol": 1e-2}, True)],
+    [
+        ("sonode", {"steps": 3}, False),
+        ("hbnode", {"rtol": 1e-2, "atol": 1e-2}, False),
+        ("hbnode", {"rtol": 1e-2, "atol": 1e-2}, True),
+    ],
 )
 def test_compiled_by_inductor(model, settings, is_whole, monkeypatch):
     monkeypatch.setattr(compiled, "STABLE", 1 if is_whole else 99)
-    field, x, t = make_field(model).double(), make_input(), [0.0, 1.0]
+    field, x, t = make_field(model, time_dependent=False).double(), make_input(), [0.0, 0.5]
     expected = solved(field, x, t, **settings)
     for _ in range(1 + is_whole):
         found = solved(field, x, t, compile=True, **settings)
