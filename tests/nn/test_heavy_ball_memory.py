@@ -302,10 +302,10 @@ def test_the_operator_is_described_to_graphs_as_it_is():
         ({"v": torch.zeros(2, 3, 23, 5).long()}, "v must be floating point"),
         ({"log_momentum": torch.zeros(2, 23, 3)}, r"Fix: log_momentum.transpose\(1, 2\)"),
         ({"log_decay": torch.zeros(2, 3, 23, 1)}, r"Fix: log_decay.squeeze\(-1\)"),
+        ({"step": torch.zeros(2, 3, 23).long()}, r"step must be floating point.*Fix: step.to\("),
+        ({"key_padding_mask": torch.zeros(2, 23)}, "key_padding_mask must be bool"),
         ({"log_momentum": 0.9}, r"at most 0, got 0.9. Fix: math.log\(0.9\)"),
         ({"key_padding_mask": torch.zeros(3, 23).bool()}, "key_padding_mask must be"),
-        ({"cu_seqlens": [0, 23]}, r"got list\. Fix: torch\.tensor"),
-        ({"initial_state": torch.zeros(2, 3, 4, 5)}, "initial_state must be a HeavyBallMemoryState"),
     ],
 )
 def test_bad_input_is_named(change, message):

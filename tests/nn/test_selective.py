@@ -121,10 +121,7 @@ def test_what_is_refused():
     unheld = hbnode.nn.OscillatorState(torch.zeros(2, 5), torch.zeros(2, 0), t[:, 0])
     for message, use in (
         ("needs noise=False, got True. Fix: leave noise out", lambda: make_layer(3, 3, selective=True, noise=True)),
-        ("needs input='impulse', got 'hold'", lambda: make_layer(3, 3, selective=True, input="hold")),
-        ("needs discretization='exact'", lambda: make_layer(3, 3, selective=True, discretization="imex")),
         (r"frequency must be \(low, high\)", lambda: make_layer(3, 3, selective=True, frequency=(0.0, 1.0))),
-        (r"frequency must be .* got None", lambda: make_layer(3, 3, frequency=None)),
         ("the state's held must have shape", lambda: make()(x, t, unheld)),
     ):
         with pytest.raises(ValueError, match=message):
