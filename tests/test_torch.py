@@ -1,6 +1,7 @@
 """The private functions of torch that hbnode calls mean what they are used for; what users of torch.nn try."""
 
 import copy
+import itertools
 import pickle
 import platform
 import subprocess
@@ -170,7 +171,7 @@ def test_half_precision_and_autocast(name):
     make, arguments = LAYERS[name]
     layer, keeps = make(), name.startswith(("block", "flow", "ODERNN", "selective", "DTRIV")) or name == "Oscillators"
     expected = value_of(layer, X, arguments)
-    for dtype, is_auto in ((torch.bfloat16, True), (torch.bfloat16, False), (torch.float16, False)):
+    for dtype, is_auto in itertools.product((torch.bfloat16, torch.float16), (True, False)):
         own = copy.deepcopy(layer) if is_auto else copy.deepcopy(layer).to(dtype)
         with torch.autocast("cpu", dtype, enabled=is_auto):
             out = call(own, X if is_auto else X.to(dtype), arguments)

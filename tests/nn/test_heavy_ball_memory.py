@@ -180,19 +180,6 @@ def test_packed_sequences(delta, momentum):
     assert_near(gradients(got, leaves(made)), gradients(wanted, leaves(made)), 1e-12)
 
 
-@pytest.mark.parametrize("sizes", [(0, 3, 5, 4, 5), (2, 0, 5, 4, 5), (2, 3, 0, 4, 5), (2, 3, 5, 0, 5), (2, 3, 5, 4, 0)])
-def test_empty(sizes):
-    batch, heads, length, _, width = sizes
-    made = make(*sizes, state=True)
-    out, *state = run(made)
-    assert torch.equal(out, torch.zeros(batch, heads, length, width, dtype=F64))
-    assert_near(state, made["initial_state"], 0.0)
-    assert all(z.shape == x.shape for z, x in zip(gradients([out, *state], leaves(made)), leaves(made), strict=True))
-    if batch:
-        one, ends = make(1, *sizes[1:]), torch.tensor([0, length, length])
-        assert not memory(**one, cu_seqlens=ends).any()
-
-
 # Dtypes, layouts, transforms
 
 
@@ -258,24 +245,6 @@ def test_gradients_of_many_outputs_at_once():
 
 
 # Graphs
-
-
-def scan(q, k, v, log_momentum, log_decay, cu_seqlens=None):
-    return memory(q, k, v, log_momentum=log_momentum, log_decay=log_decay, cu_seqlens=cu_seqlens, return_state=True)
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
-@pytest.mark.slow
-def test_compiled_for_changing_lengths():
-    """In one graph, with gradients, packed or not."""
-    torch._dynamo.reset()
-    compiled = torch.compile(scan, backend="inductor", fullgraph=True)
-    for length, *ends in ((33,), (50,), (200,), (70, torch.tensor([0, 3, 50, 70]))):
-        made = make(1, length=length)
-        given = [made[name] for name in ("q", "k", "v", "log_momentum", "log_decay")]
-        found, wanted = ((out, *state) for out, state in (f(*given, *ends) for f in (compiled, scan)))
-        assert_near(found, wanted, 1e-12)
-        assert_near(gradients(found, given), gradients(wanted, given), 1e-12)
 
 
 def test_the_operator_is_described_to_graphs_as_it_is():

@@ -237,22 +237,6 @@ def test_second_derivatives_and_forward_mode():
     torch.testing.assert_close(tangent, layer(torch.ones_like(x), t)[0])
 
 
-@pytest.mark.slow
-@both
-def test_torch_compile_has_one_graph(input):
-    torch.compiler.reset()
-    layer, cell = make(input=input, mixed=True), hbnode.nn.OscillatorCell(3, 4, 5, input=input).double()
-    t, lengths = torch.cat([torch.rand(30).double().cumsum(0), torch.zeros(20)]), torch.tensor([30, 9])
-
-    def run(x):
-        y, state = layer(x, t, lengths=lengths)
-        ahead, _ = layer.forecast(state, torch.tensor([0.5, 1.0]))
-        return y, ahead, state.v, state.t, cell(x[:, 0], state, 0.5)[0]
-
-    x = torch.randn(50, 2, 3, dtype=torch.float64).transpose(0, 1)  # not contiguous
-    torch.testing.assert_close(torch.compile(run, backend="aot_eager", fullgraph=True)(x), run(x))
-
-
 def test_initial_oscillators_are_in_their_ranges():
     layer = hbnode.nn.Oscillators(1, 1, 500, frequency=(0.1, 2.0), decay=(0.01, 0.3))
     damped = (layer.stiffness - (layer.damping / 2).square()).sqrt() / (2 * math.pi)

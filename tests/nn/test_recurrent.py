@@ -241,17 +241,6 @@ def test_packed_parts_continue():
 # Number formats
 
 
-def test_autocast_of_a_layer_that_the_cpu_does_not_have():
-    """No CPU of today has an LSTM of float16; asking it draws no random numbers."""
-    layer, x = hbnode.nn.MomentumLSTM(2, 3), make_input().float()
-    _torch.cpu_has_layer.cache_clear()
-    before = torch.get_rng_state()
-    with torch.autocast("cpu", torch.float16):
-        output, _ = layer(x)
-    assert torch.equal(output, layer(x)[0])
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 # What is not finite
 
 

@@ -1,7 +1,6 @@
 """Selective oscillators: the scan and the layer against loops, stability, and errors."""
 
 import copy
-import math
 
 import pytest
 import torch
@@ -83,21 +82,6 @@ def test_the_layer_against_its_equations(frequency, is_masked):
     for z, p, q in ((y, state.v, state.x), layer_loop(layer, x, t, mask)):
         found.append((z, p, q, *torch.autograd.grad((z * weights).sum() + p.sum() + q.sum(), leaves)))
     torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
-
-
-@kinds
-def test_a_state_never_grows_without_input(frequency):
-    layer, (x, t) = make(3, 4, 50, frequency=frequency), series(1, 200)
-    layer.weight_in.data.zero_()
-    layer.weight_select.data.mul_(10)
-    swinging = 0 if frequency is None else 50
-    start = torch.randn(1, 50, dtype=torch.float64), torch.randn(1, swinging, dtype=torch.float64)
-    state, before = hbnode.nn.OscillatorState(*start, t[:, 0], x[:, 0]), math.inf
-    for i in range(200):
-        _, state = layer(x[:, i : i + 1], t[:, i : i + 1], state)
-        now = state.v.square() + functional.pad(state.x, (0, 50 - swinging)).square()
-        assert (now <= before).all()
-        before = now * (1 + 1e-12) + 1e-300
 
 
 @pytest.mark.sparse

@@ -1,7 +1,6 @@
 """Times, masks, padding, parts and forecasts of series, in every layer that takes irregular ones."""
 
 import copy
-import dataclasses
 import pickle
 
 import numpy
@@ -271,18 +270,6 @@ def test_parts_and_forecasts(name, times):
         close(layer.forecast(later, [1.0])[0], layer.forecast(state, [4.0])[0], **tolerance)
 
 
-@pytest.mark.parametrize(("layer", "entry"), [(hbnode.ODERNN(2, 4), "h"), (hbnode.nn.OscillatorStack(2, 4), "v")])
-def test_states_are_real_numbers(layer, entry):
-    x, t = torch.randn(1, 6, 2), torch.arange(6.0)
-    _, state = layer(x, t)
-    for kind in (torch.complex64, torch.bool, "meta"):
-        wrong = dataclasses.replace(state, **{entry: getattr(state, entry).to(kind)})
-        message = "the state is on the device meta" if kind == "meta" else "the state must hold real numbers"
-        for call in (lambda s: layer(x, 6 + t, s), lambda s: layer.forecast(s, [1.0])):
-            with pytest.raises((TypeError, ValueError), match=message):
-                call(wrong)
-
-
 # What is refused
 
 
@@ -307,16 +294,6 @@ def test_wrong_series():
     ):
         with pytest.raises((TypeError, ValueError), match=message):
             call()
-
-
-def test_the_fix_for_times_that_decrease_sorts_samples_with_them():
-    rnn, (x, t) = hbnode.ODERNN(2, 4), make_series()
-    names = {"x": x.flip(1), "t": t.flip(1)}
-    with pytest.raises(ValueError, match=r"shape \(batch, T\), ") as error:
-        rnn(**names)
-    exec(str(error.value).split("shape (batch, T), ")[1].rstrip("."), names)
-    assert names["x"].equal(x)
-    assert names["t"].equal(t)
 
 
 @pytest.mark.parametrize("array", [numpy.asarray, torch.as_tensor])
