@@ -25,9 +25,6 @@ def test_conv_net_appends_the_time_as_a_channel_before_every_convolution():
     x = net.conv1(torch.cat([h, clock], 1)).relu()
     x = net.conv2(torch.cat([x, clock], 1)).relu()
     close(net(t, h), net.conv3(torch.cat([x, clock], 1)))
-    # without the time: plain convolutions
-    net = hbnode.nn.ConvNet(2, 5, 3, time_dependent=False)
-    close(net(h), net.conv3(net.conv2(net.conv1(h).relu()).relu()))
 
 
 def test_standardize_ignores_what_is_missing():

@@ -23,9 +23,6 @@ GRID = list(itertools.product(GAMMAS, KAPPAS, [1e-4, 1e-2, 0.03, 0.5, 1.0, 1.5, 
 VARIANTS = list(itertools.product(["exact", "imex"], ["impulse", "hold"]))
 variants = pytest.mark.parametrize(("discretization", "input"), VARIANTS)
 both = pytest.mark.parametrize("input", ["impulse", "hold"])
-KINDS = {"plain": {}, "hold": {"input": "hold"}, "swinging": {"selective": True}}
-KINDS["selective"] = {"selective": True, "frequency": None}
-kinds = pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
 FEATURES = {
     "zero": {"missing": "zero", "mask_features": True},
     "hold": {"missing": "hold", "elapsed_features": True},
@@ -186,7 +183,7 @@ def test_times_that_drift_slowly_are_not_taken_as_equally_spaced():
     torch.testing.assert_close(layer(x, even)[0], layer(x, even.clone().requires_grad_())[0], rtol=1e-3, atol=1e-3)
 
 
-@kinds
+@pytest.mark.parametrize("options", [{}, {"input": "hold"}, {"selective": True}], ids=str)
 def test_both_directions(options):
     layer = make(bidirectional=True, **options)
     x, t, lengths = torch.randn(3, 30, 3, dtype=torch.float64), times_with_ties(3, 30), [30, 12, 1]
