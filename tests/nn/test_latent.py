@@ -13,13 +13,6 @@ import hbnode
 from hbnode.nn import LatentODE, LatentSDE
 from hbnode.nn.sequences import Sequences
 
-FIELDS = {
-    "sonode": lambda: hbnode.SONODE(nn.Bilinear(4, 4, 4)),
-    "hbnode": lambda: hbnode.HBNODE(nn.Linear(4, 4)),
-    "momentum": lambda: hbnode.HBNODE(nn.Linear(4, 4), initial_momentum=nn.Linear(4, 4)),
-    "adam": lambda: hbnode.AdamNODE(nn.Linear(4, 4)),
-}
-
 
 def timed_sde():
     net = hbnode.nn.MLP(4, [5], 4, time_dependent=True)
@@ -27,7 +20,9 @@ def timed_sde():
 
 
 MODELS = {
-    **{name: lambda make=make: LatentODE(2, 4, 8, field=make()) for name, make in FIELDS.items()},
+    "sonode": lambda: LatentODE(2, 4, 8, field=hbnode.SONODE(nn.Bilinear(4, 4, 4))),
+    "hbnode": lambda: LatentODE(2, 4, 8, field=hbnode.HBNODE(nn.Linear(4, 4), initial_momentum=nn.Linear(4, 4))),
+    "adam": lambda: LatentODE(2, 4, 8, field=hbnode.AdamNODE(nn.Linear(4, 4))),
     "student": lambda: LatentODE(2, 4, 8, likelihood="student"),
     "sde": lambda: LatentSDE(2, 4, 8),
     "sde_given": lambda: LatentSDE(2, 4, 8, sde=timed_sde()),

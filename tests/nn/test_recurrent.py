@@ -113,13 +113,10 @@ def test_second_derivatives_and_forward_mode(cell, rule):
 # Beside torch.nn's layers
 
 
-OPTIONS = [{}, {"bias": False, "bidirectional": True}]
-
-
 @pytest.mark.sparse
 @pytest.mark.parametrize(
     ("cell", "options"),
-    [*((cell, options) for options in OPTIONS for cell in TORCH), ("rnn", {"nonlinearity": "relu"})],
+    [*((c, x) for x in ({}, {"bias": False, "bidirectional": True}) for c in TORCH), ("rnn", {"nonlinearity": "relu"})],
     ids=str,
 )
 def test_without_momentum_it_is_torchs_layer(cell, options):

@@ -154,18 +154,6 @@ def test_digits_are_not_looked_at_while_tracing():
     assert torch.func.vmap(lambda x, t: layer(x, t)[0])(x, t).equal(torch.stack([layer(z, [0] * 6)[0] for z in x]))
 
 
-@every_layer
-def test_the_device_meta_is_refused(layer):
-    given = {"x": torch.randn(1, 6, 2), "t": torch.arange(6.0), "mask": torch.ones(1, 6, dtype=torch.bool)}
-    call = layer()
-    for name, value in given.items():
-        with pytest.raises(ValueError, match=rf"{name} is on the device meta, which stores no numbers\. Fix: "):
-            call(**given | {name: value.to("meta")})
-    getattr(call, "__self__", call).to("meta")
-    with pytest.raises(ValueError, match=r"the module is on the device meta, which stores no numbers\. Fix: "):
-        call(**given)
-
-
 FEATURES = {"missing": "decay", "mask_features": True, "elapsed_features": True, "static_size": 2, "decay": (0.01, 0.2)}
 SOLVER = {"rtol": 1e-9, "atol": 1e-9, "time_unit": 5.0}
 CONTINUED = {  # of which a state goes on
@@ -285,6 +273,7 @@ def test_wrong_series():
         (r"sequence 0 t\[0\]=5 is followed by 4. Fix: lengths=", lambda: rnn(x, 5 - torch.arange(6.0))),
         ("t is not finite", lambda: rnn(x, [0.0, 1.0, torch.nan, 3.0, 4.0, 5.0])),
         ("mask must be bool", lambda: rnn(x, t, mask=torch.ones(3, 6))),
+        (r"got list. Fix: series = hbnode.data.as_series", lambda: rnn([x[0], x[1, :3]], [t[0], t[1, :3]])),
         (r"Fix: series = series.select\(series.lengths > 0\)", lambda: rnn(x, t, lengths=torch.tensor([1, 0, 3]))),
         ("between 1 and T=6", lambda: rnn(x, t, lengths=torch.tensor([1, 7, 3]))),
         (r"t is a PackedSequence and x is not.*Fix: pad_packed_sequence", lambda: rnn(x, times)),
@@ -294,13 +283,3 @@ def test_wrong_series():
     ):
         with pytest.raises((TypeError, ValueError), match=message):
             call()
-
-
-@pytest.mark.parametrize("array", [numpy.asarray, torch.as_tensor])
-def test_the_fix_for_lists_of_arrays_makes_a_series_of_them(array):
-    x, t = [array(numpy.ones((n, 2))) for n in (3, 2)], [array(0.5 * numpy.arange(n)) for n in (3, 2)]
-    names = {"hbnode": hbnode, "torch": torch, "rnn": hbnode.ODERNN(2, 4), "x": x, "t": t}
-    with pytest.raises(TypeError, match=r"got list. Fix: series = hbnode.data.as_series") as error:
-        names["rnn"](x, t)
-    make, call = str(error.value).split("Fix: series = ")[1].rstrip(".").split(", and ")
-    assert eval(call, names | {"series": eval(make, names)})[0].shape == (2, 3, 4)
