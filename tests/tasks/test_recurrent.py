@@ -14,7 +14,6 @@ from tasks.models import awd_lstm
 from tasks.models.next_step import as_batch
 from tasks.models.recurrent import LayerWithReadout, RecurrentConfig, RuleOptions
 from tasks.pixel_mnist import PixelMnistConfig
-from tests.tasks.small_runs import read_metrics
 
 TABLE = {
     "momentum": RuleOptions(momentum=0.6, step_size=0.9),
@@ -195,12 +194,8 @@ def test_the_loss_of_a_text_is_the_same_however_it_is_cut(options):
 
 
 @pytest.mark.slow
-def test_the_chain_is_learned_and_iterates_are_averaged(tmp_path):
+def test_the_chain_is_learned(tmp_path):
     options = "--device cpu --data generated --train-size 12000 --embedding 32 --layers 1 --batch-size 10"
-    language_model.main([*options.split(), "--model", "momentum", "--epochs", "6", "--out", str(tmp_path / "long")])
-    summary = json.loads((tmp_path / "long" / "summary.json").read_text())
+    language_model.main([*options.split(), "--model", "momentum", "--epochs", "6", "--out", str(tmp_path)])
+    summary = json.loads((tmp_path / "summary.json").read_text())
     assert 3.2 < summary["test_perplexity"] < 5 < summary["unigram_perplexity"]  # at best 3.35 on average
-    options = "--device cpu --data generated --train-size 300 --test-size 100 --embedding 6 --hidden 8 --batch-size 5"
-    options += " --bptt 12 --model sr --patience 1 --lr 90 --epochs 4"
-    language_model.main([*options.split(), "--out", str(tmp_path / "averaged")])
-    assert read_metrics(tmp_path / "averaged")[-1]["is_averaged"] == "1"
