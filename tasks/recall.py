@@ -32,7 +32,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from tasks.common.config import option, parse
+from tasks.common.config import names_in, option, parse
 from tasks.common.run import Run, run_side_by_side
 from tasks.common.train import Minibatch, Samples, Trainer, accuracy, evaluate, require_finite
 from tasks.data.recall import IGNORED, Bindings
@@ -73,11 +73,7 @@ class RecallConfig(ContenderConfig):
 
     def kinds(self) -> tuple[str, ...]:
         """Return the kinds that ``--kind`` names."""
-        names = KINDS if self.kind == "all" else tuple(dict.fromkeys(self.kind.split(",")))
-        for name in names:
-            if name not in KINDS:
-                raise ValueError(f"argument --kind: invalid choice: {name!r} (choose from {', '.join(KINDS)}, all)")
-        return names
+        return names_in(self.kind, KINDS, "--kind")
 
     def learning_rates(self) -> tuple[float, ...]:
         """Return the learning rates to choose from."""

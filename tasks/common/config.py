@@ -46,6 +46,23 @@ def make_field(model: str, func: Callable[..., Tensor], **options: Mapping[str, 
     return FIELDS[model](func, **options.get(model, {}))
 
 
+def names_in(text: str, known: Sequence[str], flag: str, later: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return the names in an option, each once, in their order.
+
+    Arguments:
+        text: names with commas between, or "all".
+        known: the valid names.
+        flag: the option.
+        later: further valid names, which "all" does not include.
+    """
+    names = tuple(known) if text == "all" else tuple(dict.fromkeys(text.split(",")))
+    for name in names:
+        if name not in (*known, *later):
+            choices = ", ".join((*known, *later, "all"))
+            raise ValueError(f"argument {flag}: invalid choice: {name!r} (choose from {choices})")
+    return names
+
+
 def option(
     default: object, text: str, choices: Sequence[str] = (), *, may_change: bool = False, **limits: float | None
 ) -> typing.Any:
@@ -127,12 +144,7 @@ class TaskConfig(Options):
 
     def chosen(self) -> tuple[str, ...]:
         """Return the models that the options name, in their order and each once."""
-        names = self.models if self.label == "all" else tuple(dict.fromkeys(self.label.split(",")))
-        for name in names:
-            if name not in (*self.models, *self.later):
-                known = ", ".join((*self.models, *self.later, "all"))
-                raise ValueError(f"argument --{self.swept}: invalid choice: {name!r} (choose from {known})")
-        return names
+        return names_in(self.label, self.models, f"--{self.swept}", self.later)
 
     def check(self) -> None:
         """Raise an error for invalid options, before anything is written."""

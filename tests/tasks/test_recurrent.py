@@ -85,16 +85,16 @@ def pieces(*lengths):
 
 def test_the_loss_of_speech_is_the_mean_over_frames_that_are_no_padding():
     x, lengths, share = as_batch(spectra(5))
-    model = nn.Linear(129, 129)
+    model, objective = nn.Linear(129, 129), speech.FrameError()
     errors = [
         (model(rows[:length]) - rows[1 : length + 1]).square().flatten()
         for rows, length in zip(x, lengths.tolist(), strict=True)
     ]
     expected = torch.cat(errors).mean()
-    loss, means = speech.frame_loss(model, (x, lengths, share))
+    loss, means = objective(model, (x, lengths, share))
     torch.testing.assert_close(loss, expected)
     parts = [[0, 3], [1, 2, 4]]  # in batches of unequal size
-    of_parts = [speech.frame_loss(model, (x[p], lengths[p], share[p]))[1]["mse"] * len(p) / 5 for p in parts]
+    of_parts = [objective(model, (x[p], lengths[p], share[p]))[1]["mse"] * len(p) / 5 for p in parts]
     assert [sum(of_parts), means["mse"]] == pytest.approx([expected.item()] * 2, rel=1e-5)
 
 
