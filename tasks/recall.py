@@ -23,7 +23,6 @@ that paper.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -34,7 +33,7 @@ from torch import Tensor, nn
 
 from tasks.common.config import names_in, option, parse
 from tasks.common.run import Run, run_side_by_side
-from tasks.common.train import Minibatch, Samples, Trainer, accuracy, evaluate, require_finite
+from tasks.common.train import Minibatch, Samples, Trainer, accuracy, evaluate, made_by, require_finite
 from tasks.data.recall import IGNORED, Bindings
 from tasks.models.contenders import TITLES, ContenderConfig
 from tasks.readers import best_rates
@@ -180,9 +179,8 @@ def train(config: RecallConfig) -> None:
         found = [evaluate(run, model, data, cross_entropy, "validation") for data in held_out]
         return {name: sum(row[name] for row in found) / len(found) for name in found[0]}
 
-    adamw = functools.partial(torch.optim.AdamW, lr=config.lr, weight_decay=config.weight_decay)
-    data = FreshMixture(run, config)
-    trainer = Trainer(run, model, data, cross_entropy, lambda model: adamw(model.parameters()))
+    adamw = made_by(torch.optim.AdamW, lr=config.lr, weight_decay=config.weight_decay)
+    trainer = Trainer(run, model, FreshMixture(run, config), cross_entropy, adamw)
     results = trainer.fit(validate, every=config.epochs, best="validation_accuracy")
     if not run.is_finished:
         generator = torch.Generator().manual_seed(TEST_SEED)

@@ -16,15 +16,8 @@ from torch import Tensor
 import hbnode
 from hbnode.solve.methods import ALL_METHODS, TORCHDIFFEQ_METHODS
 
-FIELDS: dict[str, Callable[..., hbnode.Field]] = {
-    "node": hbnode.NODE,
-    "anode": hbnode.ANODE,
-    "sonode": hbnode.SONODE,
-    "hbnode": hbnode.HBNODE,
-    "ghbnode": hbnode.GHBNODE,
-    "nesterovnode": hbnode.NesterovNODE,
-    "adamnode": hbnode.AdamNODE,
-}
+KINDS = hbnode.NODE, hbnode.ANODE, hbnode.SONODE, hbnode.HBNODE, hbnode.GHBNODE, hbnode.NesterovNODE, hbnode.AdamNODE
+FIELDS: dict[str, Callable[..., hbnode.Field]] = {kind.__name__.lower(): kind for kind in KINDS}
 LATER = ("nesterovnode", "adamnode")  # models after the paper's five
 MODELS = tuple(name for name in FIELDS if name not in LATER)
 SECOND_ORDER = ("sonode", "hbnode", "ghbnode")  # their state is a pair (h, m)
