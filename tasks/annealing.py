@@ -121,10 +121,6 @@ class AnnealingOptions(Options):
     seed: int = option(0, "added to the seeds of tuning, choosing and testing")
     out: str = option("runs/annealing", "folder for the tables and the figure")
 
-    def chosen_targets(self) -> tuple[str, ...]:
-        """Return the targets' names."""
-        return names_in(self.targets, tuple(TARGETS), "--targets")
-
     def counts(self) -> list[int]:
         """Return the numbers of evaluations in ascending order."""
         return sorted({int(count) for count in self.evaluations.split(",")})
@@ -132,7 +128,7 @@ class AnnealingOptions(Options):
     def check(self) -> None:
         """Raise ValueError for invalid options."""
         super().check()
-        self.chosen_targets()
+        names_in(self.targets, tuple(TARGETS), "--targets")
         if not all(count.isdecimal() and int(count) for count in self.evaluations.split(",")):
             raise ValueError(f"--evaluations must be positive, with commas between, got {self.evaluations}")
 
@@ -289,7 +285,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parse(AnnealingOptions, {}, __doc__, argv)
     out = Path(options.out)
     rows: list[dict[str, Any]] = []
-    for name in options.chosen_targets():
+    for name in names_in(options.targets, tuple(TARGETS), "--targets"):
         pairs = itertools.product(options.counts(), DAMPINGS)
         measured = [row for count, sampler in pairs for row in measure(name, sampler, count, options)]
         log_z, error = reference(name, measured)
