@@ -10,9 +10,8 @@ figure beside it.
 
 from __future__ import annotations
 
-import argparse
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,7 +31,7 @@ from benchmarks.contenders import (
     with_torchdiffeq,
     with_torchode,
 )
-from benchmarks.harness import Row, command, interleaved, milliseconds, panels, ratio, relative, run
+from benchmarks.harness import Options, Row, interleaved, milliseconds, panels, program, ratio, relative
 from benchmarks.problems import Problem, network
 from hbnode.solve.adjoints import Checkpoint
 from hbnode.solve.compiled import STABLE
@@ -255,7 +254,7 @@ def draw(report: dict[str, list[Row]], machine: str) -> Any:
     return figure
 
 
-def measured(options: argparse.Namespace) -> Iterator[tuple[str, list[Row]]]:
+def measured(options: Options) -> Iterator[tuple[str, list[Row]]]:
     """All tables."""
     for setting in "A" if options.quick else SETTINGS:
         yield "training", training(setting, options.repeats, compiled=not options.quick)
@@ -264,11 +263,7 @@ def measured(options: argparse.Namespace) -> Iterator[tuple[str, list[Row]]]:
     yield "round trip", round_trip()
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print the tables, write JSON and the figure."""
-    parser = command(__doc__, "gradients", repeats=31, quick="setting A only, without compile=True")
-    options = parser.parse_args(arguments)
-    run(options, measured(options), draw=draw)
+main = program(__doc__, "gradients", measured, draw=draw, repeats=31, quick="setting A only, without compile=True")
 
 
 if __name__ == "__main__":
