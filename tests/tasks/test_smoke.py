@@ -53,7 +53,6 @@ walker2d --model gru --windows 24 --batch-size 8 --ahead 3
 """
 MORE_RUNS = f"""
 density --model flow {PINWHEEL}
-image_classification --model anode --solver torchdiffeq {IMAGES}
 language_model --model transformer --connection deeper --context 10 --batch-size 8 {TEXT} {TRANSFORMER}
 latent_sde --model hbsde --eval-samples 3 {SDE}
 pathological --problem memorization_5 --model tanh --optimizer hf --max-cg 8 {PATHS}
