@@ -106,10 +106,8 @@ def tuned(method: str, make: Callable[[float], Step], exact: Tensor) -> Entry | 
 
 def fastest(entries: list[Entry]) -> Entry | None:
     """The entry with the smallest median time."""
-    if len(entries) < 2:
-        return entries[0] if entries else None
     times = interleaved({entry.method: entry.step for entry in entries}, 15)
-    return min(entries, key=lambda entry: statistics.median(times[entry.method]))
+    return min(entries, key=lambda entry: statistics.median(times[entry.method]), default=None)
 
 
 def chosen(problem: Problem, exact: Tensor, compiled: bool) -> dict[str, Entry | None]:

@@ -159,9 +159,7 @@ def trained(make: Callable[[], nn.Module], epochs: int) -> nn.Module:
 class Operations(TorchDispatchMode):
     """Counts what torch dispatches."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
+    count = 0
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -34,7 +34,6 @@ RULES: dict[str, RuleName] = {
 }
 OURS = [f"{rule}LSTM" for rule in RULES]
 CARRIED = [f"{name}, carried" for name in OURS]
-SCANNED = ["AdamLSTM", "RMSPropLSTM"]
 
 
 @dataclass(frozen=True)
@@ -189,7 +188,7 @@ def orthogonal(options: Options) -> Iterator[list[Row]]:
 def inference(options: Options) -> Iterator[list[Row]]:
     """Forward passes without gradient over those of nn.LSTM, where batches are small."""
     for setting in (TINY,) if options.quick else (*INFERENCE, PAPER):
-        yield timed(["nn.LSTM", "MomentumLSTM", *SCANNED], setting, options.repeats, "evaluation")
+        yield timed(["nn.LSTM", "MomentumLSTM", "AdamLSTM", "RMSPropLSTM"], setting, options.repeats, "evaluation")
 
 
 def peak(name: str, setting: Setting) -> dict[str, float]:
