@@ -79,7 +79,7 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a lazy name at its first use; for an unknown name, raise AttributeError that names a likely replacement."""
+    """Import a lazy name at its first use; for an unknown name, raise AttributeError that suggests another name."""
     if (module := _LAZY.get(name)) is not None:
         found = importlib.import_module(f"hbnode.{module or name}")
         return globals().setdefault(name, getattr(found, name) if module else found)

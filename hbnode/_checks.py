@@ -183,7 +183,7 @@ def tensor_fix(value: object) -> str:
 
 
 def as_tensor(value: object, name: str) -> Tensor:
-    """Convert a NumPy array, a pandas column or a list of numbers (to float64) to a tensor; return a tensor unchanged."""
+    """Convert an array, a pandas column or a list of numbers (to float64) to a tensor; return a tensor unchanged."""
     if isinstance(value, Tensor):
         check_input(value, name)
         refuse_meta(value, name)

@@ -24,7 +24,7 @@ SPACINGS = 100  # a gap between times must be at least this many spacings of flo
 
 
 def as_times(value: object, name: str) -> Tensor:
-    """Convert numbers to a tensor of times; raise TypeError for dates, durations and strings, which have no known unit."""
+    """Convert numbers to a tensor of times; raise TypeError for dates, durations and strings, whose unit is unknown."""
     if not isinstance(value, Tensor):
         refuse_dates(value, name)
     times = as_tensor(value, name)
@@ -96,7 +96,7 @@ def refuse_dates(value: object, name: str) -> None:
 
 
 def kind_of(value: object) -> TimeKind | None:
-    """Return which kind of times an array, a column or nested lists hold, judged by the first entry; None for numbers."""
+    """Return which kind of times an array, a column or nested lists hold, judged by the first entry, or None."""
     array: Any = value
     while isinstance(array, (list, tuple)):
         array = next((each for each in array if each is not None), None)

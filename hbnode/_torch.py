@@ -589,7 +589,7 @@ class ModuleWithConstants(nn.Module):
             super().__setattr__(name, value)
 
     def set_constant(self, attribute: str, value: float | Tensor, device: torch.device | None = None) -> None:
-        """Set a constant; a tensor is also copied to ``device``, or if it is None, to the device of the previous copy."""
+        """Set a constant; a tensor is also copied to ``device``, or for None to the device of the previous copy."""
         self.__dict__[attribute] = value  # setattr would register another module's parameter
         self._buffers.setdefault(attribute.lstrip("_"), None)  # functional_call puts its tensor there
         if isinstance(value, Tensor) and not is_differentiated(value):
@@ -619,7 +619,9 @@ class ModuleWithConstants(nn.Module):
         attributes = self.own_constants().values()
         copies = [self._buffers.pop(attribute + "_on_device", None) for attribute in attributes]
         super()._apply(fn, recurse)
-        for attribute, copy in zip(attributes, copies, strict=True):  # fn may cast, not copy, or not support float64
+        for attribute, copy in zip(
+            attributes, copies, strict=True
+        ):  # fn may be a cast or to_empty, or may refuse float64
             device = None if copy is None else fn(copy.new_empty(0, dtype=torch.float32)).device
             self.set_constant(attribute, getattr(self, attribute), device)
         return self
