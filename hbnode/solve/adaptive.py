@@ -212,7 +212,7 @@ class AdaptiveSteps:
         if self.setup.settings.jump_times and grid.jumps is not None:
             ends = (grid.jumps == self.then[..., None]).any(-1)
             over_jump = ends & (self.control.taken < 2.2 * grid.near) & np.isfinite(ratio)
-            ratio = np.where(over_jump, np.minimum(ratio, 1.0), ratio)  # rounding of times allows no shorter step
+            ratio = np.where(over_jump, np.minimum(ratio, 1.0), ratio)  # times cannot resolve less
         return common_norm(ratio, self.grid.end) if self.is_common else ratio
 
     # Failures

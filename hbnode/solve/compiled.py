@@ -396,7 +396,7 @@ class _Run:
         return attempts * bytes_each <= self.keep_bytes
 
     def take(self, program: Program, attempts: int, *args: Any) -> Any:
-        """Call the program; its autograd graph is stored, or recomputed in the backward pass if it becomes too large."""
+        """Call the program; its autograd graph is stored, or recomputed in the backward pass if it is too large."""
         shape, saved = parts(self.y0)[0].shape, self.programs.saved
         if self.stores(attempts):
             return program(*args)
