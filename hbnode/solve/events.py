@@ -213,7 +213,7 @@ class EventSteps(AdaptiveSteps):
     # Search
 
     def _refuse(self, before: Rows, taken: Taken, accepted: Array) -> Array:
-        """Return a mask of the samples that must repeat the step because it contains an event; set their next events."""
+        """Return a mask of the samples that must repeat the step because it contains an event; set these events."""
         n, now, size = self.stepper.term.rows, self.control.now, self.control.taken
         wanted = accepted & (size > 0) & np.isnan(self.next_event)
         self.max_next_step = np.where(accepted, np.inf, self.max_next_step)
@@ -254,8 +254,9 @@ class EventSteps(AdaptiveSteps):
         return is_hit
 
     def _interpolant(self, before: Rows, taken: Taken) -> Callable[[Array], list[Rows]]:
-        """Return a function that maps positions θ (k, lanes) in the step, from 0 to 1, to a list of k interpolated rows.
+        """Return a function that interpolates the rows in the step.
 
+        It maps positions θ (k, lanes), from 0 to 1, to a list of k states.
         Methods without dense output use cubic Hermite interpolation.
         """
         columns, size, like = taken.columns, self.grid.sign * self.control.taken, self.stepper.like
@@ -433,7 +434,10 @@ class EventSteps(AdaptiveSteps):
             yield EventHits(lanes[i], now[i], width[i], masks[i], segment_rows)
 
     def repeat(self, hits: EventHits, now: Array, rows: Rows) -> Rows:
-        """Repeat the events of ``hits`` with a graph; return the rows of all samples, at the times ``now``, after them."""
+        """Repeat the events of ``hits`` with a graph, and return the rows after them.
+
+        ``rows`` are the rows of all samples at the times ``now``, before the events.
+        """
         self.control, masks = self.control._replace(now=now), np.zeros((len(now), len(self.events)), bool)
         self.search_width = self.search_width.copy()
         self.search_width[hits.lanes], masks[hits.lanes] = hits.width, hits.masks

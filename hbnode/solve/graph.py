@@ -379,7 +379,7 @@ def loop(term: ODETerm, method: Method, times: Times, y0: State, settings: Setti
 
 @torch.no_grad()
 def exported(term: ODETerm, method: Method, t: Tensor, y0: State, settings: Settings, *, end_only: bool) -> State:
-    """Return the trajectory or the final state; report the evaluations and the reason to the innermost `Reported`."""
+    """Return the trajectory or the final state; add a report to the innermost active :class:`Reported`."""
     begin, options = t[..., 0], settings.options or {}
     sign, elapsed = torch.where(t[..., -1] >= begin, 1.0, -1.0), abs(t - begin[..., None])
     none = 0.0 * elapsed[..., -1]
