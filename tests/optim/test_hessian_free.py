@@ -371,6 +371,11 @@ class Timed(Net):
         return self.readout(self.layer(x, 0.5 * torch.arange(5.0).expand(len(x), 5))[0])
 
 
+class Checkpointed(Net):
+    def forward(self, x):
+        return self.readout(checkpoint(self.layer, x, use_reentrant=False))
+
+
 class LanguageModel(nn.Module):
     """An embedding that is its readout too."""
 
@@ -398,6 +403,7 @@ MODELS = {
     "momentum GRU": lambda: (Net(hbnode.nn.MomentumGRU(3, 4, rule="adam", batch_first=True)), X, Y),
     "ODERNN": lambda: (Timed(hbnode.ODERNN(3, 4, field="hbnode")), X, Y),
     "encoder": sequential(nn.Linear(3, 4), ENCODER, nn.Linear(4, 3)),
+    "checkpoint": lambda: (Checkpointed(nn.Sequential(nn.Linear(3, 4), nn.Tanh())), X, Y),
     "language model": lambda: (LanguageModel(), TOKENS, TOKENS),
     "pictures": sequential(*PICTURES, x=torch.randn(16, 1, 8, 8), y=torch.arange(16) % 10),
     "one sample": sequential(nn.Linear(3, 2), x=X[0, :1], y=CLASSES[0, :1]),
