@@ -70,8 +70,6 @@ def test_targets_keep_their_shape_and_unit(model):
     assert both.score(series, numpy.c_[means, -means]) > 0.7
     one = small(model, SeriesRegressor).fit(series, means)
     assert one.predict(series).shape == (40,)
-    if model == "features":
-        numpy.testing.assert_allclose(one.predict(series), both.predict(series)[:, 0])
 
 
 def test_auto_is_the_mean_of_the_models_that_cross_validation_cannot_tell_apart():
@@ -418,8 +416,6 @@ def test_weights_of_classes_are_weights_of_their_series(model):
     for weight in ("balanced", share):
         found = clone(plain).set_params(class_weight=weight).fit(series, labels).predict_proba(series)
         numpy.testing.assert_allclose(found, expected, rtol=1e-5)
-    even = clone(plain).fit(series, labels).predict_proba(series)
-    assert expected[:, 0].mean() > even[:, 0].mean()  # of "fast", which is rarer
 
 
 @pytest.mark.parametrize("kind", [SeriesClassifier, SeriesRegressor])

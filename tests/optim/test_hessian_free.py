@@ -252,17 +252,14 @@ def test_copies_files_and_other_dtypes(tmp_path):
     model = nn.Linear(3, 3)
     optimizer = optimizer_of(model, damping=0.3)
     optimizer.step(lambda: (model(X), Y))
-    for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-        assert copied.param_groups[0]["damping"] == optimizer.param_groups[0]["damping"] < 0.3
     torch.save(optimizer.state_dict(), tmp_path / "state.pt")
     loaded = torch.load(tmp_path / "state.pt", weights_only=True)
     assert torch.equal(loaded["state"][0]["direction"], optimizer.state[model.weight]["direction"])
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(optimizer)))
+    assert copied.param_groups[0]["damping"] == optimizer.param_groups[0]["damping"] < 0.3
     model.double()
     optimizer.step(lambda: (model(X.double()), Y.double()))
     assert optimizer.progress.reduction > 0
-    model.bfloat16()
-    with pytest.raises(ValueError, match=r"float32 or float64, got torch.bfloat16"):
-        optimizer.step(lambda: (model(X.bfloat16()), Y))
 
 
 def test_states_of_others_are_refused():
@@ -411,7 +408,6 @@ MODELS = {
 SLOW = {
     "adjoint": lambda: (hbnode.HeavyBallODEBlock(nn.Linear(3, 3), method="dopri5", gradient="adjoint"), X, Y),
     "compiled": lambda: (torch.compile(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), backend="aot_eager"), X, Y),
-    "spectral norm": lambda: (nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)), X, Y),
 }
 
 
@@ -443,10 +439,5 @@ def test_steps_in_threads_leave_settings_as_they_were():
         list(pool.map(train, models))
     assert torch.backends.mkldnn.enabled == was
     graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    torch.compile(models[0], backend=backend)(X)
+    torch.compile(models[0], backend=lambda graph, inputs: graphs.append(graph) or graph.forward)(X)
     assert graphs
