@@ -232,7 +232,7 @@ def test_models_train_on_a_device_without_float64(options):
 
 def driven(device, kind="linear", ahead=0.0, **options):
     """A block whose func asks a signal on [0, 1] for the time so far ahead; the signal is closed over."""
-    t = torch.linspace(0, 1, 9)
+    t = torch.linspace(0, 1, 3)
     signal = hbnode.Signal(device.move(t), device.move(t.sin()), kind)
     func = nn.Linear(4, 4)
     field = hbnode.HBNODE(lambda t, h: func(h) + signal(t + ahead), damping=0.1, learn_damping=False)
