@@ -170,11 +170,6 @@ def test_every_holder_of_a_function_reads_whether_it_takes_the_time(name):
             ValueError,
             r"the potential returned shape \(3, 2\); expected one number per sample, \(3,\). Fix: end a network",
         ),
-        (
-            lambda: hbnode.ODERNN(2, 4, field=lambda n: hbnode.AdamNODE(abs)),
-            ValueError,
-            "AdamNODE has 3 tensors. Fix: field='hbnode'",
-        ),
     ],
 )
 def test_bad_arguments(make, kind, message):
