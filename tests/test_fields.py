@@ -145,35 +145,32 @@ def test_every_holder_of_a_function_reads_whether_it_takes_the_time(name):
 
 
 @pytest.mark.parametrize(
-    ("make", "kind", "message"),
+    ("make", "message"),
     [
-        (lambda: hbnode.HBNODE(abs, damping=1.0), ValueError, "strictly between 0 and max_damping"),
-        (lambda: constant_field(-0.1), ValueError, "must be a number >= 0"),
-        (lambda: hbnode.GHBNODE(abs, xi=0.0), ValueError, "learned xi must start above 0"),
-        (lambda: hbnode.ANODE(abs, 1).initial_state(torch.zeros(3)), ValueError, "needs an input of shape"),
+        (lambda: hbnode.HBNODE(abs, damping=1.0), "strictly between 0 and max_damping"),
+        (lambda: constant_field(-0.1), "must be a number >= 0"),
+        (lambda: hbnode.GHBNODE(abs, xi=0.0), "learned xi must start above 0"),
+        (lambda: hbnode.ANODE(abs, 1).initial_state(torch.zeros(3)), "needs an input of shape"),
         (
             lambda: hbnode.HBNODE(abs, initial_momentum=nn.Linear(2, 3)).initial_state(torch.zeros(4, 2)),
-            ValueError,
             r"initial_momentum returned shape \(4, 3\); expected the shape of the input, \(4, 2\)",
         ),
-        (lambda: hbnode.NODE(3), TypeError, "func must be callable, got int"),
-        (lambda: hbnode.NODE(lambda *args: args[0]), TypeError, r"expected \(h\) or \(t, h\).*Fix: say which"),
-        (lambda: hbnode.NODE(torch.tanh), TypeError, r"expected \(h\) or \(t, h\).*Fix: say which"),
-        (lambda: hbnode.AdamNODE(abs, rates=0.1), ValueError, r"got 0.1. Fix: rates=\(0.1, 0.1\)"),
+        (lambda: hbnode.NODE(3), "func must be callable, got int"),
+        (lambda: hbnode.NODE(lambda *args: args[0]), r"expected \(h\) or \(t, h\).*Fix: say which"),
+        (lambda: hbnode.NODE(torch.tanh), r"expected \(h\) or \(t, h\).*Fix: say which"),
+        (lambda: hbnode.AdamNODE(abs, rates=0.1), r"got 0.1. Fix: rates=\(0.1, 0.1\)"),
         (
             lambda: hbnode.odeint(hbnode.AdamNODE(abs), (torch.ones(1, 2), torch.ones(1, 2)), [0.0, 1.0]),
-            TypeError,
             r"three tensors \(h, m, v\), got .*Fix: field.initial_state",
         ),
         (
             lambda: hbnode.ODEBlock(hbnode.PortHamiltonian(nn.Linear(2, 2)))(torch.ones(3, 2)),
-            ValueError,
             r"the potential returned shape \(3, 2\); expected one number per sample, \(3,\). Fix: end a network",
         ),
     ],
 )
-def test_bad_arguments(make, kind, message):
-    with pytest.raises(kind, match=message):
+def test_bad_arguments(make, message):
+    with pytest.raises((TypeError, ValueError), match=message):
         make()
 
 
