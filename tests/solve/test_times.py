@@ -238,6 +238,14 @@ def test_the_gradient_of_an_output_time_on_a_jump_does_not_move_the_jump(setting
     assert torch.autograd.grad(y[2, 0, 0], t)[0].tolist() == pytest.approx([-1, 0, 3], abs=1e-12)
 
 
+def test_an_output_time_at_the_start_of_a_damped_ball():
+    """The derivative of m(t) at t = t_0 is f(h_0) - γ m_0, although the solve takes no step there."""
+    field = hbnode.HBNODE(lambda h: -h, damping=0.5, learn_damping=False)
+    t, h, m = float64([0, 0, 1], [0, 0.5, 1]).requires_grad_(), float64([2], [1]), float64([3], [1])
+    _, momenta = hbnode.odeint(field, (h, m), t)
+    assert torch.autograd.grad(momenta[1, 0, 0], t)[0][0].tolist() == pytest.approx([3.5, -3.5, 0])
+
+
 EPOCH = 1.7e9
 
 
