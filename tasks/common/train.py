@@ -460,8 +460,8 @@ class Trainer:
             after_step: called after each step with the position in the training data. It should use this position
                 instead of counting calls, so that a resumed run gives the same results.
             best: name of a metric, such as "validation_accuracy". After training, the weights of the best epoch are
-                loaded: the largest value for accuracy and BLEU, the smallest for other metrics. If empty, the weights of
-                the last epoch are kept.
+                loaded: the largest value for accuracy and BLEU, the smallest for other metrics. If empty, the weights
+                of the last epoch are kept.
             weights: context manager in which the model has the weights to validate and store, for example averaged
                 ones.
             stop: function of all rows so far that returns whether to stop training.
