@@ -224,7 +224,7 @@ def chosen_rate(options: SelectiveOptions, name: str) -> float:
 
 
 def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw the test error against CPU seconds: a panel for each problem, a line for each run, a color for each model."""
+    """Draw the test error against CPU seconds: a panel for each problem, a line per run, a color for each model."""
     problems = [problem for problem in TRIVIAL if any(run["problem"] == problem for run in runs)]
     with panels(path, 1, len(problems), size=(5.5 * len(problems), 4)) as (_, axes):
         for ax, problem in zip(axes[0], problems, strict=True):
