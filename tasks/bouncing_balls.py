@@ -1,21 +1,24 @@
-"""Bouncing balls: the next frame of a video of three balls in a box, from those before it.
+"""Bouncing balls: predict the next frame of a video of three balls in a box from the earlier frames.
 
 Section 3.1 of the supplement of Martens and Sutskever, Learning Recurrent Neural Networks with Hessian-Free
-Optimization (2011): videos of 30 frames of 18 x 18 pixels, real numbers in [0, 1]. A recurrent layer with a linear
-readout predicts frame t + 1 after frame t, 29 frames of a video. The loss of a video is the sum over these frames and
-their pixels q of the Kullback-Leibler divergence from the prediction p, q log(q / p) + (1 - q) log((1 - q) / (1 - p)).
-Training minimises the cross-entropy, which differs from it by a constant, the entropy of q. Reported are the divergence
-per video, "kl", and the squared error per frame, the sum over its pixels, "squared_error".
+Optimization (2011): the videos have 30 frames of 18 x 18 pixels with values in [0, 1]. A recurrent layer with a linear
+output layer predicts frame t + 1 after frame t, so 29 frames of a video are predicted. The error of a video is the sum
+over these frames and their pixels q of the Kullback-Leibler divergence from the prediction p, q log(q / p) + (1 - q)
+log((1 - q) / (1 - p)). Training minimises the cross-entropy, which differs from this divergence by the entropy of q, a
+constant. The metrics are "kl", the divergence per video, and "squared_error", the squared error per frame, summed over
+its pixels.
 
 The supplement does not give the size and the speed of the balls. Here the radius is 0.12 and the root mean square speed
-0.05 per frame, in a box of side 1 without gravity, see tasks/data/bouncing_balls.py. So the supplement's numbers are of
-other videos. The trivial baselines are the mean frame, and repeating the last frame, whose divergence is infinite.
+is 0.05 per frame, in a box of side length 1 without gravity; see tasks/data/bouncing_balls.py. So results are not
+comparable with those of the supplement. The trivial baselines are the mean frame, and repeating the last frame, whose
+divergence is infinite.
 
-Every video is new, and an epoch is --iterations batches. With --optimizer hf a batch has 500 videos, 100 of them for
-the curvature; otherwise it has 50. The supplement's 40,000 and 4,000, and 10^8 videos in total, are the preset
-"supplement"; initial lambda 1 and mu 1 are also the supplement's. The test videos are the same for all runs. The rule
-has the numbers of MNIST in table 7 of the MomentumRNN paper, which are not tuned. In the end a video is drawn with two
-predictions: from the true frames, and free running, from the first 10 frames and then from its own predictions.
+Every video is newly drawn, and an epoch is --iterations batches. With --optimizer hf a batch has 500 videos, of which
+100 are used for the curvature; otherwise a batch has 50 videos. The preset "supplement" has the supplement's sizes:
+batches of 40,000 videos, 4,000 of them for the curvature, and 10^8 videos in total. The initial lambda 1 and mu 1 are
+also from the supplement. The test videos are the same for all runs. The momentum rule uses the hyperparameters for
+MNIST in table 7 of the MomentumRNN paper, without tuning. At the end a video is drawn with two kinds of predictions:
+from the true frames, and in free running, where after 10 true frames the model takes its own predictions as inputs.
 """
 
 from __future__ import annotations
@@ -38,14 +41,14 @@ from tasks.models.recurrent import LayerWithReadout, RuleOptions
 PIXELS = SIDE * SIDE
 TABLE = {"momentum": RuleOptions(momentum=0.6, step_size=0.6)}
 EVAL_BATCH_SIZE = 250
-GIVEN = 10  # true frames at the start of free running
-SHOWN = 12  # frames of the picture
-GAP = 2  # pixels between two of them
+GIVEN = 10  # number of true frames at the start of free running
+SHOWN = 12  # number of frames in the picture
+GAP = 2  # pixels between two frames in the picture
 
 
 @dataclasses.dataclass(frozen=True)
 class BouncingBallsConfig(NextStepConfig):
-    """Options of bouncing balls."""
+    """Command-line options of bouncing balls."""
 
     settings: ClassVar = {
         "hf": {"batch_size": 500, "curvature_size": 100, "iterations": 1},
@@ -54,13 +57,13 @@ class BouncingBallsConfig(NextStepConfig):
     positive = "test_size"
 
     epochs: int = option(30, "epochs, each of --iterations batches", may_change=True)
-    iterations: int = option(0, "batches in an epoch; 0: 1 for hf, 100 for others")
+    iterations: int = option(0, "batches in an epoch; 0: 1 for hf, 100 for other optimizers")
     lr: float = option(1e-2, "learning rate, not for hf")
-    hidden: int = option(100, "size of h")
+    hidden: int = option(100, "size of the hidden state")
     length: int = option(30, "frames of a video", least=GIVEN + 1)
     test_size: int = option(1000, "test videos")
     damping: float = option(1.0, "hf: initial lambda")
-    structural_damping: float = option(1.0, "hf: mu, the factor of lambda on hidden states; 0: none")
+    structural_damping: float = option(1.0, "hf: mu, strength of structural damping relative to lambda; 0: none")
 
 
 PRESETS = {"supplement": "--optimizer hf --batch-size 40000 --curvature-size 4000 --max-cg 300 --epochs 2500"}
@@ -70,17 +73,17 @@ PRESETS = {"supplement": "--optimizer hf --batch-size 40000 --curvature-size 400
 
 
 class Divergence(Objective):
-    """The cross-entropy of the frames after the first, per video; also the divergence and the squared error."""
+    """The cross-entropy of all frames after the first, per video. It also reports divergence and squared error."""
 
     loss = "bce"
 
     def parts(self, batch: Samples) -> tuple[Samples, Tensor, None]:
-        """Return the frames except the last one, and the frames after each."""
+        """Return the inputs (all frames except the last), the targets (all except the first), and no mask."""
         (x,) = batch
         return (x[:, :-1],), x[:, 1:], None
 
     def means(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
-        """Return the divergence per video, and the squared error per frame."""
+        """Return the divergence per video and the squared error per frame."""
         return {
             "kl": divergence(outputs, targets).mean().item(),
             "squared_error": (outputs.sigmoid() - targets).square().sum(2).mean().item(),
@@ -110,10 +113,10 @@ def trivial_errors(test: Tensor) -> dict[str, float]:
 
 @torch.no_grad()
 def free_running(model: nn.Module, video: Tensor, given: int = GIVEN) -> Tensor:
-    """Return predictions of the frames after the first, from some true frames and then the model's own predictions.
+    """Predict all frames after the first. The inputs are ``given`` true frames, then the model's own predictions.
 
     Arguments:
-        model: returns logits.
+        model: a model that returns logits.
         video: true frames (frames, pixels).
         given: the number of true frames.
     """
@@ -125,7 +128,7 @@ def free_running(model: nn.Module, video: Tensor, given: int = GIVEN) -> Tensor:
 
 @torch.no_grad()
 def draw_video(model: nn.Module, video: Tensor, figure: Figure | SubFigure) -> None:
-    """Draw frames of a video (frames, pixels) in three rows: true, predicted and free running."""
+    """Draw frames of a video (frames, pixels) in three rows: true, predicted from true frames, and free running."""
     from matplotlib.patches import Rectangle
 
     model.eval()

@@ -1,7 +1,8 @@
-"""The commands behind the pages of Results, named EXPERIMENT/TABLE, and which of their results become rows.
+"""The commands that produce the pages of Results, and the results that are collected from each.
 
-``python -m tasks.results`` lists, runs and collects them. The hours are those of one thread, estimated from earlier
-runs. The tables named "full" have runs as long as those of the papers.
+``python -m tasks.results`` lists and runs the commands and collects their results. A command is named EXPERIMENT/TABLE.
+Hours are CPU hours of one thread, estimated from earlier runs. The runs in tables named "full" are as long as those of
+the papers.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ ONE_PROCESS = ("studies.", "annealing")  # commands without the option --jobs
 
 @dataclass(frozen=True)
 class Command:
-    """One command of an experiment, or several that follow one another.
+    """A command of an experiment, or several commands that run one after another.
 
     Attributes:
         hours: CPU hours of one thread, estimated.
-        line: the task and its options, several joined by "&&". ``{out}`` is the folder of the command, and ``{runs}``
-            that of all experiments. ``--out {out}`` and ``--jobs 1`` are added.
-        read: yields the rows of the folder.
-        data: the data set, and the part of it or the length of the runs.
+        line: the task and its options; several are joined by "&&". ``{out}`` stands for the folder of the command, and
+            ``{runs}`` for the folder of all experiments. ``--out {out}`` and ``--jobs 1`` are added.
+        read: function that yields the results in the folder.
+        data: name of the data set, and of its subset or the length of the runs.
     """
 
     hours: float
@@ -38,7 +39,7 @@ class Command:
     data: tuple[str, str] = ("", "")
 
     def arguments(self, out: Path) -> list[list[str]]:
-        """Return the arguments of ``python -m`` for each line."""
+        """Return the arguments of ``python -m`` for each of the commands."""
         lines = [line if " --out " in line else line + " --out {out}" for line in self.line.split(" && ")]
         single = [
             line if line.startswith(ONE_PROCESS) else line.replace(" --out ", " --jobs 1 --out ") for line in lines
@@ -46,7 +47,7 @@ class Command:
         return [shlex.split(f"tasks.{line}".format(out=out, runs=out.parents[1])) for line in single]
 
     def text(self, out: Path) -> str:
-        """Return the command as a reader would type it."""
+        """Return the command as a user would type it."""
         return " && ".join(shlex.join(["python", "-m", *line]) for line in self.arguments(out))
 
 
@@ -55,12 +56,12 @@ SEVEN = f"{FIVE},nesterovnode,adamnode"
 RULES = "plain,gain,forget,momentum,nag,sr,adam,rmsprop"
 DOPRI5 = "--solver torchdiffeq --adjoint-norm full"
 PENALISED = "image_classification --small --model node --epochs 8 --regularize both"
-RATES = ("1e-3", "3e-3", "1e-2")  # learning rates of the tables "rates"; "tuned" has the best of them by validation
+RATES = ("1e-3", "3e-3", "1e-2")  # learning rates in tables "rates"; tables "tuned" use the best of them by validation
 
 ATTACKS = {("noise", 0.0), ("noise", 0.3), ("noise", 0.5), ("fgsm", 0.1), ("pgd", 0.05), ("pgd", 0.1)}
 PROBLEMS = {"addition": "addition", "temporal_order": "temporal-order", "memorization_5": "5-bit-memorization"}
 PAIRS = ["tanh-hf", "tanh-adam", "lstm-adam", "lstm_chrono-adam", "gru-adam", "dtriv-adam", "adam_lstm-adam", "gru-hf"]
-PAIRS += ["tanh-soap", "gru-soap", "tanh-hf --structural-damping 0"]  # models with their optimizers
+PAIRS += ["tanh-soap", "gru-soap", "tanh-hf --structural-damping 0"]  # pairs of model and optimizer
 OPTIMIZERS = {"hf": "Hessian-free", "adam": "Adam, 1e-2"}
 ESTIMATORS = {
     "default": "SeriesClassifier()",
@@ -70,7 +71,7 @@ ESTIMATORS = {
 DENSITIES = {"funnel": "funnel", "many_well": "many-well", "cancer": "logistic-regression"}
 STAGES = {"False": "untrained", "True": "trained"}
 SCORES = {"jsb": "JSB Chorales", "nottingham": "Nottingham", "piano": "Piano-midi.de"}
-BATCHES = {5: "750 batches", 10: "1,500 batches", 20: "3,000 batches"}  # by the epoch of transformer_copy
+BATCHES = {5: "750 batches", 10: "1,500 batches", 20: "3,000 batches"}  # case by epoch of transformer_copy
 
 LIKELIHOODS = ("log_likelihood", "relative_error")
 NFE = ("nfe_forward_mean", "nfe_backward_mean")
@@ -93,7 +94,7 @@ archived = both(
     )
 )
 
-# Tables, the CPU hours of their commands, and the commands
+# For each table: the CPU hours of its command, and the command
 LINES = f"""
 digits/adjoint 3 image_classification --small --model {SEVEN} --epochs 5 --batch-size 32 --seeds 3 \
 --tol 1e-5 {DOPRI5}
@@ -193,7 +194,7 @@ latent-sde/vibration-kalman 0.1 latent_sde --model kalman --dataset vibration --
 --seeds 3
 exactness/study 0.02 studies.exactness
 """
-DATA = {  # the data set, and its part or the length of the runs
+DATA = {  # name of the data set, and of its subset or the length of the runs
     "": ("", ""),
     "digits": ("scikit-learn digits, 8 × 8", "1,437 images"),
     "regularisation": ("scikit-learn digits, 8 × 8", "1,437 images"),
@@ -246,25 +247,25 @@ DATA = {  # the data set, and its part or the length of the runs
 
 
 def of(table: Mapping[str, T], key: str) -> T:
-    """Return the entry of the longest name that a key begins with."""
+    """Return the entry of the longest key in ``table`` with which ``key`` begins."""
     return table[max((name for name in table if key.startswith(name)), key=len)]
 
 
 def tuning(name: str, line: str, hours: float, metric: str) -> dict[str, Command]:
-    """Return the command of the table "rates": each model with each of :data:`RATES`, on a seed of its own."""
+    """Return the command for the table "rates": each model is trained with each of :data:`RATES` and another seed."""
     lines = " && ".join(f"{line} --lr {rate} --seed 10 --out {{out}}/{rate}" for rate in RATES)
     return {f"{name}/rates": Command(hours, lines, runs(metric, case="rate {lr:g}"), DATA[name])}
 
 
 def selected(problem: str, metric: str) -> Reader:
-    """Return a reader of a problem of the study of selective oscillators."""
+    """Return a reader of the results for one problem in the study of selective oscillators."""
     names = {name: f"selective, {name}" for name in ("real", "swinging")}
     columns = (metric, "seconds", "steps", "lr")
     return study(f"{problem}.csv", *columns, model=lambda row: names.get(str(row["model"]), str(row["model"])))
 
 
 def log10(reader: Reader) -> Reader:
-    """Return a reader of the logarithms of the values."""
+    """Return a reader that replaces values by their decimal logarithms."""
 
     def read(folder: Path) -> Iterator[Row]:
         for row in reader(folder):

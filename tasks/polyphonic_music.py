@@ -1,21 +1,22 @@
-"""Polyphonic music: the next step of a piece, 88 notes, from the steps before it.
+"""Polyphonic music: predict the 88 notes of the next time step of a piece from the earlier steps.
 
 JSB Chorales, Nottingham and Piano-midi.de in the splits of Boulanger-Lewandowski, Bengio and Vincent, Modeling Temporal
-Dependencies in High-Dimensional Sequences, ICML 2012. A recurrent layer with a linear readout returns a probability for
-each note, independent of the others given the past. The result is "nll" in nats: the negative log-likelihood of a step,
-summed over its 88 notes, and averaged over all steps of a set except the first step of each piece. So a long piece has
-a larger weight than a short one. "nll_by_piece" is the mean over the pieces of the means over their steps. Results of
-others can be either mean, with or without the first step.
+Dependencies in High-Dimensional Sequences, ICML 2012. A recurrent layer with a linear output layer predicts a
+probability for each note. Given the past, notes are independent. The result is "nll" in nats: the negative
+log-likelihood of a step, summed over its 88 notes, and averaged over all steps of a set except the first step of each
+piece. So long pieces have a larger weight. "nll_by_piece" averages over the steps of each piece, then over the pieces.
+Published results use either average, with or without the first step.
 
-Training cuts the pieces to parts of --length steps and one step of the part before. Every step except a piece's first
-is predicted once per epoch, from the start of its part. Validation and test use whole pieces. Padding has no weight.
-The weights of the epoch with the least validation nll are tested once, in the end.
+For training, pieces are cut into chunks of --length predicted steps; each chunk begins with the last step of the
+previous chunk. Every step except the first of a piece is predicted once per epoch, from the earlier steps of its chunk.
+Validation and test use whole pieces. Padding is ignored. The weights of the epoch with the smallest validation nll are
+tested once, at the end.
 
-The baselines are the frequency of each note in training, and that after a step with or without the note, with 1/2 added
-to each count. With --optimizer hf a batch has up to
-500 parts, 50 of them for the curvature; otherwise it has 16. The initial lambda 100 and mu 0.1 are those of the
-supplement of Martens and Sutskever (2011) for other MIDI sequences, of 200 steps of 128 notes. The rule has the numbers
-of MNIST in table 7 of the MomentumRNN paper, which are not tuned.
+There are two trivial baselines. The first predicts the frequency of each note in training. The second predicts this
+frequency given whether the note sounded in the previous step. Both add 1/2 to each count. With --optimizer hf a batch
+has up to 500 chunks, of which 50 are used for the curvature; otherwise it has 16 chunks. The initial lambda 100 and mu
+0.1 are the values of Martens and Sutskever (2011) for other MIDI sequences, with 200 steps of 128 notes. The momentum
+rule uses the hyperparameters for MNIST in table 7 of the MomentumRNN paper, without tuning.
 """
 
 from __future__ import annotations
@@ -40,25 +41,25 @@ EVAL_BATCH_SIZE = 16  # small, because some pieces are long
 
 @dataclasses.dataclass(frozen=True)
 class PolyphonicConfig(NextStepConfig):
-    """Options of polyphonic music."""
+    """Command-line options of polyphonic music."""
 
     settings: ClassVar = {"hf": {"batch_size": 500, "curvature_size": 50}, "": {"batch_size": 16}}
 
     epochs: int = option(100, "passes over the training pieces", may_change=True)
     lr: float = option(3e-3, "learning rate, not for hf")
     clip: float = option(0.0, "largest norm of the gradient, not for hf; 0 does not clip")
-    hidden: int = option(100, "size of h")
-    data: str = option("auto", "set of pieces; auto is jsb if it is there", NAMES)
-    length: int = option(200, "predicted steps of a part of a piece in training; 0: whole pieces")
+    hidden: int = option(100, "size of the hidden state")
+    data: str = option("auto", "data set; auto: jsb if its file exists", NAMES)
+    length: int = option(200, "number of predicted steps in a training chunk; 0: whole pieces")
     damping: float = option(100.0, "hf: initial lambda")
-    structural_damping: float = option(0.1, "hf: mu, the factor of lambda on hidden states; 0: none")
+    structural_damping: float = option(0.1, "hf: mu, strength of structural damping relative to lambda; 0: none")
 
 
 # Data
 
 
 def parts_of(pieces: Sequence[Tensor], length: int) -> list[Tensor]:
-    """Return pieces cut to ``length`` steps and the one before them, or fewer at the end; 0: whole."""
+    """Cut pieces into chunks of at most ``length`` predicted steps and the step before them; 0: whole pieces."""
     if not length:
         return list(pieces)
     return [piece[begin : begin + length + 1] for piece in pieces for begin in range(0, len(piece) - 1, length)]
@@ -68,12 +69,12 @@ def parts_of(pieces: Sequence[Tensor], length: int) -> list[Tensor]:
 
 
 class NextNotes(NextStep):
-    """The negative log-likelihood per part of a piece, and its mean over the steps of the set."""
+    """The negative log-likelihood per chunk of a piece. It also reports the means over steps and over pieces."""
 
     loss = "bce"
 
     def __call__(self, model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, float]]:
-        """Return the loss, and the means over steps and over pieces."""
+        """Return the loss, and the negative log-likelihood as means over steps and over pieces."""
         logits, targets, *_ = self.outputs(model, batch)
         with torch.no_grad():
             by_piece = nn.functional.binary_cross_entropy_with_logits(logits, targets, reduction="none").sum((1, 2))
@@ -83,7 +84,7 @@ class NextNotes(NextStep):
 
 
 def trivial_errors(train: Samples, test: Samples) -> dict[str, float]:
-    """Return the nll of the test set for the frequencies of the training set."""
+    """Return the test nll of the baselines that use note frequencies in the training set."""
     sounded, sounds = all_steps(train)
     frequency = (sounds.sum(0) + 0.5) / (len(sounds) + 1)
     follows = [(sounds * known).sum(0).add(0.5) / (known.sum(0) + 1) for known in (1 - sounded, sounded)]
@@ -99,10 +100,10 @@ def trivial_errors(train: Samples, test: Samples) -> dict[str, float]:
 
 
 def train(config: PolyphonicConfig) -> None:
-    """Train one model with one seed, and test the best epoch's weights once."""
+    """Train one model with one seed, and test the weights of the best epoch once."""
     config = config.filled()
     pieces, source = read_polyphonic(config.data)
-    config = dataclasses.replace(config, data=source)  # a run cannot be resumed with another source
+    config = dataclasses.replace(config, data=source)  # a run cannot be resumed with other data
     run = Run("polyphonic_music", config, f"{config.preset}-{source}-{config.name}")
     parts = as_batch(parts_of(pieces["train"], config.length))
     held_out = {part: as_batch(pieces[part]) for part in ("validation", "test")}

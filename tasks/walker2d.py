@@ -1,25 +1,25 @@
-"""Walker2D kinematic simulation: the next frame of a walking figure, with one frame in ten missing.
+"""Walker2D: predict the next frame of a simulated walking figure, with one frame in ten missing.
 
 Section 3.4.4 of Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture Design? (2022), figure 13. An
-ODE-RNN reads 64 frames and predicts the frame after each, 0.008 s later. Its f is a dense layer, its cell updates the
-state at a frame, and a dense layer reads the prediction from the state one frame later. The error is the mean square
-over the 17 channels, in their own units. In the end the model forecasts 48 frames from its own predictions, which
-forecast.png shows. The rollouts are those of Lechner and Hasani (2020). Files are split 75/10/15, the dropped frames
-are the same for all runs, and windows of 64 frames start 16 apart. The unit of time is 64 frames, as in the authors'
-code.
+ODE-RNN takes 64 frames as input and predicts the frame after each, 0.008 s later. Its f is a dense layer, and its cell
+updates the state at each frame. A dense layer maps the state one frame later to the prediction. The error is the mean
+square over the 17 channels, in their original units. After training, the model forecasts 48 frames, taking its own
+predictions as inputs; forecast.png shows them. The rollouts are those of Lechner and Hasani (2020). The files are split
+75/10/15 into training, validation and test. The dropped frames are the same for all runs. Windows of 64 frames start
+every 16 frames. The time unit is 64 frames, as in the authors' code.
 
 The cells are those of the authors' code: three dense layers, each followed by tanh, of sizes 41-72-48-24 for NODE and
 ANODE and 65-48-48-48 for HBNODE and GHBNODE, whose state is h and m. The parameters are 8,729 (NODE), 8,819 (ANODE),
-8,757 (SONODE, not in the paper), 8,898 (HBNODE) and 8,899 (GHBNODE). The paper has 8,815 for ANODE, whose sizes in the
-code give 8,819, and 8,899 for HBNODE, which includes a xi that it does not have.
+8,757 (SONODE, not in the paper), 8,898 (HBNODE) and 8,899 (GHBNODE). The paper reports 8,815 for ANODE, while the sizes
+in the code give 8,819. It reports 8,899 for HBNODE, which counts a parameter xi that HBNODE does not have.
 
-In that code only the second-order models had a cell with a residual path, and inputs that included the frame before the
-predicted one; SONODE ignored the gaps, and the adjoint method used one gap for all samples. Here all models have the
-residual path, every prediction uses all frames before, and each sample has its own gaps. In the preset "paper" frames
-are not standardised and weights have torch's initialisation (the learning rate is 3e-3 for all; the code has 1e-3 for
-the first 50 epochs of some). Otherwise the channels are standardised inside of the model, and the initial output of a
-residual cell is small. Solves are short, so gradients go directly through them and count no backward evaluations. The
-preset "paper" has the adjoint method.
+In the authors' code only the second-order models had a cell with a residual path, and only their inputs included the
+last frame before the predicted one. SONODE ignored the time gaps, and the adjoint method used the same gap for all
+samples. Here all models have the residual path, every prediction uses all earlier frames, and each sample has its own
+gaps. In the preset "paper" frames are not standardised and weights have torch's initialisation (the learning rate is
+3e-3 for all; the code has 1e-3 for the first 50 epochs of some). Without this preset the channels are standardised
+inside the model, and the initial output of a residual cell is small. The solves are short, so gradients are computed by
+backpropagation through the solver, without backward function evaluations. The preset "paper" uses the adjoint method.
 """
 
 from __future__ import annotations
@@ -41,34 +41,32 @@ from tasks.common.train import Samples, evaluate, fit
 from tasks.data.walker2d import CHANNELS, FRAME_SECONDS, read_walker2d
 from tasks.models.baselines import BASELINES, IrregularSeriesConfig, make_baseline
 
-LENGTH, STRIDE = 64, 16  # frames of a window, and between the starts of two windows
+LENGTH, STRIDE = 64, 16  # number of frames in a window, and between the starts of two windows
 KEEP = 0.9  # probability that a frame is not dropped
-FRAME = 1 / LENGTH  # duration of a frame, 0.008 s, in the unit of time
-DATA_SEED = 891  # of the split and of the dropped frames; the same for all runs
+FRAME = 1 / LENGTH  # duration of a frame (0.008 s) in time units
+DATA_SEED = 891  # seed of the split and of the dropped frames, the same for all runs
 HIDDEN = {"node": 24, "anode": 24, "sonode": 23, "hbnode": 24, "ghbnode": 24}  # size of h
 CELL = {"node": (72, 48), "anode": (72, 48), "sonode": (46, 46), "hbnode": (48, 48), "ghbnode": (48, 48)}
-ANODE_START = 5  # learned features of an ANODE's initial state; the others are zeros
-PARAMETERS = 8_800  # of a baseline
-DRAWN = {0: "height in m", 3: "right knee in rad", 8: "speed in m/s"}  # channels of the figure
+ANODE_START = 5  # number of learned features in an ANODE's initial state; the others are zeros
+PARAMETERS = 8_800  # approximate number of parameters of a baseline
+DRAWN = {0: "height in m", 3: "right knee in rad", 8: "speed in m/s"}  # channels in the figure
 
 
 @dataclasses.dataclass(frozen=True)
 class WalkerConfig(IrregularSeriesConfig):
-    """Options of the Walker2D task."""
+    """Command-line options of the Walker2D task."""
 
     positive = "ahead"
 
     epochs: int = option(50, "passes over the training windows", may_change=True)
-    batch_size: int = option(256, "windows in a step")
+    batch_size: int = option(256, "windows in a batch")
     lr: float = option(3e-3, "Adam's learning rate")
     clip: float = option(1.0, "largest norm of the gradient; 0 does not clip")
     tol: float = option(1e-5, "rtol = atol of an adaptive method")
     shrink: float = option(0.01, "factor of the initial weights of a residual cell's last layer")
     standardize: bool = option(True, "standardise the channels inside of the model; errors are in the original units")
-    windows: int = option(
-        0, "training windows, evenly spaced among all, and as many of validation in proportion; 0: all"
-    )
-    ahead: int = option(48, "frames of the forecast of the trained model")
+    windows: int = option(0, "number of training windows, evenly spaced; validation is reduced in proportion; 0: all")
+    ahead: int = option(48, "number of frames that the trained model forecasts")
 
 
 PRESETS = {"paper": "--tol 1e-07 --epochs 500 --solver torchdiffeq --adjoint-norm full --no-standardize --shrink 1"}
@@ -78,11 +76,11 @@ PRESETS = {"paper": "--tol 1e-07 --epochs 500 --solver torchdiffeq --adjoint-nor
 
 
 def stamps(frames: int, generator: torch.Generator, after: int = 1) -> Tensor:
-    """Return the numbers of the frames in each window of a rollout, (windows, LENGTH).
+    """Return the frame indices of each window of a rollout, (windows, LENGTH).
 
     Arguments:
-        frames: length of the rollout.
-        generator: of the dropped frames.
+        frames: number of frames in the rollout.
+        generator: random generator for the dropped frames.
         after: the number of frames that must follow a window.
     """
     kept = (torch.rand(frames, generator=generator) < KEEP).nonzero()[:, 0]
@@ -96,8 +94,9 @@ def windows(rollouts: Sequence[Tensor], seed: int, after: int = 0) -> Samples:
     """Cut rollouts into windows with irregular gaps.
 
     Returns:
-        Frames x (windows, LENGTH, 17), their times t (windows, LENGTH) from 0 on, and the frame after each (windows,
-        LENGTH, 17), or if ``after`` is positive this number of frames after the last one (windows, after, 17).
+        Frames (windows, LENGTH, 17), their times (windows, LENGTH) starting at 0, and targets. The targets are the
+        frame after each, (windows, LENGTH, 17). If ``after`` is positive, they are this number of frames after the
+        window, (windows, after, 17).
     """
     generator = torch.Generator().manual_seed(seed)
     parts = []
@@ -115,7 +114,7 @@ def windows(rollouts: Sequence[Tensor], seed: int, after: int = 0) -> Samples:
 
 
 def split(rollouts: Sequence[Tensor]) -> dict[str, list[Tensor]]:
-    """Return different rollouts for training (75 %), validation (10 %) and testing."""
+    """Split the rollouts into training (75 %), validation (10 %) and test."""
     if len(rollouts) < 3:
         raise ValueError(f"three splits need at least 3 rollouts, got {len(rollouts)}. Fix: more of them.")
     order = torch.randperm(len(rollouts), generator=torch.Generator().manual_seed(DATA_SEED)).tolist()
@@ -133,19 +132,19 @@ def thin(batch: Samples, count: int) -> Samples:
 
 @dataclasses.dataclass(frozen=True)
 class Splits:
-    """The windows of the task, and the mean and deviation of the channels in training."""
+    """The training, validation and test windows, and mean and standard deviation of the training channels."""
 
     train: Samples
     validation: Samples
     test: Samples
-    futures: Samples  # windows of the test rollouts with the frames after them
+    futures: Samples  # test windows with the frames after each window
     mean: Tensor
     deviation: Tensor
     source: str
 
     @classmethod
     def from_options(cls, config: WalkerConfig) -> Splits:
-        """Read, split and cut the rollouts."""
+        """Read the rollouts, split them, and cut them into windows."""
         rollouts, source = read_walker2d()
         parts = split(rollouts)
         cut = {name: windows(part, DATA_SEED + i) for i, (name, part) in enumerate(parts.items(), 1)}
@@ -166,7 +165,7 @@ class Splits:
 
 
 class Cell(nn.Module):
-    """s <- net(x, s): dense layers, each followed by tanh, of a frame and the state of an ODE-RNN.
+    """A recurrent cell s <- net(x, s), where net has dense layers, each followed by tanh. x is a frame, s the state.
 
     Arguments:
         state_size: size of s.
@@ -184,30 +183,30 @@ class Cell(nn.Module):
         self.net = nn.Sequential(net, nn.Tanh())
 
     def forward(self, x: Tensor, s: Tensor) -> Tensor:
-        """(batch, 17), (batch, state_size) -> (batch, state_size)."""
+        """Return the new state (batch, state_size) from a frame (batch, 17) and the state."""
         return self.net(torch.cat([x, s], dim=-1))
 
 
 class FirstFrame(nn.Module):
-    """The learned part of an ANODE's initial state: a dense layer of the first frame."""
+    """The learned part of an ANODE's initial state: a dense layer applied to the first frame."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
         self.dense = nn.Linear(CHANNELS, size)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, T, 17) -> (batch, size)."""
+        """Return features (batch, size) of the first of the frames (batch, T, 17)."""
         return self.dense(x[:, 0])
 
 
 def dense_field(model: str, n: int) -> hbnode.Field:
-    """Return a field on h of size n, whose f is one dense layer."""
+    """Return a field for h of size n, whose f is one dense layer."""
     func = hbnode.nn.MLP(2 * n, [], n) if model == "sonode" else nn.Linear(n, n)
     return make_field(model, func, anode={"augment": n - ANODE_START})
 
 
 class Predictor(nn.Module):
-    """The base of all models: the scale of the channels, and a dense layer from features to the next frame."""
+    """Base class of all models. It scales the channels, and maps features to the next frame by a dense layer."""
 
     mean: Tensor
     deviation: Tensor
@@ -219,26 +218,26 @@ class Predictor(nn.Module):
         self.register_buffer("deviation", torch.ones(CHANNELS) if deviation is None else deviation)
 
     def enter(self, x: Tensor) -> Tensor:
-        """Return standardised frames."""
+        """Return the standardised frames."""
         return (x - self.mean) / self.deviation
 
     def read(self, features: Tensor) -> Tensor:
-        """Return frames in their own units, (..., features) -> (..., 17)."""
+        """Map features (..., features) to frames (..., 17) in the original units."""
         return self.mean + self.deviation * self.head(features)
 
 
 class Walker(Predictor):
-    """An ODE-RNN: the prediction at a frame is the head of the state one frame later.
+    """An ODE-RNN. It predicts the next frame by a linear layer from the state one frame later.
 
     Arguments:
-        field: of the state, h of size n with a momentum or without.
+        field: field of the ODE between frames, whose state is h, or h and its momentum.
         n: size of h.
         hidden: sizes of the cell's hidden layers.
         residual: whether the cell has a residual path.
         shrink: see :class:`Cell`; only for a residual one.
-        mean: of the channels; None: 0.
+        mean: mean of the channels; None: 0.
         deviation: standard deviation of the channels; None: 1.
-        solver: arguments of the solves.
+        solver: keyword arguments of the ODE solver.
     """
 
     def __init__(
@@ -274,7 +273,7 @@ class Walker(Predictor):
 
 
 class Baseline(Predictor):
-    """A recurrent network on frames and the gaps between them, with the interface of Walker."""
+    """A recurrent network that takes frames and the time gaps between them, with the interface of Walker."""
 
     def __init__(self, model: str, *, mean: Tensor | None = None, deviation: Tensor | None = None) -> None:
         net = make_baseline(model, CHANNELS, PARAMETERS, output_size=CHANNELS)
@@ -290,7 +289,7 @@ class Baseline(Predictor):
 
 
 def make_model(config: WalkerConfig, mean: Tensor, deviation: Tensor) -> Walker | Baseline:
-    """Return the model of these options."""
+    """Return the model that the options describe."""
     scale: dict[str, Any] = {"mean": mean, "deviation": deviation} if config.standardize else {}
     if config.model in BASELINES:
         return Baseline(config.model, **scale)
@@ -306,7 +305,7 @@ def squared_error(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, f
 
 
 def walk_on(model: nn.Module, x: Tensor, t: Tensor, frames: int) -> Tensor:
-    """Return a forecast (batch, frames, 17) in which each prediction is the model's next input."""
+    """Return a forecast (batch, frames, 17), for which each prediction is the model's next input."""
     with torch.no_grad():
         predicted, state = model(x, t)
         walk = [predicted[:, -1:]]
@@ -318,13 +317,13 @@ def walk_on(model: nn.Module, x: Tensor, t: Tensor, frames: int) -> Tensor:
 
 
 def report(run: Run, model: nn.Module, splits: Splits, config: WalkerConfig) -> dict[str, float]:
-    """Return the errors on the test rollouts of the next frame and of the forecast, and of repeating the last frame."""
+    """Return the test errors of the next frame, of the forecast, and of repeating the last frame."""
     x, t, future = run.workers.to_device(splits.futures)
     test = splits.test
     model.eval()
     walk = walk_on(model, x, t, config.ahead)
     error = nn.functional.mse_loss
-    found = {  # in squares of m, rad, m/s and rad/s
+    found = {  # in squared units: m, rad, m/s and rad/s
         "test_mse": evaluate(run, model, test, squared_error, "test")["test_loss"],
         "test_standing_mse": error(test[0], test[2]).item(),
         "walk_mse": error(walk, future).item(),
@@ -347,11 +346,11 @@ def draw_forecast(true: Tensor, walk: Tensor, x: Tensor, numbers: Tensor, title:
     """Draw three channels over time, true and forecast, in ``forecast.png``.
 
     Arguments:
-        true: frames after the window, (frames, 17).
-        walk: the forecast ones.
+        true: true frames after the window, (frames, 17).
+        walk: forecast frames, (frames, 17).
         x: frames of the window, (T, 17).
-        numbers: of the frames of the window, from 0 on, (T,).
-        title: of the figure.
+        numbers: indices of the frames of the window, starting at 0, (T,).
+        title: title of the figure.
         folder: where to write it.
     """
     before, later = (numbers - numbers[-1]) * FRAME_SECONDS, torch.arange(1, len(true) + 1) * FRAME_SECONDS

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 BALLS = 3
-RADIUS = 0.12  # the side of the box is 1
-SPEED = 0.05  # root mean square over the balls of a video, per frame
-SIDE = 18  # pixels
+RADIUS = 0.12  # radius of a ball in a box of side length 1
+SPEED = 0.05  # root mean square speed of the balls in a video, per frame
+SIDE = 18  # side length of a frame in pixels
 PAIRS = tuple((i, j) for i in range(BALLS) for j in range(i + 1, BALLS))
 
 
@@ -18,8 +18,8 @@ class State(NamedTuple):
     """Positions and velocities of the balls.
 
     Attributes:
-        position: of the centres, from the radius to 1 - the radius, (N, 3, 2).
-        velocity: per frame, (N, 3, 2).
+        position: centres of the balls, between radius and 1 - radius, (N, 3, 2).
+        velocity: velocities per frame, (N, 3, 2).
     """
 
     position: Tensor
@@ -47,13 +47,13 @@ def start(count: int, generator: torch.Generator) -> State:
 def advance(state: State, duration: float = 1.0) -> State:
     """Return the balls some frames later.
 
-    The balls move freely from one collision of their box to the next. At a wall the velocity across it changes its
-    sign. Two balls of equal mass exchange their velocities along the line between their centres, which conserves
-    momentum and energy.
+    The balls move freely from one collision of their box to the next. At a wall the normal component of the velocity
+    changes its sign. Two balls exchange their velocity components along the line between their centres. They have equal
+    mass, so this conserves momentum and energy.
 
     Arguments:
         state: the balls of N boxes.
-        duration: frames, not necessarily a whole number.
+        duration: time in frames, not necessarily an integer.
     """
     position, velocity = state
     left = torch.full((len(position),), duration, dtype=position.dtype)
@@ -74,7 +74,7 @@ def advance(state: State, duration: float = 1.0) -> State:
 
 
 def exchange(position: Tensor, velocity: Tensor, i: int, j: int) -> Tensor:
-    """Return velocities (N, 3, 2) after the collision of the balls i and j of each box."""
+    """Return the velocities (N, 3, 2) after a collision of the balls i and j in each box."""
     between = position[:, i] - position[:, j]
     line = between / between.norm(dim=1, keepdim=True)
     along = ((velocity[:, i] - velocity[:, j]) * line).sum(1, keepdim=True) * line
@@ -85,16 +85,16 @@ def exchange(position: Tensor, velocity: Tensor, i: int, j: int) -> Tensor:
 
 
 def _times_to_walls(position: Tensor, velocity: Tensor) -> Tensor:
-    """Return the frames until each coordinate of each ball reaches a wall, (N, 3, 2); inf at rest."""
+    """Return the time in frames until each coordinate of each ball reaches a wall, (N, 3, 2); inf at rest."""
     wall = torch.where(velocity > 0, 1 - RADIUS, RADIUS)
     return torch.where(velocity == 0, torch.inf, ((wall - position) / velocity).clamp(min=0))
 
 
 def _times_to_pairs(position: Tensor, velocity: Tensor) -> Tensor:
-    """Return the frames until each pair collides, (N, 3); inf if it does not.
+    """Return the time in frames until each pair of balls collides, (N, 3); inf for pairs that do not collide.
 
-    The squared distance is |x|² + 2 b t + |v|² t², with b = x·v. The collision is the first time at which it equals
-    (2 r)². The form below is exact also for a pair that touches already.
+    The squared distance is |x|² + 2 b t + |v|² t², with b = x·v. The collision is the first time at which it equals (2
+    r)². The formula below is also exact for pairs that already touch.
     """
     times = []
     for i, j in PAIRS:
@@ -127,13 +127,15 @@ def trajectories(count: int, frames: int, generator: torch.Generator) -> Tensor:
 
 
 def render(position: Tensor) -> Tensor:
-    """Return pictures of discs, (..., 18 · 18) in [0, 1], float32. The second coordinate is 0 in the first row.
+    """Return images of the balls as discs, (..., 18 · 18) float32 in [0, 1]. In the first image row the second
+    coordinate is 0.
 
-    A pixel's value is about its share that the discs cover: 1/2 + (r - d) / w within [0, 1] for each disc, with the
-    distance d between the centres of pixel and disc and the width w of a pixel. The sum over the discs is at most 1.
+    The value of a pixel is approximately the share of it that the discs cover: 1/2 + (r - d) / w within [0, 1] for each
+    disc, with the distance d between the centres of pixel and disc and the width w of a pixel. The sum over the discs
+    is at most 1.
 
     Arguments:
-        position: (..., balls, 2).
+        position: centres of the balls, (..., balls, 2).
     """
     centres = (torch.arange(SIDE, dtype=torch.float32) + 0.5) / SIDE
     covered = torch.zeros(*position.shape[:-2], SIDE, SIDE)
@@ -145,6 +147,6 @@ def render(position: Tensor) -> Tensor:
 
 
 def videos(count: int, frames: int, generator: torch.Generator) -> Tensor:
-    """Return videos (count, frames, 324) of :func:`trajectories`."""
+    """Return videos (count, frames, 324), rendered from :func:`trajectories`."""
     moments = trajectories(count, frames, generator).unbind(1)
     return torch.stack([render(position) for position in moments], dim=1)

@@ -12,9 +12,9 @@ from torch import Tensor
 from tasks.common.files import readable
 from tasks.data.files import check_record, find, from_benchmarks, read_columns, read_or_simulate
 
-PERIOD = 8192  # rows after which the force repeats, in the file and in the simulated record
+PERIOD = 8192  # number of samples in a period of the force, in the measured and the simulated record
 ROWS = 9 * PERIOD
-RATE = 400.0  # rows per second
+RATE = 400.0  # samples per second
 NAME = "F16Data_FullMSine_Level1"
 COLUMNS = ("Force", "Voltage", "Acceleration1", "Acceleration2", "Acceleration3")
 FIX = f"Fix: get {NAME}.csv anew, from the F-16 benchmark of nonlinearbenchmark.org."
@@ -22,7 +22,7 @@ SOURCES = ("auto", "f16", "generated")
 
 
 def read_plane_vibration(source: str = "auto") -> tuple[Tensor, str]:
-    """Return force, voltage and three accelerations of a vibrating aircraft, 400 rows per second, and their source.
+    """Return force, voltage and three accelerations of a vibrating aircraft, 400 samples per second, and their source.
 
     "f16" is the ground vibration test of an F-16 with a full multisine, level 1. Its force (N) and shaker voltage (V)
     repeat every 8192 rows, nine times; the unit of the accelerations is not in the file. It is ``NAME.csv``, or
@@ -73,9 +73,9 @@ def vibrating_structure() -> Tensor:
     """Return the record of a simulated structure, with the columns, rate, period and number of rows of the aircraft's.
 
     Six damped modes q'' + 2 zeta w q' + w^2 q = phi_s F, w = 2 pi f, are driven by a force F, a full multisine of 2 to
-    15 Hz with random phases, which repeats every 8192 rows. An acceleration is the sum of phi_k q'' over the modes.
-    The response is the periodic one, exact for each frequency. Every column has white noise with 1 % of its standard
-    deviation, different in each period. The six frequencies are chosen, not measured.
+    15 Hz with random phases, which repeats every 8192 rows. An acceleration is the sum of phi_k q'' over the modes. The
+    response is the exact periodic response for each frequency. Every column has white noise with 1 % of its standard
+    deviation, different in each period. The six frequencies are invented, not measured.
 
     Returns:
         Force, voltage and three accelerations, (73728, 5) in float64.
@@ -89,8 +89,8 @@ def vibrating_structure() -> Tensor:
     zeta = torch.tensor([0.02, 0.015, 0.01, 0.012, 0.015, 0.02], dtype=torch.float64)
     shapes = torch.randn(3, len(modes), generator=generator, dtype=torch.float64)  # phi_k times phi_s
     r = f[:, None] / modes
-    accelerance = -(r**2) / (1 - r**2 + 2j * zeta * r)  # q'' for a unit of force, (frequencies, modes)
-    force = voltage / (1 + 1j * f / 10)  # an amplifier of one pole, and no feedback from the structure
+    accelerance = -(r**2) / (1 - r**2 + 2j * zeta * r)  # q'' per unit of force, (frequencies, modes)
+    force = voltage / (1 + 1j * f / 10)  # a one-pole amplifier without feedback from the structure
     response = force[:, None] * (accelerance @ shapes.T.to(accelerance.dtype))
     spectra = torch.cat([force[:, None], voltage[:, None], response], dim=1)
     rows = torch.fft.irfft(spectra, n=PERIOD, dim=0).repeat(ROWS // PERIOD, 1)

@@ -7,15 +7,15 @@ from torch import Tensor
 
 DRIFT = (10.0, 28.0, 8 / 3)
 DIFFUSION = (0.1, 0.28, 0.3)
-STEPS = 20  # steps of the simulation between two rows
+STEPS = 20  # simulation steps between two output times
 
 
 def stochastic_lorenz(count: int, rows: int, spacing: float, generator: torch.Generator) -> Tensor:
-    """Return paths from x(0) ~ N(0, 1), (count, rows, 3), by the Euler-Maruyama method with 20 steps per row.
+    """Return paths from x(0) ~ N(0, 1), (count, rows, 3), by the Euler-Maruyama method with 20 steps per output time.
 
         dx = 10 (y - x) dt + 0.1 x dW,  dy = (28 x - y - x z) dt + 0.28 y dW,  dz = (x y - 8/3 z) dt + 0.3 z dW
 
-    Each equation has a Brownian motion of its own.
+    The three Brownian motions are independent.
 
     References:
         Section 7.2 of Li et al., Scalable Gradients for Stochastic Differential Equations, arXiv:2001.01328, with the
@@ -23,9 +23,9 @@ def stochastic_lorenz(count: int, rows: int, spacing: float, generator: torch.Ge
 
     Arguments:
         count: the number of paths.
-        rows: of each path.
-        spacing: time between two rows.
-        generator: of the random numbers.
+        rows: number of output times of each path.
+        spacing: time between two output times.
+        generator: random generator.
     """
     a, b, c = DRIFT
     state = torch.randn(count, 3, generator=generator, dtype=torch.float64)

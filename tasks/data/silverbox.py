@@ -10,24 +10,24 @@ from tasks.data.files import check_record, find, from_benchmarks, read_columns
 ROWS = 131_072
 FIX = "Fix: get SNLS80mV.csv anew, from SilverboxFiles.zip of nonlinearbenchmark.org."
 COLUMNS = ("V1", "V2")
-START = 50  # first samples of a test set, given to estimate the state; errors do not count them
+START = 50  # number of first samples of a test set from which the state is estimated; errors exclude them
 SETS = {  # the official split, as in Silverbox() of the package nonlinear_benchmarks 1.0.1
-    "train": slice(40_650, 105_712),  # three quarters of the ten multisines, validation included
+    "train": slice(40_650, 105_712),  # three quarters of the ten multisines, including validation
     "multisine": slice(105_712, 127_400),
-    "arrow_no_extrapolation": slice(100, 32_100),  # the arrow as far as it is no higher than the multisines
+    "arrow_no_extrapolation": slice(100, 32_100),  # the part of the arrow with amplitudes within the training range
     "arrow_full": slice(100, 40_575),
 }
 
 
 def read_silverbox() -> Tensor:
-    """Return input V1 and output V2 of an electronic Duffing oscillator, in volts, 610.35 samples per second.
+    """Return input V1 and output V2 of an electronic Duffing oscillator, in volts, at 610.35 samples per second.
 
     The file is ``SNLS80mV.csv``, or ``silverbox/SNLS80mV.csv``, in ``HBNODE_DATA``. Without it the package
     ``nonlinear_benchmarks`` downloads the data. T. Wigren and J. Schoukens, Three free data sets for development and
     benchmarking in nonlinear system identification, European Control Conference 2013; nonlinearbenchmark.org.
 
     Returns:
-        (131072, 2) in float64.
+        Samples (131072, 2) in float64.
     """
     path = find(("SNLS80mV.csv",), ("silverbox", ""))
     if path:

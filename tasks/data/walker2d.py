@@ -39,7 +39,7 @@ def read_walker2d() -> tuple[list[Tensor], str]:
             "Fix: put the rollouts of the folder data/walker of github.com/raminmh/CfC into a folder walker and set "
             "HBNODE_DATA to the folder above it.",
         )
-    # earlier versions could simulate rollouts, and marked their folder
+    # earlier versions of this task could write simulated rollouts, in a folder with a marker file
     kind = "the scripted gait" if files[0].with_name("generated.json").is_file() else "a trained policy"
     return [_read_rollout(file) for file in files], f"{len(files)} rollouts of {kind}"
 
