@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent
 
 
 def main() -> None:
-    """Run the task that the first argument names. Without arguments, list the tasks with the first lines of their help."""
+    """Run the task that the first argument names. Without arguments, list all tasks with a short description."""
     paths = [*sorted(ROOT.glob("[a-z]*.py")), *sorted((ROOT / "studies").glob("[a-z]*.py"))]
     texts = {".".join(path.relative_to(ROOT.parent).with_suffix("").parts): path.read_text("utf-8") for path in paths}
     modules = {name: text for name, text in texts.items() if '__name__ == "__main__"' in text}  # only commands

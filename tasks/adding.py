@@ -1,13 +1,13 @@
-"""Adding: the sum of the two marked numbers of a long sequence.
+"""Adding: return the sum of the two marked numbers in a long sequence.
 
 Appendix A.4 of Nguyen et al., MomentumRNN (2020), figure 4, after Hochreiter and Schmidhuber (1997). A sequence has T
-numbers uniform in [0, 1), and T zeros and ones as marks: one 1 in the first half and one in the second. The target of
-the last h is the sum of the marked numbers. Guessing the mean, 1, has the error 1/6, the trivial loss, which is printed
-and drawn with every run. The paper's LSTM and MomentumLSTM end near it at T = 750 (0.162).
+uniform numbers in [0, 1) and T markers, which are 1 at one position in each half and otherwise 0. The target at the
+last step is the sum of the two marked numbers. Always predicting the mean, 1, has a squared error of 1/6, the trivial
+loss. In the paper, LSTM and MomentumLSTM end near the trivial loss for T = 750 (0.162).
 
-The preset "750" has the sizes of table 6, Adam, and the rules of tables 7 to 10. NAG and adaptive momentum are not in
-the tables; their step size is that of momentum. The halves of the paper share the number in the middle; here the second
-half begins after the first. Every batch is new, and an epoch is --iterations batches; the paper does not give this
+The preset "750" has the sizes of table 6, Adam, and the hyperparameters of tables 7 to 10. NAG and adaptive momentum
+are not in the tables; they use the step size of momentum. In the paper the two halves share the number in the middle;
+here they do not overlap. Every batch is newly drawn, and an epoch is --iterations batches; the paper does not give this
 number. The test set is the same for all runs. The default T is small enough for two cores.
 """
 
@@ -35,21 +35,21 @@ TABLE = {
 
 @dataclasses.dataclass(frozen=True)
 class AddingConfig(RecurrentConfig):
-    """Options of adding."""
+    """Command-line options of the adding task."""
 
     models = (*VARIANTS, OSCILLATORS)
     positive = "iterations test_size"
 
     epochs: int = option(30, "epochs, each of --iterations batches", may_change=True)
     iterations: int = option(100, "batches in an epoch")
-    batch_size: int = option(50, "sequences in a step")
-    hidden: int = option(64, "size of h")
+    batch_size: int = option(50, "sequences in a batch")
+    hidden: int = option(64, "size of the hidden state")
     length: int = option(200, "numbers in a sequence, T", least=2)
     test_size: int = option(1000, "test sequences")
 
     @property
     def memory(self) -> int:
-        """The length."""
+        """The length of the sequences, which is the number of steps to remember."""
         return self.length
 
 
@@ -57,7 +57,7 @@ PRESETS = {"750": "--length 750 --hidden 128 --lr 0.0002 --epochs 1200"}
 
 
 def problems(count: int, length: int, generator: torch.Generator) -> Samples:
-    """Draw numbers (count, length), and the indices of the two marked ones (count, 2)."""
+    """Draw numbers (count, length), and the indices (count, 2) of the two marked numbers."""
     numbers = torch.rand(count, length, generator=generator)
     half = length // 2
     first = torch.randint(half, (count,), generator=generator)
@@ -66,7 +66,7 @@ def problems(count: int, length: int, generator: torch.Generator) -> Samples:
 
 
 def squared_error(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, float]]:
-    """Return the mean squared error of the sums."""
+    """Return the mean squared error of the predicted sums."""
     numbers, marked = batch
     marks = torch.zeros_like(numbers).scatter(1, marked, 1.0)
     total = numbers.gather(1, marked).sum(1, keepdim=True)

@@ -1,17 +1,18 @@
-"""Annealing: normalising constants of known densities by heavy-ball and by overdamped Langevin dynamics.
+"""Annealing: estimate normalising constants of densities by heavy-ball (underdamped) and overdamped Langevin dynamics.
 
 Paths lead from a standard normal prior to a target in 16, 64 or 256 evaluations of the gradient of its log density. The
-mean of their log weights is a lower bound of log Z. The heavy ball is ``hbnode.distributions.HeavyBallAnnealing``. With
-infinite damping it is annealed overdamped (unadjusted) Langevin dynamics, the baseline. Both are tuned by the best
-bound over a grid of step sizes, and for the heavy ball also of dampings, with a seed of its own. Then Adam maximises
-the bound over the step size of each dimension, the damping, the schedule and a small force network. The parameters with
-the best bound for a second seed are tested with a third one.
+mean of the paths' log weights is a lower bound (ELBO) of log Z. The heavy-ball sampler is
+``hbnode.distributions.HeavyBallAnnealing``. With infinite damping it becomes annealed overdamped (unadjusted) Langevin
+dynamics, the baseline. First, the step size (and for the heavy ball the damping) with the best ELBO is selected from a
+grid. Then Adam maximises the ELBO over the step size of each dimension, the damping, the annealing schedule and a small
+network. This network is an additional force on the paths. Three different seeds are used: one for tuning, one to select
+the best parameters during training, and one for the test.
 
-Targets: the funnel in 10 dimensions of Neal, Slice sampling, Annals of Statistics 31 (2003), section 8, with log Z = 0;
-many-well in 50 dimensions, 25 of the double wells of Midgley et al., Flow Annealed Importance Sampling Bootstrap,
-arXiv:2208.01893, with log Z from one-dimensional quadrature; and Bayesian logistic regression on the breast cancer data
-of scikit-learn, standardised, with an intercept and weights of prior N(0, 1). Its log Z is not known; the estimate with
-the least standard error of the table replaces it.
+There are three targets. "funnel" is the 10-dimensional funnel of Neal, Slice sampling, Annals of Statistics 31 (2003),
+section 8, with log Z = 0. "many-well" has 50 dimensions, 25 of the double wells of Midgley et al., Flow Annealed
+Importance Sampling Bootstrap, arXiv:2208.01893; its log Z is from one-dimensional quadrature. The third is Bayesian
+logistic regression on the standardised breast cancer data of scikit-learn, with the prior N(0, 1) for weights and
+intercept. Its log Z is not known; the estimate with the smallest standard error in the table is used instead.
 
 The command writes ``annealing.csv``, ``annealing.json`` and ``annealing.png``.
 
@@ -44,12 +45,12 @@ from tasks.common.run import write_study
 logger = logging.getLogger("tasks.annealing")
 STEP_SIZES = tuple(0.01 * 2 ** (index / 2) for index in range(14))  # 0.01 to 0.9
 DAMPINGS = {"heavy ball": (0.25, 0.5, 1.0, 2.0, 4.0), "overdamped": (math.inf,)}
-TUNING, CHOOSING, TESTING = 1, 2, 3  # seeds, to which 1000 times --seed is added
+TUNING, CHOOSING, TESTING = 1, 2, 3  # seeds, to each of which 1000 times --seed is added
 TITLES = {"funnel": "funnel, d = 10", "many_well": "many-well, d = 50", "cancer": "logistic regression, d = 31"}
 
 
 class Target(NamedTuple):
-    """A log density up to a constant, its dimension, and its log Z; None if it is not known."""
+    """An unnormalised log density, its dimension, and log Z, the log of its normalising constant (None if unknown)."""
 
     log_prob: Callable[[Tensor], Tensor]
     dim: int
@@ -60,7 +61,7 @@ class Target(NamedTuple):
 
 
 def funnel() -> Target:
-    """x_0 ~ N(0, 9), and nine x_i ~ N(0, exp(x_0))."""
+    """The funnel density: x_0 ~ N(0, 9), and nine x_i ~ N(0, exp(x_0))."""
 
     def log_prob(x: Tensor) -> Tensor:
         v, rest = x[:, 0], x[:, 1:]
@@ -71,7 +72,7 @@ def funnel() -> Target:
 
 
 def many_well() -> Target:
-    """25 pairs with log density -a⁴ + 6a² + a/2 - b²/2."""
+    """The density of 25 independent pairs (a, b), each with log density -a⁴ + 6a² + a/2 - b²/2."""
 
     def well(a: Tensor) -> Tensor:
         square = a.square()
@@ -86,7 +87,7 @@ def many_well() -> Target:
 
 
 def cancer() -> Target:
-    """Bayesian logistic regression on 569 tumours with 30 features."""
+    """The posterior of a Bayesian logistic regression on 569 tumours with 30 features."""
     from sklearn.datasets import load_breast_cancer
 
     features, labels = load_breast_cancer(return_X_y=True)
@@ -107,22 +108,22 @@ TARGETS: dict[str, Callable[[], Target]] = {"funnel": funnel, "many_well": many_
 
 @dataclasses.dataclass(frozen=True)
 class AnnealingOptions(Options):
-    """Options of annealing."""
+    """Command-line options of annealing."""
 
     positive = "batch_size lr"
 
     targets: str = option("all", f"{', '.join(TARGETS)}, with commas between, or all")
-    evaluations: str = option("16,64,256", "several with commas between")
-    iterations: int = option(200, "of training; 0 trains nothing")
-    train_up_to: int = option(64, "largest number of evaluations with training")
+    evaluations: str = option("16,64,256", "numbers of gradient evaluations, separated by commas")
+    iterations: int = option(200, "training iterations; 0: no training")
+    train_up_to: int = option(64, "largest number of evaluations for which samplers are trained")
     batch_size: int = option(64, "paths in an iteration")
     lr: float = option(0.02, "Adam's learning rate")
-    paths: int = option(2000, "paths of a result; tuning uses an eighth of them", least=16)
-    seed: int = option(0, "added to the seeds of tuning, choosing and testing")
+    paths: int = option(2000, "paths in a test; tuning uses an eighth of them", least=16)
+    seed: int = option(0, "changes the seeds of tuning, selection and test")
     out: str = option("runs/annealing", "folder for the tables and the figure")
 
     def counts(self) -> list[int]:
-        """Return the numbers of evaluations in ascending order."""
+        """Return the numbers of gradient evaluations in ascending order."""
         return sorted({int(count) for count in self.evaluations.split(",")})
 
     def check(self) -> None:
@@ -137,7 +138,7 @@ class AnnealingOptions(Options):
 
 
 class Force(nn.Module):
-    """A small network for each coordinate, and one of all coordinates; the initial force is zero."""
+    """The learned force: a small network for each coordinate, plus one of all coordinates. Initially it is zero."""
 
     def __init__(self, dim: int, hidden: int = 8, joint: int = 32) -> None:
         super().__init__()
@@ -156,7 +157,7 @@ class Force(nn.Module):
 
 
 def annealing(target: Target, evaluations: int, step_size: float, damping: float) -> HeavyBallAnnealing:
-    """Return the untrained sampler, with a standard normal prior."""
+    """Return the untrained sampler with a standard normal prior."""
     prior = Independent(Normal(torch.zeros(target.dim), torch.ones(target.dim), validate_args=False), 1)
     return HeavyBallAnnealing(
         target.log_prob, prior, evaluations, step_size=torch.full((target.dim,), step_size), damping=damping
@@ -164,7 +165,7 @@ def annealing(target: Target, evaluations: int, step_size: float, damping: float
 
 
 def bound(model: HeavyBallAnnealing, paths: int, seed: int) -> float:
-    """Return the bound; minus infinity if a path is not finite."""
+    """Return the ELBO, the mean log weight of the paths. It is minus infinity if a path is not finite."""
     try:
         with torch.no_grad():
             return model.bound(paths, seed=seed).item()
@@ -173,7 +174,7 @@ def bound(model: HeavyBallAnnealing, paths: int, seed: int) -> float:
 
 
 def tune(target: Target, sampler: str, evaluations: int, options: AnnealingOptions) -> HeavyBallAnnealing:
-    """Return the best sampler of the grid."""
+    """Return the sampler with the best ELBO over the grid of step sizes and dampings."""
     seed = 1000 * options.seed + TUNING
     grid = itertools.product(STEP_SIZES, DAMPINGS[sampler])
     models = [annealing(target, evaluations, step_size, damping) for step_size, damping in grid]
@@ -185,7 +186,7 @@ def tune(target: Target, sampler: str, evaluations: int, options: AnnealingOptio
 
 
 def train(model: HeavyBallAnnealing, options: AnnealingOptions) -> HeavyBallAnnealing:
-    """Return the sampler with a force, trained on the bound, with the parameters of the best bound for another seed."""
+    """Add a force network, train on the ELBO, and return the sampler with the best ELBO for the selection seed."""
     seed = 1000 * options.seed + CHOOSING
     torch.manual_seed(seed)
     model = HeavyBallAnnealing(
@@ -205,7 +206,7 @@ def train(model: HeavyBallAnnealing, options: AnnealingOptions) -> HeavyBallAnne
         try:
             (-model.bound(options.batch_size)).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 10.0, error_if_nonfinite=True)
-        except RuntimeError as error:  # paths or gradients are not finite
+        except RuntimeError as error:  # raised if paths or gradients are not finite
             logger.info("iteration %d: %s", iteration, error)
             model.load_state_dict(best_state)
             continue
@@ -217,7 +218,7 @@ def train(model: HeavyBallAnnealing, options: AnnealingOptions) -> HeavyBallAnne
 
 
 def result(model: HeavyBallAnnealing, options: AnnealingOptions) -> dict[str, float | None]:
-    """Return the bound, the estimate of log Z and their errors for the seed of tests."""
+    """Return the ELBO, the estimate of log Z and their standard errors for the test seed."""
     seed = 1000 * options.seed + TESTING
     _, log_weight = model.sample(options.paths, seed=seed)
     estimate, error = model.log_z(options.paths, seed=seed)
@@ -232,7 +233,7 @@ def result(model: HeavyBallAnnealing, options: AnnealingOptions) -> dict[str, fl
 
 
 def measure(name: str, sampler: str, evaluations: int, options: AnnealingOptions) -> list[dict[str, Any]]:
-    """Return the rows of one sampler with one number of evaluations."""
+    """Return the result rows of one sampler with one number of gradient evaluations."""
     start = time.process_time()
     target = TARGETS[name]()
     about = {"target": name, "sampler": sampler, "evaluations": evaluations}
@@ -245,7 +246,7 @@ def measure(name: str, sampler: str, evaluations: int, options: AnnealingOptions
 
 
 def reference(name: str, rows: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
-    """Return the log Z of a target and its standard error: exact, or the estimate with the least error."""
+    """Return log Z of a target and its standard error. If log Z is unknown, the best estimate replaces it."""
     exact = TARGETS[name]().log_z
     if exact is not None:
         return exact, 0.0
@@ -257,7 +258,7 @@ def reference(name: str, rows: Sequence[Mapping[str, Any]]) -> tuple[float, floa
 
 
 def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw log Z minus the bound against evaluations, a panel for each target."""
+    """Draw log Z minus the ELBO against the number of gradient evaluations, with a panel for each target."""
     names = list(dict.fromkeys(row["target"] for row in rows))
     kinds = list(itertools.product(DAMPINGS, (False, True)))
     with panels(path, 1, len(names), size=(2 + 3.6 * len(names), 3.6)) as (_, axes):

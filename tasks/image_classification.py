@@ -5,10 +5,11 @@ and 11: a convolutional f with the time as an extra channel, a learned initial s
 
 The presets "paper-mnist" and "paper-cifar10" use the paper's solver, torchdiffeq's dopri5 with its adjoint and the full
 error norm. The paper gives channels, parameter counts, batch size 64, learning rate 1e-3 and, for CIFAR-10, the
-tolerance 1e-5. The rest is from the authors' code: hidden sizes and 40 epochs; for MNIST tolerance 1e-4 and gradients
-clipped at 10 (the paper says that the adjoint state is clipped); for CIFAR-10 clipping at 1, a learning rate that
-decreases by 5 % every 1,000 steps, and a constant xi = 1.5. (Their logs of CIFAR-10 have batches of 256.) The presets
-differ from the code in MNIST's xi, which starts at ln 2 (there 2.13), and in the sign of f, which is the paper's.
+tolerance 1e-5. The rest is from the authors' code: hidden sizes and 40 epochs; for MNIST the tolerance 1e-4 and
+gradient norms clipped to 10 (the paper says that the adjoint state is clipped); for CIFAR-10 gradient norms clipped to
+1, a learning rate that decreases by 5 % every 1,000 steps, and a constant xi = 1.5. (The authors' logs for CIFAR-10
+show a batch size of 256.) The presets differ from the code in two points: for MNIST xi starts at ln 2 instead of 2.13,
+and the sign of f is that of the paper.
 
 The paper trained models at each tolerance for figure 11. --curve solves one trained model at each tolerance instead, so
 that only the tolerance differs, and also measures errors.
@@ -49,7 +50,7 @@ HIDDEN = {
     "cifar10": {"node": 125, "anode": 64, "sonode": 50, "hbnode": 51, "ghbnode": 51},
 }
 TRAINING_IMAGES = {"digits": 1437, "mnist": 60_000, "cifar10": 50_000}
-CURVE_IMAGES = 16  # few, because the reference solution stores the graph of hundreds of evaluations in float64
+CURVE_IMAGES = 16  # few, because the float64 reference solution stores the graph of hundreds of function evaluations
 for sizes in (*HIDDEN.values(), *CHANNELS.values()):
     sizes |= dict.fromkeys(LATER, sizes["hbnode"])
 XI: dict[str, dict[str, Any]] = {"digits": {}, "mnist": {}, "cifar10": {"xi": 1.5, "learn_xi": False}}
@@ -57,7 +58,7 @@ XI: dict[str, dict[str, Any]] = {"digits": {}, "mnist": {}, "cifar10": {"xi": 1.
 
 @dataclasses.dataclass(frozen=True)
 class ImageConfig(ODEConfig):
-    """Options of image classification."""
+    """Command-line options of image classification."""
 
     later = LATER
 
@@ -79,7 +80,7 @@ class ImageConfig(ODEConfig):
             raise ValueError("--curve varies the tolerance, which a fixed grid (--steps) does not have")
 
     def make_model(self) -> Classifier:
-        """Return the model of these options."""
+        """Return the model that the options describe."""
         return Classifier(
             self.model,
             self.dataset,
@@ -100,9 +101,10 @@ PRESETS = {
 
 
 class InitialState(nn.Module):
-    """The learned initial state of models with momentum: x -> (h, m), h = [x, learned channels], m learned.
+    """The learned initial state (h, m) of models with momentum. h has the channels of x and learned channels; m is
+    learned.
 
-    With ``moments`` it is (h, m, 1), for AdamNODE.
+    With ``moments`` the state is (h, m, 1), for AdamNODE.
     """
 
     def __init__(self, in_channels: int, hidden: int, channels: int, *, moments: bool = False) -> None:
@@ -117,7 +119,7 @@ class InitialState(nn.Module):
         )
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """``(batch, in_channels, H, W)`` to two or three tensors ``(batch, channels, H, W)``."""
+        """Map images ``(batch, in_channels, H, W)`` to a state of two or three tensors ``(batch, channels, H, W)``."""
         h, m = torch.cat([x, self.net(x)], dim=1).split(self.channels, dim=1)
         return (h, m, torch.ones_like(m)) if self.moments else (h, m)
 
@@ -147,11 +149,11 @@ class Classifier(nn.Module):
         penalized = Regularized(field) if is_regularized else field
         self.block = hbnode.ODEBlock(penalized, initial_state=start, **solver)
         self.head = nn.Linear(channels * size[0] * size[1], 10)
-        # reduces the time of f and its gradient on a CPU to about two thirds
-        self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # missing in torch's signatures
+        # on a CPU this reduces the time of f and its gradient to about two thirds
+        self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # not in torch's type hints
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """Return logits ``(batch, 10)`` of images ``(batch, channels, H, W)``.
+        """Return logits ``(batch, 10)`` for images ``(batch, channels, H, W)``.
 
         In training a regularised model also returns the kinetic and the Jacobian penalty, ``(batch, 2)``.
         """
@@ -164,7 +166,7 @@ class Classifier(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class CrossEntropy:
-    """The loss of a batch: mean cross-entropy, and the mean of the chosen penalties."""
+    """The training loss: the mean cross-entropy plus the mean of the selected penalties."""
 
     regularize: str = "none"
     penalty: float = 0.0
@@ -185,7 +187,7 @@ class CrossEntropy:
 
 
 def load_run(folder: Path) -> tuple[ImageConfig, Classifier]:
-    """Return the configuration and the trained model of a finished run."""
+    """Return the options and the trained model of a finished run."""
     config = ImageConfig.read(read_json(folder / "config.json"), out=str(folder))
     model = config.make_model()
     model.load_state_dict(read_tensors(folder / "checkpoint.pt")["model"])
@@ -193,13 +195,13 @@ def load_run(folder: Path) -> tuple[ImageConfig, Classifier]:
 
 
 def load_data(config: ImageConfig) -> tuple[Samples, Samples]:
-    """Return training and test data of the sizes that the options give."""
+    """Return the training and test data, with the sizes that the options give."""
     train, test = (READ[config.dataset](split) for split in ("train", "test"))
     return tuple(x[: config.subset or None] for x in train), tuple(x[: config.test_subset or None] for x in test)
 
 
 def save_curve(run: Run, model: nn.Module, test: Samples) -> None:
-    """Write evaluations, error and gradient error of the trained model by tolerance to ``tolerance.csv``."""
+    """Write the trained model's function evaluations and errors for each tolerance to ``tolerance.csv``."""
     x, y = run.workers.to_device([part[:CURVE_IMAGES] for part in test])
     curve = hbnode.diagnostics.nfe_vs_tolerance(
         model,
@@ -222,7 +224,7 @@ def train(config: ImageConfig) -> None:
     fit(run, model, data, test, CrossEntropy(config.regularize, config.penalty))
     curve = run.folder / "tolerance.csv"
     if run.workers.rank == 0 and not run.is_finished:
-        curve.unlink(missing_ok=True)  # an earlier one was of fewer epochs
+        curve.unlink(missing_ok=True)  # an existing file is from fewer epochs
     if run.workers.rank == 0 and config.curve and not curve.exists():
         save_curve(run, model, test)
     run.finish(

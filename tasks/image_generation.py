@@ -1,18 +1,20 @@
-"""Image generation: the pixels of digits, MNIST and CIFAR-10, one after the other.
+"""Image generation: draw images of digits, MNIST and CIFAR-10 pixel by pixel.
 
 Section 4.4.2 of Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture Design? (2022), tables 6 and
-7, figure 15. A causal transformer reads the levels of the pixels so far, row by row, in CIFAR-10 red, green and blue in
-turn. It predicts the next level by a discretized mixture of logistics. The models are compared by bits per dimension,
-the mean of -log2 P over all pixels. The first pixel follows a start symbol.
+7, figure 15. A causal transformer takes the values of earlier pixels, row by row; the red, green and blue values of
+CIFAR-10 follow each other. It predicts the next pixel value, an integer level, by a discretized mixture of logistics.
+The models are compared by bits per dimension, the mean of -log2 P over all pixels. The first pixel follows a start
+symbol.
 
-The presets "mnist" and "cifar10" have the paper's sizes: 8 and 16 layers of 8 heads with 32 features each, a
-feedforward size of 1,024, 10 logistics, RAdam. The rest is from the authors' code: weight decay 0.01, batches of 10 and
-4, beta 0.6 and 0.1, gamma 0.9, and for CIFAR-10 a learning rate of 2e-4. By default a model that is small enough for
-one core learns scikit-learn's digits. The preset "mnist-small" is MNIST averaged down to 14 x 14.
+The presets "mnist" and "cifar10" have the paper's sizes: 8 layers for MNIST and 16 for CIFAR-10, 8 heads with 32
+features each, a feedforward size of 1,024, 10 mixture components, and RAdam. The other values are from the authors'
+code: weight decay 0.01, batch sizes 10 and 4, beta 0.6 and 0.1, gamma 0.9, and for CIFAR-10 a learning rate of 2e-4. By
+default a model that is small enough for one CPU core learns scikit-learn's digits. The preset "mnist-small" is MNIST
+reduced to 14 x 14 pixels by average pooling.
 
-In the end images are drawn one pixel at a time from the recurrent state; samples.png shows them above test images. The
-test images choose no epoch: the result is that of the last one. tasks.studies.image_throughput measures images per
-second.
+After training, images are generated pixel by pixel from the recurrent state; samples.png shows them above test images.
+The result is that of the last epoch, so the test images do not select an epoch. tasks.studies.image_throughput measures
+images per second.
 """
 
 from __future__ import annotations
@@ -40,18 +42,18 @@ LEVELS = {"digits": 17, "mnist": 256, "cifar10": 256}
 
 @dataclasses.dataclass(frozen=True)
 class ImageGenerationConfig(ContenderConfig):
-    """Options of image generation."""
+    """Command-line options of image generation."""
 
     positive = "logistics"
 
     dataset: str = option("digits", "which images", tuple(READ))
-    side: int | None = option(None, "pixels of an edge after averaging; none: all")
+    side: int | None = option(None, "side length after average pooling; none: no pooling")
     train_size: int = option(0, "train only on the first N images; 0: all")
     test_size: int = option(0, "test only on the first N images; 0: all")
-    batch_size: int = option(32, "images in a step")
-    weight_decay: float = option(0.01, "RAdam's, decoupled from the gradient")
+    batch_size: int = option(32, "images in a batch")
+    weight_decay: float = option(0.01, "RAdam's decoupled weight decay")
     logistics: int = option(5, "components of the mixture")
-    drawn: int = option(10, "images to draw in the end; 0: none", may_change=True)
+    drawn: int = option(10, "number of images to draw after training; 0: none", may_change=True)
 
     def __post_init__(self) -> None:
         edge = SHAPE[self.dataset][1]
@@ -60,17 +62,17 @@ class ImageGenerationConfig(ContenderConfig):
 
     @property
     def levels(self) -> int:
-        """Levels of a pixel."""
+        """The number of levels of a pixel."""
         return LEVELS[self.dataset]
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Rows, columns and channels of an image."""
+        """The numbers of rows, columns and channels of an image."""
         channels, edge, _ = SHAPE[self.dataset]
         return self.side or edge, self.side or edge, channels
 
     def make_model(self) -> hbnode.nn.MomentumTransformer:
-        """Return the model, from levels and the start symbol to parameters of mixtures."""
+        """Return the model, which maps levels and the start symbol to mixture parameters."""
         return self.make_transformer(self.levels + 1, output_size=3 * self.logistics)
 
 
@@ -87,14 +89,14 @@ PRESETS = {
 
 
 def load_data(config: ImageGenerationConfig) -> tuple[Samples, Samples]:
-    """Return sequences of levels for training and for testing, (N, pixels) uint8 each."""
+    """Return the training and the test data, each pixel sequences (N, pixels) uint8."""
     train, test = (READ[config.dataset](split)[0] for split in ("train", "test"))
     train, test = train[: config.train_size or None], test[: config.test_size or None]
     return (sequences(train, config),), (sequences(test, config),)
 
 
 def sequences(images: Tensor, config: ImageGenerationConfig) -> Tensor:
-    """Return images (N, channels, edge, edge) in [0, 1], averaged down, as levels (N, pixels), row by row."""
+    """Turn images (N, channels, edge, edge) in [0, 1] into levels (N, pixels), row by row, after average pooling."""
     small = nn.functional.avg_pool2d(images, images.shape[-1] // config.shape[0])
     return (small * (config.levels - 1)).round().to(torch.uint8).permute(0, 2, 3, 1).flatten(1)
 
@@ -103,12 +105,12 @@ def sequences(images: Tensor, config: ImageGenerationConfig) -> Tensor:
 
 
 def with_start(x: Tensor, levels: int) -> Tensor:
-    """Return the inputs for levels (N, pixels): a start symbol, and all pixels except the last one."""
+    """Return the model's inputs for levels (N, pixels): a start symbol, then all pixels except the last one."""
     return torch.cat([torch.full_like(x[:, :1], levels), x[:, :-1]], dim=1)
 
 
 def bits_per_dimension(model: nn.Module, batch: Samples, levels: int) -> tuple[Tensor, dict[str, float]]:
-    """Return the mean of -ln P over pixels and images, and the same in bits."""
+    """Return the mean of -ln P over pixels and images, and as a metric the same in bits."""
     x = batch[0].long()
     loss = -logistic_mixture.log_probability(model(with_start(x, levels)), x, levels).mean()
     return loss, {"bits_per_dim": loss.item() / math.log(2)}
@@ -117,14 +119,14 @@ def bits_per_dimension(model: nn.Module, batch: Samples, levels: int) -> tuple[T
 def draw_pixels(
     model: hbnode.nn.MomentumTransformer, count: int, pixels: int, levels: int, generator: torch.Generator
 ) -> Tensor:
-    """Draw levels (count, pixels), one pixel after the other.
+    """Draw images as levels (count, pixels), pixel by pixel.
 
     Arguments:
-        model: returns parameters of mixtures.
+        model: a model that returns mixture parameters.
         count: the number of images.
-        pixels: of an image, in all channels.
-        levels: of a pixel.
-        generator: of all random numbers, on the model's device.
+        pixels: number of values in an image, over all channels.
+        levels: number of levels of a pixel.
+        generator: random generator on the model's device.
     """
     sample = functools.partial(logistic_mixture.sample, levels=levels, generator=generator)
     start = torch.full((count, 1), levels, device=next(model.parameters()).device)
@@ -132,7 +134,7 @@ def draw_pixels(
 
 
 def draw_rows(figure: Figure | SubFigure, rows: Mapping[str, Tensor], config: ImageGenerationConfig) -> None:
-    """Draw rows of images, levels (N, pixels) each, with their names on the left."""
+    """Draw rows of images, each given as levels (N, pixels), with the name of each row on the left."""
     columns = max(len(images) for images in rows.values())
     axes = figure.subplots(len(rows), columns, squeeze=False)
     for line, (name, images) in zip(axes, rows.items(), strict=True):

@@ -1,28 +1,30 @@
-"""Language model: the next word of a text, with momentum LSTMs in place of AWD-LSTM's.
+"""Language model: predict the next word of a text, with momentum LSTMs instead of the LSTMs of AWD-LSTM.
 
 Section 3.3 and table 3 of Nguyen et al., MomentumRNN: Integrating Momentum into Recurrent Neural Networks (2020). Like
-the paper, this task has the model, the regularisation and the training of Merity et al. (2018). Embedding and readout
-share a weight. There is dropout of words, of the embedding, between the layers and of the output, each with one mask
-for all times, dropout of the entries of U, and penalties on the last layer's output (AR) and on its change (TAR).
-Backpropagation is truncated to chunks of varying length; the state is carried over, and the rate is proportional to the
-length. SGD averages its iterates from the epoch in which the validation loss stops falling (NT-ASGD).
+the paper, this task uses the model, the regularisation and the training of Merity et al. (2018). The embedding and the
+output layer share a weight. Dropout is applied to words, to the embedding, between the layers and to the output, with
+the same mask at all times, and to the entries of the recurrent weight U. The loss has penalties on the last layer's
+output (AR) and on its change over time (TAR). Training uses truncated backpropagation through chunks of varying length.
+The state is passed to the next chunk, and the learning rate is proportional to the length of the chunk. SGD averages
+its iterates from the epoch on in which the validation loss stops falling (NT-ASGD).
 
 The text is Penn Treebank if ``HBNODE_DATA`` has ptb/ptb.train.txt, ptb.valid.txt and ptb.test.txt, otherwise
-WikiText-2, otherwise a simulated Markov chain of 40 words with a least perplexity of 3.35. Words beyond --vocabulary
-are ``<unk>``; perplexities of different vocabularies cannot be compared. The baseline is a unigram model.
+WikiText-2, otherwise a simulated Markov chain of 40 words, whose best perplexity is 3.35. Words beyond --vocabulary
+become ``<unk>``; perplexities for different vocabularies are not comparable. The trivial baseline is a unigram model.
 
-The preset "ptb" has the paper's sizes and tables 6, 7 and 10. Its "momentum" has mu = 0 and s = 0.6: no momentum, and
-the same model as "gain". Rules without numbers in the paper have these too. Differences from the authors' code, where
-the paper says otherwise or nothing: v and the count of the restart are carried from chunk to chunk; the forget gate's
-bias is --forget-bias; weights are initialised as in the appendix for the other tasks; the test text is read in ten
-columns, like their validation text. The default preset is for two cores: a part of the text, few words, small layers,
-and weak regularisation.
+The preset "ptb" uses the paper's sizes and the hyperparameters of tables 6, 7 and 10. There "momentum" has mu = 0 and s
+= 0.6, so it has no momentum and equals "gain". Rules without values in the paper use the same ones. Four details differ
+from the authors' code. The momentum and the restart counter are passed from chunk to chunk. The forget-gate bias is
+--forget-bias. Weights are initialised as in the paper's appendix for the other tasks. The test text is processed in ten
+columns (parallel streams), like the validation text. The default options are for two CPU cores: a part of the text, a
+small vocabulary, small layers, and weak regularisation.
 
-The weights of the epoch with the least validation loss are tested once, in the end.
+The weights of the epoch with the smallest validation loss are tested once, at the end.
 
---model transformer has its own options (--model transformer --help): transformers with momentum over depth, and
-controls with equal parameters in width and depth, see tasks/models/depth.py. They read windows of Tiny Shakespeare by
-characters if ``HBNODE_DATA`` has tinyshakespeare/input.txt, otherwise of the simulated text, and train with AdamW.
+--model transformer has its own options (--model transformer --help): It trains transformers with momentum over depth,
+and wider or deeper controls with the same number of parameters; see tasks/models/depth.py. Their text is Tiny
+Shakespeare by characters if ``HBNODE_DATA`` has tinyshakespeare/input.txt, otherwise the simulated text. They are
+trained with AdamW.
 """
 
 from __future__ import annotations
@@ -49,40 +51,40 @@ from tasks.models.awd_lstm import Averaging, chunk_lengths, drop_recurrent_weigh
 from tasks.models.depth import DepthConfig
 from tasks.models.recurrent import RecurrentConfig, RuleOptions
 
-EVAL_COLUMNS = 10  # columns of the validation text and of the test
-States = list["hbnode.nn.RecurrentState | None"]  # of each layer
+EVAL_COLUMNS = 10  # number of columns (parallel streams) of the validation and the test text
+States = list["hbnode.nn.RecurrentState | None"]  # the state of each layer
 
-# Rules without a row use that of momentum. The second table is the paper's, tables 7 and 10.
+# Hyperparameters by model; missing models use those of "momentum". The second table is from tables 7 and 10.
 TABLE = {"momentum": RuleOptions(momentum=0.6, step_size=0.6), "sr": RuleOptions(step_size=0.6, restart=2)}
 PTB_TABLE = TABLE | {"momentum": RuleOptions(momentum=0.0, step_size=0.6)}
 
 
 @dataclasses.dataclass(frozen=True)
 class LanguageModelConfig(RecurrentConfig):
-    """Options of the language model."""
+    """Command-line options of the language model."""
 
     positive = "embedding layers bptt"
 
     cell: str = option("lstm", "the layer that the rule is put into", ("lstm", "rnn", "gru"))
     epochs: int = option(10, "passes over the training text", may_change=True)
-    batch_size: int = option(20, "columns of the training text")
+    batch_size: int = option(20, "columns of the training text, which are processed in parallel")
     lr: float = option(20.0, "SGD's learning rate, for a chunk of --bptt words")
     schedule: str = option("constant", "learning rate: constant; see --patience", ("constant",))
     clip: float = option(0.25, "largest norm of the gradient; 0 does not clip")
-    data: str = option("auto", "the text; auto is the first that is there", SOURCES)
+    data: str = option("auto", "the text; auto: the first whose files exist", SOURCES)
     vocabulary: int = option(5000, "different words; 0: all")
     train_size: int = option(200_000, "words of the training text; 0: all")
     test_size: int = option(50_000, "words of the validation text and of the test; 0: all")
     embedding: int = option(64, "size of a word's vector, and of the last layer")
     layers: int = option(2, "recurrent layers")
-    bptt: int = option(35, "words of a chunk, on average; in the paper 70, with probability 0.05 half of it")
+    bptt: int = option(35, "mean number of words in a chunk, halved with probability 0.05; 70 in the paper")
     dropout: float = option(0.1, "dropout of the output", below=1)
     dropout_between: float = option(0.1, "dropout between the layers", below=1)
     dropout_input: float = option(0.1, "dropout of the embedding", below=1)
     dropout_words: float = option(0.0, "dropout of words from the embedding", below=1)
     weight_drop: float = option(0.1, "dropout of the entries of U", below=1)
-    ar: float = option(0.0, "factor of the output's mean square in the loss")
-    tar: float = option(0.0, "factor of the mean square of its change")
+    ar: float = option(0.0, "factor of the output's mean square in the loss (AR)")
+    tar: float = option(0.0, "factor of the mean square of the output's change (TAR)")
     weight_decay: float = option(1.2e-6, "SGD's weight decay")
     patience: int = option(5, "epochs without a better validation loss until iterates are averaged; 0: never")
 
@@ -98,12 +100,13 @@ PRESETS = {
 
 
 class LanguageModel(nn.Module):
-    """Embedding, recurrent layers, the last one as wide as the embedding, and the embedding's weight as readout.
+    """An embedding, recurrent layers (the last one as wide as the embedding), and an output layer with the embedding's
+    weight.
 
     Arguments:
         words: the size of the vocabulary.
-        config: sizes and dropouts.
-        make: (input size, hidden size) -> a layer.
+        config: options with the sizes and dropout probabilities.
+        make: function (input size, hidden size) -> layer.
     """
 
     def __init__(self, words: int, config: LanguageModelConfig, make: Callable[[int, int], nn.Module]) -> None:
@@ -117,11 +120,11 @@ class LanguageModel(nn.Module):
         self.bias = nn.Parameter(torch.zeros(words))
 
     def forward(self, words: Tensor, states: States) -> tuple[Tensor, Tensor, Tensor, States]:
-        """Return scores (T, batch, words), the last layer's output after and before dropout, and the states.
+        """Return logits (T, batch, words), the last layer's output after and before dropout, and the states.
 
         Arguments:
-            words: (T, batch).
-            states: of each layer, None at the beginning of a text.
+            words: word indices (T, batch).
+            states: state of each layer, None at the beginning of a text.
         """
         config, after = self.config, []
         x = locked_dropout(
@@ -130,7 +133,7 @@ class LanguageModel(nn.Module):
         for index, (layer, state) in enumerate(zip(self.layers, states, strict=True)):
             if index > 0:
                 x = locked_dropout(x, config.dropout_between, self.training)
-            with parametrize.cached():  # one mask of U for all accesses of a layer
+            with parametrize.cached():  # the same dropout mask for all accesses to U
                 x, state = layer(x, state)
             after.append(state)
         dropped = locked_dropout(x, config.dropout, self.training)
@@ -142,13 +145,16 @@ class LanguageModel(nn.Module):
 
 
 def make_model(words: int, config: LanguageModelConfig) -> LanguageModel:
-    """Return the model of these options."""
+    """Return the model that the options describe."""
     table = table_of(config)
     return LanguageModel(words, config, lambda before, after: config.make_layer(before, table, hidden_size=after))
 
 
 def in_columns(text: Tensor, columns: int) -> Tensor:
-    """Return a text (N,) as columns (N // columns, columns), without the remainder."""
+    """Split a text (N,) into columns (N // columns, columns), which are processed in parallel.
+
+    The remainder is dropped.
+    """
     rows = len(text) // columns
     if rows < 2:
         raise ValueError(f"a text of {len(text)} words is too short for {columns} columns. Fix: a longer one.")
@@ -157,7 +163,7 @@ def in_columns(text: Tensor, columns: int) -> Tensor:
 
 @torch.no_grad()
 def evaluate(model: LanguageModel, text: Tensor, bptt: int) -> float:
-    """Return the mean loss over the words of a text in columns, without its first row."""
+    """Return the mean loss over the words of a text in columns (rows, columns), except the words of its first row."""
     model.eval()
     states, total = model.fresh(), 0.0
     for x, y in zip(text[:-1].split(bptt), text[1:].split(bptt), strict=True):
@@ -168,12 +174,12 @@ def evaluate(model: LanguageModel, text: Tensor, bptt: int) -> float:
 
 
 def table_of(config: LanguageModelConfig) -> Mapping[str, RuleOptions]:
-    """Return the rules of the preset."""
+    """Return the hyperparameters of the momentum rules for the preset."""
     return PTB_TABLE if config.preset == "ptb" else TABLE
 
 
 def perplexity(loss: float) -> float:
-    """Return the exponential of a mean loss; infinity instead of an overflow."""
+    """Return exp(loss), or infinity if it would overflow."""
     return math.exp(loss) if loss < 700 else math.inf
 
 
@@ -181,23 +187,24 @@ def perplexity(loss: float) -> float:
 
 
 class TextChunks:
-    """A text in columns, in chunks of varying length, with the state of the layers carried from one to the next.
+    """Training data: chunks of varying length from a text in columns. The layers' states are passed from chunk to
+    chunk.
 
     Arguments:
         model: the model.
-        text: (rows, columns).
-        config: ``bptt``, ``seed``, and the factors of the penalties.
+        text: word indices (rows, columns).
+        config: options with ``bptt``, ``seed`` and the penalty factors.
     """
 
     unit = "word"
 
     def __init__(self, model: LanguageModel, text: Tensor, config: LanguageModelConfig) -> None:
         self.model, self.text, self.config = model, text, config
-        self.per_epoch = len(text) - 1  # predicted words of a column
+        self.per_epoch = len(text) - 1  # number of predicted words in a column
         self.states = model.fresh()
 
     def minibatch(self, epoch: int, start: int) -> Minibatch:
-        """Return the words of a chunk and those after them; an epoch begins with fresh states."""
+        """Return the words of a chunk and their next words. Each epoch begins with empty states."""
         if start == 0:
             self.states = self.model.fresh()
         lengths = chunk_lengths(self.per_epoch, self.config.bptt, self.config.seed, epoch)
@@ -207,7 +214,7 @@ class TextChunks:
         return Minibatch((x, y), samples=y.numel(), weight=1.0, rate=rate, length=length, place=place)
 
     def loss(self, model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, float]]:
-        """Return the mean cross-entropy with penalties, and without them to report; store the states."""
+        """Return the cross-entropy with penalties, and without penalties as a metric. Store the states."""
         x, y = batch
         scores, dropped, raw, states = model(x, self.states)
         self.states = [state.detach() for state in states]
@@ -219,13 +226,13 @@ class TextChunks:
         return {"states": [state and state.as_dict() for state in self.states]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state of :meth:`state_dict`."""
+        """Load states that :meth:`state_dict` returned."""
         states = (state and hbnode.nn.RecurrentState(**state) for state in state["states"])
         self.states = [state and state.map(lambda x: x.to(self.text.device)) for state in states]
 
 
 def fit(run: Run, model: LanguageModel, parts: Mapping[str, Tensor], config: LanguageModelConfig) -> dict[str, float]:
-    """Train for the configured epochs, load the best weights, and return their epoch and perplexity."""
+    """Train for the configured epochs, load the best weights, and return their epoch and validation perplexity."""
     train, validation = (
         in_columns(parts[name], columns).to(run.workers.device)
         for name, columns in (("train", config.batch_size), ("validation", EVAL_COLUMNS))
@@ -251,7 +258,7 @@ def fit(run: Run, model: LanguageModel, parts: Mapping[str, Tensor], config: Lan
 
 
 def train(config: LanguageModelConfig) -> None:
-    """Train one model with one seed, and test the best epoch's weights once."""
+    """Train one model with one seed, and test the weights of the best epoch once."""
     text = read(config)
     config = dataclasses.replace(config, data=text.source)  # a run cannot be resumed with another text
     run = Run("language_model", config, f"{config.preset}-{text.source}-{config.cell}-{config.model}-seed{config.seed}")
@@ -268,20 +275,20 @@ def train(config: LanguageModelConfig) -> None:
 
 
 def read(config: LanguageModelConfig | DepthConfig, **options: Any) -> Text:
-    """Return the text of these options."""
+    """Read the text that the options name."""
     sizes = {name: getattr(config, name) for name in ("vocabulary", "train_size", "test_size")}
     return read_text(config.data, **sizes, **options)
 
 
 def about(text: Text) -> str:
-    """Return a line about a text."""
+    """Return a line that describes a text."""
     counts = "/".join(f"{len(part):,}" for part in text.parts.values())
     said = f"{counts} words, {len(text.words):,} different; unigram perplexity {text.unigram_perplexity():.4g}"
     return f"text: {text.source}, {said}"
 
 
 def tested(run: Run, name: str, loss: float, results: Mapping[str, float]) -> dict[str, float]:
-    """Return test loss and perplexity for the summary."""
+    """Return the test loss and the perplexity for the summary."""
     require_finite({"loss": loss, "perplexity": perplexity(loss)}, "test data", run)
     if run.workers.rank == 0:
         print(f"{name}: test perplexity {perplexity(loss):.4g}, epoch {results['best_epoch']}")
@@ -295,13 +302,13 @@ def finish(run: Run, model: nn.Module, text: Text, **results: Any) -> None:
 
 
 def next_word_loss(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, float]]:
-    """Return the mean cross-entropy of the words of windows (batch, context + 1) after the first ones."""
+    """Return the mean cross-entropy of all words except the first in windows (batch, context + 1)."""
     (windows,) = batch
     return nn.functional.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten()), {}
 
 
 def train_transformer(config: DepthConfig) -> None:
-    """Train one transformer with one seed, and test the best epoch's weights once."""
+    """Train one transformer with one seed, and test the weights of the best epoch once."""
     text = read(config, order=("tinyshakespeare",))
     config = dataclasses.replace(config, data=text.source)
     run = Run("language_model", config, f"{config.preset}-{text.source}-{config.connection}-seed{config.seed}")

@@ -1,16 +1,18 @@
-"""A pendulum learned from noisy swings: its energy over 100 periods, by a learned energy and by free right-hand sides.
+"""Pendulum: learn its dynamics from noisy measurements, and compare how well models conserve energy over 100 periods.
 
-The data are short swings of q'' = -sin q from random states, as measured angles q and velocities p with noise. Each
-model solves from the first measurement of a swing, and the loss is the squared error of the others:
+The data are short swings of q'' = -sin q from random states: noisy measurements of the angle q and the velocity p. A
+model solves its ODE from the first measurement of a swing, and the loss is the squared error at the other measurements.
+The models are:
 
-- "port_hamiltonian": q'' = -V'(q) with a learned potential V (:class:`hbnode.PortHamiltonian`).
-- "sonode": q'' = f(q, q').
-- "node": (q, p)' = f(q, p).
+- "port_hamiltonian": q'' = -V'(q) with a learned potential energy V (:class:`hbnode.PortHamiltonian`).
+- "sonode": q'' = f(q, q') with a network f.
+- "node": (q, p)' = f(q, p) with a network f.
 
-Then the model is solved for 100 periods, from rest at 1.5 radians. "port_hamiltonian" uses leapfrog with 200 steps per
-period, which conserves an energy close to the learned one; the others use tsit5 at 1e-7. The results are errors of the
-true energy p²/2 + 1 - cos q relative to its first value: "energy_error", the largest, and "energy_error_last", that of
-the last period. The figure also shows the other runs in the same folder.
+After training, the model is solved for 100 periods, starting at 1.5 radians with velocity 0. "port_hamiltonian" uses
+leapfrog with 200 steps per period, which conserves an energy close to the learned one; the others use tsit5 at 1e-7.
+The metrics are relative errors of the true energy p²/2 + 1 - cos q, compared with its initial value. "energy_error" is
+the largest error, and "energy_error_last" is the largest error in the last period. The figure also shows the other runs
+in the same folder.
 """
 
 from __future__ import annotations
@@ -34,26 +36,26 @@ from tasks.common.files import read_json, write_table
 from tasks.common.run import Run, command
 from tasks.common.train import TEST_SEED, Samples, fit
 
-START = 1.5  # radians, at rest
-PERIOD = 4 * float(special.ellipk(math.sin(START / 2) ** 2))  # of the true pendulum from there
-PER_PERIOD = 20  # outputs of the long swing
+START = 1.5  # initial angle in radians, with velocity 0
+PERIOD = 4 * float(special.ellipk(math.sin(START / 2) ** 2))  # period of the true pendulum that starts at START
+PER_PERIOD = 20  # output times per period of the long swing
 TITLES = {"node": "NODE", "sonode": "SONODE", "port_hamiltonian": "PortHamiltonian"}
 
 
 @dataclasses.dataclass(frozen=True)
 class PendulumConfig(TaskConfig):
-    """Options of the pendulum."""
+    """Command-line options of the pendulum."""
 
     models = tuple(TITLES)
     positive = "swings times duration hidden tol"
 
     epochs: int = option(1000, "passes over the training data", may_change=True)
-    batch_size: int = option(50, "swings in a step")
+    batch_size: int = option(50, "swings in a batch")
     lr: float = option(3e-3, "Adam's learning rate")
     schedule: str = option("cosine", "learning rate: constant, cosine to 0", ("constant", "cosine"))
     swings: int = option(100, "swings to train on")
-    times: int = option(15, "measurements of a swing after the first")
-    duration: float = option(3.0, "time of a swing; a small swing has a period of 2 pi")
+    times: int = option(15, "measurements per swing, without the first")
+    duration: float = option(3.0, "duration of a swing; small oscillations have a period of 2 pi")
     noise: float = option(0.01, "standard deviation of the measurements' noise")
     hidden: int = option(32, "units in each of two hidden layers")
     tol: float = option(1e-4, "rtol = atol in training")
@@ -61,7 +63,7 @@ class PendulumConfig(TaskConfig):
 
 
 class Pendulum(nn.Module):
-    """A learned pendulum, a function of its first states (batch, 2)."""
+    """A model of the pendulum, which maps initial states (batch, 2) to later states."""
 
     def __init__(self, model: str, hidden: int, duration: float, times: int, tol: float) -> None:
         super().__init__()
@@ -74,11 +76,11 @@ class Pendulum(nn.Module):
         self.register_buffer("t", torch.linspace(0, duration, times + 1, dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the states (batch, times, 2) at the measurements after the first."""
+        """Return the states (batch, times, 2) at the times of all measurements after the first."""
         return swing(self.block, x, self.t)[1:].transpose(0, 1)
 
     def long_swing(self, periods: int) -> tuple[Tensor, Tensor]:
-        """Return the times in periods, (T,), and the states (T, 2) from rest at START, in float64."""
+        """Return the times in periods (T,) and the states (T, 2) of a swing from START with velocity 0, in float64."""
         fine: dict[str, Any] = {"method": "leapfrog", "steps": 200 // PER_PERIOD}
         fine = fine if isinstance(self.block.field, hbnode.PortHamiltonian) else {}
         field = copy.deepcopy(self.block.field).double().cpu()
@@ -89,19 +91,19 @@ class Pendulum(nn.Module):
 
 
 def swing(block: hbnode.ODEBlock, x: Tensor, t: Tensor) -> Tensor:
-    """Return the states (T, batch, 2) at the times ``t`` (T,), for the first states (batch, 2)."""
+    """Return the states (T, batch, 2) at the times ``t`` (T,) for the initial states (batch, 2)."""
     path = block.trajectory(x, t)
     return torch.cat(path, -1) if isinstance(path, tuple) else path
 
 
 def split(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return q and p, each (batch, 1), of states (batch, 2)."""
+    """Split states (batch, 2) into q and p, each (batch, 1)."""
     q, p = x.split(1, -1)
     return q, p
 
 
 def make_swings(config: PendulumConfig, seed: int) -> Samples:
-    """Return first states (swings, 2) and later states (swings, times, 2) of the true pendulum, with noise."""
+    """Return noisy initial states (swings, 2) and later states (swings, times, 2) of the true pendulum."""
     random = np.random.default_rng(seed)
     start = random.uniform(-2.0, 2.0, (config.swings, 2)) * [1.0, 0.7]
     t = np.linspace(0, config.duration, config.times + 1)
@@ -117,19 +119,19 @@ def make_swings(config: PendulumConfig, seed: int) -> Samples:
 
 
 def squared_error(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, float]]:
-    """Return the mean squared error of the later states."""
+    """Return the mean squared error of the states after the first."""
     start, later = batch
     return nn.functional.mse_loss(model(start), later), {}
 
 
 def energy(states: Tensor) -> Tensor:
-    """Return the true energy of states (..., 2)."""
+    """Return the energy of the true pendulum in states (..., 2)."""
     q, p = states.unbind(-1)
     return p.square() / 2 + 1 - q.cos()
 
 
 def draw(folder: Path) -> None:
-    """Draw the long swings of all runs in the folder above, and the errors of their energies."""
+    """Draw the long swings of all runs in the parent folder, and the errors of their energies."""
     titles = {
         path.parent: TITLES[read_json(path.parent / "config.json")["model"]]
         for path in folder.parent.glob("*/energy.csv")
@@ -146,14 +148,14 @@ def draw(folder: Path) -> None:
             ax.set(xlabel="angle (rad)", ylabel="velocity" if not index else "", title=titles[path])
             largest = (
                 table["error"].abs().groupby(table["period"].astype(int)).max()[:-1]
-            )  # without the last time, which begins a period
+            )  # without the last time, which starts a new period
             errors.semilogy(largest.index + 0.5, 100 * largest, f"C{index}", label=titles[path])
         errors.set(xlabel="period", ylabel="error of the energy (%)", title="largest error in each period")
         errors.grid(alpha=0.3)
 
 
 def train(config: PendulumConfig) -> None:
-    """Train one model and solve the long swing."""
+    """Train one model, and solve the long swing."""
     run = Run("pendulum", config, f"{config.preset}-{config.model}-seed{config.seed}")
     model = Pendulum(config.model, config.hidden, config.duration, config.times, config.tol)
     run.announce(model, TITLES[config.model])

@@ -1,34 +1,37 @@
-"""Plane vibration: forecasting the vibrations of an aircraft from irregular samples with ODE-RNNs.
+"""Plane vibration: forecast the vibrations of an aircraft from irregular samples with ODE-RNNs.
 
-Section 3.4.3 of Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture Design? (2022), figure 12:
-force, voltage and three accelerations of a ground vibration test, 400 rows per second. 10 % of the rows are removed. A
-model forecasts 8 rows from the 64 samples before. The unit of time is a row, 0.0025 s. Without the data the run uses a
-simulated structure; a warning and the summary say so. The trivial baseline repeats the last sample.
+Section 3.4.3 of Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture Design? (2022), figure 12: the
+data are force, voltage and three accelerations of a ground vibration test, recorded 400 times per second. A time step
+(a row of the record, 0.0025 s) is the unit of time. 10 % of the time steps are removed at random. A model forecasts 8
+time steps from the 64 samples before them. Without the data the run uses a simulated structure; a warning and the
+summary say so. The trivial baseline repeats the last sample.
 
---protocol paper: without the last 100 rows, the record is split 50/25/25 in order and standardised with all rows, as in
-the authors' code. The force repeats every 8192 rows, so that the test set repeats the training set almost exactly. The
-error of the rows a whole number of periods earlier, all from the first half, is printed as a second baseline.
+--protocol paper: as in the authors' code, the last 100 time steps are dropped, the record is split 50/25/25 in order,
+and it is standardised with statistics of the whole record. The force repeats every 8192 time steps, so the test set
+repeats the training set almost exactly. A second baseline is therefore printed: it forecasts by copying the training
+values a whole number of periods earlier.
 
---protocol honest: the split is by the phase in the period of 8192 rows. In each of the nine periods training has the
-phases 0 to 3975, validation 4056 to 6043, test 6124 to 8111, targets included. The 80 phases between two of them, the
-length of a segment and its horizon, are not used. The record is standardised with the rows of training.
+--protocol honest: the record is split by the phase in the period of 8192 time steps. In each of the nine periods
+training has the phases 0 to 3975, validation 4056 to 6043, and test 6124 to 8111, targets included. Between these
+ranges 80 phases are unused, the length of a segment with its forecast. The record is standardised with statistics of
+the training data.
 
-The preset "paper" has the paper's sizes, split, tolerance and epochs, and from the code the batch of 64, the gradient
-clipped to 1 and the adjoint's full error norm. The learning rate falls from 1e-3 as a cosine; in the code it goes from
-1e-3 to 1e-4 after 50 epochs. The loss is the squared error of the forecast and 0.1 times that of the prediction of each
-next sample, our reading of the paper's regulariser. The code's third term, 0.1 times the squared error at the current
-sample, is left out. Momentum, damping and signs are the paper's; xi, which it does not give, starts at 0.01. A residual
-linear cell with torch's initial weights diverges within 64 samples. So the initial weights of the cell, the encoder and
-the last layer of f are multiplied by 0.001. (The code does so with all parameters, also that of the damping.)
+The preset "paper" uses the paper's sizes, split, tolerance and epochs. From the authors' code it uses the batch size
+64, gradient norms clipped to 1, and the full error norm of the adjoint. The learning rate falls from 1e-3 as a cosine;
+in the code it drops from 1e-3 to 1e-4 after 50 epochs. The loss is the squared error of the forecast plus 0.1 times the
+squared error of predicting each next sample, which is our interpretation of the paper's regulariser. The code's third
+term, 0.1 times the squared error at the current sample, is left out. Momentum, damping and signs are the paper's; xi,
+which it does not give, starts at 0.01. With torch's initial weights, the state of a residual linear cell diverges
+within 64 samples. So the initial weights of the cell, the encoder and the last layer of f are multiplied by 0.001. (The
+authors' code does this with all parameters, including the damping.)
 
 --model oscillators is a layer of linear oscillators whose outputs are the forecasts. "oscillator_stack" has two blocks
-with gates between them and continues with its own predictions, as the other baselines do. "kalman" has a few noisy
-oscillators and maximises their likelihood instead of that loss. Initial frequencies are those with power in the record.
-These linear models allow a larger --lr, 1e-2 and 1e-1.
+of oscillators with gates between them. Like the other baselines, it forecasts by taking its own predictions as inputs.
+"kalman" has a few noisy oscillators and maximises their likelihood. The initial frequencies are in the range in which
+the record has power. The linear models allow a larger --lr: 1e-2 for "oscillators", 1e-1 for "kalman".
 
-The encoder computes the state at the first sample from all 64 samples, as in the authors' code, so only the rows after
-the window are forecasts. The baselines have no encoder, so all their predictions are forecasts: compare only the rows
-after the window.
+As in the authors' code, the encoder of the ODE-RNNs computes the initial state from all 64 samples. So only their
+predictions after the window are forecasts. The baselines have no encoder. Compare only errors after the window.
 """
 
 from __future__ import annotations
@@ -52,19 +55,19 @@ from tasks.models.oscillating import TITLES, NoisyForecaster, NoisyOscillators, 
 
 COLUMNS = ("force", "voltage", "acceleration 1", "acceleration 2", "acceleration 3")
 CHANNELS = len(COLUMNS)
-WINDOW = 64  # samples of a segment
-HORIZON = 8  # rows to forecast, from the time after the samples on
-DROPPED = 100  # rows at the end, in the paper's protocol
+WINDOW = 64  # number of samples in a segment
+HORIZON = 8  # number of time steps to forecast after the samples
+DROPPED = 100  # number of time steps dropped at the end in the paper's protocol
 PERIOD = f16.PERIOD
-# 80 phases between two of them: 65 times are 72 rows, and 8 rows are forecast
+# 80 unused phases lie between the ranges: 65 times span 72 time steps, and 8 time steps are forecast
 PHASES = {"train": (0, 3976), "validation": (4056, 6044), "test": (6124, 8112)}
 XI = 0.01  # initial value in 1/row^2: h oscillates at 400 sqrt(XI) / 2 pi = 6 Hz, as the record does; ln 2: 53 Hz
-PARAMETERS = 16_000  # of a baseline, about as many as those of the models
-FREQUENCY = (0.004, 0.05)  # initial range of oscillators, in cycles per row: 1.6 to 20 Hz
+PARAMETERS = 16_000  # approximate number of parameters of a baseline, as many as the ODE-RNNs have
+FREQUENCY = (0.004, 0.05)  # range of initial frequencies in cycles per time step, 1.6 to 20 Hz
 OSCILLATORS = ("oscillators", "oscillator_stack", "kalman")
-NOISY = 12  # oscillators of "kalman"
-REMOVED_SEED = 1  # of the removed rows
-NEXT_WEIGHT = 0.1  # weight in the loss of the predictions of the next samples
+NOISY = 12  # number of oscillators of "kalman"
+REMOVED_SEED = 1  # seed that selects the removed time steps
+NEXT_WEIGHT = 0.1  # weight of the next-sample predictions in the loss
 
 # sizes of h and of the hidden layers of f
 SIZES = {
@@ -78,7 +81,7 @@ SIZES = {
 
 @dataclasses.dataclass(frozen=True)
 class PlaneVibrationConfig(IrregularSeriesConfig):
-    """Options of plane vibration."""
+    """Command-line options of plane vibration."""
 
     models = tuple(dict.fromkeys((*MODELS, *BASELINES, *OSCILLATORS)))
     epochs: int = option(50, "passes over the training segments", may_change=True)
@@ -96,13 +99,14 @@ PRESETS = {"paper": "--protocol paper --tol 1e-07 --solver torchdiffeq --adjoint
 
 
 def split_rows(count: int, protocol: str) -> dict[str, Tensor]:
-    """Return the row numbers of non-overlapping segments of 65 times, (segments, 65), for each part.
+    """Return the row indices of non-overlapping segments of 65 times, (segments, 65), for training, validation and
+    test.
 
-    A tenth of the rows is removed at random. The 8 rows to forecast begin at a segment's last time.
+    A tenth of the rows is removed at random. The 8 rows to forecast begin at the last time of a segment.
 
     Arguments:
-        count: rows of the record.
-        protocol: "paper" or "honest", see above.
+        count: number of rows in the record.
+        protocol: "paper" or "honest", see the module docstring.
     """
     count = count - DROPPED if protocol == "paper" else count
     generator = torch.Generator().manual_seed(REMOVED_SEED)
@@ -117,7 +121,7 @@ def split_rows(count: int, protocol: str) -> dict[str, Tensor]:
 
 
 def _runs(kept: Tensor, count: int, start: int, stop: int) -> Iterator[Tensor]:
-    """Yield for each period the rows of some phases whose forecasts are of these phases too."""
+    """Yield, for each period, the remaining rows in a range of phases whose forecasts are in this range too."""
     for first in range(0, count, PERIOD):
         yield kept[(kept >= first + start) & (kept <= min(first + stop, count) - HORIZON)]
 
@@ -129,14 +133,14 @@ def _cut(run: Tensor) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Splits:
-    """Training, validation and test, standardised.
+    """The standardised training, validation and test data.
 
     Attributes:
-        batches: for each, the samples (segments, 64, 5), the times in rows since the first (segments, 65), and the rows
-            from the 65th time on (segments, 8, 5).
-        rows: for each, the row numbers of the times (segments, 65).
+        batches: for each data set, the samples (segments, 64, 5), the times in time steps since the first (segments,
+            65), and the targets from the 65th time on (segments, 8, 5).
+        rows: for each data set, the row indices of the times (segments, 65).
         record: the whole record, standardised, (N, 5).
-        mean: of the columns, (5,).
+        mean: mean of the columns, (5,).
         deviation: standard deviation of the columns, (5,).
     """
 
@@ -164,11 +168,11 @@ class Splits:
         return cls(batches, rows, record, mean, deviation)
 
     def trivial_errors(self) -> dict[str, float]:
-        """Return mean squared errors of the trivial baselines on the test set."""
+        """Return the mean squared errors of the trivial baselines on the test set."""
         x, _, target = self.batches["test"]
         errors = {"persistence_forecast_mse": mse(x[:, -1:].expand_as(target), target)}
         rows = self.rows["test"][:, -1:] + torch.arange(HORIZON)
-        unseen = self.rows["validation"].min()  # the end of the rows of training, in the paper's protocol
+        unseen = self.rows["validation"].min()  # the first row after training in the paper's protocol
         earlier = rows - (rows - unseen).div(PERIOD, rounding_mode="floor").add(1) * PERIOD
         if bool((self.rows["train"].max() < unseen) & (earlier >= 0).all()):
             errors["periods_earlier_forecast_mse"] = mse(self.record[earlier], target)
@@ -179,19 +183,19 @@ class Splits:
 
 
 class Encoder(nn.Module):
-    """The state at the first time, a linear map of all samples of the window."""
+    """The initial state of the ODE-RNN as a linear map of all samples in the window."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
         self.linear = nn.Linear(WINDOW * CHANNELS, size)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, 65, 5) -> (batch, size)."""
+        """Return the state (batch, size) for samples (batch, 65, 5), the last of which is padding."""
         return self.linear(x[:, :WINDOW].flatten(1))
 
 
 class LinearCell(nn.Module):
-    """U x + W_h h, or U x + W_h h + W_m m, each with a bias, for the state s = h or s = [h, m]."""
+    """A linear cell U x + W_h h for the state h, or U x + W_h h + W_m m for the state [h, m]. Each map has a bias."""
 
     def __init__(self, input_size: int, hidden_size: int, parts: int) -> None:
         super().__init__()
@@ -200,13 +204,16 @@ class LinearCell(nn.Module):
         self.parts = nn.ModuleList(nn.Linear(hidden_size, parts * hidden_size) for _ in range(parts))
 
     def forward(self, x: Tensor, s: Tensor) -> Tensor:
-        """(batch, input_size), (batch, parts * hidden_size) -> (batch, parts * hidden_size)."""
+        """Return the new state (batch, parts * hidden_size) from x (batch, input_size) and s.
+
+        There are 1 or 2 parts.
+        """
         parts = s.split(self.hidden_size, dim=-1)
         return self.input(x) + sum(weight(part) for weight, part in zip(self.parts, parts, strict=True))
 
 
 class Forecaster(nn.Module):
-    """An ODE-RNN that filters a window and forecasts from the time after it; a dense layer reads h."""
+    """An ODE-RNN that takes a window of samples and forecasts what follows; a dense layer maps h to values."""
 
     def __init__(self, model: str, *, shrink: float = 1e-3, **solver: Any) -> None:
         super().__init__()
@@ -227,9 +234,9 @@ class Forecaster(nn.Module):
 
         Arguments:
             x: samples (batch, 64, 5).
-            t: times (batch, 65), in rows.
+            t: times (batch, 65), in time steps.
         """
-        x = nn.functional.pad(x, (0, 0, 0, 1))  # there is no sample at the 65th time
+        x = nn.functional.pad(x, (0, 0, 0, 1))  # zeros at the 65th time, where there is no sample
         mask = torch.arange(WINDOW + 1, device=x.device).expand(len(x), -1) < WINDOW
         before, _, state = self.rnn.filter(x, t, mask=mask)
         h, _ = self.rnn.forecast(state, torch.arange(float(HORIZON), device=x.device))
@@ -237,7 +244,7 @@ class Forecaster(nn.Module):
 
 
 class Baseline(nn.Module):
-    """A recurrent network that predicts the next sample, and forecasts from its own predictions."""
+    """A recurrent network that predicts the next sample, and forecasts by taking its predictions as inputs."""
 
     def __init__(self, model: str) -> None:
         super().__init__()
@@ -249,7 +256,7 @@ class Baseline(nn.Module):
         gap = t.diff(dim=1)
         features, state = self.rnn(x, nn.functional.pad(gap[:, :-1], (1, 0)), gap_after=gap)
         following = self.head(features)
-        forecast = [following[:, -1:]]  # at the 65th time
+        forecast = [following[:, -1:]]  # the prediction at the 65th time
         gap, row = gap[:, -1:], torch.ones_like(gap[:, -1:])
         for _ in range(HORIZON - 1):
             features, state = self.rnn(forecast[-1], gap, state, gap_after=row)
@@ -259,7 +266,7 @@ class Baseline(nn.Module):
 
 
 def make_model(config: PlaneVibrationConfig) -> nn.Module:
-    """Return the model of these options."""
+    """Return the model that the options describe."""
     if config.model == "oscillators":
         return RowForecaster(CHANNELS, HORIZON, PARAMETERS, frequency=FREQUENCY, decay=(0.002, 0.05))
     if config.model == "kalman":
@@ -276,7 +283,7 @@ mse = nn.functional.mse_loss
 
 
 def squared_errors(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, float]]:
-    """Return the mean squared error of the forecast, plus a tenth of that of the next samples.
+    """Return the mean squared error of the forecast, plus 0.1 times that of the next-sample predictions.
 
     If a model returns log-likelihoods, the loss is minus their mean.
     """
@@ -295,7 +302,7 @@ def squared_errors(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, 
 def train(config: PlaneVibrationConfig) -> None:
     """Train one model with one seed, and forecast the test set once."""
     record, source = f16.read_plane_vibration(config.data)
-    config = dataclasses.replace(config, data=source)  # a run cannot be resumed with another source
+    config = dataclasses.replace(config, data=source)  # a run cannot be resumed with other data
     splits = Splits.from_record(record, config.protocol)
     run = Run("plane_vibration", config, f"{config.preset}-{config.protocol}-{config.model}-seed{config.seed}")
     model = make_model(config)
@@ -325,7 +332,7 @@ def train(config: PlaneVibrationConfig) -> None:
 
 
 def draw_forecasts(forecast: Tensor, splits: Splits, title: str, folder: Path) -> None:
-    """Draw measured and forecast accelerations of four test segments, in ``forecast.png``."""
+    """Draw the measured and forecast accelerations of four test segments in ``forecast.png``."""
     x, t, target = splits.batches["test"]
     scale, shift = splits.deviation.float(), splits.mean.float()
     title = f"{title}; accelerations in the unit of the data"

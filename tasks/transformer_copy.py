@@ -1,16 +1,18 @@
 """Copying a sequence of symbols with transformers: how fast momentum attention learns.
 
 Section 4.4.1 and figure 14 of Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture Design? (2022):
-sequences w 0 w 0 0 ... with 10 different symbols, and a causal transformer that predicts the next one. Loss and
-accuracy are those of the second w. Every batch is new; the test set is the same for all runs.
+the sequences are w 0 w 0 0 ..., where w is a random sequence of 10 different symbols. A causal transformer predicts the
+next symbol. Loss and accuracy are computed on the second w. Every batch is newly drawn; the test set is the same for
+all runs.
 
-The preset "paper" has the paper's sizes: length 128, 4 layers with 8 heads of 32, batch 64, RAdam at 1e-3, and a tenth
-of that after 3,000 steps. The default length, batch and model are small enough for one core.
+The preset "paper" has the paper's sizes: length 128, 4 layers with 8 heads of 32, batch 64, RAdam with the learning
+rate 1e-3, and 1e-4 after 3,000 steps. The default length, batch size and model are small enough for one CPU core.
 
-In addition to softmax, linear and the paper's attention there are linear attention times 1 / (1 - beta), the weight
-that momentum gives to all except the last keys, and newer baselines of linear time. Each run prints its number of
-parameters and the size of its state. The numbers of parameters are equal except for a few gates. With --equal state the
-states are equal too: models with one matrix per head then have half the heads, of twice the size.
+The models are softmax attention, linear attention, the paper's momentum attention, and newer baselines with linear
+complexity. A control is linear attention multiplied by 1 / (1 - beta), the weight that momentum gives to all except the
+last keys. Each run prints its number of parameters and the size of its state. The numbers of parameters are equal
+except for a few gates. With --equal state the sizes of the states are equal too: models that store one matrix per head
+then have half as many heads of twice the size.
 """
 
 from __future__ import annotations
@@ -29,17 +31,17 @@ from tasks.models.contenders import TITLES, ContenderConfig
 
 @dataclasses.dataclass(frozen=True)
 class CopyConfig(ContenderConfig):
-    """Options of the copy task."""
+    """Command-line options of the copy task."""
 
     positive = "iterations test_size symbols"
 
     epochs: int = option(20, "epochs, each of --iterations batches", may_change=True)
     iterations: int = option(150, "batches in an epoch")
-    batch_size: int = option(32, "sequences in a step")
+    batch_size: int = option(32, "sequences in a batch")
     drop_after: int = option(2500, "steps after which the learning rate is a tenth; 0: never")
     layers: int = option(2, "layers")
-    length: int = option(48, "symbols of a sequence", least=8)
-    symbols: int = option(10, "different symbols without the separator")
+    length: int = option(48, "length of a sequence in symbols", least=8)
+    symbols: int = option(10, "number of different symbols, without the separator")
     test_size: int = option(500, "test sequences")
 
 
@@ -50,7 +52,7 @@ PRESETS = {
 
 
 def cross_entropy(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, float]]:
-    """Return the mean cross-entropy of the symbols of the second w, and the accuracy."""
+    """Return the mean cross-entropy of the symbols in the second w, and the accuracy."""
     tokens, sizes = batch
     wanted = is_copied(sizes, tokens.shape[1])[:, 1:]
     scores, targets = model(tokens[:, :-1])[wanted], tokens[:, 1:][wanted]
@@ -58,7 +60,7 @@ def cross_entropy(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, f
 
 
 def rate(step: int, drop_after: int) -> float:
-    """Return the factor of the learning rate: a tenth after ``drop_after`` steps; 0: never."""
+    """Return the factor of the learning rate: 0.1 after ``drop_after`` steps, otherwise 1. With 0 it is always 1."""
     return 0.1 if 0 < drop_after <= step else 1.0
 
 
