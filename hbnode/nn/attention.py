@@ -616,7 +616,7 @@ class KeyValueCache(Record):
             ignored: padding mask of the tokens (batch, length), or None.
         """
         start = self.length if self.ignored is None else (~self.ignored).sum(1, keepdim=True)
-        return start + places(length, ignored, self._keys.device)
+        return start + count_before(length, ignored, self._keys.device)
 
     @override
     def as_dict(self) -> dict[str, Any]:
@@ -669,7 +669,7 @@ class KeyValueCache(Record):
         return torch.cat((before, none[:, self.length :] if ignored is None else ignored), 1)
 
 
-def places(length: int, ignored: Tensor | None, device: torch.device) -> Tensor:
+def count_before(length: int, ignored: Tensor | None, device: torch.device) -> Tensor:
     """Return the number of tokens before each of ``length`` tokens, (length,), or with padding (batch, length)."""
     if ignored is None:
         return torch.arange(length, device=device)

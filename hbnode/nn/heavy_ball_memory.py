@@ -13,7 +13,7 @@ from hbnode._checks import as_count, check_input, is_one_of
 from hbnode._torch import is_transformed, no_autocast
 from hbnode._tree import Record, record
 from hbnode.nn._delta_rule import chunkwise
-from hbnode.nn._memory_op import compiled, packed
+from hbnode.nn._memory_op import by_group, compiled
 
 Gate = Tensor | float
 Delta = Literal["decayed", "plain", False]
@@ -162,7 +162,7 @@ def heavy_ball_memory(
         elif cu_seqlens is None:
             out, s, p = chunkwise(options, *tensors)
         else:
-            out, s, p = packed(chunkwise, options, cu_seqlens, *tensors)
+            out, s, p = by_group(chunkwise, options, cu_seqlens, *tensors)
     return (out, HeavyBallMemoryState(s, p)) if return_state else out
 
 

@@ -25,7 +25,7 @@ from hbnode.nn.attention import (
     MomentumAttention,
     MultiheadBase,
     SoftmaxAttention,
-    places,
+    count_before,
     read_mask,
 )
 from hbnode.nn.sequences import check_choice, check_dtype, shown
@@ -977,4 +977,4 @@ def sinusoids(positions: Tensor, features: int, dtype: torch.dtype = torch.float
 def next_positions(start: Tensor, length: int, ignored: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return positions of the next tokens (batch, length), and the position after them (batch,), without padding."""
     after = start + (length if ignored is None else (~ignored).sum(1))
-    return start.unsqueeze(1) + places(length, ignored, start.device), after
+    return start.unsqueeze(1) + count_before(length, ignored, start.device), after
