@@ -357,7 +357,7 @@ class KalmanFilter:
         """Return the mean (blocks, batch, n, S) and the variance (blocks, batch, n) of the signal given all values."""
         mean, variance, v = self._predicted(blocks, found)
         mean, variance = mean + v @ found.white, variance - v.square().sum(-1)
-        # the covariance between the signal and the state after the block, given earlier values
+        # the covariance between the signal and the state after the block, given all values up to the end of the block
         cross = blocks.g + blocks.m @ found.excess @ blocks.phi.mT - v @ found.a
         white_m = torch.linalg.solve_triangular(found.factor, blocks.seen.unsqueeze(-1) * blocks.m, upper=False)
         back = (blocks.phi - found.a.mT @ white_m).mT
