@@ -119,7 +119,7 @@ class ODEBlock(nn.Module):
             value = checked_jumps(value) if name == "jump_times" else checked_span(value)
         super().__setattr__(name, value)
         if name in _SETTINGS.values():
-            self._settings = None  # the next call checks all settings together
+            self._settings = None  # checked together in the next call
 
     @property
     def nfe(self) -> NFE:
@@ -237,7 +237,7 @@ class ODEBlock(nn.Module):
             self._nfe = nfe
         if settings is None:
             settings = self._settings or self.settings()
-            if self.options is None and self.adjoint_options is None:  # the user may modify a dict in place
+            if self.options is None and self.adjoint_options is None:  # dicts may be modified by the user
                 self._settings = settings
         if getattr(t, "shape", (len(t) if isinstance(t, Sequence) else 0,))[-1:] == (1,):
             warnings.warn(
