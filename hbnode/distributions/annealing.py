@@ -294,7 +294,7 @@ class HeavyBallAnnealing(nn.Module):
 
     @override
     def forward(self, n: int, *, seed: int | None = None) -> Tensor:
-        """Return :meth:`bound` of the same arguments; wrappers such as DistributedDataParallel call ``forward``."""
+        """Call :meth:`bound` with the same arguments; wrappers such as DistributedDataParallel call ``forward``."""
         return self.bound(n, seed=seed)
 
     def _run(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -264,7 +264,7 @@ class _Matrices(NamedTuple):
 
 
 class _Chunks:
-    """The division of one call into chunks: converts tensors to chunks and back, and computes the matrices."""
+    """A converter of the tensors of one call to chunks and back, which also computes the matrices of the chunks."""
 
     def __init__(
         self, options: tuple[Any, int], q: Tensor, k: Tensor, gates: list[Tensor | None], dtype: torch.dtype
@@ -537,7 +537,7 @@ def _outer(weights: Tensor, x: Tensor) -> Tensor:
 
 
 def _inner(x: Tensor, y: Tensor, parts: int) -> Tensor:
-    """Return the inner products (..., R, parts) of y (..., R, D) and each part of x (..., R, parts D), row by row."""
+    """Return the inner products (..., R, parts) of the rows of y (..., R, D) with each part of x (..., R, parts D)."""
     return (x.unflatten(-1, (parts, -1)) * y.unsqueeze(-2)).sum(-1)
 
 

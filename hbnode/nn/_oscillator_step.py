@@ -81,7 +81,7 @@ def oscillator_step(damping: Number, stiffness: Number, dt: Number) -> Oscillato
 
 
 def exact_step(gamma: Tensor, kappa: Tensor, dt: Tensor) -> OscillatorStep:
-    """Compute :func:`oscillator_step` without the check of ``dt``, which would read values from the device."""
+    """Compute :func:`oscillator_step` without checking ``dt``, because the check has to wait for the device."""
     a = gamma / 2
     z, drag = (kappa - a.square()) * dt.square(), a * dt
     is_over, is_near = z < -1.0, z.abs() <= 1.0
@@ -122,7 +122,7 @@ def held_response(damping: Number, stiffness: Number, dt: Number) -> Pair:
 
 
 def exact_response(gamma: Tensor, kappa: Tensor, dt: Tensor) -> Pair:
-    """Compute :func:`held_response` without the check of ``dt``, which would read values from the device."""
+    """Compute :func:`held_response` without checking ``dt``, because the check has to wait for the device."""
     gamma, kappa, gap = torch.broadcast_tensors(gamma, kappa, dt)
     step = exact_step(gamma, kappa, gap)
     drag, spring = gamma * gap, kappa * gap.square()
@@ -161,7 +161,10 @@ def _checked(damping: Number, stiffness: Number, dt: Number) -> tuple[Tensor, ..
 
 
 def _as_tensors(*values: Number) -> tuple[Tensor, ...]:
-    """Convert numbers to the promoted dtype and the device of the tensors among them, or to float64 without tensors."""
+    """Convert ``values`` to tensors with the promoted dtype and the device of the tensors among them.
+
+    If there are no tensors among them, the dtype is float64.
+    """
     tensors = [value for value in values if isinstance(value, Tensor)]
     dtype, device = torch.float64, None
     if tensors:

@@ -301,7 +301,7 @@ def _read_state(
 
 
 def check_state(state: object, kind: type[Record], shapes: Mapping[str, tuple[int, ...] | None], like: Tensor) -> None:
-    """Raise an error unless a state is an instance of ``kind``, with these shapes and on the device of ``like``."""
+    """Raise an error unless a state has the type ``kind``, tensors of these shapes, and the device of ``like``."""
     if not isinstance(state, kind):
         raise TypeError(
             f"initial_state must be a {kind.__name__} or None, got {type(state).__name__}. Fix: pass the state that a "

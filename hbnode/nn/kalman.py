@@ -30,7 +30,7 @@ class Gaussian(Record):
 
 @record
 class OscillatorBelief(Record):
-    """The joint normal distribution of the states of noisy oscillators at a time.
+    """The joint normal distribution of the states of all noisy oscillators at one time.
 
     Attributes:
         v: means of the velocities, (batch, num_oscillators), in float64.
@@ -345,7 +345,7 @@ class KalmanFilter:
     def _predicted(self, blocks: Blocks, found: Updates) -> tuple[Tensor, Tensor, Tensor]:
         """Return the mean and the variance of the signal given earlier blocks, and its covariance with L⁻¹ y.
 
-        y are the observed values of the block, and L is ``found.factor``.
+        Here y denotes the observed values of the block, and L is ``found.factor``.
         """
         m_excess = blocks.m @ found.excess
         cross = blocks.seen.unsqueeze(-1) * (blocks.k + m_excess @ blocks.m.mT).mT

@@ -69,7 +69,7 @@ class LatentPrediction(Record):
 
     @property
     def components(self) -> Normal | StudentT:
-        """The distributions of a value given each path, of the shape of ``paths``."""
+        """The distribution of each value given a sampled path, in the shape of ``paths``."""
         if self.freedom is None:
             return Normal(self.paths, self.scale, validate_args=False)
         return StudentT(self.freedom, self.paths, self.scale, validate_args=False)
@@ -253,7 +253,7 @@ class LatentModel(seq.TimedModule):
         return ELBO(log_likelihood - beta * (kl_initial + kl_path), log_likelihood, kl_initial, kl_path)
 
     def forward(self, *args: Any, **kwargs: Any) -> ELBO:
-        """Return :meth:`elbo` of the same arguments."""
+        """Call :meth:`elbo` with the same arguments."""
         return self.elbo(*args, **kwargs)
 
     if TYPE_CHECKING:  # nn.Module's returns Any

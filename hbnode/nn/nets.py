@@ -222,7 +222,7 @@ class Standardize(nn.Module):
         return self
 
     def _store(self, mean: Tensor, std: Tensor) -> None:
-        """Fill the buffers; raise ValueError if their dtype cannot represent the values."""
+        """Copy mean and std to the buffers; raise ValueError if the dtype of the buffers cannot represent them."""
         rounded = mean.to(self.mean.dtype).double(), std.to(self.std.dtype).double()
         held = ((rounded[0] - mean).abs() <= 0.1 * std) & (rounded[1] > 0) & torch.isfinite(rounded[1])
         if not bool(held.all()):
@@ -279,7 +279,7 @@ def _note_loaded(scale: Standardize, _: object) -> None:
 
 
 def _varies(values: Tensor, counts: Tensor) -> Tensor:
-    """Return whether each column of ``values`` has at least two different values where ``counts`` is True."""
+    """Return, for each column, whether the values selected by the mask ``counts`` include two different ones."""
     most, least = (nn.functional.pad(torch.where(counts, values, end), (0, 0, 0, 1), value=end) for end in (-inf, inf))
     return most.amax(0) > least.amin(0)
 

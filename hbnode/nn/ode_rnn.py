@@ -414,7 +414,7 @@ class ODERNN(seq.TimedModule):
 
 
 class LayerOutput(NamedTuple):
-    """The states before and after each sample, (batch, T, S), the state at the end, (batch, S), and the NFE per gap."""
+    """The result of a layer: states before and after each sample, (batch, T, S), the last state, and NFE per gap."""
 
     before: Tensor
     after: Tensor

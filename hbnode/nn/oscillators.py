@@ -780,7 +780,7 @@ def _sequences(
 def _gaps(sequences: Sequences, state: OscillatorState | None, is_shared: bool) -> float | Tensor:
     """Return the time before each sample, (batch or 1, T), or one number if all gaps are equal up to rounding.
 
-    The first gap is the time from that of the state to the first sample; without a state it is arbitrary.
+    The first gap is the time between the state and the first sample; without a state it is arbitrary.
     """
     is_shared = is_shared and (sequences.valid is None or may_look())  # otherwise t may have any times on padding
     t = sequences.raw_t[:1, : sequences.t.shape[1]] if is_shared else sequences.t

@@ -285,7 +285,7 @@ class Weights(NamedTuple):
 
 
 class RecurrentBase(nn.Module):
-    """The base class of layers and cells, with their parameters and the checks of their states."""
+    """The base class of layers and cells. It creates the parameters and checks states."""
 
     cell: Cell
     names: ClassVar[tuple[str, ...]] = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")  # in the order of Weights
@@ -670,9 +670,9 @@ class RecurrentLayer(RecurrentBase):
         t: int | Tensor | None,
         autocast: bool,
     ) -> tuple[Tensor, Entries]:
-        """Run one layer in one direction over x (T, batch, input_size), from the state after t time steps.
+        """Run one layer in one direction over x (T, batch, input_size).
 
-        Under autocast only torch's layer runs in half precision.
+        ``state`` is the state after ``t`` time steps. Under autocast, only torch's layer runs in half precision.
 
         Returns:
             h (T, batch, hidden_size), and the state after the last time step of each sequence.

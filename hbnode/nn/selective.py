@@ -120,7 +120,7 @@ class SelectiveOscillators(Oscillators):
         return -a * dt, functional.pad(omega * dt, (0, self.num_oscillators - self._num_swinging))
 
     def _rows(self) -> list[int]:
-        """Return the numbers of rows of the selectors (decay, frequency, forgetting, gate), and of the input map."""
+        """Return the number of rows of each selector (decay, frequency, forgetting, gate), and of the input map."""
         return [self.num_oscillators, self._num_swinging] + [self.num_oscillators] * (2 + self._reals_per_state)
 
     @override

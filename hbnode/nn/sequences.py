@@ -301,7 +301,7 @@ def check_parameters(x: Tensor, parameters: Iterable[Tensor]) -> None:
 
 
 def check_dtype(x: Tensor, dtypes: Iterable[torch.dtype], name: str = "x") -> None:
-    """Raise TypeError if the dtype of x is not in ``dtypes``, except under autocast, which converts up to 32 bits."""
+    """Raise TypeError if the dtype of x is not in ``dtypes``; under autocast, dtypes up to 32 bits are allowed."""
     kinds = list(dict.fromkeys(dtypes))
     if not kinds or x.dtype in kinds:
         return

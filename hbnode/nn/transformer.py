@@ -68,7 +68,7 @@ class Connection(nn.Module):
         return x + update, depth
 
     def feedforward(self, x: Tensor, update: Tensor, depth: DepthState) -> tuple[Tensor, DepthState]:
-        """Return the residual stream and depth state after another sublayer with input x and output ``update``."""
+        """Return the residual stream and depth state after any other sublayer with input x and output ``update``."""
         return x + update, depth
 
 

@@ -68,7 +68,7 @@ def refuse(reason: str) -> NoReturn:
 def detect_detached_gradients(outputs: Sequence[Tensor]) -> Iterator[None]:
     """In the context, raise RuntimeError if the backward pass of an operation returns gradients without a graph.
 
-    Hooks on the nodes of the outputs' graph check this during a backward pass, for all inputs that have a graph.
+    Hooks on the nodes of the outputs' graph check the gradients of all inputs that have a graph.
     """
     names: list[str] = []
 

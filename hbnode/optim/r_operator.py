@@ -124,7 +124,7 @@ class LinearizedLayer(ABC):
         return dx, first, dc, self._shift_rows(w, -1), u, db, bias
 
     def _steps(self, e: Tensor, *others: Tensor) -> Any:
-        """Iterate over the time steps of e, of its columns to which W_hh h is added, ``others``, and the residuals."""
+        """Iterate over time: yield slices of e, of its columns to which W_hh h is added, of others and of residuals."""
         from_h = e if self.states == (0, self.blocks) else e[..., self.h_columns]
         return zip(*map(torch.unbind, (e, from_h, *others)), *self.residuals, strict=True)
 
