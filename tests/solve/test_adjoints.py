@@ -588,7 +588,7 @@ def test_a_solve_outlives_its_network(gradient, solver):
 def kept(gradient, steps, method="blanes_moan4"):
     """Bytes of the tensors that the forward pass made and that are alive after it."""
     torch.manual_seed(0)
-    solver = {"method": method, "gradient": gradient, "steps": steps, "t_span": (0.0, 3.0)}
+    solver = {"method": method, "gradient": gradient, "steps": steps, "t_span": (0.0, 6.0)}
     block = hbnode.HeavyBallODEBlock(hbnode.nn.MLP(8, [64, 64], 8), rtol=1e-4, atol=1e-4, **solver)
     x = torch.randn(64, 8, requires_grad=True)
     with Living([x, *block.parameters()]) as living:
