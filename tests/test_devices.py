@@ -68,19 +68,24 @@ def test_the_device_refuses_to_mix_and_counts(device):
 @pytest.mark.parametrize("per_sample", [False, True])
 @pytest.mark.parametrize("method", [None, *ADAPTIVE])
 def test_an_adaptive_solve_waits_once_for_each_step(device, method, per_sample):
-    """Recording the steps waits only where each sample has its own; the times of each sample are copied once."""
     field = make_field("hbnode").float()
-    block = device.move(hbnode.ODEBlock(field, method=method, per_sample=per_sample, rtol=1e-3, atol=1e-3))
-    nfe, waited = train(device, block, [0.0, 1.0, 3.0])
+    block = hbnode.ODEBlock(field, method=method, per_sample=per_sample, rtol=1e-2, atol=1e-2)
+    nfe, waited = train(device, device.move(block), [0.0, 1.0, 3.0])
     assert waited <= attempts(nfe) + A_SOLVE + A_LOOK
-    with hbnode.diagnostics.record_steps(block) as steps:
-        nfe, waited = train(device, block, [0.0, 1.0, 3.0])
-    assert len(steps) >= nfe.steps
-    assert waited <= attempts(nfe) * (4 if per_sample else 1) + A_SOLVE + A_LOOK
+
+
+def test_recording_and_times_of_each_sample(device):
+    """Recording the steps waits only where each sample has its own; the times of each sample are copied once."""
+    block = device.move(hbnode.ODEBlock(make_field("hbnode").float(), per_sample=True, rtol=1e-2, atol=1e-2))
     t = device.move(torch.rand(3, 9).cumsum(1)).requires_grad_()
     nfe, waited = train(device, block, t)
     assert t.grad.is_cuda
     assert waited <= attempts(nfe) + A_SOLVE + A_LOOK + 1
+    for waits, block.per_sample in ((4, True), (1, False)):
+        with hbnode.diagnostics.record_steps(block) as steps:
+            nfe, waited = train(device, block, [0.0, 1.0, 3.0])
+        assert len(steps) >= nfe.steps
+        assert waited <= attempts(nfe) * waits + A_SOLVE + A_LOOK
 
 
 @pytest.mark.sparse
@@ -89,20 +94,23 @@ def test_an_adaptive_solve_waits_once_for_each_step(device, method, per_sample):
     "gradient", ["direct", "checkpoint", AGAIN, "adjoint"], ids=["direct", "kept", "again", "adjoint"]
 )
 def test_every_model_and_gradient(device, model, gradient):
-    block = hbnode.ODEBlock(make_field(model).float(), rtol=1e-3, atol=1e-3, gradient=gradient)
+    block = hbnode.ODEBlock(make_field(model).float(), rtol=1e-2, atol=1e-2, gradient=gradient)
     nfe, waited = train(device, device.move(block))
     backward = nfe.backward_steps + nfe.backward_rejected + A_SOLVE if gradient == "adjoint" else 0
     again = nfe.backward_steps if gradient is AGAIN else 0  # each looks whether it ended where it did before
     assert waited <= attempts(nfe) + A_SOLVE + A_LOOK + backward + again
 
 
-@pytest.mark.parametrize("method", [*ADAPTIVE, *REVERSIBLE])
-def test_a_fixed_grid_waits_for_its_end_alone(device, method):
-    for gradient in ("checkpoint", AGAIN, "reversible") if method in REVERSIBLE else ("checkpoint", AGAIN):
-        block = hbnode.ODEBlock(make_field("hbnode").float(), method=method, gradient=gradient, steps=5)
-        _, waited = train(device, device.move(block))
-        looks = {"reversible": 1, AGAIN: 2}.get(gradient, 0)  # whether it came back to the start, or ended as before
-        assert waited <= A_SOLVE + looks
+@pytest.mark.parametrize(
+    ("method", "gradient"),
+    [*((m, "checkpoint") for m in ADAPTIVE), ("nystrom4", AGAIN), *((m, "reversible") for m in REVERSIBLE)],
+    ids=lambda x: "again" if x is AGAIN else x,
+)
+def test_a_fixed_grid_waits_for_its_end_alone(device, method, gradient):
+    block = hbnode.ODEBlock(make_field("hbnode").float(), method=method, gradient=gradient, steps=5)
+    _, waited = train(device, device.move(block))
+    looks = {"reversible": 1, AGAIN: 2}.get(gradient, 0)  # whether it came back to the start, or ended as before
+    assert waited <= A_SOLVE + looks
 
 
 class Products(TorchDispatchMode):
@@ -134,16 +142,16 @@ def test_the_state_is_in_no_matrix_product(device, damping, per_sample):
     torch.testing.assert_close(found.values_on_cpu, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("solver", [{}, {"method": "dopri5"}, {"per_sample": True}], ids=str)
+@pytest.mark.parametrize("solver", [{}, {"method": "dopri5"}], ids=str)
 def test_an_integral_along_the_path_and_states_of_unlike_shapes(device, solver):
     net = nn.Sequential(nn.Linear(3, 3), hbnode.nn.SolveDropout(0.5))
-    block = device.move(hbnode.HeavyBallODEBlock(net, rtol=1e-3, atol=1e-3, **solver))
-    h, q = block.with_integral(device.move(torch.randn(2, 3)), lambda t, state, dh: dh[0].square().sum(1))
+    block = device.move(hbnode.HeavyBallODEBlock(net, rtol=1e-2, atol=1e-2, **solver))
+    x = device.move(torch.randn(2, 3))
+    h, q = block.with_integral(x, lambda t, state, dh: dh[0].square().sum(1))
     q.sum().backward()
-    path = block.trajectory(device.move(torch.randn(2, 3)))
     y0 = (device.move(torch.ones(2, 3)), device.move(torch.ones(2)))
     ends = hbnode.odeint(lambda t, y: (-y[0] * t, -y[1]), y0, [0.0, 1.0], **solver)
-    assert all(part.is_cuda for part in (h, q, *path, *ends))
+    assert all(part.is_cuda for part in (h, q, *block.trajectory(x), *ends))
 
 
 def test_images(device):
@@ -185,41 +193,32 @@ def test_no_square_overflows_in_a_root_mean_square():
     torch.testing.assert_close(each, x.square().mean((0, 2)).sqrt())
 
 
-def block_outputs(block, x):
-    return [block(x)]
-
-
-def series_outputs(rnn, *inputs):
-    output, state = rnn(*inputs[:2], mask=inputs[2])
-    return [output, rnn.forecast(state, [0.1, 0.5])[0]]
-
-
-BLOCKS = [
-    lambda options=options: hbnode.HeavyBallODEBlock(nn.Linear(4, 4), rtol=1e-3, atol=1e-3, **options)
-    for options in (
-        {},
-        {"per_sample": True},
-        {"damping": 0.3, "learn_damping": False, "steps": 4},
-        {"method": "dopri5"},
-    )
-]
-SERIES = [
-    lambda options=options: hbnode.ODERNN(3, 8, missing="decay", time_unit=2.0, **options)
-    for options in ({"field": "node"}, {"field": "ghbnode"}, {"per_sample": False})
-]
+def values_of(model, *inputs):
+    if isinstance(model, hbnode.HeavyBallODEBlock):
+        return [model(*inputs)]
+    x, t, mask = inputs
+    output, state = model(x, t, mask=mask)
+    return [output, model.forecast(state, [0.1, 0.5])[0]]
 
 
 @pytest.mark.parametrize(
-    ("make", "outputs"), [*((make, block_outputs) for make in BLOCKS), *((make, series_outputs) for make in SERIES)]
-)
-def test_models_train_on_a_device_without_float64(make, outputs):
-    model = make()
-    x, t, mask = torch.randn(4, 6, 3), torch.rand(4, 6).cumsum(1), torch.rand(4, 6, 3) > 0.2
-    inputs = [torch.randn(3, 4)] if outputs is block_outputs else [x, t, mask]
+    "options",
+    [
+        {"rtol": 1e-2}, {"rtol": 1e-2, "per_sample": True}, {"damping": 0.3, "learn_damping": False, "steps": 4},
+        {"rtol": 1e-2, "method": "dopri5"}, {"field": "ghbnode"}, {"field": "node", "per_sample": False},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_models_train_on_a_device_without_float64(options):
+    if "field" in options:
+        model = hbnode.ODERNN(3, 8, missing="decay", time_unit=2.0, **options)
+        inputs = torch.randn(4, 6, 3), torch.rand(4, 6).cumsum(1), torch.rand(4, 6, 3) > 0.2
+    else:
+        model, inputs = hbnode.HeavyBallODEBlock(nn.Linear(4, 4), **options), (torch.randn(3, 4),)
 
     def values_and_gradients(*inputs):
-        given = outputs(model, *inputs)
-        return [*given, *torch.autograd.grad(sum(y.square().sum() for y in given), list(model.parameters()))]
+        found = values_of(model, *inputs)
+        return [*found, *torch.autograd.grad(sum(y.square().sum() for y in found), list(model.parameters()))]
 
     expected = values_and_gradients(*inputs)
     with pretended_device(float64=False) as device:
@@ -233,12 +232,12 @@ def test_models_train_on_a_device_without_float64(make, outputs):
 
 def driven(device, kind="linear", ahead=0.0, **options):
     """A block whose func asks a signal on [0, 1] for the time so far ahead; the signal is closed over."""
-    t = torch.linspace(0, 1, 9)
+    t = torch.linspace(0, 1, 3)
     signal = hbnode.Signal(device.move(t), device.move(t.sin()), kind)
     func = nn.Linear(4, 4)
     field = hbnode.HBNODE(lambda t, h: func(h) + signal(t + ahead), damping=0.1, learn_damping=False)
     field.func_of = device.move(func)  # a parameter to differentiate
-    return hbnode.ODEBlock(field, rtol=1e-3, atol=1e-3, **options)
+    return hbnode.ODEBlock(field, rtol=1e-2, atol=1e-2, **options)
 
 
 METHODS = {
@@ -246,15 +245,13 @@ METHODS = {
     "sample": {"per_sample": True},
     "again": {"gradient": AGAIN},
     "adjoint": {"gradient": "adjoint"},
-    "grid": {"method": "nystrom6", "steps": 4},
     "reversible": {"method": "leapfrog", "gradient": "reversible", "steps": 4},
     "dopri5": {"method": "dopri5", "save": "exact"},
-    "rk4": {"method": "rk4", "steps": 4},
 }
 
 
-@pytest.mark.parametrize(("name", "kind"), [*zip(METHODS, ["linear", "cubic"] * 4, strict=False)])
-def test_a_signal_waits_for_nothing(device, monkeypatch, name, kind):
+@pytest.mark.parametrize(("name", "kind"), [*zip(METHODS, ["linear", "cubic"] * 3, strict=True)])
+def test_a_signal_waits_for_nothing_and_is_not_extrapolated_in_silence(device, monkeypatch, name, kind):
     waited, forward = [], hbnode.Signal.forward
 
     def watched(signal, t):
@@ -269,20 +266,15 @@ def test_a_signal_waits_for_nothing(device, monkeypatch, name, kind):
     assert not any(waited)
     if name in ("adaptive", "sample"):
         assert in_all <= attempts(nfe) + A_SOLVE + A_LOOK
-
-
-@pytest.mark.parametrize("name", [name for name in METHODS if name != "adjoint"])
-def test_a_signal_is_not_extrapolated_in_silence(device, name):
-    x = device.move(torch.randn(3, 4))
-    with pytest.raises(ValueError, match=r"the signal was evaluated at t=1\..*outside its sample times \[0, 1\]"):
-        driven(device, ahead=0.3, **METHODS[name])(x)
-    signal = hbnode.Signal(device.move(torch.tensor([0.0, 1.0])), device.move(torch.tensor([3.0, 5.0])))
-    with pytest.raises(ValueError, match=r"evaluated at t=1\.5"):  # outside of a solve at once
-        signal(device.move(torch.tensor([0.5, 1.5])))
+    if name != "adjoint":
+        with pytest.raises(ValueError, match=r"the signal was evaluated at t=1\..*outside its sample times \[0, 1\]"):
+            driven(device, ahead=0.3, **METHODS[name])(device.move(torch.randn(3, 4)))
 
 
 def test_a_solve_within_a_solve_hides_no_query_outside(device):
     signal = hbnode.Signal(device.move(torch.tensor([0.0, 1.0])), device.move(torch.tensor([3.0, 5.0])))
+    with pytest.raises(ValueError, match=r"evaluated at t=1\.5"):  # outside of a solve at once
+        signal(device.move(torch.tensor([0.5, 1.5])))
 
     def force(t, h):
         value = signal(t).expand_as(h)
@@ -297,9 +289,9 @@ def test_a_solve_within_a_solve_hides_no_query_outside(device):
 # Sequences
 
 
-@pytest.mark.parametrize(("field", "per_sample"), [("node", True), ("hbnode", True), ("hbnode", False)])
-def test_an_ode_rnn_waits_once_for_each_step(device, field, per_sample):
-    rnn = device.move(hbnode.ODERNN(3, 8, field=field, rtol=1e-3, atol=1e-3, per_sample=per_sample))
+@pytest.mark.parametrize("per_sample", [False, True])
+def test_an_ode_rnn_waits_once_for_each_step(device, per_sample):
+    rnn = device.move(hbnode.ODERNN(3, 8, field="hbnode", rtol=1e-2, atol=1e-2, per_sample=per_sample))
     x, t = device.move(torch.randn(4, 6, 3)), device.move(torch.rand(4, 6).cumsum(1))
     mask = device.move(torch.rand(4, 6) > 0.2)
     output, state = rnn(x, t, mask=mask, lengths=torch.tensor([6, 5, 3, 1]))
@@ -309,7 +301,7 @@ def test_an_ode_rnn_waits_once_for_each_step(device, field, per_sample):
     taken += attempts(rnn.nfe)
     assert ahead.is_cuda
     assert rnn.cell.weight_hh.grad.is_cuda
-    starts = 7 * (1 + (field == "hbnode"))  # a gap is a solve of its own: norms choose its first step, and γ learns
+    starts = 7 * 2  # a gap is a solve of its own: norms choose its first step, and γ learns
     assert device.synchronisations <= taken + 2 * A_SOLVE + starts
 
 
@@ -382,8 +374,7 @@ def test_annealing_waits_for_its_bound_alone(device, checkpoint):
     assert all(part.is_cuda for part in (*annealing.sample(3), *annealing.log_z(3)))
 
 
-@pytest.mark.parametrize("input", ["impulse", "hold"])
-@pytest.mark.parametrize("discretization", ["exact", "imex"])
+@pytest.mark.parametrize(("discretization", "input"), [("exact", "impulse"), ("imex", "hold")])
 def test_oscillators_wait_for_checks_and_for_the_kinds_of_oscillators(device, discretization, input):
     layer = device.move(hbnode.nn.Oscillators(3, 4, discretization=discretization, input=input))
     x, t = device.move(torch.randn(2, 20, 3)), device.move(torch.rand(2, 20).cumsum(1))

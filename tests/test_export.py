@@ -11,10 +11,6 @@ from tests.models import slow
 from tests.test_torch import LAYERS, X, value_of
 
 
-def net():
-    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-
-
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_state_dict_survives_safetensors(name):
     safetensors = pytest.importorskip("safetensors.torch")
@@ -29,28 +25,26 @@ def test_a_state_dict_survives_safetensors(name):
 
 
 class Output(nn.Module):
-    """The output of a layer, without its state."""
+    """The output of a layer, without its state; inputs after the second have names."""
 
-    def __init__(self, layer):
+    def __init__(self, layer, *names):
         super().__init__()
-        self.layer = layer
+        self.layer, self.names = layer, names
 
     def forward(self, *inputs):
-        return self.layer(*inputs)[0]
+        return self.layer(*inputs[:2], **dict(zip(self.names, inputs[2:], strict=True)))[0]
+
+
+def net():
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
 
 
 def block():
-    return hbnode.HeavyBallODEBlock(net(), method="leapfrog", steps=2).eval()
-
-
-def stack():
-    return Output(hbnode.nn.OscillatorStack(2, 4, 1)).eval()
+    return hbnode.HeavyBallODEBlock(net(), method="leapfrog", steps=2)
 
 
 BATCH = torch.export.Dim("batch", min=2, max=64)
 QUIET = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
-
-
 SERIES = {
     "linear": lambda: hbnode.nn.Oscillators(2, 4),
     "selective": lambda: hbnode.nn.Oscillators(2, 4, selective=True),
@@ -60,7 +54,7 @@ SERIES = {
 
 @QUIET
 @pytest.mark.parametrize(
-    ("name", "times"), [("linear", "own"), ("stack", "none"), *slow(("linear", "none"), ("selective", "shared"))]
+    ("name", "times"), [("linear", "own"), *slow(("linear", "none"), ("selective", "shared"), ("stack", "none"))]
 )
 def test_oscillators_are_exported_for_any_length(name, times):
     """From a batch of 3 series of 6 samples; the gradient of the exported graph is that of the layer, too."""
@@ -86,20 +80,7 @@ def test_oscillators_are_exported_for_any_length(name, times):
 # Adaptive solves
 
 
-class Pushed(nn.Module):
-    """A force that depends on time."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = net()
-
-    def forward(self, t, h):
-        return 2 * self.net(h) + torch.sin(7 * t) * torch.ones_like(h)
-
-
 def adaptive(method, func=None, **settings):
-    if settings.pop("first_order", False):
-        return hbnode.ODEBlock(hbnode.NODE(net()), method=method, rtol=1e-4, atol=1e-4, **settings)
     return hbnode.HeavyBallODEBlock(func or net(), method=method, rtol=1e-4, atol=1e-4, **settings)
 
 
@@ -114,26 +95,26 @@ def reported(block, times=None, *, shape=(4,)):
 
 TIMES = torch.tensor([0.0, 0.3, 0.35, 1.7], dtype=torch.float64)
 CHANNELS = {"damping": torch.tensor([0.1, 0.3, 0.5, 0.9])}
-ADAPTIVE = [
-    ("nystrom4", {}, None),
-    *slow(
+PUSHED = {"func": lambda t, h: 2 * torch.tanh(h) + torch.sin(7 * t) * torch.ones_like(h)}
+
+
+@pytest.mark.slow  # torch traces these loops for seconds, however small the network
+@QUIET
+@pytest.mark.parametrize(
+    ("method", "settings", "times"),
+    [
+        ("nystrom4", {}, None),
         ("exponential", {"per_sample": True, **CHANNELS}, TIMES),
         ("nystrom6", {"save": "exact"}, TIMES),
         ("nystrom8", {"per_sample": True}, TIMES),
-        ("tsit5", {"first_order": True}, TIMES),
+        ("tsit5", {}, TIMES),
         ("tsit5", {"generalized": True, "per_sample": True, **CHANNELS}, None),
-        ("nystrom4", {"func": Pushed}, TIMES),
-        ("tsit5", {"func": Pushed, "per_sample": True}, TIMES),
+        ("nystrom4", PUSHED, TIMES),
+        ("tsit5", {"per_sample": True, **PUSHED}, TIMES),
         ("nystrom4", {"t_span": (1.0, 0.0), "options": {"first_step": 0.01, "max_step": 0.2}}, None),
-    ),
-]
-
-
-@QUIET
-@pytest.mark.parametrize(("method", "settings", "times"), ADAPTIVE)
+    ],
+)
 def test_an_adaptive_solve_is_exported_with_the_steps_of_each_batch(method, settings, times):
-    func = settings.get("func")
-    settings = settings if func is None else {**settings, "func": func()}
     model, run = reported(adaptive(method, **settings), times)
     counts = []
     for batch, scale in ((2, 0.01), (7, 1.0), (31, 10.0)):
@@ -149,11 +130,6 @@ def test_an_adaptive_solve_is_exported_with_the_steps_of_each_batch(method, sett
     assert len(set(counts)) > 1 or settings
 
 
-class Log(nn.Module):
-    def forward(self, h):
-        return -torch.log(1.5 - h)
-
-
 @pytest.mark.slow
 @QUIET
 @pytest.mark.parametrize(
@@ -167,7 +143,8 @@ class Log(nn.Module):
 )
 def test_an_exported_solve_that_fails_answers_nan_and_a_reason(reason, settings, error):
     """Each sample for itself, where it has steps of its own."""
-    block = hbnode.HeavyBallODEBlock(Log(), method="nystrom4", rtol=1e-8, atol=1e-8, **settings)
+    log = lambda h: -torch.log(1.5 - h)
+    block = hbnode.HeavyBallODEBlock(log, method="nystrom4", rtol=1e-8, atol=1e-8, **settings)
     model, run = reported(block, shape=(1,))
     x = torch.tensor([[1.0], [1.6 if reason == 1 else 1.2], [0.0]], dtype=torch.float64)
     output, _, found = run(x)
@@ -181,15 +158,8 @@ def test_an_exported_solve_that_fails_answers_nan_and_a_reason(reason, settings,
         model(x)
 
 
-class Masked(nn.Module):
-    """The outputs of an ODE-RNN for samples, times and a mask."""
-
-    def __init__(self, **settings):
-        super().__init__()
-        self.rnn = hbnode.ODERNN(2, 4, time_unit=1.0, **settings)
-
-    def forward(self, x, t, mask):
-        return self.rnn(x, t, mask=mask)[0]
+def rnn(**settings):
+    return Output(hbnode.ODERNN(2, 4, time_unit=1.0, **settings), "mask").eval()
 
 
 def irregular(batch):
@@ -205,16 +175,18 @@ def irregular(batch):
     "settings",
     [
         {"steps": 2},
-        *slow({"steps": 1, "method": "rk4", "per_sample": False}),
-        *slow({"steps": 1, "method": "leapfrog", "missing": "decay", "num_layers": 2, "bidirectional": True}),
-        *slow({}),
+        *slow(
+            {"steps": 1, "method": "rk4", "per_sample": False},
+            {"steps": 1, "method": "leapfrog", "missing": "decay", "num_layers": 2, "bidirectional": True},
+            {},
+        ),
     ],
     ids=str,
 )
 def test_an_ode_rnn_is_exported_for_any_batch(settings):
-    model = Masked(**settings).eval()
+    model = rnn(**settings)
     with torch.no_grad():
-        run = torch.export.export(model, irregular(3), dynamic_shapes=({0: BATCH},) * 3).module()
+        run = torch.export.export(model, irregular(3), dynamic_shapes=(({0: BATCH},) * 3,)).module()
     for inputs in map(irregular, (2, 5)):
         torch.testing.assert_close(run(*inputs), model(*inputs).detach(), rtol=1e-5, atol=1e-6)
 
@@ -224,17 +196,17 @@ def test_an_ode_rnn_is_exported_for_any_batch(settings):
     ("model", "message"),
     [
         (lambda: hbnode.ODEBlock(hbnode.NODE(net()), method="rodas5p"), r"cannot be traced or exported.* Fix: "),
-        (lambda: hbnode.HeavyBallODEBlock(net(), method="dopri5"), r"cannot be traced or exported.* Fix: "),
-        (lambda: hbnode.HeavyBallODEBlock(net(), jump_times=[0.5]), r"cannot be traced or exported.* Fix: "),
+        (lambda: adaptive("dopri5"), r"cannot be traced or exported.* Fix: "),
+        (lambda: adaptive(None, jump_times=[0.5]), r"cannot be traced or exported.* Fix: "),
         (lambda: hbnode.solve.Reported(block()), "without adaptive solves"),
-        (lambda: Masked(options={"step_size": 0.1}), r"step_size.*Fix: steps=n"),
-        (lambda: Masked(per_sample=False), "need per_sample=True"),
+        (lambda: rnn(options={"step_size": 0.1}), r"step_size.*Fix: steps=n"),
+        (lambda: rnn(per_sample=False), "need per_sample=True"),
     ],
 )
 def test_what_needs_python_in_its_loop_is_not_exported(model, message):
     model = model()
     with pytest.raises(ValueError, match=message):
-        torch.export.export(model, irregular(3) if isinstance(model, Masked) else (torch.randn(3, 4),))
+        torch.export.export(model, irregular(3) if isinstance(model, Output) else (torch.randn(3, 4),))
 
 
 # Files
@@ -265,7 +237,7 @@ FILES = {  # a model, the sizes of a sample of its inputs, and whether its forwa
     "per sample": (lambda: adaptive("tsit5", generalized=True, per_sample=True), [(4,)], False),
     "cell": (lambda: Output(hbnode.nn.OscillatorCell(2, 4)), [(2,)], True),
     "filters": (lambda: Output(hbnode.nn.MomentumLSTM(2, 4, batch_first=True).to_torch()), [(70, 2)], True),
-    "stack": (stack, [(8, 2), (8,)], True),
+    "stack": (lambda: Output(hbnode.nn.OscillatorStack(2, 4, 1)), [(8, 2), (8,)], True),
 }
 
 
@@ -292,7 +264,7 @@ def test_models_as_files(save, name, tmp_path):
 @QUIET
 def test_a_scan_of_oscillators_has_no_operator_in_onnx(tmp_path):
     with pytest.raises(torch.onnx.errors.OnnxExporterError, match="Failed to convert the exported program") as error:
-        onnx(stack(), (torch.randn(3, 8, 2),), None, tmp_path)
+        onnx(Output(hbnode.nn.OscillatorStack(2, 4, 1)).eval(), (torch.randn(3, 8, 2),), None, tmp_path)
     assert "hbnode.oscillators" in str(error.value)
 
 

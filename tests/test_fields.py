@@ -78,11 +78,9 @@ def test_initial_states():
     x, images = torch.randn(4, 3), torch.randn(4, 3, 5, 5)
     torch.testing.assert_close(hbnode.ANODE(nn.Identity(), 2).initial_state(x), torch.cat([x, torch.zeros(4, 2)], 1))
     assert hbnode.ANODE(nn.Identity(), 2).initial_state(images).shape == (4, 5, 5, 5)
-    torch.testing.assert_close(hbnode.HBNODE(nn.Identity()).initial_state(x), (x, torch.zeros(4, 3)))
-    torch.testing.assert_close(hbnode.HBNODE(nn.Identity(), initial_momentum=torch.exp).initial_state(x), (x, x.exp()))
-    torch.testing.assert_close(
-        hbnode.AdamNODE(nn.Identity()).initial_state(x), (x, torch.zeros(4, 3), torch.ones(4, 3))
-    )
+    torch.testing.assert_close(hbnode.HBNODE(abs).initial_state(x), (x, 0 * x))
+    torch.testing.assert_close(hbnode.HBNODE(abs, initial_momentum=torch.exp).initial_state(x), (x, x.exp()))
+    torch.testing.assert_close(hbnode.AdamNODE(abs).initial_state(x), (x, 0 * x, 0 * x + 1))
 
 
 class Timed(nn.Module):
@@ -99,93 +97,80 @@ def timed(t: torch.Tensor, h: torch.Tensor, scale: float = 0.5):
     return t * 0.0 - h * scale
 
 
+FUNCTIONS = {  # and whether each takes the time
+    "default": (lambda: lambda h, scale=0.5: -h * scale, False),
+    "sequential": (lambda: nn.Sequential(Plain()), False),
+    "method": (lambda: Plain().forward, False),
+    "module": (Timed, True),
+    "partial": (lambda: functools.partial(lambda a, t, h: -a * h, 0.5), True),
+    "partial by name": (lambda: functools.partial(lambda t, h, scale: scale * h, scale=-0.5), True),
+    "parallel": (lambda: nn.DataParallel(Timed()), True),
+    "compiled module": (lambda: torch.compile(Timed(), backend="eager"), True),
+    "compiled": (lambda: torch.compile(timed, backend="eager"), True),
+    "script": (lambda: torch.jit.script(timed), True),
+    "trace": (lambda: torch.jit.trace(Timed(), (torch.ones(()), torch.ones(2, 2))), True),
+    "script of a module": (lambda: torch.jit.script(Plain()), False),
+}
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-@pytest.mark.parametrize(
-    ("func", "takes_time"),
-    [
-        (lambda: lambda h, scale=0.5: -h * scale, False),
-        (lambda: nn.Sequential(Plain()), False),
-        (lambda: Plain().forward, False),
-        (Timed, True),
-        (lambda: functools.partial(lambda a, t, h: -a * h, 0.5), True),
-        (lambda: functools.partial(lambda t, h, scale: scale * h, scale=-0.5), True),
-        (lambda: nn.DataParallel(Timed()), True),
-        (lambda: torch.compile(Timed(), backend="eager"), True),
-        (lambda: torch.compile(timed, backend="eager"), True),
-        (lambda: torch.jit.script(timed), True),
-        (lambda: torch.jit.trace(Timed(), (torch.ones(()), torch.ones(2, 2))), True),
-        (lambda: torch.jit.script(Plain()), False),
-    ],
-)
+@pytest.mark.parametrize("name", FUNCTIONS)
 @torch.no_grad()
-def test_any_function_of_a_user_is_solved_as_the_same_lambda(func, takes_time):
-    """Whether it takes the time is read off it."""
+def test_whether_a_function_takes_the_time_is_read_off_it(name):
+    func, takes_time = FUNCTIONS[name]
     field, x = hbnode.HBNODE(func()), torch.ones(2, 2)
     assert field.time_dependent == takes_time
     torch.testing.assert_close(hbnode.ODEBlock(field)(x), hbnode.HeavyBallODEBlock(lambda h: -0.5 * h)(x))
 
 
 NORMAL = torch.distributions.Independent(torch.distributions.Normal(torch.zeros(2), torch.ones(2)), 1)
-HOLDERS = [  # of a function, and a value
-    lambda f: hbnode.HeavyBallODEBlock(f, per_sample=True)(torch.ones(2, 2)),
-    lambda f: hbnode.sdeint(hbnode.HeavyBallSDE(f), (torch.ones(2, 2),) * 2, [0.0, 1.0], dt=0.5, seed=0)[0],
-    lambda f: hbnode.distributions.HeavyBallFlow(f, 2).log_prob(torch.ones(2, 2), torch.ones(2, 2)),
-    lambda f: hbnode.distributions.HeavyBallAnnealing(NORMAL.log_prob, NORMAL, 2, force=f).log_z(2, seed=0),
-    lambda f: hbnode.ODERNN(2, 2, field=lambda n: hbnode.NODE(f))(torch.ones(2, 3, 2), [0.0, 0.5, 1.0])[0],
-]
+HOLDERS = {  # of a function, and a value
+    "block": lambda f: hbnode.HeavyBallODEBlock(f, per_sample=True)(torch.ones(2, 2)),
+    "sde": lambda f: hbnode.sdeint(hbnode.HeavyBallSDE(f), (torch.ones(2, 2),) * 2, [0.0, 1.0], dt=0.5, seed=0)[0],
+    "flow": lambda f: hbnode.distributions.HeavyBallFlow(f, 2).log_prob(torch.ones(2, 2), torch.ones(2, 2)),
+    "annealing": lambda f: hbnode.distributions.HeavyBallAnnealing(NORMAL.log_prob, NORMAL, 2, force=f).log_z(
+        2, seed=0
+    ),
+    "rnn": lambda f: hbnode.ODERNN(2, 2, field=lambda n: hbnode.NODE(f))(torch.ones(2, 3, 2), [0.0, 0.5, 1.0])[0],
+}
 
 
-@pytest.mark.parametrize("solve", HOLDERS)
-def test_every_holder_of_a_function_reads_whether_it_takes_the_time(solve):
+@pytest.mark.parametrize("name", HOLDERS)
+def test_every_holder_of_a_function_reads_whether_it_takes_the_time(name):
     values = []
     for func in (Plain(), Timed()):
         torch.manual_seed(0)
-        values.append(solve(func))
+        values.append(HOLDERS[name](func))
     torch.testing.assert_close(*values, rtol=1e-4, atol=1e-5)
 
 
-def test_whether_a_func_takes_the_time_can_be_said():
-    assert not hbnode.SONODE(lambda h, v: h).time_dependent
-    assert hbnode.NODE(lambda *args: args[1], time_dependent=True).time_dependent
-
-
 @pytest.mark.parametrize(
-    ("make", "kind", "message"),
+    ("make", "message"),
     [
-        (lambda: hbnode.HBNODE(nn.Identity(), damping=1.0), ValueError, "strictly between 0 and max_damping"),
-        (lambda: constant_field(-0.1), ValueError, "must be a number >= 0"),
-        (lambda: hbnode.GHBNODE(nn.Identity(), xi=0.0), ValueError, "learned xi must start above 0"),
-        (lambda: hbnode.ANODE(nn.Identity(), 1).initial_state(torch.zeros(3)), ValueError, "needs an input of shape"),
+        (lambda: hbnode.HBNODE(abs, damping=1.0), "strictly between 0 and max_damping"),
+        (lambda: constant_field(-0.1), "must be a number >= 0"),
+        (lambda: hbnode.GHBNODE(abs, xi=0.0), "learned xi must start above 0"),
+        (lambda: hbnode.ANODE(abs, 1).initial_state(torch.zeros(3)), "needs an input of shape"),
         (
-            lambda: hbnode.HBNODE(nn.Identity(), initial_momentum=nn.Linear(2, 3)).initial_state(torch.zeros(4, 2)),
-            ValueError,
+            lambda: hbnode.HBNODE(abs, initial_momentum=nn.Linear(2, 3)).initial_state(torch.zeros(4, 2)),
             r"initial_momentum returned shape \(4, 3\); expected the shape of the input, \(4, 2\)",
         ),
-        (lambda: hbnode.NODE(3), TypeError, "func must be callable, got int"),
-        *(
-            (lambda func=func: hbnode.NODE(func), TypeError, r"expected \(h\) or \(t, h\).*Fix: say which")
-            for func in (lambda *args: args[0], lambda: 0, lambda t, h, v: h, torch.tanh)
-        ),
-        (lambda: hbnode.AdamNODE(nn.Identity(), rates=0.1), ValueError, r"got 0.1. Fix: rates=\(0.1, 0.1\)"),
+        (lambda: hbnode.NODE(3), "func must be callable, got int"),
+        (lambda: hbnode.NODE(lambda *args: args[0]), r"expected \(h\) or \(t, h\).*Fix: say which"),
+        (lambda: hbnode.NODE(torch.tanh), r"expected \(h\) or \(t, h\).*Fix: say which"),
+        (lambda: hbnode.AdamNODE(abs, rates=0.1), r"got 0.1. Fix: rates=\(0.1, 0.1\)"),
         (
-            lambda: hbnode.odeint(hbnode.AdamNODE(nn.Identity()), (torch.ones(1, 2), torch.ones(1, 2)), [0.0, 1.0]),
-            TypeError,
+            lambda: hbnode.odeint(hbnode.AdamNODE(abs), (torch.ones(1, 2), torch.ones(1, 2)), [0.0, 1.0]),
             r"three tensors \(h, m, v\), got .*Fix: field.initial_state",
         ),
         (
             lambda: hbnode.ODEBlock(hbnode.PortHamiltonian(nn.Linear(2, 2)))(torch.ones(3, 2)),
-            ValueError,
             r"the potential returned shape \(3, 2\); expected one number per sample, \(3,\). Fix: end a network",
-        ),
-        (
-            lambda: hbnode.ODERNN(2, 4, field=lambda n: hbnode.AdamNODE(nn.Linear(n, n))),
-            ValueError,
-            "AdamNODE has 3 tensors. Fix: field='hbnode'",
         ),
     ],
 )
-def test_bad_arguments(make, kind, message):
-    with pytest.raises(kind, match=message):
+def test_bad_arguments(make, message):
+    with pytest.raises((TypeError, ValueError), match=message):
         make()
 
 
@@ -208,12 +193,9 @@ def constant_field(damping, xi=0.7, **options):
 EXACT = torch.tensor([0.9, 0.1], dtype=torch.float64)
 
 
-@pytest.mark.parametrize(
-    "cast", [lambda f: f.float().double(), lambda f: f.half().double(), lambda f: copy.deepcopy(f.float())]
-)
-def test_constants_are_not_rounded(cast):
-    assert (cast(constant_field(0.9)).damping, cast(constant_field(0.9)).xi) == (0.9, 0.7)
-    field = cast(constant_field([0.9, 0.1]))
+def test_constants_are_not_rounded():
+    one, field = (copy.deepcopy(constant_field(damping).half()).double() for damping in (0.9, [0.9, 0.1]))
+    assert (one.damping, one.xi) == (0.9, 0.7)
     assert torch.equal(field.damping, EXACT)
     assert torch.equal(field.solver_damping(), EXACT)
     assert field.float()(torch.tensor(0.0), tuple(torch.randn(2, 3, 2)))[1].dtype == torch.float32
@@ -290,14 +272,13 @@ def test_a_constant_damping_keeps_its_gradient(settings, shape):
     torch.testing.assert_close(found, torch.autograd.grad(h.sin().sum(), other)[0], rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.parametrize("settings", [{}, {"method": "tsit5"}], ids=str)
-def test_a_constant_parameter_stays_that_of_its_owner(settings):
+def test_a_constant_parameter_stays_that_of_its_owner():
     """It is seen after it has changed, has a gradient in the adjoint too, and is in no checkpoint of the field."""
     gamma, x = nn.Parameter(torch.tensor(0.3, dtype=torch.float64)), make_input()[:, :2]
 
     def block(damping, gradient):
-        kwargs = {"rtol": 1e-10, "atol": 1e-10, "gradient": gradient} | settings
-        return hbnode.HeavyBallODEBlock(lambda h: -4 * h, damping=damping, learn_damping=False, **kwargs)
+        options = {"rtol": 1e-10, "atol": 1e-10, "gradient": gradient, "learn_damping": False}
+        return hbnode.HeavyBallODEBlock(lambda h: -4 * h, damping=damping, **options)
 
     shared = block(gamma, "adjoint")
     assert not [*shared.parameters(), *shared.state_dict()]
@@ -323,24 +304,24 @@ def test_constants_of_an_sde_keep_their_gradients(name, gradient):
 
 
 @pytest.mark.parametrize(
-    ("make", "name"),
+    ("kind", "arguments", "name"),
     [
-        (lambda **x: hbnode.HBNODE(nn.Identity(), **x), "damping"),
-        (lambda **x: hbnode.GHBNODE(nn.Identity(), **x), "xi"),
-        (lambda **x: hbnode.NesterovNODE(nn.Identity(), **x), "start"),
-        (lambda **x: hbnode.AdamNODE(nn.Identity(), **x), "eps"),
-        (lambda **x: hbnode.HeavyBallSDE(nn.Identity(), learn_temperature=True, **x), "temperature"),
-        (lambda **x: hbnode.distributions.HeavyBallAnnealing(NORMAL.log_prob, NORMAL, 1, **x), "step_size"),
-        (lambda **x: hbnode.ODERNN(1, 2, **x), "time_unit"),
-        (lambda **x: hbnode.nn.MomentumAttention(4, 2, **x), "momentum"),
-        (lambda **x: hbnode.nn.MomentumLSTM(1, 2, **x), "forget_bias"),
+        (hbnode.HBNODE, (abs,), "damping"),
+        (hbnode.GHBNODE, (abs,), "xi"),
+        (hbnode.NesterovNODE, (abs,), "start"),
+        (hbnode.AdamNODE, (abs,), "eps"),
+        (functools.partial(hbnode.HeavyBallSDE, learn_temperature=True), (abs,), "temperature"),
+        (hbnode.distributions.HeavyBallAnnealing, (NORMAL.log_prob, NORMAL, 1), "step_size"),
+        (hbnode.ODERNN, (1, 2), "time_unit"),
+        (hbnode.nn.MomentumAttention, (4, 2), "momentum"),
+        (hbnode.nn.MomentumLSTM, (1, 2), "forget_bias"),
     ],
 )
-def test_a_gradient_that_would_be_lost_is_refused(make, name):
+def test_a_gradient_that_would_be_lost_is_refused(kind, arguments, name):
     value = torch.tensor(0.5, requires_grad=True)
     with pytest.raises(ValueError, match=rf"{name} requires a gradient.*Fix: {name}={name}.detach\(\)"):
-        make(**{name: value})
-    make(**{name: value.detach()})
+        kind(*arguments, **{name: value})
+    kind(*arguments, **{name: value.detach()})
 
 
 # Fields that are special where they begin, or have a potential
@@ -376,7 +357,7 @@ def test_porthamiltonian_of_a_pendulum_is_an_elliptic_function():
     "settings",
     [
         {}, {"gradient": "adjoint"}, {"per_sample": True}, {"method": "dopri5", "gradient": "adjoint"},
-        {"method": "tsit5"}, {"method": "leapfrog", "steps": 4, "gradient": "reversible"},
+        {"method": "leapfrog", "steps": 4, "gradient": "reversible"},
     ],
     ids=lambda settings: "-".join(map(str, settings.values())),
 )  # fmt: skip
@@ -399,13 +380,8 @@ def test_porthamiltonian_is_an_hbnode_with_the_gradient_of_its_potential(setting
             torch.testing.assert_close(block(x.clone()), values[0][0])
 
 
-@pytest.fixture
-def net():
-    return nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)).double()
-
-
-def test_the_energy_of_a_damped_porthamiltonian_falls_by_what_friction_takes(net):
-    field = hbnode.PortHamiltonian(net, damping=0.4)
+def test_the_energy_of_a_damped_porthamiltonian_falls_by_what_friction_takes():
+    field = hbnode.PortHamiltonian(hbnode.nn.MLP(2, [8], 1).double(), damping=0.4)
     h, m = torch.randn(2, 5, 2, dtype=torch.float64, requires_grad=True)
     dh, dm = torch.autograd.grad(field.energy((h, m)).sum(), (h, m))
     torch.testing.assert_close(field(torch.tensor(0.0), (h, m)), (dm, -dh - 0.4 * dm))
@@ -415,8 +391,9 @@ def test_the_energy_of_a_damped_porthamiltonian_falls_by_what_friction_takes(net
 
 
 @pytest.mark.parametrize("gradient", ["checkpoint", "direct", "adjoint", "reversible"])
-def test_a_constant_of_the_potential_gets_the_gradient_0(net, gradient):
+def test_a_constant_of_the_potential_gets_the_gradient_0(gradient):
     """DistributedDataParallel stops if a parameter gets none."""
+    net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)).double()
     block = hbnode.ODEBlock(hbnode.PortHamiltonian(net), method="leapfrog", steps=3, gradient=gradient)
     block(torch.ones(3, 2, dtype=torch.float64)).sum().backward()
     assert all(p.grad is not None for p in block.parameters())

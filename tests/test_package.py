@@ -30,12 +30,8 @@ def test_every_requirement_of_the_tests_and_benchmarks_is_pinned():
 
 
 def test_the_source_distribution_names_what_exists():
-    missing = [
-        path
-        for path in PYPROJECT["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
-        if not (ROOT / path.lstrip("/")).exists()
-    ]
-    assert missing == []
+    included = PYPROJECT["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
+    assert [path for path in included if not (ROOT / path.lstrip("/")).exists()] == []
 
 
 def test_the_oldest_releases_are_the_lower_bounds():
@@ -61,12 +57,6 @@ import hbnode.nn as nn
 assert (hbnode.nn, hbnode.ODERNN, hbnode.data) == (nn, nn.ODERNN, data) == (nn, ODERNN, sys.modules["hbnode.data"])
 block = HeavyBallODEBlock(nn.MLP(2, [3], 2))
 assert type(pickle.loads(pickle.dumps(block))) is type(block) is hbnode.HeavyBallODEBlock
-try:
-    HeavyBallODEBlock(nn.MLP(2, [3], 2), dampin=0.1)
-except TypeError as error:
-    assert "Fix: damping= for dampin=" in str(error), error
-else:
-    raise AssertionError
 """
 
 
@@ -77,7 +67,6 @@ def test_what_solving_does_not_need_is_imported_when_it_is_first_used():
 def test_one_licence_and_a_citation_of_each_paper():
     assert PROJECT["license"] == CITATION["license"] == "MIT"
     assert PROJECT["authors"] == CITATION["authors"]
-    assert {"cff-version", "message", "title"} <= CITATION.keys()
     for reference in CITATION["references"]:
         assert {"type", "title", "authors", "year", "url"} <= reference.keys()
 

@@ -10,21 +10,14 @@ from torch import nn
 import hbnode
 
 
-@pytest.fixture
-def samples():
-    rng = np.random.default_rng(0)
-    return np.sort(rng.uniform(0, 5, 12)), rng.normal(size=(12, 3))
-
-
 @pytest.mark.parametrize("kind", ["linear", "cubic"])
-def test_shapes_and_gradients(samples, kind):
-    t = torch.tensor(samples[0])
-    u = torch.randn(12, 2, 3, dtype=torch.float64, requires_grad=True)
-    assert hbnode.Signal(t, u, kind)(t[3]).shape == (2, 3)
-    assert hbnode.Signal(t, u, kind)(t[:4].reshape(2, 2)).shape == (2, 2, 2, 3)
-    torch.testing.assert_close(hbnode.Signal(t, u, kind)(t), u)
-    query = torch.tensor([0.5, 1.7, 3.1], dtype=torch.float64, requires_grad=True)
-    flat = u[:, 0, :1].detach().requires_grad_()
+def test_shapes_and_gradients(kind):
+    t = torch.rand(12, dtype=torch.float64).cumsum(0)
+    u = torch.randn(12, 2, 3, dtype=torch.float64)
+    signal, flat = hbnode.Signal(t, u, kind), u[:, 0, :1].clone().requires_grad_()
+    assert signal(t[:4].reshape(2, 2)).shape == (2, 2, 2, 3)
+    torch.testing.assert_close(signal(t), u)
+    query = torch.tensor([1.0, 1.7, 3.1], dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda u, q: hbnode.Signal(t, u, kind)(q), (flat, query))
 
 
@@ -74,18 +67,18 @@ TIMES, ZEROS = torch.tensor([0.0, 1.0]), torch.zeros(2)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "kind", "message"),
+    ("arguments", "message"),
     [
-        ((TIMES, torch.zeros(3)), ValueError, r"needs t of shape \(T,\) and u of shape"),
-        ((TIMES, ZEROS, "cubic"), ValueError, "with T >= 3"),
-        ((ZEROS, ZEROS), ValueError, r"strictly increasing, but t\[0\]=0 is followed by 0"),
-        ((TIMES, torch.tensor([0, 10])), TypeError, r"and torch.int64. Fix: t.double\(\), u.float\(\)"),
-        ((TIMES, torch.tensor([0.0, torch.nan])), ValueError, r"u must be finite.*Signal\(t\[keep\], u\[keep\]\)"),
-        (([0.0, 1.0], ZEROS), TypeError, r"t must be a tensor, got list. Fix: torch.tensor\(x"),
+        ((TIMES, torch.zeros(3)), r"needs t of shape \(T,\) and u of shape"),
+        ((TIMES, ZEROS, "cubic"), "with T >= 3"),
+        ((ZEROS, ZEROS), r"strictly increasing, but t\[0\]=0 is followed by 0"),
+        ((TIMES, torch.tensor([0, 10])), r"and torch.int64. Fix: t.double\(\), u.float\(\)"),
+        ((TIMES, torch.tensor([0.0, torch.nan])), r"u must be finite.*Signal\(t\[keep\], u\[keep\]\)"),
+        (([0.0, 1.0], ZEROS), r"t must be a tensor, got list. Fix: torch.tensor\(x"),
     ],
 )
-def test_bad_input(arguments, kind, message):
-    with pytest.raises(kind, match=message):
+def test_bad_input(arguments, message):
+    with pytest.raises((TypeError, ValueError), match=message):
         hbnode.Signal(*arguments)
 
 
@@ -108,8 +101,9 @@ def test_the_exact_end_in_another_dtype_is_inside(end, kind, dtype):
             signal(torch.tensor(t, dtype=dtype))
 
 
-def test_it_equals_numpy_and_scipys_hermite_spline_with_finite_difference_slopes(samples):
-    t, u = samples
+def test_it_equals_numpy_and_scipys_hermite_spline_with_finite_difference_slopes():
+    rng = np.random.default_rng(0)
+    t, u = np.sort(rng.uniform(0, 5, 12)), rng.normal(size=(12, 3))
     query = np.linspace(t[0], t[-1], 101)
     linear, cubic = (hbnode.Signal(torch.tensor(t), torch.tensor(u), kind) for kind in ("linear", "cubic"))
     expected = np.stack([np.interp(query, t, channel) for channel in u.T], axis=-1)

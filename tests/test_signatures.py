@@ -64,15 +64,11 @@ def test_what_is_public_and_every_argument_with_its_default_is_documented(public
 
 def test_a_heavy_ball_block_has_every_argument_of_its_block_and_of_its_fields():
     of_block, own = _parameters(hbnode.ODEBlock), _parameters(hbnode.HeavyBallODEBlock)
-    assert set(of_block) - set(own) == {"field"}
-    assert set(_parameters(hbnode.GHBNODE)) <= set(own)
-    for name in set(of_block) & set(own):
-        assert own[name].default == of_block[name].default, name
-        assert own[name].annotation == of_block[name].annotation, name
-    of_odeint = _parameters(hbnode.odeint)
-    for name in set(of_block) & set(of_odeint) - {"field"}:
-        assert of_block[name].default == of_odeint[name].default, name
-        assert of_block[name].annotation == of_odeint[name].annotation, name
+    assert of_block.keys() - own.keys() == {"field"}
+    assert _parameters(hbnode.GHBNODE).keys() <= own.keys()
+    for other in (own, _parameters(hbnode.odeint)):
+        for name in (of_block.keys() & other.keys()) - {"field"}:
+            assert of_block[name].replace(kind=other[name].kind) == other[name]
 
 
 def test_the_literals_are_the_registries():
@@ -88,7 +84,6 @@ def test_the_literals_are_the_registries():
         ({"method": "nystrom_8"}, "method='nystrom8'"),
         ({"method": "rk45"}, "method='dopri5'"),
         ({"gradient": "backprop"}, "gradient='direct'"),
-        ({"gradient": "aca"}, "gradient='checkpoint'"),
         ({"gradient": "adjoint_method", "method": "dopri5"}, "gradient='adjoint'"),
         ({"gradient": "checkpoint", "method": "dopri5"}, "gradient='direct'"),
         ({"per_sample": "sample"}, "per_sample=True"),
@@ -97,15 +92,13 @@ def test_the_literals_are_the_registries():
     ids=str,
 )
 def test_an_unknown_name_suggests_the_nearest(given, fix):
-    x = torch.ones(2, 2)
-    for solve in (
-        lambda: hbnode.odeint(lambda t, h: -h, x, [0.0, 1.0], **given),
-        lambda: hbnode.ODEBlock(hbnode.NODE(nn.Identity()), **given),
-        lambda: hbnode.HeavyBallODEBlock(nn.Identity(), **given),
-        lambda: hbnode.ODERNN(1, 4, **given),
+    for solve, arguments in (
+        (hbnode.odeint, (lambda t, h: -h, X, [0.0, 1.0])),
+        (hbnode.HeavyBallODEBlock, (nn.Identity(),)),
+        (hbnode.ODERNN, (1, 4)),
     ):
         with pytest.raises(ValueError, match=rf"Fix: {re.escape(fix)}"):
-            solve()
+            solve(*arguments, **given)
 
 
 X = torch.ones(3, 2)
@@ -169,43 +162,34 @@ def test_a_solver_setting_that_is_set_later_is_used_or_refused(name, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("call", "kind", "message"),
+    ("call", "message"),
     [
         (
             lambda: hbnode.HeavyBallODEBlock(nn.Identity(), tol=1e-3),
-            TypeError,
             "HeavyBallODEBlock.*Fix: rtol=1e-3, atol",
         ),
-        (lambda: hbnode.odeint(lambda t, y: -y, X, [0.0, 1.0], adjoint_params=()), TypeError, "Fix: leave it out"),
-        (lambda: hbnode.odeint(lambda t, y: -y, X, [0.0, 1.0], event_fn=max), TypeError, "Fix: events=hbnode.Event"),
-        (lambda: hbnode.ODEBlock(hbnode.NODE(nn.Identity()), dt0=0.1), TypeError, "Fix: options={'first_step': 0.1}"),
-        (lambda: hbnode.ODEBlock(hbnode.NODE(nn.Identity()), solver="rk4"), TypeError, "Fix: method='tsit5'"),
-        (lambda: hbnode.NODE(nn.Identity(), gamma=1.0), TypeError, "Fix: leave it out; elsewhere it is damping=0.1"),
-        (lambda: hbnode.HBNODE(nn.Identity(), dampings=0.1), TypeError, "Fix: damping= for dampings="),
-        (lambda: hbnode.ODERNN(1, 2, batch_first=True), TypeError, r"Fix: leave it out, x is \(batch, T, features\)"),
-        (lambda: hbnode.ODERNN(1, 2, field="anod"), ValueError, "Fix: 'anode'"),
-        (lambda: hbnode.nn.MomentumLSTM(1, 2, proj_size=1), TypeError, "Fix: a torch.nn.Linear after"),
-        (lambda: hbnode.odeint_adjoint, AttributeError, r"Fix: hbnode.odeint\(.*gradient='adjoint'\)"),
-        (lambda: hbnode.MomentumLSTM, AttributeError, "Fix: hbnode.nn.MomentumLSTM"),
-        (lambda: hbnode.odeint(hbnode.HeavyBallODEBlock(nn.Identity()), X, [0.0, 1.0]), TypeError, "Fix: block.field"),
-        (lambda: hbnode.odeint(nn.Linear(2, 2), X, [0.0, 1.0]), TypeError, r"Linear takes \(input\). Fix: hbnode.NODE"),
-        (lambda: hbnode.odeint(lambda h: -h, X, [0.0, 1.0]), TypeError, r"takes \(h\). Fix: hbnode.NODE\(f\)"),
-        (lambda: hbnode.odeint(hbnode.NODE, X, [0.0, 1.0]), TypeError, r"the class NODE. Fix: NODE\(net\)"),
-        (lambda: hbnode.HeavyBallODEBlock(nn.Tanh), TypeError, r"the class Tanh. Fix: Tanh\(\)"),
-        (lambda: hbnode.ODEBlock(hbnode.NODE), TypeError, r"Fix: ODEBlock\(hbnode.NODE\(net\)\)"),
-        (lambda: hbnode.HeavyBallODEBlock(hbnode.NODE(nn.Identity())), TypeError, r"NODE. Fix: HBNODE\(field"),
-        (lambda: hbnode.ODERNN(1, 2, cell=nn.LSTMCell), TypeError, "cell must map .* got LSTMCell. Fix: cell='gru'"),
-        (lambda: hbnode.ODERNN(1, 2, cell=nn.GRUCell(1, 2)), ValueError, r"Fix: cell=torch.nn.GRUCell\(1, 4\)"),
-        (lambda: hbnode.HeavyBallODEBlock(nn.Linear(3, 3))(X), ValueError, r"h of shape \(3, 2\).*Fix: a first and a"),
-        (lambda: hbnode.ODERNN(2, 3)(torch.ones(4, 3, 2), [0, 1, 2, 3]), ValueError, r"Fix: x.transpose\(0, 1\)"),
-        (lambda: hbnode.nn.HeavyBallMemory(64, 5), ValueError, "Fix: num_heads=4, or embed_dim=65"),
+        (lambda: hbnode.odeint(lambda t, y: -y, X, [0.0, 1.0], adjoint_params=()), "Fix: leave it out"),
+        (lambda: hbnode.ODEBlock(hbnode.NODE(nn.Identity()), solver="rk4"), "Fix: method='tsit5'"),
+        (lambda: hbnode.HBNODE(nn.Identity(), dampings=0.1), "Fix: damping= for dampings="),
+        (lambda: hbnode.ODERNN(1, 2, batch_first=True), r"Fix: leave it out, x is \(batch, T, features\)"),
+        (lambda: hbnode.ODERNN(1, 2, field="anod"), "Fix: 'anode'"),
+        (lambda: hbnode.nn.MomentumLSTM(1, 2, proj_size=1), "Fix: a torch.nn.Linear after"),
+        (lambda: hbnode.odeint_adjoint, r"Fix: hbnode.odeint\(.*gradient='adjoint'\)"),
+        (lambda: hbnode.MomentumLSTM, "Fix: hbnode.nn.MomentumLSTM"),
+        (lambda: hbnode.odeint(hbnode.HeavyBallODEBlock(nn.Identity()), X, [0.0, 1.0]), "Fix: block.field"),
+        (lambda: hbnode.odeint(nn.Linear(2, 2), X, [0.0, 1.0]), r"Linear takes \(input\). Fix: hbnode.NODE"),
+        (lambda: hbnode.odeint(lambda h: -h, X, [0.0, 1.0]), r"takes \(h\). Fix: hbnode.NODE\(f\)"),
+        (lambda: hbnode.odeint(hbnode.NODE, X, [0.0, 1.0]), r"the class NODE. Fix: NODE\(net\)"),
+        (lambda: hbnode.HeavyBallODEBlock(nn.Tanh), r"the class Tanh. Fix: Tanh\(\)"),
+        (lambda: hbnode.HeavyBallODEBlock(hbnode.NODE(nn.Identity())), r"NODE. Fix: HBNODE\(field"),
+        (lambda: hbnode.ODERNN(1, 2, cell=nn.LSTMCell), "cell must map .* got LSTMCell. Fix: cell='gru'"),
+        (lambda: hbnode.ODERNN(1, 2, cell=nn.GRUCell(1, 2)), r"Fix: cell=torch.nn.GRUCell\(1, 4\)"),
+        (lambda: hbnode.HeavyBallODEBlock(nn.Linear(3, 3))(X), r"h of shape \(3, 2\).*Fix: a first and a"),
+        (lambda: hbnode.ODERNN(2, 3)(torch.ones(4, 3, 2), [0, 1, 2, 3]), r"Fix: x.transpose\(0, 1\)"),
+        (lambda: hbnode.nn.HeavyBallMemory(64, 5), "Fix: num_heads=4, or embed_dim=65"),
+        (lambda: hbnode.odeint(lambda t, y: y + "a", X, [0.0, 1.0]), "^unsupported operand"),
     ],
 )
-def test_a_natural_mistake_is_told_what_to_write(call, kind, message):
-    with pytest.raises(kind, match=message):
+def test_a_natural_mistake_is_told_what_to_write(call, message):
+    with pytest.raises((TypeError, ValueError, AttributeError), match=message):
         call()
-
-
-def test_an_error_of_the_field_itself_stays():
-    with pytest.raises(TypeError, match=r"^unsupported operand"):
-        hbnode.odeint(lambda t, y: y + "a", X, [0.0, 1.0])
