@@ -213,7 +213,7 @@ class ODETerm:
         return stages.unbind(0)
 
     def trial(self, t: Tensor, row: Tensor) -> Tensor:
-        """Evaluate the field at a time that the solve may not reach; the value is NaN if a signal is not defined there."""
+        """Evaluate the field at a time that the solve may not reach; a signal returns NaN outside its samples."""
         before, queries.is_trial = queries.is_trial, True
         try:
             with torch.no_grad():
@@ -229,7 +229,7 @@ class ODETerm:
 
 
 def materialize(field: Any, y0: State, t: Any) -> bool:
-    """Initialize the lazy parameters of a field by evaluating it at the start; return whether it has lazy parameters."""
+    """Initialize lazy parameters of a field by evaluating it at the start; return whether it has lazy parameters."""
     if not isinstance(field, nn.Module) or not any(map(nn.parameter.is_lazy, field.parameters())):
         return False
     first = torch.as_tensor(t[0], dtype=torch.float64).reshape(-1)[0]
