@@ -144,7 +144,7 @@ class Method:
         raise NotImplementedError
 
     def undo(self, state: Rows, coefficients: Rows, times: Times, field: RHS) -> Rows:
-        """Reverse a step and return the state before it; for an FSAL method, ``times`` only has the start of the step."""
+        """Reverse a step and return the state before it; for an FSAL method, ``times`` only holds the step's start."""
         raise NotImplementedError
 
 
@@ -517,7 +517,7 @@ class Splitting(Method):
         return method
 
     def packed(self, xp: Any, gamma: Array, size: Array, error: bool) -> Array:
-        """Return the times of the drifts, the factors e^{-γτ} of the kicks and their weights (1 - e^{-γτ})/γ, joined."""
+        """Return the times of the drifts, and e^{-γτ} and (1 - e^{-γτ})/γ for each kick, as one array."""
         drifts, kicks = constants(self.constants, xp, size)
         lengths = size[..., None] * kicks
         z = (gamma * xp.ones_like(size))[..., None] * lengths
@@ -825,8 +825,8 @@ class ForeignMethod:
         return self.kind in ("fixed", "adams")
 
 
-# A new method needs coefficients in tableaus.py, and here its name in NativeMethod, a line in _NATIVE, and a class if no
-# existing class fits.
+# A new method needs coefficients in tableaus.py. In this module it needs its name in NativeMethod, a line in _NATIVE,
+# and a class if no existing class fits.
 NativeMethod = Literal[
     "nystrom4", "nystrom6", "nystrom8", "exponential", "leapfrog", "blanes_moan4", "tsit5", "rodas5p"
 ]
