@@ -1,9 +1,13 @@
 """The recurrent layers with momentum, and their cells for one time step: RNN, LSTM, GRU and orthogonal RNN.
 
-A rule of :mod:`hbnode.nn.rules` filters the inputs g_t = W x_t + b of a cell, independently of the hidden state. A
-linear rule computes v_t = mu_t v_{t-1} + s g_t. From v_0 = 0, v_t is W applied to filtered x, and torch's layer runs
-over the filtered x. A v_0 from an earlier chunk decays with mu_1 ... mu_t. Until v_0 falls below float precision, and
-with nonlinear rules, the cell runs over d_t = rule(g_1, ..., g_t), in torch's layer or in a time loop.
+A rule of :mod:`hbnode.nn.rules` filters the inputs g_t = W x_t + b of a cell, independently of the hidden state. The
+filtered inputs are d_t = rule(g_1, ..., g_t). There are two ways to compute a layer:
+
+* A linear rule computes v_t = mu_t v_{t-1} + s g_t. If v_0 = 0, v_t is W applied to filtered x, so torch's layer runs
+  over the filtered x.
+* With a nonlinear rule, or if v_0 from an earlier chunk is not 0, the layer first computes d_t. Then torch's layer or a
+  time loop runs the cell over d_t. The contribution of v_0 decays as mu_1 ... mu_t. When it falls below float
+  precision, the layer switches to the first way.
 """
 
 import dataclasses
@@ -56,9 +60,9 @@ __all__ = [
     "sparse_",
 ]
 
-SMALL_PRODUCT = 2**21  # up to so many multiplications per sample, torch's layer with W = I is faster than a loop
+SMALL_PRODUCT = 2**21  # multiplications per sample up to which torch's layer with W = I is faster than a time loop
 SHOWN = "num_layers", "rule", "has_bias", "bidirectional", "dropout", "nonlinearity", "forget_bias", "init"
-CHUNK_SIZE = 2**19  # numbers of d that are computed, and stored, at once
+CHUNK_SIZE = 2**19  # number of values of d that are computed and stored at once
 
 
 @record
@@ -68,7 +72,7 @@ class RecurrentState(Record):
     The first axis of a layer's state is layers * directions, as in torch.nn. A cell's state has no such axis. ``n`` is
     the number of features of the filtered input: gates * hidden_size.
 
-    An LSTM's state unpacks into h and c, ``output, (h, c) = lstm(x)``, and ``state[0]`` and ``state[1]`` are these.
+    An LSTM's state unpacks into h and c: ``output, (h, c) = lstm(x)``. ``state[0]`` is h, and ``state[1]`` is c.
 
     Attributes:
         h: hidden state (..., batch, hidden_size).
@@ -103,7 +107,7 @@ class RecurrentState(Record):
         return iter((self[0], self[1]))
 
     def __getitem__(self, index: int) -> Tensor:
-        if self.c is None or index not in (0, 1):  # torch.nn's pair takes -1, which is c where an h[-1] was meant
+        if self.c is None or index not in (0, 1):  # -1, allowed for torch.nn's pair, would be c if a user meant h[-1]
             raise TypeError(
                 f"the entries of a RecurrentState are read by name, got state[{index!r}]. Fix: state.h[-1] for the "
                 "last layer's h; only the state of an LSTM is also a pair, (h, c)."
@@ -135,7 +139,7 @@ class SequenceBatch:
 
     @classmethod
     def read(cls, x: Tensor | PackedSequence, input_size: int, batch_first: bool) -> "SequenceBatch":
-        """Make a batch from the inputs of a layer; raise TypeError or ValueError if they are not valid."""
+        """Return a batch of the inputs x of a layer; raise TypeError or ValueError if x is not valid."""
         packed = x if isinstance(x, PackedSequence) else None
         values = x.data if isinstance(x, PackedSequence) else x
         if not isinstance(values, Tensor) or not values.is_floating_point():
@@ -169,7 +173,7 @@ class SequenceBatch:
     def run(
         self, name: str, x: Tensor, state: Tensor | tuple[Tensor, Tensor], weights: list[Tensor]
     ) -> tuple[Tensor, ...]:
-        """Run torch's layer over x (T, batch, n), see :func:`hbnode._torch.fused_layer`."""
+        """Run the layer ``name`` of torch over x (T, batch, n); see :func:`hbnode._torch.fused_layer`."""
         if self.packed is None or self.valid is None:
             return fused_layer(name, x, state, weights)
         h, *last = fused_layer(name, x[self.valid], state, weights, self.packed.batch_sizes)
@@ -210,7 +214,7 @@ class SequenceBatch:
         return y.transpose(0, 1) if self.batch_first else y
 
     def sort(self, z: Tensor, axis: int) -> Tensor:
-        """Reorder z along its batch axis from the order of the input to that of ``x``, which packing may sort."""
+        """Reorder z along its batch axis from the order of the input to the order of ``x``, which packing may sort."""
         z = z.unsqueeze(axis) if self.is_single else z
         order = self.packed.sorted_indices if self.packed else None
         return z if order is None else z.index_select(axis, order)
@@ -229,9 +233,9 @@ Entries = tuple[Any, ...]
 """The entries h, c, v, m and g of a state, in which those that a layer does not need are None."""
 
 
-# The equations: h_t, c_t = cell(d_t, h_{t-1}, c_{t-1}), where d_t is what the rule makes of g_t = W x_t + b. With
-# momentum d_t = v_t = mu v_{t-1} + s g_t. A new cell is a function here, a line below them, and a layer and a cell
-# among the classes that follow; a new rule is a class in rules.py.
+# The equations of the cells: h_t, c_t = cell(d_t, h_{t-1}, c_{t-1}), where the rule computes d_t from g_1, ..., g_t
+# with g_t = W x_t + b. The momentum rule is d_t = v_t = mu v_{t-1} + s g_t. To add a cell, add a step function and a
+# Cell here, and a layer class and a cell class below. To add a rule, add a class to rules.py.
 
 
 def _tanh_step(d: Tensor, h: Tensor, c: None, u: Tensor, bias: None) -> tuple[Tensor, None]:
@@ -272,7 +276,7 @@ NO_MOMENTUM = Momentum(momentum=0.0, step_size=1.0)  # d_t = g_t
 
 
 class Weights(NamedTuple):
-    """The parameters of one layer in one direction: W_ih, W_hh, b_ih, and b_hh or the bias of the activation."""
+    """The parameters of a layer in one direction: W_ih, W_hh, b_ih, and b_hh or the bias of the activation."""
 
     w: Tensor
     u: Tensor
@@ -284,7 +288,7 @@ class RecurrentBase(nn.Module):
     """The base class of layers and cells, with their parameters and the checks of their states."""
 
     cell: Cell
-    names: ClassVar[tuple[str, ...]] = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")  # as in Weights
+    names: ClassVar[tuple[str, ...]] = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")  # in the order of Weights
     forget_bias: float
 
     def __init__(self, input_size: int, hidden_size: int, bias: bool, rule: Rule, factory: dict[str, Any]) -> None:
@@ -322,7 +326,7 @@ class RecurrentBase(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Reset W_ih to a random orthogonal matrix, W_hh to ones on its diagonal and 0 elsewhere, and biases to 0.
+        """Set W_ih to a random orthogonal matrix, W_hh to ones on its diagonal and 0 elsewhere, and biases to 0.
 
         In an LSTM or GRU, the ones of W_hh are in the rows of the first gate. In an LSTM, b_ih and b_hh of the forget
         gate are both ``forget_bias`` instead of 0. References: appendices A and F of Nguyen et al.
@@ -348,7 +352,10 @@ class RecurrentBase(nn.Module):
         return Weights(getattr(self, w + suffix), getattr(self, u + suffix), *biases)
 
     def _check_weight_norm(self) -> None:
-        """Raise ValueError if weight_norm made a weight NaN, which it does if rows are zero, as in the initial W_hh."""
+        """Raise ValueError if weight_norm made a weight NaN.
+
+        weight_norm divides by the norm of each row, and the initial W_hh has rows of zeros.
+        """
         for name, made in getattr(self, "parametrizations", {}).items():
             if type(made[0]).__name__ != "_WeightNorm" or not may_look():
                 continue
@@ -362,7 +369,7 @@ class RecurrentBase(nn.Module):
     def _read_state(
         self, state: InitialState, hx: InitialState, layers: tuple[int, ...], batch: tuple[int, ...], like: Tensor
     ) -> RecurrentState:
-        """Return a checked state with zeros for a missing h or c; the rule's memory is None at a sequence's start.
+        """Return a checked state. A missing h or c becomes zeros; a missing memory of the rule stays None.
 
         ``layers`` is (layers * directions,), or () in a cell. The batch is (batch,), or () without a batch axis.
         The zeros have the dtype and device of ``like``.
@@ -392,7 +399,10 @@ class RecurrentBase(nn.Module):
 
 
 def _check_entry(name: str, z: Tensor | None, wanted: tuple[int, ...] | None, like: Tensor) -> None:
-    """Raise ValueError unless an entry has the shape ``wanted``, None for no entry, and a dtype that fits ``like``."""
+    """Raise ValueError unless an entry has the shape ``wanted`` and a dtype that fits ``like``.
+
+    If ``wanted`` is None, the entry must be None.
+    """
     found = None if z is None else tuple(z.shape)
     if found != wanted:
         raise ValueError(
@@ -463,8 +473,8 @@ class RecurrentCell(RecurrentBase):
     Arguments:
         input_size: number of features of x.
         hidden_size: number of features of h.
-        momentum: the coefficient μ of a rule given by name, in [0, 1]. Default: ``None`` (0.6).
-        step_size: the coefficient s of a rule given by name, positive. Default: ``None`` (0.6).
+        momentum: the coefficient μ, in [0, 1], if ``rule`` is a name. Default: ``None`` (0.6).
+        step_size: the coefficient s, positive, if ``rule`` is a name. Default: ``None`` (0.6).
         bias: whether to add biases b_ih, which is filtered, and b_hh, which is not. Default: ``True``.
         rule: the filter; see :class:`hbnode.nn.MomentumLSTM`. Default: ``"momentum"``.
         device: device of the parameters. Default: ``None`` (torch's default).
@@ -472,7 +482,7 @@ class RecurrentCell(RecurrentBase):
 
     Shape:
         x: (batch, input_size) or (input_size,).
-        state: h, and c of an LSTM, (batch, hidden_size); the memory of the rule is wider by the number of gates.
+        state: h, and c of an LSTM, (batch, hidden_size); the memory of the rule, (batch, gates * hidden_size).
 
     Raises:
         TypeError: rule is neither a name nor a Rule, or bias is not a bool.
@@ -538,7 +548,7 @@ class RecurrentCell(RecurrentBase):
                 memory = memory._replace(t=torch.zeros(len(x), dtype=torch.int64, device=x.device))
         d, memory = self.rule(g.unsqueeze(0), memory)
         _, h, c = run_cell(self.cell, d, state.h, state.c, weights.u, weights.bias)
-        return h, RecurrentState(h, c, *memory)  # type: ignore[arg-type]  # whose t is a tensor
+        return h, RecurrentState(h, c, *memory)  # type: ignore[arg-type]  # t of a cell's memory is a tensor
 
 
 class RecurrentLayer(RecurrentBase):
@@ -556,8 +566,8 @@ class RecurrentLayer(RecurrentBase):
             "adam", "rmsprop" or "adaptive" (input-dependent momentum). A name has default coefficients. An object of
             :mod:`hbnode.nn.rules` has its own: ``rule=Adam(beta=0.99)``. ``Momentum(0.0, 1.0)`` gives a layer of
             torch.nn with an interchangeable state_dict. Default: ``"momentum"``.
-        momentum: the coefficient μ of "momentum" or "adam" given by name, in [0, 1]. Default: ``None`` (0.6).
-        step_size: the coefficient s of a rule given by name, positive, for all rules. Default: ``None`` (0.6).
+        momentum: the coefficient μ, in [0, 1], if ``rule`` is "momentum" or "adam". Default: ``None`` (0.6).
+        step_size: the coefficient s, positive, if ``rule`` is a name. Default: ``None`` (0.6).
         device: device of the parameters. Default: ``None`` (torch's default).
         dtype: dtype of the parameters. Default: ``None`` (torch's default).
 
@@ -565,7 +575,7 @@ class RecurrentLayer(RecurrentBase):
         x: (T, batch, input_size), or (T, input_size), or a PackedSequence.
         output: (T, batch, directions * hidden_size).
         state: h, and c of an LSTM, (layers * directions, batch, hidden_size).
-        memory of the rule: as h, but wider by the number of gates.
+        memory of the rule: (layers * directions, batch, gates * hidden_size).
 
     Raises:
         TypeError: rule is neither a name nor a Rule, or bias, batch_first or bidirectional is not a bool.
@@ -601,11 +611,11 @@ class RecurrentLayer(RecurrentBase):
         widths = [self.input_size] + [len(self.directions) * self.hidden_size] * (self.num_layers - 1)
         return [(f"_l{layer}{suffix}", width) for layer, width in enumerate(widths) for suffix in self.directions]
 
-    @untraced  # a loop over time is not a graph; torch.compile skips torch.nn's layers too
+    @untraced  # torch.compile would unroll the time loop; it also skips torch.nn's layers
     def forward(
         self, x: Series, state: InitialState = None, *, hx: InitialState = None
     ) -> tuple[Series, RecurrentState]:
-        """Run over sequences, from their start or from where an earlier chunk ended.
+        """Run over sequences, or over the next chunk of sequences.
 
         Arguments:
             x: (T, batch, input_size), with ``batch_first`` (batch, T, input_size), or one sequence (T, input_size),
@@ -694,14 +704,15 @@ class RecurrentLayer(RecurrentBase):
     ) -> tuple[Tensor, Entries]:
         """Run over sequences of equal length from any state.
 
-        Until v_0 = ``state[2]`` has decayed, the cell runs over filtered W x + b, then torch's layer over filtered x.
+        As long as v_0 = ``state[2]`` has not decayed, the cell runs over the filtered W x + b. From then on, torch's
+        layer runs over the filtered x.
         """
         h, c, v, m, g = state
         memory, outputs, steps = RuleState(v, m, g, t), [], len(x)
         if isinstance(self.rule, LinearRule) and not isinstance(t, Tensor):
             decay = self.rule.coefficients(t, len(x)).cumprod(0)  # below eps**2 even a large v_0 is negligible
             steps = int((decay.abs() >= torch.finfo(x.dtype).eps ** 2).sum())
-        is_whole = x.is_cuda and torch.is_grad_enabled()  # a call of cuDNN
+        is_whole = x.is_cuda and torch.is_grad_enabled()  # cuDNN runs in one call
         rows = len(x) if is_whole else max(BLOCK, CHUNK_SIZE // max(1, x.shape[1] * len(weights.w)))
         for part in x[:steps].split(rows) if steps else ():
             d, memory = self._filter(part, weights, memory)
@@ -715,14 +726,14 @@ class RecurrentLayer(RecurrentBase):
         return torch.cat(outputs), (h, c, *memory[:3])
 
     def _filter_inputs(self, x: Tensor, weights: Weights, t: int | Tensor | None) -> tuple[Tensor, Tensor]:
-        """Filter x by a linear rule from v_0 = 0; return the filtered x and the weight W with v = W (filtered x)."""
+        """Filter x by a linear rule from v_0 = 0; return the filtered x and the W for which v = W (filtered x)."""
         w, b = weights.w, weights.b
-        if b is not None:  # b is the weight of an input that is 1 before it is filtered
+        if b is not None:  # b becomes the weight of an additional input of 1, which is filtered too
             x, w = torch.cat([x, x.new_ones(*x.shape[:2], 1)], dim=-1), torch.cat([w, b.unsqueeze(1)], dim=1)
         return self.rule(x, RuleState(t=t))[0], w
 
     def _filter(self, x: Tensor, weights: Weights, memory: RuleState) -> tuple[Tensor, RuleState]:
-        """Compute the filtered W x + b of the next time steps, saving only x for backward if the result is large."""
+        """Filter W x + b of the next time steps. If the result is large, only x is saved for backward."""
 
         def filtered(x: Tensor, w: Tensor, b: Tensor | None, memory: RuleState) -> tuple[Tensor, RuleState]:
             return self.rule(linear(x, w, b), memory)
@@ -784,7 +795,7 @@ class RecurrentLayer(RecurrentBase):
 
 
 def _map(function: Callable[..., Tensor], *states: Entries) -> Entries:
-    """Apply a function to the corresponding entries of the states, except those that are None."""
+    """Apply a function to corresponding entries of the states; an entry that is None stays None."""
     found: list[Tensor | None] = []
     for entries in zip(*states, strict=True):
         found.append(None if entries[0] is None else function(*entries))
@@ -832,7 +843,7 @@ class MomentumRNN(RecurrentLayer):
 class MomentumRNNCell(RecurrentCell):
     """A cell that computes one time step of :class:`hbnode.nn.MomentumRNN`.
 
-    With weights W and U, g_t = W x_t + b_ih, and its filtered value d_t: h_t = tanh(U h_{t-1} + b_hh + d_t).
+    With weights W and U, the rule filters the input g_t = W x_t + b_ih to d_t. Then h_t = tanh(U h_{t-1} + b_hh + d_t).
 
     Arguments:
         nonlinearity: "tanh" or "relu". Default: ``"tanh"``.
@@ -867,8 +878,8 @@ class MomentumLSTM(RecurrentLayer):
         h_t = sigmoid(o) tanh(c_t)
 
     If the rule is linear, d_t is W applied to filtered inputs, and torch's own layer runs over the filtered inputs.
-    With other rules, and while the momentum of an earlier chunk decays, the cell runs over d_t, in torch's layer or in
-    a time loop.
+    With other rules, and as long as the momentum of an earlier chunk has not decayed, torch's layer or a time loop runs
+    the cell over d_t.
 
     References: Nguyen et al., MomentumRNN: Integrating Momentum into Recurrent Neural Networks (arXiv:2006.06919),
     equations 9, 14, 15.
@@ -952,7 +963,7 @@ class MomentumGRU(RecurrentLayer):
         h_t = (1 - z) n + z h_{t-1}
 
     References: Nguyen et al., MomentumRNN: Integrating Momentum into Recurrent Neural Networks (arXiv:2006.06919),
-    section 2, which puts momentum into any cell.
+    section 2, which adds momentum to any cell.
 
     Example:
         >>> output, state = MomentumGRU(3, 5, rule="rmsprop")(torch.ones(7, 2, 3))
@@ -968,7 +979,7 @@ class MomentumGRUCell(RecurrentCell):
     """A cell that computes one time step of :class:`hbnode.nn.MomentumGRU`.
 
     The rule filters the input g_t = W x_t + b_ih to d_t, whose three parts are d_r, d_z and d_n. The recurrent weight
-    U and the bias b_hh have three parts likewise::
+    U and the bias b_hh also have these three parts::
 
         r = sigmoid(U_r h_{t-1} + b_hr + d_r),  z = sigmoid(U_z h_{t-1} + b_hz + d_z)
         n = tanh(r (U_n h_{t-1} + b_hn) + d_n)
@@ -988,7 +999,7 @@ class MomentumDTRIV(OrthogonalWeights, RecurrentLayer):
         d_t = rule(g_1, ..., g_t),  by default v_t = μ v_{t-1} + s g_t
         h_t = modrelu(B h_{t-1} + d_t),  modrelu(z) = sign(z) relu(|z| + b)
 
-    B = base exp(A) with A skew-symmetric is a parametrization ("dynamic trivialization"), as torch's ``orthogonal``.
+    B is parametrized as base exp(A) with a skew-symmetric A ("dynamic trivialization"), as by torch's ``orthogonal``.
     :meth:`rebase` sets the base to B; see :func:`hbnode.nn.recurrent.rebase_every`. The only bias is b of modReLU. The
     time loop computes one product with B per time step.
 
@@ -996,8 +1007,9 @@ class MomentumDTRIV(OrthogonalWeights, RecurrentLayer):
     section 4; Lezcano-Casado, Trivializations for Gradient-Based Optimization on Manifolds (arXiv:1909.09501).
 
     Arguments:
-        init: initial B, which rotates planes by random angles: "cayley" draws them from U(0, π/2) (Helfrich et al.,
-            arXiv:1707.09520), "henaff" from U(-π, π) (Henaff et al., arXiv:1602.06662). Default: ``"cayley"``.
+        init: initial B, which rotates planes by random angles. "cayley" draws the angles from U(0, π/2) (Helfrich et
+            al., arXiv:1707.09520), and "henaff" from U(-π, π) (Henaff et al., arXiv:1602.06662).
+            Default: ``"cayley"``.
     """
 
     cell = DTRIV_CELL
@@ -1020,7 +1032,8 @@ class MomentumDTRIV(OrthogonalWeights, RecurrentLayer):
 class MomentumDTRIVCell(OrthogonalWeights, RecurrentCell):
     """A cell that computes one time step of :class:`hbnode.nn.MomentumDTRIV`.
 
-    With the weight W, g_t = W x_t, and its filtered value d_t: h_t = modrelu(B h_{t-1} + d_t) with an orthogonal B.
+    With the weight W, the rule filters the input g_t = W x_t to d_t. Then h_t = modrelu(B h_{t-1} + d_t), where B is
+    orthogonal.
 
     Arguments:
         init: initial B, "cayley" or "henaff", see :class:`hbnode.nn.MomentumDTRIV`. Default: ``"cayley"``.
@@ -1086,7 +1099,7 @@ class DTRIV(MomentumDTRIV):
 class DTRIVCell(MomentumDTRIVCell):
     """A cell that computes one time step of :class:`hbnode.nn.DTRIV`, with an orthogonal weight B.
 
-    With the weight W and the input x_t at time step t: h_t = modrelu(B h_{t-1} + W x_t).
+    With the weight W, the cell computes h_t = modrelu(B h_{t-1} + W x_t) from the input x_t at time step t.
 
     Arguments:
         input_size: number of features of x.
@@ -1124,8 +1137,8 @@ class TanhRNN(nn.Module):
         t_i = W_hx x_i + b + W_hh h_{i-1},  i > 1
         h_i = tanh(t_i)
 
-    Call it like :class:`torch.nn.RNN`. :class:`~hbnode.optim.HessianFree` has fast curvature products for both. The
-    outputs are the hidden states h_i; add a ``torch.nn.Linear`` for a readout.
+    Call it like :class:`torch.nn.RNN`. :class:`~hbnode.optim.HessianFree` computes fast curvature products for TanhRNN
+    and torch.nn.RNN. The outputs are the hidden states h_i; add a ``torch.nn.Linear`` for a readout.
 
     References: Martens and Sutskever, Learning Recurrent Neural Networks with Hessian-Free Optimization (ICML 2011),
     supplement, Algorithm 1 and section 2.
@@ -1141,9 +1154,9 @@ class TanhRNN(nn.Module):
 
     Shape:
         x: (T, batch, input_size), or (T, input_size), or a PackedSequence.
-        h0: (1, batch, hidden_size), or (1, hidden_size) of one sequence.
+        h0: (1, batch, hidden_size), or (1, hidden_size) for one sequence.
         output: h at every sample, (T, batch, hidden_size).
-        h: the last h of each sequence, in the form of h0.
+        h: the last h of each sequence, with the shape of h0.
 
     Raises:
         ValueError: a size is not valid.
@@ -1188,8 +1201,8 @@ class TanhRNN(nn.Module):
     def reset_parameters(self) -> None:
         """Draw sparse weights by :func:`sparse_`, and the biases from the distribution of the weights of W_hh.
 
-        Each unit has ``connections`` nonzero weights in W_hh, and each input as many in W_hx. Few units receive inputs,
-        so that the others can store information.
+        In W_hh, each unit has ``connections`` nonzero weights, and in W_hx, each input has ``connections`` nonzero
+        weights. Few units receive inputs, so that the other units can store information.
         """
         sparse_(self.weight_ih.T, self.connections, self.input_std)
         sparse_(self.weight_hh, self.connections)
@@ -1197,7 +1210,7 @@ class TanhRNN(nn.Module):
             bias.normal_(std=self.connections**-0.5)
 
     def forward(self, x: Series, h0: Tensor | None = None) -> tuple[Series, Tensor]:
-        """Run over sequences, from their start or from where an earlier chunk ended.
+        """Run over sequences, or over the next chunk of sequences.
 
         Arguments:
             x: (T, batch, input_size), with ``batch_first`` (batch, T, input_size), or one sequence (T, input_size),
@@ -1206,7 +1219,7 @@ class TanhRNN(nn.Module):
                 Default: ``None``.
 
         Returns:
-            h at every sample, in the form of x, and the last h of each sequence (1, batch, hidden_size).
+            h at every sample, in the layout of x, and the last h of each sequence (1, batch, hidden_size).
 
         Raises:
             TypeError: x is not floating point.
@@ -1217,7 +1230,7 @@ class TanhRNN(nn.Module):
         _check_dtype(batch.x, weight.dtype)
         inputs = batch.x.to(weight.dtype)
         shape = (1, inputs.shape[1], self.hidden_size)
-        if h0 is None:  # b_init is the weight of an input that is 1 at the start and 0 later
+        if h0 is None:  # b_init becomes the weight of an input that is 1 at the start and 0 later
             start = inputs.new_zeros(*inputs.shape[:2], 1)
             start[0] = 1
             inputs, weight = torch.cat([inputs, start], -1), torch.cat([weight, self.bias_init.unsqueeze(1)], 1)
@@ -1245,14 +1258,15 @@ class TanhRNN(nn.Module):
 
 @torch.no_grad()
 def sparse_(weight: Tensor, connections: int = 15, std: float | None = None) -> Tensor:
-    """Fill a weight in place with zeros and ``connections`` entries per row from N(0, std^2).
+    """Fill a weight in place: ``connections`` entries per row from N(0, std^2), and zeros elsewhere.
 
     References: Martens, Deep learning via Hessian-free optimization (ICML 2010), section 5; variances as in section 2
     of the supplement to Martens and Sutskever (ICML 2011): 1 / connections for W_hh and for the readout, 1 for W_hx.
 
     Arguments:
         weight: (units, inputs).
-        connections: how many weights of a unit are not zero; all, if there are fewer inputs. Default: ``15``.
+        connections: number of nonzero weights per unit; if there are fewer inputs, all weights are nonzero.
+            Default: ``15``.
         std: standard deviation. Default: ``None``, 1 / sqrt(connections).
 
     Returns:
@@ -1276,7 +1290,7 @@ def sparse_(weight: Tensor, connections: int = 15, std: float | None = None) -> 
 
 
 class InputFilter(nn.Module):
-    """A module that filters W x + b over time from the rule's zero memory.
+    """A module that filters W x + b over time with a rule, starting from a zero memory of the rule.
 
     Without ``weight`` it filters x. With only ``bias`` it filters x with an additional input of 1.
     """
@@ -1333,7 +1347,7 @@ class TorchLayers(nn.Module):
         self.filters, self.layers = nn.ModuleList(filters), nn.ModuleList(layers)
 
     def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | Tensor]:
-        """Return output and last state as torch.nn's layer does; x is (T, batch, input_size), or batch first."""
+        """Return the output and the last state of the layers; x is (T, batch, input_size), or batch first."""
         x = x.transpose(0, 1) if self.batch_first else x
         ends: list[tuple[Tensor, ...]] = []
         outputs: list[Tensor] = []

@@ -46,7 +46,7 @@ class RuleState(NamedTuple):
 class Rule:
     """The base class of the rules: a frozen dataclass of coefficients with a filter that computes d from g.
 
-    A subclass overrides :meth:`filter` and ``memory``, the names of the attributes of RuleState that the rule uses.
+    A subclass overrides :meth:`filter`, and sets ``memory`` to the names of the attributes of RuleState that it uses.
     """
 
     memory: ClassVar[tuple[str, ...]] = ("v",)
@@ -54,7 +54,7 @@ class Rule:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            if field.name not in _VALID:  # a coefficient of a user-defined rule
+            if field.name not in _VALID:  # the coefficient belongs to a user-defined rule
                 continue
             value, (is_valid, expected) = getattr(self, field.name), _VALID[field.name]
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not is_valid(value):
@@ -97,10 +97,10 @@ class LinearRule(Rule):
     step_size: float
 
     def coefficients(self, t: int | Tensor | None, steps: int) -> Tensor:
-        """Return mu of the next time steps in float64, (steps,), or (steps, batch) if t is (batch,).
+        """Return the coefficients mu of the next time steps in float64, (steps,), or (steps, batch) if t is (batch,).
 
         Arguments:
-            t: number of time steps before these, one number or (batch,); None if ``memory`` has no "t".
+            t: number of time steps before the next ones, one number or (batch,); None if ``memory`` has no "t".
             steps: number of time steps.
         """
         raise NotImplementedError(f"{type(self).__name__} has no coefficients. Fix: define coefficients(self, t, n).")
@@ -184,7 +184,7 @@ class Adam(Rule):
         momentum: mu, in [0, 1]. Default: 0.6.
         step_size: s, positive. Default: 0.6.
         beta: decay of the running mean, in [0, 1). Default: 0.9.
-        eps: positive. The slope of d at g = 0 is s / sqrt(eps). It is 1e8 s for the 1e-16 of the authors' code.
+        eps: positive. The slope of d at g = 0 is s / sqrt(eps); with 1e-16, as in the authors' code, it is 1e8 s.
             Default: 1e-08.
     """
 
@@ -250,11 +250,11 @@ class AdaptiveMomentum(Rule):
         return v, RuleState(v[-1], g=g[-1])
 
     def _momentum(self, g: Tensor, before: Tensor) -> Tensor:
-        """Return mu (T, batch) from the inputs and those one time step before, both (T, batch, n)."""
+        """Return mu (T, batch) from the inputs g and the inputs one time step earlier, both (T, batch, n)."""
         size = before.square().sum(-1)
         is_zero = size == 0
         ratio = (g - before).square().sum(-1) / torch.where(is_zero, 1.0, size)
-        ratio = ratio.clamp(min=(self.delta / 2) ** 4)  # the slope of the root is infinite at 0, where mu is clipped
+        ratio = ratio.clamp(min=(self.delta / 2) ** 4)  # at 0 mu is clipped, and the slope of the root is infinite
         mu = (1 - ratio.sqrt().sqrt()).square().clamp(max=1 - self.delta)
         return torch.where(is_zero, 0.0, mu)
 
