@@ -65,7 +65,6 @@ bench: .venv/.complete
 	$(BIN)/python -m benchmarks.gradients
 	$(BIN)/python -m benchmarks.dense
 	$(BIN)/python -m benchmarks.events
-	$(BIN)/python -m benchmarks.images
 	$(BIN)/python -m benchmarks.ode_rnn
 	$(BIN)/python -m benchmarks.irregular
 	$(BIN)/python -m benchmarks.recurrent

@@ -20,7 +20,6 @@ the rounds. Memory is the process's. Writes JSON with the machine in it, and a f
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -30,19 +29,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, normalize, pad, scaled_dot_product_attention
 
-from benchmarks.harness import (
-    Row,
-    added_memory,
-    command,
-    in_fresh_process,
-    interleaved,
-    milliseconds,
-    panels,
-    ratio,
-    relative,
-    run,
-    seconds,
-)
+from benchmarks import harness
+from benchmarks.harness import Options, Row, in_fresh_process, interleaved, milliseconds, panels, program, ratio
 from hbnode.nn import _delta_rule
 from hbnode.nn.attention import KeyValueCache
 from hbnode.nn.functional import heavy_ball_memory, momentum_attention
@@ -191,7 +179,7 @@ def peak(name: str, length: int) -> dict[str, float]:
     """MiB that a forward pass and a training step add to the peak of this process, which must be a fresh one."""
     Contender.of(name, 64).train()  # what libraries keep for good
     contender = Contender.of(name, length)
-    return added_memory({"forward": contender.forward, "train": contender.train})
+    return harness.added_memory({"forward": contender.forward, "train": contender.train})
 
 
 def memory(length: int) -> list[Row]:
@@ -201,25 +189,23 @@ def memory(length: int) -> list[Row]:
 
 @torch.no_grad()
 def generation(batch: int, count: int) -> list[Row]:
-    """Transformers that step through the same tokens, in turns of some steps each."""
+    """Transformers that step through the same tokens, in 30 turns of some steps each."""
     sizes = {"d_model": HEADS * DIM, "heads": HEADS, "layers": 2, "feedforward": 1024}
     configs = {name: ContenderConfig(model=name.replace(" ", "_"), **sizes) for name in CONTENDERS}
     models = {name: config.make_transformer(256).eval() for name, config in configs.items()}
     states = {name: model.init_state(batch) for name, model in models.items()}
-    times: dict[str, list[float]] = {name: [] for name in models}
+    tokens = torch.randint(256, (batch, max(1, count // 30))).unbind(1)
 
-    def step(name: str, part: Tensor) -> None:
-        for token in part.unbind(1):
+    def turn(name: str) -> None:
+        for token in tokens:
             _, states[name] = models[name].step(token, states[name])
 
-    for part in torch.randint(256, (batch, count)).split(max(1, count // 30), 1):
-        for name in models:
-            times[name].append(seconds(partial(step, name, part)) / part.shape[1])
     rows: list[Row] = []
+    times = interleaved({name: partial(turn, name) for name in models}, 30, warm=0)
     for name, mine in times.items():
-        speed = {"tokens_per_s": batch / statistics.mean(mine)}
+        speed = {"tokens_per_s": batch * len(tokens) / statistics.mean(mine)}
         speed["faster"] = statistics.mean(times["softmax"]) / statistics.mean(mine)
-        row = {"model": name, "tokens": count, "batch": batch, **speed}
+        row = {"model": name, "tokens": 30 * len(tokens), "batch": batch, **speed}
         rows.append(row | {"last_MiB": _mebibytes(states[name].layers)})
     return rows
 
@@ -247,7 +233,7 @@ def precision(smallest: float) -> Row:
     """Relative errors of the outputs in float32, by the norm of all outputs."""
     inputs = gated_inputs(1024, 2, smallest)
     wanted = loop(*(x.double() for x in inputs))
-    errors = {name: relative(FORMS[name](*inputs).double(), wanted) for name in ("ours", "published", "loop")}
+    errors = {name: harness.relative(FORMS[name](*inputs).double(), wanted) for name in ("ours", "published", "loop")}
     return {"smallest_gate": f"{smallest:g}"} | errors
 
 
@@ -277,7 +263,7 @@ def draw(report: dict[str, Any], machine: str) -> Any:
     return figure
 
 
-def measured(options: argparse.Namespace) -> Iterator[tuple[str, list[Row]]]:
+def measured(options: Options) -> Iterator[tuple[str, list[Row]]]:
     """The sections that are asked for."""
     for length in LENGTHS if "time" in options.sections else ():
         contenders = {name: Contender.of(name, length) for name in CONTENDERS}
@@ -294,12 +280,7 @@ def measured(options: argparse.Namespace) -> Iterator[tuple[str, list[Row]]]:
         yield "forms", timed(contenders, {"length": length}, "form", "ours", options.repeats)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print the tables, write JSON and the figure."""
-    parser = command(__doc__, "attention", repeats=7)
-    parser.add_argument("--sections", nargs="+", default=SECTIONS, choices=SECTIONS)
-    options = parser.parse_args(arguments)
-    run(options, measured(options), draw=draw)
+main = program(__doc__, "attention", measured, draw=draw, repeats=7, sections=SECTIONS)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import hbnode
-from benchmarks.harness import Row, command, interleaved, ratio, run, training_step
+from benchmarks.harness import Options, Row, interleaved, program, ratio, training_step
 from hbnode.nn.nets import MLP
 
 Step = Callable[[], Any]
@@ -88,22 +88,19 @@ CASES: dict[str, Callable[[], tuple[Step, Step]]] = {
 }
 
 
-def measured(repeats: int) -> Iterator[tuple[str, list[Row]]]:
+def measured(options: Options) -> Iterator[tuple[str, list[Row]]]:
     """A row for each case."""
     rows: list[Row] = []
     kept = json.loads(Path(__file__).with_name("ratios.json").read_text())
     for name, make in CASES.items():
-        step, bare = interleaved(dict(enumerate(make())), repeats, at_least=0.05).values()
+        step, bare = interleaved(dict(enumerate(make())), options.repeats, at_least=0.05).values()
         now, before = ratio(step, bare), kept.get(name)
         row = {"over bare evaluations": name, "now": now, "kept": before}
         rows.append(row | {"now / kept": now / before if before else None})
     yield "rows", rows
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the ratios beside those that are kept."""
-    options = command(__doc__, "core", repeats=9).parse_args(arguments)
-    run(options, measured(options.repeats))
+main = program(__doc__, "core", measured, repeats=9)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,7 @@ processor, which other processes disturb less than that of the wall. Writes JSON
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 import torchdiffeq
@@ -18,7 +17,17 @@ from torch import Tensor, nn
 
 import hbnode
 from benchmarks.contenders import Stacked
-from benchmarks.harness import Row, command, gradient, interleaved, milliseconds, ratio, relative, run, training_step
+from benchmarks.harness import (
+    Options,
+    Row,
+    gradient,
+    interleaved,
+    milliseconds,
+    program,
+    ratio,
+    relative,
+    training_step,
+)
 
 SOLVER = {"rtol": 1e-5, "atol": 1e-5}
 OURS = {
@@ -71,7 +80,7 @@ def contenders(field: nn.Module, y0: State, t: Tensor) -> dict[str, Callable[[],
     return steps
 
 
-def measured(options: argparse.Namespace) -> Iterator[tuple[str, list[Row]]]:
+def measured(options: Options) -> Iterator[tuple[str, list[Row]]]:
     """A row for each contender on each problem."""
     batch, outputs, many = (4, 10, 20) if options.quick else (1000, 100, 1000)
     torch.manual_seed(0)
@@ -87,24 +96,12 @@ def measured(options: argparse.Namespace) -> Iterator[tuple[str, list[Row]]]:
         gradients = [gradient(step, field.parameters()) for step in steps.values()]
         times = interleaved(steps, options.repeats, warm=0)
         first = next(iter(times.values()))
-        yield (
-            problem,
-            [
-                {
-                    "contender": name,
-                    "ms": milliseconds(times[name]),
-                    "ratio": ratio(times[name], first),
-                    "gradient_difference": relative(found, gradients[0]),
-                }
-                for name, found in zip(steps, gradients, strict=True)
-            ],
-        )
+        rows = [{"contender": name, "ms": milliseconds(x), "ratio": ratio(x, first)} for name, x in times.items()]
+        differences = [{"gradient_difference": relative(found, gradients[0])} for found in gradients]
+        yield problem, [row | difference for row, difference in zip(rows, differences, strict=True)]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Time, print a table for each problem, write JSON."""
-    options = command(__doc__, "dense", repeats=7, quick="small sizes, to see that it runs").parse_args(arguments)
-    run(options, measured(options))
+main = program(__doc__, "dense", measured, repeats=7, quick="small sizes, to see that it runs")
 
 
 if __name__ == "__main__":

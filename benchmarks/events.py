@@ -4,16 +4,14 @@ A ball obeys h'' + γh' = -g; at the floor h = 0 its velocity v becomes -e v. St
 bounce times differ from ball to ball. *accuracy*: bounce times and their gradients with respect to starts, e and γ,
 against the closed form of the flight. *speed*: forward and backward pass of all balls in one solve, over a loop of
 ``torchdiffeq.odeint_event`` of few of them, per ball. Processor time of one thread, float64. Writes JSON with the
-machine in it, and draws ten balls with ``--figure``.
+machine in it, and a figure of ten balls beside it.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Iterator, Sequence
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +19,7 @@ import torchdiffeq
 from torch import Tensor
 
 import hbnode
-from benchmarks.harness import Row, command, interleaved, panels, ratio, run
+from benchmarks.harness import Options, Row, interleaved, panels, program, ratio
 
 G = 9.81
 
@@ -105,7 +103,7 @@ def speed(n: int, few: int, bounces: int, tolerance: float, repeats: int) -> dic
     return {"seconds": statistics.median(ours), "loop_ratio": n / few * ratio(theirs, ours)}
 
 
-def draw() -> Any:
+def draw(report: dict[str, Any], machine: str) -> Any:
     """Draw the heights of ten balls, their bounces, and the gradient of the bounce times with respect to e."""
     balls, t = Balls(10), torch.linspace(0.0, 4.0, 801, dtype=torch.float64)
     (h, _), record = balls.solve(8, 1e-9, t.tolist())
@@ -123,7 +121,7 @@ def draw() -> Any:
     return figure
 
 
-def measured(options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
+def measured(options: Options) -> Iterator[tuple[str, Any]]:
     """Errors of methods and tolerances, and the speed."""
     n, few, bounces, repeats = (5, 1, 2, 1) if options.quick else (10_000, 20, 20, options.repeats)
     pairs = product((None, "nystrom4", "tsit5"), (1e-6, 1e-10))
@@ -131,12 +129,7 @@ def measured(options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
     yield "speed", speed(n, few, bounces, 1e-6, repeats)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print two tables, write JSON."""
-    parser = command(__doc__, "events", repeats=3, quick="small sizes, to see that it runs")
-    parser.add_argument("--figure", type=Path, help="where to draw the figure [nowhere]")
-    options = parser.parse_args(arguments)
-    run(options, measured(options), draw=lambda *_: draw() if options.figure else None)
+main = program(__doc__, "events", measured, draw=draw, repeats=3, quick="small sizes, to see that it runs")
 
 
 if __name__ == "__main__":

@@ -10,9 +10,8 @@ figure beside it.
 
 from __future__ import annotations
 
-import argparse
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,7 +31,7 @@ from benchmarks.contenders import (
     with_torchdiffeq,
     with_torchode,
 )
-from benchmarks.harness import Row, command, interleaved, milliseconds, panels, ratio, relative, run
+from benchmarks.harness import Options, Row, interleaved, milliseconds, panels, program, ratio, relative
 from benchmarks.problems import Problem, network
 from hbnode.solve.adjoints import Checkpoint
 from hbnode.solve.compiled import STABLE
@@ -107,10 +106,8 @@ def tuned(method: str, make: Callable[[float], Step], exact: Tensor) -> Entry | 
 
 def fastest(entries: list[Entry]) -> Entry | None:
     """The entry with the smallest median time."""
-    if len(entries) < 2:
-        return entries[0] if entries else None
     times = interleaved({entry.method: entry.step for entry in entries}, 15)
-    return min(entries, key=lambda entry: statistics.median(times[entry.method]))
+    return min(entries, key=lambda entry: statistics.median(times[entry.method]), default=None)
 
 
 def chosen(problem: Problem, exact: Tensor, compiled: bool) -> dict[str, Entry | None]:
@@ -255,7 +252,7 @@ def draw(report: dict[str, list[Row]], machine: str) -> Any:
     return figure
 
 
-def measured(options: argparse.Namespace) -> Iterator[tuple[str, list[Row]]]:
+def measured(options: Options) -> Iterator[tuple[str, list[Row]]]:
     """All tables."""
     for setting in "A" if options.quick else SETTINGS:
         yield "training", training(setting, options.repeats, compiled=not options.quick)
@@ -264,11 +261,7 @@ def measured(options: argparse.Namespace) -> Iterator[tuple[str, list[Row]]]:
     yield "round trip", round_trip()
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print the tables, write JSON and the figure."""
-    parser = command(__doc__, "gradients", repeats=31, quick="setting A only, without compile=True")
-    options = parser.parse_args(arguments)
-    run(options, measured(options), draw=draw)
+main = program(__doc__, "gradients", measured, draw=draw, repeats=31, quick="setting A only, without compile=True")
 
 
 if __name__ == "__main__":

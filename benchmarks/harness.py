@@ -23,6 +23,7 @@ from tasks.common.files import write_figure, write_json
 from tasks.common.run import environment
 
 Row = dict[str, Any]
+Options = argparse.Namespace
 MISSING = "{name} is not installed, and the benchmark compares with it. Fix: pip install 'hbnode[bench]'."
 
 
@@ -124,14 +125,18 @@ def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
         return pool.submit(function, *arguments).result()
 
 
-def command(doc: str | None, name: str, repeats: int | None = None, quick: str = "") -> argparse.ArgumentParser:
-    """Return the command line of a benchmark: ``--out``, and ``--repeats`` and ``--quick`` where it has them."""
+def command(
+    doc: str | None, name: str, repeats: int | None = None, quick: str = "", sections: Sequence[str] = ()
+) -> argparse.ArgumentParser:
+    """Return the command line of a benchmark: ``--out``, and further options where it has them."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(f"runs/benchmarks/{name}.json"), help="where to write JSON")
     if repeats is not None:
         parser.add_argument("--repeats", type=int, default=repeats, help=f"timed rounds [{repeats}]")
     if quick:
         parser.add_argument("--quick", action="store_true", help=quick)
+    if sections:
+        parser.add_argument("--sections", nargs="+", default=list(sections), choices=list(sections))
     return parser
 
 
@@ -161,30 +166,43 @@ def panels(size: tuple[float, float], rows: int = 1, columns: int = 1, **options
     return figure, figure.subplots(rows, columns, squeeze=False, **options).flatten()
 
 
-def run(
-    options: argparse.Namespace,
-    measured: Iterable[tuple[str, Any]],
+def program(
+    doc: str | None,
+    name: str,
+    measured: Callable[[Options], Iterable[tuple[str, Any]]],
     shown: Callable[[Row], Row] = dict,
     draw: Callable[[dict[str, Any], str], Any] | None = None,
-) -> None:
-    """Measure section by section on one thread, print each as a table, write JSON with the machine in it and a figure.
+    **options: Any,
+) -> Callable[..., None]:
+    """Return the ``main`` of a benchmark.
+
+    It measures section by section on one thread, prints each as a table, and writes JSON with the machine in it, and a
+    figure beside it.
 
     Arguments:
-        options: the command line.
-        measured: names of sections with their rows, a list that may come in parts, or with one row or number.
+        doc: text of the help.
+        name: of the file.
+        measured: of the options, names of sections with their rows, a list that may come in parts, or with one row or
+            number.
         shown: what the table shows of a row.
-        draw: the figure of the whole report and the name of the machine; None draws none.
+        draw: the figure of the whole report and the name of the machine, which may be None.
+        options: of :func:`command`.
     """
-    torch.set_num_threads(1)
-    report: dict[str, Any] = {}
-    for section, found in measured:
-        rows = found if isinstance(found, list) else [found if isinstance(found, dict) else {section: found}]
-        print(f"{section}\n{table([shown(row) for row in rows])}\n", flush=True)
-        report[section] = report.get(section, []) + found if isinstance(found, list) else found
-    machine = write(options.out, report)
-    figure = draw and draw(report, machine)
-    if figure:
-        write_figure(figure, getattr(options, "figure", None) or options.out.with_suffix(".png"))
+
+    def main(arguments: Sequence[str] | None = None) -> None:
+        parsed = command(doc, name, **options).parse_args(arguments)
+        torch.set_num_threads(1)
+        report: dict[str, Any] = {}
+        for section, found in measured(parsed):
+            rows = found if isinstance(found, list) else [found if isinstance(found, dict) else {section: found}]
+            print(f"{section}\n{table([shown(row) for row in rows])}\n", flush=True)
+            report[section] = report.get(section, []) + found if isinstance(found, list) else found
+        machine = write(parsed.out, report)
+        figure = draw and draw(report, machine)
+        if figure:
+            write_figure(figure, parsed.out.with_suffix(".png"))
+
+    return main
 
 
 def write(out: Path, report: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ rounds. Writes JSON with the machine in it.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import hbnode
-from benchmarks.harness import MISSING, Row, command, interleaved, milliseconds, ratio, run
+from benchmarks.harness import MISSING, Options, Row, interleaved, milliseconds, program, ratio
 from benchmarks.recurrent import Setting
 from hbnode.optim import tanh_hidden
 
@@ -134,28 +134,19 @@ def products(cell: str, setting: Setting) -> dict[str, Callable[[], Tensor]]:
     return ways | ({"curvlinops": contender.curvlinops()} if importlib.util.find_spec("curvlinops") else {})
 
 
-def measured(settings: Sequence[Setting], repeats: int) -> Iterator[tuple[str, list[Row]]]:
+def measured(options: Options) -> Iterator[tuple[str, list[Row]]]:
     """A row for each cell and way at each setting."""
     if not importlib.util.find_spec("curvlinops"):
         print(MISSING.format(name="curvlinops"))
-    for setting in settings:
+    for setting in (TINY,) if options.quick else SETTINGS:
         for cell in CELLS:
-            times = interleaved(products(cell, setting), repeats)
-            row = {"setting": str(setting), "cell": cell}
-            yield (
-                "products",
-                [
-                    row | {"product": way, "ms": milliseconds(mine), "ratio": ratio(mine, times["gradient"])}
-                    for way, mine in times.items()
-                ],
-            )
+            times = interleaved(products(cell, setting), options.repeats)
+            row, base = {"setting": str(setting), "cell": cell}, times["gradient"]
+            rows = [{"product": way, "ms": milliseconds(x), "ratio": ratio(x, base)} for way, x in times.items()]
+            yield "products", [row | found for found in rows]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print the table, write JSON."""
-    parser = command(__doc__, "hessian_free", repeats=9, quick="tiny sizes: whether it runs, not how fast")
-    options = parser.parse_args(arguments)
-    run(options, measured((TINY,) if options.quick else SETTINGS, options.repeats))
+main = program(__doc__, "hessian_free", measured, repeats=9, quick="tiny sizes, to see that it runs")
 
 
 if __name__ == "__main__":

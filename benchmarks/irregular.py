@@ -16,7 +16,7 @@ from __future__ import annotations
 import cProfile
 import pstats
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -26,17 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 import hbnode
-from benchmarks.harness import (
-    Row,
-    added_memory,
-    command,
-    in_fresh_process,
-    interleaved,
-    milliseconds,
-    ratio,
-    run,
-    training_step,
-)
+from benchmarks import harness
+from benchmarks.harness import Options, Row, in_fresh_process, interleaved, milliseconds, program, ratio, training_step
 
 BATCH, LENGTH, FEATURES, HIDDEN = 96, 64, 40, 32
 BATCHES = 10  # of an epoch
@@ -168,9 +159,7 @@ def trained(make: Callable[[], nn.Module], epochs: int) -> nn.Module:
 class Operations(TorchDispatchMode):
     """Counts what torch dispatches."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
+    count = 0
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -207,21 +196,18 @@ def memory(name: str, length: int = 1000) -> float:
     model = trained(MEMORY[name], 0)
     training_step(model, partial(loss, model, make_batch(0, 3)))()
     step = training_step(model, partial(loss, model, make_batch(0, length)))
-    return added_memory({"step": step})["step_MiB"]
+    return harness.added_memory({"step": step})["step_MiB"]
 
 
-def measured(repeats: int) -> Iterator[tuple[str, Any]]:
+def measured(options: Options) -> Iterator[tuple[str, Any]]:
     """The memory of each model, then times."""
+    warnings.filterwarnings("ignore", message="the gaps between samples take")  # a unit that was not fitted
     yield "memory_MiB", {name: in_fresh_process(memory, name) for name in MEMORY}
     for epochs in EPOCHS:
-        yield "rows", compare(epochs, repeats)
+        yield "rows", compare(epochs, options.repeats)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Time, print a row for each model, write JSON."""
-    options = command(__doc__, "irregular", repeats=9).parse_args(arguments)
-    warnings.filterwarnings("ignore", message="the gaps between samples take")  # a unit that was not fitted
-    run(options, measured(options.repeats))
+main = program(__doc__, "irregular", measured, repeats=9)
 
 
 if __name__ == "__main__":

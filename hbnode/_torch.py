@@ -1,7 +1,8 @@
-"""Helpers for torch, with all uses of its private functions; tests/test_torch.py checks that these functions exist.
+"""Helpers for torch.
 
-The helpers query tracing, transforms and backward passes, and manage random number generators, autocast, fused
-recurrent layers, the CPU allocator and constants of modules.
+All private functions of torch that hbnode needs are called in this module, and tests/test_torch.py checks that they
+exist. The helpers query tracing, torch.func transforms and backward passes. They also manage random number generators,
+autocast, fused recurrent layers, the CPU allocator and the constants of modules.
 """
 
 from __future__ import annotations
@@ -35,12 +36,18 @@ def is_tracing() -> bool:
 
 
 def may_look() -> bool:
-    """Return whether Python code may read values of tensors: no graph is recorded and no torch.func transform runs."""
+    """Return whether Python code may read the values of tensors.
+
+    It may not while a graph is recorded or a torch.func transform runs.
+    """
     return not is_tracing() and torch._C._functorch.get_dynamic_layer_stack_depth() == 0
 
 
 def outside_inference_mode() -> AbstractContextManager[Any]:
-    """Leave inference mode, in which torch.func returns zeros at least until torch 2.8; no graph is recorded still."""
+    """Return a context that replaces inference mode by ``torch.no_grad()``, in which torch.func works.
+
+    In inference mode torch.func returns zeros, at least until torch 2.8. Outside inference mode nothing changes.
+    """
     if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
         return nullcontext()
     stack = ExitStack()
@@ -50,36 +57,36 @@ def outside_inference_mode() -> AbstractContextManager[Any]:
 
 
 def refuse_export(what: str, fix: str) -> None:
-    """Raise ValueError in torch.export and torch.jit.trace, which cannot record derivatives."""
+    """Raise ValueError inside torch.export and torch.jit.trace, which cannot record the operation ``what``."""
     if torch.jit.is_tracing() or torch.compiler.is_exporting():
         raise ValueError(f"torch.export and torch.jit.trace cannot record {what}. Fix: {fix}.")
 
 
 def exports_any(length: int) -> bool:
-    """Return whether torch.export records a graph for any value of a length."""
+    """Return whether torch.export records a graph with a dynamic ``length``, that is, valid for any length."""
     if not torch.compiler.is_exporting():
         return False
-    from torch.fx.experimental.symbolic_shapes import has_static_value  # here, because it imports sympy
+    from torch.fx.experimental.symbolic_shapes import has_static_value  # imported only here, because it imports sympy
 
     return not has_static_value(length)
 
 
 def while_loop(goes_on: Callable[..., Tensor], body: Callable[..., Any], carried: tuple[Tensor, ...]) -> Any:
-    """Record a loop that calls ``body`` while ``goes_on`` returns True."""
-    from torch._higher_order_ops.while_loop import while_loop  # here, because it is needed for export only
+    """Record in an exported graph a loop that replaces ``carried`` by ``body(*carried)`` while ``goes_on`` is True."""
+    from torch._higher_order_ops.while_loop import while_loop  # imported only here, because only export needs it
 
     return while_loop(goes_on, body, carried)
 
 
-_EAGER_LOCK, _EAGER = threading.Lock(), ExitStack()  # the stance of torch.compile, which is one for all threads
+_EAGER_LOCK, _EAGER = threading.Lock(), ExitStack()  # the stance of torch.compile, which all threads share
 _EAGER_COUNT = 0
 
 
 @contextmanager
 def in_eager_mode() -> Iterator[None]:
-    """Run functions of torch.compile eagerly: the gradient of a compiled function has no graph, or a partial one.
+    """Run compiled functions eagerly, so that their gradients have a complete autograd graph.
 
-    The first of several contexts, also of other threads, sets the stance of torch, and the last one restores it.
+    Contexts may overlap, also between threads: the first one sets torch's stance, and the last one restores it.
     """
     global _EAGER_COUNT
     with _EAGER_LOCK:
@@ -97,14 +104,14 @@ def in_eager_mode() -> Iterator[None]:
 
 @contextmanager
 def checking_shapes() -> Iterator[None]:
-    """Silence the warnings of torch.jit.trace about hbnode's checks of shapes."""
+    """Silence the warnings of torch.jit.trace that hbnode's shape checks are evaluated only while tracing."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=torch.jit.TracerWarning, module="hbnode")
         yield
 
 
 def untraced(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Exclude a function from graphs, as torch.compiler.disable does, without its slow import in eager mode."""
+    """Exclude a function from compiled graphs as torch.compiler.disable does, whose slow import eager mode avoids."""
 
     @functools.wraps(function)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
@@ -118,7 +125,7 @@ def untraced(function: Callable[Arguments, Result]) -> Callable[Arguments, Resul
 
 
 def double_backward_enabled() -> bool:
-    """Return whether code runs inside :func:`double_backward`, so that fused forms must not be used."""
+    """Return whether a :func:`double_backward` context is active, in which fused implementations must not be used."""
     return _DOUBLE_BACKWARD.get()
 
 
@@ -133,10 +140,13 @@ def double_backward() -> Iterator[None]:
 
 
 def is_transformed() -> bool:
-    """Return whether a torch.func transform runs in this thread, or forward-mode differentiation without torch.func."""
+    """Return whether a torch.func transform or forward-mode differentiation without torch.func is running.
+
+    Transforms of other threads do not count.
+    """
     if torch._C._functorch.get_dynamic_layer_stack_depth() > 0:
         return True
-    is_forward = torch.autograd.forward_ad._current_level >= 0  # in any thread
+    is_forward = torch.autograd.forward_ad._current_level >= 0  # shared by all threads
     return is_forward and not torch._functorch.eager_transforms.JVP_NESTING
 
 
@@ -147,7 +157,7 @@ def has_tangent(x: Tensor) -> bool:
 
 
 def is_differentiated(x: object) -> bool:
-    """Return whether ``x`` is a tensor that requires a gradient or has a tangent."""
+    """Return whether ``x`` is a tensor that requires a gradient or has a forward-mode tangent."""
     return isinstance(x, Tensor) and (x.requires_grad or has_tangent(x))
 
 
@@ -156,12 +166,12 @@ def is_vmapped(x: Tensor) -> bool:
 
 
 def is_batched(x: Tensor) -> bool:
-    """Return whether a gradient is a batch, as under ``torch.autograd.grad(..., is_grads_batched=True)``."""
+    """Return whether a gradient is a batch of gradients, from ``torch.autograd.grad(..., is_grads_batched=True)``."""
     return torch._C._functorch.is_legacy_batchedtensor(x)
 
 
 def backward_pass() -> int:
-    """Return the id of the backward pass that autograd runs in this thread, or -1 if there is none."""
+    """Return the id of the backward pass that runs in this thread, or -1 if none runs."""
     return torch._C._current_graph_task_id()
 
 
@@ -177,27 +187,27 @@ def sequence_number(node: Node | None) -> int:
 
 
 def new_sequence_number() -> int:
-    """Return a sequence number between those of earlier and of later nodes of this thread."""
+    """Return a sequence number larger than those of all existing autograd nodes of this thread."""
     return sequence_number(torch.zeros((), requires_grad=True).clone().grad_fn)
 
 
 def without_dispatch_modes() -> AbstractContextManager[Any]:
-    """Return a context in which no TorchDispatchMode, such as a counter of operations, sees operations."""
+    """Return a context in which every TorchDispatchMode, such as a FLOP counter, is disabled."""
     return torch.utils._python_dispatch._disable_current_modes()
 
 
 def recompile_limit(most: int) -> AbstractContextManager[None]:
-    """Return a context in which torch.compile makes up to ``most`` graphs of a function."""
+    """Return a context in which torch.compile compiles at most ``most`` graphs per function."""
     return torch._dynamo.config.patch(recompile_limit=most)
 
 
 def is_recompile_limit(error: Exception) -> bool:
-    """Return whether a compiled function needs more graphs than its limit allows."""
+    """Return whether ``error`` says that a compiled function needs more graphs than the recompile limit."""
     return isinstance(error, torch._dynamo.exc.FailOnRecompileLimitHit)
 
 
 def saved_tensors(node: Node) -> list[Any]:
-    """Return the ``SavedTensor`` objects of an autograd node, on which hooks can be registered."""
+    """Return the tensors that an autograd node has saved, as ``SavedTensor`` objects, which accept hooks."""
     values = [getattr(node, name) for name in _saved_names(type(node))]
     return [one for value in values for one in (value if isinstance(value, (list, tuple)) else (value,))]
 
@@ -208,7 +218,7 @@ def _saved_names(kind: type) -> tuple[str, ...]:
 
 
 def has_global_hooks() -> bool:
-    """Return whether a global forward hook or forward pre-hook of all modules is registered."""
+    """Return whether a forward hook or forward pre-hook is registered for all modules."""
     module = torch.nn.modules.module
     return bool(module._global_forward_hooks or module._global_forward_pre_hooks)
 
@@ -218,12 +228,12 @@ def is_script_method(function: object) -> bool:
 
 
 def may_have_compiled() -> bool:
-    """Return whether torch.compile can have been used, that is, whether torch._dynamo has been imported."""
+    """Return whether torch.compile may have been used, judged by whether torch._dynamo has been imported."""
     return "torch._dynamo" in sys.modules
 
 
 def make_parametrized(module: torch.nn.Module) -> None:
-    """Give an unpickled module the class and the properties that torch creates for parametrized modules."""
+    """Restore on an unpickled module the class and properties that torch creates for parametrized modules."""
     parametrize = torch.nn.utils.parametrize
     parametrize._inject_new_class(module)
     for name in module.get_submodule("parametrizations")._modules:
@@ -231,7 +241,7 @@ def make_parametrized(module: torch.nn.Module) -> None:
 
 
 def plain(x: Tensor) -> Tensor:
-    """Return the values of a tensor without the wrappers of torch.func; dimensions of vmap come first."""
+    """Detach a tensor and unwrap it from torch.func; dimensions mapped by vmap become the first ones."""
     x = x.detach()
     while torch._C._functorch.is_functorch_wrapped_tensor(x):
         dim = torch._C._functorch.maybe_get_bdim(x) if torch._C._functorch.is_batchedtensor(x) else -1
@@ -250,19 +260,20 @@ def to_numpy(x: Tensor) -> np.ndarray:
 
 
 def widest(device: torch.device) -> torch.dtype:
-    """Return float64, or float32 for a device that has no float64, as Apple's."""
+    """Return float64, or float32 for a device without float64, such as Apple's MPS."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on a device, in float32 if it is in float64 and the device has none."""
+    """Move a tensor to a device; float64 becomes float32 if the device has no float64."""
     return x.to(device, widest(device) if x.dtype == torch.float64 else x.dtype)
 
 
 def root_mean_square(x: Tensor, dims: Sequence[int]) -> Tensor:
-    """Return the root mean square over some dimensions, of which no square overflows.
+    """Return the root mean square over the dimensions ``dims``, computed so that no square overflows.
 
-    The sums are in float64. On a device without it they are in float32, of x divided by its largest magnitude.
+    Squares are summed in float64. On a device without float64 they are summed in float32, after division of x by its
+    largest magnitude.
     """
     dtype = widest(x.device)
     norm = torch.linalg.vector_norm(x, dim=dims, dtype=dtype)
@@ -276,13 +287,13 @@ def root_mean_square(x: Tensor, dims: Sequence[int]) -> Tensor:
 
 
 def numbers(x: Tensor) -> list[Any]:
-    """Return the values of a tensor (n,) as Python numbers, also if ``tolist`` fails under torch.func."""
+    """Return the values of a tensor (n,) as a list of Python numbers, also under torch.func, where ``tolist`` fails."""
     return [value.item() for value in x.unbind()]
 
 
 @contextmanager
 def refusing(what: str, fix: str) -> Iterator[None]:
-    """Replace an error of a torch.func transform by a ValueError that names ``what`` failed and the ``fix``."""
+    """Replace an error of a torch.func transform by a ValueError with the failed operation ``what`` and the ``fix``."""
     try:
         yield
     except RuntimeError as error:
@@ -292,29 +303,30 @@ def refusing(what: str, fix: str) -> Iterator[None]:
 
 
 def needs_reference() -> bool:
-    """Return whether a computation must consist of operations of autograd.
+    """Return whether the reference implementation, made of ordinary torch operations, must replace a fused one.
 
-    This is the case while a graph is recorded, under a torch.func transform, in forward mode, and inside
+    It must while a graph is recorded, under a torch.func transform, in forward-mode differentiation, and inside
     :func:`double_backward`.
     """
     return not may_look() or is_transformed() or double_backward_enabled()
 
 
 def fast_form(reference: Callable[..., Any], vjp: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
-    """Return a decorator for a fused implementation with its own VJP; the result is called like ``reference``.
+    """Return a decorator for a fused implementation with a hand-written VJP (vector-Jacobian product).
 
-    The reference runs instead if :func:`needs_reference` is true. The backward pass differentiates the reference if it
-    has ``create_graph=True`` or a batch of gradients.
+    The decorated function is called like ``reference``. It runs the reference if :func:`needs_reference` is true. With
+    ``create_graph=True`` or a batch of gradients, the backward pass differentiates the reference.
 
     Arguments:
-        reference: ``reference(options, *tensors)`` returns a tuple of outputs. ``options`` holds all arguments that are
-            not tensors; tensors and outputs may be None.
+        reference: ``reference(options, *tensors)`` returns a tuple of outputs. ``options`` holds the arguments that are
+            not tensors. Tensors and outputs may be None.
         vjp: ``vjp(options, tensors, residuals, grads, needed)`` returns the gradients of the tensors, or None for a
             tensor whose entry in ``needed`` is False. An entry of ``grads`` is None if the output has no gradient.
 
     Returns:
-        A decorator of ``forward(options, needs_grad, *tensors)``. That function returns the outputs and the residuals,
-        a tuple of further tensors saved for the VJP. Without ``needs_grad`` there is no backward pass.
+        A decorator for a function ``forward(options, needs_grad, *tensors)``. This function returns a tuple of outputs
+        and a tuple of residuals, tensors that are saved for the VJP. If ``needs_grad`` is False, no backward pass
+        follows.
     """
 
     def decorate(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -355,7 +367,7 @@ class _FastForm(torch.autograd.Function):
         given = [grad for grad in grads if grad is not None]
         if not given:
             return (None,) * (2 + ctx.count)
-        with no_autocast(given[0]):  # as in the forward pass
+        with no_autocast(given[0]):  # the forward pass has no autocast either
             if torch.is_grad_enabled() or any(is_batched(grad) for grad in given):
                 found = reference_vjp(ctx.form.reference, ctx.options, tensors, grads, needed)
             else:
@@ -367,23 +379,23 @@ def operator_form(
     name: str, options: str, tensors: str, counts: tuple[int, int], forward: Any, fake: Any, vjp: Any,
     reference: Any = None,
 ) -> Callable[..., Any]:  # fmt: skip
-    """Return a function as a custom operator with its VJP, which torch.compile and torch.export do not trace.
+    """Register a function and its VJP as a custom operator, which torch.compile and torch.export do not trace.
 
-    Traced, a loop over time would be unrolled, and the graph would hold for one length.
+    Tracing the function would unroll its loop over time, and the graph would be valid for one length only.
 
     Arguments:
         name: name of the operator in the namespace ``hbnode``.
-        options: the declarations of the options in the operator's schema, each with a comma after it.
-        tensors: the declarations of the tensors.
-        counts: numbers of outputs and of residuals, of which there is at least one.
-        forward: ``forward(options, keep, *tensors)`` returns the outputs and the residuals: tensors that share no
-            memory. Without ``keep`` the residuals may be empty.
-        fake: the same function for tensors without values.
-        vjp: as in :func:`fast_form`; it computes the residuals if they are empty.
-        reference: as in :func:`fast_form`; None refuses ``create_graph=True``.
+        options: the declarations of the options in the operator's schema, each followed by a comma.
+        tensors: the declarations of the tensors in the schema, separated by commas.
+        counts: the number of outputs and the number of residuals, each at least 1.
+        forward: ``forward(options, keep, *tensors)`` returns the outputs and the residuals, which share no memory. If
+            ``keep`` is False, the residuals may be empty tensors.
+        fake: a function like ``forward`` that works on fake tensors, which have no values.
+        vjp: as in :func:`fast_form`. It must compute the residuals itself if they are empty.
+        reference: as in :func:`fast_form`. With None, ``create_graph=True`` raises an error.
 
     Returns:
-        A function of options and tensors that returns the outputs.
+        A function that is called as ``call(options, *tensors)`` and returns the outputs.
     """
     fixed, outputs, results = options.count(","), counts[0], ", ".join(["Tensor"] * sum(counts))
 
@@ -409,7 +421,7 @@ def operator_form(
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         saved, needed = ctx.saved_tensors, list(ctx.needs_input_grad[fixed + 1 :])
         given, residuals = saved[: len(needed)], list(saved[len(needed) :])
-        if reference is not None and torch.is_grad_enabled():  # with create_graph=True
+        if reference is not None and torch.is_grad_enabled():  # the backward pass has create_graph=True
             found = iter(reference_vjp(reference, ctx.options, given, grads[:outputs], needed))
             return *(None,) * (fixed + 1), *found
         found = iter(operator_vjp(*ctx.options, *given, residuals, list(grads[:outputs]), needed))
@@ -440,9 +452,9 @@ def reference_vjp(
     grads: Sequence[Tensor | None],
     needed: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
-    """Return the VJP of the reference by autograd, with a graph if gradients are enabled."""
+    """Compute the VJP of ``reference`` by autograd; the result has a graph if gradients are enabled."""
     create_graph = torch.is_grad_enabled()
-    with torch.enable_grad():  # views, because one tensor may be several arguments
+    with torch.enable_grad():  # views, because the same tensor may be passed as several arguments
         views = [None if x is None else x.view_as(x) for x in tensors]
         outputs = reference(options, *views)
     pairs = [(y, dy) for y, dy in zip(outputs, grads, strict=True) if y is not None and dy is not None]
@@ -469,7 +481,7 @@ def no_autocast(x: Tensor) -> AbstractContextManager[object]:
 
 @functools.lru_cache(maxsize=16)
 def cpu_has_layer(name: str, dtype: torch.dtype) -> bool:
-    """Return whether this CPU can run torch's recurrent layer under autocast to ``dtype``, forward and backward."""
+    """Return whether torch's recurrent layer ``name`` works on this CPU under autocast to ``dtype``, with gradients."""
     with (
         torch.random.fork_rng(devices=[]),  # the layer has random weights
         torch.inference_mode(False),
@@ -488,19 +500,19 @@ def cpu_has_layer(name: str, dtype: torch.dtype) -> bool:
 def fused_layer(
     name: str, x: Tensor, state: Tensor | tuple[Tensor, Tensor], weights: list[Tensor], sizes: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """Run a unidirectional recurrent layer of torch with given weights, as torch.nn.LSTM does.
+    """Run torch's implementation of a unidirectional recurrent layer, such as torch.nn.LSTM, with given weights.
 
-    The weights need not be contiguous with each other; cuDNN's warning about it is silenced.
+    cuDNN's warning about weights that do not lie in one block of memory is silenced.
 
     Arguments:
         name: "lstm", "gru", "rnn_tanh" or "rnn_relu".
         x: (T, batch, n), or the data of a PackedSequence.
-        state: h, or h and c of an LSTM, each (1, batch, hidden_size).
+        state: the initial hidden state h, or the tuple (h, c) of an LSTM, each (1, batch, hidden_size).
         weights: W_ih, W_hh, and optionally b_ih and b_hh, as in torch.nn.LSTM.
-        sizes: batch sizes of a PackedSequence.
+        sizes: ``batch_sizes`` of a PackedSequence, if ``x`` is its data.
 
     Returns:
-        The output, the last h and, for an LSTM, the last c.
+        The output, the final h and, for an LSTM, the final c.
     """
     rest = (weights, len(weights) == 4, 1, 0.0, torch.is_grad_enabled(), False)
     layer, warns = getattr(torch._VF, name), x.is_cuda and may_look()
@@ -519,7 +531,10 @@ def random_state(device: torch.device) -> tuple[Tensor, ...]:
 
 @contextmanager
 def set_random_state(states: tuple[Tensor, ...] | None, device: torch.device) -> Iterator[None]:
-    """Set the generators to ``states`` inside the context and restore them afterwards; None changes nothing."""
+    """Set the random number generators to ``states`` inside the context; None leaves them unchanged.
+
+    ``states`` comes from :func:`random_state`. The previous states are restored when the context ends.
+    """
     if states is None:
         yield
         return
@@ -540,30 +555,31 @@ def _put_random_state(states: tuple[Tensor, ...], device: torch.device) -> None:
 def keep_freed_memory(device: torch.device) -> None:
     """Make glibc reuse freed memory instead of returning it to the system, if ``device`` is a CPU.
 
-    glibc returns freed blocks above the thresholds M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of mallopt(3). A pass with
-    large temporary tensors can then spend half of its time in page faults. Freeing a block raises the thresholds to its
-    size and twice its size, so this function frees a block of 31 MiB, once per process. It has no effect on other
-    allocators or if environment variables set the thresholds.
+    glibc returns freed memory to the system if it exceeds the thresholds M_MMAP_THRESHOLD and M_TRIM_THRESHOLD, see
+    mallopt(3). A pass with large temporary tensors can then spend half of its time in page faults. When glibc frees a
+    block, it raises M_MMAP_THRESHOLD to the size of the block and M_TRIM_THRESHOLD to twice the size. Therefore this
+    function frees a block of 31 MiB, once per process. It has no effect on other allocators, or if environment
+    variables set the thresholds.
     """
     global _keeps_memory
     if device.type == "cpu" and not _keeps_memory:
         _keeps_memory = True
-        torch.UntypedStorage(_LARGEST_BLOCK)  # a tensor would be filled in deterministic mode
+        torch.UntypedStorage(_LARGEST_BLOCK)  # not a tensor, which deterministic mode would fill
 
 
 class ModuleWithConstants(nn.Module):
-    """A module with constants in its ``state_dict``, which are Python floats or float64 tensors.
+    """A module that stores constants, Python floats or float64 tensors, in its ``state_dict``.
 
-    Constants are not buffers, because ``.half()`` or ``.float()`` would round buffers. The attribute of a constant is
-    a float or a tensor on the CPU. A tensor also has a float64 copy on the module's device.
+    Constants are not buffers, because ``.half()`` or ``.float()`` would round buffers. The attribute of a constant
+    holds a float or a tensor on the CPU. For a tensor, the module also has a float64 copy on its device.
 
-    A tensor with a gradient belongs to another module. It stays as it is, and is not part of the ``state_dict``.
-    ``torch.func.functional_call`` replaces constants by their names in the ``state_dict``, which are those of the
-    attributes without a leading underscore.
+    A tensor that requires a gradient belongs to another module. It is stored unchanged, and is not part of the
+    ``state_dict``. The key of a constant in the ``state_dict`` is its attribute without the leading underscore.
+    ``torch.func.functional_call`` replaces constants by these keys.
     """
 
     def constants(self) -> dict[str, str]:
-        """Return a dict from the keys of the constants in the ``state_dict`` to their attributes."""
+        """Return a dict that maps the key of each constant in the ``state_dict`` to the name of its attribute."""
         return {}
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -573,8 +589,8 @@ class ModuleWithConstants(nn.Module):
             super().__setattr__(name, value)
 
     def set_constant(self, attribute: str, value: float | Tensor, device: torch.device | None = None) -> None:
-        """Set a constant and, for a tensor, its copy on a device, None for that of the copy before."""
-        self.__dict__[attribute] = value  # setattr would register a parameter of another module
+        """Set a constant; a tensor is also copied to ``device``, or for None to the device of the previous copy."""
+        self.__dict__[attribute] = value  # setattr would register another module's parameter
         self._buffers.setdefault(attribute.lstrip("_"), None)  # functional_call puts its tensor there
         if isinstance(value, Tensor) and not is_differentiated(value):
             before = self._buffers.get(attribute + "_on_device")
@@ -584,26 +600,28 @@ class ModuleWithConstants(nn.Module):
             self.__dict__[attribute + "_copy"] = copy
 
     def own_constants(self) -> dict[str, str]:
-        """Return the constants without those that have a gradient."""
+        """Return :meth:`constants` without the constants that require a gradient."""
         constants = self.constants().items()
         return {name: attribute for name, attribute in constants if not is_differentiated(getattr(self, attribute))}
 
     def get_constant(self, attribute: str) -> float | Tensor:
-        """Return a constant; a tensor is on the module's device, unless functional_call gave it."""
+        """Return a constant: the replacement by functional_call if there is one, a float, or a tensor on the device."""
         if (given := self._buffers.get(attribute.lstrip("_"))) is not None:
             return given
         on_device = self._buffers.get(attribute + "_on_device")  # functional_call may replace it
         return getattr(self, attribute) if on_device is None else on_device
 
     def host_constant(self, attribute: str, value: float | Tensor) -> float | Tensor:
-        """Return the constant on the CPU if ``value`` is its unchanged copy on the device, else ``value``."""
+        """Return the constant's CPU tensor if ``value`` is its copy on the module's device, else ``value``."""
         return getattr(self, attribute) if value is self.__dict__.get(attribute + "_copy") else value
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ModuleWithConstants:
         attributes = self.own_constants().values()
         copies = [self._buffers.pop(attribute + "_on_device", None) for attribute in attributes]
         super()._apply(fn, recurse)
-        for attribute, copy in zip(attributes, copies, strict=True):  # fn may be a cast, to_empty or refuse float64
+        for attribute, copy in zip(
+            attributes, copies, strict=True
+        ):  # fn may be a cast or to_empty, or may refuse float64
             device = None if copy is None else fn(copy.new_empty(0, dtype=torch.float32)).device
             self.set_constant(attribute, getattr(self, attribute), device)
         return self
@@ -631,7 +649,7 @@ class ModuleWithConstants(nn.Module):
                 f"the constant {key!r} has shape {tuple(value.shape)} in the state_dict and {tuple(own.shape)} here. "
                 "Fix: create the module with constants of the checkpoint's shape."
             )
-        elif not value.is_meta and not torch.equal(value.cpu(), own.to(value.dtype)):  # a rounded copy changes nothing
+        elif not value.is_meta and not torch.equal(value.cpu(), own.to(value.dtype)):  # a rounded value is not loaded
             value = value.to("cpu", torch.float64)
             self.set_constant(attribute, value.clone() if value.dim() else value.item())
 

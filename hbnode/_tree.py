@@ -1,4 +1,4 @@
-"""States of solvers, which are tensors or tuples, and of recurrent modules, which are dataclasses of tensors."""
+"""States of solvers, which are tensors or tuples of tensors, and states of recurrent modules, which are dataclasses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def parts(state: State) -> tuple[Tensor, ...]:
 
 
 def apply(function: Callable[[Tensor], Tensor], state: State) -> State:
-    """Apply a function to every tensor of a state and return the results in the structure of the state."""
+    """Apply a function to every tensor of a state; return the results in the same structure."""
     return function(state) if isinstance(state, Tensor) else tuple(function(part) for part in state)
 
 
@@ -35,15 +35,15 @@ def last_of(trajectory: State) -> State:
 def is_finite(state: State) -> bool:
     """Return whether all elements of a state are finite.
 
-    A finite sum proves it at a third of the cost. Only a sum that is not finite, which may be an overflow, needs a
-    check of all elements.
+    If the sum of the elements is finite, all elements are; this check takes a third of the time. If the sum is not
+    finite, it may have overflowed, and every element is checked.
     """
     state = tuple(map(plain, (state,) if isinstance(state, Tensor) else state))
     return math.isfinite(sum(map(Tensor.sum, state))) or bool(all_finite(state))
 
 
 def all_finite(state: State) -> Tensor:
-    """Return, without a synchronisation, a boolean tensor: whether all elements of a state are finite."""
+    """Return a boolean scalar tensor, True if all elements of a state are finite; a GPU is not synchronised."""
     return torch.stack([torch.isfinite(part).all() for part in parts(state)]).all()
 
 
@@ -69,7 +69,12 @@ def append_zeros(x: Tensor, augment: int) -> Tensor:
 
 
 def like(value: State, y: State) -> State:
-    """Return a field's ``value``; raise an error if its structure, shapes or dtype differ from the state ``y``."""
+    """Return the value of a field; raise an error if its structure, shapes or dtype differ from those of the state.
+
+    Arguments:
+        value: what the field returned, the time derivative of the state.
+        y: the state.
+    """
     if isinstance(y, Tensor):
         if isinstance(value, Tensor) and value.shape == y.shape:
             return cast(value, y)
@@ -84,7 +89,7 @@ def like(value: State, y: State) -> State:
 
 
 def cast(value: Tensor, y: Tensor) -> Tensor:
-    """Return ``value`` in the dtype of the state ``y``; raise TypeError if the dtypes differ without autocast."""
+    """Convert ``value`` to the dtype of the state ``y`` under autocast; otherwise raise TypeError if they differ."""
     if value.dtype == y.dtype:
         return value
     if torch.is_autocast_enabled(y.device.type):
@@ -99,7 +104,11 @@ Kind = TypeVar("Kind", bound="Record")
 
 
 class Record:
-    """The base class of states: frozen dataclasses of tensors, None and other records, made by :func:`record`."""
+    """The base class of the states of recurrent modules.
+
+    A subclass is decorated with :func:`record`, which makes it a frozen dataclass. Its entries are tensors, None, other
+    records, or tuples of them.
+    """
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
     __match_args__: ClassVar[tuple[str, ...]]  # the names of the entries
@@ -108,7 +117,7 @@ class Record:
         return iter([getattr(self, name) for name in self.__match_args__])
 
     def map(self: Kind, function: Callable[[Tensor], Tensor]) -> Kind:
-        """Apply a function to every tensor and return the results as a new state."""
+        """Apply a function to every tensor; return a new state with the results."""
 
         def mapped(value: object) -> object:
             if isinstance(value, Tensor):
@@ -129,15 +138,15 @@ class Record:
         return self.map(torch.Tensor.detach)
 
     def outside_inference_mode(self: Kind) -> Kind:
-        """Return the state with copies of tensors made in inference mode, which autograd cannot save."""
+        """Replace tensors created in inference mode by copies, because autograd cannot save such tensors."""
         if not may_look() or torch.is_inference_mode_enabled():
             return self
         return self.map(lambda z: z.clone() if z.is_inference() else z)
 
     def to(self: Kind, *args: Any, **kwargs: Any) -> Kind:
-        """Return the state on another device or in another dtype, with the arguments of :meth:`torch.Tensor.to`.
+        """Convert the tensors to another device or dtype, with the arguments of :meth:`torch.Tensor.to`.
 
-        The entry ``t`` keeps its dtype, because it counts samples or is a time that float32 may round too much.
+        The entry ``t`` keeps its dtype, because it is a count or a time, which float32 may round too much.
         """
 
         def moved(name: str, value: Any) -> Any:
@@ -162,7 +171,7 @@ class Record:
 
     @staticmethod
     def _dtype(name: str, old: torch.dtype, new: torch.dtype) -> torch.dtype:
-        """Return the dtype of an entry after :meth:`to`, given its old dtype and the requested one."""
+        """Return the dtype of the entry ``name`` after :meth:`to`, given its old dtype and the requested dtype."""
         return old if name == "t" else new
 
     def __repr__(self) -> str:
@@ -175,12 +184,12 @@ class Record:
 
 @dataclass_transform(eq_default=False, frozen_default=True)
 def record(kind: type[Kind]) -> type[Kind]:
-    """Make a dataclass of a :class:`Record` and register it for pytrees and ``torch.load(weights_only=True)``."""
+    """Decorate a subclass of :class:`Record`: make it a frozen dataclass and :func:`register` it."""
     return register(dataclasses.dataclass(frozen=True, eq=False, repr=False)(kind))
 
 
 def register(kind: type[Kind]) -> type[Kind]:
-    """Register a class of states for pytrees and ``torch.load(weights_only=True)``."""
+    """Register a class of states as a pytree node and as safe for ``torch.load(weights_only=True)``."""
 
     def flatten(value: Kind) -> tuple[list[Any], list[str]]:
         entries = value.as_dict()

@@ -1,6 +1,6 @@
-"""Function calls outside the graphs of torch.compile.
+"""Calls of functions that torch.compile must not trace.
 
-Only a running torch.compile imports this module, because torch.compiler.disable imports torch._dynamo.
+This module is imported only while torch.compile traces, because torch.compiler.disable imports torch._dynamo.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ Duplicates = Literal["mean", "first", "last", "error"]
 Unit = str | datetime.timedelta | np.timedelta64
 Date = str | datetime.date | np.datetime64
 UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0, "D": 86400.0, "W": 604800.0}
-ROUNDING = 0.01  # the most by which float64 may change a gap between two samples
+ROUNDING = 0.01  # the largest relative change of a gap between two samples by rounding to float64
 ARRAYS = "a list of pairs (t, x), or an array (batch, channels, T)"
 POOL = 50  # batches per pool; the series of a pool are sorted by length
 
@@ -51,19 +51,19 @@ class Series(Record):
     ``layer(**series.inputs())``. :meth:`to` changes the device or dtype.
     ``dataclasses.replace(series, x=scale(series.x))`` replaces an attribute.
 
-    Models take numbers in the unit of t. A series stores this unit and the date of t = 0. :meth:`durations` and
-    :meth:`times` convert durations and dates to such numbers. :meth:`dates` converts times to dates.
+    Models take times as numbers in the unit of t. A series stores this unit and the date of t = 0. :meth:`durations`
+    and :meth:`times` convert durations and dates to such numbers. :meth:`dates` converts times to dates.
 
     Attributes:
-        x: values (batch, T, features); NaN if missing, and on padding.
-        t: times (batch, T) in float64; on padding the time of the last sample.
-        mask: which values were observed, (batch, T, features), bool.
+        x: values (batch, T, features); NaN for missing values and on padding.
+        t: times (batch, T) in float64. Padding repeats the time of the last sample.
+        mask: True for observed values, (batch, T, features), bool.
         lengths: number of samples of each series, (batch,).
-        static: features that are constant in time, (batch, static features); NaN if missing. None if there are none.
+        static: features that are constant in time, (batch, static features); NaN if missing. None without them.
         ids: identifiers of the series.
         features: names of the features.
         static_features: names of the static features.
-        unit: length of one unit of t in seconds; None if times are numbers of an unknown unit.
+        unit: length of one unit of t in seconds; None if the unit is unknown.
         origin: the date of t = 0 (UTC); None if times are not dates.
 
     Example:
@@ -103,7 +103,7 @@ class Series(Record):
         return f"Series({batch} series, up to {length} samples, {count} features{names}{static})"
 
     def __getitem__(self, index: int | Tensor | Sequence[int] | slice) -> Series:
-        """Return one of the series as a batch of one, or those of a slice, indices or a bool mask as :meth:`select`."""
+        """Return one series as a batch of size 1; for a slice, indices or a bool mask, the result of :meth:`select`."""
         if isinstance(index, slice) or np.ndim(index):
             return self.select(index)  # type: ignore[arg-type]
         place = operator.index(index)  # type: ignore[arg-type]
@@ -112,7 +112,7 @@ class Series(Record):
         return self.select([place % len(self)])
 
     def inputs(self) -> dict[str, Any]:
-        """Return the arguments of a layer as a dict: x, t, mask, lengths and static (or None)."""
+        """Return a dict of keyword arguments for a layer: x, t, mask, lengths and static."""
         return {name: getattr(self, name) for name in ("x", "t", "mask", "lengths", "static")}
 
     @override
@@ -132,7 +132,7 @@ class Series(Record):
         return moved
 
     def select(self, index: Tensor | Sequence[int] | slice) -> Series:
-        """Return some of the series, padded to the length of the longest one that is selected.
+        """Return some of the series, padded to the length of the longest selected series.
 
         Arguments:
             index: integer indices (n,), a slice, or a bool mask (batch,).
@@ -155,14 +155,15 @@ class Series(Record):
         return dataclasses.replace(self, x=x, t=t, mask=mask, lengths=lengths, static=static, ids=ids)
 
     def durations(self, durations: Any) -> Tensor:
-        """Convert durations to numbers in the unit of t, in float64 and in the shape of ``durations``.
+        """Convert durations to numbers in the unit of t. The result is float64 and has the shape of ``durations``.
 
         Arguments:
-            durations: durations of numpy, pandas, polars or the standard library, or text that pandas reads, such as
-                ``"1h"``. Numbers are in the unit of t already. One duration, or nested lists.
+            durations: a single duration, an array or nested lists. Durations may come from numpy, pandas, polars or the
+                standard library, or be text that pandas reads, such as ``"1h"``. Numbers must be in the unit of t; they
+                are not converted.
 
         Raises:
-            TypeError: if the times of the series are numbers of an unknown unit, or ``durations`` are dates.
+            TypeError: if the unit of t is unknown, or ``durations`` are dates.
         """
         kind = kind_of(durations)
         if kind == "dates":
@@ -172,18 +173,18 @@ class Series(Record):
         return torch.as_tensor(_durations(durations) / self._known(self.unit, kind))
 
     def times(self, dates: Any) -> Tensor:
-        """Convert dates to times, numbers on the axis of t, in float64 and in the shape of ``dates``.
+        """Convert dates to values of t. The result is float64 and has the shape of ``dates``.
 
-        The times of a forecast are counted from that of a state: ``dt = series.times(dates) - state.t.unsqueeze(-1)``.
+        A forecast takes the time dt since a state: ``dt = series.times(dates) - state.t.unsqueeze(-1)``.
 
         Arguments:
-            dates: dates of numpy, pandas, polars or the standard library, text in ISO format such as
-                ``"2020-01-31 12:00"``, or numbers, which are times already. One date, or nested lists. A date without a
-                time zone is in UTC, and a period of pandas is its start.
+            dates: a single date, an array or nested lists. Dates may come from numpy, pandas, polars or the standard
+                library, or be ISO text such as ``"2020-01-31 12:00"``. Numbers must be values of t; they are not
+                converted. A date without a time zone is in UTC. A pandas Period is converted to its start.
 
         Raises:
-            TypeError: if the series does not count from a date, ``dates`` are durations, or some have a time zone and
-                others none.
+            TypeError: if the series has no origin, if ``dates`` are durations, or if only some of the dates have a time
+                zone.
         """
         kind = kind_of(dates)
         if kind is None:
@@ -195,29 +196,30 @@ class Series(Record):
         return torch.as_tensor(seconds / self._known(self.unit, kind))
 
     def dates(self, t: Any) -> NDArray[np.datetime64]:
-        """Convert times to dates (UTC) as an array in the shape of t; NaN becomes NaT.
+        """Convert values of t to dates in UTC, as an array in the shape of t. NaN becomes NaT.
 
-        They are rounded to microseconds, or to nanoseconds if the origin has them.
+        Dates are rounded to nanoseconds if the origin has nanoseconds, otherwise to microseconds.
 
         Raises:
-            TypeError: if the series does not count from a date.
+            TypeError: if the series has no origin.
         """
         origin, unit = self._known(self.origin, "times to convert to dates"), self._known(self.unit, "times")
         return np.asarray(origin + _timedelta(_as_numbers(t, "t") * unit, np.datetime_data(origin)[0] == "ns"))
 
     def to_frame(self, *, id: str = "id", time: str = "time") -> Any:
-        """Return the series as a table of pandas in long form, with a row for each sample.
+        """Return the series as a pandas DataFrame in long form, with one row for each sample.
 
-        Times are numbers, or durations, or dates (UTC) as :meth:`dates` rounds them. Missing values are NaN.
-        ``from_long(series.to_frame(), id="id", time="time", values=series.features)``, with the same ``static``,
-        ``unit`` and ``origin``, returns the series, but those of length 0.
+        The column of times has the dates of :meth:`dates` if the series has an origin, durations if it has only a unit,
+        and numbers otherwise. Missing values are NaN. Series of length 0 have no rows. All other series are recovered
+        by ``from_long(series.to_frame(), id="id", time="time", values=series.features)`` with the same ``static``,
+        ``unit`` and ``origin``.
 
         Arguments:
             id: name of the column of ids. Default: ``"id"``.
             time: name of the column of times. Default: ``"time"``.
 
         Raises:
-            ValueError: if two columns have one name.
+            ValueError: if two columns would have the same name.
         """
         import pandas
 
@@ -248,14 +250,18 @@ class Series(Record):
         return old if name in ("t", "mask", "lengths") else new
 
 
-# Series as in fit
+# Conversion of new series to the unit of time and the features of the training series
 
 
 def on_clock(series: Series, clock: tuple[float | None, np.datetime64 | None]) -> Series:
-    """Return the series with times since the origin of ``clock``, the unit and the origin of time in fit.
+    """Return the series with its times shifted to the origin of the training series.
+
+    Arguments:
+        series: the series.
+        clock: the unit and the origin of the training series.
 
     Raises:
-        ValueError: if the unit is another one, or only one of both counts from a date.
+        ValueError: if the units differ, or only one of the two has an origin.
     """
     (unit, origin), found = clock, (series.unit, series.origin)
     if found[0] != unit or (found[1] is None) != (origin is None):
@@ -274,13 +280,19 @@ def _clock_name(unit: float | None, origin: np.datetime64 | None) -> str:
 
 
 def aligned(series: Series, features: Sequence[Any], static_features: Sequence[Any] | None = None) -> Series:
-    """Return a series of :func:`as_series` with its channels, and static features if given, in the order of fit.
+    """Return a series with its channels and static features in the order of the training series.
 
-    They are matched by name. They are matched by position if one of both has the default names ``"x0"``, ``"x1"``, ...,
-    ``"static0"``, ..., as arrays have.
+    Channels are matched by name. They are matched by position if the new or the training series has the default names
+    ``"x0"``, ``"x1"``, ... Static features are matched in the same way; their default names are ``"static0"``, ...
+
+    Arguments:
+        series: the new series. It must have names, as a result of :func:`as_series` has.
+        features: names of the training channels.
+        static_features: names of the training static features. None keeps the order of the static features.
+            Default: ``None``.
 
     Raises:
-        ValueError: if names are missing or not in fit.
+        ValueError: if names are missing or unknown.
     """
     order = _order(series.features, features, "channels", "features")
     static = _order(series.static_features, static_features, "static features", "static_features")
@@ -293,7 +305,7 @@ def aligned(series: Series, features: Sequence[Any], static_features: Sequence[A
 
 
 def _order(found: Sequence[Any], wanted: Sequence[Any] | None, kind: str, argument: str) -> list[int]:
-    """Return for each wanted name the place where it was found."""
+    """Return the index in ``found`` of each wanted name, with the rules of :func:`aligned`."""
     if wanted is None or list(found) == list(wanted):
         return list(range(len(found)))
     names, fits = list(map(str, found)), list(map(str, wanted))
@@ -309,12 +321,13 @@ def _order(found: Sequence[Any], wanted: Sequence[Any] | None, kind: str, argume
 
 
 def by_id(targets: Any, ids: Sequence[Any], name: str = "y") -> Any:
-    """Return targets in the order of the series: by id if an index of pandas has the ids, else by position.
+    """Return targets in the order of the series.
 
-    An index may repeat ids as ``ids`` do. An index 0, 1, 2, ... has ids only if these are the ids of the series.
+    Pandas targets are sorted by their index if it holds the ids of the series, each as often as ``ids`` holds it. An
+    index 0, 1, 2, ... that does not hold the ids is ignored. Other targets are returned unchanged.
 
     Raises:
-        ValueError: if the index has other ids.
+        ValueError: if a pandas index holds other ids.
     """
     index = list(targets.index) if hasattr(targets, "iloc") else list(ids)
     if index == list(ids) or len(index) != len(ids):
@@ -351,29 +364,29 @@ def from_long(
 ) -> Series:
     """Convert a table in long form to padded series.
 
-    The table has one row per sample and one column per feature. With ``variable`` it has one row per measurement, which
-    names its feature. Rows may be in any order. The series are in the order of their first rows, and the samples of a
-    series are sorted by time.
+    The table has one row per sample and one column per feature. With ``variable`` it has one row per measurement, and
+    the column ``variable`` names the measured feature. Rows may be in any order. The series are in the order of their
+    first rows. The samples of a series are sorted by time.
 
     Arguments:
         table: a DataFrame of pandas or polars, or a dictionary of columns.
         id: column that identifies the series.
-        time: column of times: numbers, dates or durations. A period of pandas is its start.
-        values: columns of the features; with ``variable``, the one column of the measured values. Missing values are
+        time: column of times: numbers, dates or durations. A pandas Period is converted to its start.
+        values: columns of the features; with ``variable``, the single column of measured values. Missing values are
             NaN or null.
         static: columns of features that are constant within each series; values may be missing. Default: ``None``.
         variable: column with the name of the measured feature in each row. Default: ``None``.
         features: with ``variable``, the features and their order. Rows of other features are dropped, and a series with
-            only such rows has the length 0. For validation and test data use ``features=train.features``. None takes
+            only such rows has length 0. For validation and test data use ``features=train.features``. None takes
             all features, sorted by name. Default: ``None``.
-        duplicates: how several values of one feature at one time in one series are merged: ``"mean"``, ``"first"`` or
-            ``"last"`` in the order of the table; ``"error"`` raises ValueError. Default: ``"mean"``.
+        duplicates: how to merge several values of the same feature, series and time: ``"mean"`` takes their mean,
+            ``"first"`` or ``"last"`` takes the first or last one in the table, ``"error"`` raises ValueError.
+            Default: ``"mean"``.
         unit: for dates and durations, the unit of t: ``"s"``, ``"min"``, ``"h"``, ``"D"``, ``"W"``, or a duration.
             None is a second. Default: ``None``.
-        origin: for dates, the date of t = 0, a date or text in ISO format; without a time zone it is in UTC. Use the
-            same origin for validation and test data. None is the beginning of 1970 (UTC). If a gap is then shorter than
-            100 spacings of float64, some 24 microseconds, it is the second of the first date.
-            Default: ``None``.
+        origin: for dates, the date of t = 0: a date or ISO text, in UTC if it has no time zone. Use the same origin for
+            validation and test data. None is 1970-01-01 (UTC). With None and a gap shorter than about 24 microseconds
+            (100 spacings of float64), it is the first date, rounded down to a second. Default: ``None``.
         dtype: dtype of the values. Default: ``torch.float32``.
 
     Returns:
@@ -381,8 +394,8 @@ def from_long(
 
     Raises:
         KeyError: if the table has no such column.
-        ValueError, TypeError: if an id, a time or a variable is missing, entries have a wrong type, or float64
-            would change a gap between two times by 1 %. The message names the column.
+        ValueError, TypeError: if an id, a time or a variable is missing, if entries have a wrong type, or if rounding
+            to float64 would change a gap between two times by more than 1 %. The message names the column.
 
     Example:
         >>> import hbnode
@@ -420,7 +433,7 @@ def from_long(
     order = np.lexsort((exact, codes))
     order = order[feature[order, 0] >= 0]
     codes, exact, numbers, feature = codes[order], exact[order], numbers[order], feature[order]
-    is_new = np.ones(len(codes), dtype=bool)  # whether a row is the first at its time
+    is_new = np.ones(len(codes), dtype=bool)  # whether a row is the first one with its series and time
     is_new[1:] = (np.diff(codes) != 0) | (exact[1:] != exact[:-1])
     merged, count = _merge(numbers, is_new.cumsum() - 1, feature, len(names), duplicates)
     codes, exact = codes[is_new], exact[is_new]
@@ -437,7 +450,11 @@ def _padded(
     codes: NDArray[Any], exact: NDArray[Any], x: NDArray[Any], ids: list[Any], names: list[Any], dtype: torch.dtype,
     name: str, unit: Unit | None, origin: Date | None,
 ) -> Series:  # fmt: skip
-    """Return sorted samples, (rows,) and (rows, features), of the series ``codes`` (rows,) as a Series of all ids."""
+    """Return a padded Series of samples that are sorted by series and time.
+
+    ``codes`` (samples,) is the index in ``ids`` of each sample's series. ``exact`` (samples,) are unrounded times, and
+    ``x`` (samples, features) are values. ``names`` are those of the features. Error messages call the times ``name``.
+    """
     t, length, zero = _times(exact, codes, name, unit, origin)
     counts = np.bincount(codes, minlength=len(ids))
     place = np.arange(len(codes)) - (counts.cumsum() - counts)[codes]
@@ -452,7 +469,7 @@ def _padded(
 
 
 def _in_dtype(values: NDArray[Any], dtype: torch.dtype, names: Sequence[Any]) -> Tensor:
-    """Return finite values (..., columns) as a tensor; raise ValueError if the dtype makes one infinite."""
+    """Convert finite values (..., columns) to a tensor. Raise ValueError if a value is infinite in the dtype."""
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"dtype must be a floating-point dtype of torch, got {dtype!r}. Fix: dtype=torch.float32.")
     converted = torch.from_numpy(values).to(dtype)
@@ -489,12 +506,12 @@ def _array(column: Any, name: str) -> NDArray[Any]:
 
 
 def _codes(column: Any, name: str) -> tuple[list[Any], NDArray[Any]]:
-    """Return the unique entries in the order of their first rows, and for each row the index of its entry."""
+    """Return the unique entries of a column in order of appearance, and the index of each row's entry, (rows,)."""
     array = _array(column, f"column {name!r}")
     if len(array) == 0:
         raise ValueError("the table has no rows; expected at least one. Fix: check how its rows were selected.")
     known: dict[Any, int] = {}
-    array = exact_times(array) if array.dtype.kind in "mM" else array  # nanoseconds would become integers
+    array = exact_times(array) if array.dtype.kind in "mM" else array  # tolist would convert nanoseconds to integers
     entries = [entry.item() if hasattr(entry, "item") else entry for entry in array.tolist()]
     if any(map(is_missing, entries)):
         raise ValueError(f"column {name!r} has missing entries; expected one in each row. Fix: drop these rows.")
@@ -507,7 +524,7 @@ def is_missing(entry: Any) -> bool:
 
 
 def _features(column: Any, name: str, wanted: str | Sequence[str] | None) -> tuple[list[str], NDArray[Any]]:
-    """Return the names of the features, and the index of each row's (rows, 1), or -1 if it is not in ``wanted``."""
+    """Return the names of the features, and the index (rows, 1) of each row's feature; -1 if it is not wanted."""
     found, codes = _codes(column, name)
     names = sorted(found) if wanted is None else _names(wanted, "features")
     index = {feature: i for i, feature in enumerate(names)}
@@ -542,9 +559,13 @@ def _exact_times(column: Any, name: str, unit: Unit | None, origin: Date | None)
 def _times(
     exact: NDArray[Any], codes: NDArray[Any], name: str, unit: Unit | None, origin: Date | None
 ) -> tuple[NDArray[np.float64], float | None, np.datetime64 | None]:
-    """Return the times of sorted rows, the seconds per unit if they are dates or durations, and the origin of dates."""
+    """Convert unrounded times, sorted by series and time, to float64.
+
+    Returns:
+        The times (samples,); the seconds per unit, None for times that are numbers; the origin, None without dates.
+    """
     is_gap = (np.diff(codes) == 0) & (exact[1:] != exact[:-1])
-    if exact.dtype.kind in "iu":  # the difference of two int64 may exceed the largest
+    if exact.dtype.kind in "iu":  # the difference of two int64 may overflow int64, but fits into uint64
         gaps = np.diff(exact.astype(np.int64)).view(np.uint64)[is_gap]
     else:
         gaps = np.diff(exact)[is_gap] / (SECOND if exact.dtype.kind in "mM" else 1.0)
@@ -564,14 +585,20 @@ def _times(
 
 
 def _check_digits(column: Any, t: NDArray[np.float64], name: str) -> None:
-    """Raise ValueError if the dtype of a column of times has rounded its times t (..., T), sorted in each series."""
+    """Raise ValueError if a column of times is float16 or float32 and too coarse for the gaps between its times.
+
+    Arguments:
+        column: the column.
+        t: its times in float64, sorted within each series, (..., T).
+        name: name of the column in the error message.
+    """
     dtype = {"float32": torch.float32, "float16": torch.float16}.get(str(_array(column, name).dtype))
     if dtype is not None:
         check_digits(torch.from_numpy(t).to(dtype), torch.from_numpy(t).diff(), name, 1.0)
 
 
 def _seconds_per(unit: Unit | None) -> float:
-    """Return the seconds of a unit of time, a name or a duration; None is a second."""
+    """Return the length in seconds of a unit of time, given by its name or as a duration. None is a second."""
     if isinstance(unit, str) and unit in UNITS:
         return UNITS[unit]
     length = 1.0 if unit is None else float(seconds_since(unit)) if kind_of(unit) == "durations" else -1.0
@@ -582,7 +609,7 @@ def _seconds_per(unit: Unit | None) -> float:
 
 
 def _names(names: Any, argument: str) -> list[Any]:
-    """Return one or several names of columns as a list."""
+    """Return a list of column names from one name or several names."""
     if isinstance(names, str):
         return [names]
     if not isinstance(names, Iterable) or isinstance(names, Tensor):
@@ -602,7 +629,7 @@ def _durations(durations: Any) -> NDArray[np.float64]:
 
     text = np.asarray(durations, dtype=object)
     has_units = all(isinstance(each, str) and not re.search(r"^\d*$|M[Ss]$|mS$", each.strip()) for each in text.flat)
-    if has_units:  # pandas reads a number as nanoseconds and MS, the start of a month, as milliseconds
+    if has_units:  # not a bare number, which pandas reads as nanoseconds, nor "MS", which may mean months
         with suppress(ValueError):
             return np.array([pandas.to_timedelta(each).total_seconds() for each in text.flat]).reshape(text.shape)
     raise ValueError(f"durations must be text such as '1h' or '30min', got {durations!r}. Fix: '1h'.")
@@ -612,17 +639,17 @@ def _timedelta(seconds: Tensor, has_nanoseconds: bool) -> NDArray[np.timedelta64
     """Convert seconds to timedelta64, rounded to microseconds or nanoseconds; NaN becomes NaT."""
     name, steps = ("ns", 1e9) if has_nanoseconds else ("us", 1e6)
     number = seconds.detach().cpu().numpy()
-    since = np.where(np.isfinite(number), number * steps, np.iinfo(np.int64).min).round()  # the least int is NaT
+    since = np.where(np.isfinite(number), number * steps, np.iinfo(np.int64).min).round()  # the smallest int64 is NaT
     return np.asarray(since.astype(np.int64).astype(f"timedelta64[{name}]"))
 
 
 def _dates(dates: Any, name: str = "dates") -> Any:
-    """Convert ISO text to datetime64, or leave dates as they are."""
+    """Convert ISO text to datetime64. Return dates unchanged."""
     try:
         kind, text = kind_of(dates), np.asarray(dates)
         if kind == "dates":
             return dates
-        if kind == "text" and all("-" in each for each in text.reshape(-1).tolist()):  # else a number is a year
+        if kind == "text" and all("-" in each for each in text.reshape(-1).tolist()):  # NumPy would read "12" as a year
             return text.astype("datetime64")[()]
     except (TypeError, ValueError):
         pass
@@ -636,7 +663,7 @@ def _as_numbers(values: Any, name: str) -> Tensor:
 
 
 def _matrix(table: Any, names: list[Any], argument: str) -> NDArray[Any]:
-    """Return columns of numbers as (rows, columns)."""
+    """Return numeric columns of a table as an array (rows, columns)."""
     columns = {name: _array(column_of(table, name), f"column {name!r}") for name in names}
     wrong = [name for name, column in columns.items() if kind_of(column)]
     rest = [name for name in names if name not in wrong]
@@ -648,7 +675,7 @@ def _matrix(table: Any, names: list[Any], argument: str) -> NDArray[Any]:
 
 
 def _numbers(value: Any, name: str, fix: str) -> NDArray[Any]:
-    """Convert numbers to float64, with NaN for missing values."""
+    """Convert numbers to a float64 array, with NaN for missing values. Raise ValueError for infinite values."""
     array: Any = None
     try:
         array = np.asarray(value.detach().cpu() if isinstance(value, Tensor) else value)
@@ -668,10 +695,17 @@ def _numbers(value: Any, name: str, fix: str) -> NDArray[Any]:
 def _merge(
     numbers: NDArray[Any], points: NDArray[Any], feature: NDArray[Any], features: int, rule: Duplicates
 ) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Merge values (rows, columns) of the same series, time and feature to values (time points, features).
+    """Merge all values that have the same series, time and feature.
 
-    The second result is the number of values merged to each. ``points`` has the index of the time point of each row,
-    and ``feature`` the index of the feature of each value.
+    Arguments:
+        numbers: values, (rows, columns).
+        points: index of the sample to which each row belongs, (rows,), not decreasing.
+        feature: index of the feature of each value, (rows, columns).
+        features: number of features.
+        rule: how to merge, as ``duplicates`` of :func:`from_long`.
+
+    Returns:
+        The merged values, and the number of values merged into each, (samples, features).
     """
     observed = ~np.isnan(numbers)
     index, found = (points[:, None] * features + feature)[observed], numbers[observed]
@@ -687,7 +721,7 @@ def _merge(
 
 
 def _constant(numbers: NDArray[Any], codes: NDArray[Any], ids: list[Any], names: list[Any]) -> NDArray[Any]:
-    """Return the constant values of each series, (batch, columns); NaN if all its rows are missing."""
+    """Return the values (batch, columns) of columns that are constant in each series; NaN if all rows are missing."""
     least, most = np.full((2, len(ids), len(names)), np.nan)
     np.fmin.at(least, codes, numbers)
     np.fmax.at(most, codes, numbers)
@@ -702,9 +736,10 @@ def _constant(numbers: NDArray[Any], codes: NDArray[Any], ids: list[Any], names:
 
 
 def observed(data: Any, **options: Any) -> Series:
-    """Return the series of :func:`as_series` on the CPU, without a graph, with NaN for all values that are no samples.
+    """Convert data with :func:`as_series`, and return a detached series on the CPU with consistent mask and padding.
 
-    The mask excludes NaN, padding has the time of the last sample, and no series has the length 0.
+    Values are NaN where the mask is False. The mask is False for NaN and on padding. Padding repeats the time of the
+    last sample. A series of length 0 gets one sample without values.
     """
     series = as_series(data, **options).to("cpu").detach().outside_inference_mode()
     if not series.x.shape[1]:
@@ -725,10 +760,10 @@ class Dataset(TorchDataset[Any]):
     Arguments:
         series: the series of all items.
         targets: target of each series, (batch, ...), a tensor or an array. A pandas Series or DataFrame that is indexed
-            by the ids is put in their order. Default: ``None``.
+            by the ids is sorted in the order of the series. Default: ``None``.
 
     Raises:
-        ValueError: if the numbers of targets and series differ, or an index of pandas has other ids.
+        ValueError: if the numbers of targets and series differ, or a pandas index has other ids.
 
     Example:
         >>> import torch, hbnode
@@ -751,25 +786,25 @@ class Dataset(TorchDataset[Any]):
             fix = "labels in the order of series.ids, for a pandas Series labels.loc[series.ids]"
             raise ValueError(f"targets must be one for each of {len(series)} series, got {len(targets)}. Fix: {fix}.")
         self.series, targets = series, by_id(targets, series.ids, "targets")
-        self.targets = as_tensor(targets, "targets") if hasattr(targets, "to_numpy") else targets  # not by label
+        self.targets = as_tensor(targets, "targets") if hasattr(targets, "to_numpy") else targets  # no index labels
 
     def __len__(self) -> int:
         return len(self.series)
 
     def __getitem__(self, index: int) -> Series | tuple[Series, Tensor]:
-        """Return one series, without padding and with a batch size of 1, and its target if the dataset has targets."""
+        """Return a single series without padding (batch size 1), and its target if the dataset has targets."""
         one = self.series[index]
         return one if self.targets is None else (one, self.targets[index])
 
     def batches(
         self, batch_size: int, *, shuffle: bool = True, generator: torch.Generator | None = None
     ) -> DataLoader[Any]:
-        """Return a DataLoader of :func:`bucketed_batches`, joined by :func:`collate`.
+        """Return a DataLoader that uses :func:`bucketed_batches` and :func:`collate`.
 
         Arguments:
             batch_size: number of series per batch.
-            shuffle: whether batches are drawn anew in each epoch. Default: ``True``.
-            generator: generator of the random numbers; None is that of torch. Default: ``None``.
+            shuffle: whether to form new random batches in each epoch. Default: ``True``.
+            generator: random number generator; None uses torch's global generator. Default: ``None``.
         """
         sampler = bucketed_batches(self.series.lengths, batch_size, shuffle=shuffle, generator=generator)
         return DataLoader(self, batch_sampler=sampler, collate_fn=collate, generator=generator)
@@ -778,16 +813,16 @@ class Dataset(TorchDataset[Any]):
 def collate(items: Sequence[Series] | Sequence[tuple[Series, Any]]) -> Series | tuple[Series, Tensor]:
     """Join items of a :class:`Dataset` into one padded batch; use as ``collate_fn`` of a DataLoader.
 
-    Features are put in the order of the first item with names. A series without static features has missing ones, if
-    others have some.
+    Features are sorted in the order of the first item that has feature names. If only some of the series have static
+    features, the other series get NaN for them.
 
     Arguments:
         items: series, or pairs of a series and a target.
 
     Raises:
-        TypeError: if an item is neither.
-        ValueError: if there are no items, if some have a target or an id and others none, or if their features, their
-            static features, or their units or origins of time differ.
+        TypeError: if an item is neither a series nor such a pair.
+        ValueError: if there are no items, if only some items have a target or an id, or if the features, static
+            features, units or origins of the items differ.
     """
     series, targets, ids = _parts_of_items(items)
     named = [_named(one) for one in series]
@@ -815,7 +850,7 @@ def collate(items: Sequence[Series] | Sequence[tuple[Series, Any]]) -> Series | 
 
 
 def _parts_of_items(items: Sequence[Any]) -> tuple[list[Series], list[Any], list[Any]]:
-    """Return the series, targets and ids of the items of a batch; the last two are empty if there are none."""
+    """Return lists of the series, targets and ids of all items. Without targets or ids, their list is empty."""
     if not items:
         raise ValueError("there are no items. Fix: a batch of at least one item.")
     pairs = [item if isinstance(item, (tuple, list)) and len(item) == 2 else (item,) for item in items]
@@ -834,13 +869,17 @@ def _parts_of_items(items: Sequence[Any]) -> tuple[list[Series], list[Any], list
 
 
 def _most_named(series: Sequence[Series], name: str) -> list[Any]:
-    """Return the first names that are not the default ones."""
+    """Return the names of the first series whose names differ from the default names.
+
+    If there is no such series, return the names of the first series that has names. ``name`` is the attribute of a
+    series that holds the names: features or static_features.
+    """
     found: list[list[Any]] = [getattr(one, name) for one in series]
     return max(found, key=lambda names: bool(names) + (names != _default(name, len(names))))
 
 
 def _with_static(series: Series, names: Sequence[Any]) -> Series:
-    """Return a series without static features with missing ones."""
+    """Add static features that are all NaN to a series without static features. Return other series unchanged."""
     if series.static is not None or not names:
         return series
     missing = series.x.new_full((len(series), len(names)), torch.nan)
@@ -884,15 +923,16 @@ def bucketed_batches(
 ) -> BucketedBatches:
     """Return batches of series of similar length, which need little padding; use as ``batch_sampler`` of a DataLoader.
 
-    With ``shuffle`` every epoch has new batches. The series are drawn at random in pools of 50 batches. Each pool is
+    With ``shuffle`` every epoch has new batches: all series are randomly divided into pools of 50 batches, each pool is
     sorted by length and cut into batches, and all batches are returned in random order.
 
     Arguments:
         lengths: length of each series, (batch,).
         batch_size: number of series per batch.
-        shuffle: whether batches are drawn anew in each epoch; else they are sorted by length. Default: ``True``.
-        drop_last: whether an incomplete batch is dropped. Default: ``False``.
-        generator: generator of the random numbers; None is that of torch. Default: ``None``.
+        shuffle: whether to form new random batches in each epoch. If False, batches are sorted by length.
+            Default: ``True``.
+        drop_last: whether to drop an incomplete batch. Default: ``False``.
+        generator: random number generator; None uses torch's global generator. Default: ``None``.
 
     Returns:
         An iterable over batches, each a list of indices of series.
@@ -929,19 +969,19 @@ def as_series(
     Arguments:
         data: one of
 
-            - a :class:`Series`, which gets ids and names of features if it has none, or a list of them, which is joined
-              by :func:`collate`;
-            - a table in long form, which is converted by :func:`from_long`;
+            - a :class:`Series`, which gets default ids and feature names if it has none, or a list of them, which
+              :func:`collate` joins;
+            - a table in long form, which :func:`from_long` converts;
             - a list with a pair (t, x) for each series, with times t (n,) in any order and values x (n,) or
-              (n, channels); a list [t, x] is a pair if t are dates or durations, or x is an array (n, channels);
+              (n, channels); a list [t, x] is a pair if t holds dates or durations, or x is an array (n, channels);
             - a list with an array (channels, n) for each series, at the times 0, 1, 2, ...;
             - an array or tensor (batch, channels, T), or (batch, T) for one channel, at the times 0, 1, 2, ...;
-            - a pandas Series, one series at the times of its index.
+            - a pandas Series, which is one series at the times of its index.
 
-            NaN is a missing value. Samples without a value at the end of a series of an array are padding.
+            NaN is a missing value. In arrays, samples at the end of a series that have no value are padding.
         id: for a table, the column that identifies the series. Default: ``None``.
         time: for a table, the column of times. Default: ``None``.
-        values: for a table, the columns of the features. None takes all that are not named by another argument.
+        values: for a table, the columns of the features. None takes all columns that no other argument names.
             Default: ``None``.
         static: for a table, the columns of features that are constant within each series. Default: ``None``.
         variable: for a table, the column with the name of the measured feature in each row. Default: ``None``.
@@ -950,10 +990,10 @@ def as_series(
         dtype: dtype of the values. Default: ``torch.float64``.
 
     Returns:
-        A :class:`Series`. For a list or an array the ids are 0, 1, 2, ... and the features ``"x0"``, ``"x1"``, ...
+        A :class:`Series`. A list or an array gets the ids 0, 1, 2, ... and the feature names ``"x0"``, ``"x1"``, ...
 
     Raises:
-        TypeError, ValueError: if the data have none of these forms.
+        TypeError, ValueError: if the data have another form.
 
     Example:
         >>> import numpy as np, hbnode
@@ -984,7 +1024,7 @@ def as_series(
 
 
 def _from_table(table: Any, id: str | None, time: str | None, values: Any, options: dict[str, Any]) -> Series:
-    """Return the series of a table; without ``values`` its features are all columns that have no other use."""
+    """Convert a table with :func:`from_long`. ``values=None`` takes all columns that no other argument names."""
     if id is None or time is None:
         missing = "id" if id is None else "time"
         fix = "id='patient', time='hour' for these columns; table.to_numpy() for one series in each row"
@@ -999,7 +1039,7 @@ def _from_table(table: Any, id: str | None, time: str | None, values: Any, optio
 def _sorted_pairs(
     pairs: Sequence[Any], unit: Unit | None, origin: Date | None
 ) -> list[tuple[NDArray[Any], NDArray[Any]]]:
-    """Return exact times and values (n, channels) of each pair (t, x), sorted by time."""
+    """Return the unrounded times (n,) and the values (n, channels) of each pair (t, x), sorted by time."""
     found, kinds = [], dict[Any, int]()
     for i, (times, x) in enumerate(pairs):
         t, values = np.zeros(0), _numbers(x, f"x of series {i}", ARRAYS)
@@ -1022,7 +1062,7 @@ def _sorted_pairs(
 
 
 def _rows_of_array(array: NDArray[Any]) -> list[NDArray[Any]]:
-    """Return the values (T, channels) of each series of an array (batch, channels, T) or (batch, T)."""
+    """Return a list with the values (T, channels) of each series in an array (batch, channels, T) or (batch, T)."""
     if array.ndim not in (2, 3) or 0 in array.shape:
         raise ValueError(
             f"an array of series must be (batch, channels, T), or (batch, T) for one channel, with at least one "
@@ -1032,10 +1072,10 @@ def _rows_of_array(array: NDArray[Any]) -> list[NDArray[Any]]:
 
 
 def _named(series: Series) -> Series:
-    """Return the series with default names where it has none: ids 0, 1, ..., ``"x0"``, ..., and ``"static0"``, ....
+    """Give a series default names where it has none: ids 0, 1, ..., features ``"x0"``, ... and ``"static0"``, ....
 
     Raises:
-        ValueError: if a number of names is wrong or a name repeats.
+        ValueError: if there are too few or too many names, or two features have the same name.
     """
     static = 0 if series.static is None else series.static.shape[1]
     changed: dict[str, Any] = {}
@@ -1050,7 +1090,7 @@ def _named(series: Series) -> Series:
 
 
 def _finite(series: Series) -> Series:
-    """Return the series; raise ValueError if an observed value or a static feature is infinite."""
+    """Return the series unchanged. Raise ValueError if an observed value or a static feature is infinite."""
     mended = (
         "mask=series.mask & ~series.x.isinf()",
         "static=torch.where(series.static.isinf(), torch.nan, series.static)",
@@ -1061,27 +1101,27 @@ def _finite(series: Series) -> Series:
 
 
 def _infinite(series: Series) -> Iterator[tuple[Tensor, Sequence[Any]]]:
-    """Yield which observed values are infinite, then which static features, each with the names of the columns."""
+    """Yield a bool mask of the infinite observed values and their names, then the same for static features."""
     yield series.x.isinf() & series.mask, series.features
     if series.static is not None:
         yield series.static.isinf(), series.static_features
 
 
 def _refuse_infinite(is_infinite: Tensor, names: Sequence[Any], fault: str) -> None:
-    """Raise ValueError with the name of the first column (..., columns) that is infinite somewhere."""
+    """Raise ValueError if the mask (..., columns) has a True entry. The message names the first such column."""
     if is_infinite.any():
         name = names[int(is_infinite.flatten(0, -2).any(0).byte().argmax())]
         raise ValueError(f"{name!r} holds {fault}")
 
 
 def _default(name: str, count: int) -> list[Any]:
-    """Return the names of ids, features or static features that have none."""
+    """Return default names for one attribute of a series: ``"ids"``, ``"features"`` or ``"static_features"``."""
     prefix = {"features": "x", "static_features": "static"}.get(name)
     return list(range(count)) if prefix is None else [f"{prefix}{i}" for i in range(count)]
 
 
 def is_table(data: Any) -> bool:
-    """Return whether ``data`` is a table in long form; some sparse matrices are dictionaries, too."""
+    """Return whether ``data`` is a DataFrame or a dict of columns; sparse matrices of SciPy may be dicts, too."""
     return hasattr(data, "columns") or (isinstance(data, dict) and not hasattr(data, "toarray"))
 
 
@@ -1090,13 +1130,13 @@ def _is_indexed(data: Any) -> bool:
 
 
 def has_zone(data: Any, time: Any = None) -> bool | None:
-    """Return whether dates have a time zone; None for forms of data that count in UTC, or not from a date."""
+    """Return whether any date has a time zone. None for a Series or an array, which cannot have time zones."""
     zones = zones_in(data, time)
     return None if zones is None else any(zone is not None for zone in zones.values())
 
 
 def check_zone(found: bool | None, in_fit: bool | None) -> None:
-    """Raise ValueError if dates have a time zone and those of fit have none, or the reverse; None fits both."""
+    """Raise ValueError if only the new or only the training dates have a time zone. None is compatible with both."""
     if None not in (found, in_fit) and found != in_fit:
         fault, fix = ("with", "") if in_fit else ("without", ".tz_localize(None)")
         fix = f"pandas.DatetimeIndex(pandas.to_datetime(dates, utc=True)){fix}"
@@ -1104,9 +1144,9 @@ def check_zone(found: bool | None, in_fit: bool | None) -> None:
 
 
 def zones_in(data: Any, time: Any = None) -> dict[str, Any] | None:
-    """Return the time zones of a table's column ``time`` or of pairs (t, x) by their names; None for other forms.
+    """Return a dict from names to time zones for a table's column ``time`` or for pairs (t, x); None for other data.
 
-    Dates without a time zone have the name "None", but NumPy's have no name.
+    Dates without a time zone are listed under the name "None". NumPy dates are not listed.
     """
     is_pairs = isinstance(data, (list, tuple)) and all(map(_is_pair, data))
     if not is_pairs and not is_table(data) and not _is_indexed(data):
@@ -1116,7 +1156,7 @@ def zones_in(data: Any, time: Any = None) -> dict[str, Any] | None:
 
 
 def is_list_of_series(data: Any) -> bool:
-    """Return whether ``data`` is a list of Series, of pairs (t, x), or of arrays, which no single array can hold."""
+    """Return whether ``data`` is a list of Series, pairs (t, x) or 2-D arrays, rather than a nested list of numbers."""
     if not isinstance(data, (list, tuple)) or not data:
         return False
     first: Any = data[0]
@@ -1129,7 +1169,7 @@ def _is_column(value: Any) -> bool:
 
 
 def _is_pair(value: Any) -> bool:
-    """Return whether a series is (t, x), or a list [t, x] that cannot be an array of two channels."""
+    """Return whether ``value`` is a tuple (t, x), or a list [t, x] that cannot be an array of two channels."""
     if not isinstance(value, (list, tuple)) or len(value) != 2:
         return False
     has_channels = _is_column(value[0]) and getattr(value[1], "ndim", 0) == 2
@@ -1137,7 +1177,7 @@ def _is_pair(value: Any) -> bool:
 
 
 def _refuse_lists_for_pairs(data: Any) -> None:
-    """Raise TypeError for lists [t, x] and a single (t, x), whose times would be read as a channel or as a series."""
+    """Raise TypeError for a single pair (t, x) and for lists [t, x], whose times would be read as values."""
     is_list = [isinstance(one, list) and not isinstance(next(iter(one), []), (list, tuple)) for one in data]
     if isinstance(data, tuple) and len(data) == 2 and (any(map(_is_column, data)) or all(is_list)):
         raise TypeError("data must be a list of series, got one pair (t, x). Fix: [(t, x)].")
@@ -1146,7 +1186,7 @@ def _refuse_lists_for_pairs(data: Any) -> None:
 
 
 def _without_end(x: NDArray[Any]) -> NDArray[Any]:
-    """Return samples (T, channels) without the ones at the end that have no value, but at least one."""
+    """Remove samples without values from the end of a series (T, channels), but keep at least one sample."""
     seen = ~np.isnan(x).all(1)
     return x[: max(1, len(x) - int(seen[::-1].argmax()) if seen.any() else 1)]
 
@@ -1154,7 +1194,7 @@ def _without_end(x: NDArray[Any]) -> NDArray[Any]:
 def _joined(
     pairs: list[tuple[NDArray[Any], NDArray[Any]]], unit: Unit | None, origin: Date | None, dtype: torch.dtype
 ) -> Series:
-    """Return pairs of sorted times and values (n, channels); one without samples has a missing one."""
+    """Join pairs of sorted times (n,) and values (n, channels) to a Series. An empty pair gets one missing sample."""
     widths = sorted({x.shape[1] for _, x in pairs})
     if len(widths) > 1:
         raise ValueError(f"all series must have one number of channels, got {widths}. Fix: NaN for absent channels.")

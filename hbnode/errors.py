@@ -31,7 +31,10 @@ ONLY_FIXED_GRIDS = (
 
 
 def diverges(state: float, slope: float, start: float, elapsed: float) -> bool:
-    """Return whether a failed solve diverges, given norms of the state, its derivative and the initial state."""
+    """Return whether the solution of a failed solve diverges.
+
+    ``state``, ``slope`` and ``start`` are norms of the current state, its time derivative and the initial state.
+    """
     return state > 1e3 * start and state < 1e-4 * elapsed * slope
 
 
@@ -65,7 +68,7 @@ class NonFiniteError(SolverError):
 
 
 class DivergenceError(SolverError):
-    """An error raised if the solution grows without bound before the end of the solve, such as 1 / (1 - t)."""
+    """An error raised if the solution becomes infinite before the end of the solve, as 1 / (1 - t) does at t = 1."""
 
 
 class StepSizeUnderflowError(SolverError):

@@ -1,6 +1,7 @@
-r"""Features of irregular series for scikit-learn: oscillators without training, and MiniRocket on a regular grid.
+r"""Features of irregular series for scikit-learn: statistics of oscillators, and MiniRocket on a regular grid.
 
-Both transformers take whatever :func:`hbnode.data.as_series` takes, and return one row of numbers for each series.
+Both transformers accept all data that :func:`hbnode.data.as_series` converts. They return an array with one row for
+each series and one column for each feature.
 """
 
 from __future__ import annotations
@@ -36,29 +37,29 @@ __all__ = ["OscillatorFeatures", "RocketFeatures"]
 Array: TypeAlias = "NDArray[Any]"
 
 STATES = ("displacement", "velocity", "acceleration")
-SHARES = 9  # thresholds of each state
+SHARES = 9  # number of thresholds for each state of an oscillator
 POOLED = (*(f"share{i}" for i in range(SHARES)), "log_maximum", "mean", "spread", "time_of_maximum")
 SUMMARIES = ("mean", "spread", "minimum", "maximum", "first", "last", "log_count")
-_CHUNK = 262_144  # states of one kind in a chunk of series
-_WINDOW = 4096  # points whose states are in memory; it is the same for all series, so that their sums are
-_PARTS = 64  # of a gap
-_SAMPLES = 4096  # states for the thresholds, of at most this many of the first samples of a series
-_VALUES = 16_777_216  # values on the grid in memory, for the thresholds of MiniRocket
-_DIGITS = 9  # decimals of states in units of their scales: what is less is rounding
-_FLOOR = 1e-6  # a state with a smaller spread, in units of the training values' spread, is constant
-_FAR = 10  # times the typical duration and the typical gap: such a series has a wrong time
-_MARGIN = 0.1  # of the span of a range of times by which a series may lie outside, and of its samples that may
-_MULTIPLE = 20  # gaps of more steps do not say whether times lie on a lattice
-_LONGEST = 2048  # points of a grid that is chosen by the times
-_SHORTEST = 9  # points that a kernel of MiniRocket needs
+_CHUNK = 262_144  # maximum number of displacements (or velocities, or accelerations) in a chunk of series
+_WINDOW = 4096  # number of times whose states are in memory; the same for all batches, so that sums do not change
+_PARTS = 64  # maximum number of parts into which a gap between samples is divided
+_SAMPLES = 4096  # number of states for the thresholds, and maximum number of samples of a series that give them
+_VALUES = 16_777_216  # maximum number of values on the grid in memory when MiniRocket chooses its thresholds
+_DIGITS = 9  # decimals of states in units of their scales; smaller differences are rounding errors
+_FLOOR = 1e-6  # states with a smaller standard deviation, in units of the training values', are constant
+_FAR = 10  # a series whose duration and mean gap exceed the medians by this factor has a wrong time
+_MARGIN = 0.1  # share by which the range of times is widened, and share of samples outside that causes no warning
+_MULTIPLE = 20  # gaps of more steps are ignored when testing whether gaps are multiples of a step
+_LONGEST = 2048  # maximum number of points of a grid that is chosen automatically
+_SHORTEST = 9  # number of points that a kernel of MiniRocket needs
 
 
 class _Block(NamedTuple):
-    """Series of similar length, with their values in units of the training values' spread.
+    """A chunk of series of similar length, with standardised values.
 
     Attributes:
-        x: values (n, T, channels), NaN if missing and on padding.
-        t: times (n, T) since the first sample; on padding that of the last sample.
+        x: values (n, T, channels); NaN for missing values and on padding.
+        t: times (n, T) since the first sample. Padding repeats the time of the last sample.
         start: time of the first sample, (n,).
         lengths: number of samples, (n,).
     """
@@ -70,26 +71,29 @@ class _Block(NamedTuple):
 
     @property
     def weights(self) -> Array:
-        """The share of the time that is nearest to each sample, (n, T); 0 on padding."""
+        """Weights (n, T) that sum to 1: the share of the time to which each sample is the nearest; 0 on padding."""
         gaps = np.diff(self.t, axis=1, prepend=self.t[:, :1], append=self.t[:, -1:])
         time = gaps[:, :-1] + gaps[:, 1:]
         valid = np.arange(self.t.shape[1]) < self.lengths[:, None]
         time = np.where(self.t[:, -1:] > 0, time, valid)
-        return time / np.maximum(_total(time)[:, None], 1e-300)
+        return time / np.maximum(_ordered_sum(time)[:, None], 1e-300)
 
     def refined(self, step: float) -> _Block:
-        """Return the series with equally spaced points in the gaps, about ``step`` apart, and all values by lines."""
+        """Return the series with equally spaced points added in the gaps, about ``step`` apart.
+
+        Values at the new points and missing values are interpolated linearly.
+        """
         x = np.take_along_axis(self.x, np.minimum(np.arange(self.t.shape[1]), self.lengths[:, None] - 1)[..., None], 1)
         if np.isnan(x).any():  # only missing values, because two samples at one time are a jump
             x = np.where(np.isnan(x), _interpolated(self, self.t, "linear"), x)
         gaps = np.diff(self.t, axis=1)
-        parts = _parts(gaps, self.lengths, step)
+        parts = _parts_of_gaps(gaps, self.lengths, step)
         counts = parts.sum(1)
         row, sample = np.nonzero(parts)
         of_gap = parts[row, sample]
         row, sample = np.repeat(row, of_gap), np.repeat(sample, of_gap)
-        share = _places(of_gap) / np.repeat(of_gap, of_gap)
-        at = row, _places(counts)
+        share = _joined_ranges(of_gap) / np.repeat(of_gap, of_gap)
+        at = row, _joined_ranges(counts)
         longest = counts.max(initial=0) + 1
         t = np.repeat(self.t[:, -1:], longest, 1)
         values = np.repeat(x[:, -1:], longest, 1)
@@ -99,14 +103,17 @@ class _Block(NamedTuple):
 
 
 class _Transformer(TransformerMixin, BaseEstimator):
-    """The base of both transformers: series of any form to rows of numbers, in chunks of series of similar length."""
+    """The base of all transformers. It converts data to series and computes features in chunks of similar length."""
 
     random_state: Any
     n_jobs: int | None
-    _is_relative = True  # whether only the times since the first sample of each series count
+    _is_relative = True  # whether features depend on times since the first sample only
 
     def _series(self, data: Any, is_new: bool = False) -> Series:
-        """Return ``data`` as series; with ``is_new`` remember their channels, the scale of each, and their clock."""
+        """Convert data to series with the channels, the unit and the origin of the training series.
+
+        With ``is_new``, data are the training series, whose channels, means, scales, unit and origin are stored.
+        """
         if is_table(data):
             fix = "hbnode.data.from_long(table, id=..., time=...); table.to_numpy() for one series in each row"
             raise TypeError(f"X must be series, got a table, {type(data).__name__}, without column names. Fix: {fix}.")
@@ -129,7 +136,7 @@ class _Transformer(TransformerMixin, BaseEstimator):
         return on_clock(aligned(series, self.channels_, self.static_channels_), self.clock_)
 
     def _block(self, series: Series, rows: Array) -> _Block:
-        """Return some series, standardised."""
+        """Return the standardised values and the times of the series with the indices ``rows``."""
         part = series.select(torch.from_numpy(rows))
         x, start = (part.x.double().numpy() - self.mean_) / self.scale_, part.t[:, :1]
         return _Block(x, (part.t - start).numpy(), start[:, 0].numpy(), part.lengths.numpy())
@@ -137,9 +144,10 @@ class _Transformer(TransformerMixin, BaseEstimator):
     def _rows(
         self, compute: Callable[[Any], Array], prepare: Callable[[Array], Any], series: Series, cost: Array
     ) -> Array:
-        """Return ``compute(prepare(rows))`` of all series, (batch, features), in chunks of series of similar cost.
+        """Return ``compute(prepare(rows))`` for all series, (batch, features), in chunks of series of similar cost.
 
-        joblib runs ``compute`` in its jobs. ``cost`` are the numbers that a series takes in memory, (batch,).
+        joblib runs ``compute`` in parallel jobs. ``cost`` (batch,) is the number of values that each series needs in
+        memory.
         """
         if self.n_jobs is not None and not isinstance(self.n_jobs, numbers.Integral):
             raise TypeError(f"n_jobs must be a whole number or None, got {self.n_jobs!r}. Fix: n_jobs=1.")
@@ -156,7 +164,7 @@ class _Transformer(TransformerMixin, BaseEstimator):
         return self._with_static(result, series)
 
     def _with_static(self, found: Array, series: Series) -> Array:
-        """Return the features with the static ones at the end; a missing one is the training mean."""
+        """Append the static features to the features. A missing static feature is replaced by its training mean."""
         if series.static is None:
             return found
         static = series.static.double().numpy()
@@ -170,7 +178,7 @@ class _Transformer(TransformerMixin, BaseEstimator):
 
 
 def checked(data: Any) -> Any:
-    """Return data with arrays checked by scikit-learn; NaN is allowed."""
+    """Validate arrays with scikit-learn; NaN is allowed. Return other data unchanged."""
     if isinstance(data, Series) or is_table(data) or is_list_of_series(data):
         return data
     try:
@@ -183,25 +191,31 @@ def checked(data: Any) -> Any:
 
 
 def moments(x: torch.Tensor) -> tuple[Array, Array]:
-    """Return mean and deviation of each column of (..., columns) but NaN; a constant up to rounding has deviation 0."""
+    """Return the mean and the standard deviation of each column of x (..., columns), ignoring NaN.
+
+    The standard deviation of a column that is constant up to rounding is 0.
+    """
     x = x.double().flatten(0, -2)
     mean = x.nanmean(0)
     spread = (x - mean).square().nanmean(0).sqrt()
     return mean.numpy(), torch.where(spread > 1e-12 * mean.abs(), spread, 0.0).numpy()
 
 
-def _places(counts: Array) -> Array:
-    """Return 0, ..., c - 1 for each of the counts c, one after the other."""
+def _joined_ranges(counts: Array) -> Array:
+    """Return 0, ..., c - 1 for each count c, concatenated."""
     return np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
 
 
-def _total(values: Array) -> Array:
-    """Return the sum over axis 1, term by term: numpy's own order of terms depends on padding and on the batch."""
+def _ordered_sum(values: Array) -> Array:
+    """Return the sum over axis 1 in the order of the terms.
+
+    The order in numpy.sum depends on padding and on the batch, so its rounding errors differ.
+    """
     return np.cumsum(values, 1)[:, -1]
 
 
-def _parts(gaps: Array, lengths: Array, step: float) -> Array:
-    """Return the number of parts of each gap between samples, about ``step`` long, at most 64; 0 on padding."""
+def _parts_of_gaps(gaps: Array, lengths: Array, step: float) -> Array:
+    """Return the number of parts, each about ``step`` long, for each gap between samples; at most 64, 0 on padding."""
     parts = np.clip(np.rint(gaps / step), 1, _PARTS).astype(np.int64)
     return np.where(np.arange(1, gaps.shape[1] + 1) < lengths[:, None], parts, 0)
 
@@ -211,7 +225,7 @@ def _name(series: Series, row: int) -> str:
 
 
 def _unique(names: Any, count: int, default: str, others: Any = ()) -> list[str]:
-    """Return names, or ``default`` with a number if there are not ``count`` that differ from each other and others."""
+    """Return names as text, or numbered default names if there are not ``count`` names that differ from all others."""
     found = list(map(str, names))
     return found if len({*found} - {*others}) == count else [f"{default}{i}" for i in range(count)]
 
@@ -220,16 +234,18 @@ def _unique(names: Any, count: int, default: str, others: Any = ()) -> list[str]
 
 
 class _Bank(NamedTuple):
-    """P oscillators, the map of channels to their forces, and the thresholds and scales of their states.
+    """P fitted oscillators, and the scales and thresholds of their states.
+
+    Each oscillator has three states: displacement, velocity and acceleration.
 
     Attributes:
         frequency: ω / 2π, (P,).
         damping_ratio: ζ, (P,).
-        weights: (channels, P).
-        step: the time between the points at which states are pooled.
+        weights: weights of the channels in the force on each oscillator, (channels, P).
+        step: time between the points at which states are computed.
         span: the longest duration of a training series.
-        scales: the spread of each state, (3 P,).
-        thresholds: in units of ``scales``, (shares, 3 P).
+        scales: standard deviation of each state, (3 P,).
+        thresholds: thresholds of each state in units of ``scales``, (thresholds, 3 P).
     """
 
     frequency: Array
@@ -241,10 +257,10 @@ class _Bank(NamedTuple):
     thresholds: Array
 
     def states(self, block: _Block) -> Iterator[tuple[slice, Array]]:
-        """Yield windows of a refined block, and the states there in units of their scales, (T, n, 3 P)."""
+        """Yield slices of the times of a refined block, and the scaled states at these times, (T, n, 3 P)."""
         start = None
         for first in range(0, block.t.shape[1], _WINDOW):
-            last = max(first - 1, 0)  # where the window before ended
+            last = max(first - 1, 0)  # the last index of the previous window
             part = slice(last, first + _WINDOW)
             force = np.einsum("ntc,cp->ntp", block.x[:, part], self.weights)
             found = oscillator_states(block.t[:, part], force, self.frequency, self.damping_ratio, start)
@@ -254,7 +270,7 @@ class _Bank(NamedTuple):
             yield slice(first, first + _WINDOW), np.round(y, _DIGITS, out=y)
 
     def features(self, samples: _Block) -> Array:
-        """Return the statistics of each state and the summaries of each channel, (n, features)."""
+        """Return the statistics of each oscillator's states and the summaries of each channel, (n, features)."""
         block = samples.refined(self.step)
         weights, shape = block.weights.T, (len(block.t), len(STATES), len(self.frequency))
         shares: Array = np.zeros((SHARES, len(block.t), len(self.scales)))
@@ -284,10 +300,10 @@ def oscillator_states(
 ) -> tuple[Array, Array, Array]:
     r"""Return the states of oscillators that are driven by a force that is linear in time between the samples.
 
-    Each oscillator follows x'' + 2ζω x' + ω² x = ω² u(t) and starts with velocity 0. Every other one starts at x = 0,
-    the others at x = u, the equilibrium under the first force. The state is one complex number z with z' = λ z + ω u
-    and λ = ω(-ζ + i√(1 - ζ²)). Then x is Im z / √(1 - ζ²), and x'/ω is Re z - ζx. Over a gap Δ, with y = λΔ, φ₁(y) =
-    (e^y - 1)/y and φ₂(y) = (φ₁(y) - 1)/y,
+    Each oscillator follows x'' + 2ζω x' + ω² x = ω² u(t) and starts with velocity 0. Oscillators 0, 2, 4, ... start at
+    x = 0. Oscillators 1, 3, 5, ... start at x = u, the equilibrium under the first force. The state is one complex
+    number z with z' = λ z + ω u and λ = ω(-ζ + i√(1 - ζ²)). Then x is Im z / √(1 - ζ²), and x'/ω is Re z - ζx. Over a
+    gap Δ, with y = λΔ, φ₁(y) = (e^y - 1)/y and φ₂(y) = (φ₁(y) - 1)/y,
 
     .. math:: z_i = e^y z_{i-1} + \omega\Delta\,((\varphi_1(y) - \varphi_2(y))\,u_{i-1} + \varphi_2(y)\,u_i).
 
@@ -296,7 +312,7 @@ def oscillator_states(
         force: u at these times, (n, T, P).
         frequency: ω / 2π, (P,).
         damping_ratio: ζ, (P,), 0 < ζ < 1.
-        start: x and x'/ω at the first time, (n, P) each. None are those above. Default: ``None``
+        start: x and x'/ω at the first time, (n, P) each. None takes the initial states above. Default: ``None``
 
     Returns:
         x, x'/ω and x''/ω² at the times, (T, n, P) each.
@@ -334,14 +350,14 @@ def _phi(y: Array) -> tuple[Array, Array, Array]:
 
 
 def _summaries(block: _Block) -> list[Array]:
-    """Return the summaries of the observed values of each channel, (n, channels) each; 0 without a value."""
+    """Return a list of summaries of the observed values, (n, channels) each; 0 for a channel without a value."""
     x, seen = np.nan_to_num(block.x), ~np.isnan(block.x)
     count = seen.sum(1)
     first, last = seen.argmax(1), seen.shape[1] - 1 - seen[:, ::-1].argmax(1)
     start, end = (np.take_along_axis(x, place[:, None], 1) for place in (first, last))
     change = (x - start) * seen  # exactly 0 for a constant
-    shift = _total(change) / np.maximum(count, 1)
-    spread = np.sqrt(_total(np.square(change - shift[:, None]) * seen) / np.maximum(count, 1))
+    shift = _ordered_sum(change) / np.maximum(count, 1)
+    spread = np.sqrt(_ordered_sum(np.square(change - shift[:, None]) * seen) / np.maximum(count, 1))
     spread = np.where(spread > 10.0**-_DIGITS, spread, 0.0)
     lowest, highest = np.where(seen, x, np.inf).min(1), np.where(seen, x, -np.inf).max(1)
     found = [start[:, 0] + shift, spread, lowest, highest, start[:, 0], end[:, 0], np.log1p(count)]
@@ -349,9 +365,10 @@ def _summaries(block: _Block) -> list[Array]:
 
 
 def _interpolated(block: _Block, at: Array, kind: str) -> Array:
-    """Return the values of each channel at the times ``at``, (n, G) or (G,); constant outside of the observed times.
+    """Interpolate each channel at the times ``at``, (n, G) or (G,). The result is (n, G, channels).
 
-    Between observed values the result is linear, or with ``kind="last"`` the last value. Without any it is 0.
+    Between observed values it is linear, or the last value with ``kind="last"``. It is constant outside of the observed
+    times, and 0 for a channel without a value.
     """
     at = np.broadcast_to(at, (len(block.x), np.shape(at)[-1]))
     found = np.zeros((*at.shape, block.x.shape[2]))
@@ -367,17 +384,19 @@ def _interpolated(block: _Block, at: Array, kind: str) -> Array:
 
 
 class OscillatorFeatures(_Transformer):
-    r"""A transformer of series to statistics of damped oscillators that they drive; it has no trained parameters.
+    r"""A scikit-learn transformer that drives damped oscillators with each series and returns statistics of them.
 
-    Each channel is standardised. A random combination u of the channels drives each of P oscillators x'' + 2ζω x' + ω²
-    x = ω² u(t); u is linear in time between observed values. The solution is exact over any gaps. Half of the
-    oscillators start at x = 0, half at the equilibrium under the first force. The frequencies ω/2π are log-spaced; the
-    damping ratios ζ are drawn log-uniformly. Displacement x, velocity x'/ω and acceleration x''/ω² are a low-pass, a
-    band-pass and a high-pass filter of u. The features pool each of these states y over the samples and over equally
-    spaced points in the gaps. Each point has the weight of the time that is nearest to it. States
-    are rounded to nine decimals in units of their spread, so that a constant series has a velocity of 0:
+    It has no trained parameters. Each channel is standardised. A random combination u of the channels drives each of P
+    oscillators x'' + 2ζω x' + ω² x = ω² u(t); u is linear in time between observed values. The solution is exact for
+    gaps of any length. Half of the oscillators start at x = 0, half at the equilibrium under the first force. The
+    frequencies ω/2π are log-spaced; the damping ratios ζ are sampled log-uniformly. Displacement x, velocity x'/ω and
+    acceleration x''/ω² are a low-pass, a band-pass and a high-pass filter of u.
 
-    - ``share0``, ..., ``share8``: the share of the time with y above a quantile of the training series;
+    The features are statistics of each of these states y over the samples and over equally spaced points in the gaps.
+    Each point is weighted by the length of time to which it is the nearest point. States are divided by their standard
+    deviation and rounded to nine decimals, so that a constant series has a velocity of exactly 0:
+
+    - ``share0``, ..., ``share8``: the share of the time in which y exceeds a quantile of the training series;
     - ``log_maximum``: the logarithm of the maximum of \|y\|;
     - ``mean`` and ``spread``: the mean and the standard deviation of y;
     - ``time_of_maximum``: the time of the maximum of y since the first sample, in units of the longest training series.
@@ -386,36 +405,36 @@ class OscillatorFeatures(_Transformer):
     maximum, first and last value, and log(1 + count). The static features of a :class:`hbnode.data.Series` come last; a
     missing one is the training mean.
 
-    Time is linear in the number of samples; memory is that of a chunk of series. The features of a series depend on
-    itself alone, to the last bit. They do not change with the units of values and, after a new fit, of time.
-    Standardise the features before a linear model.
+    Computing time is linear in the number of samples. Series are processed in chunks to limit memory. The features of a
+    series do not depend on the other series, not even in the last bit. They do not depend on the units of values and
+    time if the transformer is fitted in the same units. Standardise the features before a linear model.
 
     Arguments:
         num_oscillators: P. Default: ``64``.
-        frequency: range of ω/2π, in cycles per unit of time. None takes 1 / (30 span) to 1 / (4 step), with the longest
-            span of a training series and the ``step_`` below. Default: ``None``.
-        damping_ratio: range of ζ, between 0 and 1. Default: ``(0.05, 0.9)``.
-        random_state: seed of damping ratios, combinations and training samples, an int or a RandomState. None draws
-            others in each fit. Default: ``None``.
-        n_jobs: number of parallel jobs of joblib, which take chunks of series. None is one job, or what
+        frequency: lowest and highest ω/2π, in cycles per unit of time. None takes 1 / (30 span) and 1 / (4 ``step_``),
+            where span is the longest duration of a training series. Default: ``None``.
+        damping_ratio: lowest and highest ζ, between 0 and 1. Default: ``(0.05, 0.9)``.
+        random_state: seed of damping ratios, combinations and training samples, an int or a RandomState. None takes a
+            new seed in each fit. Default: ``None``.
+        n_jobs: number of parallel jobs of joblib; each job takes chunks of series. None is one job, or what
             ``joblib.parallel_config`` specifies, such as a Dask cluster. Default: ``None``.
 
-    A series is taken to have a wrong time if its duration and its mean gap are ten times their medians. Then there is a
-    warning, and :meth:`fit` does not use its duration.
+    A series whose duration and mean gap are both more than ten times their medians probably has a wrong time. Then
+    there is a warning, and :meth:`fit` ignores the series when it chooses frequencies and ``step_``.
 
     Attributes:
         frequency_: ω/2π, (P,).
         damping_ratio_: ζ, (P,).
         weights_: combinations of the standardised channels, (channels, P).
-        mean_, scale_: mean and standard deviation of each channel, (channels,). The latter is infinite for a constant
-            channel, whose values are then 0.
-        step_: time between points at which states are pooled, the median gap or a half, third or quarter of it. It is
-            the longest of these that divides nearly all gaps, such as 1 for integer times of which some are missing,
-            else the quarter.
+        mean_, scale_: mean and standard deviation of each channel, (channels,). ``scale_`` is infinite for a constant
+            channel, so its standardised values are 0.
+        step_: time between the points in the gaps: the median gap, or a half, a third or a quarter of it. It is the
+            longest of these of which nearly all gaps are multiples, or the quarter if there is none. For integer times
+            with some missing it is 1.
 
     Raises:
-        ValueError: if the series do not have the channels, the static features or the unit of time of those in fit, or
-            have infinite values.
+        ValueError: if the series have other channels, static features or another unit of time than the training
+            series, or infinite values.
 
     Example:
         >>> import numpy as np
@@ -448,10 +467,10 @@ class OscillatorFeatures(_Transformer):
         self.n_jobs = n_jobs
 
     def fit(self, X: Any, y: Any = None) -> Self:
-        """Choose the oscillators by the times of the series, and the thresholds by their states.
+        """Choose the oscillators by the times of the series, and the thresholds by quantiles of the states.
 
         Arguments:
-            X: a :class:`hbnode.data.Series`, or what :func:`hbnode.data.as_series` converts.
+            X: a :class:`hbnode.data.Series`, or data that :func:`hbnode.data.as_series` converts.
             y: ignored. Default: ``None``
         """
         warn_if_swapped(X)
@@ -474,14 +493,14 @@ class OscillatorFeatures(_Transformer):
         scales = np.where(scales > _FLOOR, scales, 1.0)
         shares = np.arange(1, SHARES + 1) / (SHARES + 1)
         thresholds = np.quantile(np.round(samples / scales, _DIGITS), shares, axis=0)
-        self._bank = _Bank(*fixed, scales, thresholds + 0.5 * 10.0**-_DIGITS)  # between rounded states
+        self._bank = _Bank(*fixed, scales, thresholds + 0.5 * 10.0**-_DIGITS)  # halfway between two rounded states
         if series.static is not None:
             count = series.static.shape[1]
             self.static_channels_ = _unique(series.static_features, count, "static", self._names(self.channels_))
         return self
 
     def _samples(self, bank: _Bank, series: Series, random: np.random.RandomState) -> Array:
-        """Return the states at some points of random series, (points, 3 P)."""
+        """Return states of the oscillators at random times of random series, (points, 3 P)."""
         order = random.permutation(len(series))
         lengths = series.lengths.numpy()[order]
         count = max(1, min(len(order), int(np.searchsorted(lengths.cumsum(), _SAMPLES)) + 1))
@@ -504,12 +523,12 @@ class OscillatorFeatures(_Transformer):
             X: a :class:`hbnode.data.Series`, or what :func:`hbnode.data.as_series` converts.
 
         Raises:
-            ValueError: if the channels or static features are not those of :meth:`fit`.
+            ValueError: if the channels or static features differ from the training series.
         """
         check_is_fitted(self)
         series = self._series(X)
         gaps, lengths = np.diff(series.t.numpy(), axis=1), series.lengths.numpy()
-        points = _parts(gaps, lengths, self.step_).sum(1) + 1
+        points = _parts_of_gaps(gaps, lengths, self.step_).sum(1) + 1
         cost = np.minimum(points, _WINDOW) * len(self.frequency_) + points * self.n_features_in_
         return self._rows(self._bank.features, lambda rows: self._block(series, rows), series, cost)
 
@@ -517,8 +536,8 @@ class OscillatorFeatures(_Transformer):
         """Return the names of the features, such as ``"oscillator3_velocity_mean"`` and ``"pulse_last"``.
 
         Arguments:
-            input_features: names of the channels, or of the columns of an array (batch, T), which are times and are
-                ignored. None are those of the training series. Default: ``None``.
+            input_features: names of the channels. Names of the columns of an array (batch, T) are ignored, because
+                these columns are times. None takes the names of the training series. Default: ``None``.
         """
         check_is_fitted(self)
         channels = self.channels_ if input_features is None else list(input_features)
@@ -535,16 +554,17 @@ class OscillatorFeatures(_Transformer):
 
 
 class Summaries(_Transformer):
-    """A transformer of series to summaries for decision trees, with NaN for a channel without a value.
+    """A scikit-learn transformer that returns summaries of each channel, as inputs of decision trees.
 
-    They are the summaries of :class:`OscillatorFeatures`, the slope of the line of least squares, the time of the last
-    value and the share of the samples with a value, for each channel. The static features come last.
+    The summaries are those of :class:`OscillatorFeatures`, the slope of a least-squares line, the time of the last
+    value and the share of the samples that have a value. They are NaN for a channel without a value. The static
+    features come last.
     """
 
     random_state = n_jobs = None
 
     def fit(self, X: Any, y: Any = None) -> Self:
-        """Remember the scale of each channel; a missing static feature stays missing."""
+        """Store the scale of each channel. A missing static feature will stay NaN."""
         if self._series(X, is_new=True).static is not None:
             self.static_mean_ = np.full_like(self.static_mean_, np.nan)
         return self
@@ -567,10 +587,9 @@ class Summaries(_Transformer):
 
 
 def _step_and_span(series: Series) -> tuple[float, float]:
-    """Return the time between points at which states are pooled, and the longest duration.
+    """Return the attribute ``step_`` of :class:`OscillatorFeatures`, and the longest duration of a series.
 
-    The step is the median gap of the samples, or a half, third or quarter of it. It is the longest of these of which
-    nearly all gaps are multiples, else the last. Without two times in a series both are 1.
+    Both are 1 if no series has two different times.
     """
     gaps, spans, _ = _gaps(series)
     if not len(gaps):
@@ -584,7 +603,7 @@ def _step_and_span(series: Series) -> tuple[float, float]:
 
 
 def usual(series: Series) -> Series:
-    """Return the series without those that have a wrong time, and warn of these."""
+    """Warn of series that probably have a wrong time, and return the other series."""
     _, spans, is_far = _gaps(series)
     if not is_far.any():
         return series
@@ -599,9 +618,10 @@ def usual(series: Series) -> Series:
 
 
 def _gaps(series: Series) -> tuple[Array, Array, Array]:
-    """Return all gaps between samples at different times, the durations, and whether one is that of a wrong time.
+    """Return all gaps between different times, the duration of each series, and whether each series has a wrong time.
 
-    It is if the duration and the mean gap of the series are ten times their medians over all samples.
+    A series has a wrong time if its duration and its mean gap are both ten times their medians. Medians are over all
+    gaps: each series counts once for each of its gaps.
     """
     t = (series.t - series.t[:, :1]).double().numpy()
     spans, gaps = t[:, -1], np.diff(t, axis=1)
@@ -626,7 +646,7 @@ def _range(value: tuple[float, float], name: str, most: float) -> tuple[float, f
 
 
 def _with_numba(function: Callable[[Array], Any], values: Array) -> Any:
-    """Return ``function(values)``, and restore torch's number of threads: numba sets its own for all of OpenMP."""
+    """Return ``function(values)`` and restore torch's number of threads, which numba changes."""
     threads = torch.get_num_threads()
     try:
         return function(values)
@@ -635,45 +655,47 @@ def _with_numba(function: Callable[[Array], Any], values: Array) -> Any:
 
 
 class RocketFeatures(_Transformer):
-    """A transformer of series to the features of MiniRocket, after reconstruction on a regular grid.
+    """A scikit-learn transformer that reconstructs series on a regular grid and returns the features of MiniRocket.
 
-    Each channel is standardised and put onto the grid. aeon's MiniRocket then counts how often convolutions with 84
-    fixed kernels, at several dilations, exceed a threshold. It needs the package aeon, which compiles the kernels in
-    the first call (20 seconds, then cached). The static features of a :class:`hbnode.data.Series` come last; a missing
-    one is the training mean.
+    Each channel is standardised and interpolated on the grid. aeon's MiniRocket then measures how often convolutions
+    with 84 fixed kernels, at several dilations, exceed a threshold. The package aeon is required. It compiles the
+    kernels in the first call (20 seconds, then cached). The static features of a :class:`hbnode.data.Series` come last;
+    a missing static feature is replaced by its training mean.
 
-    All series share one grid, so t = 0 must have the same meaning in every series. There is a warning if a
-    tenth of the samples of a series are outside the times of fit, widened by a tenth. A training series with a wrong
-    time, whose duration and mean gap are ten times their medians, does not extend the grid.
+    All series share one grid, so t = 0 must have the same meaning in every series. The range of the training times is
+    widened by a tenth at each end. There is a warning if more than a tenth of the samples of a series lie outside. A
+    training series whose duration and mean gap are both more than ten times their medians probably has a wrong time; it
+    does not extend the grid.
 
     References:
         Dempster, Schmidt and Webb, MiniRocket, KDD 2021, arXiv:2012.08791.
 
     Arguments:
         num_features: number of features, rounded down to a multiple of 84. Default: ``4956``.
-        reconstruction: ``"linear"``: linear interpolation between the observed values of each channel; ``"last"``: the
-            last observed value. Both are constant outside of the observed times. Else an object such as an
-            :class:`hbnode.estimators.OscillatorSmoother`, with ``fit(series)`` and ``posterior(series, grid)``, whose
-            result has the values ``mean`` (batch, channels, points); NaN is the channel's mean. It is cloned before it
-            is fitted. Default: ``"linear"``.
-        grid: number of equally spaced points from the first to the last training time, or the times themselves, at
-            least 9. None takes as many as there are different training times, at most 16 times the length of the
-            longest series and at most 2,048. Default: ``None``.
-        random_state: seed of thresholds and combinations of channels, an int or a RandomState. None draws others in
+        reconstruction: how to interpolate each channel. ``"linear"`` interpolates linearly between observed values;
+            ``"last"`` takes the last observed value. Both are constant outside of the observed times. Another option is
+            an object with methods ``fit(series)`` and ``posterior(series, grid)``, such as an
+            :class:`hbnode.estimators.OscillatorSmoother`. The result of ``posterior`` must have an attribute ``mean``,
+            (batch, channels, points); NaN in it is replaced by the channel's mean. The object is cloned before it is
+            fitted. Default: ``"linear"``.
+        grid: number of equally spaced points from the first to the last training time, at least 9; or the times of the
+            grid. None takes as many points as there are different training times, but at most 16 times the length of
+            the longest series and at most 2,048. Default: ``None``.
+        random_state: seed of thresholds and combinations of channels, an int or a RandomState. None takes a new seed in
             each fit. Default: ``None``.
-        n_jobs: number of parallel jobs of joblib, which take chunks of series. None is one job, or what
+        n_jobs: number of parallel jobs of joblib; each job takes chunks of series. None is one job, or what
             ``joblib.parallel_config`` specifies. Default: ``None``.
 
     Attributes:
         grid_: the times of the grid, (points,).
-        mean_, scale_: mean and standard deviation of each channel, (channels,). The latter is infinite for a constant
-            channel, whose values are then 0.
+        mean_, scale_: mean and standard deviation of each channel, (channels,). ``scale_`` is infinite for a constant
+            channel, so its standardised values are 0.
 
     Raises:
         ImportError: if aeon is not installed.
-        ValueError: if the series do not have the channels, the static features or the unit of time of those in fit,
-            have infinite values, lie outside of the times of fit, or have dates with a time zone and those of fit have
-            none, or the reverse.
+        ValueError: if the series have other channels, static features or another unit of time than the training
+            series; if they have infinite values or lie outside of the training times; if only the new or only the
+            training dates have a time zone.
 
     Example:
         >>> from hbnode.features import RocketFeatures
@@ -698,10 +720,10 @@ class RocketFeatures(_Transformer):
         self.n_jobs = n_jobs
 
     def fit(self, X: Any, y: Any = None) -> Self:
-        """Choose the grid, and the thresholds of the kernels.
+        """Choose the grid and the thresholds of the kernels.
 
         Arguments:
-            X: a :class:`hbnode.data.Series`, or what :func:`hbnode.data.as_series` converts.
+            X: a :class:`hbnode.data.Series`, or data that :func:`hbnode.data.as_series` converts.
             y: ignored. Default: ``None``
         """
         warn_if_swapped(X)
@@ -709,10 +731,10 @@ class RocketFeatures(_Transformer):
         return self
 
     def fit_transform(self, X: Any, y: Any = None) -> Array:
-        """Fit, and return the features of each series, (batch, features), with one reconstruction.
+        """Fit, and return the features of each series, (batch, features). The series are reconstructed only once.
 
         Arguments:
-            X: a :class:`hbnode.data.Series`, or what :func:`hbnode.data.as_series` converts.
+            X: a :class:`hbnode.data.Series`, or data that :func:`hbnode.data.as_series` converts.
             y: ignored. Default: ``None``
         """
         warn_if_swapped(X)
@@ -722,7 +744,10 @@ class RocketFeatures(_Transformer):
         return self._with_static(np.asarray(_with_numba(self.kernels_.transform, values), dtype=np.float64), series)
 
     def _fit(self, X: Any) -> tuple[Series, Array]:
-        """Fit, and return the series and the values of those that fit in memory on the grid, (n, channels, points)."""
+        """Fit, and return the series and their values on the grid, (n, channels, points).
+
+        If the values of all series do not fit in memory, the values are those of a random sample of n series.
+        """
         try:
             from aeon.transformations.collection.convolution_based import MiniRocket
         except ImportError as error:
@@ -740,7 +765,7 @@ class RocketFeatures(_Transformer):
         kernels = MiniRocket(as_count(self.num_features, "num_features"), random_state=int(random.randint(2**31 - 1)))
         rows, most = np.arange(len(series)), max(1, _VALUES // (len(self.grid_) * self.n_features_in_))
         values = self._values(series, rows if len(rows) <= most else random.permutation(rows)[:most])
-        before = np.random.get_state()  # noqa: NPY002, which aeon seeds
+        before = np.random.get_state()  # noqa: NPY002, because aeon seeds NumPy's global generator
         try:
             self.kernels_ = _with_numba(kernels.fit, values)
         finally:
@@ -764,7 +789,7 @@ class RocketFeatures(_Transformer):
         return self._rows(transform, lambda rows: self._values(series, rows), series, cost)
 
     def _values(self, series: Series, rows: Array) -> Array:
-        """Return the standardised values of some series on the grid, (n, channels, points)."""
+        """Return the standardised values on the grid of the series with the indices ``rows``, (n, channels, points)."""
         if isinstance(self.reconstruction, str):
             block = self._block(series, rows)
             at = self.grid_ - block.start[:, None]
@@ -789,9 +814,9 @@ class RocketFeatures(_Transformer):
 
 
 def check_range(series: Series, first: float, last: float, fix: str) -> None:
-    """Raise ValueError for a series without a value in a range of times; warn if a tenth of its samples is outside.
+    """Raise ValueError if a series lies outside of a range of times; warn if more than a tenth of its samples do.
 
-    The range is widened by a tenth, because ten random times leave about a tenth of their range open at each end.
+    The range is widened by a tenth at each end, because training series of few samples rarely reach its ends.
     """
     seen, t, margin = series.mask.any(2).numpy(), series.t.numpy(), _MARGIN * (last - first)
     is_out = seen & ((t < first - margin) | (t > last + margin))
@@ -812,7 +837,7 @@ def check_range(series: Series, first: float, last: float, fix: str) -> None:
 
 
 def grid_of(grid: Any, series: Series) -> tuple[Array, tuple[float, float]]:
-    """Return the times of the grid, and the range of times in which series must lie."""
+    """Return the times of the grid, and the first and the last time between which series must lie."""
     times = series.t[series.mask.any(2)].double().unique().numpy()
     times = times if len(times) else np.zeros(1)
     if np.ndim(grid) == 1:

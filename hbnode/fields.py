@@ -1,8 +1,8 @@
-"""The right-hand sides: NODE, HBNODE and the fields after them, called as ``field(t, state)``.
+"""Fields, the right-hand sides of the ODEs, such as NODE and HBNODE; they are called as ``field(t, state)``.
 
 Throughout, ``h`` is the hidden state of shape (batch, ...), ``m`` (or ``v``) its momentum (or velocity) of the same
-shape, and ``t`` a scalar tensor. A state is ``h`` for the first-order fields, ``(h, m, v)`` for AdamNODE, and the tuple
-``(h, m)`` for the others.
+shape, and ``t`` a scalar tensor. The state is ``h`` for NODE and ANODE, the tuple ``(h, m, v)`` for AdamNODE, and the
+tuple ``(h, m)`` for the other fields.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from hbnode._tree import State, append_zeros, describe
 
 
 def with_momentum(x: Tensor, net: Callable[[Tensor], Tensor] | None, name: str) -> tuple[Tensor, Tensor]:
-    """Return ``(x, net(x))``, or ``(x, 0)`` if ``net`` is None; ``name`` is that of the net in error messages."""
+    """Return ``(x, net(x))``, or ``(x, zeros)`` if ``net`` is None; error messages call the net ``name``."""
     if not isinstance(x, Tensor):
         raise TypeError(f"the input must be a tensor, got {type(x).__name__}. Fix: {conversion(x)}.")
     kinds = {p.dtype for p in net.parameters()} if isinstance(net, nn.Module) else set()
@@ -52,11 +52,11 @@ def with_momentum(x: Tensor, net: Callable[[Tensor], Tensor] | None, name: str) 
         fix = "match its output size, or an initial_state= of the block that returns both tensors"
         wanted = f"the shape of the input, {tuple(x.shape)}"
         raise ValueError(f"{name} returned {describe(m)}; expected {wanted}. Fix: {fix}.")
-    return x, m.to(x.dtype)  # autocast may have made m smaller
+    return x, m.to(x.dtype)  # autocast may have computed m in a lower precision
 
 
 def _checked_start(net: Callable[[Tensor], Tensor] | None, name: str) -> Callable[[Tensor], Tensor] | None:
-    """Return the function of x for an initial momentum or velocity, which may be None."""
+    """Return ``net``, the function of x for an initial momentum or velocity; raise an error if it is not callable."""
     if net is not None:
         check_callable(net, name, f"{name}=torch.nn.Linear(2, 2), or None for zeros")
     return net
@@ -75,7 +75,7 @@ class Field(nn.Module, ABC):
         TypeError: if ``func`` is not callable, or it is unclear whether ``func`` takes the time.
     """
 
-    _second: ClassVar = "v"  # name of the second tensor that func takes, in error messages
+    _second: ClassVar = "v"  # the name in error messages of the second tensor that func takes
 
     def __init__(self, func: Callable[..., Tensor], *, parts: int, time_dependent: bool | None) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Field(nn.Module, ABC):
             fix = f"{type(self).__name__}(field.func) for another equation with its network, or hbnode.ODEBlock(field)"
             raise TypeError(f"func must be a network, got the field {type(func).__name__}. Fix: {fix}.")
         self.func = func
-        self.compiled: dict[Any, Any] = {}  # programs of compile=True
+        self.compiled: dict[Any, Any] = {}  # compiled solves of compile=True
         self.time_dependent = takes_time(func, parts, self._second, time_dependent)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -101,7 +101,7 @@ class Field(nn.Module, ABC):
         """Return the derivative of the state, in the structure of the state."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "compiled": {}}  # programs cannot be pickled
+        return {**self.__dict__, "compiled": {}}  # compiled solves cannot be pickled
 
     def readout(self, state: State) -> Tensor:
         """Return the hidden state h of a state or of a trajectory of states."""
@@ -132,9 +132,9 @@ class Field(nn.Module, ABC):
         return f"time_dependent={self.time_dependent}"
 
 
-# To add a field: a class below, its name in __all__ of hbnode/__init__.py, an entry in tests/models.py, a row in the
-# README's table, and a name in FIELDS and FieldName of nn/ode_rnn.py. FIELDS in nn/_fused_ode_rnn.py is for those whose
-# equation Equation there computes. CONTRIBUTING.md has the list with its reasons.
+# A new field needs a class below, its name in __all__ of hbnode/__init__.py, an entry in tests/models.py, a row in the
+# README's table, and a name in FIELDS and FieldName of nn/ode_rnn.py. If the class Equation in nn/_fused_ode_rnn.py
+# computes its equation, it also needs an entry in FIELDS there. CONTRIBUTING.md explains each of these steps.
 
 
 class NODE(Field):
@@ -256,7 +256,7 @@ class _Damped(ModuleWithConstants, Field):
                 fix = f"{larger}, for instance, or keep a damping >= 0 constant with learn_damping=False"
                 wanted = f"strictly between 0 and max_damping={self.max_damping}"
                 raise ValueError(f"a learned damping must start {wanted}, got {gamma.tolist()}. Fix: {fix}.")
-            like = torch.empty(0)  # of the default dtype and device
+            like = torch.empty(0)  # has the default dtype and device
             self.omega = nn.Parameter(torch.logit(gamma / self.max_damping).to(like))
         self.initial_momentum = _checked_start(initial_momentum, "initial_momentum")
 
@@ -277,7 +277,7 @@ class _Damped(ModuleWithConstants, Field):
         return {"damping": "_damping"} if self.omega is None else {"max_damping": "max_damping"}
 
     def dynamics_parameters(self) -> list[Tensor]:
-        """Return the parameters as :class:`Field` does, and the constants that require a gradient."""
+        """Return the parameters except those of the initial momentum, and the constants that require a gradient."""
         constants = [getattr(self, attribute) for attribute in self.constants().values()]
         return [*super().dynamics_parameters(), *filter(is_differentiated, constants)]
 
@@ -358,15 +358,16 @@ class NesterovNODE(Field):
     r"""A Nesterov neural ODE, :math:`h'' + \frac{3}{t + s} h' = f(h, t)` with a start s.
 
     This is the limit of Nesterov's accelerated gradient method for small steps. It is solved as :math:`h' = m,\;
-    m' = -\frac{3}{t + s} m + f(h, t)`. The damping :math:`3/(t + s)` is strong at first and fades.
+    m' = -\frac{3}{t + s} m + f(h, t)`. The damping :math:`3/(t + s)` decreases with the time t.
 
-    The paper solves from time 1 on, which ``start=1.0`` makes the time 0 of the solver. With ``start=0.0`` the damping
-    is infinite at t = 0. Only a zero momentum has a solution there. It begins with :math:`m' = f/4`, the limit of the
-    equation, and any other momentum gives NaN.
+    The paper starts the solve at time 1. With the default ``start=1.0``, this is the time t = 0 of the solver. With
+    ``start=0.0`` the damping is infinite at t = 0. A solve from there needs a zero momentum, and begins with
+    :math:`m' = f/4`, the limit of the equation for t to 0. Any other momentum gives NaN.
 
-    With :math:`x = k^{-1} h` for :math:`k(t) = t^{-3/2} e^{t/2}` and s = 0, the equation is the paper's first-order
-    system :math:`x' = p,\; p' = -p + g`, where :math:`g = k^{-1} f(h, t) - (\frac{1}{4} - \frac{3}{4 t^2}) x`. The
-    authors' code integrates x and p, and calls f with x in place of h. This class calls f with h.
+    For s = 0, let :math:`x = k^{-1} h` with :math:`k(t) = t^{-3/2} e^{t/2}`. The equation then is the paper's
+    first-order system :math:`x' = p,\; p' = -p + g`, where
+    :math:`g = k^{-1} f(h, t) - (\frac{1}{4} - \frac{3}{4 t^2}) x`. The authors' code integrates x and p, and calls f
+    with x in place of h. This class calls f with h.
 
     References:
         Nguyen et al., Improving Neural Ordinary Differential Equations with Nesterov's Accelerated Gradient Method
@@ -424,17 +425,18 @@ class AdamNODE(Field):
 
     .. math:: h' = \frac{m}{\sqrt{v + \epsilon}}, \qquad m' = a\,(f(h, t) - m), \qquad v' = b\,(f(h, t)^2 - v)
 
-    m follows the mean of f and v the mean of its square, elementwise, with the rates a and b. The state is the tuple
-    ``(h, m, v)`` of tensors of one shape. It starts with v = 1, so that h' = m at first, as for a heavy ball. If v is
-    near 0 instead, h' and its gradient are large and need small steps. Learned rates are
+    m and v are moving averages of f and of its elementwise square, with the rates a and b. The state is the tuple
+    ``(h, m, v)`` of tensors of one shape. By default v starts at 1, so that h' = m at first, as for a heavy ball. If v
+    is near 0, h' and its gradient are large and need small steps. Learned rates are
     :math:`\mathrm{sigmoid}(\alpha)` with a parameter :math:`\alpha`, so that they stay between 0 and 1. The default of
     both is sigmoid(-3), about 0.047.
 
     References:
         Cho et al., AdamNODEs: When Neural ODE Meets Adaptive Moment Estimation, arXiv:2207.06066, with -m in place of
         m. The equations are from da Silva and Gazeau, A General System of Differential Equations to Model First-Order
-        Adaptive Algorithms, Journal of Machine Learning Research 21 (2020). The authors' code starts with v = m² and
-        takes the square root of a sigmoid or softplus of v. This class takes that of v itself, as the equation does.
+        Adaptive Algorithms, Journal of Machine Learning Research 21 (2020). The code of Cho et al. starts with v = m²
+        and takes the square root of a sigmoid or softplus of v. This class takes the square root of v + ε, as in the
+        equation.
 
     Arguments:
         func: f, taking ``(h)`` or ``(t, h)``, returning the shape of h.
@@ -509,13 +511,14 @@ class PortHamiltonian(HBNODE):
 
     The energy of the state (h, m) is :math:`H = \frac{1}{2} |m|^2 + V(h, t)`, and the equation is
     :math:`h' = \partial H/\partial m,\; m' = -\partial H/\partial h - \gamma\, \partial H/\partial m`. If V does not
-    depend on t, the energy falls at the rate :math:`\gamma |m|^2` and is constant for γ = 0. A potential
-    :math:`-u(t) \cdot h` is a force u(t) from outside, the port.
+    depend on t, the energy decreases at the rate :math:`\gamma |m|^2` and is constant for γ = 0. A term
+    :math:`-u(t) \cdot h` in the potential adds an external force u(t), which enters through the port of the system.
 
-    It is an :class:`HBNODE` with f = -∇V, so every method and gradient mode for HBNODE applies to it. The splitting
-    methods, such as ``method="leapfrog"``, keep the error of the energy bounded over long times for γ = 0. Torch cannot
-    run ``torch.func.grad``, which computes ∇V, inside a checkpoint. Therefore ``gradient="checkpoint"`` stores the
-    graph as ``"direct"`` does, and ``gradient="reversible"`` with a splitting method saves memory.
+    It is an :class:`HBNODE` with f = -∇V, so every method and gradient mode for HBNODE applies to it. For γ = 0, the
+    splitting methods, such as ``method="leapfrog"``, keep the error of the energy bounded over long times.
+
+    Torch cannot run ``torch.func.grad``, which computes ∇V, inside a checkpoint. Therefore ``gradient="checkpoint"``
+    stores the whole graph, as ``"direct"`` does. To save memory, use ``gradient="reversible"`` with a splitting method.
 
     References:
         Greydanus et al., Hamiltonian Neural Networks, arXiv:1906.01563; with a separable energy and damping: Zhong,
@@ -584,7 +587,7 @@ class PortHamiltonian(HBNODE):
             slope, energy = torch.func.grad_and_value(lambda h: self.potential(t, h).sum())(h)
         if not energy.requires_grad:
             return -slope
-        return 0.0 * energy.nan_to_num(0.0, 0.0, 0.0) - slope  # parameters that only add to V get the gradient 0
+        return 0.0 * energy.nan_to_num(0.0, 0.0, 0.0) - slope  # parameters that only shift V get the gradient 0
 
 
 class GHBNODE(_Damped):
@@ -685,7 +688,7 @@ class HeavyBallSDE(HBNODE):
             Default: ``1.0``.
         learn_damping: whether γ is learned. A constant γ is part of the ``state_dict``, unless it requires a
             gradient, which it keeps. Default: True.
-        learn_temperature: whether η is learned. A constant η is as a constant γ. Default: False.
+        learn_temperature: whether η is learned. A constant η is stored like a constant γ. Default: False.
         max_damping: upper bound of a learned γ. Default: ``1.0``.
         initial_momentum: module or callable x -> m(t0) of the shape of x; None gives zeros. Default: None.
         time_dependent: whether ``func`` takes the time. None infers it as in :class:`Field`. Default: None.
@@ -763,7 +766,7 @@ class HeavyBallSDE(HBNODE):
         return torch.cat(self(t, (h, m)), -1)
 
     def g(self, t: Tensor, y: Tensor) -> Tensor:
-        """Return the diffusion matrix (batch, 2d, d) for torchsde; its first d rows are 0, because h has no noise."""
+        """Return the diffusion matrix (batch, 2d, d) for torchsde; the first d matrix rows are 0, as h has no noise."""
         _, m = self._halves(y)
         scale = torch.diag_embed(self.noise_scale(m))
         return torch.cat([torch.zeros_like(scale), scale], -2)
@@ -792,7 +795,7 @@ def diffusion(gamma: Tensor, eta: Tensor) -> Tensor:
 
 
 def _constant(value: float | Tensor, name: str, fix: str, for_zero: str) -> float | Tensor:
-    """Return a constant >= 0: a tensor with a gradient as it is, else a float or a copy in float64."""
+    """Return a constant >= 0 as a float or a float64 tensor; return a tensor that requires a gradient unchanged."""
     keeps = is_differentiated(value)
     x = as_numbers(value.detach() if keeps else value, name, fix)  # type: ignore[union-attr]  # a tensor
     if not bool(((x >= 0) & torch.isfinite(x)).all()):

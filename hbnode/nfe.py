@@ -17,7 +17,10 @@ from hbnode._torch import backward_pass
 
 
 def _on_total(operation: Callable[..., Any], *, reflected: bool = False) -> Callable[..., Any]:
-    """Return an operator of :class:`NFE` that applies ``operation`` to the total and the other operand, if any."""
+    """Return a method of :class:`NFE` that applies ``operation`` to its total and the other operands.
+
+    With ``reflected`` the order of the operands is reversed, as in ``2 - nfe``.
+    """
 
     def apply(self: NFE, *others: Any) -> Any:
         operands = [self.total, *(other.total if isinstance(other, NFE) else other for other in others)]
@@ -30,15 +33,15 @@ def _on_total(operation: Callable[..., Any], *, reflected: bool = False) -> Call
 class NFE:
     """The numbers of function evaluations (NFE) and of solver steps.
 
-    Counts can be added: ``nfe + nfe`` or ``sum([...])``. Everywhere else, as in ``nfe > 100``, ``nfe / 2``,
-    ``np.mean([nfe])`` and ``f"{nfe:d}"``, an NFE acts as its total; ``json.dumps`` needs ``int(nfe)``. Two NFE are
-    equal if all their counts are. ``print(nfe)`` adds "graph kept" if the backward pass needs no evaluations because
-    the autograd graph is stored.
+    The sum of two NFE, ``nfe + nfe`` or ``sum([...])``, adds all counts. In other operations, such as ``nfe > 100``,
+    ``nfe / 2``, ``np.mean([nfe])`` and ``f"{nfe:d}"``, an NFE acts as its total; ``json.dumps`` needs ``int(nfe)``. Two
+    NFE are equal if all their counts are equal. ``print(nfe)`` adds "graph kept" if the backward pass needs no
+    evaluations because the autograd graph is stored.
 
     Attributes:
         forward: evaluations in the forward pass.
-        backward: evaluations in the backward pass, by the adjoint ODE or for recomputed steps. With
-            ``gradient="direct"`` it is 0, because backpropagation through the solver does not evaluate the field.
+        backward: evaluations in the backward pass, to solve the adjoint ODE or to recompute steps. With
+            ``gradient="direct"`` the count is 0, because backpropagation does not evaluate the field.
         steps: accepted steps of the forward pass.
         rejected: rejected steps of the forward pass.
         backward_steps: accepted steps of the backward pass.
@@ -52,10 +55,11 @@ class NFE:
     backward_steps: int = 0
     backward_rejected: int = 0
 
-    # whether the graph of the forward pass is stored; the NFE to which running solves add after a reset; the indices of
-    # the solved samples of a batch, None for all
+    # keeps_graph: whether the graph of the forward pass is stored
     keeps_graph: bool = field(default=False, init=False, repr=False, compare=False)
+    # successor: after a reset, the new NFE to which running solves add their counts
     successor: NFE | None = field(default=None, init=False, repr=False, compare=False)
+    # samples: indices of the samples of the batch that are solved; None for all
     samples: list[int] | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
@@ -115,14 +119,14 @@ open_counters: list[tuple[frozenset[int], NFE]] = []
 
 @dataclass
 class StepRecord:
-    """A record of attempted solver steps in their order, with one entry per step in each list.
+    """A record of attempted solver steps in chronological order, with one entry per step in each list.
 
     Attributes:
         t: start times of the steps.
-        size: step sizes, in units of time; they are positive also if the solve runs backwards in time.
-        accepted: whether the steps were accepted. Fixed steps always are.
+        size: step sizes, in units of time. They are positive, also if the solve runs backwards in time.
+        accepted: whether each step was accepted. Fixed steps are always accepted.
         sample: indices of the samples if samples have their own steps; None for a step of the whole batch.
-        backward: whether the steps belong to an adjoint ODE, solved in the backward pass.
+        backward: whether each step belongs to the solve of an adjoint ODE in the backward pass.
     """
 
     t: list[float] = field(default_factory=list)
@@ -139,7 +143,7 @@ open_records: list[tuple[frozenset[int], StepRecord]] = []
 
 
 class Tally:
-    """A counter of one solve that also updates the open :func:`count_nfe` contexts of its field."""
+    """A counter of one solve, which also updates the active :func:`count_nfe` contexts of its field."""
 
     def __init__(self, field: Callable[..., Any], nfe: NFE) -> None:
         self.identity = identity(field)
@@ -147,13 +151,13 @@ class Tally:
 
     @property
     def nfe(self) -> NFE:
-        """The counts to which the solve adds; if its block was reset during the solve, these are the new counts."""
+        """The NFE to which the solve adds its counts; after a reset of its block, the new NFE."""
         while self.started_with.successor is not None:
             self.started_with = self.started_with.successor
         return self.started_with
 
     def add(self, event: str, count: int = 1) -> None:
-        """Count an ``"evaluation"``, or an ``"accepted"`` or ``"rejected"`` step, in the current pass."""
+        """Add ``count`` to the number of ``"evaluation"``, ``"accepted"`` or ``"rejected"`` events of this pass."""
         is_forward = torch.compiler.is_compiling() or backward_pass() == -1
         name = (_FORWARD if is_forward else _BACKWARD)[event]
         own = self.nfe
@@ -164,7 +168,10 @@ class Tally:
                 total.keeps_graph |= own.keeps_graph
 
     def report(self, start: Any, size: Any, accepted: Any) -> None:
-        """Add a step, or one step per sample (batch,), to the open :func:`record_steps` contexts of the field."""
+        """Add a step to the active :func:`record_steps` contexts of the field.
+
+        Each argument is a scalar, or has one entry per sample (batch,) if samples have their own steps.
+        """
         start, size = (x.detach().cpu().numpy() if isinstance(x, Tensor) else np.asarray(x) for x in (start, size))
         samples = [None] if size.ndim == 0 else self.nfe.samples or range(len(size))
         columns = [np.broadcast_to(x, size.shape).reshape(-1).tolist() for x in (start, abs(size), accepted)]
@@ -180,9 +187,8 @@ class Tally:
 def count_nfe(module: nn.Module | Callable[..., Any]) -> AbstractContextManager[NFE]:
     """Count the function evaluations of all fields in ``module`` during a ``with`` statement.
 
-    The count includes every solve of ``module`` itself or of a submodule by :func:`hbnode.odeint` or a block, also
-    nested solves. All evaluations during a backward pass count as backward. These include evaluations of an inner solve
-    that the backward pass repeats.
+    The count includes every solve, also nested, of ``module`` or a submodule by :func:`hbnode.odeint` or a block. All
+    evaluations during a backward pass count as backward, also those of an inner solve that the backward pass repeats.
 
     Arguments:
         module: a block, a model with blocks inside, a field, or any callable that is solved as a field.
@@ -201,9 +207,9 @@ def count_nfe(module: nn.Module | Callable[..., Any]) -> AbstractContextManager[
 def record_steps(module: nn.Module | Callable[..., Any]) -> AbstractContextManager[StepRecord]:
     """Record the accepted and rejected steps of all solves in ``module`` during a ``with`` statement.
 
-    The solves are those that :func:`count_nfe` counts. Steps of an adjoint ODE are recorded, and steps recomputed in a
-    backward pass are not. Steps before a :class:`hbnode.SolverError` are recorded. ``method="scipy_solver"`` and
-    compiled or exported graphs report no steps.
+    The solves are those that :func:`count_nfe` counts. Steps of an adjoint ODE are recorded, but not steps that a
+    backward pass recomputes. If a solve raises :class:`hbnode.SolverError`, its earlier steps are recorded.
+    ``method="scipy_solver"`` and compiled or exported graphs report no steps.
 
     Arguments:
         module: a block, a model with blocks inside, a field, or any callable that is solved as a field.
@@ -226,7 +232,10 @@ Record = TypeVar("Record", NFE, StepRecord)
 def _collect(
     entries: list[tuple[frozenset[int], Record]], module: Callable[..., Any], record: Record, caller: str
 ) -> Iterator[Record]:
-    """Add ``record`` to the open ``entries`` for all submodules of ``module``, and remove it when the context ends."""
+    """Add ``record`` to the list ``entries`` of active contexts, and remove it when this context ends.
+
+    The entry holds the identities of ``module`` and its submodules.
+    """
     if not callable(module):
         got = type(module).__name__
         raise TypeError(f"{caller} expected a module or a callable field, got {got}. Fix: pass the block or its model.")
@@ -240,5 +249,8 @@ def _collect(
 
 
 def identity(field: Callable[..., Any]) -> int:
-    """Return the id for counting a field, which is that of a bound method's object or of ``field.counted_as``."""
+    """Return the id under which a field is counted.
+
+    For a bound method it is the id of the object, and for a wrapper that of the wrapped field ``field.counted_as``.
+    """
     return id(getattr(field, "__self__", getattr(field, "counted_as", field)))

@@ -22,9 +22,10 @@ class _Queries(threading.local):
 
     Attributes:
         solves: number of running solves, which may be nested.
-        asked: signals and their query times since a solver set this to a list; None if no solver records them.
-        unchecked: signals and query times that have not been checked.
-        is_trial: whether the field is evaluated at times that the solve may not reach, where a signal returns NaN.
+        asked: the signals that were evaluated, with their query times, if a solver records them; else None.
+        unchecked: signals with query times that may lie outside their samples, because they were not checked.
+        is_trial: whether the field is evaluated at times that the solve may not reach. A signal then returns NaN
+            outside its samples instead of raising an error.
     """
 
     def __init__(self) -> None:
@@ -41,22 +42,22 @@ class Signal(nn.Module):
     r"""A sampled input u(t), interpolated in time, for use in the ``func`` of a field.
 
     ``kind="linear"`` interpolates linearly. ``kind="cubic"`` uses cubic Hermite polynomials whose slopes are
-    second-order finite differences. It is continuously differentiable, and exact for quadratics.
+    second-order finite differences. The result is continuously differentiable, and exact for quadratic polynomials.
 
     The signal is differentiable with respect to the query times and the samples u, but not the sample times t.
 
-    Adaptive native methods end their steps on the sample times, or step over a few of them at most; on every one if u
-    requires a gradient. The query time may be any linear function of the time of the solve.
+    Adaptive native methods choose steps that end on sample times, and step over a few sample times at most. If u
+    requires a gradient, they step over none. The query time may be any linear function of the time of the solve.
 
-    ``signal.to(dtype)`` converts the samples. It does not convert the sample times to a narrower dtype, in which
+    ``signal.to(dtype)`` converts the samples. It does not convert the sample times to a less precise dtype, in which
     neighbouring times could become equal.
 
-    Inside a solve on a GPU a query does not synchronise with the device. A query outside [t[0], t[-1]] then gives NaN,
-    and the solver raises ValueError. In a graph of torch.compile or torch.export such a query gives NaN.
+    Inside a solve on a GPU, a query does not synchronise the device. A query outside [t[0], t[-1]] then returns NaN,
+    and the solver raises ValueError. In a graph of torch.compile or torch.export such a query returns NaN.
 
     Arguments:
-        t: sample times (T,), strictly increasing, floating point. A signal has one value at each time; for a jump, put
-            its two samples at two times a little apart.
+        t: sample times (T,), strictly increasing, floating point. For a jump, put the samples before and after it at
+            two slightly different times.
         u: samples (T, ...), floating point; the trailing shape is that of u(t), for example a batch.
         kind: ``"linear"`` or ``"cubic"``. Default: ``"linear"``.
         outside: result of a query outside [t[0], t[-1]]: ``"raise"`` an error, or ``"hold"`` the nearest sample.
@@ -110,7 +111,7 @@ class Signal(nn.Module):
             raise ValueError(f"u must be finite, got NaN or infinite samples. Fix: leave them out, {fix}.")
         self.kind = kind
         self.outside = outside
-        self.knots = tuple(on_host.tolist())  # on the host, where step sizes are chosen
+        self.knots = tuple(on_host.tolist())  # on the CPU, where step sizes are chosen
         self.time_dtype = t.dtype
         self.register_buffer("t", t.detach(), persistent=False)
         self.register_buffer("u", u, persistent=False)
@@ -133,7 +134,7 @@ class Signal(nn.Module):
             queries.asked.append((self, t))
         if self.outside == "hold":
             first, last = self.t[0], self.t[-1]
-            t = torch.where(t < first, first, torch.where(t > last, last, t))  # with derivative 1 at the ends
+            t = torch.where(t < first, first, torch.where(t > last, last, t))  # the derivative at the ends is 1
         elif not traced and not queries.is_trial:
             if t.is_cpu or not queries.solves:
                 self.refuse_outside(t)
@@ -152,7 +153,10 @@ class Signal(nn.Module):
         return self._between(left, width, _align(s, self.u)).reshape(shape)
 
     def _between(self, left: Tensor, width: Tensor, s: Tensor) -> Tensor:
-        """Interpolate at fractions ``s`` of the intervals that begin at samples ``left`` and have lengths ``width``."""
+        """Interpolate in the intervals that begin at the sample indices ``left`` and have the lengths ``width``.
+
+        ``s`` is the position in each interval, from 0 to 1.
+        """
         u0, u1 = self.u[left], self.u[left + 1]
         if self.kind == "linear":
             return u0 + s * (u1 - u0)

@@ -1,12 +1,14 @@
-"""Drop-in replacement for torchdiffeq: ``import hbnode.torchdiffeq as torchdiffeq`` is the whole migration.
+"""Drop-in replacement for torchdiffeq: only the import changes, to ``import hbnode.torchdiffeq as torchdiffeq``.
 
-The functions have torchdiffeq's signatures and defaults, and call the installed torchdiffeq for its methods, so that
-values, warnings and exceptions are the same. In addition, ``method`` takes those names of hbnode's native methods that
-the installed torchdiffeq does not have, and :func:`hbnode.count_nfe` counts the evaluations of all methods. Other names
-of this module, such as ``__version__`` and ``_impl``, are those of torchdiffeq, whose own functions are not counted.
+The functions have torchdiffeq's signatures and defaults. For torchdiffeq's methods they call the installed torchdiffeq,
+so that values, warnings and exceptions are the same. In addition, ``method`` may name a native method of hbnode that
+the installed torchdiffeq does not have, and :func:`hbnode.count_nfe` counts the evaluations of all methods.
 
-For a program that cannot be edited, ``sys.modules["torchdiffeq"] = hbnode.torchdiffeq`` before its imports, or
-``torchdiffeq.odeint = hbnode.torchdiffeq.odeint``, has the same effect.
+All other names of this module, such as ``__version__`` and ``_impl``, are taken from torchdiffeq. Evaluations by these
+other functions are not counted.
+
+To use this module in a program that cannot be edited, run ``sys.modules["torchdiffeq"] = hbnode.torchdiffeq`` before
+its imports, or set ``torchdiffeq.odeint = hbnode.torchdiffeq.odeint``.
 
 Reference:
     Chen, torchdiffeq, github.com/rtqichen/torchdiffeq.
@@ -47,32 +49,32 @@ def odeint(
 ) -> Any:  # fmt: skip
     r"""Solve :math:`y' = \mathrm{func}(t, y),\; y(t_0) = y_0` as ``torchdiffeq.odeint`` does.
 
-    :func:`hbnode.count_nfe` counts the evaluations. Gradients are those of the solver's operations, also with a native
-    method (``gradient="direct"`` of :func:`hbnode.odeint`).
+    :func:`hbnode.count_nfe` counts the evaluations. Gradients are computed by backpropagation through the solver, also
+    with a native method (``gradient="direct"`` of :func:`hbnode.odeint`).
 
     Arguments:
-        func: the right-hand side, called as ``func(t, y)``. Its attributes ``callback_step``, ``callback_accept_step``
-            and ``callback_reject_step`` are called by the methods that have them.
+        func: the right-hand side, called as ``func(t, y)``. Methods that support callbacks call its attributes
+            ``callback_step``, ``callback_accept_step`` and ``callback_reject_step``.
         y0: state at ``t[0]``: a tensor, also complex or without dimensions, or a tuple of tensors.
-        t: times (T,), strictly increasing or strictly decreasing. With ``event_fn``, the start and a second time, of
-            which only the direction counts.
+        t: times (T,), strictly increasing or strictly decreasing. With ``event_fn``, the start and a second time, which
+            only gives the direction of time.
         rtol: relative tolerance: a number, a tensor for the elements of ``y0``, or one entry for each tensor of a tuple
             ``y0``. Native methods take one number. Default: 1e-7.
         atol: absolute tolerance in the units of the state, given like ``rtol``. Default: 1e-9.
-        method: a name of torchdiffeq, or a native name of :func:`hbnode.methods`. If the installed torchdiffeq has a
-            method of a native name, such as ``"tsit5"`` in releases after 0.2.5, this function uses torchdiffeq's, and
-            :func:`hbnode.odeint` the native one. Default: None, which is ``"dopri5"``.
+        method: the name of a method of torchdiffeq, or of a native method of :func:`hbnode.methods`. A name may belong
+            to both, such as ``"tsit5"`` in torchdiffeq releases after 0.2.5. This function then uses torchdiffeq's
+            method, and :func:`hbnode.odeint` uses the native method. Default: None, which is ``"dopri5"``.
         options: torchdiffeq's options of the method. A native method takes the options of :func:`hbnode.odeint` and its
             arguments ``steps``, ``per_sample``, ``save``, ``jump_times``, ``max_steps``, ``compile`` and ``gradient``.
             It also takes torchdiffeq's ``jump_t``, ``max_num_steps``, ``step_size`` and ``dtype``. With ``step_size``,
-            each output interval has equal steps, which are not longer. ``dtype`` has no effect, because native methods
-            always keep the time in float64. Default: None.
-        event_fn: event function: the solve ends when ``event_fn(t, y)`` changes its sign. It is for torchdiffeq's
-            methods. Default: None.
+            each output interval is divided into equal steps of at most this size. ``dtype`` has no effect, because
+            native methods always keep the time in float64. Default: None.
+        event_fn: event function: the solve ends when ``event_fn(t, y)`` changes its sign. Only torchdiffeq's methods
+            support it. Default: None.
 
     Returns:
-        The states at the times, time first, in the structure of ``y0``. With ``event_fn``, the event's time, which has
-        no gradient, and the states at the start and at the event.
+        The states at the times ``t``, stacked along a new first dimension, in the structure of ``y0``. With
+        ``event_fn``, the event's time, which has no gradient, and the states at the start and at the event.
 
     Raises:
         ValueError: the method is unknown, or a native method does not support an argument.
@@ -105,12 +107,13 @@ def odeint_adjoint(
 
     Arguments:
         func: the right-hand side as for :func:`odeint`. It must be a module unless ``adjoint_params`` is given or the
-            method is native. Callbacks of the backward solve have names such as ``callback_step_adjoint``.
+            method is native. The backward solve calls the callbacks with the suffix ``_adjoint``, such as
+            ``callback_step_adjoint``.
         y0: state at ``t[0]``, as for :func:`odeint`.
         t: times (T,), as for :func:`odeint`.
         rtol: relative tolerance of the forward solve. Default: 1e-7.
         atol: absolute tolerance of the forward solve. Default: 1e-9.
-        method: name of the method, as for :func:`odeint`. A native method has hbnode's adjoint, solved with
+        method: name of the method, as for :func:`odeint`. With a native method, hbnode solves the adjoint ODE with
             ``"tsit5"`` at the tolerances of the forward solve. Default: None, which is ``"dopri5"``.
         options: options of the method, as for :func:`odeint`. Default: None.
         event_fn: event function, as for :func:`odeint`. Default: None.
@@ -118,20 +121,20 @@ def odeint_adjoint(
             which is ``rtol``.
         adjoint_atol: absolute tolerance of the backward solve; with a native method it must be ``atol``. Default: None,
             which is ``atol``.
-        adjoint_method: method of the backward solve, one of torchdiffeq. With a native method it must be ``method`` or
+        adjoint_method: method of torchdiffeq for the backward solve. If ``method`` is native, it must be ``method`` or
             ``"tsit5"``. Default: None, which is ``method``.
-        adjoint_options: options of the backward solve; ``{"norm": "seminorm"}`` leaves the parameters out of the error
-            norm, as native methods always do. With a native method the other options must be those of ``options``.
-            Default: None, which are ``options`` without the norm.
-        adjoint_params: tensors that get gradients. With a native method, all parameters and leaves that ``func`` uses
-            get them. Default: None, which are the parameters of ``func``.
+        adjoint_options: options of the backward solve; ``{"norm": "seminorm"}`` excludes the parameters from the error
+            norm, as native methods always do. With a native method, the other options must equal those in ``options``.
+            Default: None, which uses ``options`` without the norm.
+        adjoint_params: tensors that get gradients. With a native method, this argument has no effect: all parameters
+            and leaf tensors that ``func`` uses get gradients. Default: None, the parameters of ``func``.
 
     Returns:
         The result of :func:`odeint`.
 
     Raises:
-        ValueError: ``func`` is no module and ``adjoint_params`` is None, ``method`` is ``"rodas5p"``, whose gradients
-            are those of :func:`odeint`, or the reasons of :func:`odeint`.
+        ValueError: ``func`` is not a module and ``adjoint_params`` is None; ``method`` is ``"rodas5p"``, which has no
+            adjoint; or for the same reasons as in :func:`odeint`.
 
     Example:
         >>> import torch, hbnode
@@ -178,7 +181,7 @@ def odeint_dense(
         t1: end, a scalar tensor.
         rtol: relative tolerance. Default: 1e-7.
         atol: absolute tolerance. Default: 1e-9.
-        method: ``"dopri5"``, the only method that has a dense output here. Default: None, which is ``"dopri5"``.
+        method: ``"dopri5"``, the only method that this function supports. Default: None, which is ``"dopri5"``.
         options: options of ``"dopri5"``. Default: None.
 
     Returns:
@@ -230,10 +233,10 @@ def odeint_event(
         (1.0, 0.1)
     """
 
-    def interface(_: object, *args: Any, **kwargs: Any) -> Any:  # it counts its evaluations itself
+    def interface(_: object, *args: Any, **kwargs: Any) -> Any:  # odeint_interface counts its evaluations itself
         return odeint_interface(func, *args, **kwargs)
 
-    counted = count(func, in_backward=torch.is_grad_enabled())  # the gradient of the event's time evaluates it
+    counted = count(func, in_backward=torch.is_grad_enabled())  # the gradient of the event's time evaluates func
     given = {"event_fn": event_fn, "reverse_time": reverse_time, "odeint_interface": interface}
     return ORIGINAL.odeint_event(counted, y0, t0, **given, **kwargs)
 
@@ -248,7 +251,7 @@ def solve_native(
     func: Function, y0: State, t: Tensor, rtol: Any, atol: Any, method: Any, options: dict[str, Any] | None,
     gradient: str, event_fn: Function | None,
 ) -> State:  # fmt: skip
-    """Solve with :func:`hbnode.odeint`, which gets the entries of ``options`` that are its arguments."""
+    """Solve with :func:`hbnode.odeint`; entries of ``options`` that are its arguments are passed as arguments."""
     if event_fn is not None:
         fix = "method='dopri5', or hbnode.odeint(..., events=hbnode.Event(fn))"
         raise ValueError(f"event_fn is for torchdiffeq's methods, got method={method!r}. Fix: {fix}.")
@@ -258,7 +261,7 @@ def solve_native(
             arguments[name] = value.item()
         elif isinstance(value, (Tensor, Sequence)):
             raise ValueError(f"{name} must be one number for method={method!r}, got {value!r}. Fix: {name}=1e-7.")
-    given = {name: x for name, x in (options or {}).items() if x is not None and name != "dtype"}  # of the times
+    given = {name: x for name, x in (options or {}).items() if x is not None and name != "dtype"}  # dtype of the times
     others: Any = {name: x.item() if isinstance(x, Tensor) and not x.dim() else x for name, x in given.items()}
     if (size := others.pop("step_size", None)) is not None:
         if not isinstance(size, numbers.Real) or not float(size) > 0:
@@ -277,14 +280,14 @@ def solve_native(
 
 
 def is_any_of(value: Any, others: Sequence[Any]) -> bool:
-    """Return whether ``value`` is equal to one of the others, which may be tensors."""
+    """Return whether ``value`` equals an entry of ``others``; both may be tensors."""
     return any(value is other or np.array_equal(value, other) for other in others)
 
 
 def count(func: Function, *args: Any, in_backward: bool = False, **kwargs: Any) -> Function:
-    """Return ``func`` with counts, or ``func`` itself if no context can see them.
+    """Wrap ``func`` in a :class:`CountedFunction`, or return ``func`` if no context can need its counts.
 
-    With ``in_backward``, the backward pass evaluates ``func`` too, and a context may be open then.
+    ``in_backward`` says that the backward pass evaluates ``func`` too, when a counting context may be active.
     """
     check_callable(func, "func", "a module or a function, called as func(t, y)")
     if not open_counters and (torch.compiler.is_dynamo_compiling() or not (open_records or in_backward)):
@@ -295,7 +298,7 @@ def count(func: Function, *args: Any, in_backward: bool = False, **kwargs: Any) 
 class CountedFunction:
     """A wrapper of a field for torchdiffeq that counts the evaluations and the steps of one solve.
 
-    Its callbacks are those of ``func``, and also count steps.
+    It counts steps in torchdiffeq's callbacks, which also call the callbacks of ``func``.
     """
 
     def __init__(
@@ -325,7 +328,9 @@ def call_back(
 ) -> None:
     """Count a step of size ``dt`` from ``(t0, y0)``, and call the user's ``own`` callback."""
     if open_counters or open_records:
-        is_mirrored = open_records and times is not None and bool(times[0] > times[-1])  # in the adjoint
+        is_mirrored = (
+            open_records and times is not None and bool(times[0] > times[-1])
+        )  # torchdiffeq's adjoint solves in -t
         count_step(counter, event, -t0 if is_mirrored else t0, dt)
     if own is not None:
         own(t0, y0, dt)

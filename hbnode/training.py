@@ -1,4 +1,4 @@
-"""A training loop with early stopping, a schedule, and checkpoints from which it goes on."""
+"""A training loop with early stopping, a learning rate schedule, and checkpoints from which it can resume."""
 
 from __future__ import annotations
 
@@ -37,44 +37,46 @@ def train(
     progress: bool | None = None,
     name: str = "training",
 ) -> list[dict[str, float]]:
-    r"""Train a module by gradients and leave in it the parameters of the epoch with the least validation loss.
+    r"""Train a module with an optimizer, then load the parameters of the epoch with the least validation loss.
 
     Batches are moved to the device of the model's parameters, also within dicts, tuples and lists. In each epoch the
-    model is in training mode for all batches, then in evaluation mode for the validation. It is left in evaluation
-    mode. Without ``validation`` all epochs are run, and the last parameters are kept.
+    model is in training mode for the training batches and in evaluation mode for the validation. After training it is
+    in evaluation mode. Without ``validation``, training runs for all epochs and keeps the last parameters.
 
     Arguments:
         model: the module.
-        loss: ``loss(model, batch)``, the mean loss of a batch, a tensor of one element. If a batch is a tuple or
-            a list, such as (series, target), it is ``loss(model, *batch)``.
-        batches: an iterable over the batches of an epoch, which is iterated in each epoch: a DataLoader, such as
-            :meth:`hbnode.data.Dataset.batches`, or a list.
-        validation: batches whose mean loss is minimised, or a function of the model that returns the validation loss.
-            Each batch counts by its length: that of the first array in a dict, a tuple or a list. Default: ``None``.
+        loss: ``loss(model, batch)`` returns the mean loss of a batch, a tensor with one element. If a batch is a tuple
+            or a list, such as (series, target), it is called as ``loss(model, *batch)``.
+        batches: the batches of an epoch, an iterable that can be iterated once per epoch: a DataLoader, such as
+            :meth:`hbnode.data.Dataset.batches` returns, or a list.
+        validation: batches for the validation loss, or a function of the model that returns the validation loss. The
+            loss is the mean over the batches, weighted by their lengths. The length of a dict, tuple or list is that of
+            its first array. Default: ``None``.
         optimizer: an optimizer of the model's parameters. None is ``torch.optim.AdamW(model.parameters(), lr=1e-3)``.
             Default: ``None``.
-        scheduler: a schedule of the learning rate (``torch.optim.lr_scheduler``), which makes a step after each epoch;
-            ``torch.optim.lr_scheduler.ReduceLROnPlateau`` gets the validation loss. Default: ``None``.
-        max_epochs: limit of the epochs. Default: ``100``.
-        patience: epochs without a smaller validation loss, after which training ends. None is no limit.
+        scheduler: a learning rate scheduler of ``torch.optim.lr_scheduler``, stepped after each epoch.
+            ``ReduceLROnPlateau`` is stepped with the validation loss. Default: ``None``.
+        max_epochs: largest number of epochs. Default: ``100``.
+        patience: training ends after this number of epochs without a smaller validation loss. None is no limit.
             Default: ``10``.
-        clip_norm: gradients with a larger 2-norm are scaled to it. None scales none. Default: ``1.0``.
-        checkpoint: a file that is replaced after each epoch, whole or not at all. If it exists, training goes on from
-            it. The result is that of a run without a break, if all random numbers come from torch's default generator
-            on the CPU or from a ``generator`` of the loader, its sampler or its batch sampler.
-            Default: ``None``.
-        progress: whether a progress bar is shown. None shows it on a terminal, if tqdm is installed.
+        clip_norm: largest 2-norm of the gradient; a larger gradient is scaled down to it. None is no limit.
+            Default: ``1.0``.
+        checkpoint: path of a file that is replaced after each epoch; an interruption never leaves an incomplete file.
+            If the file exists, training resumes from it. The result equals that of an uninterrupted run if all random
+            numbers come from torch's default generator on the CPU, or from a ``generator`` of the loader, its sampler
+            or its batch sampler. Default: ``None``.
+        progress: whether to show a progress bar. None shows it in a terminal, if tqdm is installed.
             Default: ``None``.
         name: the name of the progress bar. Default: ``"training"``.
 
     Returns:
-        A record of each epoch: ``epoch`` (from 0), ``loss``, ``validation`` (with ``validation``) and
-        ``learning_rate``. ``pandas.DataFrame`` makes a table of it.
+        A list with a dict per epoch, with the keys ``"epoch"`` (from 0), ``"loss"``, ``"validation"`` (if
+        ``validation`` is given) and ``"learning_rate"``. ``pandas.DataFrame`` converts it to a table.
 
     Raises:
         FloatingPointError: if a loss is infinite or NaN. The model then has the best parameters so far.
-        ValueError: if there are no batches, the optimizer has no parameter of the model, the scheduler is of another
-            optimizer, or the checkpoint is of another model or not by this function.
+        ValueError: if there are no batches, the optimizer has no parameter of the model, the scheduler belongs to
+            another optimizer, or the checkpoint belongs to another model or is not a file of this function.
 
     Example:
         >>> import torch, hbnode
@@ -112,7 +114,7 @@ def train(
                 entry["validation"] = run.validated(validation, loss, epoch)
             entry["learning_rate"] = optimizer.param_groups[0]["lr"]
             run.finish(entry)
-            if hasattr(bar, "set_postfix"):  # without tqdm it is a range
+            if hasattr(bar, "set_postfix"):  # without tqdm, bar is a range
                 bar.set_postfix(loss=f"{entry.get('validation', entry['loss']):.3g}")
             if checkpoint is not None:
                 run.save(checkpoint)
@@ -124,7 +126,7 @@ def train(
 
 
 def write_whole(entries: dict[str, Any], path: str | os.PathLike[str]) -> None:
-    """Write a file of torch, whole or not at all."""
+    """Save a dict with torch.save; an interruption never leaves an incomplete file at ``path``."""
     partial = Path(f"{path}.partial")
     try:
         torch.save(entries, partial)
@@ -134,7 +136,7 @@ def write_whole(entries: dict[str, Any], path: str | os.PathLike[str]) -> None:
 
 
 def stored_in(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the entries of a file by :func:`write_whole`; none if it is another file, or a part of one."""
+    """Load a dict that :func:`write_whole` saved; return an empty dict if the file is damaged or has other content."""
     try:
         stored = torch.load(path, map_location="cpu", weights_only=True)
     except (RuntimeError, pickle.UnpicklingError, EOFError, LookupError, ValueError):
@@ -143,15 +145,15 @@ def stored_in(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 class _Run:
-    """A model in training, and the parameters of its best epoch."""
+    """The state of a training run: the model, its optimizer, the record, and the parameters of the best epoch."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, batches: Any) -> None:
         self.model, self.optimizer, self.scheduler, self.batches = model, optimizer, scheduler, batches
         self.record: list[dict[str, float]] = []
         self.least, self.best_epoch = math.inf, -1
         self.best: dict[str, Any] | None = None
-        places = [batches, getattr(batches, "sampler", None), getattr(batches, "batch_sampler", None)]
-        self.generators = [x for x in (getattr(place, "generator", None) for place in places) if x is not None]
+        owners = [batches, getattr(batches, "sampler", None), getattr(batches, "batch_sampler", None)]
+        self.generators = [x for x in (getattr(owner, "generator", None) for owner in owners) if x is not None]
 
     def step(self, loss: Callable[..., Tensor], epoch: int, clip_norm: float | None) -> float:
         """Train for one epoch and return the mean loss."""
@@ -172,7 +174,7 @@ class _Run:
 
     @torch.no_grad()
     def validated(self, validation: Any, loss: Callable[..., Tensor], epoch: int) -> float:
-        """Return the validation loss."""
+        """Return the validation loss of the current parameters."""
         self.model.eval()
         if callable(validation):
             found = float(validation(self.model))
@@ -184,7 +186,7 @@ class _Run:
         return found
 
     def finish(self, entry: dict[str, float]) -> None:
-        """Record an epoch, keep its parameters if they are the best, and step the schedule."""
+        """Record an epoch, copy its parameters if they are the best so far, and step the scheduler."""
         self.record.append(entry)
         found = entry.get("validation")
         if found is None or found < self.least:
@@ -197,14 +199,14 @@ class _Run:
             self.scheduler.step()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        parts = {name: part.state_dict() for name, part in self._parts().items()}
+        parts = {name: part.state_dict() for name, part in self._stateful_objects().items()}
         states = [torch.get_rng_state(), *(each.get_state() for each in self.generators)]
         best = {"least": self.least, "best_epoch": self.best_epoch, "best": self.best}
         write_whole({**parts, **best, "record": self.record, "random": states}, path)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         stored = stored_in(path)
-        parts = self._parts()
+        parts = self._stateful_objects()
         if not {*parts, "record", "random"} <= {*stored}:
             raise ValueError(f"{path} must be a checkpoint of the same run. Fix: another file, or remove this one.")
         try:
@@ -219,12 +221,12 @@ class _Run:
         for generator, state in zip(self.generators, stored["random"][1:], strict=True):
             generator.set_state(state)
 
-    def _parts(self) -> dict[str, Any]:
+    def _stateful_objects(self) -> dict[str, Any]:
         parts = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
         return {name: part for name, part in parts.items() if part is not None}
 
     def _moved(self, batches: Iterable[Any]) -> Iterator[tuple[tuple[Any, ...], int]]:
-        """Yield the entries of each batch on the device of the model, and its length."""
+        """Move each batch to the device of the model; yield the arguments for the loss and the length of the batch."""
         device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
         for batch in batches:
             leaves, tree = _pytree.tree_flatten(batch, is_leaf=lambda each: hasattr(each, "to"))

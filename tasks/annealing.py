@@ -37,7 +37,7 @@ from torch.distributions import Independent, Normal
 import hbnode
 from hbnode.diagnostics._shared import ticks_of_short_axis
 from hbnode.distributions import HeavyBallAnnealing
-from tasks.common.config import Options, option, parse
+from tasks.common.config import Options, names_in, option, parse
 from tasks.common.figures import line_style, panels
 from tasks.common.run import write_study
 
@@ -121,10 +121,6 @@ class AnnealingOptions(Options):
     seed: int = option(0, "added to the seeds of tuning, choosing and testing")
     out: str = option("runs/annealing", "folder for the tables and the figure")
 
-    def chosen_targets(self) -> list[str]:
-        """Return the targets' names."""
-        return list(TARGETS) if self.targets == "all" else self.targets.split(",")
-
     def counts(self) -> list[int]:
         """Return the numbers of evaluations in ascending order."""
         return sorted({int(count) for count in self.evaluations.split(",")})
@@ -132,9 +128,7 @@ class AnnealingOptions(Options):
     def check(self) -> None:
         """Raise ValueError for invalid options."""
         super().check()
-        unknown = [name for name in self.chosen_targets() if name not in TARGETS]
-        if unknown:
-            raise ValueError(f"argument --targets: {unknown[0]!r} is not one of {', '.join(TARGETS)}")
+        names_in(self.targets, tuple(TARGETS), "--targets")
         if not all(count.isdecimal() and int(count) for count in self.evaluations.split(",")):
             raise ValueError(f"--evaluations must be positive, with commas between, got {self.evaluations}")
 
@@ -291,7 +285,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parse(AnnealingOptions, {}, __doc__, argv)
     out = Path(options.out)
     rows: list[dict[str, Any]] = []
-    for name in options.chosen_targets():
+    for name in names_in(options.targets, tuple(TARGETS), "--targets"):
         pairs = itertools.product(options.counts(), DAMPINGS)
         measured = [row for count, sampler in pairs for row in measure(name, sampler, count, options)]
         log_z, error = reference(name, measured)

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from tasks.common.config import option
 from tasks.common.figures import figure_at
 from tasks.common.run import Run, command
-from tasks.common.train import Batches, Objective, Samples, Trainer, evaluate, fresh_data
+from tasks.common.train import Objective, Samples, fit, fresh_data
 from tasks.data.bouncing_balls import SIDE, videos
 from tasks.models.next_step import NextStepConfig
 from tasks.models.recurrent import LayerWithReadout, RuleOptions
@@ -156,8 +156,8 @@ def train(config: BouncingBallsConfig) -> None:
     simple = trivial_errors(test[0])
     run.announce(model, config.title, ", ".join(f"{name} {value:.4g}" for name, value in simple.items()))
     objective = Divergence(config.curvature_size)
-    trainer = Trainer(run, model, Batches(run, fresh), objective, config.optimizer_of(objective.loss))
-    trainer.fit(lambda: evaluate(run, model, test, objective, "test", EVAL_BATCH_SIZE), stop=config.is_over)
+    options = {"eval_batch_size": EVAL_BATCH_SIZE, "stop": config.is_over}
+    fit(run, model, fresh, test, objective, optimizer=config.optimizer_of(objective.loss), **options)
     if run.workers.rank == 0 and not run.is_finished:
         title = f"{config.title}: frames of a test video; red: from the model's own predictions"
         with figure_at(run.folder / "frames.png", (11, 3.4), title) as figure:

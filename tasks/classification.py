@@ -33,7 +33,7 @@ from tasks.common.run import Run, command
 from tasks.common.train import Samples, accuracy, clock, fit
 from tasks.data.labelled_series import DATASETS, read_labelled_series, thinned
 from tasks.models.baselines import BASELINES, IrregularSeriesConfig
-from tasks.models.classifiers import CLASSIFIERS, SHALLOW, TITLES, fit_shallow, make_classifier
+from tasks.models.classifiers import CLASSIFIERS, SHALLOW, fit_shallow, make_classifier
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,14 +161,14 @@ def train(config: ClassificationConfig) -> None:
     extra: dict[str, Any] = {}
     model: nn.Module = nn.Module()
     if config.model in SHALLOW:
-        run.announce(model, TITLES[config.model], about)
+        run.announce(model, config.model, about)
         predicted = train_shallow(run, config, data)
     else:
         unit = config.time_unit or fitted_unit(t, mask, lengths)
         sizes, options = (len(names), unit, config.parameters), config.rnn_options()
         samples = x, t, mask, lengths, static
         model = make_classifier(config.model, samples, *sizes, options, config.pool, config.dropout)
-        run.announce(model, TITLES[config.model], about, f"unit of time {unit:.4g}")
+        run.announce(model, config.model, about, f"unit of time {unit:.4g}")
         extra = fit(
             run, model, data["train"], data["validation"], cross_entropy, held_out="validation", best="validation_loss"
         ) | {"time_unit": unit}

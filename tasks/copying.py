@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from tasks.common.config import option
 from tasks.common.run import Run, command
-from tasks.common.train import Samples, accuracy, fit, fresh_data
+from tasks.common.train import Samples, accuracy, fit, fresh_data, made_by
 from tasks.models.recurrent import OSCILLATORS, VARIANTS, LayerWithReadout, RecurrentConfig, RuleOptions, title
 
 CHARACTERS = 8
@@ -110,10 +110,7 @@ def train(config: CopyingConfig) -> None:
     run.announce(model, title(config.model, config.cell), f"trivial loss {config.trivial_loss:.4g}")
     fresh, test = fresh_data(config, characters)
     loss = functools.partial(cross_entropy, length=config.length)
-
-    def rmsprop(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.RMSprop(model.parameters(), lr=config.lr, alpha=0.9)
-
+    rmsprop = made_by(torch.optim.RMSprop, lr=config.lr, alpha=0.9)
     fit(run, model, fresh, test, loss, optimizer=rmsprop, eval_batch_size=config.batch_size)
     run.finish(model, trivial_loss=config.trivial_loss, rule=dataclasses.asdict(config.rule_options(config.table())))
 

@@ -76,6 +76,7 @@ LIKELIHOODS = ("log_likelihood", "relative_error")
 NFE = ("nfe_forward_mean", "nfe_backward_mean")
 CLASSES = ("test_accuracy", "test_loss", "training_seconds")
 FORECASTS = ("train_forecast_mse", "validation_forecast_mse", "test_forecast_mse", "test_acceleration_mse")
+vibration = (*FORECASTS, "seconds")
 images = runs("test_accuracy", "test_loss", "train_loss", *NFE, "seconds_per_epoch")
 penalised = runs(
     *("test_accuracy", "train_cross_entropy", "nfe_forward_mean", "test_nfe", "seconds_per_epoch"),
@@ -255,11 +256,6 @@ def tuning(name: str, line: str, hours: float, metric: str) -> dict[str, Command
     return {f"{name}/rates": Command(hours, lines, runs(metric, case="rate {lr:g}"), DATA[name])}
 
 
-def in_table(table: str, label: str) -> Reader:
-    """Return a reader of the forecasts of a linear model of plane vibration."""
-    return runs(*FORECASTS, "seconds", label=label, table=table)
-
-
 def selected(problem: str, metric: str) -> Reader:
     """Return a reader of a problem of the study of selective oscillators."""
     names = {name: f"selective, {name}" for name in ("real", "swinging")}
@@ -294,11 +290,11 @@ READERS: dict[str, Reader] = {
     "silverbox/simulation": runs(*voltages),
     "silverbox/oscillators": runs(*voltages, "seconds", label="oscillators, {epochs} epochs"),
     "plane-vibration": runs(*FORECASTS, *NFE, "seconds_per_epoch", "seconds"),
-    "plane-vibration/full": runs(*FORECASTS, "seconds"),
-    "plane-vibration/tuned": runs("lr", *FORECASTS, "seconds"),
+    "plane-vibration/full": runs(*vibration),
+    "plane-vibration/tuned": runs("lr", *vibration),
     "plane-vibration/rate-1e-2": runs("train_forecast_mse", "test_forecast_mse"),
-    "plane-vibration/oscillators": in_table("oscillators", "oscillators, linear"),
-    "plane-vibration/kalman": in_table("oscillators", "oscillators in noise (Kalman filter)"),
+    "plane-vibration/oscillators": runs(*vibration, label="oscillators, linear", table="oscillators"),
+    "plane-vibration/kalman": runs(*vibration, label="oscillators in noise (Kalman filter)", table="oscillators"),
     "plane-vibration/adjoint": runs("nfe_forward", "nfe_backward", "seconds", at={1: "epoch 1", 2: "epoch 2"}),
     "walker2d": frames,
     "walker2d/adjoint": runs(*NFE),

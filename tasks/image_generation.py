@@ -30,7 +30,7 @@ import hbnode
 from tasks.common.config import option
 from tasks.common.figures import figure_at
 from tasks.common.run import Run, command
-from tasks.common.train import Batches, Samples, Trainer, evaluate
+from tasks.common.train import Samples, fit, made_by
 from tasks.data.images import READ, SHAPE
 from tasks.models import logistic_mixture
 from tasks.models.contenders import TITLES, ContenderConfig
@@ -155,11 +155,8 @@ def train(config: ImageGenerationConfig) -> None:
     about = f"{len(data[0]):,}/{len(test[0]):,} images of {shape} pixels, {config.levels} levels"
     run.announce(model, TITLES[config.model], about)
     loss = functools.partial(bits_per_dimension, levels=config.levels)
-    radam = functools.partial(
-        torch.optim.RAdam, lr=config.lr, weight_decay=config.weight_decay, decoupled_weight_decay=True
-    )
-    trainer = Trainer(run, model, Batches(run, data), loss, lambda model: radam(model.parameters()))
-    trainer.fit(lambda: evaluate(run, model, test, loss, "test", config.batch_size))
+    radam = made_by(torch.optim.RAdam, lr=config.lr, weight_decay=config.weight_decay, decoupled_weight_decay=True)
+    fit(run, model, data, test, loss, optimizer=radam, eval_batch_size=config.batch_size)
     if run.workers.rank == 0 and config.drawn and not run.is_finished:
         generator = torch.Generator(run.workers.device).manual_seed(config.seed)
         drawn = draw_pixels(model, config.drawn, math.prod(config.shape), config.levels, generator).cpu()

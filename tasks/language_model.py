@@ -41,7 +41,7 @@ from torch.nn.utils import parametrize
 import hbnode
 from tasks.common.config import option, parse
 from tasks.common.run import Run, sweep
-from tasks.common.train import Batches, FreshData, Minibatch, Samples, Trainer, epoch_generator, require_finite
+from tasks.common.train import Batches, FreshData, Minibatch, Samples, Trainer, epoch_generator, made_by, require_finite
 from tasks.common.train import evaluate as evaluate_samples
 from tasks.data.text import SOURCES, Text, in_windows, read_text
 from tasks.models import depth
@@ -233,9 +233,6 @@ def fit(run: Run, model: LanguageModel, parts: Mapping[str, Tensor], config: Lan
     chunks = TextChunks(model, train, config)
     averaging = Averaging(list(model.parameters()), config.patience)
 
-    def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
-
     def validate() -> dict[str, float]:
         loss, is_averaged = evaluate(model, validation, config.bptt), averaging.is_on
         require_finite({"loss": loss}, "validation data", run)
@@ -243,7 +240,8 @@ def fit(run: Run, model: LanguageModel, parts: Mapping[str, Tensor], config: Lan
         losses = {"validation_loss": loss, "validation_perplexity": perplexity(loss)}
         return losses | {"is_averaged": int(is_averaged), "batch_size": config.batch_size}
 
-    trainer = Trainer(run, model, chunks, chunks.loss, make_optimizer, {"averaging": averaging, "chunks": chunks})
+    sgd = made_by(torch.optim.SGD, lr=config.lr, weight_decay=config.weight_decay)
+    trainer = Trainer(run, model, chunks, chunks.loss, sgd, {"averaging": averaging, "chunks": chunks})
     return trainer.fit(
         validate, after_step=lambda position: averaging.step(), best="validation_perplexity", weights=averaging.used
     )
@@ -320,11 +318,9 @@ def train_transformer(config: DepthConfig) -> None:
         losses = evaluate_samples(run, model, windows["validation"], next_word_loss, "validation", config.batch_size)
         return losses | {"validation_perplexity": perplexity(losses["validation_loss"])}
 
-    def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
-
     batches = Batches(run, FreshData(samples, windows_of))
-    results = Trainer(run, model, batches, next_word_loss, make_optimizer).fit(validate, best="validation_perplexity")
+    adamw = made_by(torch.optim.AdamW, lr=config.lr, weight_decay=config.weight_decay)
+    results = Trainer(run, model, batches, next_word_loss, adamw).fit(validate, best="validation_perplexity")
     if not run.is_finished:
         losses = evaluate_samples(run, model, windows["test"], next_word_loss, "test", config.batch_size)
         results |= tested(run, config.connection, losses["test_loss"], results)

@@ -140,9 +140,7 @@ def make_model(config: LatentSDEConfig, channels: int) -> torch.nn.Module:
         return make(LatentSDE, config.hidden)
     with torch.random.fork_rng(devices=[]):
         wanted = count_parameters(make(LatentSDE, config.hidden))
-        widths = range(max(1, config.hidden - 2), config.hidden + 20)
-        width = min(widths, key=lambda width: abs(count_parameters(make(FirstOrder, width)) - wanted))
-    return make(FirstOrder, width)
+    return hbnode.nn.match_parameters(lambda width: make(FirstOrder, width), wanted)
 
 
 def times(x: Tensor, spacing: float) -> Tensor:

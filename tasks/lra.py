@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from tasks.common.config import option
 from tasks.common.run import Run, command
-from tasks.common.train import Batches, Samples, Trainer, accuracy, fit_and_test
+from tasks.common.train import Batches, Samples, Trainer, accuracy, fit_and_test, made_by
 from tasks.data.listops import SYMBOLS, make_listops, trivial_accuracies
 from tasks.models.contenders import CONTENDERS, TITLES, ContenderConfig
 
@@ -148,7 +148,7 @@ def train(config: LRAConfig) -> None:
     run.announce(model, f"{TITLES[config.model]} on {config.dataset}", about, f"without reading: {named}")
     rate = functools.partial(one_cycle, steps=config.steps, warmup=config.warmup)
     batches = Batches(run, data["train"], config.iterations, rate)
-    trainer = Trainer(run, model, batches, cross_entropy, lambda m: torch.optim.AdamW(m.parameters(), lr=config.lr))
+    trainer = Trainer(run, model, batches, cross_entropy, made_by(torch.optim.AdamW, lr=config.lr))
     found = fit_and_test(trainer, data, TITLES[config.model], "accuracy", config.batch_size)
     found |= {
         f"validation_{name}": value for name, value in trivial_accuracies(data["train"], data["validation"]).items()

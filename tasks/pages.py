@@ -27,22 +27,13 @@ from matplotlib.figure import Figure
 from hbnode.diagnostics._shared import ticks_of_short_axis
 from tasks.common.figures import legend_beside, line_style
 from tasks.common.files import write_figure, write_whole
+from tasks.models import recurrent
 from tasks.rows import COLUMNS, Group, Row, number, read_csv
 
 REFERENCE = re.compile(r"\{([a-z0-9-]+)(?:\.([\w.-]+))?: ([^{}]+)\}")
 CENTRES, LOW, HIGH = ("", "median", "mean", "sum"), ("min", "q10", "low"), ("max", "q90", "high")
-RECURRENT = {
-    "plain": "LSTM",
-    "gain": "LSTM, same input scale",
-    "forget": "LSTM, same forget bias",
-    "momentum": "MomentumLSTM",
-    "nag": "NAGLSTM",
-    "sr": "SRLSTM",
-    "adaptive": "adaptive momentum",
-    "adam": "AdamLSTM",
-    "rmsprop": "RMSPropLSTM",
-    "memoryless": "without memory",
-}
+RECURRENT = {name: recurrent.title(name, "lstm") for name in recurrent.VARIANTS}
+RECURRENT |= {"adaptive": "adaptive momentum", "memoryless": "without memory"}
 TITLES = {
     **{name: name.upper() for name in ("node", "anode", "sonode", "hbnode", "ghbnode", "lstm", "gru", "gru-d", "cnf")},
     **{"nesterovnode": "NesterovNODE", "adamnode": "AdamNODE", "cfc": "CfC", "port_hamiltonian": "PortHamiltonian"},

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,8 +35,7 @@ from tasks.common.config import option
 from tasks.common.run import Run, command
 from tasks.common.train import Batches, Objective, OptimizerConfig, Samples, Trainer, evaluate, fresh_data
 from tasks.data.pathological import PROBLEMS, Problem
-from tasks.data.pathological import TITLES as PROBLEM_TITLES
-from tasks.models.sequence_models import LAYERS, TITLES, SequenceModel
+from tasks.models.sequence_models import LAYERS, SequenceModel
 
 SUCCESS = 0.01  # the share of wrong test sequences of a success
 TESTED_FIRST = 1_000
@@ -181,8 +179,7 @@ def train(config: PathologicalConfig) -> None:
     run = Run("pathological", config, folder_name(config))
     model = make_model(config, problem)
     objective = SequenceLoss(problem, config.curvature_size)
-    asked = f"{PROBLEM_TITLES[config.problem]}, T = {config.length}"
-    run.announce(model, f"{asked}: {pair_title(pair_name(vars(config)))}")
+    run.announce(model, f"{config.problem}, T = {config.length}: {pair_name(config)}")
     data, test = make_data(run, config, problem)
     trainer = Trainer(run, model, data, objective, lambda model: make_optimizer(config, model, problem))
 
@@ -208,23 +205,16 @@ def train(config: PathologicalConfig) -> None:
     )
 
 
-def pair_name(options: Mapping[str, Any]) -> str:
-    """Return the name of model and optimizer in folder names."""
-    is_undamped = options["optimizer"] == "hf" and not options["structural_damping"]
-    return f"{options['model']}-{options['optimizer']}" + ("-undamped" if is_undamped else "")
-
-
-def pair_title(pair: str) -> str:
-    """Return the title of model and optimizer in tables and figures, from :func:`pair_name`."""
-    model, optimizer, *_ = pair.split("-")
-    undamped = ", undamped" if pair.endswith("-undamped") else ""
-    return f"{TITLES[model]}, {training.OPTIMIZER_TITLES[optimizer]}{undamped}"
+def pair_name(config: PathologicalConfig) -> str:
+    """Return the name of model and optimizer."""
+    is_undamped = config.optimizer == "hf" and not config.structural_damping
+    return f"{config.model}-{config.optimizer}" + ("-undamped" if is_undamped else "")
 
 
 def folder_name(config: PathologicalConfig) -> str:
     """Return the name of a run's folder."""
     preset = "" if config.preset == "default" else f"{config.preset}-"
-    return f"{preset}{config.problem}-{config.length}-{pair_name(vars(config))}-seed{config.seed}"
+    return f"{preset}{config.problem}-{config.length}-{pair_name(config)}-seed{config.seed}"
 
 
 main = command(PathologicalConfig, PRESETS, __doc__, train)

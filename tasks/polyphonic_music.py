@@ -29,9 +29,9 @@ from torch import Tensor, nn
 
 from tasks.common.config import option
 from tasks.common.run import Run, command
-from tasks.common.train import Batches, Objective, Samples, Trainer, fit_and_test
+from tasks.common.train import Batches, Samples, Trainer, fit_and_test
 from tasks.data.polyphonic import NAMES, NOTES, read_polyphonic
-from tasks.models.next_step import NextStepConfig, as_batch, is_predicted
+from tasks.models.next_step import NextStep, NextStepConfig, all_steps, as_batch
 from tasks.models.recurrent import LayerWithReadout, RuleOptions
 
 TABLE = {"momentum": RuleOptions(momentum=0.6, step_size=0.6)}
@@ -64,25 +64,13 @@ def parts_of(pieces: Sequence[Tensor], length: int) -> list[Tensor]:
     return [piece[begin : begin + length + 1] for piece in pieces for begin in range(0, len(piece) - 1, length)]
 
 
-def trimmed(batch: Samples) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets, (N, T, 88) floats, without common padding."""
-    rolls, lengths, _ = batch
-    rolls = rolls[:, : int(lengths.max()) + 1].float()
-    return rolls[:, :-1], rolls[:, 1:]
-
-
 # Loss
 
 
-class NextNotes(Objective):
+class NextNotes(NextStep):
     """The negative log-likelihood per part of a piece, and its mean over the steps of the set."""
 
     loss = "bce"
-
-    def parts(self, batch: Samples) -> tuple[Samples, Tensor, Tensor]:
-        """Return steps, the steps after each, and the mask of these."""
-        x, targets = trimmed(batch)
-        return (x,), targets, is_predicted(batch[1], x.shape[1])[..., None]
 
     def __call__(self, model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, float]]:
         """Return the loss, and the means over steps and over pieces."""
@@ -96,14 +84,10 @@ class NextNotes(Objective):
 
 def trivial_errors(train: Samples, test: Samples) -> dict[str, float]:
     """Return the nll of the test set for the frequencies of the training set."""
-    before, after = trimmed(train)
-    valid = is_predicted(train[1], before.shape[1])
-    sounded, sounds = before[valid], after[valid]
+    sounded, sounds = all_steps(train)
     frequency = (sounds.sum(0) + 0.5) / (len(sounds) + 1)
     follows = [(sounds * known).sum(0).add(0.5) / (known.sum(0) + 1) for known in (1 - sounded, sounded)]
-    before, after = trimmed(test)
-    valid = is_predicted(test[1], before.shape[1])
-    before, after = before[valid], after[valid]
+    before, after = all_steps(test)
     guesses = {"frequency": frequency.expand_as(after), "markov": follows[0] + (follows[1] - follows[0]) * before}
     return {
         f"{name}_nll": nn.functional.binary_cross_entropy(p, after, reduction="sum").item() / len(after)

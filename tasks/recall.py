@@ -23,7 +23,6 @@ that paper.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -32,9 +31,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from tasks.common.config import option, parse
+from tasks.common.config import names_in, option, parse
 from tasks.common.run import Run, run_side_by_side
-from tasks.common.train import Minibatch, Samples, Trainer, accuracy, evaluate, require_finite
+from tasks.common.train import Minibatch, Samples, Trainer, accuracy, evaluate, made_by, require_finite
 from tasks.data.recall import IGNORED, Bindings
 from tasks.models.contenders import TITLES, ContenderConfig
 from tasks.readers import best_rates
@@ -73,11 +72,7 @@ class RecallConfig(ContenderConfig):
 
     def kinds(self) -> tuple[str, ...]:
         """Return the kinds that ``--kind`` names."""
-        names = KINDS if self.kind == "all" else tuple(dict.fromkeys(self.kind.split(",")))
-        for name in names:
-            if name not in KINDS:
-                raise ValueError(f"argument --kind: invalid choice: {name!r} (choose from {', '.join(KINDS)}, all)")
-        return names
+        return names_in(self.kind, KINDS, "--kind")
 
     def learning_rates(self) -> tuple[float, ...]:
         """Return the learning rates to choose from."""
@@ -184,9 +179,8 @@ def train(config: RecallConfig) -> None:
         found = [evaluate(run, model, data, cross_entropy, "validation") for data in held_out]
         return {name: sum(row[name] for row in found) / len(found) for name in found[0]}
 
-    adamw = functools.partial(torch.optim.AdamW, lr=config.lr, weight_decay=config.weight_decay)
-    data = FreshMixture(run, config)
-    trainer = Trainer(run, model, data, cross_entropy, lambda model: adamw(model.parameters()))
+    adamw = made_by(torch.optim.AdamW, lr=config.lr, weight_decay=config.weight_decay)
+    trainer = Trainer(run, model, FreshMixture(run, config), cross_entropy, adamw)
     results = trainer.fit(validate, every=config.epochs, best="validation_accuracy")
     if not run.is_finished:
         generator = torch.Generator().manual_seed(TEST_SEED)

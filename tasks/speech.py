@@ -35,9 +35,9 @@ from torch import Tensor, nn
 import hbnode
 from tasks.common.config import option
 from tasks.common.run import Run, command
-from tasks.common.train import Batches, Objective, Samples, Trainer, fit_and_test
+from tasks.common.train import Batches, Samples, Trainer, fit_and_test
 from tasks.data.speech import BINS, SOURCES, log_spectra, read_speech
-from tasks.models.next_step import NextStepConfig, as_batch, is_predicted
+from tasks.models.next_step import NextStep, NextStepConfig, all_steps, as_batch
 from tasks.models.recurrent import OSCILLATORS, VARIANTS, LayerWithReadout, RuleOptions
 
 # tables 7 to 10
@@ -100,44 +100,24 @@ def make_optimizer(config: SpeechConfig, model: nn.Module) -> torch.optim.Optimi
     return torch.optim.Adam([others, orthogonal | {"betas": (0.0, RMSPROP_ALPHA)}])
 
 
-def squared_error(predicted: Tensor, x: Tensor, lengths: Tensor) -> Tensor:
-    """Return the sum over each recording, (N,), of the squared errors of the frames after the first."""
-    error = (predicted[:, :-1] - x[:, 1:]).square().sum(-1)
-    return error.masked_fill(~is_predicted(lengths, error.shape[1]), 0.0).sum(1)
-
-
-def frame_loss(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, float]]:
-    """Return the mean squared error of the batch's frames, and a mean over recordings that is that of the set's."""
-    x, lengths, share = batch
-    x = x[:, : int(lengths.max()) + 1]
-    errors = squared_error(model(x), x, lengths)
-    return errors.sum() / (lengths.sum() * x.shape[2]), {"mse": (errors * share).mean().item() / x.shape[2]}
-
-
-class FrameError(Objective):
+class FrameError(NextStep):
     """The mean squared error of a batch's frames; for HessianFree half the squared error per recording."""
 
     loss = "mse"
 
     def __call__(self, model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, float]]:
-        """Return the loss of :func:`frame_loss`."""
-        return frame_loss(model, batch)
-
-    def parts(self, batch: Samples) -> tuple[Samples, Tensor, Tensor]:
-        """Return frames, the frames after each, and the mask of these."""
-        x, lengths, _ = batch
-        x = x[:, : int(lengths.max()) + 1]
-        return (x[:, :-1],), x[:, 1:], is_predicted(lengths, x.shape[1] - 1)[..., None]
+        """Return the mean over the batch's frames, and a mean over recordings that is that of the set's frames."""
+        predicted, targets, *_ = self.outputs(model, batch)
+        errors = (predicted - targets).square().sum((1, 2)) / targets.shape[2]
+        _, lengths, share = batch
+        return errors.sum() / lengths.sum(), {"mse": (errors * share).mean().item()}
 
 
 def trivial_errors(train: Samples, test: Samples) -> dict[str, float]:
     """Return the mean squared errors of the trivial baselines on the test set."""
-    x, lengths, _ = train
-    frames = torch.cat([rows[1 : length + 1] for rows, length in zip(x, lengths.tolist(), strict=True)])
-    x, lengths, share = test
-    guesses = {"repeat": x, "mean": frames.mean(0).expand_as(x)}
-    errors = {name: squared_error(y, x, lengths) / x.shape[2] for name, y in guesses.items()}
-    return {f"{name}_mse": (error * share).mean().item() for name, error in errors.items()}
+    (before, after), (_, known) = all_steps(test), all_steps(train)
+    guesses = {"repeat": before, "mean": known.mean(0)}
+    return {f"{name}_mse": (y - after).square().mean().item() for name, y in guesses.items()}
 
 
 # The run

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from tasks.common.config import option
 from tasks.common.run import Run, command
-from tasks.common.train import Batches, Samples, Trainer, accuracy, evaluate, fresh_data
+from tasks.common.train import Batches, Samples, Trainer, accuracy, evaluate, fresh_data, made_by
 from tasks.data.recall import doubled, is_copied
 from tasks.models.contenders import TITLES, ContenderConfig
 
@@ -70,7 +70,7 @@ def train(config: CopyConfig) -> None:
     run.announce(model, TITLES[config.model], f"state of {state} numbers after {config.length} symbols")
     fresh, test = fresh_data(config, lambda count, generator: doubled(count, config.length, config.symbols, generator))
     batches = Batches(run, fresh, rate=lambda step: rate(step, config.drop_after))
-    trainer = Trainer(run, model, batches, cross_entropy, lambda m: torch.optim.RAdam(m.parameters(), lr=config.lr))
+    trainer = Trainer(run, model, batches, cross_entropy, made_by(torch.optim.RAdam, lr=config.lr))
     trainer.fit(lambda: evaluate(run, model, test, cross_entropy, "test"))
     run.finish(model, state=state)
 

@@ -31,13 +31,11 @@ def kind(cell, rule="momentum", suffix=""):
     return getattr(recurrent, ("Momentum" if rule else "") + CELLS[cell] + suffix)
 
 
-def make_pair(cell, rule, inputs=2, hidden=3, layers=1, *, suffix="", **options):
-    """A layer (or cell, with suffix "Cell") in float64, off its initial weights, and its reference."""
-    twin = Twin(cell, rule, dataclasses.asdict(RULES[rule]) if rule else {}, options.get("nonlinearity", "tanh"))
-    if rule:
-        options["rule"] = RULES[rule]
-    arguments = (inputs, hidden) if suffix else (inputs, hidden, layers)
-    layer = kind(cell, rule, suffix)(*arguments, dtype=torch.float64, **options)
+def make_pair(cell, rule, inputs=2, hidden=3, layers=1, **options):
+    """A layer in float64, off its initial weights, and its reference."""
+    twin = Twin(cell, rule, dataclasses.asdict(RULES[rule]) if rule else {})
+    options |= {"rule": RULES[rule]} if rule else {}
+    layer = kind(cell, rule)(inputs, hidden, layers, dtype=torch.float64, **options)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter += 0.3 * torch.randn_like(parameter)

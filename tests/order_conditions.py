@@ -107,21 +107,6 @@ class Weights:
             if row == 0 or of_m is None or n <= of_m
         )
 
-    def dense_ratio(self, order):
-        """The largest ratio of the residual of dense output to that of the error estimate, of one condition.
-
-        It is that of y or m, and of an order that the embedded solution misses. A field which has only this elementary
-        differential has this ratio in the limit of short steps.
-        """
-        theta = np.linspace(0.01, 0.99, 99)
-        dense = np.array([self.dense(x)[-1] for x in theta])
-        found = [
-            (abs(dense @ phi - exact * theta**order).max(), abs(self.error[-1] @ phi))
-            for row, phi, exact in self.conditions(order)
-            if row == self.rows - 1
-        ]
-        return max((missed / estimated for missed, estimated in found if missed > EXACT), default=0.0)
-
 
 def matrix_of(method, gamma, size):
     """The matrix C of explicit steps (..., rows, columns), from the coefficients that a step gets."""

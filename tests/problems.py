@@ -36,30 +36,6 @@ def identity_ghbnode(func, **options):
     return hbnode.GHBNODE(func, activation=nn.Identity(), **options)
 
 
-class Kepler(nn.Module):
-    """Two bodies, h'' = -h / |h|³: class D of Hull et al., in Hairer, Norsett and Wanner, Solving ODEs I, II.10."""
-
-    def forward(self, h):
-        return -h / h.norm(dim=-1, keepdim=True) ** 3
-
-
-def kepler_start(eccentricity):
-    """H and m of D1 to D5 (eccentricities 0.1 to 0.9), at the pericentre; shape (bodies, 2)."""
-    e = torch.as_tensor(eccentricity, dtype=torch.float64)
-    zero = torch.zeros_like(e)
-    return torch.stack([1 - e, zero], -1), torch.stack([zero, ((1 + e) / (1 - e)).sqrt()], -1)
-
-
-def kepler_exact(eccentricity, t):
-    """H and m at the time t, by Kepler's equation u - e sin u = t."""
-    e = np.asarray(eccentricity)
-    u = t + e * np.sin(t)
-    for _ in range(100):
-        u = u - (u - e * np.sin(u) - t) / (1 - e * np.cos(u))
-    r, root = 1 - e * np.cos(u), np.sqrt(1 - e**2)
-    return np.stack([np.cos(u) - e, root * np.sin(u)], -1), np.stack([-np.sin(u), root * np.cos(u)], -1) / r[..., None]
-
-
 def driven_exact(gamma, t):
     """H, m of h'' + gamma h' + h = sin 2t + (the drive that makes this exact) for h = exp(-t/3) + cos 2t."""
     return np.exp(-t / 3) + np.cos(2 * t), -np.exp(-t / 3) / 3 - 2 * np.sin(2 * t)
@@ -80,21 +56,17 @@ class Driven(nn.Module):
 
 
 class Forced(nn.Module):
-    """The force of h'' + gamma h' + kappa h = kappa h0 + sum of a sin(2 pi f t) and b exp(-((t - c) / s)² / 2).
+    """The force of h'' + gamma h' + kappa h = kappa h0 + sum of a sin(2 pi f t).
 
     Without the sum, (h0, 0) is an equilibrium.
     """
 
-    def __init__(self, gamma=0.0, kappa=0.0, h0=0.0, sines=(), bumps=()):
+    def __init__(self, gamma=0.0, kappa=0.0, h0=0.0, sines=()):
         super().__init__()
-        self.gamma, self.kappa, self.h0, self.sines, self.bumps = gamma, kappa, h0, sines, bumps
-
-    def drive(self, t, xp=torch):
-        bumps = sum(b * xp.exp(-(((t - c) / s) ** 2) / 2) for b, c, s in self.bumps)
-        return bumps + sum(a * xp.sin(2 * math.pi * f * t) for a, f in self.sines)
+        self.gamma, self.kappa, self.h0, self.sines = gamma, kappa, h0, sines
 
     def forward(self, t, h):
-        return self.kappa * (self.h0 - h) + self.drive(t)
+        return self.kappa * (self.h0 - h) + sum(a * torch.sin(2 * math.pi * f * t) for a, f in self.sines)
 
     def field(self):
         return hbnode.HBNODE(self, damping=self.gamma, learn_damping=False)

@@ -15,7 +15,6 @@ class Twin:
     cell: str
     rule: str = ""
     numbers: dict = field(default_factory=dict)
-    nonlinearity: str = "tanh"
 
     def momentum(self, t, g, before):
         """μ_t of each sample, (batch, 1) or a number; t counts from 1, g and ``before`` are g_t and g_{t-1}."""
@@ -60,7 +59,7 @@ class Twin:
         return {"h": h, "c": c, "v": v, "m": m, "g": g, "t": t}
 
     def _rnn(self, recurrent, d, h, c, _):
-        return getattr(torch, self.nonlinearity)(recurrent + d), c
+        return (recurrent + d).tanh(), c
 
     def _lstm(self, recurrent, d, h, c, _):
         i, f, g, o = (recurrent + d).chunk(4, 1)

@@ -50,18 +50,13 @@ def test_a_row_for_each_measurement():
 BEGIN = datetime.datetime(2024, 3, 30, 20, tzinfo=datetime.timezone.utc)  # clocks in Berlin change five hours later
 
 
-def in_zone(name):
-    return lambda step: (BEGIN + datetime.timedelta(minutes=step)).astimezone(zoneinfo.ZoneInfo(name))
-
-
 STEPS = {
     "numbers": lambda step: step / 8,
     "whole": lambda step: step,
     "durations": lambda step: datetime.timedelta(minutes=step),
     "dates": lambda step: BEGIN.replace(tzinfo=None) + datetime.timedelta(minutes=step),
     "days": lambda step: BEGIN.date() + datetime.timedelta(days=step),
-    "Berlin": in_zone("Europe/Berlin"),
-    "Kolkata": in_zone("Asia/Kolkata"),
+    "Berlin": lambda step: (BEGIN + datetime.timedelta(minutes=step)).astimezone(zoneinfo.ZoneInfo("Europe/Berlin")),
 }
 
 
@@ -142,23 +137,12 @@ def test_every_library_gives_the_rows_of_the_table(kind):
                 assert not series.mask[b, length:].any()
 
 
-def test_tables_that_are_no_frames_yet_are_sent_there():
-    polars, pyarrow = pytest.importorskip("polars"), pytest.importorskip("pyarrow")
-    table = {"id": [1], "t": [0.0], "a": [1.0]}
-    for one in (polars.DataFrame(table).lazy(), pyarrow.table(table)):
-        with pytest.raises(TypeError, match=r"must be a DataFrame.* Fix: table.(collect|to_pandas)\(\)\.") as error:
-            data.from_long(one, id="id", time="t", values="a")
-        fixed = eval(str(error.value).split("Fix: ")[1].removesuffix("."), {"table": one})
-        assert data.from_long(fixed, id="id", time="t", values="a").ids == [1]
-
-
-@pytest.mark.parametrize("unit", ["s", "us", "ns"])
+@pytest.mark.parametrize("unit", ["s", "ns"])
 def test_dates_and_durations_as_ids(unit):
     for ids in (STAMPS[:1].astype("datetime64[s]"), numpy.array([90], "timedelta64[m]")):
         column = pandas.Series(ids).astype(f"{ids.dtype.kind}8[{unit}]")
         series = data.from_long({"id": column, "t": [0.0], "a": [1.0]}, id="id", time="t", values="a")
         assert data.Dataset(series, pandas.Series([5.0], index=column)).targets.tolist() == [5.0]
-        assert series.ids == [ids[0].item()]
 
 
 STAMPS = numpy.datetime64("2024-01-01T12:00:00", "ns") + 10 * numpy.arange(6)
@@ -169,22 +153,18 @@ def of_times(times, **options):
     return data.from_long({"id": 0 * rows, "t": times, "a": rows}, id="id", time="t", values="a", **options)
 
 
-@pytest.mark.parametrize(
-    "times",
-    [
-        STAMPS,
-        STAMPS[::-1],
-        pandas.Series(STAMPS).dt.tz_localize("Asia/Tokyo"),
-        pandas.Series([pandas.Timestamp(each) for each in STAMPS], dtype=object),
-        [pandas.Timedelta(each - STAMPS[0]) for each in STAMPS],
-        STAMPS.astype(numpy.int64) - STAMPS[0].astype(numpy.int64),
-    ],
-    ids=["numpy", "reversed", "zoned", "objects", "timedeltas", "integers"],
-)
-def test_samples_that_are_nanoseconds_apart_stay_apart(times):
-    unit = 1e-9 if getattr(times, "dtype", None) == numpy.int64 else 1.0
+NANOSECONDS = {
+    "reversed": STAMPS[::-1],
+    "zoned": pandas.Series(STAMPS).dt.tz_localize("Asia/Tokyo"),
+    "timedeltas": [pandas.Timedelta(each - STAMPS[0]) for each in STAMPS],
+    "integers": STAMPS.astype(numpy.int64) - STAMPS[0].astype(numpy.int64),
+}
+
+
+@pytest.mark.parametrize("kind", NANOSECONDS)
+def test_samples_that_are_nanoseconds_apart_stay_apart(kind):
+    times, unit = NANOSECONDS[kind], 1e-9 if kind == "integers" else 1.0
     for one in (of_times(times), data.as_series([(times, numpy.arange(6.0)), ([], [])])):
-        assert one.lengths[0] == 6
         numpy.testing.assert_allclose(one.t[0] * unit, numpy.arange(6) * 1e-8, rtol=1e-9)
         assert sorted(one.x[0].flatten().tolist()) == [0, 1, 2, 3, 4, 5]
     twice = of_times(numpy.concatenate([times, times]))
@@ -197,18 +177,15 @@ def test_dates_with_nanoseconds_and_back():
         assert series.dates(series.t).tolist() == [STAMPS.tolist()]
         assert series.times(STAMPS).tolist() == series.t[0].tolist()
         assert series.t[0, -1] == pytest.approx(last)
-    assert of_times(STAMPS, origin="2024-01-01 12:00").t[0, 2] == pytest.approx(2e-8)
-    assert of_times(STAMPS[:1], origin="1600-01-01").t.item() == 13380206400  # beyond what 64 bits of nanoseconds reach
+
+
+def test_dates_that_nanoseconds_cannot_reach():
+    assert of_times(STAMPS[:1], origin="1600-01-01").t.item() == 13380206400
     months = of_times(numpy.array(["1500-01", "2020-02"], "datetime64[M]"), unit="D")
     assert months.t[0].tolist() == [-171664.0, 18293.0]
-
-
-def test_a_date_that_nanoseconds_cannot_reach_beside_one_in_nanoseconds():
-    dates = [datetime.datetime(9999, 12, 31), pandas.Timestamp("2024-01-01").as_unit("ns")]
-    assert of_times(dates).t[0].tolist() == [1704067200.0, 253402214400.0]
-    for far, near in (dates, [numpy.datetime64(each) for each in dates]):
-        series = data.as_series([([far], [1.0]), (numpy.array([near]), [1.0])])
-        assert series.t[:, 0].tolist() == [253402214400.0, 1704067200.0]
+    far, near = datetime.datetime(9999, 12, 31), pandas.Timestamp("2024-01-01").as_unit("ns")
+    for series in (of_times([far, near]), data.as_series([([far], [1.0]), (numpy.array([near]), [1.0])])):
+        assert sorted(series.t.flatten().tolist()) == [1704067200.0, 253402214400.0]
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int16", "int32", "int64"])
@@ -220,16 +197,9 @@ def test_a_gap_may_exceed_the_largest_integer_of_its_dtype(dtype):
 
 def test_times_that_float64_cannot_tell_apart_are_refused():
     numbers = STAMPS.astype(numpy.int64)
-    for call, time in (
-        (lambda: of_times(STAMPS, origin="1970-01-01"), r"table\['t'\]"),
-        (lambda: of_times(numbers), r"table\['t'\]"),
-        (lambda: data.as_series([(numbers, numpy.arange(6.0))]), "t"),
-    ):
-        with pytest.raises(
-            ValueError, match=rf"{time} has .* too close .* Fix: origin=None .* {time} - {time}.min\(\)"
-        ):
+    for call in (lambda: of_times(STAMPS, origin="1970-01-01"), lambda: data.as_series([(numbers, numpy.arange(6.0))])):
+        with pytest.raises(ValueError, match=r"has .* too close .* Fix: origin=None .*\.min\(\)"):
             call()
-    assert of_times(numbers - numbers.min()).t[0].tolist() == [0, 10, 20, 30, 40, 50]
 
 
 def test_a_period_is_its_start():
@@ -243,22 +213,17 @@ def test_a_period_is_its_start():
 def test_time_zones_are_not_mixed():
     zoned = [pandas.Timestamp("2020-01-01", tz="Asia/Tokyo"), pandas.Timestamp("2020-01-01")]
     for column in (zoned, zoned[::-1], pandas.Series(zoned, dtype=object), [zoned[0], datetime.date(2020, 1, 1)]):
-        with pytest.raises(TypeError, match="time zone in all entries or in none, got both") as error:
+        with pytest.raises(TypeError, match="time zone in all entries or in none, got both"):
             of_times(column)
-        fixed = eval(str(error.value).split("Fix: ")[1].split(", if")[0], {"pandas": pandas, "dates": list(column)})
-        assert sorted(of_times(fixed).t[0].diff().tolist()) == [9 * 3600.0]
     with pytest.raises(TypeError, match="with a time zone in all or in none, got both in the series"):
         data.as_series([([one], [1.0]) for one in zoned])
 
 
-HOURS = [0.0, 30.5, 48.0]
-
-
-def in_hours(**options):
+def in_hours():
     """A series in hours since the beginning of 2020."""
-    dates = pandas.Timestamp("2020-01-01") + pandas.to_timedelta(HOURS, "h")
+    dates = pandas.Timestamp("2020-01-01") + pandas.to_timedelta([0.0, 30.5, 48.0], "h")
     frame = pandas.DataFrame({"id": [1, 1, 2], "time": dates, "a": [1.0, 2, 3]})
-    return data.from_long(frame, id="id", time="time", values="a", unit="h", origin="2020-01-01", **options)
+    return data.from_long(frame, id="id", time="time", values="a", unit="h", origin="2020-01-01")
 
 
 def test_a_series_knows_its_unit_and_its_origin():
@@ -275,119 +240,79 @@ def test_a_series_knows_its_unit_and_its_origin():
 
 
 def test_durations_in_the_unit_of_a_series():
-    series = in_hours()
-    hour = datetime.timedelta(hours=1)
-    for one in (hour, numpy.timedelta64(1, "h"), pandas.Timedelta("1h"), "1h", "60min", 1, 1.0, torch.tensor(1.0)):
+    series, hour = in_hours(), datetime.timedelta(hours=1)
+    for one in (hour, numpy.timedelta64(1, "h"), pandas.Timedelta("1h"), "1h", 1, torch.tensor(1.0)):
         assert series.durations(one).shape == ()
         assert series.durations([one, one]).tolist() == series.durations([[one], [one]])[:, 0].tolist() == [1.0, 1.0]
     column = pandas.to_timedelta(["1h", "90min", None])
     for kind in (column, pandas.Series(column), column.to_numpy(), list(column)):
         numpy.testing.assert_array_equal(series.durations(kind), [1.0, 1.5, numpy.nan])
-    table = {"id": [1, 1], "time": numpy.array([0, 90], dtype="timedelta64[m]"), "a": [1.0, 2.0]}
-    since = data.from_long(table, id="id", time="time", values="a", unit="h")
-    assert (since.t.tolist(), since.unit, since.origin) == ([[0.0, 1.5]], 3600.0, None)
-    assert since.durations("30min") == 0.5
+    for dates, kind in ((numpy.datetime64("2020-01-02"), TypeError), ([hour, 2.0], TypeError), ("1MS", ValueError)):
+        with pytest.raises(kind, match=r"series.times\(dates\)|got 2.0 among them|text such as '1h'"):
+            series.durations(dates)
 
 
 def test_dates_on_the_axis_of_a_series_and_back():
-    series = in_hours()
-    day = datetime.datetime(2020, 1, 2)
+    series, day = in_hours(), datetime.datetime(2020, 1, 2)
     days = [day, day.date(), day.replace(tzinfo=datetime.timezone.utc), numpy.datetime64("2020-01-02"), "2020-01-02"]
-    for one in (*days, pandas.Timestamp("2020-01-02 01:00", tz="Europe/Berlin"), 24, 24.0):
+    for one in (*days, pandas.Timestamp("2020-01-02 01:00", tz="Europe/Berlin"), 24):
         assert series.times(one).shape == ()
         assert series.times([one, one]).tolist() == series.times([[one], [one]])[:, 0].tolist() == [24.0, 24.0]
     column = pandas.Series(pandas.to_datetime(["2020-01-02 00:00", "2020-01-02 06:30", None]))
-    for kind in (column, pandas.DatetimeIndex(column), column.to_numpy(), column.dt.tz_localize("UTC"), list(column)):
+    for kind in (column, column.to_numpy(), column.dt.tz_localize("UTC"), list(column)):
         numpy.testing.assert_array_equal(series.times(kind), [24.0, 30.5, numpy.nan])
-    assert series.times(column.dt.tz_localize("Europe/Berlin"))[:2].tolist() == [23.0, 29.5]
     numpy.testing.assert_array_equal(series.dates(torch.tensor([24.0, 30.5, torch.nan])), column)
     assert series.dates(torch.tensor(-1e-9)) == numpy.datetime64("2019-12-31T23:59:59.999996")
-
-
-@pytest.mark.parametrize(
-    ("call", "kind", "message"),
-    [
-        (lambda series: series.durations("1MS"), ValueError, "text such as '1h'"),  # the start of a month
-        (lambda series: series.durations(numpy.datetime64("2020-01-02")), TypeError, r"Fix: series.times\(dates\)"),
-        (lambda series: series.durations([datetime.timedelta(1), 2.0]), TypeError, "got 2.0 among them"),
-        (lambda series: series.times(datetime.timedelta(1)), TypeError, r"Fix: series.durations\(durations\)"),
-        (lambda series: series.times([datetime.date(2020, 1, 2), 2.0]), TypeError, "got 2.0 among them"),
-        (lambda series: series.times(["02/01/2020"]), ValueError, r"ISO text.*Fix: pandas.to_datetime\(dates\)"),
-    ],
-)
-def test_conversions_that_are_refused(call, kind, message):
-    with pytest.raises(kind, match=message):
-        call(in_hours())
+    for dates, kind in ((datetime.timedelta(1), TypeError), ([day, 2.0], TypeError), (["02/01/2020"], ValueError)):
+        with pytest.raises(kind, match=r"series.durations\(durations\)|got 2.0 among them|ISO text.*to_datetime"):
+            series.times(dates)
 
 
 def test_numbers_have_no_unit_until_the_user_says_so():
     plain = data.from_long(make_table(), id="id", time="time", values="a")
     assert plain.durations([0.5]).tolist() == plain.times([0.5]).tolist() == [0.5]
     for call in (lambda: plain.durations("1h"), lambda: plain.times("2020-01-01"), lambda: plain.dates(plain.t)):
-        with pytest.raises(TypeError, match=r"unit=None and origin=None.*Fix: numbers in the unit of t; or") as error:
+        with pytest.raises(TypeError, match=r"unit=None and origin=None.*Fix: numbers in the unit of t; or"):
             call()
-    names = {"dataclasses": dataclasses, "numpy": numpy, "series": plain}
-    fixed = eval(str(error.value).split("unit of t, ")[1].removesuffix(" for hours since 2020."), names)
-    assert fixed.durations("90min") == 1.5
-    assert fixed.times("2020-01-02") == 24.0
-
-
-GOOD = {"id": [1, 1, 2], "t": [0.0, 1.0, 0.0], "a": [1.0, None, 3.0], "s": [1.0, 1.0, 2.0]}
 
 
 @pytest.mark.parametrize(
     ("change", "options", "kind", "message"),
     [
-        *(({}, {name: "h"}, ValueError, rf"{name}='.*' is for dates, .* holds numbers") for name in ("unit", "origin")),
-        *(({"t": STAMPS[:3]}, {"origin": one}, ValueError, "origin must be dates or ISO") for one in ("monday", 3)),
+        ({}, {"unit": "h"}, ValueError, "unit='h' is for dates, .* holds numbers"),
         ({"t": STAMPS[:3]}, {"origin": pandas.NaT}, ValueError, "origin must be one date, got NaT"),
-        *(
-            ({"t": STAMPS[:3]}, {"unit": wrong}, ValueError, f"unit must be one of .* Fix: '{right}'")
-            for wrong, right in (("hour", "h"), ("minutes", "min"))
-        ),
+        ({"t": STAMPS[:3]}, {"unit": "minutes"}, ValueError, "unit must be one of .* Fix: 'min'"),
         ({}, {"values": "b"}, KeyError, r"no column 'b'.* Fix: 'id', or another of them\."),
-        ({4: [1.0, 2.0, 3.0]}, {"values": "4"}, KeyError, r"no column '4'.* Fix: 4\."),
         ({"id": pandas.array(["x", None, "y"], dtype="string")}, {}, ValueError, "'id' has missing entries"),
         ({"t": [0.0, math.nan, 1.0]}, {}, ValueError, r"table\['t'\] is missing or infinite in row 1"),
         ({"t": ["2020-01-01"] * 3}, {}, TypeError, r"must hold numbers or dates, got text. Fix: pandas.to_datetime"),
-        ({"a": ["x", "y", "z"]}, {}, TypeError, r"\['a'\] must hold numbers.*get_dummies"),
         ({"a": list("xyz")}, {"values": ["a", "s"]}, TypeError, r"must hold numbers.* Fix: values=\['s'\]; codes"),
         ({"a": [1.0, math.inf, 2.0]}, {}, ValueError, "'a' holds infinite values"),
-        ({"a": [1, 10**400, 2]}, {}, TypeError, "'a' must hold numbers"),
         ({"a": [1.0]}, {}, ValueError, "one entry per row, got lengths .*'a': 1"),
         ({}, {"values": ["a", "s", "a"]}, ValueError, r"values must name each column once.* Fix: values=\['a', 's'\]"),
         ({"s": [1.0, 2.0, 2.0]}, {"static": "s"}, ValueError, "static column 's' changes within series 1"),
         ({"t": [0.0] * 3, "a": [1.0, 2.0, 3.0]}, {"duplicates": "error"}, ValueError, "first 'a' of .* at t=0.0. Fix"),
-        ({}, {"duplicates": "median"}, ValueError, "duplicates must be one of"),
-        ({}, {"values": ["a", "s"], "variable": "id"}, ValueError, "values must be one column"),
         ({}, {"features": ["a"]}, ValueError, "features= needs variable="),
-        ({"id": [], "t": [], "a": []}, {}, ValueError, "the table has no rows"),
     ],
 )
 def test_tables_that_are_refused(change, options, kind, message):
-    plain = {"id": "id", "time": "t", "values": "a"}
+    good = {"id": [1, 1, 2], "t": [0.0, 1.0, 0.0], "a": [1.0, None, 3.0], "s": [1.0, 1.0, 2.0]}
     with pytest.raises(kind, match=message):
-        data.from_long({**GOOD, **change}, **plain | options)
+        data.from_long(good | change, **{"id": "id", "time": "t", "values": "a"} | options)
 
 
-@pytest.mark.parametrize("options", [{}, {"missing": "decay", "mask_features": True, "elapsed_features": True}])
 @pytest.mark.parametrize("kind", [hbnode.ODERNN, hbnode.nn.Oscillators, hbnode.nn.OscillatorStack])
-def test_every_layer_takes_a_series(kind, options):
+def test_every_layer_takes_a_series(kind):
     series = data.from_long(make_table(), id="id", time="time", values=["a", "b"], static=["age", "sex"])
     series = dataclasses.replace(series, static=series.static / 30)
-    layer, short = kind(2, 4, static_size=2, **options), int(series.lengths.argmin())
+    layer, short = kind(2, 4, static_size=2), int(series.lengths.argmin())
     output, state = layer(**series.inputs())
-    alone = layer(**series.select([short]).inputs())[0][0]
-    torch.testing.assert_close(alone, output[short, : series.lengths.min()], rtol=1e-4, atol=1e-5)
-    x, t, mask = series.x, series.t, series.mask
-    by_hand, end = layer(x, t, None, mask, series.lengths, series.static)
+    by_hand, end = layer(series.x, series.t, None, series.mask, series.lengths, series.static)
     assert output.equal(by_hand)
+    alone, _ = layer(**series.select([short]).inputs())
+    torch.testing.assert_close(alone[0], output[short, : series.lengths.min()], rtol=1e-4, atol=1e-5)
     ahead, _ = layer.forecast(state, series.durations([0.5, 2.0]))
     assert ahead.equal(layer.forecast(end, [0.5, 2.0])[0])
-    first, state = layer(x[:, :2], t[:, :2], mask=mask[:, :2], static=series.static)
-    second, state = layer(x[:, 2:4], t[:, 2:4], state.detach(), mask=mask[:, 2:4], static=series.static)
-    whole, _ = layer(x[:, :4], t[:, :4], mask=mask[:, :4], static=series.static)
-    torch.testing.assert_close(torch.cat([first, second], 1), whole, rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match=rf"Fix: {kind.__name__}\(..., static_size=2\)"):
         kind(2, 4)(**series.inputs())
 
@@ -407,15 +332,8 @@ def test_batches_for_a_data_loader():
     assert sorted(indices) == list(range(9))
     (batch,) = DataLoader(data.Dataset(series), batch_size=9, collate_fn=data.collate)
     assert batch.ids == series.ids
-    one, pair = series.select([0]), (series.select([1]), 1.0)
-    for items, kind, message in (
-        ([], ValueError, "no items"),
-        ("ab", TypeError, "series, target"),
-        ([(one,)], TypeError, "series, target"),
-        ([one, pair], ValueError, "got 1 targets of 2 series"),
-    ):
-        with pytest.raises(kind, match=message):
-            data.collate(items)
+    with pytest.raises(ValueError, match="got 1 targets of 2 series"):
+        data.collate([series.select([0]), (series.select([1]), 1.0)])
 
 
 def test_targets_are_paired_by_id():
@@ -431,10 +349,8 @@ def test_targets_are_paired_by_id():
             data.Dataset(series, by_id.set_axis(index))
     with pytest.raises(ValueError, match="an id more than once"):  # and another one less often
         data.Dataset(series.select([0, 0, 1]), pandas.Series(range(3), index=[series.ids[i] for i in (0, 1, 1)]))
-    with pytest.raises(TypeError, match=r"got dict\. Fix") as error:
+    with pytest.raises(TypeError, match=r"got dict\. Fix"):  # len() and [0] work for some
         data.Dataset(series, by_id.to_dict())
-    fixed = eval(str(error.value).split("Fix: ")[1].removesuffix("."), {"targets": by_id.to_dict(), "series": series})
-    assert data.Dataset(series, fixed).targets == list(range(9))
     with pytest.raises(ValueError, match="targets must be one for each of 9 series, got 8"):
         data.Dataset(series, torch.arange(8))
 
@@ -448,13 +364,9 @@ def test_batches_of_like_length():
     assert first != second
     padded = sum(len(batch) * int(lengths[batch].max()) for batch in first)
     assert padded < 1.05 * lengths.sum()
-    again = list(data.bucketed_batches(lengths, 16, generator=torch.Generator().manual_seed(0)))
-    assert again == first
     in_order = list(data.bucketed_batches(lengths[:21], 5, shuffle=False, drop_last=True))
     assert [len(batch) for batch in in_order] == [5] * 4
     assert [int(lengths[i]) for batch in in_order for i in batch] == sorted(lengths[:21].tolist())[:20]
-    with pytest.raises(ValueError, match="lengths must be integers"):
-        data.bucketed_batches(lengths.float(), 16)
 
 
 def test_features_that_are_not_wanted_leave_no_samples():
@@ -474,7 +386,7 @@ def test_features_that_are_not_wanted_leave_no_samples():
             layer(**plain.inputs())
         assert len(layer(**plain.select(plain.lengths > 0).inputs())[0]) == 2
     with pytest.raises(ValueError, match=r"'what' has none of the features \['bp'\]; it has \['hr', 'x'\]"):
-        data.from_long(table, **options, features=["bp"])
+        data.from_long(table, **options, features="bp")
 
 
 # Series as in fit
@@ -491,17 +403,13 @@ def test_channels_and_static_features_are_put_in_the_order_of_fit():
     assert data.aligned(unnamed, fit.features, fit.static_features) is unnamed  # by position
     assert data.aligned(other, unnamed.features, unnamed.static_features) is other
     for names, statics, message in (
-        (["a"], None, r"1 channels as in fit, got 2: missing \[\], unknown \['b'\]"),
         (["a", "b"], ["age"], r"1 static features as in fit, got 2: missing \[\], unknown \['sex'\]"),
         (["a", "c"], None, r"2 channels as in fit, got 2: missing \['c'\], unknown \['b'\]"),
     ):
-        with pytest.raises(ValueError, match=message) as error:
+        with pytest.raises(ValueError, match=message):
             data.aligned(other, names, statics)
-    fixed = eval(str(error.value).split("differ, ")[1].removesuffix("."), {"dataclasses": dataclasses, "series": other})
-    assert data.aligned(fixed, ["a", "c"]).features == ["a", "c"]
-    for names in (["a"], ["a", "a"]):
-        with pytest.raises(ValueError, match=r"features must be 2 different names, got \['a'.*\]. Fix"):
-            data.as_series(dataclasses.replace(other, features=names))
+    with pytest.raises(ValueError, match=r"features must be 2 different names, got \['a', 'a'\]. Fix"):
+        data.as_series(dataclasses.replace(other, features=["a", "a"]))
 
 
 # Other forms of data
@@ -517,12 +425,11 @@ def test_series_are_indexed_like_a_list():
     for form in (mask, mask.tolist(), torch.tensor(mask), pandas.Series(mask, index=names)):
         assert series[form].ids == names[::2]
     assert series[numpy.int64(-1)].ids == series[torch.tensor(8)].ids == names[-1:]
-    for index, kind in ((9, IndexError), (-10, IndexError), ("a", TypeError), (1.0, TypeError), ([0.5], ValueError)):
-        with pytest.raises(kind):
-            series[index]
-    for index in ([True], [[0]], 3):
+    with pytest.raises(IndexError):  # ends a loop over the series
+        series[9]
+    for index in ([True], [[0]], [0.5]):
         with pytest.raises(ValueError, match=r"index must be integers \(n,\), a slice, or a bool mask \(9,\)"):
-            series.select(index)
+            series[index]
 
 
 def table_of(series):
@@ -569,21 +476,16 @@ def test_infinite_values_are_refused_unless_the_mask_hides_them():
     static = torch.full_like(series.static, -torch.inf)
     for wrong, name in ((dataclasses.replace(series, x=x), "b"), (dataclasses.replace(series, static=static), "age")):
         for call in (data.as_series, lambda s: data.as_series([s]), lambda s: data.collate([(s, 0.0)])):
-            with pytest.raises(ValueError, match=f"'{name}' holds infinite values") as error:
+            with pytest.raises(ValueError, match=f"'{name}' holds infinite values"):
                 call(wrong)
-        fixed = eval(str(error.value).split("Fix: ")[1].removesuffix("."), vars() | vars(data) | {"series": wrong})
-        assert data.as_series(fixed) is fixed
 
 
 def test_a_dtype_that_makes_numbers_infinite_is_refused():
     series = data.as_series([([0.0, 1.0], [[1.0, 2.0], [3.0, 1e39]]), ([0.0], [[1.0, 2.0]])])
     static = dataclasses.replace(data.as_series([([0.0], [1.0])]), static=torch.tensor([[1e39]], dtype=torch.float64))
     for wrong, name in ((series, "x1"), (static, "static0")):
-        for call in (lambda s: s.to(torch.float32), lambda s: s.to("cpu", torch.float16)):
-            with pytest.raises(ValueError, match=rf"'{name}' .* infinite in torch.float.*torch.float64\)\.") as error:
-                call(wrong)
-        fixed = eval(str(error.value).split("Fix: ")[1].removesuffix("."), {"series": wrong, "torch": torch})
-        assert fixed.x.dtype == torch.float64
+        with pytest.raises(ValueError, match=rf"'{name}' .* infinite in torch.float32.*torch.float64\)\."):
+            wrong.to("cpu", torch.float32)
     hidden = dataclasses.replace(series, mask=series.x < 1e39)
     assert hidden.to(torch.float32).x.dtype == torch.float32
     assert series.to("meta", torch.float32).x.is_meta
@@ -592,7 +494,6 @@ def test_a_dtype_that_makes_numbers_infinite_is_refused():
     for options in ({"values": ["a", "big"]}, {"values": "a", "static": "big"}):
         with pytest.raises(ValueError, match=r"'big' .* infinite in torch.float32. Fix: dtype=torch.float64"):
             data.from_long(table, id="id", time="t", **options)
-        assert data.from_long(table, id="id", time="t", **options, dtype=torch.float64).x.isfinite().all()
 
 
 TIMES = {
@@ -625,8 +526,6 @@ def test_tables_of_series_without_names_and_with_hidden_values():
     frame = hidden.to_frame()
     expected = pandas.DataFrame({"id": [0, 0], "time": [0.5, 1.0], "x0": [1.0, math.nan]})
     pandas.testing.assert_frame_equal(frame, expected)
-    with pytest.raises(ValueError, match=r"different names, got \['x0', 'time', 'x0'\]"):
-        plain.to_frame(id="x0")
 
 
 def test_lists_are_pairs_if_no_array_can_be_meant():
@@ -685,27 +584,14 @@ def test_series_without_values_keep_one_missing_sample():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (numpy.zeros(3), r"\(batch, channels, T\)"),
         ([numpy.zeros((2, 3)), numpy.zeros((3, 3))], "one number of channels"),
         ([(numpy.zeros(3), numpy.zeros((2, 3)))], r"\(t, x.T\)"),
         ({"a": [1]}, "id=None"),
         (pandas.DataFrame(numpy.zeros((3, 4))), r"table\.to_numpy\(\) for one series"),
-        (numpy.full((1, 1, 2), numpy.inf), "infinite"),
-        (["a"], "hold numbers"),
         ([[numpy.zeros(4), numpy.ones(4)]], r"tuple \(t, x\)"),  # an array (1, 2, 4), of which t would be a channel
         ((numpy.zeros(4), numpy.ones(4)), r"\[\(t, x\)\]"),
-        (([0.0, 1.0, 2.0], [3.0, 4.0, 5.0]), r"\[\(t, x\)\]"),
     ],
 )
 def test_other_data_are_refused_by_name(given, message):
     with pytest.raises((TypeError, ValueError), match=message):
         data.as_series(given)
-
-
-def test_a_series_of_pandas_is_one_series_at_the_times_of_its_index():
-    index = pandas.to_datetime(["2024-01-03", "2024-01-01", "2024-01-02"])
-    found = data.as_series(pandas.Series([3.0, 1.0, numpy.nan], index=index), unit="D")
-    assert found.t.diff().tolist() == [[1.0, 1.0]]
-    assert found.x[0, [0, 2], 0].tolist() == [1.0, 3.0]
-    assert found.mask[0, :, 0].tolist() == [True, False, True]
-    assert found.dates(found.t)[0, 0] == numpy.datetime64("2024-01-01")

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import hbnode
 from hbnode.nfe import NFE
 from hbnode.solve.adjoints import Checkpoint
+from hbnode.solve.methods import ALL_METHODS
 from tests.models import AGAIN, LATER, MODELS, every_model, make_field, make_input
 
 
@@ -53,19 +54,6 @@ def test_dopri5_counts_equal_an_independent_counter_and_the_formula(model, toler
     assert nfe.backward == starts + 6 * (nfe.backward_steps + nfe.backward_rejected)
 
 
-@pytest.mark.parametrize(
-    ("method", "gradient"),
-    [("dopri8", "direct"), ("adaptive_heun", "adjoint"), ("implicit_adams", "adjoint"), ("scipy_solver", "adjoint")],
-)
-def test_every_kind_of_method_is_counted(method, gradient):
-    steps = 5 if method == "implicit_adams" else None
-    block = counted_block("ghbnode", method=method, gradient=gradient, steps=steps)
-    block(make_input()).sum().backward()
-    assert block.nfe.total == block.field.func.calls
-    assert (block.nfe.backward > 0) == (gradient == "adjoint")
-    assert steps is None or (block.nfe.steps, block.nfe.rejected) == (5, 0)
-
-
 def counted_field(model):
     """A field and the function that counts its own calls, also for forces that are gradients of potentials."""
     if model in (*MODELS, *LATER):
@@ -83,7 +71,8 @@ def counted_field(model):
 
 SOLVERS = [
     ("tsit5", {}), ("tsit5", {"per_sample": True}), ("nystrom8", {}), ("exponential", {"steps": 6}), ("rodas5p", {}),
-    ("leapfrog", {"steps": 20}), ("dopri5", {}), ("rk4", {"steps": 4}),
+    ("leapfrog", {"steps": 20}), ("dopri5", {}), ("rk4", {"steps": 4}), ("implicit_adams", {"steps": 5}),
+    ("scipy_solver", {}),
 ]  # fmt: skip
 
 
@@ -95,10 +84,11 @@ def test_counts_are_the_calls(model, method, solver):
     suits = model in ("hbnode", "port", "torch.func") or (model, method) == ("ghbnode", "leapfrog")
     if method in ("nystrom8", "exponential", "leapfrog") and not suits:
         return
-    modes = [] if method in ("dopri5", "rk4") else ["checkpoint", Checkpoint(keep_bytes=3000), AGAIN]
-    modes += {"leapfrog": ["reversible", "adjoint"], "rodas5p": []}.get(method, ["adjoint"])
+    modes = [*ALL_METHODS[method].gradients]
+    if "checkpoint" in modes:
+        modes += [Checkpoint(keep_bytes=3000), AGAIN]
     x = make_input()
-    for gradient in ["direct", *modes]:
+    for gradient in modes:
         field, func = counted_field(model)
         block = hbnode.ODEBlock(field, method=method, gradient=gradient, **solver)
         with torch.no_grad():
@@ -166,22 +156,6 @@ def test_failed_and_repeated_solves_are_counted():
         assert nfe.backward == 0
         h.sum().backward()
     assert nfe.forward == nfe.backward > 0
-
-
-@pytest.mark.parametrize(
-    ("method", "gradient", "kept"),
-    [(None, None, True), ("dopri5", "direct", True), (None, "adjoint", False), (None, AGAIN, False)],
-)
-def test_where_the_graph_was_kept_printing_says_so(method, gradient, kept):
-    block, x = counted_block("hbnode", method=method, gradient=gradient), make_input()
-    with hbnode.count_nfe(block) as nfe:
-        block(x).sum().backward()
-    assert (block.nfe.backward == 0) == kept
-    for count in (nfe, block.nfe + hbnode.nfe.NFE()):
-        assert ("backward 0 (graph kept)" in str(count)) == kept
-    with torch.no_grad():
-        block(x)
-    assert "kept" not in str(block.nfe)
 
 
 def test_every_backward_pass_has_its_own_limit_of_steps():

@@ -1,6 +1,7 @@
 """The private functions of torch that hbnode calls mean what they are used for; what users of torch.nn try."""
 
 import copy
+import itertools
 import pickle
 import platform
 import subprocess
@@ -63,15 +64,6 @@ def test_later_nodes_have_larger_numbers():
     assert _torch.sequence_number(earlier.grad_fn) < _torch.sequence_number(later.grad_fn)
 
 
-def test_fused_layers_are_those_of_torch():
-    lstm = nn.LSTM(3, 4).double()
-    x, h, c = torch.randn(5, 2, 3).double(), torch.randn(1, 2, 4).double(), torch.randn(1, 2, 4).double()
-    expected, (h_end, c_end) = lstm(x, (h, c))
-    found = _torch.fused_layer("lstm", x, (h, c), list(lstm.parameters()))
-    for mine, theirs in zip(found, (expected, h_end, c_end), strict=True):
-        torch.testing.assert_close(mine, theirs)
-
-
 def test_passes_that_keep_the_graph_are_noticed():
     seen = []
     y = 2 * torch.ones(1, requires_grad=True)
@@ -119,7 +111,7 @@ LAYERS = {  # a layer, and what it takes of a batch of samples (batch, 4, 2)
         for options in (
             {"field": "node"}, {"field": "anode"}, {"field": "sonode"}, {"field": "ghbnode"}, {"num_layers": 2},
             {"bidirectional": True, "cell": "rnn", "residual": True}, {"missing": "decay", "elapsed_features": True},
-            {"initial_state": "zeros"}, {"time_unit": 2.0, "per_sample": False},
+            {"initial_state": "zeros", "cell": "rnn"}, {"time_unit": 2.0, "per_sample": False},
         )
     },
     "LatentODE": (lambda: hbnode.nn.LatentODE(2, 3, 4, steps=2), "x, T"),
@@ -137,10 +129,15 @@ LAYERS = {  # a layer, and what it takes of a batch of samples (batch, 4, 2)
 }  # fmt: skip
 
 
-def value_of(layer, x, arguments, t=T):
-    """The main output of a layer of LAYERS with the noise of a seed."""
+def call(layer, x, arguments):
+    """The output of a layer of LAYERS, or of a call of one, with the noise of a seed."""
     torch.manual_seed(1)
-    out = layer(*eval(f"({arguments},)", {"x": x, "T": t}))
+    return layer(*eval(f"({arguments},)", {"x": x, "T": T}))
+
+
+def value_of(layer, x, arguments):
+    """Its main output."""
+    out = call(layer, x, arguments)
     return out.value if hasattr(out, "value") else tree_leaves(out)[0]
 
 
@@ -157,6 +154,27 @@ def test_copies_and_frozen_layers_give_the_same(name):
     found = value_of(layer.requires_grad_(False), X, arguments)
     assert not found.requires_grad
     torch.testing.assert_close(found, expected.detach())
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_half_precision_and_autocast(name):
+    """Of which momentum and the states of oscillators and of solves take no part."""
+    make, arguments = LAYERS[name]
+    layer, keeps = make(), name.startswith(("block", "flow", "ODERNN", "selective", "DTRIV")) or name == "Oscillators"
+    expected = value_of(layer, X, arguments)
+    for dtype, is_auto in itertools.product((torch.bfloat16, torch.float16), (True, False)):
+        own = copy.deepcopy(layer) if is_auto else copy.deepcopy(layer).to(dtype)
+        with torch.autocast("cpu", dtype, enabled=is_auto):
+            out = call(own, X if is_auto else X.to(dtype), arguments)
+        y = out.value if hasattr(out, "value") else tree_leaves(out)[0]
+        y.float().sum().backward()
+        assert all(p.grad is None or p.grad.isfinite().all() for p in own.parameters())
+        if not name.startswith("Latent"):  # whose draws depend on the dtype
+            torch.testing.assert_close(y.float(), expected, rtol=0.05, atol=0.02)
+        if keeps or not is_auto:
+            assert y.dtype == (torch.float32 if is_auto else dtype)
+        if isinstance(out, tuple) and getattr(out[1], "v", None) is not None:
+            assert out[1].v.dtype == out[1].to(dtype).v.dtype == torch.float32
 
 
 @pytest.mark.parametrize("name", [name for name in LAYERS if not name.startswith(("ODERNN", "Latent"))])
@@ -202,10 +220,8 @@ def test_gradients_of_each_sample_under_vmap_are_those_of_a_loop(name):
     layer = make().double()
 
     def loss(parameters, x):
-        torch.manual_seed(1)
-        given = eval(f"({arguments},)", {"x": x[None], "T": T})
-        out = torch.func.functional_call(layer, parameters, given)
-        return tree_leaves(out)[0].sin().sum() if not hasattr(out, "value") else out.value.sum()
+        apply = lambda *given: torch.func.functional_call(layer, parameters, given)
+        return value_of(apply, x[None], arguments).sin().sum()
 
     parameters = {name: p.detach() for name, p in layer.named_parameters()}
     found = torch.func.vmap(torch.func.grad(loss), (None, 0), randomness="same")(parameters, X.double())
@@ -233,16 +249,14 @@ def test_gradients_of_each_sample_under_vmap_are_those_of_a_loop(name):
 def test_functional_call_takes_a_state_dict(make, arguments):
     """Constants too, of which the gradients pass the end of the call."""
 
-    def attempt(call):
-        torch.manual_seed(0)
-        out = call(eval(f"({arguments},)", {"x": X, "T": T}))
-        value = out.value if hasattr(out, "value") else tree_leaves(out)[0]
+    def attempt(layer):
+        value = value_of(layer, X, arguments)
         return value, torch.autograd.grad(value.sin().sum(), list(other.parameters()), allow_unused=True)
 
     one, other = make(0.3), make(0.6)
     state = other.state_dict(keep_vars=True)
-    found = attempt(lambda given: torch.func.functional_call(one, state, given))
-    torch.testing.assert_close(found, attempt(lambda given: other(*given)))
+    found = attempt(lambda *given: torch.func.functional_call(one, state, given))
+    torch.testing.assert_close(found, attempt(other))
 
 
 def test_the_stance_of_torch_is_restored_whatever_the_order_in_which_threads_end():

@@ -158,25 +158,6 @@ def test_errors_are_torchdiffeqs():
             call(lambda t, y: -y, y0, T)
 
 
-@pytest.mark.parametrize("chosen", ["some", "a tensor beside", "twice", "no leaf", "none"])
-@pytest.mark.parametrize("given", [{"method": "rk4"}, {"adjoint_options": {"norm": "seminorm"}}], ids=str)
-def test_the_adjoint_asks_func_for_its_parameters(chosen, given):
-    scale, func = float64(0.5, requires_grad=True), Spiral()
-    weight, bias = func.net.parameters()
-    beside = {"a tensor beside": scale, "no leaf": 2 * scale}.get(chosen)
-    own = {"some": [bias], "twice": [weight, weight], "none": []}.get(chosen, [weight, bias])
-    forward = func.forward
-    func.parameters = lambda recurse=True: iter(own if beside is None else [*own, beside])
-    func.forward = lambda t, y: forward(t, y) + (scale if beside is None else beside) * y
-    results = []
-    for module in (original, torchdiffeq):
-        y = module.odeint_adjoint(func, float64(1.0, 2.0, requires_grad=True), T, **given).square().sum()
-        results.append(torch.autograd.grad(y, (weight, bias, scale), retain_graph=True, allow_unused=True))
-    for ours, theirs in zip(*results, strict=True):
-        assert (ours is None) == (theirs is None)
-        assert ours is None or torch.equal(ours, theirs)
-
-
 @pytest.mark.parametrize("whole", [True, False], ids=["sys.modules", "functions"])
 def test_it_keeps_torchdiffeqs_functions(monkeypatch, whole):
     func, y0 = Spiral(), float64(1.0, 2.0)

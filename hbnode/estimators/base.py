@@ -1,4 +1,4 @@
-"""The base of the estimators of series: conversion of data, labels of series, and files without pickle."""
+"""The base class of the estimators of series: conversion of data and targets, training, and files without pickle."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 TRUSTED = ("hbnode.", "sklearn.", "aeon.", "torch.device")  # packages whose classes a file may contain
-FORMAT = 3  # of files
-STEPS = 8  # least batches in an epoch, of four series or more
+FORMAT = 3  # version of the file format
+STEPS = 8  # minimum number of batches in an epoch, unless they would have fewer than four series
 
 
 class SeriesEstimator(BaseEstimator):
-    """The base of estimators of series, in the conventions of scikit-learn."""
+    """The base class of estimators of series, which follow the conventions of scikit-learn."""
 
     id: str | None
     time: str | None
@@ -59,7 +59,7 @@ class SeriesEstimator(BaseEstimator):
     static_features_: list[str]
     clock_: tuple[float | None, np.datetime64 | None]
     networks_: list[Any]
-    is_absolute_ = True  # whether times count from a date or from zero, not from the first sample of each series
+    is_absolute_ = True  # whether times are used as they are, or as times since the first sample of each series
     _network: type[SeriesNetwork] = SeriesNetwork
 
     def __sklearn_tags__(self) -> Any:
@@ -73,11 +73,14 @@ class SeriesEstimator(BaseEstimator):
 
     @property
     def _keys(self) -> tuple[Any, Any]:
-        """The columns of ids and times of a table."""
+        """The names of the columns of ids and times in a table."""
         return self.id, self.time
 
     def _to_series(self, data: Any, *, reset: bool) -> Series:
-        """Return the data as series; with ``reset`` store their features, else compare them with the stored ones."""
+        """Convert data to series with the features, the unit and the origin of the training series.
+
+        With ``reset``, data are the training series, whose features, unit and origin are stored.
+        """
         id, time = self._keys
         names: dict[str, Any] = {"id": id, "time": time, "values": self.values, "static": self.static}
         as_count(self.n_members, "n_members")
@@ -108,16 +111,17 @@ class SeriesEstimator(BaseEstimator):
         return aligned(series, self.features_, self.static_features_)
 
     def _encoded(self, table: Any, reset: bool) -> tuple[Any, list[str]]:
-        """Return a table whose static columns of categories are columns of 0 and 1, and the names of static columns.
+        """One-hot encode the static columns of categories, and return the table and the names of its static columns.
 
-        There is a column for each level of the training table. A missing or new level has 0 in all of them.
+        The levels of a category are those of the training table. An unknown level is 0 in all columns of its category.
+        A missing level is NaN in all of them, which :meth:`_to_series` replaces by 0.
         """
         wanted = listed(self.static)
         if reset:
             self.levels_: dict[str, list[str]] = {}
         for name in (*self._keys, *wanted):
             if name is not None:
-                column_of(table, name)  # which must not be in the index
+                column_of(table, name)  # raises KeyError if the name is missing or in the index
         columns, names = {name: table[name] for name in getattr(table, "columns", table)}, []
         for name in wanted:
             if name not in columns or (name not in self.levels_ if not reset else not _is_category(columns[name])):
@@ -136,9 +140,10 @@ class SeriesEstimator(BaseEstimator):
         return columns, names
 
     def _check_columns(self, series: Series, targets: NDArray[Any]) -> None:
-        """Raise ValueError if a column of a table that ``values`` does not name tells the target of each series.
+        """Check the columns that ``values=None`` selects from a table.
 
-        Such a column is constant in each series. Warn of other columns that are constant in each series.
+        Raise ValueError if a column is constant in each series and reveals the target. Warn of other columns that are
+        constant in each series.
         """
         if self.id is None or self.values is not None:
             return
@@ -158,7 +163,10 @@ class SeriesEstimator(BaseEstimator):
             )
 
     def _fit_scale(self, series: Series, constant: float) -> None:
-        """Keep the mean and the deviation of each channel and static feature; a constant has the deviation given."""
+        """Store the mean and the standard deviation of each channel and static feature.
+
+        ``constant`` replaces the standard deviation of a constant channel.
+        """
         self.mean_, std = moments(series.x)
         self.std_ = np.where(std > 0, std, constant)
         if series.static is not None:
@@ -166,7 +174,7 @@ class SeriesEstimator(BaseEstimator):
             self.static_std_ = np.where(std > 0, std, constant)
 
     def _scaled(self, series: Series) -> Series:
-        """Return the series with values and static features in deviations of the training data."""
+        """Return the series with values and static features standardised by the training data."""
         x, static = (series.x.double() - torch.as_tensor(self.mean_)) / torch.as_tensor(self.std_), series.static
         if static is not None:
             static = (static.double() - torch.as_tensor(self.static_mean_)) / torch.as_tensor(self.static_std_)
@@ -181,11 +189,11 @@ class SeriesEstimator(BaseEstimator):
 
         Arguments:
             network: the network.
-            loss: the loss of a network for the series of some indices.
+            loss: function of a network and the indices of series that returns the training loss.
             lengths: lengths of the series.
-            validation: the validation loss of a network.
-            seed: of the batches.
-            name: of the progress bar.
+            validation: function of a network that returns the validation loss.
+            seed: seed of the random batches.
+            name: name of the progress bar.
         """
         size, rows = min(BATCH, max(4, len(lengths) // STEPS)), torch.arange(len(lengths))
         batches = bucketed_batches(lengths, size, generator=torch.Generator().manual_seed(seed))
@@ -205,9 +213,9 @@ class SeriesEstimator(BaseEstimator):
     # Files
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the fitted estimator to a file, whole or not at all, without pickle.
+        """Write the fitted estimator to a file without pickle. An error leaves an existing file unchanged.
 
-        The file has torch's format; networks are stored as state dicts, and the parts of scikit-learn by skops.
+        The file has torch's format. It stores networks as state dicts, and scikit-learn objects in the format of skops.
 
         Arguments:
             path: the file, which is replaced if it exists.
@@ -229,13 +237,13 @@ class SeriesEstimator(BaseEstimator):
     def load(cls, path: str | os.PathLike[str]) -> Self:
         """Return the estimator that :meth:`save` wrote to a file.
 
-        It creates only objects of hbnode, scikit-learn and aeon, so an untrusted file cannot execute code.
+        Only objects of hbnode, scikit-learn and aeon are created, so an untrusted file cannot execute code.
 
         Arguments:
             path: the file.
 
         Raises:
-            ValueError: if the file was not made by :meth:`save`, or holds an estimator of another class.
+            ValueError: if the file was not written by :meth:`save`, or holds an estimator of another class.
         """
         import skops.io
 
@@ -262,9 +270,9 @@ class SeriesEstimator(BaseEstimator):
 
 
 def targets_of(y: Any, series: Series, data: Any, name: str = "y") -> NDArray[Any]:
-    """Return the targets of all series, or their weights or groups, as an array.
+    """Return the targets of all series as an array, (batch, ...). Weights and groups are converted in the same way.
 
-    If ``data`` have ids of the user, a pandas Series that is indexed by them is put in their order.
+    If ``data`` contains ids, a pandas Series that is indexed by these ids is sorted in the order of the series.
 
     Raises:
         ValueError: if there is not one entry for each series, or the index of a pandas Series has other ids.
@@ -290,15 +298,16 @@ def listed(names: str | Sequence[str] | None) -> list[str]:
 
 
 def _width(data: Any, series: Series) -> int:
-    """Return the number of columns of a 2-D array, which scikit-learn calls features, else of channels."""
+    """Return the number of features as scikit-learn counts them: columns of a 2-D array, otherwise channels."""
     return data.shape[1] if isinstance(data, np.ndarray) and data.ndim == 2 else len(series.features)
 
 
 def _tells(column: NDArray[Any], targets: NDArray[Any]) -> bool:
-    """Return whether the values (batch,) of a column are the targets or a code of them.
+    """Return whether the values (batch,) of a column reveal the targets (batch,).
 
-    In a code each value belongs to one target. If no value repeats, it must increase or decrease with the target. Up to
-    five series have such a code by chance.
+    They do if they equal the targets, or if values and targets determine each other. If no value repeats, the values
+    must also increase or decrease with the targets. Five series or fewer may satisfy this by chance, so they must equal
+    the targets.
     """
     values, codes = (np.unique(each[~np.isnan(column)], return_inverse=True)[1] for each in (column, targets))
     count = values.max() + 1
@@ -309,7 +318,7 @@ def _tells(column: NDArray[Any], targets: NDArray[Any]) -> bool:
 
 
 def _level_name(entry: Any) -> str:
-    """Return the name of a category; 1 and 1.0 are one category, because missing entries make floats of integers."""
+    """Return the name of a category. Whole floats are named as integers: missing entries turn integers to floats."""
     is_whole = isinstance(entry, (float, np.floating)) and float(entry).is_integer()
     return str(int(entry) if is_whole else entry)
 

@@ -1,4 +1,4 @@
-"""Models of the later values of irregular series, backtests of them, and bands from errors."""
+"""Models that forecast irregular series, backtests of these models, and calibrated bands."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-BLOCK = 1_000_000  # values of pasts that are in memory at once
+BLOCK = 1_000_000  # maximum number of values of the histories that are in memory at once
 TREES: dict[str, Any] = {"max_iter": 100, "learning_rate": 0.05, "max_leaf_nodes": 15, "random_state": 0}
-WIDE = 8  # most channels for which all candidates are compared, with trees of two losses
-FOLDS, LEAST = 2, 1e-6  # parts of the pasts whose errors are those of trees that did not see them; the least error
-FEW_SERIES = 10  # series below which the end of each series is held out, instead of whole series
-MEMORY = 1000  # last samples from which oscillators and networks forecast
-ALPHAS = np.logspace(-2, 4, 13)  # of the linear model
-SCALES = (1.0, 4.0, 16.0)  # of moving averages, in median gaps
-ROUNDING = 1e-12  # of times, relative to the largest
-NEAREST_ERRORS, KNOTS = 200, 20  # held-out errors from which a band is calibrated; leads at which it is
+WIDE = 8  # maximum number of channels for which all candidates are compared, and trees with two losses
+FOLDS, LEAST = 2, 1e-6  # number of folds that measure the errors of trees; smallest standard deviation of a forecast
+FEW_SERIES = 10  # with fewer series, the end of each series is held out instead of whole series
+MEMORY = 1000  # number of last samples from which oscillators and networks forecast
+ALPHAS = np.logspace(-2, 4, 13)  # penalties of the ridge regression
+SCALES = (1.0, 4.0, 16.0)  # time constants of moving averages, in median gaps
+ROUNDING = 1e-12  # rounding error of times, relative to the largest time
+NEAREST_ERRORS, KNOTS = 200, 20  # number of held-out errors near a lead; number of leads with a computed half width
 
 
 @record
 class Past(Series):
-    """Series up to now, with covariates that are known at later times too.
+    """Histories of series, with covariates that are also known at later times.
 
     Attributes:
-        known: the covariates, at times of their own; None if there are none.
-        zone: the time zone of the user's dates; None if there is none.
+        known: series of the covariates, which have their own sampling times; None without covariates.
+        zone: the time zone of the user's dates; None if they have none.
     """
 
     known: Series | None = None
@@ -59,8 +59,8 @@ class Past(Series):
 def foreseen(past: Series, dt: Tensor, age: Tensor | float = 0.0) -> Tensor:
     """Return the F covariates at times ``dt`` (n, K) after the last sample, and their changes, (n, K, 2 F).
 
-    The changes are those since ``age`` (n, 1) before the last sample, 0 by default. The covariates are linear between
-    their samples and NaN outside of them.
+    A change is the difference from the covariate at ``age`` (n, 1) before the last sample. Covariates are interpolated
+    linearly between their samples and NaN outside of them.
     """
     series = getattr(past, "known", None)
     if series is None:
@@ -78,19 +78,20 @@ def foreseen(past: Series, dt: Tensor, age: Tensor | float = 0.0) -> Tensor:
 
 @dataclasses.dataclass
 class Backtest:
-    """Series cut at one sample each, without the last values of some channels, and the values observed later.
+    """n test cases of a forecast: the history of a series up to a cut, and K samples after the cut.
 
-    The pasts of long series are not stored: ``past`` makes them, and :meth:`over` a block of them at a time.
+    In some histories the last values of some channels are removed, so that last values of all ages occur. Histories are
+    not stored: ``past`` computes all of them, and :meth:`over` computes a block of them at a time.
 
     Attributes:
-        series: the series, in units of the training data's deviations.
-        row: the index (n,) of the series of each cut.
-        ends: the number (n,) of its samples before the cut.
-        lost: how many of these lack their value, at the end of each channel, (n, channels).
-        dt: times (n, K) after the last sample of each; NaN on padding.
-        values: the values (n, K, channels) at these times; NaN if missing.
-        sample: the index (n, K) of each later sample among those of all series; -1 on padding.
-        units: the units of the past and of the values; None for those of the series.
+        series: all series, standardised by the training data.
+        row: index of the series of each test case, (n,).
+        ends: number of samples before the cut, (n,).
+        lost: number of last samples of the history whose values are removed, for each channel, (n, channels).
+        dt: times of the later samples after the last sample of the history, (n, K); NaN on padding.
+        values: values of the later samples, (n, K, channels); NaN if missing.
+        sample: index of each later sample among the samples of all series, (n, K); -1 on padding.
+        units: units of each series to which histories and values are converted; None without a conversion.
     """
 
     series: Series
@@ -118,13 +119,13 @@ class Backtest:
         return dataclasses.replace(self, **parts)
 
     def over(self, function: Callable[[Series, Tensor], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """Return the tensors of a function of pasts and horizons, whose memory is that of a block of pasts."""
+        """Return the tensors that a function of histories and ``dt`` returns, computed in blocks to limit memory."""
         size = max(1, BLOCK // (int(self.ends.max()) * self.values.shape[2]))
         blocks = [self.select(slice(k, k + size)) for k in range(0, len(self), size)]
         return tuple(torch.cat(each) for each in zip(*(function(b.past, b.dt) for b in blocks), strict=True))
 
     def in_units(self, units: Units) -> Backtest:
-        """Return the same backtest with each past, and its later values, in units of the past's own."""
+        """Return the backtest with histories and later values converted to the units of each history."""
         loc, scale = self.over(lambda past, dt: units(past))
         return dataclasses.replace(self, values=(self.values - loc) / scale, units=units)
 
@@ -138,10 +139,17 @@ def draw_backtest(
     horizon: float,
     rows: NDArray[Any] | None = None,
 ) -> Backtest:
-    """Draw starts of forecasts after the share ``first`` of some series, with at most ``ahead`` later samples each.
+    """Return a random backtest.
 
-    Later samples lie within the horizon, except the next one. Half of them are drawn uniformly, and half uniformly in
-    the logarithm of their number, so that there are errors at all horizons.
+    Arguments:
+        series: the series.
+        random: random number generator.
+        first: share of the samples of a series that lie before the first possible cut.
+        cuts: maximum number of cuts of each series.
+        ahead: maximum number of later samples for each cut. They are chosen so that errors are known at all horizons:
+            half of the indices are uniform, half are log-uniform.
+        horizon: maximum time after the last sample. The next sample is always allowed.
+        rows: indices of the series; None takes all series. Default: ``None``
     """
     which, ends, later = [], [], []
     for row in range(len(series)) if rows is None else rows.tolist():
@@ -168,7 +176,7 @@ def draw_backtest(
 
 
 def cut_at(series: Series, lengths: Tensor) -> Series:
-    """Return the first samples of each series."""
+    """Return the first ``lengths`` (batch,) samples of each series."""
     total = int(lengths.max())
     is_kept = torch.arange(total) < lengths.unsqueeze(1)
     t = torch.where(is_kept, series.t[:, :total], series.t.gather(1, (lengths - 1).unsqueeze(1)))
@@ -178,7 +186,7 @@ def cut_at(series: Series, lengths: Tensor) -> Series:
 
 
 def last_samples(series: Series, count: int) -> Series:
-    """Return the last samples of each series."""
+    """Return the last ``count`` samples of each series, or all samples of a shorter series."""
     first = (series.lengths - count).clamp(min=0).unsqueeze(1)
     index = (first + torch.arange(min(count, series.x.shape[1]))).clamp(max=series.x.shape[1] - 1)
     rows = torch.arange(len(series)).unsqueeze(1)
@@ -187,10 +195,10 @@ def last_samples(series: Series, count: int) -> Series:
 
 
 def lost_ends(lengths: Tensor, channels: int, random: np.random.RandomState) -> Tensor:
-    """Return how many last values of each channel a past shall lack, (n, channels), so that they have all ages.
+    """Return a random number of last samples whose values are removed from histories, for each channel, (n, channels).
 
-    Half of the series lack them in no channel, a quarter in each channel with probability 1/2, and a quarter in all.
-    The logarithm of their number is uniform, and the first sample stays.
+    In half of the histories nothing is removed. In a quarter each channel is chosen with probability 1/2, and in a
+    quarter all channels are chosen. The numbers are log-uniform and leave at least the first sample.
     """
     n = len(lengths)
     is_cut = random.uniform(size=(n, channels)) < random.choice([0.0, 0.0, 0.5, 1.0], (n, 1))
@@ -199,13 +207,16 @@ def lost_ends(lengths: Tensor, channels: int, random: np.random.RandomState) -> 
 
 
 class Units:
-    """The location and the scale of each series and channel, from the values of its past alone.
+    """The location and the scale of each series and channel, computed from the values of its history only.
 
-    The location is the median of the past. The scale is (mean √|Δ|)², of the differences Δ of successive values, which
-    changes of the level and rare outliers leave nearly unchanged; a common factor makes it a deviation from the median.
-    Both are shrunk to those of all series by empirical Bayes: the weight of a series' own is B / (B + V), where B is
-    the variance between series beyond chance, and V that of the estimate, which falls with the number of values. So
-    all series have one scale if the scales differ by chance only, and a past without a value has that of the data.
+    The location is the median of the values. The scale is (mean √|Δ|)² with the differences Δ of successive values. It
+    depends little on changes of the level and on rare outliers. A common factor for each channel turns it into a
+    deviation from the median.
+
+    Both are shrunk to common values of all series by empirical Bayes. The estimate from a single series has the weight
+    B / (B + V). B is the variance of the true values between series. V is the variance of the estimation error, which
+    decreases with the number of values. So all series have the same scale if their scales differ by chance only. A
+    history without a value has the location 0 and the scale 1 of the standardised data.
 
     References:
         Efron and Morris, Data Analysis Using Stein's Estimator and its Generalizations, JASA 70 (1975).
@@ -229,12 +240,12 @@ class Units:
         return self
 
     @property
-    def is_own(self) -> bool:
-        """Whether the units of series differ."""
+    def differ(self) -> bool:
+        """Whether the units of different series can differ."""
         return bool((self.between + self.log_between > 0).any())
 
     def __call__(self, past: Series) -> tuple[Tensor, Tensor]:
-        """Return locations and scales (n, 1, channels)."""
+        """Return the location and the scale of each history and channel, (n, 1, channels) each."""
         middle, step, _, count = _moments(past)
         centre, ratio, between, log_between = map(
             torch.from_numpy, (self.centre, self.ratio, self.between, self.log_between)
@@ -246,9 +257,9 @@ class Units:
         return torch.where(count > 0, loc, 0.0).unsqueeze(1), scale.unsqueeze(1)
 
     def scaled(self, past: Series) -> Series:
-        """Return series in these units, with location and log scale as static features."""
+        """Convert the histories to their units. If units differ, location and log scale become static features."""
         loc, scale = self(past)
-        if not self.is_own:
+        if not self.differ:
             return dataclasses.replace(past, x=(past.x - loc) / scale)
         level = torch.cat([loc, scale.log() - torch.from_numpy(self.centre + self.ratio)], 2)[:, 0]
         static = level if past.static is None else torch.cat([past.static, level], 1)
@@ -257,7 +268,10 @@ class Units:
 
 
 def _moments(series: Series) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the median, the size of steps and of deviations, and the number of values of each, (n, channels)."""
+    """Return the median, the step (mean √|Δ|)², the deviation from the median, and the number of values by channel.
+
+    Each is a tensor (n, channels). Δ are differences of successive values. The deviation is a mean of the same kind.
+    """
     positions = torch.arange(series.x.shape[1]).view(1, -1, 1)
     filled = series.x.gather(1, torch.where(series.mask, positions, 0).cummax(1).values)
     middle = series.x.nanmedian(1).values
@@ -267,7 +281,7 @@ def _moments(series: Series) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 class InUnits:
-    """A model that sees each series in units of its own."""
+    """A wrapper that converts each series to its own :class:`Units` before it calls a model."""
 
     def __init__(self, model: Any, units: Units) -> None:
         self.model, self.units = model, units
@@ -282,13 +296,14 @@ class InUnits:
         return mean * scale + loc, std * scale
 
 
-# Models of the mean and the standard deviation at times after the end of a series, in standardised units
+# Models that predict the mean and the standard deviation of later values, in standardised units
 
 
 class LastValue:
-    """The last observed value, whose error does not fall with its age at the horizon (isotonic regression).
+    """A model that forecasts the last observed value, with a standard deviation that does not decrease with time.
 
-    The deviation is 1.48 (mean √|e|)² of errors e, which is that of normal errors and depends little on outliers.
+    The standard deviation is 1.48 (mean √|e|)² of errors e. Isotonic regression fits the mean of √|e| as a function of
+    the time since the last value. The factor 1.48 is right for normal errors. Outliers have little influence.
     """
 
     def fit(self, series: Series, backtest: Backtest, seed: int) -> Self:
@@ -313,11 +328,13 @@ class LastValue:
 
 
 class Boosting:
-    """A linear model and boosted trees of the change since the last value.
+    """A linear model and boosted trees that predict the change from the last value.
 
-    Their inputs are summaries and lagged values of the past, the horizon, covariates and the calendar.
+    Their inputs are summaries and lagged values of the history, the horizon, covariates and, for dates, the time of the
+    day and of the week.
 
-    The calendar has the phases of day and week in a time zone, whose None is UTC.
+    Arguments:
+        zone: name of the time zone for the time of the day and of the week. None is UTC. Default: ``None``
     """
 
     def __init__(self, zone: str | None = None) -> None:
@@ -330,7 +347,7 @@ class Boosting:
         self.seasons = [[gap * each for each in found] for gap, found in zip(*gaps_and_seasons(series), strict=True)]
         last, _, *inputs = backtest.over(lambda past, dt: (*last_values(past), *self._inputs(past, dt)))
         places = backtest.row % FOLDS if self.is_panel else torch.arange(len(backtest)) * FOLDS // len(backtest)
-        self.trees, folds = [], places.numpy()  # halves of the series, which are in order, or of the time
+        self.trees, folds = [], places.numpy()  # halves of the series if there are many, else halves of the test cases
         for channel, (each, lags) in enumerate(zip(inputs[::2], inputs[1::2], strict=True)):
             change = (backtest.values[..., channel] - last[:, channel : channel + 1]).numpy()
             known = np.isfinite(change)
@@ -342,10 +359,11 @@ class Boosting:
     def _trees(
         lags: NDArray[Any], inputs: NDArray[Any], change: NDArray[Any], folds: NDArray[Any], is_wide: bool
     ) -> Any:
-        """Return a linear model of the change, trees of the rest, and trees of the absolute error of unseen values.
+        """Return a linear model of the change, trees for its residuals, and trees that predict the absolute error.
 
-        Of two losses of the trees, squared and absolute, the one is taken with the smaller errors. With many channels
-        there is one loss, and fewer trees. None without values.
+        Errors are measured on folds that were not used to fit the models. The loss of the trees is squared or absolute,
+        chosen by the mean error. With many channels only the squared loss and fewer trees are used. The result is None
+        without values.
         """
         if not len(change):
             return None
@@ -372,7 +390,7 @@ class Boosting:
         return mean, std * math.sqrt(math.pi / 2)
 
     def _history(self, past: Series) -> Tensor:
-        """Return moving averages of each channel at the last sample, (n, channels, scales); NaN without a value."""
+        """Return exponential moving averages at the last sample, (n, channels, scales); NaN without a value."""
         end = past.t.amax(1, keepdim=True)
         weight = past.mask.double()
         values = torch.nan_to_num(past.x)
@@ -383,10 +401,10 @@ class Boosting:
         return torch.stack(averages, -1)
 
     def _inputs(self, past: Series, dt: Tensor) -> list[Tensor]:
-        """Return the inputs of the trees and of the linear model of each channel in turn, (n, K, inputs)."""
+        """Return the inputs (n, K, inputs) of the trees and of the linear model, for one channel after another."""
         (last, age), history, n = last_values(past), self._history(past), len(past)
         fixed = [last.nan_to_num()]
-        if self.is_panel:  # the end of one series lies beyond its own training data
+        if self.is_panel:  # with few series these inputs would exceed the range of the training data
             fixed += [past.lengths.view(n, 1).double(), past.t.amax(1, keepdim=True) - past.t[:, :1]]
         if past.static is not None:
             fixed.append(past.static)
@@ -398,7 +416,7 @@ class Boosting:
 
                 local = pandas.DatetimeIndex(dates.reshape(-1), tz="UTC").tz_convert(self.zone).tz_localize(None)
                 dates = local.to_numpy().reshape(dates.shape)
-            seconds = torch.from_numpy((dates - np.datetime64("1970-01-05")) / np.timedelta64(1, "s"))  # since a Monday
+            seconds = torch.from_numpy((dates - np.datetime64("1970-01-05")) / np.timedelta64(1, "s"))  # from a Monday
             for period in (86400.0, 7 * 86400.0):
                 phase = 2 * math.pi * seconds / period
                 moving += [phase.sin(), phase.cos()]
@@ -413,19 +431,19 @@ class Boosting:
             found.append(torch.cat([each.unsqueeze(1).expand(-1, dt.shape[1], -1), own, lags], -1))
             found.append(
                 torch.cat([lags, *(lags * decay for decay in decays)], -1)
-            )  # coefficients fall with the horizon
+            )  # lagged values whose coefficients decay with the horizon
         return found
 
 
 def _both(lags: NDArray[Any], inputs: NDArray[Any], change: NDArray[Any], tree: Any) -> tuple[Any, Any]:
-    """Return a linear model of the change, and trees of the rest."""
+    """Fit a linear model to the change and trees to its residuals, and return both."""
     line = RidgeCV(ALPHAS) if len(change) > 2 else Ridge(ALPHAS[-1])
     line.fit(lags, change)
     return line, tree.fit(inputs, change - line.predict(lags))
 
 
 class Smoothing:
-    """Noisy oscillators with exact bands, for each channel by itself (:class:`OscillatorSmoother`)."""
+    """A model that forecasts each channel by a separate :class:`OscillatorSmoother`."""
 
     def fit(self, series: Series, backtest: Backtest, seed: int) -> Self:
         self.models = []
@@ -456,21 +474,32 @@ class Smoothing:
 
 
 class Calibration:
-    """Quantiles of held-out errors near a lead: the half widths of bands of a channel, in standard deviations.
+    """The half widths of the bands of a channel as a function of the lead, in predicted standard deviations.
 
-    Without an observed value there is no lead. The half width is then a quantile of the held-out values themselves.
+    The lead is the time since the last observed value. A half width is a quantile of held-out errors at similar leads.
+    Without an observed value there is no lead; the half width is then a quantile of the absolute held-out values.
+
+    Arguments:
+        sample: index of the sample of each error, (n,).
+        lead: lead of each error, (n,).
+        error: absolute error divided by the predicted standard deviation, (n,).
+        value: held-out values, (n,).
     """
 
     def __init__(self, sample: NDArray[Any], lead: NDArray[Any], error: NDArray[Any], value: NDArray[Any]) -> None:
         is_value, known = np.isfinite(value), np.isfinite(error) & np.isfinite(lead)
         self.values = abs(value[is_value]), sample[is_value]
-        order = np.random.RandomState(0).permutation(int(known.sum()))  # equal leads of all series are mixed
+        order = np.random.RandomState(0).permutation(int(known.sum()))  # shuffle errors with equal leads
         order = order[np.argsort(lead[known][order], kind="stable")]
         self.lead, self.error, self.sample = (part[known][order] for part in (lead, error, sample))
         self.longest = float(self.lead[-1]) if len(self.lead) else math.inf
 
     def __call__(self, lead: NDArray[Any], level: float) -> NDArray[Any]:
-        """Return the half width at each lead, from the nearest errors, or from more if their values are too few."""
+        """Return the half width at each lead for a level in percent.
+
+        A half width is computed from the errors at the nearest leads. If they come from too few different samples, more
+        errors are used. It is infinite if all errors are too few.
+        """
         total, none, log_lead = len(self.error), bound(*self.values, level), np.log(self.lead + 1e-12)
         size = min(total, max(NEAREST_ERRORS, total // 5))
         while size:
@@ -484,17 +513,22 @@ class Calibration:
 
 
 def check_level(level: Any) -> float:
-    """Return a level; raise ValueError if it is not in (1, 100)."""
-    if not isinstance(level, numbers.Real) or not 1 < float(level) < 100:  # .9 is no percentage
+    """Return the level as a float. Raise ValueError if it is not in (1, 100)."""
+    if not isinstance(level, numbers.Real) or not 1 < float(level) < 100:  # 0.9 is probably meant as 90
         raise ValueError(f"level must be a number in (1, 100), in percent, got {level!r}. Fix: level=90.")
     return float(level)
 
 
 def bound(error: NDArray[Any], sample: NDArray[Any], level: float) -> float:
-    """Return the bound that conformal prediction gives for an error at a level in percent.
+    """Return the bound of conformal prediction on the absolute error, at a level in percent.
 
-    A value that was held out is asked for from several cuts, and its errors count as one. Of n values the largest error
-    is a bound of the level n / (n + 1), and the bound of a higher level is infinite.
+    Errors of the same sample, forecast from several cuts, count as one. With n samples the largest error is a bound of
+    the level n / (n + 1); the bound for a higher level is infinite.
+
+    Arguments:
+        error: absolute errors.
+        sample: index of the sample of each error.
+        level: level in percent.
     """
     count = len(np.unique(sample))
     rank = math.ceil((count + 1) * level / 100 - 1e-9)
@@ -502,7 +536,7 @@ def bound(error: NDArray[Any], sample: NDArray[Any], level: float) -> float:
 
 
 def last_values(past: Series) -> tuple[Tensor, Tensor]:
-    """Return the last observed value of each channel and its age, (n, channels); NaN if there is none."""
+    """Return the last value of each channel and its age at the last sample, (n, channels) each; NaN without a value."""
     positions = torch.arange(past.x.shape[1]).view(1, -1, 1)
     latest = torch.where(past.mask, positions, -1).amax(1)
     rows = torch.arange(len(past)).unsqueeze(1)
@@ -513,5 +547,5 @@ def last_values(past: Series) -> tuple[Tensor, Tensor]:
 
 
 def leads(past: Series, dt: Tensor) -> NDArray[Any]:
-    """Return times since the last observed value of each channel, (n, K, channels); NaN if there is none."""
+    """Return the times from the last value of each channel to the forecasts, (n, K, channels); NaN without a value."""
     return (dt.unsqueeze(-1) + last_values(past)[1].unsqueeze(1)).numpy()

@@ -1,4 +1,4 @@
-"""Forecasts of irregular series with calibrated bands; input and output are tables."""
+"""Forecasts of irregular series, from tables to tables, with calibrated bands."""
 
 from __future__ import annotations
 
@@ -55,79 +55,89 @@ if TYPE_CHECKING:
 Model = Literal["auto", "last", "features", "seasonal", "oscillators", "statsforecast", "odernn", "gru"]
 CHEAP = ("last", "features", "seasonal", "oscillators")
 NETWORKS = ("odernn", "gru")
-PLAIN = ("seasonal", "statsforecast")  # models that see all series in one unit
-CUTS, AHEAD, MOST_STARTS = 10, 16, 500  # least starts in a held-out series; later samples of each; starts in all
-PAIRS = 20_000  # most pairs of a start and a later value from which boosting learns, for each channel
-PART = 256  # held-out starts of which networks forecast at once
-GROUPS, END, MOST = 3, 0.3, 0.6  # of whole series; share of the samples of each series that is held out, and the most
-START = 0.3  # share of a held-out series after which forecasts start
+PLAIN = ("seasonal", "statsforecast")  # models that use the same units for all series
+# Minimum number of forecasts in a held-out series; later samples for each forecast; number of forecasts in all series.
+CUTS, AHEAD, MOST_STARTS = 10, 16, 500
+PAIRS = 20_000  # maximum number of training examples (start of a forecast, later value) for each channel
+PART = 256  # number of held-out forecasts that a network computes at once
+GROUPS, END, MOST = 3, 0.3, 0.6  # groups of held-out series; default and largest share of a held-out end of a series
+START = 0.3  # share of a held-out series before the first forecast
 
 
 class SeriesForecaster(SeriesEstimator):
     """Forecasts of irregular series with calibrated bands, in the user's units and dates.
 
-    The forecast of a value is its mean and a band for each level. Let e be the errors on held-out series, divided by
-    the model's standard deviation. The lead of a forecast is the time since the last observed value of its column: the
-    horizon plus the age of this value. The half width of a band is the standard deviation times a quantile of e at
-    similar leads of the same column, as in split conformal prediction. The models learn, and e is measured, with and
-    without the last values of the series. Each third of the series is held out in turn, and a third alone with 500
-    series or more, or a network. With fewer than ten series, the last 30 % of each are held out instead, or twice
-    ``horizon``, but at most 60 %. The model is then fitted to all series, except for a network, whose training ends by
-    the held-out values. So the guarantee of conformal prediction for new series is only approximate: it assumes that
-    the final model errs as those that did not see the held-out series, and e at similar leads is one distribution.
+    A forecast consists of a mean and one band for each level. The bands are calibrated by split conformal prediction.
+    Let e be the absolute errors on held-out series, divided by the standard deviations that the model predicts. The
+    lead of a forecast is the time since the last observed value of its column: the horizon plus the age of this value.
+    The half width of a band is the predicted standard deviation times a quantile of e at similar leads of the same
+    column. For training and for e, the last values of some histories are removed, so that all leads occur.
 
-    A model sees each column of a series in units of its own past: its median, and the size of its steps. Both are
-    shrunk to those of all series, entirely if the series differ by chance only. Scores are those of pasts with their
-    last values, in units of each series, so that large series do not decide alone. ``"last"``, ``"features"`` and
-    ``"oscillators"`` are also tried in one unit for all series, if there are at most eight columns. ``"seasonal"`` and
-    ``"statsforecast"`` always have one unit.
+    Each third of the series is held out in turn. With 500 series or more, or a network, only one third is held out.
+    With fewer than ten series, the last 30 % of each series are held out instead, or twice ``horizon``, but at most
+    60 %. Then the model is fitted to all series, except for a network, which needs the held-out series for early
+    stopping. Therefore the guarantee of conformal prediction for new series is only approximate. It assumes that the
+    errors of the final model are distributed as those of the models that did not see the held-out series, and that e
+    has the same distribution at similar leads.
+
+    Each column of a series is scaled by its history: by the median and the typical size of a step. Both are shrunk
+    towards common values of all series, completely if the series differ by chance only. ``"last"``, ``"features"`` and
+    ``"oscillators"`` are also compared with a common scale for all series if there are at most eight columns.
+    ``"seasonal"`` and ``"statsforecast"`` always use a common scale. Models are compared by forecasts from complete
+    histories. Their errors are divided by the scale of each series, so that series with large values do not dominate.
 
     A band of a level L in percent needs at least L / (100 - L) held-out values: 9 for 90 %, 19 for 95 %, 99 for 99 %.
-    With fewer it is infinite, as in the theory of conformal prediction: a finite one would rest on an assumption about
-    the tails, not on the data. A column without any value in a series has the mean of the training data, and a band of
-    the held-out values themselves. A column without any value in the training data has NaN.
+    With fewer values it is infinite, as in the theory of conformal prediction; a finite band would need an assumption
+    about the tails of the distribution. If a column has no value in a series, its forecast is the training mean, with
+    a band from the held-out values themselves. If a column has no value in the training data, its forecast is NaN.
 
     References:
         Lei et al., Distribution-Free Predictive Inference for Regression, JASA 113 (2018).
 
     Arguments:
-        model: ``"last"``, the last value; ``"features"``, a linear model and boosted trees on summaries of the past,
-            values one season before, the horizon and the calendar, which has the hour of the day and of the week in the
-            time zone of the training table, or in UTC if it has none that pandas knows by name; ``"seasonal"``, a
-            level, a line that flattens and seasons whose periods are found, for regular and irregular series;
-            ``"oscillators"``, a :class:`OscillatorSmoother` for each column; ``"statsforecast"``, the median of
-            AutoETS, AutoTheta and MSTL of the package statsforecast, fitted to each series by itself, for regular
-            series; ``"odernn"`` or ``"gru"``, a network that is trained by gradients; ``"auto"``, the one of
-            the first four, or the mean of the best two, with the least continuous ranked probability score on held-out
-            series. ``"statsforecast"`` is compared too if it is installed, and the series are regular and have at most
-            20,000 values together. With more than eight columns, only the first two are compared, in own
-            units, and the trees learn from fewer values of each column, to save time. Default: ``"auto"``
+        model: one of
+
+            - ``"last"``, the last value;
+            - ``"features"``, a linear model and boosted trees. Their inputs are summaries of the history, values one
+              season ago, the horizon, and for dates the time of the day and of the week. These are in the time zone of
+              the training table, or in UTC if pandas does not know the zone by name;
+            - ``"seasonal"``, a level, a damped linear trend and seasons whose periods are estimated;
+            - ``"oscillators"``, an :class:`OscillatorSmoother` for each column;
+            - ``"statsforecast"``, for regular series: the median of AutoETS, AutoTheta and MSTL of the package
+              statsforecast, fitted to each series separately;
+            - ``"odernn"`` or ``"gru"``, a recurrent network;
+            - ``"auto"``, the best of the first four models, or the mean of the best two, by the continuous ranked
+              probability score on held-out series. ``"statsforecast"`` is also compared if it is installed and the
+              series are regular and have at most 20,000 values in total. With more than eight columns only ``"last"``
+              and ``"features"`` are compared, and the trees learn from fewer values of each column, to save time.
+
+            Default: ``"auto"``
         id: for a table in long form, the column that identifies the series. None for a table of one series.
             Default: ``None``
         time: for a table, the column of times: numbers, durations or dates. None takes the index of a pandas Series, or
             the dates in the index of a DataFrame. Default: ``None``
-        values: for a table, the columns to forecast. None takes all that are not named by another argument
-            (``features_``). Default: ``None``
+        values: for a table, the columns to forecast. None takes all columns that no other argument names.
+            Default: ``None``
         static: for a table, columns that are constant within each series; categories are allowed. Default: ``None``
         future: for a table, columns of numbers whose later values are known, such as a holiday or a weather forecast.
-            They are linear between their samples. Of the models only ``"features"`` reads them. Default: ``None``
+            They are interpolated linearly. Only the model ``"features"`` uses them. Default: ``None``
         level: levels of the bands in percent. Default: ``90``
         hidden_size: size of a network's state. Default: ``32``
         dropout: dropout of a network. Default: ``0.1``
         weight_decay: weight decay of a network. Default: ``0.01``
         learning_rate: learning rate of a network. Default: ``0.005``
-        max_epochs: most epochs of a network. Default: ``100``
-        patience: epochs of a network without a smaller validation loss, after which training ends. Default: ``10``
+        max_epochs: maximum number of epochs of a network. Default: ``100``
+        patience: number of epochs without a smaller validation loss after which training stops. Default: ``10``
         n_members: number of networks whose forecasts are averaged. Default: ``3``
         device: device of the networks. Default: ``None``
         random_state: seed. Default: ``None``
-        progress: whether a progress bar is shown; None shows it on a terminal. Default: ``None``
+        progress: whether to show a progress bar; None shows it on a terminal. Default: ``None``
 
     Attributes:
-        features_: the columns that are forecast.
-        model_: the model that was chosen.
+        features_: names of the columns to forecast.
+        model_: name of the selected model.
         cv_loss_: with ``model="auto"``, the score of each model on held-out series.
-        history_: the series of :meth:`fit` and :meth:`update`. A file of :meth:`save` does not hold them.
+        history_: the series of :meth:`fit` and :meth:`update`. :meth:`save` does not store them.
 
     Example:
         >>> import numpy as np, pandas as pd, hbnode.estimators
@@ -174,9 +184,10 @@ class SeriesForecaster(SeriesEstimator):
         Arguments:
             X: the series.
             y: ignored. Default: ``None``
-            horizon: the farthest time ahead that will be asked, as ``ahead`` of :meth:`predict`. The model learns, is
-                chosen and is calibrated by values up to it. None is no limit with ten series or more, and with fewer
-                half of the held-out part, 15 % of the median duration. Default: ``None``
+            horizon: the farthest time ahead for which forecasts are needed, in the same form as ``ahead`` of
+                :meth:`predict`. The model is trained, selected and calibrated with values up to this time. None is no
+                limit with ten series or more. With fewer series, None is 15 % of the median duration, half of the
+                held-out part. Default: ``None``
 
         Raises:
             ValueError: if ``model`` is unknown, or no value was observed.
@@ -201,32 +212,37 @@ class SeriesForecaster(SeriesEstimator):
         train, test = splits[0]
         is_held = bool((train.lengths > 1).any())
         names = self._names(series, is_held)
-        model, *forecast = self._chosen(names, train if is_held else series, test, random)
+        model, *forecast = self._best_model(names, train if is_held else series, test, random)
         forecasts: list[Any] = [forecast]
         is_network = self.model_ in NETWORKS
-        if not is_network:  # whose training ends by the held-out values
+        if not is_network:  # which needs its held-out series for early stopping
             for train, other in splits[1 : None if len(whole) < MOST_STARTS else 1]:
-                forecasts.append(self._tested(model, train, self._drawn(train, random), other, random)[1:])
+                forecasts.append(
+                    self._fit_and_forecast(model, train, self._training_backtest(train, random), other, random)[1:]
+                )
         self._calibrate([test for _, test in splits], forecasts, is_held or self.model_ == "last")
         if is_held and not is_network:
-            model = self._fitted(model, series, self._drawn(whole, random), test, random)
+            model = self._fitted(model, series, self._training_backtest(whole, random), test, random)
         self.networks_ = model if is_network else []
         self.fitted_: Any = None if is_network else model
         return self
 
     def _names(self, series: Series, is_held: bool) -> Sequence[str]:
-        """Return the models to compare; with no series held out there is nothing by which to compare them."""
+        """Return the names of the models to compare: one name if ``model`` is given or if no series is held out."""
         if self.model != "auto" or not is_held:
             return [CHEAP[0] if self.model == "auto" else self.model]
         if series.x.shape[2] > WIDE:
             return CHEAP[:2]
         return (*CHEAP, "statsforecast") if StatsForecast.admits(series) else CHEAP
 
-    def _chosen(self, names: Sequence[str], train: Series, test: Backtest, random: np.random.RandomState) -> Any:
-        """Return the best model, or the mean of the best two, with its means and standard deviations for ``test``."""
-        backtest = self._drawn(train, random)
-        scale = self.units_(test.series)[1][test.row]  # of each series, so that all weigh the same
-        is_scored = (test.lost == 0).all(1) & test.values.isfinite().any(-1).any(-1)  # as forecasts are asked for
+    def _best_model(self, names: Sequence[str], train: Series, test: Backtest, random: np.random.RandomState) -> Any:
+        """Return the model with the best score, with its means and standard deviations for ``test``.
+
+        It is the best single model or the mean of the best two.
+        """
+        backtest = self._training_backtest(train, random)
+        scale = self.units_(test.series)[1][test.row]  # scale of each series, so that all series have the same weight
+        is_scored = (test.lost == 0).all(1) & test.values.isfinite().any(-1).any(-1)  # complete histories
         is_scored |= ~is_scored.any()
 
         def score(found: tuple[Any, Tensor, Tensor]) -> float:
@@ -235,7 +251,9 @@ class SeriesForecaster(SeriesEstimator):
         found = {}
         for name in names:
             models = self._models(name, train.x.shape[2] > WIDE)
-            found[name] = min((self._tested(each, train, backtest, test, random) for each in models), key=score)
+            found[name] = min(
+                (self._fit_and_forecast(each, train, backtest, test, random) for each in models), key=score
+            )
         self.cv_loss_ = {name: score(each) for name, each in found.items()}
         best = sorted(found, key=self.cv_loss_.__getitem__)[:2]
         if len(best) > 1:
@@ -246,15 +264,18 @@ class SeriesForecaster(SeriesEstimator):
         self.model_ = min(self.cv_loss_, key=self.cv_loss_.__getitem__)
         return found[self.model_]
 
-    def _tested(
+    def _fit_and_forecast(
         self, model: Any, train: Series, backtest: Backtest, test: Backtest, random: np.random.RandomState
     ) -> tuple[Any, Tensor, Tensor]:
-        """Return a fitted model with its means and standard deviations for ``test``."""
+        """Fit a model, and return it with its means and standard deviations for ``test``."""
         model = self._fitted(model, train, backtest, test, random)
         return model, *test.over(lambda past, dt: self._forecast(model, past, dt))
 
     def _calibrate(self, tests: list[Backtest], forecasts: list[Any], is_held: bool) -> None:
-        """Calibrate bands by errors of held-out values; a model that was fitted to the values has none."""
+        """Store the calibration of each column, from forecasts of held-out values.
+
+        If no values were held out (``is_held=False``), errors are unknown and bands are infinite.
+        """
         parts = []
         for test, (mean, std) in zip(tests, forecasts, strict=False):
             _, age = test.over(lambda past, dt: last_values(past))
@@ -266,34 +287,34 @@ class SeriesForecaster(SeriesEstimator):
         self.calibrations_ = [Calibration(*joined[..., channel]) for channel in range(joined.shape[2])]
 
     def predict(self, X: Any = None, ahead: Any = None, *, future: Any = None) -> Any:
-        """Return the forecasts as a DataFrame of pandas with a row for each series, time and column.
+        """Return the forecasts as a pandas DataFrame with one row for each series, time and column.
 
-        The columns are the user's columns of ids and times (``id`` and ``time`` if these have no name), ``column``,
-        ``mean``, and ``lower`` and ``upper`` for one level, or ``lower_50``, ``upper_50`` and so on for several. Dates
-        are in the time zone of the table, or in UTC if it has several. Durations stay durations.
+        The DataFrame has the columns of ids and times of the training table (``id`` and ``time`` if they have no name),
+        ``column``, ``mean``, ``lower`` and ``upper``. With several levels the last two are ``lower_50``, ``upper_50``
+        and so on. Dates are in the time zone of the table, or in UTC if it has several.
 
         Arguments:
-            X: the series up to now, which need not be those of :meth:`fit`. None takes the series of :meth:`fit` and
-                :meth:`update`. Default: ``None``
-            ahead: times after the last observed value of each series; later rows without a value do not count. (A
-                series without any value ends with its last row.) They are durations such as ``"1h"``, offsets of pandas
-                such as ``"1MS"`` or ``pandas.DateOffset(months=1)``, or dates, which must not lie before the last
-                value. Text is a duration if pandas.to_timedelta reads it, except for ``"MS"``, the start of a month:
-                ``"1ms"`` is a millisecond and ``"1W"`` has seven days. For times that are numbers, or a Series, they
-                are numbers in their unit. One, or a list. Dates have a time zone if those of the table have one. None
-                takes the times of the rows of ``X`` and ``future`` after the last value. Default: ``None``
-            future: a table of later rows with the columns of ids, times and ``future``; or they are rows of X without a
-                value. Where both have a value, that of ``future`` counts. Default: ``None``
+            X: the histories of the series to forecast, which may be other series than in :meth:`fit`. None takes the
+                series of :meth:`fit` and :meth:`update`. Default: ``None``
+            ahead: one or several times after the last observed value of each series. Rows without a value at the end of
+                a series are ignored; a series without any value ends at its last row. For times that are dates,
+                ``ahead`` may be a duration such as ``"1h"``, a pandas offset such as ``"1MS"`` or
+                ``pandas.DateOffset(months=1)``, or a date that is not before the last value. Dates need a time zone if
+                the table has one. Text is read by pandas.to_timedelta if possible, so ``"1ms"`` is a millisecond and
+                ``"1W"`` has seven days; only ``"MS"`` is the start of a month. For times that are numbers, or a Series,
+                ``ahead`` may be numbers in the unit of the times. None takes the times of the rows of ``X`` and
+                ``future`` after the last value. Default: ``None``
+            future: a table of later rows with the columns of ids, times and ``future``. These rows may also be in X,
+                without values. If both have a value at the same time, ``future`` is used. Default: ``None``
 
         Raises:
-            ValueError: if dates have a time zone and those of :meth:`fit` have none, or the reverse. A Series is in UTC
-                and fits both. If a column of ``future`` is not known at a time that is forecast. If a file of
-                :meth:`save` was loaded and there is no X.
+            ValueError: if only the new or only the training dates have a time zone (a Series fits both); if a column of
+                ``future`` is not known at a time to forecast; if the forecaster was loaded from a file and X is None.
 
         Warns:
-            UserWarning: if a forecast lies further after the last observed value than the held-out values by which the
-                bands were calibrated; if a level needs more held-out values than there are, so that its band is
-                infinite; if a column had no value in the training data, so that its forecast is NaN.
+            UserWarning: if the lead of a forecast is larger than all leads of the held-out values; if a band is
+                infinite because there are too few held-out values for its level; if a forecast is NaN because its
+                column had no value in the training data.
         """
         import pandas
 
@@ -338,14 +359,14 @@ class SeriesForecaster(SeriesEstimator):
         return result.reset_index(drop=True)
 
     def update(self, X: Any) -> Self:
-        """Append rows to the series that :meth:`predict` forecasts without X; the model stays as it is.
+        """Append rows to the series that :meth:`predict` forecasts by default. The model does not change.
 
         Arguments:
-            X: a table as in :meth:`fit`, with later rows of known series, or new series. A row replaces those of the
-                same series and time.
+            X: a table as in :meth:`fit`, with later rows of known series, or new series. A row replaces existing rows
+                of the same series and time.
 
         Raises:
-            TypeError: if the data of :meth:`fit` or of this call are no table.
+            TypeError: if the data of :meth:`fit` or of this call are not a table.
         """
         import pandas
 
@@ -361,18 +382,18 @@ class SeriesForecaster(SeriesEstimator):
         return self
 
     def backtest(self, X: Any, horizon: Any, *, n_origins: int = 3, refit: bool = False) -> Any:
-        """Return the forecasts of the last values of each series from rolling origins, with the observed values.
+        """Forecast the last values of each series from rolling origins, and return forecasts and observed values.
 
-        The origins lie 1, 2, ... horizons before the end of each series. Each forecast is that of a new forecaster with
-        the same arguments, which was fitted to the values up to the first origin, or to its own origin if ``refit``. It
-        is asked for the observed times up to the next origin. The columns are those of :meth:`predict`, and ``origin``,
-        the time of the last value before the forecast, and ``truth``. Columns of ``future`` are known throughout.
+        The origins are 1, 2, ... horizons before the end of each series. A new forecaster with the same arguments is
+        fitted to the values before the first origin, or before each origin with ``refit``. It forecasts the observed
+        times up to the next origin. The columns are those of :meth:`predict`, ``origin`` (the time of the last value
+        before the forecast) and ``truth``. Columns of ``future`` are known at all times.
 
         Arguments:
             X: the series.
-            horizon: a duration or an offset of pandas, or a number in the unit of the times.
+            horizon: a duration, a pandas offset, or a number in the unit of the times.
             n_origins: number of origins of each series. Default: ``3``
-            refit: whether a forecaster is fitted for each origin. Default: ``False``
+            refit: whether to fit a new forecaster for each origin. Default: ``False``
 
         Raises:
             ValueError: if no series has values before and after an origin.
@@ -408,11 +429,11 @@ class SeriesForecaster(SeriesEstimator):
         return pandas.concat(parts, ignore_index=True)
 
     def score(self, X: Any, y: Any = None) -> float:
-        """Return minus the mean continuous ranked probability score of forecasts of later values of the series.
+        """Return the negative mean continuous ranked probability score of forecasts within the series.
 
-        It is in standard deviations of the training data, and 0 is best. Forecasts start after 30 % of each series. For
-        a table use a split by series, scikit-learn's group k-fold with ``groups=table[id]``; or its time series split,
-        if the table is sorted by time.
+        Errors are in standard deviations of the training data; 0 is the best score. Forecasts start after 30 % of each
+        series. To cross-validate with a table, split it by series with GroupKFold of scikit-learn and
+        ``groups=table[id]``, or sort it by time and use TimeSeriesSplit.
 
         Arguments:
             X: series, as for :meth:`predict`.
@@ -437,14 +458,14 @@ class SeriesForecaster(SeriesEstimator):
         return "(id)" if self.id is None else self.id, "(time)" if self.time is None else self.time
 
     def _frame(self, data: Any) -> Any:
-        """Return a table of pandas that has columns of ids and times; other data as they are."""
+        """Convert a table to a pandas DataFrame that has columns of ids and times. Return other data unchanged."""
         import pandas
 
         id, time = self._keys
         is_named = isinstance(data, pandas.Series)
         if is_named:
             data = data.to_frame("y" if data.name is None else data.name)
-        if not is_table(data) or hasattr(data, "collect") or hasattr(data, "column_names"):  # which as_series refuses
+        if not is_table(data) or hasattr(data, "collect") or hasattr(data, "column_names"):  # as_series raises an error
             return data
         if not isinstance(data, pandas.DataFrame):
             data = pandas.DataFrame({name: _entries(data[name]) for name in getattr(data, "columns", data)})
@@ -464,7 +485,7 @@ class SeriesForecaster(SeriesEstimator):
         return data
 
     def _to_series(self, data: Any, *, reset: bool, future: Any = None) -> Any:
-        """Return the data up to the last observed value of each series, with the covariates that are known later."""
+        """Return the data up to the last observed value of each series, with all known values of the covariates."""
         if isinstance(data, Past):
             return super()._to_series(data, reset=reset)
         data, names = self._frame(data), listed(self.future)
@@ -485,7 +506,7 @@ class SeriesForecaster(SeriesEstimator):
         return past
 
     def _rows(self, table: Any, future: Any, ids: Sequence[Any]) -> Series:
-        """Return the columns that are known later in all rows, in the order of ``ids``."""
+        """Return series of the covariates, with all rows of ``table`` and ``future``, in the order of ``ids``."""
         import pandas
 
         (id, time), names = self._keys, listed(self.future)
@@ -515,7 +536,7 @@ class SeriesForecaster(SeriesEstimator):
             raise ValueError(f"{fault} {lost}.")
 
     def _horizons(self, series: Any, ahead: Any, is_unit_known: bool) -> Tensor:
-        """Return times after the last sample of each series, (batch, K)."""
+        """Convert ``ahead`` of :meth:`predict` to times after the last sample of each series, (batch, K)."""
         given = ahead if isinstance(ahead, (list, tuple, np.ndarray, Tensor)) or hasattr(ahead, "to_numpy") else [ahead]
         if not np.size(given):
             return torch.full((len(series), 1), math.nan, dtype=torch.float64)
@@ -539,18 +560,18 @@ class SeriesForecaster(SeriesEstimator):
             raise ValueError(f"ahead must not lie before the last sample of a series, {fault}. Fix: ahead={fix!r}.")
         return dt
 
-    def _drawn(self, series: Series, random: np.random.RandomState) -> Backtest:
-        """Return pasts and later values from which a model learns."""
+    def _training_backtest(self, series: Series, random: np.random.RandomState) -> Backtest:
+        """Return a random backtest from which a model learns."""
         pairs = PAIRS * WIDE // max(WIDE, series.x.shape[2])
         return draw_backtest(series, random, 0.0, max(3, pairs // 8 // len(series)), 8, self.horizon_)
 
     def _models(self, name: str, is_wide: bool) -> list[Any]:
-        """Return models of a name that are to be fitted and compared, in own units of the series and in one."""
+        """Return unfitted models with this name: one with the units of each series, and one with common units."""
         if name in PLAIN:
             return [Seasonal(-self.mean_ / self.std_) if name == "seasonal" else StatsForecast(self.mean_, self.std_)]
         if name in NETWORKS:
             return [name]
-        units = [self.units_] if is_wide or not self.units_.is_own else [self.units_, Units(len(self.mean_))]
+        units = [self.units_] if is_wide or not self.units_.differ else [self.units_, Units(len(self.mean_))]
         kinds: dict[str, Any] = {"last": LastValue, "features": partial(Boosting, self.zone_), "oscillators": Smoothing}
         return [InUnits(kinds[name](), each) for each in units]
 
@@ -558,7 +579,7 @@ class SeriesForecaster(SeriesEstimator):
     def _fitted(
         self, model: Any, train: Series, backtest: Backtest, held_out: Backtest, random: np.random.RandomState
     ) -> Any:
-        """Fit a model, which changes it, or networks of a name."""
+        """Fit a model in place and return it. For the name of a network, train and return new networks."""
         seed = int(random.randint(2**31 - 1))
         if model not in NETWORKS:
             return model.fit(train, backtest, seed)
@@ -581,7 +602,10 @@ class SeriesForecaster(SeriesEstimator):
 
     @kept_random_state()
     def _forecast(self, model: Any, past: Series, dt: Tensor) -> tuple[Tensor, Tensor]:
-        """Return means and standard deviations (batch, K, channels) in standardised units; 0 and 1 without a value."""
+        """Return means and standard deviations (batch, K, channels), standardised by the training data.
+
+        For a channel without a value in a series they are 0 and 1.
+        """
         is_seen = past.mask.any(1, keepdim=True)
         if not isinstance(model, list):
             mean, std = model.forecast(past, dt)
@@ -595,7 +619,11 @@ class SeriesForecaster(SeriesEstimator):
         return torch.where(is_seen, mean, 0.0), torch.where(is_seen, std, 1.0)
 
     def _warn(self, lead: NDArray[Any], width: NDArray[Any], unit: float | None) -> None:
-        """Warn in the caller of ``predict`` of what the bands cannot say; ``width`` is that of the highest level."""
+        """Warn of forecasts that are NaN, of infinite bands, and of leads beyond the calibrated ones.
+
+        ``lead`` and ``width`` are (batch, K, channels). ``width`` is for the highest level. The warning refers to the
+        caller of :meth:`predict`.
+        """
         known, level, names = self.is_known_, self._levels()[-1], np.array(self.features_, dtype=object)
         if not known.all():
             lost, rest = names[~known].tolist(), names[known].tolist()
@@ -624,7 +652,7 @@ class SeriesForecaster(SeriesEstimator):
 
 
 def _order(series: Series) -> NDArray[Any]:
-    """Return the series in an order that is that of their times and values, and not that of the table."""
+    """Return indices that sort series by their times and values, so that the order of rows has no influence."""
     sums = [series.t.sum(1), series.x.nansum((1, 2)), series.lengths, series.t[:, 0]]
     return np.lexsort([each.numpy() for each in sums])
 
@@ -632,7 +660,14 @@ def _order(series: Series) -> NDArray[Any]:
 def _splits(
     series: Series, whole: Series, ahead: float | None, random: np.random.RandomState
 ) -> tuple[list[tuple[Series, Backtest]], float]:
-    """Return training series with a backtest of what is held out, of several splits, and the farthest time ahead."""
+    """Return the splits, each with training series and a backtest of held-out values, and the farthest time ahead.
+
+    Arguments:
+        series: all series.
+        whole: the series with at least two samples.
+        ahead: the given farthest time ahead; None chooses it.
+        random: random number generator.
+    """
     if len(whole) >= FEW_SERIES:
         ahead = math.inf if ahead is None else ahead
         groups = [np.sort(rows) for rows in np.array_split(random.permutation(len(whole)), GROUPS)]
@@ -648,14 +683,14 @@ def _splits(
 
 
 def _offsets_from(ends: Any, offsets: list[Any]) -> list[list[Any]]:
-    """Return the dates that are offsets, as those of pandas, or durations after ``ends``."""
+    """Return for each date in ``ends`` the list of the dates that are one of the offsets or durations later."""
     if not all(hasattr(each, "rollforward") or isinstance(each, datetime.timedelta) for each in offsets):
         raise TypeError(f"ahead must be durations and offsets, or dates, got {offsets!r}. Fix: ['1h', '1MS'].")
     return [[end + each for each in offsets] for end in ends]
 
 
 def _check_zone(dates: Any, zone: Any) -> None:
-    """Raise TypeError if dates have a time zone and the times of the data have none, or the other way round."""
+    """Raise TypeError if only the given dates or only the times of the data have a time zone."""
     import pandas
 
     first = np.asarray(dates, dtype=object).reshape(-1)[0]
@@ -666,7 +701,7 @@ def _check_zone(dates: Any, zone: Any) -> None:
 
 
 def _steps(given: Any) -> Any:
-    """Return times ahead with text as pandas reads it: durations, or offsets such as "MS"; dates stay text."""
+    """Convert text in ``ahead`` to durations, or to pandas offsets such as "MS". Text that is a date is not changed."""
     import pandas
     from pandas.tseries.frequencies import to_offset
 
@@ -691,7 +726,7 @@ def _steps(given: Any) -> Any:
 
 
 def _times_after(past: Series, later: Series) -> Tensor:
-    """Return times (n, K) from the last sample of each series to the later ones; NaN for others."""
+    """Return the times (n, K) from the end of each history to later samples; NaN for samples that are not later."""
     dt = later.t - past.t.amax(1, keepdim=True)
     is_after = (torch.arange(dt.shape[1]) < later.lengths.unsqueeze(1)) & (dt > 0)
     if not is_after.any():
@@ -700,13 +735,13 @@ def _times_after(past: Series, later: Series) -> Tensor:
 
 
 def _until_last_value(series: Any) -> Any:
-    """Return series without the samples after their last observed value; a series without any stays."""
+    """Remove the samples after the last observed value of each series. A series without any value is not changed."""
     last = torch.where(series.mask.any(-1), torch.arange(series.x.shape[1]), -1).amax(1) + 1
     return cut_at(series, torch.where(last > 0, last, series.lengths))
 
 
 def _of_user(series: Any, t: Tensor) -> Any:
-    """Return times as a flat index of dates, durations or numbers, as the user's are."""
+    """Convert times to a flat pandas index of dates, durations or numbers, as in the user's data."""
     import pandas
 
     if series.origin is not None:
@@ -717,21 +752,21 @@ def _of_user(series: Any, t: Tensor) -> Any:
 
 
 def _entries(column: Any) -> Any:
-    """Return a column of a table that is not of pandas as pandas reads it, with time zones."""
-    column = column.numpy(force=True) if isinstance(column, Tensor) else getattr(column, "array", column)  # of pandas
+    """Convert a column of a table that is not from pandas to a form from which pandas keeps the time zone."""
+    column = column.numpy(force=True) if isinstance(column, Tensor) else getattr(column, "array", column)  # pandas
     return column.to_list() if hasattr(column, "to_list") else column
 
 
 def _zone_name(zone: Any) -> str | None:
-    """Return the name of a time zone; None if there is none, or pandas does not know it by a name."""
+    """Return the name of a time zone for pandas; None without a time zone, or if pandas does not know it by name."""
     if zone is None:
         return None
     import pandas
 
-    offset = zone.utcoffset(None)  # of a fixed offset, whose name may be anything; None for other zones
+    offset = zone.utcoffset(None)  # None unless the zone is a fixed offset, whose name may be arbitrary
     try:
         return str(pandas.Timestamp(0, tz=str(zone if offset is None else datetime.timezone(offset))).tz)
-    except (LookupError, OSError, ValueError):  # of pytz, zoneinfo or dateutil
+    except (LookupError, OSError, ValueError):  # raised by pytz, zoneinfo or dateutil
         return None
 
 

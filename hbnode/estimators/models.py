@@ -44,24 +44,25 @@ if TYPE_CHECKING:
 Model = Literal["auto", "features", "rocket", "oscillators", "odernn", "gru"]
 Clock = Literal["relative", "absolute"]
 NETWORKS = ("oscillators", "odernn", "gru")
-ALPHAS = np.logspace(-2.75, 6.25, 19)  # of the ridge; thousands of weak features need the upper end
+ALPHAS = np.logspace(-2.75, 6.25, 19)  # penalties of the ridge; thousands of weak features need large ones
 FOLDS = 4
-BOOSTING_FROM = 1000  # series from which boosting is tried
+BOOSTING_FROM = 1000  # number of series from which boosting is tried
 TREES = {"learning_rate": 0.05, "max_leaf_nodes": 15, "max_features": 0.3, "l2_regularization": 1.0}
-MEMBERS = 3  # most models whose mean is the answer
-LONGEST = 40.0  # seconds on one core that the counts of the data may predict for a candidate beyond the first
-PARTS = 5  # of the series, one of which is for the validation of a network
-SPARSE_SAMPLES, SPARSE_POINTS = 16, 3  # samples of a series, or grid points for each, for which the smoother is tried
-GOOD_LOSS = 0.15  # cross-validated loss below which "auto" does not try the smoother, which takes seconds
+MEMBERS = 3  # maximum number of models whose outputs are averaged
+LONGEST = 40.0  # candidates after the first are left out if their predicted time in seconds is longer
+PARTS = 5  # number of folds of the series; one fold validates a network
+# The smoother is tried with at most SPARSE_SAMPLES samples in a series, or at least SPARSE_POINTS points per sample.
+SPARSE_SAMPLES, SPARSE_POINTS = 16, 3
+GOOD_LOSS = 0.15  # "auto" does not try the smoother, which is slow, if another cross-validated loss is smaller
 
 
 class _Targets(NamedTuple):
-    """What is learned of each series.
+    """The targets, weights and groups of all series.
 
     Attributes:
-        values: codes of classes (batch,), or standardised numbers (batch, targets).
-        weights: (batch,), with the mean 1.
-        groups: codes (batch,); no group is in two folds. None if every series is a group.
+        values: codes of classes, (batch,), or standardised numbers, (batch, targets).
+        weights: weights with the mean 1, (batch,).
+        groups: codes of groups, (batch,). All series of a group are in the same fold. None without groups.
     """
 
     values: NDArray[Any]
@@ -69,21 +70,25 @@ class _Targets(NamedTuple):
     groups: NDArray[Any] | None
 
     def fitted(self, head: Any, features: NDArray[Any], rows: Any = slice(None)) -> Any:
-        """Return an estimator that is fitted to the features of some series."""
+        """Fit a clone of an estimator to the features of the series ``rows``, with their targets and weights."""
         name = f"{head.steps[-1][0]}__sample_weight" if isinstance(head, Pipeline) else "sample_weight"
-        weights = None if (self.weights == 1).all() else self.weights[rows]  # which some estimators are faster without
+        weights = None if (self.weights == 1).all() else self.weights[rows]  # faster for some estimators
         known = np.where(np.isnan(features[rows]).all(0), 0.0, features[rows])  # trees refuse a column without a value
-        with config_context(enable_metadata_routing=False):  # the weights are given to the last step by name
+        with config_context(enable_metadata_routing=False):  # weights are passed by name to the last step
             return clone(head).fit(known, self.values[rows], **{name: weights})
 
 
 class _Scaler(StandardScaler):
-    """Standardises features, and gives more weight to the static ones, the last columns.
+    """A scaler that standardises features and gives larger weights to static features, the last columns.
 
-    A ridge loses a few columns among thousands. With the weight of all others together they would hardly be shrunk, so
-    that noise in them would stay. The weight is the geometric mean of these two. No feature of n training series is
-    more than √n deviations from its mean, and no later one may be: one that hardly varied in training would outweigh
-    all others.
+    A ridge regression hardly uses a few static columns among thousands of features. If the static columns had the same
+    total weight as all other columns, they would hardly be regularised. Their weight is the geometric mean of both.
+
+    Standardised features are clipped to ±√n, where n is the number of training series. No training feature exceeds this
+    bound. A new feature that was nearly constant in training could exceed it and dominate all others.
+
+    Arguments:
+        static: number of static features.
     """
 
     def __init__(self, static: int = 0) -> None:
@@ -91,7 +96,7 @@ class _Scaler(StandardScaler):
         self.static = static
 
     def transform(self, X: Any, copy: bool | None = None) -> Any:
-        """Return the standardised features."""
+        """Return the standardised, clipped and weighted features."""
         most = np.sqrt(np.max(self.n_samples_seen_))
         found = np.asarray(super().transform(X, copy)).clip(-most, most)
         if self.static:
@@ -100,24 +105,24 @@ class _Scaler(StandardScaler):
 
 
 @contextmanager
-def _told() -> Iterator[None]:
-    """Ignore warnings of the times of series, which the estimator gives itself."""
+def _without_time_warnings() -> Iterator[None]:
+    """A context that ignores warnings of wrong times from feature transformers, because the estimator warns itself."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"times must be those of fit|\d+ of \d+ series last much longer")
         yield
 
 
 class _SeriesModel(SeriesEstimator):
-    """What the classifier and the regressor share: the choice of a model, and its fit."""
+    """The base class of the classifier and the regressor, which selects and fits a model."""
 
     _outputs: int
     prior_: NDArray[Any]
-    _splitters: tuple[Any, Any]  # of series, and of groups
-    _heads: Callable[..., tuple[Any, Any]]  # a ridge and a boosting estimator of features, of which some are static
-    _output: Callable[..., NDArray[Any]]  # of a fitted head for features
-    _set_targets: Callable[..., _Targets]
-    _loss: Callable[..., Tensor]  # of each series, (batch,)
-    _keep: Callable[..., None]  # what follows from outputs for series that were held out, (batch, outputs), else NaN
+    _splitters: tuple[Any, Any]  # classes of scikit-learn that split series without and with groups
+    _heads: Callable[..., tuple[Any, Any]]  # returns a ridge and a boosting estimator that take features
+    _output: Callable[..., NDArray[Any]]  # returns the outputs (batch, outputs) of a fitted head for features
+    _set_targets: Callable[..., _Targets]  # converts y, weights and groups
+    _loss: Callable[..., Tensor]  # returns the loss of each series, (batch,)
+    _keep: Callable[..., None]  # processes outputs of held-out series, (batch, outputs), NaN for other series
 
     def __init__(
         self, model: Model = "auto", *, id: str | None = None, time: str | None = None,
@@ -138,17 +143,17 @@ class _SeriesModel(SeriesEstimator):
     def fit(self, X: Any, y: Any, sample_weight: Any = None, *, groups: Any = None) -> Self:
         """Fit the model.
 
-        A pandas object of targets, weights or groups is paired with the series by id, if its index has their ids.
+        Pandas objects with targets, weights or groups are matched to the series by id if their index holds the ids.
 
         Arguments:
             X: the series.
             y: a label or a number for each series, (batch,); for the regressor also (batch, targets).
             sample_weight: weight of each series in all losses, (batch,). Default: ``None``
-            groups: group of each series, (batch,), such as the patient: series of one group are held out together.
+            groups: group of each series, (batch,), such as the patient. Series of a group are held out together.
                 Default: ``None``
 
         Raises:
-            ValueError: if an index has other ids than the series, or X, y, weights or groups are not of one length.
+            ValueError: if an index has other ids than the series, or X, y, weights and groups have different lengths.
         """
         warn_if_swapped(X)
         self._keep(*self._fit(X, y, sample_weight, groups))
@@ -156,7 +161,7 @@ class _SeriesModel(SeriesEstimator):
 
     @kept_random_state()
     def _fit(self, data: Any, y: Any, sample_weight: Any, groups: Any) -> tuple[NDArray[Any], _Targets]:
-        """Fit the model, and return its outputs for series that were held out, (batch, outputs), else NaN."""
+        """Fit the model. Return outputs of held-out series, (batch, outputs), NaN for other series, and the targets."""
         check_choice(self.model, "model", get_args(Model))
         if self.clock is not None:
             check_choice(self.clock, "clock", get_args(Clock))
@@ -168,7 +173,7 @@ class _SeriesModel(SeriesEstimator):
         if sample_weight is not None:
             weights = targets_of(sample_weight, series, data, "sample_weight")
             weights = _check_sample_weight(weights, weights, ensure_non_negative=True)
-            rows = weights.nonzero()[0]  # a weight of 0 is no series
+            rows = weights.nonzero()[0]  # series with a weight of 0 are removed
             series, y, weights = series.select(rows), y[rows], weights[rows]
             groups = None if groups is None else groups[rows]
         if groups is not None and len(np.unique(groups)) < 2:
@@ -189,14 +194,17 @@ class _SeriesModel(SeriesEstimator):
         return self._fit_features(series, targets, random), targets
 
     def _on_axis(self, series: Series) -> Series:
-        """Return the series with times as they are, or with times since the first sample of each."""
+        """Return the series with absolute times, or with times since the first sample of each series."""
         return series if self.is_absolute_ else dataclasses.replace(series, t=series.t - series.t[:, :1], origin=None)
 
     # Features
 
-    @_told()
+    @_without_time_warnings()
     def _fit_features(self, series: Series, targets: _Targets, random: np.random.RandomState) -> NDArray[Any]:
-        """Fit the candidates, and keep the best, and with it the next ones that are as good or make the mean better."""
+        """Fit all candidates, and store the best one and the candidates that are averaged with it.
+
+        Return the cross-validated outputs, (batch, outputs).
+        """
         budget = np.inf if self.time_budget is None else as_real(self.time_budget, "time_budget", "time_budget=60")
         start = monotonic()
         found: list[tuple[str, NDArray[Any], tuple[Any, Any, float]]] = []
@@ -233,20 +241,20 @@ class _SeriesModel(SeriesEstimator):
         return outputs
 
     def _is_as_good(self, outputs: NDArray[Any], least: NDArray[Any], targets: _Targets) -> bool:
-        """Return whether the loss is above the least one by no more than two standard errors of the difference."""
+        """Return whether the loss exceeds that of ``least`` by at most two standard errors of the difference."""
         known = ~np.isnan(least).any(1)
         excess = ((self._losses(outputs, targets) - self._losses(least, targets)) * targets.weights)[known]
         return known.any() and bool(excess.mean() <= 2 * excess.std() / np.sqrt(len(excess)))
 
     def _pairs(self, data: Any, y: Any, sample_weight: Any) -> tuple[Series, NDArray[Any], NDArray[Any] | None]:
-        """Return series with their targets and weights, paired as in fit."""
+        """Return series with their targets and weights, matched as in :meth:`fit`."""
         check_is_fitted(self)
         series = self._to_series(data, reset=False)
         weights = None if sample_weight is None else targets_of(sample_weight, series, data, "sample_weight")
         return series, targets_of(y, series, data), weights
 
     def _answers(self, data: Any) -> NDArray[Any]:
-        """Return the outputs (batch, outputs), those of the prior for a series without a value, with a warning."""
+        """Return the outputs, (batch, outputs). Warn of series without a value, which get the prior."""
         check_is_fitted(self)
         series = self._to_series(data, reset=False)
         is_empty = ~series.mask.any(-1).any(-1).numpy()
@@ -264,9 +272,9 @@ class _SeriesModel(SeriesEstimator):
         return np.where(is_empty[:, None], self.prior_, self._outputs_of(series))
 
     @kept_random_state()
-    @_told()
+    @_without_time_warnings()
     def _outputs_of(self, series: Series) -> NDArray[Any]:
-        """Return the mean of the members' or the networks' outputs, (batch, outputs)."""
+        """Return the mean outputs of all members or networks, (batch, outputs)."""
         if self.model_ in NETWORKS:
             scaled, device = self._scaled(series), self.device or "cpu"
             found = [batched(each.to(device), scaled).double().numpy() for each in self.networks_]
@@ -275,10 +283,11 @@ class _SeriesModel(SeriesEstimator):
         return np.mean(found, 0)
 
     def _candidates(self, series: Series, seed: int) -> list[tuple[str, Any, Any, float]]:
-        """Return names of models, transformers of series to features, estimators on them, and the seconds of a fit.
+        """Return tuples of a name, a transformer to features, an estimator on features and the predicted seconds.
 
-        The seconds follow from counts alone, so that the same data give the same candidates. The numbers are from one
-        slow core: per value of a summary for trees, per value on a grid, and per product in a ridge with its folds.
+        The seconds depend only on the size of the data, so that the same data give the same candidates. They were
+        measured on a slow core: per value of a summary for trees, per value on a grid, and per product in a ridge with
+        its folds.
         """
         found: list[tuple[str, Any, Any, float]] = []
         ridge, boosting = self._heads(seed, 0 if series.static is None else series.static.shape[1])
@@ -294,7 +303,8 @@ class _SeriesModel(SeriesEstimator):
                 kinds = ["linear"] if _is_regular(series) else ["linear", "last"]
                 samples = float(series.mask.any(-1).sum(1).double().median())
                 is_sparse = samples <= SPARSE_SAMPLES or points >= SPARSE_POINTS * samples
-                if len(kinds) > 1 and is_sparse and bool((series.mask.sum((0, 1)) > 1).all()):  # else it has no values
+                # The smoother needs two values or more of each channel.
+                if len(kinds) > 1 and is_sparse and bool((series.mask.sum((0, 1)) > 1).all()):
                     kinds.append("oscillators")
             width, spent = RocketFeatures().num_features, 0.0
             for kind in kinds:
@@ -306,21 +316,21 @@ class _SeriesModel(SeriesEstimator):
         return found
 
     def _held_out(self, head: Any, features: NDArray[Any], targets: _Targets) -> tuple[NDArray[Any], float]:
-        """Return outputs for series that were held out, (batch, outputs), else NaN, and what they were divided by."""
+        """Return cross-validated outputs, (batch, outputs), and their divisor. Outputs in no fold are NaN."""
         outputs = np.full((len(features), self._outputs), np.nan)
         for train, held in self._folds(targets, FOLDS, 0):
             outputs[held] = self._output(targets.fitted(head, features, train), features[held])
         return outputs, 1.0
 
     def _folds(self, targets: _Targets, count: int, seed: int) -> list[tuple[NDArray[Any], NDArray[Any]]]:
-        """Return for each fold the indices of the series for training, and of those that are held out."""
+        """Return a list of folds: the indices of the training series and of the held-out series."""
         values, _, groups = targets
         count = min(count, len(values) if groups is None else len(np.unique(groups)))
         folds = self._splitters[groups is not None](count, shuffle=True, random_state=seed)
         return list(folds.split(values, values, groups))
 
     def _cv_loss(self, outputs: NDArray[Any], targets: _Targets) -> float:
-        """Return the weighted mean loss of the outputs that are not NaN; infinite if there are none."""
+        """Return the weighted mean loss of the outputs, ignoring NaN. It is infinite if all outputs are NaN."""
         known = ~np.isnan(outputs).any(1)
         losses = self._losses(outputs, targets)[known]
         return float(np.average(losses, weights=targets.weights[known])) if known.any() else np.inf
@@ -331,10 +341,10 @@ class _SeriesModel(SeriesEstimator):
 
     # Networks
 
-    @_told()
+    @_without_time_warnings()
     def _fit_networks(self, series: Series, targets: _Targets, random: np.random.RandomState) -> NDArray[Any]:
         device, outputs = self.device or "cpu", torch.full((self.n_members, len(series), self._outputs), torch.nan)
-        self._fit_scale(series, np.inf)  # a constant is always 0: training changes no weight for it
+        self._fit_scale(series, np.inf)  # constant channels become 0, so they have no weights to train
         scaled, weights = self._scaled(series), torch.as_tensor(targets.weights).float().to(device)
         goals = torch.as_tensor(targets.values, dtype=torch.float32 if targets.values.ndim > 1 else None).to(device)
         self.networks_ = []
@@ -354,7 +364,7 @@ class _SeriesModel(SeriesEstimator):
 
             torch.manual_seed(seed)
             config = config_of(usual(scaled), self.model, self._outputs, self.hidden_size, self.dropout)
-            if self.is_absolute_ and config["start"] is None:  # because the series start far apart
+            if self.is_absolute_ and config["start"] is None:  # the start times differ widely
                 config |= {"start": self.seen_[0], "span": self.seen_[1] - self.seen_[0] or 1.0}
             name, network = f"{self.model} {member + 1}/{self.n_members}", SeriesNetwork(**config)
             network = self._trained(network, loss, scaled.lengths[train], validation, seed, name)
@@ -364,7 +374,7 @@ class _SeriesModel(SeriesEstimator):
 
     def _scaled(self, series: Series) -> Series:
         scaled = super()._scaled(series)
-        mask = series.mask & ~scaled.x.isnan()  # without those of a channel that had no value in fit
+        mask = series.mask & ~scaled.x.isnan()  # a channel without training values is NaN
         scaled = dataclasses.replace(scaled, x=torch.nan_to_num(scaled.x), mask=mask)
         return scaled.to(self.device or "cpu", torch.float32)
 
@@ -372,63 +382,68 @@ class _SeriesModel(SeriesEstimator):
 class SeriesClassifier(ClassifierMixin, _SeriesModel):
     """A classifier of irregular series with missing values.
 
-    Series are given as a :class:`hbnode.data.Series`, a list of pairs (t, x), an array (batch, channels, T), or a table
-    in long form. The constructor takes the names of a table's columns (:func:`hbnode.data.as_series`). NaN is missing.
+    Data may be a :class:`hbnode.data.Series`, a list of pairs (t, x), an array (batch, channels, T), or a table in long
+    form. The arguments ``id``, ``time``, ``values`` and ``static`` name the columns of a table, as in
+    :func:`hbnode.data.as_series`. NaN is a missing value.
 
     Arguments:
-        model: ``"features"``, :class:`hbnode.features.OscillatorFeatures` into a ridge, and boosted trees on summaries
-            of each channel if there are static features or at least 1,000 series. ``"rocket"``, MiniRocket's features
-            (of aeon) of series on a regular grid, into a ridge. ``"auto"``, both. Of several candidates the one with
-            the least cross-validated log loss is taken. The answer is its mean with up to two further ones, in the
-            order of their losses: one whose loss is within two standard errors of the least, or that makes the loss of
-            the mean less. Or a network that is trained by gradients: ``"oscillators"``
-            (:class:`hbnode.nn.OscillatorStack`), ``"odernn"`` (:class:`hbnode.ODERNN`) or ``"gru"``.
-            Default: ``"auto"``
+        model: one of
+
+            - ``"features"``: a ridge classifier on :class:`hbnode.features.OscillatorFeatures`. With static features or
+              at least 1,000 series, boosted trees on summaries of each channel are a further candidate;
+            - ``"rocket"``: a ridge classifier on :class:`hbnode.features.RocketFeatures` (MiniRocket of aeon);
+            - ``"auto"``: all candidates of ``"features"`` and ``"rocket"``;
+            - ``"oscillators"`` (:class:`hbnode.nn.OscillatorStack`), ``"odernn"`` (:class:`hbnode.ODERNN`) or
+              ``"gru"``: a recurrent network.
+
+            The candidate with the smallest cross-validated log loss is selected. Its outputs are averaged with up to
+            two further candidates, in the order of their losses: a candidate is added if its loss is within two
+            standard errors of the smallest loss, or if it reduces the loss of the average. Default: ``"auto"``
         id: for a table in long form, the column that identifies the series. Default: ``None``
         time: for a table, the column of times: numbers, or dates. Default: ``None``
-        values: for a table, the columns of values. None takes all that are not named by another argument, but refuses
-            one that tells y, and warns of one that is constant in each series. Default: ``None``
-        static: for a table, columns that are constant within each series; categories are allowed, also ones that were
-            not in the training data. Default: ``None``
+        values: for a table, the columns of values. None takes all columns that no other argument names. It raises an
+            error for a column that reveals y, and warns of a column that is constant in each series.
+            Default: ``None``
+        static: for a table, columns that are constant within each series. They may be categories; new data may have
+            categories that were not in the training data. Default: ``None``
         class_weight: weights of the classes in all losses, {label: weight}, which multiply ``sample_weight``.
-            ``"balanced"``: the inverse of the share of each class. Default: ``None``
-        clock: ``"relative"``: times count from the first sample of each series, with or without a value.
-            ``"absolute"``: they count from their date or their zero, so that the hour of an event can matter. Then
-            later series must lie within the times that ``fit`` saw, and their dates have a time zone if those in
-            ``fit`` have one, else none. None: dates are relative. Numbers and durations are
-            absolute if the series in ``fit`` start together, which is if their starts are no farther apart than the
-            longest series; else they are relative. With both, a series that is in part outside the times of ``fit``
-            gives a warning. Default: ``None``
-        reconstruction: for ``"rocket"``, how a series is put on a regular grid: ``"linear"`` interpolation, the
-            ``"last"`` value, ``"oscillators"`` (:class:`OscillatorSmoother` with two oscillators and 15 iterations), or
-            ``"auto"``, which tries them all. Then oscillators are tried only if series have at most 16 samples, or the
-            grid has three points a sample; with ``model="auto"``, if besides no other loss is below 0.15.
-            Default: ``"auto"``
+            ``"balanced"`` is the inverse of the share of each class. Default: ``None``
+        clock: ``"relative"``: times are counted from the first sample of each series, even if it has no values.
+            ``"absolute"``: times are used as they are, so that the time of an event can matter. New series must then
+            lie within the training times, and their dates must have a time zone if and only if the training dates have
+            one. None: dates are relative. Numbers and durations are absolute if the start times of the training series
+            differ by at most the duration of the longest series, otherwise relative. In all cases there is a warning if
+            a series is partly outside the training times. Default: ``None``
+        reconstruction: for ``"rocket"``, how to interpolate series on a regular grid: ``"linear"``, ``"last"`` (the
+            last value), ``"oscillators"`` (:class:`OscillatorSmoother` with two oscillators and 15 iterations), or
+            ``"auto"``, which compares them. ``"auto"`` includes oscillators only if series have at most 16 samples or
+            the grid has at least three points per sample; with ``model="auto"``, also only if no other loss is below
+            0.15. Default: ``"auto"``
         hidden_size: size of a network's state. Default: ``32``
-        dropout: probability that a feature of a network's inputs or state is dropped in training. Default: ``0.1``
+        dropout: probability that a feature of a network's inputs or state is set to 0 in training. Default: ``0.1``
         weight_decay: weight decay of a network. Default: ``0.01``
         learning_rate: learning rate of a network. Default: ``0.005``
-        max_epochs: most epochs of a network. Default: ``100``
-        patience: epochs of a network without a smaller validation loss, after which training ends. Default: ``10``
-        n_members: number of networks whose outputs are averaged; each has its own validation series.
-            Default: ``3``
-        time_budget: seconds after which no further candidate is begun, with a warning that names those left out. The
-            first one is always fitted, and one in progress is finished. It does not limit networks. The model then
-            depends on the machine. None: no limit but that of the counts of the data. Default: ``None``
-        n_jobs: number of joblib's workers for features. Default: ``None``
+        max_epochs: maximum number of epochs of a network. Default: ``100``
+        patience: number of epochs without a smaller validation loss after which training stops. Default: ``10``
+        n_members: number of networks whose outputs are averaged; each uses other validation series. Default: ``3``
+        time_budget: time in seconds after which no further candidate is fitted. A warning names the candidates left
+            out. At least one candidate is fitted, and a fit in progress is finished. Networks are not limited. The
+            selected model then depends on the speed of the machine. None leaves out only candidates whose time,
+            predicted from the size of the data, exceeds 40 seconds. Default: ``None``
+        n_jobs: number of parallel jobs of joblib for features. Default: ``None``
         device: device of the networks. Default: ``None``
         random_state: seed. Default: ``None``
-        progress: whether a progress bar is shown; None shows it on a terminal. Default: ``None``
+        progress: whether to show a progress bar; None shows it on a terminal. Default: ``None``
 
     Attributes:
         features_: the names of the channels.
         static_features_: the names of the static features.
         classes_: the labels.
-        model_: the models whose mean is the answer, joined by " + ".
-        cv_loss_: cross-validated log loss of each candidate and of means, without the classes that have one series or
-            one group; infinite if all have.
-        left_out_: candidates that were not tried, with the reason: the seconds that the counts of the data predict, if
-            they are more than 40, ``time_budget``, or the loss of another one.
+        model_: the names of the models whose outputs are averaged, joined by " + ".
+        cv_loss_: cross-validated log loss of each candidate and of averages. Classes with only one series (or group)
+            are excluded; the loss is infinite if no class remains.
+        left_out_: candidates that were not fitted, with the reason: a predicted time over 40 seconds, ``time_budget``,
+            or a small loss of another candidate.
 
     Example:
         >>> import numpy as np, hbnode.estimators
@@ -468,19 +483,19 @@ class SeriesClassifier(ClassifierMixin, _SeriesModel):
     def predict_proba(self, X: Any) -> NDArray[Any]:
         """Return the probability of each class in ``classes_``, (batch, classes).
 
-        A series without an observed value has the share of each class in fit, and there is a warning. Its static
-        features are not used.
+        For a series without an observed value these are the shares of the classes in the training data, and there is a
+        warning. Its static features are not used.
         """
         return softmax(self._answers(X), 1)
 
     def predict(self, X: Any) -> NDArray[Any]:
-        """Return the most probable label of each series, (batch,); without an observed value, the most frequent one."""
+        """Return the most probable label of each series, (batch,); without observed values, the most frequent label."""
         codes = self._answers(X).argmax(1)
         return self.classes_[codes]
 
     @override
     def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:
-        """Return the accuracy of :meth:`predict`; labels and weights are paired with the series as in :meth:`fit`."""
+        """Return the accuracy of :meth:`predict`. Labels and weights are matched to the series as in :meth:`fit`."""
         return super().score(*self._pairs(X, y, sample_weight))
 
     def _set_targets(self, y: NDArray[Any], weights: NDArray[Any], groups: NDArray[Any] | None) -> _Targets:
@@ -510,7 +525,7 @@ class SeriesClassifier(ClassifierMixin, _SeriesModel):
         share = self._outputs / (self._outputs + known.sum())
 
         def loss(log_temperature: float) -> float:
-            """As if one series of each class more had been any class: few series that are right prove no certainty."""
+            """Add a virtual series of each class with an unknown class, so that few series give no certainty."""
             scaled = logits / np.exp(log_temperature)
             return (1 - share) * self._cv_loss(scaled, targets) - share * float(log_softmax(scaled[known], 1).mean())
 
@@ -518,7 +533,10 @@ class SeriesClassifier(ClassifierMixin, _SeriesModel):
         return logits / temperature, temperature
 
     def _folds(self, targets: _Targets, count: int, seed: int) -> list[tuple[NDArray[Any], NDArray[Any]]]:
-        """As for numbers, with equal shares of the classes; a class that training would lack stays there."""
+        """Return folds with equal shares of the classes.
+
+        If all series of a class in a fold are held out, they are moved to the training series.
+        """
         codes, found = targets.values, []
         most = int(np.bincount(codes).max())
         with warnings.catch_warnings():
@@ -531,7 +549,7 @@ class SeriesClassifier(ClassifierMixin, _SeriesModel):
         return found
 
     def _output(self, head: Any, features: NDArray[Any]) -> NDArray[Any]:
-        logits = head.decision_function(features)  # one column for two classes
+        logits = head.decision_function(features)  # (batch,) for two classes
         return logits if logits.ndim == 2 else np.stack([-logits, logits], 1) / 2
 
     @staticmethod
@@ -540,19 +558,17 @@ class SeriesClassifier(ClassifierMixin, _SeriesModel):
 
 
 class SeriesRegressor(RegressorMixin, _SeriesModel):
-    """A regressor of one or several numbers for each irregular series, which may have missing values.
+    """A regressor that predicts one or several numbers for each irregular series; values may be missing.
 
-    Series are given as a :class:`hbnode.data.Series`, a list of pairs (t, x), an array (batch, channels, T), or a table
-    in long form. The constructor takes the names of a table's columns (:func:`hbnode.data.as_series`). NaN is missing.
-
-    The arguments are those of :class:`SeriesClassifier`, but for ``class_weight``. Candidates are compared by their
-    cross-validated squared errors in place of log losses, in variances of y.
+    Data may be a :class:`hbnode.data.Series`, a list of pairs (t, x), an array (batch, channels, T), or a table in long
+    form. NaN is a missing value. The arguments are those of :class:`SeriesClassifier`, without ``class_weight``.
+    Candidates are compared by the cross-validated mean squared error, divided by the variance of y.
 
     Attributes:
-        model_: the models whose mean is the answer, joined by " + ".
-        cv_loss_: cross-validated mean squared error of each candidate and of means, in variances of y.
-        left_out_: candidates that were not tried, with the reason: the seconds that the counts of the data predict, if
-            they are more than 40, ``time_budget``, or the loss of another one.
+        model_: the names of the models whose outputs are averaged, joined by " + ".
+        cv_loss_: cross-validated mean squared error of each candidate and of averages, divided by the variance of y.
+        left_out_: candidates that were not fitted, with the reason: a predicted time over 40 seconds, ``time_budget``,
+            or a small loss of another candidate.
 
     Example:
         >>> import numpy as np, hbnode.estimators
@@ -569,27 +585,27 @@ class SeriesRegressor(RegressorMixin, _SeriesModel):
         units = np.arange(len(outputs)) if targets.groups is None else targets.groups
         known = ~np.isnan(outputs).any(1)
         errors = abs(outputs - targets.values)[known]
-        self.errors_ = (errors, units[known]), (abs(targets.values), units)  # of the model, and of the mean of y
+        self.errors_ = (errors, units[known]), (abs(targets.values), units)  # errors of the model, and of the mean of y
 
     def predict(self, X: Any) -> NDArray[Any]:
         """Return the predicted numbers in the shape of y.
 
-        A series without an observed value has the mean of y in fit, and there is a warning. Its static features are not
-        used.
+        For a series without an observed value this is the mean of y in the training data, and there is a warning. Its
+        static features are not used.
         """
         return self._numbers(self._answers(X))
 
     def predict_interval(self, X: Any, level: float = 90) -> tuple[NDArray[Any], NDArray[Any]]:
         """Return the lower and the upper bounds of bands around the predicted numbers, each in the shape of y.
 
-        The half width of a band of the level L in percent is the ⌈(n + 1) L / 100⌉-th smallest of n absolute errors,
-        those of the series of fit, each predicted by a model that was trained on other series, and other groups. A band
-        holds at least L % of the numbers of new series if the final model errs on them as those models did on theirs;
-        it has more series, so that it errs no more as a rule. The share is one over all series and training sets, not
-        of each kind of series, and of each target by itself.
+        The half width of a band of the level L in percent is the ⌈(n + 1) L / 100⌉-th smallest of n absolute errors.
+        These are the cross-validated errors of the training series. A band contains at least L % of the numbers of new
+        series if the errors of the final model are distributed as the cross-validated errors. The final model was
+        trained on more series, so its errors are usually no larger. The share L is an average over all series and
+        training sets. It need not hold for each kind of series. It holds for each target separately.
 
-        A band that n series (or groups) cannot show is infinite: 90 / 95 / 99 % need 9 / 19 / 99. A series without an
-        observed value has the band of y around its mean.
+        A band is infinite if n is too small for its level: 90, 95 and 99 % need 9, 19 and 99 series (or groups). The
+        band of a series without an observed value is the mean of y with a half width from the deviations of y.
 
         Arguments:
             X: the series.
@@ -607,13 +623,13 @@ class SeriesRegressor(RegressorMixin, _SeriesModel):
         return self._numbers(outputs - width), self._numbers(outputs + width)
 
     def _numbers(self, outputs: NDArray[Any]) -> NDArray[Any]:
-        """Return outputs in the unit and in the shape of y."""
+        """Convert standardised outputs to the unit and the shape of y."""
         found = outputs * self.target_std_ + self.target_mean_
         return found if self.is_wide_ else found[:, 0]
 
     @override
     def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:
-        """Return R² of :meth:`predict`; numbers and weights are paired with the series as in :meth:`fit`."""
+        """Return R² of :meth:`predict`. Numbers and weights are matched to the series as in :meth:`fit`."""
         return super().score(*self._pairs(X, y, sample_weight))
 
     def __sklearn_tags__(self) -> Any:
@@ -645,7 +661,7 @@ class SeriesRegressor(RegressorMixin, _SeriesModel):
 
 
 def _is_regular(series: Series) -> bool:
-    """Return whether every series has all values, at equal gaps."""
+    """Return whether all series have equal gaps and no missing values."""
     is_sample = torch.arange(series.t.shape[1]) < series.lengths.unsqueeze(1)
     gaps = series.t.diff()[is_sample[:, 1:]]
     is_equal = not len(gaps) or bool((gaps.max() - gaps.min()) <= 1e-6 * gaps.max())

@@ -1,4 +1,4 @@
-"""Networks over irregular series with one output for each series, and their training with early stopping."""
+"""Recurrent networks for irregular series: one output vector for each series, or forecasts."""
 
 from __future__ import annotations
 
@@ -16,28 +16,29 @@ from hbnode.nn.oscillators import OscillatorStack, oscillator_ranges
 from hbnode.nn.sequences import Inputs, Sequences, fitted_unit
 
 Core = Literal["gru", "odernn", "oscillators"]
-BATCH = 64  # most series in a batch
+BATCH = 64  # maximum number of series in a batch
 
 
 class SeriesNetwork(nn.Module):
-    """A network with one output for each series: inputs, a recurrent core, the last and the mean state, a linear map.
+    """A recurrent network with one output vector for each series.
 
-    The inputs of the core are the values, the mask, the ages of the last values, the time and static features. Time is
-    divided by the longest span. A missing value is the last value, decayed to the mean of the training data. Time
-    begins at ``start``, or at the first sample of each series if ``start`` is None.
+    A linear layer maps the last and the mean state of a recurrent core to the output. The inputs of the core are the
+    values, the mask, the ages of the last observed values, the time and the static features. Time counts from
+    ``start``, or from the first sample of each series if ``start`` is None; it is divided by ``span``. A missing value
+    is replaced by the last observed value, which decays to the training mean.
 
     Arguments:
         kind: the core: ``"gru"`` (torch.nn.GRU), ``"odernn"`` (:class:`hbnode.ODERNN`) or ``"oscillators"``
             (:class:`hbnode.nn.OscillatorStack`).
-        channels: features of a sample.
-        static_size: static features.
-        outputs: features of the output.
-        hidden_size: features of the state.
-        dropout: probability that a feature of the inputs or of the state is dropped in training.
-        start: the common beginning of time; None for series that have none.
+        channels: number of channels.
+        static_size: number of static features.
+        outputs: size of the output.
+        hidden_size: size of the state.
+        dropout: probability that a feature of the inputs or of the state is set to 0 in training.
+        start: common start time of all series; None if they do not start together.
         span: the longest duration of a series.
-        time_unit: ten median gaps; times are divided by it.
-        frequency, decay: ranges of the oscillators in the unit of the times.
+        time_unit: unit of time of the core, ten median gaps.
+        frequency, decay: ranges of the oscillators' frequencies and decay rates, per unit of t.
     """
 
     def __init__(
@@ -70,11 +71,11 @@ class SeriesNetwork(nn.Module):
         options = {} if self.kind == "gru" else {"t": sequences.t, "lengths": series.lengths}
         core: Any = self.core
         h, state = core(x, **options)
-        return h, state, cast("Tensor", last), cast("Tensor", last_t)  # which there are, because ages are inputs
+        return h, state, cast("Tensor", last), cast("Tensor", last_t)  # not None, because ages are inputs
 
     @override
     def forward(self, series: Series) -> Tensor:
-        """Return the outputs (batch, outputs) for standardised series; a missing static feature is 0."""
+        """Return the outputs (batch, outputs) for standardised series. Missing static features are replaced by 0."""
         h, _, _, _ = self.encode(series)
         lengths = series.lengths.to(h.device)
         is_sample = (torch.arange(h.shape[1], device=h.device) < lengths.unsqueeze(1)).unsqueeze(-1)
@@ -83,10 +84,11 @@ class SeriesNetwork(nn.Module):
 
 
 class ForecastNetwork(SeriesNetwork):
-    """A network for the mean and the standard deviation of later values: the state, the horizon, a hidden layer.
+    """A recurrent network that forecasts the mean and the standard deviation of later values.
 
-    The state of an ODE-RNN is that of the horizon; another core's is that of the last sample. The mean is the last
-    observed value of the channel plus an output of the network.
+    A network with one hidden layer maps the state and the horizon to the outputs. The state of an ODE-RNN is
+    integrated to the horizon; other cores take the state at the last sample. The mean is the last observed value of the
+    channel plus an output of the network.
     """
 
     def __init__(self, **config: Any) -> None:
@@ -98,8 +100,8 @@ class ForecastNetwork(SeriesNetwork):
         )
 
     @override
-    def forward(self, series: Series, dt: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # has a horizon
-        """Return the mean and the standard deviation (batch, K, channels) at times ``dt`` (batch, K) after the last."""
+    def forward(self, series: Series, dt: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # also takes dt
+        """Return the mean and the standard deviation, (batch, K, channels), ``dt`` (batch, K) after the last sample."""
         h, state, last, last_t = self.encode(series)
         lengths, count = series.lengths.to(h.device), dt.shape[1]
         ahead = dt / self.time_unit
@@ -123,7 +125,7 @@ def _last(h: Tensor, lengths: Tensor) -> Tensor:
 
 
 def config_of(series: Series, kind: Core, outputs: int, hidden_size: int, dropout: float) -> dict[str, Any]:
-    """Return the arguments of a network for series like these, with scales of time from theirs."""
+    """Return the arguments of a :class:`SeriesNetwork`, with sizes and scales of time from the series."""
     static = 0 if series.static is None else series.static.shape[1]
     try:
         unit = fitted_unit(series.t, series.mask, series.lengths)
@@ -137,19 +139,19 @@ def config_of(series: Series, kind: Core, outputs: int, hidden_size: int, dropou
 
 
 def common_start(series: Series) -> float | None:
-    """Return the first time; None if the starts of the series lie farther apart than the longest duration."""
-    starts = series.t[series.mask.any(-1).any(-1), :1]  # a series without values may have no times either
+    """Return the earliest time; None if the start times differ by more than the longest duration of a series."""
+    starts = series.t[series.mask.any(-1).any(-1), :1]  # times of a series without values may be meaningless
     is_common = bool(len(starts)) and float(starts.max() - starts.min()) <= _span(series)
     return float(starts.min()) if is_common else None
 
 
 def _span(series: Series) -> float:
-    return float((series.t.amax(1) - series.t[:, 0]).max()) or 1.0  # padding has the time of the last sample
+    return float((series.t.amax(1) - series.t[:, 0]).max()) or 1.0  # padding repeats the last time
 
 
 @contextmanager
 def kept_random_state() -> Iterator[None]:
-    """Restore torch's random state afterwards, on all devices; gradients are recorded whatever the caller's mode."""
+    """A context that restores torch's random state on all devices at exit, and enables gradients inside."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(devices=list(devices)), torch.inference_mode(False), torch.enable_grad():
         yield
@@ -157,7 +159,7 @@ def kept_random_state() -> Iterator[None]:
 
 @torch.no_grad()
 def batched(function: Callable[[Series], Tensor], series: Series) -> Tensor:
-    """Return a function of series for all of them, computed in batches of similar length, on the CPU."""
+    """Apply a function of series to batches of series of similar length, and return the joined results on the CPU."""
     found = torch.empty(0)
     for rows in bucketed_batches(series.lengths, BATCH, shuffle=False):
         part = function(series.select(rows)).cpu()

@@ -433,9 +433,15 @@ class ODERNNLayer(nn.Module):
         self.hidden_size, self.residual = hidden_size, bool(residual)
         self.field = _make_field(field, hidden_size)
         self.augment = getattr(self.field, "augment", 0)
+        if self.augment > hidden_size:
+            got = f"{self.augment} zeros, more than hidden_size={hidden_size}"
+            raise ValueError(f"the field appends {got}. Fix: increase it.")
         like = next((p for p in self.field.parameters() if p.is_floating_point()), torch.zeros(()))
         with torch.no_grad():
             start = self.field.initial_state(like.new_zeros(1, hidden_size - self.augment))
+        if isinstance(start, tuple) and len(start) != 2:
+            got = f"{type(self.field).__name__} has {len(start)} tensors"
+            raise ValueError(f"the state of ODERNN is h or (h, m), but {got}. Fix: field='hbnode'.")
         self.second_order = isinstance(start, tuple)
         self.state_size = hidden_size * (2 if self.second_order else 1)
         self.cell = _make_cell(cell, input_size, self.state_size)
@@ -539,6 +545,8 @@ class IntervalSolver:
             settings = dataclasses.replace(settings, gradient=gradient, common_steps=not settings.per_sample)
         self.settings, self.t = settings, t.to("cpu", torch.float64)
         self.moves = self.t.detach().diff() != 0
+        if _torch.is_vmapped(t):
+            raise ValueError("t is mapped by torch.vmap. Fix: a batch, rnn(x, t) with t of shape (batch, T).")
         self.nfe = [NFE() for _ in range(t.shape[1] - 1)]
         # a gap of length 0 is solved if its times need gradients, and in a graph
         is_solved = t.requires_grad or _torch.is_tracing()

@@ -337,11 +337,7 @@ def make_attention(
 
 def _unwrap(kind: AttentionName | MakeAttention) -> tuple[MakeAttention, dict[str, Any]]:
     """Return the function that makes an attention module, and the options that its name or a partial sets."""
-    if isinstance(kind, nn.Module):
-        raise TypeError(
-            "attention must be a name or a function that returns a new module, got a module. "
-            f"Fix: attention={type(kind).__name__}."
-        )
+    _refuse_module("attention", kind)
     if not callable(kind) and not is_one_of(kind, tuple(ATTENTIONS)):
         raise ValueError(_unknown("attention", kind, tuple(ATTENTIONS)))
     make = kind if callable(kind) else ATTENTIONS[kind]
@@ -365,6 +361,7 @@ def _check_rotary(attention: object, rotary: bool, what: str, fix: str) -> None:
 
 def make_connection(kind: ConnectionName | MakeConnection, momentum: float | None) -> Connection:
     """Return a new connection, given its name or a function; ``momentum=None`` is the default of the class."""
+    _refuse_module("connection", kind)
     if callable(kind):
         if momentum is not None:
             raise ValueError(
@@ -376,8 +373,17 @@ def make_connection(kind: ConnectionName | MakeConnection, momentum: float | Non
         raise ValueError(_unknown("connection", kind, tuple(CONNECTIONS)))
     if momentum is None:
         return CONNECTIONS[kind]()
+    if kind in ("residual", "adaptive"):
+        raise ValueError(f"connection={kind!r} takes no connection_momentum, got {momentum!r}. Fix: leave it out.")
     make: Callable[..., Connection] = CONNECTIONS[kind]
     return make(momentum=momentum)
+
+
+def _refuse_module(what: str, kind: object) -> None:
+    """Raise TypeError for a module in place of a function that returns a new module for each layer."""
+    if isinstance(kind, nn.Module):
+        fix = f"{what}={type(kind).__name__}"
+        raise TypeError(f"{what} must be a name or a function that returns a new module, got a module. Fix: {fix}.")
 
 
 def _unknown(what: str, kind: object, names: tuple[str, ...]) -> str:

@@ -10,12 +10,12 @@ from hbnode.solve.sde import BrownianIncrements, sdeint
 #: The names of the ODE solvers, for type hints. :func:`hbnode.methods` lists them with their order and cost.
 Method = settings.Method
 
-#: The ways to compute the gradient of a solve. :func:`hbnode.odeint` describes them at its argument ``gradient``.
-#: :func:`hbnode.methods` lists those of each solver.
+#: The names of the gradient modes, for type hints. The argument ``gradient`` of :func:`hbnode.odeint` describes them,
+#: and :func:`hbnode.methods` lists the gradient modes of each solver.
 Gradient = settings.Gradient
 
-#: How a solve reaches its output times, the argument ``save`` of :func:`hbnode.odeint`. With ``"interpolate"`` steps
-#: pass the output times, and dense output gives the states there. With ``"exact"`` steps end on them.
+#: The values of the argument ``save`` of :func:`hbnode.odeint`, for type hints. With ``"exact"``, steps end on the
+#: output times. With ``"interpolate"``, steps may pass output times, and the states there are interpolated.
 Save = settings.Save
 
 __all__ = [

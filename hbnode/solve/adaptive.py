@@ -1,4 +1,8 @@
-"""The adaptive steps of a solve in a loop in Python: the controller in NumPy, the first step, and what may fail."""
+"""Adaptive step size control in Python with NumPy: the first step, the next steps, and the errors of failed solves.
+
+A lane is a sample with its own step sizes. Arrays with one entry per lane have the shape (lanes,), or () if all samples
+share their steps.
+"""
 
 from __future__ import annotations
 
@@ -17,33 +21,34 @@ from hbnode.solve.grid import to_device
 from hbnode.solve.methods import Array, Rows
 from hbnode.solve.stepper import Attempt, Setup, Taken, first_index
 
-NON_FINITE_ATTEMPTS = 5  # attempts in a row, each ten times shorter, before a NonFiniteError
-FIRST_LOOK = 100  # the remaining steps are estimated after 100, 200, 400, ... attempts
-TOO_MANY = 5  # a solve fails if the estimate exceeds max_steps by this factor; below it, steps may still grow
-GROWTH, DECAY = 1.2, 0.5  # between two estimates; step sizes that change by more are not extrapolated
+NON_FINITE_ATTEMPTS = 5  # consecutive attempts with NaN or infinity, each ten times shorter, before a NonFiniteError
+FIRST_LOOK = 100  # the number of remaining steps is estimated after 100, 200, 400, ... attempts
+TOO_MANY = 5  # a solve fails early if the estimate exceeds max_steps by this factor
+GROWTH, DECAY = 1.2, 0.5  # limits of the change of the step size between two estimates, for a valid extrapolation
 
 
 def common_norm(x: Array, span: Array) -> Array:
-    """Return, for every sample, the root mean square of ``x`` over the samples whose span is not 0."""
+    """Replace every entry of ``x`` (batch,) by the root mean square over the samples with a positive time span."""
     moves = span > 0
     return np.full_like(x, np.sqrt((x[moves] ** 2).mean())) if moves.any() else x
 
 
 def common_fraction(size: Array, span: Array) -> Array:
-    """Return step sizes at most as long as ``size`` that are the same fraction of the span of all samples."""
+    """Shorten the step sizes (batch,) so that they are the same fraction of every sample's time span."""
     moves = span > 0
     return np.where(moves, span * (size[moves] / span[moves]).min(initial=np.inf), size)
 
 
 class AdaptiveSteps:
-    """The adaptive steps of a solve: step sizes by PI control, equal up to the next time that a step must end on.
+    """The adaptive steps of a solve, with step sizes from a PI controller.
 
-    If f depends on time, :func:`hbnode.solve.control.forced_start` chooses the first step. The first of
-    several equal steps is shorter by an irrational factor, so that its nodes miss no harmonic.
+    If a step must end on a time, such as a jump, the steps up to that time have equal sizes. If f depends on time, the
+    first of these steps is shorter by an irrational factor, so that the evaluation times do not coincide with the
+    period of a forcing. :func:`hbnode.solve.control.forced_start` then chooses the first step of the solve.
 
     Attributes:
         control: the state of the controller.
-        then: the time at which the planned step ends.
+        then: the time at which the planned step ends, counted from the start of the solve.
     """
 
     @np.errstate(all="ignore")
@@ -72,7 +77,7 @@ class AdaptiveSteps:
         self.last_taken = self.last_now = self.control.now
 
     def _first_size(self, state: Rows, norm: Array, longest: Array) -> tuple[Array, Array]:
-        """Return the first and the longest step size, and set the error factor."""
+        """Return the first step size and the largest allowed step size, and set ``error_factor``."""
         settings, method, h, f = self.setup.settings, self.stepper.method, norm[0], norm[-1]
         if self.is_common:
             h, f = common_norm(h, self.grid.end), common_norm(f, self.grid.end)
@@ -84,19 +89,19 @@ class AdaptiveSteps:
         return np.full_like(h, self.options.get("first_step", size)), longest
 
     def _found(self, x: Tensor, h: Array, f: Array) -> Array:
-        """Return the largest norm of f at the times of trial, where f is negligible at the start; else 0."""
+        """Return the largest norm of f at some trial times for lanes where f is negligible at the start, else 0."""
         grid, settings, term, method = self.grid, self.setup.settings, self.stepper.term, self.stepper.method
         negligible = is_negligible(h, f, grid.end, settings.rtol, settings.atol, method)
         if not (negligible & (grid.end > 0)).any():
             return 0.0 * h
         values = tuple([term.trial(term.stages([grid.time(c * grid.end)])[0], x) for c in TRIALS])
-        return np.fmax.reduce(self.stepper.norms(values))  # without NaNs
+        return np.fmax.reduce(self.stepper.norms(values))  # ignores NaNs
 
     # Plan
 
     @np.errstate(all="ignore")
     def next(self) -> Attempt | None:
-        """Return the next attempted step, or None at the end of the solve."""
+        """Return the next step to attempt, or None at the end of the solve."""
         grid, stepper = self.grid, self.stepper
         if (self.control.now >= grid.end).all():
             return None
@@ -137,7 +142,7 @@ class AdaptiveSteps:
             self._place(attempt)
 
     def _place(self, attempt: Attempt) -> None:
-        """Set the positions of the outputs in a step with gradients."""
+        """Set the positions of the output times within a step, with gradients with respect to the times."""
         grid, size = self.grid, attempt.size
         t, begin, which = grid.lane_times, grid.differentiable(self.control.now), to_device(attempt.outputs, grid.t) + 1
         if grid.lanes is None:
@@ -149,7 +154,7 @@ class AdaptiveSteps:
         attempt.late, attempt.place = late - late.detach(), ((t - begin) / size, size)
 
     def zero_failed_lanes(self, attempt: Attempt, refused: Array, before: Control) -> Attempt:
-        """Return the step with size 0 in the lanes that ``refused`` it because its error is not finite.
+        """Return a copy of the step with size 0 in the lanes where ``refused`` is True, whose error is not finite.
 
         ``before`` is the state of the controller at the start of the step.
         """
@@ -194,11 +199,11 @@ class AdaptiveSteps:
         return accepted
 
     def _refuse(self, before: Rows, taken: Taken, accepted: Array) -> Array | None:
-        """Return which lanes must repeat an accepted step, those that have an event; None for none."""
+        """Return a mask of the lanes that must repeat an accepted step, None for no lane; a subclass may override it."""
         return None
 
     def _ratio(self, attempt: Attempt, before: Rows, taken: Taken) -> Array:
-        """Return the error of each lane over its tolerance."""
+        """Return the error of each lane divided by its tolerance."""
         grid, factor, margin = self.grid, self.stepper.method.dense_error_factor, self.error_factor
         if attempt.theta is not None and factor != 1.0:  # dense output is less accurate
             inside = attempt.inside(len(self.then)) if self.then.ndim else True
@@ -207,19 +212,19 @@ class AdaptiveSteps:
         if self.setup.settings.jump_times and grid.jumps is not None:
             ends = (grid.jumps == self.then[..., None]).any(-1)
             over_jump = ends & (self.control.taken < 2.2 * grid.near) & np.isfinite(ratio)
-            ratio = np.where(over_jump, np.minimum(ratio, 1.0), ratio)  # a shorter step is below the rounding of times
+            ratio = np.where(over_jump, np.minimum(ratio, 1.0), ratio)  # times cannot resolve less
         return common_norm(ratio, self.grid.end) if self.is_common else ratio
 
     # Failures
 
     @property
     def resolution(self) -> float:
-        """Relative rounding error of times, in the dtype of the state if f depends on time."""
+        """The relative rounding error of the times that f gets: of the dtype of the state if f depends on time."""
         term = self.stepper.term
         return torch.finfo(term.template.dtype if term.time_dependent else torch.float64).eps
 
     def _check_progress(self, attempt: Attempt, before: Rows, fine: Array) -> None:
-        """Raise if a rejected step has an error that is not finite, or the next step size underflows."""
+        """Raise a SolverError after a rejected step if its error stays non-finite or the next step size underflows."""
         setup, stepper, c, least = self.setup, self.stepper, self.control, self.options.get("min_step", 0.0)
         now = self.grid.time(c.now)
         floor = np.maximum(4 * self.resolution * abs(now), max(least, 1e-300))
@@ -241,7 +246,7 @@ class AdaptiveSteps:
         raise stepper.failure(StepSizeUnderflowError, message, now[lane], c.size[lane])
 
     def _check_limits(self) -> None:
-        """Raise if the next step exceeds ``max_nfe`` or ``max_steps``, or far too many steps are left."""
+        """Raise if the next step would exceed ``max_nfe`` or ``max_steps``, or if far too many steps remain."""
         setup, c, most = self.setup, self.control, self.setup.settings.max_steps
         if setup.max_nfe is not None:
             setup.check_nfe(self.grid.time(c.now), c.size, self.stepper.method.evaluations)

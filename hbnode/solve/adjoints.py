@@ -1,5 +1,6 @@
 """The gradient modes of native methods: direct, checkpoint, reversible and adjoint.
 
+The rows of a state are the tensors that a method works on, such as (h, m) for an HBNODE.
 The adjoint of torchdiffeq's methods, such as dopri5, is in ``solve/torchdiffeq_methods.py``.
 """
 
@@ -35,8 +36,10 @@ Kind = TypeVar("Kind")
 Value = TypeVar("Value", bound=State)
 
 SHORT = 16  # function evaluations whose graph is always stored
-REVERSAL_TOLERANCE = 1e-3  # largest distance of a reconstructed state from the stored one, relative to their norm
-MOST_MISSED = 0.1  # this distance for the adjoint, whose gradient has about the same relative error
+REVERSAL_TOLERANCE = (
+    1e-3  # largest relative distance between a state reconstructed by reversed steps and the stored one
+)
+MOST_MISSED = 0.1  # largest such distance for the adjoint ODE; the relative error of the gradient is about as large
 
 CHANGES_BUFFERS = (
     "func changes its buffers (BatchNorm or spectral_norm in training mode?), and gradient={!r} would evaluate it "
@@ -77,16 +80,16 @@ class Direct:
 class Checkpoint:
     """The mode ``gradient="checkpoint"``: the autograd graph is stored up to a limit, and later steps are recomputed.
 
-    The gradient equals that of ``"direct"``, the exact gradient of the discrete solution. The bytes per step are
-    measured in the first fixed steps, or in the first adaptive step after 16 function evaluations. Up to 16 function
-    evaluations, the graph is always stored. The backward pass raises :class:`~hbnode.errors.RecomputationError` if a
-    recomputed step ends in another state.
+    The gradient equals that of ``"direct"``, the exact gradient of the discrete solution. Up to 16 function
+    evaluations, the graph is always stored. After that, the size of the graph of a step is measured once, and the
+    backward pass recomputes the steps that exceed the limit. It raises :class:`~hbnode.errors.RecomputationError` if a
+    recomputed step ends in another state than in the forward pass.
 
     References:
-        Zhuang et al., arXiv:2006.02493, for gradients of recomputed accepted steps.
+        Zhuang et al., arXiv:2006.02493, which recompute accepted steps for the gradient.
 
     Arguments:
-        keep_bytes: largest size of the stored graph in bytes; with 0 every step is recomputed. Default: 64 MiB.
+        keep_bytes: largest size of the stored graph in bytes; 0 recomputes every step. Default: 64 MiB.
         every: number of fixed steps that are recomputed together. Default: 4.
     """
 
@@ -146,17 +149,17 @@ def recomputed(
     run: Callable[..., Any], objects: Sequence[Any], args: Sequence[Any], *, steps: int = 1, evaluations: int = 0,
     at: tuple[Any, Any] = (math.nan, math.nan), random: bool = True,
 ) -> Any:  # fmt: skip
-    """Return ``run(stepper, *others, *args)``, which the backward pass computes again instead of storing its graph.
-
-    The result begins with the state after steps, which must be the same in both passes; it is None if there is none.
+    """Return ``run(stepper, *others, *args)``; the backward pass recomputes it instead of storing its graph.
 
     Arguments:
-        run: the function.
-        objects: the stepper, the snapshot and the others, which the outputs of the solve must own.
+        run: a function that returns None, or a tuple whose first entry is the state after the steps. This state must be
+            the same in the forward and the backward pass.
+        objects: the stepper, the snapshot and the others. Only weak references are kept, so that the outputs of the
+            solve must own these objects.
         args: arguments that may need gradients.
-        steps: number of steps to count in the backward pass.
-        evaluations: number of function evaluations to count there, of a function that does not count them.
-        at: time and step size for an error.
+        steps: number of steps that the backward pass counts.
+        evaluations: number of function evaluations that the backward pass counts if ``run`` does not count them.
+        at: the time and step size for an error message.
         random: whether f may draw random numbers.
     """
     references, end = tuple(map(weakref.ref[Any], objects)), list[Tensor]()
@@ -189,11 +192,17 @@ def is_same(new: Rows, old: Rows) -> bool:
 
 
 def saved_bytes(after: Rows, before: Rows, known: Iterable[Tensor], first: int) -> int:
-    """Return the bytes that a step from the rows ``before`` to ``after`` saves for backward, without ``known`` tensors.
+    """Return the number of bytes that a step saves for the backward pass.
 
-    ``first`` is a sequence number below those of the step's nodes. The hooks that find the tensors are set after the
-    step. Hooks around the step would get outputs with the graph that saves them, and torch.func would raise in f. What
-    f saves with other hooks, as torch.utils.checkpoint does, is not counted.
+    The tensors are found by hooks on the nodes of the step's graph. torch.autograd.graph.saved_tensors_hooks around the
+    step would not do, because torch.func raises an error inside it. Tensors that f saves with its own hooks, as
+    torch.utils.checkpoint does, are not counted.
+
+    Arguments:
+        after: the rows of the state after the step.
+        before: the rows of the state before the step.
+        known: tensors that exist anyway, such as parameters, and do not count.
+        first: a sequence number smaller than those of the nodes of the step.
     """
     saved: list[Tensor] = []
 
@@ -207,14 +216,14 @@ def saved_bytes(after: Rows, before: Rows, known: Iterable[Tensor], first: int) 
             known.append(node.variable)
         elif sequence_number(node) > first:
             found += saved_tensors(node)
-    with _torch.without_dispatch_modes():  # else torch cannot set hooks on a number
+    with _torch.without_dispatch_modes():  # in which torch cannot set hooks on a saved number
         for one in found:
             with suppress(RuntimeError):  # it is None or has hooks
                 one.register_hooks(pack, _unpacked)
     sizes: dict[int, int] = {}
     for x in saved:
-        if x.layout == torch.strided and not x._is_zerotensor():  # a tangent may be such a zero
-            sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()  # x may be a view of it
+        if x.layout == torch.strided and not x._is_zerotensor():  # a tangent may be a tensor without storage
+            sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()  # not of x, which may be a view
     for x in known:
         if x.layout == torch.strided:
             sizes.pop(x.untyped_storage().data_ptr(), None)
@@ -223,7 +232,7 @@ def saved_bytes(after: Rows, before: Rows, known: Iterable[Tensor], first: int) 
 
 def _unpacked(packed: tuple[Tensor, int]) -> Tensor:
     x, version = packed
-    if x._version != version:  # autograd does not look at the version of a tensor with hooks
+    if x._version != version:  # autograd does not check the version of a saved tensor with hooks
         raise RuntimeError(
             f"a tensor of shape {tuple(x.shape)} that the backward pass needs, such as a parameter, was modified by an "
             f"inplace operation: it is at version {x._version}, expected {version}. Fix: backward() before the change."
@@ -232,10 +241,10 @@ def _unpacked(packed: tuple[Tensor, int]) -> Tensor:
 
 
 class _Owner(torch.autograd.Function):
-    """The identity, whose node owns the objects that the backward pass of a solve needs.
+    """The identity; its autograd node holds references to the objects that the backward pass of a solve needs.
 
-    The other nodes of the solve have weak references to these objects. Python's garbage collector sees only what the
-    node owns that made a tensor. So it frees a network that keeps an output of its own solve.
+    All other nodes of the solve have weak references to these objects. Python's garbage collector follows references
+    from a tensor to its last node only. Therefore it can free a network that stores an output of its own solve.
     """
 
     @staticmethod
@@ -249,14 +258,14 @@ class _Owner(torch.autograd.Function):
             if ctx.is_first_order:
                 raise RuntimeError(_FIRST_ORDER.format("adjoint"))
             own = gradient if gradient.requires_grad else gradient.detach().requires_grad_()
-            gradient = _Owner.apply(own, ctx.objects, False)  # the graph of the gradient needs them, too
+            gradient = _Owner.apply(own, ctx.objects, False)  # the gradient's graph needs the objects, too
         return gradient, None, None
 
 
 def owning(state: Any, objects: Sequence[Any], *, is_first_order: bool = False) -> Any:
-    """Return the outputs of a solve, each of which owns the objects that the backward pass needs.
+    """Make each output of a solve own the objects that its backward pass needs, and return the outputs.
 
-    If ``is_first_order``, which says that their gradient has no graph, create_graph=True raises RuntimeError.
+    If ``is_first_order``, the gradients have no graph, and create_graph=True raises RuntimeError.
     """
     return apply(lambda x: _Owner.apply(x, objects, is_first_order) if x.requires_grad else x, state)
 
@@ -273,10 +282,16 @@ def owned(reference: weakref.ref[Kind]) -> Kind:
 
 @dataclass(frozen=True)
 class _Solve:
-    """The data that the backward pass of a solve without a graph needs.
+    """The data for the backward pass of a solve that stores no autograd graph.
 
-    ``leaves`` are the leaf tensors that need a gradient, and ``known`` has the ids of all leaves of the field. The rows
-    ``carried`` are the first value of the field for a method that reuses its last value (FSAL), else empty.
+    Attributes:
+        gradient: the gradient mode.
+        setup: the setup of the solve.
+        snapshot: the parameters and buffers at the time of the solve.
+        leaves: the leaf tensors of the field that need a gradient.
+        known: the ids of all leaf tensors of the field.
+        carried: the value of the field at the start if the method reuses it (first same as last, FSAL), else empty.
+        rows: the solution, if it has been computed already.
     """
 
     gradient: Any
@@ -285,17 +300,17 @@ class _Solve:
     leaves: list[Tensor]
     known: frozenset[int]
     carried: Rows
-    rows: Rows | None = None  # the solution, if it is known
+    rows: Rows | None = None
 
     def with_graph(self, rows: Rows) -> Rows:
-        """Return the solution from initial rows, whose VJP is that of the gradient mode."""
+        """Return the solution for initial rows; the gradient mode computes its VJP (vector-Jacobian product)."""
         stepper, t = self.setup.stepper, self.setup.grid.t
         t = torch.zeros(()) if t is None else t
         return _rows_without_graph(weakref.ref(self), stepper.constants, t, *rows, *self.leaves)
 
 
 def _solve_without_graph(gradient: Any, setup: Setup, y0: Any, snapshot: Snapshot) -> Solution:
-    """Solve without a graph; ``gradient`` then computes the VJP for damping, times, initial rows and the field."""
+    """Solve without storing a graph; the mode ``gradient`` computes the VJP in the backward pass."""
     if not torch.is_grad_enabled():
         return Direct().solve(setup, y0, snapshot)
     rows = _initial_rows(setup, y0)
@@ -324,7 +339,7 @@ def _vjp_of_solve(
         stepper=setup.stepper.with_constants(constants),
         grid=replace(setup.grid, t=t if t.requires_grad else None),
     )
-    # without a cache, an autocast inside f casts the weights in each evaluation
+    # without the cache, an autocast context inside f casts the weights anew in each evaluation
     no_autocast = torch.autocast(trajectory[0].device.type, enabled=False, cache_enabled=False)
     with solve.snapshot, no_autocast, torch.enable_grad():
         found = solve.gradient.backward(replace(solve, setup=setup), start, trajectory, gradients, constants, t)
@@ -342,8 +357,10 @@ def _rows_without_graph(
     if solve.rows is None:
         rows = integrate(Begun(solve.setup, (*tensors[: solve.setup.stepper.term.rows], *solve.carried))).rows
     else:
-        rows = tuple([row.detach() for row in solve.rows])  # autograd gives the outputs a graph, which owns solve
-    own = [x for x in solve.snapshot.tensors if not x.is_inference()]  # autograd reports changes in place
+        rows = tuple([row.detach() for row in solve.rows])  # without the graph of solve.rows
+    own = [
+        x for x in solve.snapshot.tensors if not x.is_inference()
+    ]  # saved, so that autograd reports in-place changes
     return rows, (*(row.clone() for row in rows), *own)  # the user may change the outputs in place
 
 
@@ -352,8 +369,9 @@ def _leaves(
 ) -> tuple[Setup, Snapshot, list[Tensor], frozenset[int], Rows]:
     """Evaluate the field at the start of a solve, and find the leaf tensors on which it depends.
 
-    Return the setup with the jumps of f, the snapshot, the leaves that need a gradient, the ids of all leaves, and the
-    field's value if the method reuses it (FSAL).
+    Returns:
+        The setup with the jumps of f, the snapshot, the leaf tensors that need a gradient, the ids of all leaf tensors,
+        and the value of the field if the method reuses it (FSAL).
     """
     term, method, name, is_fsal = setup.stepper.term, setup.stepper.method, gradient.name, setup.stepper.method.is_fsal
     start = tuple([row.detach().requires_grad_() for row in rows])
@@ -388,7 +406,7 @@ def _leaves(
 
 @dataclass(frozen=True)
 class Reversible:
-    """The mode ``gradient="reversible"``: only outputs are stored; reversed steps reconstruct the other states."""
+    """The mode ``gradient="reversible"``: only the outputs are stored, and reversed steps reconstruct other states."""
 
     name = "reversible"
 
@@ -398,7 +416,10 @@ class Reversible:
     def backward(
         self, solve: _Solve, start: Rows, trajectory: Rows, gradients: Rows, constants: Tensor, t: Tensor
     ) -> tuple[Any, ...]:
-        """Reverse all steps, restarting from each output, with one function evaluation per momentum update."""
+        """Reverse all steps and compute the gradients; the reversal restarts from the stored state at each output.
+
+        Each momentum update needs one function evaluation.
+        """
         setup, leaves, place = solve.setup, solve.leaves, len(gradients[0])
         n, is_fsal = setup.stepper.term.rows, setup.stepper.method.is_fsal
         sums = _GradientSums([constants, t, *leaves])
@@ -431,9 +452,10 @@ class Reversible:
 
 
 class _Reversal:
-    """A reversal of steps with their gradients.
+    """The reversal of steps, and the computation of their gradients.
 
-    Reversing a step evaluates the field. Recomputing the step for its gradient reuses these values and their graphs.
+    Reversing a step evaluates the field. The step is then recomputed for its gradient, which reuses the recorded values
+    of the field and their graphs.
     """
 
     def __init__(self, stepper: Stepper, sums: _GradientSums, known: frozenset[int]) -> None:
@@ -441,7 +463,7 @@ class _Reversal:
         self.records: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def evaluate(self, time: Tensor, x: Tensor) -> Tensor:
-        """Return the value of the field and record it with its graph."""
+        """Return the detached value of the field, and record the value with its graph."""
         time, x = time.detach().requires_grad_(time.requires_grad), x.detach().requires_grad_()
         with torch.enable_grad():
             value = evaluate_known(lambda: self.stepper.term(time, x.clone()), (time, x), self.known)
@@ -449,9 +471,14 @@ class _Reversal:
         return value.detach()
 
     def reverse(self, attempt: Attempt, t: Tensor, state: Rows, adjoint: Rows, h: Tensor | None) -> tuple[Rows, Rows]:
-        """Return the state before a step from the time ``t``, and the gradient with respect to it.
+        """Return the state before a step and the gradient with respect to that state.
 
-        ``h`` is the position at ``t`` if it is stored, else None.
+        Arguments:
+            attempt: the step.
+            t: the time at which the step begins.
+            state: the state after the step.
+            adjoint: the gradient with respect to ``state``.
+            h: the position at ``t`` if it is stored, else None.
         """
         stepper, method, is_fsal = self.stepper, self.stepper.method, self.stepper.method.is_fsal
 
@@ -461,8 +488,8 @@ class _Reversal:
         def recompute(time: Tensor, x: Tensor) -> Tensor:
             return _known_value((stepper.term, self.records.pop(-2 if is_fsal else -1), self.sums), x, time)[0]
 
-        coefficients, _ = replace(stepper).coefficients(attempt)  # of a new stepper, because each needs its own graph
-        if stepper.noise is not None:  # the reversed and the recomputed step need equal noise
+        coefficients, _ = replace(stepper).coefficients(attempt)  # a new stepper, so that each step has its own graph
+        if stepper.noise is not None:  # the reversed and the recomputed step need the same noise
             coefficients = (*coefficients, stepper.noise(attempt.number))
         with torch.no_grad():
             before = method.undo(state, coefficients, [t] if is_fsal else attempt.times[0], at)
@@ -472,7 +499,11 @@ class _Reversal:
         return before, self.sums.vjp(after, adjoint, start)
 
     def first(self, adjoint: Rows) -> Rows:
-        """Return the gradient with respect to the initial rows, given that with respect to the initial solver state."""
+        """Return the gradient with respect to the initial rows.
+
+        ``adjoint`` is the gradient with respect to the initial state of the solver, which for an FSAL method also holds
+        the first value of the field.
+        """
         if not self.stepper.method.is_fsal:
             return adjoint
         *rows, grad_value = adjoint
@@ -494,6 +525,8 @@ def _known_value(known: Any, needs_grad: bool, x: Tensor, time: Tensor) -> tuple
 
 
 class _GradientSums:
+    """Sums of gradients with respect to leaf tensors."""
+
     def __init__(self, leaves: list[Tensor]) -> None:
         self.leaves = [x for x in leaves if x.requires_grad]
         self.sums: dict[int, Tensor] = {}
@@ -518,11 +551,11 @@ class Adjoint:
 
     For a loss L and a first-order equation y' = F(t, y) with parameters θ, the adjoint is a = ∂L/∂y. It obeys
     a' = -a ∂F/∂y, and dL/dθ = ∫ a ∂F/∂θ dt. For an HBNODE this is the heavy-ball adjoint of arXiv:2110.04840. The
-    backward solve restarts from each output. Over an interval of length T, it amplifies errors by e^{γT}, where γ is
-    the damping.
+    backward solve restarts from the stored state at each output. Between two outputs that are T apart, it amplifies
+    errors by e^{γT}, where γ is the damping.
 
-    A solve with events stores the states at outputs and events. It is then divided into rounds. A round of a sample is
-    its solve from one event to the next, and the jump there, which is repeated with a graph.
+    A solve with events stores the states at outputs and events, and is divided at the events into segments. Each
+    segment is solved without a graph, and the jump at its end is repeated with a graph.
 
     If samples have their own times, steps or events, a backward step is the same fraction of each sample's interval.
     """
@@ -535,7 +568,7 @@ class Adjoint:
         return _solve_without_graph(self, setup, y0, snapshot)
 
     def _solve_with_events(self, setup: Setup, rows: Rows, snapshot: Snapshot) -> Solution:
-        t = setup.grid.t  # steps end at constant times; the Newton steps from there to the events have a graph
+        t = setup.grid.t  # steps end at constant times; Newton steps from these times to the events have a graph
         setup = replace(setup, grid=replace(setup.grid, t=None))
         setup, _, leaves, ids, carried = _leaves(self, setup, rows, snapshot)
         with torch.no_grad():
@@ -611,10 +644,10 @@ class Adjoint:
 
 
 class _Augmented:
-    """The right-hand side of the adjoint ODE for the state, the adjoint and the integrated gradients of the leaves.
+    """The right-hand side of the adjoint ODE for the state, the adjoint and the gradients of the leaf tensors.
 
-    Its time is that of the sample with the longest interval. Samples with their own times move at their ``pace``, the
-    length of their interval as a fraction of the longest.
+    If samples have their own times, the adjoint ODE is solved over the longest of their intervals. The rates of the
+    other samples are multiplied by their ``pace``, the length of their interval divided by the longest length.
     """
 
     def __init__(self, setup: Setup, leaves: list[Tensor], known: frozenset[int]) -> None:
@@ -628,7 +661,9 @@ class _Augmented:
         if self.pace is not None:
             t = self.term.stages([self.begin + self.pace * (t.double() - self.begin[self.longest])])[0]
             pace = as_column(self.pace, rows[0])
-            rows = tuple([torch.where(pace > 0, x, x[self.longest]) for x in rows])  # f may be singular at an end
+            rows = tuple(
+                [torch.where(pace > 0, x, x[self.longest]) for x in rows]
+            )  # a finished sample may be at a singularity of f
             adjoint = tuple([pace * a for a in adjoint])
         y = tuple([x.detach().requires_grad_() for x in rows])
         with torch.enable_grad():
@@ -649,12 +684,14 @@ class _Augmented:
         return sum(x.flatten(1).sum(1) if per_sample else x.sum() for x in products).to(t)
 
     def solve(self, t: Tensor, state: Rows) -> Rows:
-        """Solve the adjoint ODE over an interval ``t`` of two times and return the state at its end."""
+        """Solve the adjoint ODE from ``t[0]`` to ``t[1]``, and return the state at ``t[1]``."""
         s, n = self.setup.settings, self.term.rows
         term = ODETerm(self, state, self.term.counter, second_order=False)
-        term.error_groups = [slice(sum(x.numel() for x in state[: 2 * n]))]  # the integrals do not feed back
+        term.error_groups = [
+            slice(sum(x.numel() for x in state[: 2 * n]))
+        ]  # without the integrals, on which nothing depends
         options = {name: value for name, value in (s.options or {}).items() if name != "first_step"}
-        begin, pace, share = t[0], torch.ones(()), 1.0  # the error norm is that of the samples that move
+        begin, pace, share = t[0], torch.ones(()), 1.0  # share: restricts the error norm to samples with pace > 0
         if t.dim() > 1:
             length = (t[1] - t[0]).to(state[0].device)
             self.longest = length.abs().argmax()
@@ -673,7 +710,7 @@ class _Augmented:
         return tuple([x[0] for x in parts(term.unflatten(rows, (1,)))])
 
     def _jumps(self, begin: Array, pace: Array, length: Array, slack: float) -> Any:
-        """Return the jumps of f that a sample passes, as times in the longest interval, or None without jumps."""
+        """Return the times of the jumps of f, in the time of the longest interval, or None if there are none."""
         grid = self.setup.grid
         if grid.jumps is None:
             return None
@@ -684,12 +721,12 @@ class _Augmented:
 
 
 def as_real(x: Tensor) -> Tensor:
-    """Return a complex tensor as real numbers, (..., 2), and another one as it is."""
+    """Return a complex tensor as a real tensor (..., 2), and a real tensor unchanged."""
     return torch.view_as_real(x) if x.is_complex() else x
 
 
 def vjp(outputs: Rows, inputs: list[Tensor], gradients: Rows) -> list[Tensor | None]:
-    """Return the VJPs with respect to ``inputs``, with None for inputs on which no output depends."""
+    """Return the VJP of ``outputs`` with ``gradients`` for each input, or None if no output depends on the input."""
     pairs = [(y, g) for y, g in zip(outputs, gradients, strict=True) if y.requires_grad]
     wanted = [x for x in inputs if x.requires_grad]
     if not pairs or not wanted:
@@ -712,9 +749,10 @@ _SOLVED_BACK = (
 
 
 def _check_missed(setup: Setup, reached: Any, start: Any, end: Any, most: float, message: str) -> None:
-    """Raise ReversalError if a backward solve from ``end`` reached a state too far from ``start``.
+    """Raise ReversalError if a backward solve from ``end`` ended in a state ``reached`` that is too far from ``start``.
 
-    The distance is relative to the larger norm of ``start`` and ``end``, because one of them may be 0.
+    The distance is divided by the larger of the norms of ``start`` and ``end``, because one of them may be 0. ``most``
+    is the largest allowed distance.
     """
     reached, start, end = (torch.stack(list(rows)).detach() for rows in (reached, start, end))
     norm = functools.partial(torch.linalg.vector_norm, dtype=torch.float64)  # squares may overflow in float32
@@ -750,11 +788,12 @@ _REFUSAL = (
 def closed_over_leaves(
     evaluate: Callable[[], Value], inputs: Iterable[Tensor], *, is_dense: bool = False
 ) -> tuple[list[Tensor], Value]:
-    """Call ``evaluate``, and return the leaf tensors on which its value depends, and the value.
+    """Call ``evaluate``; return the leaf tensors on which its value depends, without ``inputs``, and the value.
 
-    The leaves are those that require a gradient and are no ``inputs``. Raise ValueError if the value depends on another
-    tensor that was computed before the call, because recomputing the value gives no gradient for that tensor. Raise it
-    also if autograd cannot differentiate the value inside a backward pass, or with ``is_dense`` for sparse gradients.
+    Raises:
+        ValueError: if the value depends on a tensor with a graph that was computed before the call, for which
+            recomputing the value gives no gradient; if autograd cannot differentiate the value inside a backward pass;
+            or if ``is_dense`` and a gradient would be sparse.
     """
     inputs = list(inputs)
     seen = set(_nodes(tensor.grad_fn for tensor in inputs))
@@ -775,14 +814,17 @@ def closed_over_leaves(
 
 
 def own_parameters(field: Callable) -> list[Tensor]:
-    """Return ``field.dynamics_parameters()`` of a Field, all parameters of another module, [] of a function."""
+    """Return ``dynamics_parameters()`` of a Field, all parameters of another module, or [] for a function."""
     if hasattr(field, "dynamics_parameters"):
         return field.dynamics_parameters()
     return list(field.parameters()) if isinstance(field, nn.Module) else []
 
 
 def evaluate_known(evaluate: Callable[[], Value], inputs: Iterable[Tensor], known: frozenset[int]) -> Value:
-    """Call ``evaluate``, and return its value; raise ValueError if it depends on a leaf whose id is not ``known``."""
+    """Call ``evaluate`` and return its value; raise ValueError if it depends on a leaf tensor that is not ``known``.
+
+    ``known`` holds ids of leaf tensors. The ``inputs`` are also allowed.
+    """
     leaves, value = closed_over_leaves(evaluate, inputs)
     for leaf in leaves:
         if id(leaf) not in known:
@@ -793,7 +835,11 @@ def evaluate_known(evaluate: Callable[[], Value], inputs: Iterable[Tensor], know
 
 
 def _nodes(roots: Iterable[Node | None], seen: Iterable[Node] = (), first: int = -1) -> Iterator[Node]:
-    """Yield the nodes of a graph from its roots, without those ``seen`` and what is behind nodes before ``first``."""
+    """Yield the nodes of an autograd graph that can be reached from ``roots``.
+
+    Nodes in ``seen`` are skipped, with the part of the graph behind them. The search also stops at nodes whose sequence
+    number is at most ``first``.
+    """
     seen, pending = set(seen), list(roots)
     while pending:
         node = pending.pop()

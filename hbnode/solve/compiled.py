@@ -1,8 +1,9 @@
-"""The functions that torch.compile compiles for solves with ``compile=True``.
+"""Solves with ``compile=True``: the functions that torch.compile compiles, and the loop that calls them.
 
-A program is one compiled function. With fixed steps it is a whole solve if they are few, otherwise one step. With
-adaptive steps it is one attempt with the controller of :mod:`hbnode.solve.graph`, or a whole solve of as many attempts
-as the last solves had. Each field stores its programs. NFE are counted outside the compiled graphs.
+A program is a compiled function. With a few fixed steps it computes a whole solve, with many fixed steps one step. With
+adaptive steps it computes one attempt, that is, a step that is then accepted or rejected by the controller in
+:mod:`hbnode.solve.graph`. If many solves in succession needed the same number of attempts, a program computes a whole
+solve with this number. Each field stores its programs. NFE are counted outside the compiled graphs.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ from hbnode.solve.settings import Settings
 from hbnode.solve.stepper import Setup, Stepper
 from hbnode.solve.term import ODETerm, Snapshot, change_of_call, solving
 
-STABLE = 50  # solves in a row with the same number of attempts, before a graph of that many is made
-AGAIN = 3  # the same if that graph exists
-LONGEST = 16  # attempts in one graph
-EXACT = 3  # graphs of that kind for each field, method and mode
-MOST_OUTPUTS = 16  # output times of a solve in graphs, whose attempts interpolate all of them
-GRAPHS = 64  # of one program; dynamo's own limit of 8 is met by states of other dimensions and frozen parameters
+STABLE = 50  # consecutive solves with the same number of attempts, before a whole solve is compiled
+AGAIN = 3  # the same number if that whole solve is compiled already
+LONGEST = 16  # largest number of attempts in a compiled whole solve
+EXACT = 3  # largest number of compiled whole solves for each field, method and mode
+MOST_OUTPUTS = 16  # largest number of output times of a compiled solve; each attempt interpolates at all of them
+GRAPHS = 64  # largest number of graphs of a program; dynamo's default of 8 is too few for states of various dimensions
 
 
 Made = TypeVar("Made")
@@ -48,9 +49,10 @@ class CompilationWarning(UserWarning):
 
 
 class Program:
-    """A function compiled to one graph for each kind of arguments; it returns None for those that were not compiled.
+    """A compiled function, with one graph for each kind of arguments.
 
-    It warns once if compilation fails, and then always returns None, or if there are ``GRAPHS`` graphs.
+    A call returns None if its arguments cannot be compiled. If compilation fails, the program warns once, and all later
+    calls return None. It also warns once if new arguments need more than ``GRAPHS`` graphs.
     """
 
     def __init__(self, function: Callable[..., Any], device_type: str) -> None:
@@ -58,8 +60,8 @@ class Program:
         own = types.FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)
         options: dict[str, Any] = {}
         if device_type == "cpu":
-            options["cpp_wrapper"] = True  # steps on the CPU are short, so the calls of kernels are compiled, too
-            # the default, but as a key of inductor's cache on disk, which else mixes the code of two kinds of CPUs
+            options["cpp_wrapper"] = True  # compiles the calls of kernels, too, because steps on the CPU are short
+            # the default, set because inductor's disk cache would otherwise mix the code for different CPUs
             options["cpp.simdlen"] = {"AVX2": 256, "AVX512": 512}.get(torch.backends.cpu.get_cpu_capability())
         self.run = torch.compile(own, fullgraph=True, options=options)
         self.failed = self.is_full = False
@@ -76,7 +78,7 @@ class Program:
                 except Exception as error:
                     if not is_recompile_limit(error):
                         raise
-                with recompile_limit(GRAPHS):  # only now, because a change of the limit takes longer than a step
+                with recompile_limit(GRAPHS):  # only when needed, because changing the limit takes longer than a step
                     return self.run(*args)
         except Exception as error:  # the solve runs without compilation
             if not is_recompile_limit(error):
@@ -96,7 +98,7 @@ def warn(reason: str, fix: str = "compile=False, or replace in func what torch.c
 
 
 def modes(snapshot: Snapshot) -> tuple[Any, ...]:
-    """Return the modes of a field's modules, and their hooks, which the guards of a graph do not check."""
+    """Return the training modes and the hooks of a field's modules, which the guards of a graph do not check."""
     return tuple(
         [
             (mode, *of._forward_hooks, *of._forward_pre_hooks, *of._backward_hooks, *of._backward_pre_hooks)
@@ -106,7 +108,7 @@ def modes(snapshot: Snapshot) -> tuple[Any, ...]:
 
 
 def program(term: ODETerm, snapshot: Snapshot, key: tuple[Any, ...], make: Callable[[], Made]) -> Made:
-    """Return what was compiled of a field for a key and its modes and hooks, and ``make`` it at the first call."""
+    """Return the compiled object that a field stores for ``key``, its modes and its hooks; create it by ``make``."""
     if not isinstance(term.inner, Field):
         kind = type(term.inner).__name__
         raise ValueError(f"compile=True needs an hbnode field, got {kind}. Fix: hbnode.NODE(func).")
@@ -119,10 +121,10 @@ def program(term: ODETerm, snapshot: Snapshot, key: tuple[Any, ...], make: Calla
 
 
 def attempt(term: ODETerm, method: Method, rtol: float, atol: float, *, error: bool) -> Callable[..., Any]:
-    """Return a function that computes one step of a method and its error norm.
+    """Return a function that computes one step of a method and its error ratio.
 
-    The function takes the state, the method's coefficients, the stage times, and y0, of which only the shapes matter.
-    It returns the state after the step, and the norm if ``error`` is true, else None.
+    The function takes the state, the method's coefficients, the stage times, and y0, which only gives the shapes. It
+    returns the state after the step, and the norm of error / tolerance if ``error`` is True, else None.
     """
     inside, n = graph.inside_of(term), term.rows
 
@@ -143,9 +145,10 @@ def attempt(term: ODETerm, method: Method, rtol: float, atol: float, *, error: b
 def key_of(
     field: Any, y0: State, t: Any, settings: Settings, snapshot: Snapshot, *, end: bool
 ) -> tuple[Any, ...] | None:
-    """Return what a solve depends on besides the inputs of its graph: a solve with an equal key needs no checks again.
+    """Return a key of everything a compiled solve depends on besides the inputs of its graph.
 
-    Return None if this is not known, as for times with gradients or fields inside other modules.
+    A solve with an equal key needs no new checks of its arguments. Return None if there is no such key, as for times
+    with gradients or fields inside other modules.
     """
     if snapshot.masks or open_records or needs_reference() or not isinstance(field, Field):
         return None
@@ -167,7 +170,10 @@ def key_of(
 
 
 def is_possible(setup: Setup, y0: State) -> bool:
-    """Return whether graphs can solve: adaptive explicit methods, at few times without gradients, without events."""
+    """Return whether compiled attempts support a solve.
+
+    They support adaptive explicit methods at a few output times without gradients, without events.
+    """
     settings, grid, gradient = setup.settings, setup.grid, setup.settings.gradient
     if not isinstance(setup.stepper.method, Explicit) or not isinstance(grid, Grid) or grid.t is not None:
         return False
@@ -179,17 +185,19 @@ def is_possible(setup: Setup, y0: State) -> bool:
 
 
 def solve_again(key: Any, field: Field, y0: State, counter: Tally, snapshot: Snapshot) -> State | None:
-    """Solve by the plan of an earlier solve with the same key; return None if there is none, or if it fails."""
+    """Solve by the plan of an earlier solve with the same key; return None if there is no plan or if it fails."""
     plan = field.compiled.get("plans", {}).get(key)
     return None if plan is None else plan.solve(y0, counter, snapshot)
 
 
 def solve(setup: Setup, y0: State, snapshot: Snapshot, keep_bytes: int | None, key: Any = None) -> State | None:
-    """Solve by compiled attempts; return None if they cannot be compiled or fail, for a solve in Python that says why.
+    """Solve by compiled attempts; return None if compilation or the solve fails.
 
-    A graph of one attempt is called until the solve is done. If the last solves took the same number of attempts, one
-    graph has all of them, and further solves with the same ``key`` go on by :func:`solve_again`. With gradients, more
-    than ``keep_bytes`` of their graph are recomputed, if it is not None.
+    The caller then solves in Python, which raises an error with the reason.
+
+    The program of one attempt is called until the solve is done. If the last solves took the same number of attempts,
+    the program of a whole solve is called instead, and later solves with the same ``key`` use :func:`solve_again`. If
+    ``keep_bytes`` is not None and the autograd graph would be larger, the backward pass recomputes attempts.
     """
     run = _Run(setup, y0, snapshot, keep_bytes)
     counter, plan = setup.stepper.term.counter, run.plan()
@@ -211,12 +219,13 @@ def solve(setup: Setup, y0: State, snapshot: Snapshot, keep_bytes: int | None, k
 
 
 class _Attempts:
-    """The graph of one attempt, those of whole solves, and what is known of the solves.
+    """The programs of one attempt and of whole solves, and the numbers of attempts of the last solves.
 
     Attributes:
         one: the program of one attempt.
         whole: programs of whole solves, by their number of attempts.
-        latest, equal: the number of attempts of the last solve, and how many solves in a row had that many.
+        latest: the number of attempts of the last solve.
+        equal: the number of consecutive solves that had this number of attempts.
         saved: bytes of the autograd graph of an attempt, by the shape of the state.
     """
 
@@ -233,10 +242,10 @@ class _Attempts:
         return self.one.failed
 
     def count(self, counter: Tally, evaluations: int, accepted: int, rejected: int, *, keeps_graph: bool) -> None:
-        """Count a solve, and note whether one graph of its attempts would do.
+        """Count a solve, and update ``latest`` and ``equal``.
 
-        With gradients no attempt may be rejected: the loop drops its graph, but in a graph 0 * inf = NaN could reach
-        them.
+        A solve with gradients and a rejected attempt resets ``equal``, because in the graph of a whole solve a rejected
+        attempt can turn gradients into 0 * inf = NaN.
         """
         counter.nfe.keeps_graph = keeps_graph
         for event, number in (("evaluation", evaluations), ("accepted", accepted), ("rejected", rejected)):
@@ -246,7 +255,7 @@ class _Attempts:
         self.latest = attempts
 
     def whole_solve(self) -> Program | None:
-        """Return the program of a whole solve, if the last solves had the same number of attempts."""
+        """Return the program of a whole solve if enough consecutive solves had the same number of attempts, or None."""
         count = self.latest
         if self.equal < (AGAIN if count in self.whole else STABLE) or count > LONGEST:
             return None
@@ -258,14 +267,14 @@ class _Attempts:
 
 
 class Plan(NamedTuple):
-    """A solve in one graph, for all states of one shape.
+    """The data to solve by one call of a whole-solve program, for all initial states of one shape.
 
     Attributes:
-        programs: the graphs.
-        attempts: the number of attempts, which was that of the last solves.
-        times: the inputs of the graph besides the state.
-        evaluations: evaluations of the field in an attempt.
-        changes_nothing: whether a field that changes a buffer is an error.
+        programs: the programs of the field.
+        attempts: the number of attempts of the solve.
+        times: the inputs of the program besides the state.
+        evaluations: the number of function evaluations in an attempt.
+        changes_nothing: whether to raise an error if the field changes a buffer.
     """
 
     programs: _Attempts
@@ -275,7 +284,7 @@ class Plan(NamedTuple):
     changes_nothing: bool
 
     def solve(self, y0: State, counter: Tally, snapshot: Snapshot) -> State | None:
-        """Return the solution; None if it needs another number of attempts, or cannot be solved."""
+        """Return the solution, or None if it needs another number of attempts or the solve fails."""
         programs, needs_gradient = self.programs, torch.is_grad_enabled()
         program = programs.whole_solve() if programs.latest == self.attempts else None
         result = None if program is None else program(y0, self.times)
@@ -307,7 +316,7 @@ class _Run:
         self.programs = program(self.term, snapshot, key, make)
 
     def times(self, setup: Setup, longest: Array, margin: Array = 1.0) -> graph.Times:
-        """Return what the graphs need to know of a setup."""
+        """Return the inputs of the programs that do not change during the solve."""
         grid, settings, device = setup.grid, setup.settings, setup.stepper.like.device
         resolution = torch.finfo(setup.stepper.like.dtype if self.term.time_dependent else torch.float64).eps
         shortest, rounding = self.options.get("min_step", 1e-300), np.finfo(float).eps * grid.furthest
@@ -315,7 +324,7 @@ class _Run:
         limits = graph.Limits(*times, settings.rtol, settings.atol, *steps, rounding, resolution)
         like, jumps = setup.stepper.like, grid.jumps
         outputs = None if setup.end_only else to_device(grid.outputs, like)
-        if jumps is not None:  # padded to few lengths, each of which has a graph
+        if jumps is not None:  # padded to powers of 2, because each length needs its own graph
             more = 2 ** (jumps.shape[-1] - 1).bit_length() - jumps.shape[-1]
             width = [(0, 0)] * (jumps.ndim - 1) + [(0, more)]
             jumps = to_device(np.pad(jumps, width, constant_values=math.inf), like)
@@ -323,7 +332,7 @@ class _Run:
         return graph.Times(graph.joined(limits, np.shape(grid.end), device), gamma.unsqueeze(0), outputs, jumps)
 
     def plan(self) -> Plan | None:
-        """Return how to solve by one graph, with as many attempts as the last solves; None if they differed."""
+        """Return a plan with the number of attempts of the last solves, or None if a whole solve is not possible."""
         programs, term, setup = self.programs, self.term, self.setup
         if term.time_dependent or "first_step" in self.options or not self.stores(programs.latest):
             return None
@@ -334,11 +343,11 @@ class _Run:
             return None
         times = self.times(setup, self.options.get("max_step", math.inf))
         if term.second_order and term.inner.omega is not None:
-            times = times._replace(gamma=None)  # else its gradient would leave the graph
+            times = times._replace(gamma=None)  # computed inside the graph, which its gradient needs
         return Plan(programs, programs.latest, times, self.method.evaluations, self.keep_bytes is not None)
 
     def one_by_one(self) -> State | None:
-        """Solve by a graph of one attempt, with the start in Python."""
+        """Solve by calls of the program of one attempt; the first step size is chosen in Python."""
         program = self.programs.one
         if program.failed:
             return None
@@ -346,7 +355,7 @@ class _Run:
         steps, grid, most = AdaptiveSteps(setup, rows), setup.grid, setup.settings.max_steps
         times = self.times(setup, steps.controller.longest, steps.error_factor)
         control = graph.joined(steps.control, np.shape(grid.end), setup.stepper.like.device)
-        # as after an attempt, no views and contiguous; else they had a graph of their own
+        # contiguous and no views, as after an attempt; other inputs would need another graph
         rows = tuple([row.clone(memory_format=torch.contiguous_format) for row in rows])
         if self.needs_gradient and any(x.requires_grad for x in (*rows, setup.stepper.constants)):
             rows = tuple([row if row.requires_grad else row.requires_grad_() for row in rows])
@@ -380,14 +389,14 @@ class _Run:
     # Gradients
 
     def stores(self, attempts: int) -> bool:
-        """Return whether the graph of that many attempts is stored."""
+        """Return whether the autograd graph of this number of attempts is stored."""
         if self.keep_bytes is None or attempts * self.method.evaluations <= SHORT * (self.keep_bytes > 0):
             return True
         bytes_each = self.programs.saved.get(parts(self.y0)[0].shape, math.inf)
         return attempts * bytes_each <= self.keep_bytes
 
     def take(self, program: Program, attempts: int, *args: Any) -> Any:
-        """Call the program, and store its graph, or recompute it in the backward pass if it becomes too large."""
+        """Call the program; its autograd graph is stored, or recomputed in the backward pass if it is too large."""
         shape, saved = parts(self.y0)[0].shape, self.programs.saved
         if self.stores(attempts):
             return program(*args)

@@ -1,15 +1,16 @@
 r"""Events: times at which a function of a sample's state crosses zero.
 
-A step in which a sample's function c(t, y) crosses zero is rejected for that sample. Its next steps end at the zero
-:math:`\tau` of the dense output, which is near the event time :math:`t_e`. One Newton step then gives
+A step in which a sample's event function c(t, y) crosses zero is rejected for that sample. The sample's next steps end
+at the zero :math:`\tau` of c along the dense output, which is near the event time :math:`t_e`. One Newton step then
+gives
 
 .. math::
     t_e = \tau - c / \dot c, \qquad y(t_e) = y(\tau) + (t_e - \tau) \dot y, \qquad
     \dot c = \partial_t c + \partial_y c \, \dot y.
 
-Its graph, in which :math:`\dot c` and :math:`\dot y` are constants, is that of the implicit function theorem. A jump
-gives a state :math:`y^+` at :math:`t_e`. The solve continues at the number τ from
-:math:`y^+ - (t_e - \tau) \dot y^+`, so the event time enters the later states as the theorem requires.
+In its autograd graph, :math:`\dot c` and :math:`\dot y` are constants, so that the gradients are those of the implicit
+function theorem. A jump returns a state :math:`y^+` at :math:`t_e`. The solve continues at the constant time τ from the
+state :math:`y^+ - (t_e - \tau) \dot y^+`, through which later states depend on the event time.
 """
 
 from __future__ import annotations
@@ -33,13 +34,14 @@ from hbnode.solve.grid import to_device
 from hbnode.solve.methods import Array, Rows, combined
 from hbnode.solve.stepper import Attempt, Setup, Taken
 
-NODES = np.linspace(0.0, 1.0, 9)  # fractions of a step between which a change of sign is found
-TO_POLYNOMIAL = np.linalg.inv(np.vander(NODES))  # from values at the nodes to coefficients, as np.polyval takes them
-BISECTIONS, CORRECTIONS, ROOT_TOLERANCE = 45, 60, 1e-12  # of the search for a zero, in fractions of the step
-DIFFERENCE = 1e-5  # for a central difference, as a fraction of the step
-AT_ZERO = 1e-6  # after an event, c is 0 if |c| is below this times |dc/dt| and the size of the step
-ROUNDINGS = 32  # c is 0 if that many rounding errors of the state change its sign
-CLOSE = 1 / 64  # an event so soon after the last one, as a fraction of the step, is found in a shorter step
+NODES = np.linspace(0.0, 1.0, 9)  # positions in a step, from 0 to 1, at which the sign of the event function is checked
+TO_POLYNOMIAL = np.linalg.inv(np.vander(NODES))  # maps values at the nodes to the coefficients for np.polyval
+BISECTIONS, CORRECTIONS = 45, 60  # numbers of iterations of the search for a zero
+ROOT_TOLERANCE = 1e-12  # accuracy of the zero, as a fraction of the step
+DIFFERENCE = 1e-5  # step of a central difference, as a fraction of the solver's step
+AT_ZERO = 1e-6  # after an event, c counts as 0 if |c| is below this factor times |dc/dt| times the step size
+ROUNDINGS = 32  # c counts as 0 if this number of rounding errors of the state can change its sign
+CLOSE = 1 / 64  # an event within this fraction of the step after the last event is searched again in a shorter step
 
 
 NAN_FUNCTION = (
@@ -52,17 +54,17 @@ NAN_FUNCTION = (
 class Event:
     r"""A function of the time and of a sample's state, whose zeros are events of that sample.
 
-    An event occurs where the function changes its sign along the solve. A sample's solve continues from
-    ``jump(t, state)``, and ends after ``max_count`` events. Later outputs hold its last state. A function that is 0 at
-    the start, or just after an event, causes an event only when it returns to 0.
+    An event occurs when the function changes its sign along the solve. The solve of the sample then continues from
+    ``jump(t, state)``, or ends if it was the last of ``max_count`` events. Later outputs then hold the last state. A
+    function that is 0 at the start, or just after an event, causes an event only when it returns to 0.
 
-    A zero is found if the signs at the ends of an eighth of a step differ. Two zeros in one eighth can be missed;
-    ``options={"max_step": ...}`` limits the steps. The field and ``fn`` must be defined a little beyond the event,
-    because the step that finds it passes it.
+    Each step is divided into eight equal parts. A zero is found if the function has different signs at the ends of a
+    part. Two zeros in one part can be missed; ``options={"max_step": ...}`` limits the step size. The field and ``fn``
+    must be defined a little beyond the event, because the solver first steps over the event to find it.
 
-    Event times and states have exact first derivatives by the implicit function theorem. They are with respect to the
-    initial state and the parameters of the field, ``fn`` and ``jump``. With ``gradient="adjoint"`` these derivatives
-    are accurate to the tolerance, and the solve stores only the states at outputs and events.
+    Event times and states have exact first derivatives by the implicit function theorem, with respect to the initial
+    state and the parameters of the field, ``fn`` and ``jump``. With ``gradient="adjoint"`` the derivatives have errors
+    of the order of the tolerance, and the solve stores only the states at outputs and events.
 
     Arguments:
         fn: a function or module, ``fn(t, state) -> (batch,)``, with t of shape (batch,). Its value for a sample must
@@ -70,8 +72,8 @@ class Event:
         jump: a function or module, ``jump(t, state) -> state``, which returns the state after the event. It is
             called with the whole batch, and only the samples with an event use the result. Default: None, which
             continues with the same state.
-        direction: 1 for events at which ``fn`` rises along the solve, -1 for those at which it falls, 0 for both.
-            Default: 0.
+        direction: 1 for events at which ``fn`` increases along the solve, -1 for events at which it decreases, 0 for
+            both. Default: 0.
         max_count: number of events after which the solve of a sample ends. Default: None, which is 1 without ``jump``,
             and no limit with it.
 
@@ -110,7 +112,7 @@ class Event:
 
     @property
     def limit(self) -> float:
-        """The number of events after which a sample's solve ends."""
+        """The number of events after which the solve of a sample ends."""
         return self.max_count or (np.inf if self.jump is not None else 1)
 
 
@@ -122,9 +124,9 @@ class EventRecord:
     """The events of a solve.
 
     Attributes:
-        t: times of the events of each sample in float64, (batch, events); NaN after the last event of a sample.
-        state: states at these times, before the jump, in the structure of the initial state, with shapes
-            (batch, events, ...); NaN after the last event.
+        t: event times in float64, (batch, events). The entries after the last event of a sample are NaN.
+        state: states at the event times, before the jump. They have the structure of the initial state and the shapes
+            (batch, events, ...). The entries after the last event of a sample are NaN.
         count: number of events of each sample, (batch,).
     """
 
@@ -134,7 +136,15 @@ class EventRecord:
 
 
 class EventHits(NamedTuple):
-    """Samples that have reached events: lanes, times, widths, masks (lanes, events) and the rows before the events."""
+    """The samples that reach events at the end of a step.
+
+    Attributes:
+        lanes: the indices of the samples, (hits,).
+        now: the times at which the steps end, since the start of the solve, (hits,).
+        width: the sizes of the steps in which the events were found, (hits,).
+        masks: which event functions have an event, (hits, events).
+        rows: the rows of the states before the events, each (hits, ...).
+    """
 
     lanes: Array
     now: Array
@@ -146,11 +156,12 @@ class EventHits(NamedTuple):
 class EventSteps(AdaptiveSteps):
     """The steps of a solve with events; each sample has its own steps, which end on its events.
 
-    With fixed steps, every step is accepted, and the step after an event ends where the interrupted one would have.
+    With fixed steps, every step is accepted, and the step after an event ends at the end of the interrupted step.
 
     Attributes:
-        ended: the samples whose solve ends with the last events, and the rows of their last states.
-        first: the initial rows as constants. Ended samples return to them, because f may be singular at their end.
+        ended: the samples whose solve ends at the current events, and the rows of their last states; None for none.
+        first: the initial rows without a graph. Ended samples are reset to them, because f may be singular at their
+            last state.
     """
 
     def __init__(self, setup: Setup, state: Rows) -> None:
@@ -161,11 +172,11 @@ class EventSteps(AdaptiveSteps):
             ends = [grid.stops] if grid.jumps is None else [grid.stops, np.minimum(grid.jumps, grid.end[:, None])]
             times = np.sort(np.concatenate([none[:, None], *ends], -1), -1)
             gaps = np.diff(times)
-            gaps = np.where((gaps < 2.2 * grid.near) & (grid.jumps is not None), 0.0, gaps)  # one step over a jump
+            gaps = np.where((gaps < 2.2 * grid.near) & (grid.jumps is not None), 0.0, gaps)  # a single step over a jump
             stops = [times[:, :-1] + gaps * (i / steps) for i in range(steps)]
             self.clip = Clip(grid.end, np.sort(np.concatenate(stops + ends, -1), -1))
-        self.next_event = none + np.nan  # the time of the next events of each sample
-        self.due = np.zeros((len(self.events), len(none)), bool)  # the events that happen there
+        self.next_event = none + np.nan  # the time of the next event of each sample
+        self.due = np.zeros((len(self.events), len(none)), bool)  # which event functions have an event at that time
         self.counts = [none for _ in self.events]
         self.found: list[list[tuple[Array, Tensor, Rows]]] = [[] for _ in self.events]
         self.ended: tuple[Array, Rows] | None = None
@@ -173,9 +184,9 @@ class EventSteps(AdaptiveSteps):
         eps = torch.finfo(self.stepper.like.dtype).eps
         self.at_zero, self.tolerance = max(AT_ZERO, 64 * eps), max(ROOT_TOLERANCE, 4 * eps)
         self.search_width = none  # size of the step in which the last event of a sample was found
-        self.max_next_step = none + np.inf  # limit of the next step, if an event follows another closely
+        self.max_next_step = none + np.inf  # limit of the next step if two events are close together
         self.signs = [none for _ in self.events]
-        self.quiet = [none - 1 for _ in self.events]  # until then, the sign of c is that of errors
+        self.quiet = [none - 1 for _ in self.events]  # until these times, errors determine the sign of c
         t, rows = self._time(none), state[: self.stepper.term.rows]
         nobody, masks = none[:0], np.zeros((0, len(self.events)), bool)
         self.hits = [EventHits(nobody.astype(int), nobody, nobody, masks, tuple([row[:0].detach() for row in rows]))]
@@ -202,7 +213,7 @@ class EventSteps(AdaptiveSteps):
     # Search
 
     def _refuse(self, before: Rows, taken: Taken, accepted: Array) -> Array:
-        """Return the samples that must repeat the step because it has an event, and set their next events."""
+        """Return a mask of the samples that must repeat the step because it contains an event; set these events."""
         n, now, size = self.stepper.term.rows, self.control.now, self.control.taken
         wanted = accepted & (size > 0) & np.isnan(self.next_event)
         self.max_next_step = np.where(accepted, np.inf, self.max_next_step)
@@ -238,14 +249,15 @@ class EventSteps(AdaptiveSteps):
         self.max_next_step = np.where(is_close, size * np.maximum(4 * first, CLOSE), self.max_next_step)
         self.control = self.control._replace(size=np.minimum(self.control.size, self.max_next_step))
         passed = np.where(is_hit, np.maximum(first * (len(NODES) - 1), 0.0), len(NODES) - 1).astype(int)
-        passed = np.where(is_close, 0, passed)  # the nodes before the first event
+        passed = np.where(is_close, 0, passed)  # number of nodes before the first event
         self.signs = [np.take_along_axis(side, passed[None], 0)[0] for side in sides]
         return is_hit
 
     def _interpolant(self, before: Rows, taken: Taken) -> Callable[[Array], list[Rows]]:
-        """Return a function that gives the rows at fractions θ (k, lanes) of the step, k times.
+        """Return a function that interpolates the rows in the step.
 
-        Methods without dense output use the cubic through the rows and their derivatives at both ends (Hermite).
+        It maps positions θ (k, lanes), from 0 to 1, to a list of k states.
+        Methods without dense output use cubic Hermite interpolation.
         """
         columns, size, like = taken.columns, self.grid.sign * self.control.taken, self.stepper.like
         if columns is not None:
@@ -270,9 +282,10 @@ class EventSteps(AdaptiveSteps):
     def _first_zero(
         self, k: int, dense: Callable[[Array], list[Rows]], at_nodes: list[Rows], wanted: Array
     ) -> tuple[Array, Array, Array]:
-        """Return the first event of each sample as a fraction of the step, or inf, and c and its side at the nodes.
+        """Return the first event of event function ``k`` in the step, and the values and signs of c at the nodes.
 
-        The side is the last known sign of c. An event whose time has passed, by errors, lies before the step.
+        The event of each sample is a position in the step from 0 to 1, or inf if there is none. Because of errors it
+        may lie a little before the step. At a zero, the sign is the last known sign of c.
         """
         size, event = self.control.taken, self.events[k]
 
@@ -304,9 +317,9 @@ class EventSteps(AdaptiveSteps):
     def _is_zero_at(
         self, theta: Array, dense: Callable[[Array], list[Rows]], scale: Rows, zeros: Array, values: Array, sides: Array
     ) -> Array:
-        """Return which event functions have the zero θ of another one up to rounding errors, (events, lanes).
+        """Return which event functions are 0 at the position ``theta`` (lanes,) up to rounding errors, (events, lanes).
 
-        Such a zero may lie just after the step.
+        At ``theta`` another event function has an event. A zero just after the end of the step counts as well.
         """
         found, t, rows = [], self._time(self.control.now + theta * self.control.taken), dense(theta[None])[0]
         for k, event in enumerate(self.events):
@@ -318,22 +331,24 @@ class EventSteps(AdaptiveSteps):
         return np.stack(found)
 
     def _rounding(self, event: Event, t: Tensor, rows: Rows, c: Array, scale: Rows) -> Array:
-        """Return the change of c by rounding errors of t and of a state of size ``scale``."""
+        """Return how much rounding errors of t and of a state with the magnitude ``scale`` can change c."""
         error, moved = ROUNDINGS * torch.finfo(self.stepper.like.dtype).eps, []
         for row, size in zip(rows, scale, strict=True):
-            uneven = (1 + GOLDEN * torch.arange(row[:1].numel(), device=row.device) % 1) / 2  # else y_1 - y_2 stays
+            uneven = (
+                1 + GOLDEN * torch.arange(row[:1].numel(), device=row.device) % 1
+            ) / 2  # so that y_1 - y_2 changes, too
             moved.append(row + error * size * uneven.view(row[:1].shape).to(row))
         return np.nan_to_num(abs(self._values(event, t * (1 + error), tuple(moved)) - c))
 
     @staticmethod
     def _crosses(event: Event, before: Array, after: Array) -> Array:
-        """Return whether a change of sign is an event; the sign 0 before it means that it is not known."""
+        """Return whether a change of sign is an event; a sign ``before`` of 0 means that the sign is not known yet."""
         return (before != 0) & (after != before) & ((event.direction == 0) | (before == -event.direction))
 
     # Events
 
     def apply_events(self, state: Rows) -> Rows:
-        """Return the state after the events of the samples that have reached them, and record the events."""
+        """Return the state after the events that happen at the current time, and record the events."""
         landed, self.ended, term = self.next_event == self.control.now, None, self.stepper.term
         if not landed.any():
             return state
@@ -343,7 +358,7 @@ class EventSteps(AdaptiveSteps):
         for k, event in enumerate(self.events):
             masks.append(landed & ~ends & self.due[k])
             ends = ends | (masks[k] & (self.counts[k] + 1 >= event.limit))
-        if not torch.is_grad_enabled():  # as in the solve of an adjoint, which repeats the hits with a graph
+        if not torch.is_grad_enabled():  # as for the adjoint, which repeats the hits with a graph
             hit_rows = tuple([row.detach()[to_device(lanes, self.stepper.like)] for row in rows])
             hit_events = np.stack(masks, 1)[lanes]
             self.hits.append(EventHits(lanes, self.control.now[lanes], self.search_width[lanes], hit_events, hit_rows))
@@ -355,9 +370,10 @@ class EventSteps(AdaptiveSteps):
         return rows
 
     def _pass(self, t: Tensor, rows: Rows, slopes: Rows, masks: Sequence[Array]) -> Rows:
-        """Return the rows after the events, each of which happens in the samples of its mask, and set ``ended``.
+        """Return the rows after the events of the current time, and set ``ended``.
 
-        The times of all events are those of the state before the first jump.
+        ``masks`` has one mask per event function, with the samples in which the event happens. If several events happen
+        at once, their times are computed from the state before the first jump.
         """
         before, none, like = (rows, slopes), torch.zeros_like(t), self.stepper.like
         landed, ends = np.any(masks, 0), np.zeros_like(masks[0])
@@ -400,7 +416,10 @@ class EventSteps(AdaptiveSteps):
         return rows
 
     def segments(self) -> Iterator[EventHits]:
-        """Forget the events, and yield the n-th hits of all samples together; the last segment has none."""
+        """Yield the hits of the solve again, the n-th hits of all samples together; the last item has no hits.
+
+        The recorded events are cleared, so that :meth:`repeat` can record them with a graph.
+        """
         seen, number = np.zeros(len(self.grid.end), int), []
         self.counts, self.found = [0 * count for count in self.counts], [[] for _ in self.events]
         for hits in self.hits:
@@ -415,7 +434,10 @@ class EventSteps(AdaptiveSteps):
             yield EventHits(lanes[i], now[i], width[i], masks[i], segment_rows)
 
     def repeat(self, hits: EventHits, now: Array, rows: Rows) -> Rows:
-        """Return rows at the times ``now`` (all lanes,) after the events of ``hits``, which happen with a graph."""
+        """Repeat the events of ``hits`` with a graph, and return the rows after them.
+
+        ``rows`` are the rows of all samples at the times ``now``, before the events.
+        """
         self.control, masks = self.control._replace(now=now), np.zeros((len(now), len(self.events)), bool)
         self.search_width = self.search_width.copy()
         self.search_width[hits.lanes], masks[hits.lanes] = hits.width, hits.masks
@@ -430,7 +452,7 @@ class EventSteps(AdaptiveSteps):
             self.control = self.control._replace(now=now)
 
     def _delay(self, event: Event, t: Tensor, rows: Rows, slopes: Rows, happens: Array) -> Tensor:
-        """Return the Newton step from t to the event time, which has the graph of the implicit function theorem."""
+        """Return the Newton step from t to the event time; its gradient is that of the implicit function theorem."""
         mask = to_device(happens, self.stepper.like)
         rate = self._rate(event, t, rows, slopes)
         c = self._condition(event, t, self._only(mask, rows))
@@ -471,10 +493,19 @@ class EventSteps(AdaptiveSteps):
         self, t: Tensor, rows: Rows, slopes: Rows, before: Sequence[Array], lag: Array, fired: Sequence[Array],
         lanes: Array,
     ) -> None:  # fmt: skip
-        """Set the sides of the event functions in ``lanes``, after events that changed their values ``before``.
+        """Set the known signs of the event functions in ``lanes`` after events.
 
-        A function that had its event, or was moved by a jump, and is 0 up to errors, has the side of dc/dt. Others
-        that no jump moved keep their sides, because they may just have crossed zero.
+        A function that had an event or was changed by a jump gets the sign of its value, or, if the value is 0 up to
+        errors, the sign of dc/dt. All other functions keep their signs, because they may just have crossed zero.
+
+        Arguments:
+            t: the event times, (lanes,).
+            rows: the rows after the events.
+            slopes: the time derivatives of the rows.
+            before: the values of the event functions before the events.
+            lag: the times from the end of the step to the events.
+            fired: for each event function, a mask of the samples in which it had an event.
+            lanes: a mask of the samples to change.
         """
         for k, event in enumerate(self.events):
             c = self._values(event, t, rows)
@@ -488,13 +519,16 @@ class EventSteps(AdaptiveSteps):
             self.quiet[k] = np.where(is_set & (fired[k] | ~is_far), self.control.now + wait, self.quiet[k])
 
     def record(self, own: Callable[[State], Any]) -> tuple[EventRecord, ...]:
-        """Return the events of each event function; ``own`` gives tensors what their backward pass needs."""
+        """Return the events of each event function.
+
+        ``own`` is applied to the tensors, and makes them own the objects that their backward pass needs.
+        """
         records, term, like = [], self.stepper.term, self.stepper.like
         for event, counts, found in zip(self.events, self.counts, self.found, strict=True):
             width = int(event.limit if event.limit < np.inf else counts.max(initial=0))
-            place = np.full((len(self.grid.end), width), -1)  # -1 is a row of NaN
+            place = np.full((len(self.grid.end), width), -1)  # -1 is the index of a row of NaN
             lanes = np.concatenate([np.zeros(0, int), *(lanes for lanes, *_ in found)])
-            order = lanes.argsort(kind="stable")  # the events of a sample follow each other in time
+            order = lanes.argsort(kind="stable")  # keeps the chronological order of the events of a sample
             place[np.arange(width) < counts[:, None]] = order
             index = to_device(place.T, like)
             times = torch.cat([*(t for _, t, _ in found), to_device(np.full(1, np.nan), like)])
@@ -517,15 +551,15 @@ class EventSteps(AdaptiveSteps):
         return t.to(self.stepper.like).view(-1, *[1] * (self.stepper.term.dims - 1))
 
     def _only(self, mask: Tensor, rows: Rows) -> Rows:
-        """Return rows whose samples outside of ``mask`` are constant copies of one inside.
+        """Replace the samples outside ``mask`` by constant copies of a sample inside it, and return the rows.
 
-        Their event function and jump then have finite gradients, which are multiplied by 0.
+        The event function and the jump then have finite gradients for these samples, which are later multiplied by 0.
         """
         first = int(mask.to(torch.uint8).argmax())
         return tuple([torch.where(as_column(mask, row), row, row[first].detach()) for row in rows])
 
     def _slopes(self, t: Tensor, rows: Rows) -> Rows:
-        """Return dy/dt as constants; the evaluation of the field is counted."""
+        """Return dy/dt without a graph; the evaluation of the field is counted."""
         self.stepper.term.counter.add("evaluation")
         with torch.no_grad():
             return self.stepper.term.derivative(self._stage(t.detach()), tuple([row.detach() for row in rows]))
@@ -553,7 +587,7 @@ class EventSteps(AdaptiveSteps):
             return self._condition(event, t.detach(), tuple([row.detach() for row in rows])).double().cpu().numpy()
 
     def _rate(self, event: Event, t: Tensor, rows: Rows, slopes: Rows) -> Tensor:
-        """Return dc/dt along the solution, (lanes,), as a constant."""
+        """Return dc/dt along the solution, (lanes,), without a graph."""
         if torch.is_inference_mode_enabled():  # fn may use tensors that autograd cannot save
             size = np.where(self.control.taken > 0, self.control.taken, self.grid.end)
             step = DIFFERENCE * to_device(size, self.stepper.like)
@@ -574,16 +608,18 @@ class EventSteps(AdaptiveSteps):
 
 
 def as_column(x: Tensor, row: Tensor) -> Tensor:
-    """Return a value of each sample (lanes,) in a shape that broadcasts with a row; numbers get the row's dtype."""
+    """Reshape one value per sample, (lanes,), to broadcast with ``row``; values other than bool get the row's dtype."""
     x = x if x.dtype == torch.bool else x.to(row.dtype)
     return x.view(-1, *[1] * (row.dim() - 1))
 
 
 def root(value: Callable[[Array], Array], low: Array, high: Array, at_nodes: Array, tolerance: float) -> Array:
-    """Return zeros of functions of θ (lanes,) that are positive just after ``low`` and not at ``high``.
+    """Return a zero of ``value`` for every lane, (lanes,).
 
-    A zero of the polynomial through the values ``at_nodes`` (nodes, lanes) is corrected by Newton steps with the slope
-    of the polynomial, up to ``tolerance``. A step out of the interval is replaced by a bisection.
+    ``value`` maps positions θ (lanes,) to the values of one function per lane. Each function is positive just after
+    ``low`` and not positive at ``high``. The first guess is a zero of the polynomial through the values ``at_nodes``
+    (nodes, lanes). Newton steps with the slope of the polynomial correct it until they are smaller than ``tolerance``.
+    A Newton step out of the interval is replaced by a bisection.
     """
     polynomial = TO_POLYNOMIAL @ at_nodes
     slope = slope_of(polynomial)
@@ -605,7 +641,7 @@ def root(value: Callable[[Array], Array], low: Array, high: Array, at_nodes: Arr
 
 
 def slope_of(polynomial: Array) -> Array:
-    """Return the coefficients of the derivatives of polynomials (coefficients, lanes)."""
+    """Return the coefficients of the derivatives of polynomials, given their coefficients (coefficients, lanes)."""
     return polynomial[:-1] * np.arange(len(polynomial) - 1, 0, -1)[:, None]
 
 

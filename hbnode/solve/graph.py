@@ -1,8 +1,8 @@
-"""A whole adaptive solve in graphs of torch: attempts with the controller inside.
+"""Adaptive solves as functions of tensors, for graphs of torch.compile and torch.export.
 
-The controller is that of :mod:`hbnode.solve.control`, with torch instead of NumPy, so an attempt, a step that is then
-accepted or rejected, is one function of tensors. torch.compile compiles the functions of :func:`one_attempt` and
-:func:`whole_solve`, and :func:`loop` takes any number of attempts in one graph of torch.export.
+An attempt is a step that is then accepted or rejected by the controller of :mod:`hbnode.solve.control`, which here uses
+torch instead of NumPy. torch.compile compiles the functions that :func:`one_attempt` and :func:`whole_solve` return.
+torch.export records :func:`loop`, which takes any number of attempts.
 """
 
 from __future__ import annotations
@@ -25,20 +25,25 @@ from hbnode.solve.methods import Array, Method, Rows, combined
 from hbnode.solve.settings import Settings
 from hbnode.solve.term import ODETerm
 
-NOT_FINITE, UNDERFLOW, TOO_MANY = 1, 2, 3  # why the solve of a graph failed
+NOT_FINITE, UNDERFLOW, TOO_MANY = 1, 2, 3  # reasons of a failed solve in a graph
 
 
 class Limits(NamedTuple):
-    """Numbers of a solve, () or (lanes,), which a graph has in one tensor, so that other values need no other graph.
+    """Numbers of a solve, each () or (lanes,).
+
+    They are inputs of a graph, stacked into one tensor, so that other values need no new graph.
 
     Attributes:
-        begin, sign: initial time, and 1.0 or -1.0 for solving forward or backward.
+        begin: initial time.
+        sign: 1.0 for solving forward in time, -1.0 for solving backward.
         end: final time, measured from the start.
-        rtol, atol: tolerances.
-        longest, shortest: the largest and the smallest step size.
-        margin: the factor on error ratios in steps without outputs inside.
-        rounding: the rounding error of times.
-        resolution: the relative rounding error of the times that the field gets.
+        rtol: relative tolerance.
+        atol: absolute tolerance.
+        longest: largest step size.
+        shortest: smallest step size.
+        margin: factor on the error ratios of steps that contain no output times.
+        rounding: rounding error of times.
+        resolution: relative rounding error of the times that the field gets.
     """
 
     begin: Any
@@ -58,9 +63,10 @@ class Times(NamedTuple):
 
     Attributes:
         limits: the :class:`Limits`, (numbers,) or (numbers, lanes).
-        gamma: the damping γ, as an input of torch.compile with a first dimension of length 1, because a tensor without
-            dimensions would be taken for a number. None if the graph computes it from the field's parameters.
-        outputs, jumps: times of outputs and of jumps from the start, or None.
+        gamma: the damping γ; None if the graph computes it from the field's parameters. As an input of a compiled
+            function it has a first dimension of length 1, because a tensor without dimensions counts as a number.
+        outputs: output times measured from the start, or None.
+        jumps: times of the jumps of f measured from the start, or None.
     """
 
     limits: Tensor
@@ -70,10 +76,14 @@ class Times(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What the host is told after attempts: numbers of accepted and rejected ones, and whether the solve is done.
+    """The results of attempts that the loop in Python needs.
 
-    ``excluded`` is the number of attempts of which some lane has an error that is not finite, and ``failed`` says
-    whether no step size can meet the tolerance.
+    Attributes:
+        accepted: number of accepted attempts.
+        rejected: number of rejected attempts.
+        excluded: number of attempts in which the error of some lane is not finite.
+        failed: whether no step size meets the tolerance, so that the solve fails.
+        done: whether the solve is finished.
     """
 
     accepted: int
@@ -84,7 +94,7 @@ class Report(NamedTuple):
 
 
 def joined(numbers: tuple[Array, ...], shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return arrays or numbers that broadcast to ``shape`` as one tensor, (numbers, *shape)."""
+    """Broadcast arrays or numbers to ``shape`` and stack them to a tensor (numbers, *shape)."""
     packed = np.empty((len(numbers), *shape))
     for k, number in enumerate(numbers):
         packed[k] = number
@@ -96,7 +106,7 @@ def _joined(control: Control) -> Tensor:
 
 
 def split(packed: Tensor) -> Control:
-    """Return the state of a controller, from one tensor."""
+    """Return the state of a controller, given as one tensor."""
     c = Control(*packed.unbind(0))
     return c._replace(uneven=c.uneven > 0, rejected=c.rejected > 0, most=c.most.long(), passed=c.passed.long())
 
@@ -104,10 +114,10 @@ def split(packed: Tensor) -> Control:
 def start(
     term: ODETerm, method: Method, times: Times, y0: State, first_step: float | None = None
 ) -> tuple[Rows, Tensor, Times, Tensor]:
-    """Return the initial state of the method and of the controller, the times, and the number of evaluations.
+    """Return the initial state of the method, that of the controller, the times, and the number of evaluations.
 
-    A field that depends on time is evaluated at four further times, of which the eager solve needs the results only if
-    the force is negligible at the start (see :class:`hbnode.solve.adaptive.AdaptiveSteps`).
+    A field that depends on time is also evaluated at four trial times, because a graph cannot skip these evaluations.
+    They are counted only if the eager solve would need them (:func:`hbnode.solve.control.forced_start`).
     """
     limits, rows = Limits(*times.limits.unbind(0)), term.flatten(y0)
     (t,) = term.stages([limits.begin])
@@ -137,13 +147,13 @@ def start(
 
 
 def norm(term: ODETerm, x: Tensor) -> Tensor:
-    """Return the root mean square, () or (lanes,), in float64, because squares may overflow in float32."""
+    """Return the root mean square of ``x``, () or (lanes,), in float64, because squares may overflow in float32."""
     x = x.double().square()
     return (x.mean() if term.lanes is None else x.flatten(1).mean(1)).sqrt()
 
 
 def error_ratio(term: ODETerm, before: Rows, after: Rows, error: Any, rtol: Any, atol: Any) -> Tensor:
-    """Return the root mean square of error / tolerance, () or (lanes,), the largest of all ``error_groups``."""
+    """Return the root mean square of error / tolerance, () or (lanes,); the maximum over the term's error groups."""
     scale = torch.maximum(torch.stack(before).abs(), torch.stack(after).abs())
     x = error / (scale * rtol + atol)
     x = x if term.lanes is None else x.movedim(1, 0)
@@ -152,13 +162,13 @@ def error_ratio(term: ODETerm, before: Rows, after: Rows, error: Any, rtol: Any,
 
 
 class Attempts:
-    """The attempts of a solve: pure functions of the rows of the state and of the state of the controller.
+    """The attempts of a solve, as pure functions of the solver state and the controller state.
 
     Arguments:
-        term: the equation; with ``lanes``, each sample has its own step sizes.
-        method: an adaptive method whose state ends with the field's value.
-        times: what is constant during the solve.
-        is_exact: whether steps end on the output times, which are then not interpolated.
+        term: the equation. If ``term.lanes`` is not None, each sample has its own step sizes.
+        method: an adaptive method whose state ends with the value of the field (FSAL).
+        times: the tensors that are constant during the solve.
+        is_exact: whether steps end on the output times, so that outputs are not interpolated.
     """
 
     def __init__(self, term: ODETerm, method: Method, times: Times, *, is_exact: bool = False) -> None:
@@ -169,23 +179,25 @@ class Attempts:
         self.clip = Clip(self.limits.end, stops, times.jumps, self.limits.rounding)
 
     def saved(self, rows: Rows) -> Rows | None:
-        """Return the rows of all output times, (T, ...) or (lanes, T, ...), with the initial state in them."""
+        """Return storage for the rows at all output times, (T, ...) or (lanes, T, ...), filled with initial rows."""
         outputs, place = self.times.outputs, int(self.term.lanes is not None)
         if outputs is None:
             return None
         rows = rows[: self.term.rows]
-        count = outputs.shape[-1]  # copies, because views as inputs of a graph would need another graph
+        count = outputs.shape[-1]  # copies, because a graph for views differs from a graph for other tensors
         return tuple([row.unsqueeze(place).repeat_interleave(count, place).clone() for row in rows])
 
     def attempt(
         self, rows: Rows, control: Tensor, saved: Rows | None, excluded: Tensor | None = None
     ) -> tuple[Rows, Tensor, Rows | None, tuple[Tensor, Tensor]]:
-        """Return the state, that of the controller and the outputs after an attempt.
+        """Take one attempt.
 
-        The last part of the result are the accepted lanes, and the lanes that no step size can solve.
+        Finished lanes take a step of size 0. Lanes in the mask ``excluded`` also take a step of size 0 and reject it:
+        their error is not finite, and would turn the gradients of all lanes into 0 * NaN = NaN.
 
-        Lanes that are done take a step of size 0, and so do lanes that are ``excluded``, which reject it. An error that
-        is not finite would otherwise reach the gradients of all lanes, as 0 * NaN.
+        Returns:
+            The state after the attempt, the state of the controller, the saved outputs, and a pair of masks: the lanes
+            that accept the step, and the lanes in which no step size meets the tolerance.
         """
         term, method, limits, n = self.term, self.method, self.limits, self.term.rows
         with torch.no_grad():
@@ -222,14 +234,14 @@ class Attempts:
                 ends = [torch.where(self.wide(inside, x), x, end) for x, end in zip(rows_inside, ends, strict=True)]
             new = found & (accepted if term.lanes is None else accepted[:, None])
             both = [torch.where(self.wide(new, x), end, x) for end, x in zip(ends, saved, strict=True)]
-            saved = tuple([x.contiguous() for x in both])  # other strides would need another graph
+            saved = tuple([x.contiguous() for x in both])  # each set of strides needs its own graph
         after = [torch.where(self.wide(accepted, a), a, b) for a, b in zip(result.state, rows, strict=True)]
         return tuple(after), _joined(c), saved, (accepted, fails)
 
     def _at_gamma(self, formula: Callable[..., Tensor], *args: Tensor, count: int = 1) -> Tensor:
-        """Return ``formula(torch, γ, *args)``; ``args`` have ``count`` elements of each lane, one after the other."""
+        """Return ``formula(torch, γ, *args)``; ``args`` have ``count`` consecutive elements for each lane."""
         gamma = self.times.gamma
-        if gamma.dim():  # its dimensions follow those of outputs, or are those of lanes
+        if gamma.dim():  # the dimensions of γ follow that of outputs, or begin with that of lanes
             if count > 1 and len(gamma) > 1:
                 gamma = gamma.repeat_interleave(count, 0)
             ones = [1] * (gamma.dim() - (self.term.lanes is not None))
@@ -237,7 +249,7 @@ class Attempts:
         return formula(torch, gamma, *args).to(self.term.template)
 
     def _interpolated(self, columns: Any, size: Tensor, theta: Tensor) -> Rows:
-        """Return the rows at fractions θ (T,) or (lanes, T) of a step, (T, ...) or (lanes, T, ...)."""
+        """Return the rows at positions θ in a step, from 0 to 1; θ is (T,) or (lanes, T), the rows have more dims."""
         signed, count = self.limits.sign * size, theta.shape[-1]
         signed = signed[..., None].expand(theta.shape).reshape(-1)
         weights = self._at_gamma(self.method.blend, signed, theta.reshape(-1), count=count)
@@ -259,7 +271,7 @@ Made = tuple[Rows, Tensor, Rows | None, Tensor]
 
 
 def one_attempt(inside: Inside, method: Method, *, is_exact: bool) -> Callable[..., Made]:
-    """Return a function of tensors that takes one attempt; of y0 only the shapes matter."""
+    """Return a function of tensors that takes one attempt; its argument ``y0`` only gives the shapes."""
 
     def run(y0: State, times: Times, rows: Any, control: Any, saved: Any, excluded: Tensor | None) -> Made:
         times = times._replace(gamma=times.gamma[0])
@@ -272,7 +284,7 @@ def one_attempt(inside: Inside, method: Method, *, is_exact: bool) -> Callable[.
 def whole_solve(inside: Inside, method: Method, count: int, *, is_exact: bool) -> Callable[..., tuple[State, Tensor]]:
     """Return a function of tensors that starts a solve and takes ``count`` attempts.
 
-    It returns the solution, at the end or at all times, and the :class:`Report` of all attempts.
+    The function returns the state at the end or the trajectory, and the :class:`Report` of all attempts.
     """
 
     def run(y0: State, times: Times) -> tuple[State, Tensor]:
@@ -292,7 +304,7 @@ def whole_solve(inside: Inside, method: Method, count: int, *, is_exact: bool) -
 
 
 def inside_of(term: ODETerm) -> Inside:
-    """Return a function that makes the term inside a graph, for a state of any size."""
+    """Return a function that creates the term inside a graph, from the initial state, whose batch size may vary."""
     field, second_order, own_steps = term.inner, term.second_order, term.lanes is not None
     in_autocast = term.in_autocast
 
@@ -306,7 +318,7 @@ def inside_of(term: ODETerm) -> Inside:
 
 
 def _reported(steps: Attempts, rows: Rows, control: Tensor, saved: Rows | None, excluded: Tensor | None = None) -> Made:
-    """Take an attempt, and return its :class:`Report` as the last result."""
+    """Take an attempt; return the state, the controller state, the saved outputs and the :class:`Report`."""
     now = control[0]
     rows, control, saved, (accepted, fails) = steps.attempt(rows, control, saved, excluded)
     with torch.no_grad():
@@ -318,9 +330,11 @@ def _reported(steps: Attempts, rows: Rows, control: Tensor, saved: Rows | None, 
 
 
 def trajectory(term: ODETerm, y0: State, rows: Rows, saved: Rows | None) -> State:
-    """Return the state at the end, or at all times if there are saved outputs."""
+    """Return the final state, or the trajectory if ``saved`` outputs are given."""
     if saved is None:
-        return term.unflatten(tuple([row.clone() for row in rows[: term.rows]]))  # copies may be changed in place
+        return term.unflatten(
+            tuple([row.clone() for row in rows[: term.rows]])
+        )  # copies, because the user may change them in place
     if term.lanes is not None:
         saved = tuple([row.movedim(1, 0) for row in saved])
     made = tuple([torch.cat([a.unsqueeze(0), b]) for a, b in zip(term.flatten(y0), saved, strict=True)])
@@ -328,10 +342,11 @@ def trajectory(term: ODETerm, y0: State, rows: Rows, saved: Rows | None) -> Stat
 
 
 def loop(term: ODETerm, method: Method, times: Times, y0: State, settings: Settings) -> tuple[State, Tensor, Tensor]:
-    """Solve in one graph of any number of attempts, for torch.export.
+    """Solve in one graph with any number of attempts, for torch.export.
 
-    Return the state at the end, or at all times, which is NaN in lanes whose solve failed; the number of function
-    evaluations; and 0, or why the solve failed, () or (lanes,).
+    Returns:
+        The final state or the trajectory, which is NaN in lanes whose solve failed; the number of function evaluations;
+        and the reason why the solve failed, or 0, with the shape () or (lanes,).
     """
     options, is_exact = settings.options or {}, settings.save == "exact"
     rows, control, times, spent = start(term, method, times, y0, options.get("first_step"))
@@ -364,7 +379,7 @@ def loop(term: ODETerm, method: Method, times: Times, y0: State, settings: Setti
 
 @torch.no_grad()
 def exported(term: ODETerm, method: Method, t: Tensor, y0: State, settings: Settings, *, end_only: bool) -> State:
-    """Return the trajectory, or the state at the end, and tell the innermost :class:`Reported` of the solve."""
+    """Return the trajectory or the final state; add a report to the innermost active :class:`Reported`."""
     begin, options = t[..., 0], settings.options or {}
     sign, elapsed = torch.where(t[..., -1] >= begin, 1.0, -1.0), abs(t - begin[..., None])
     none = 0.0 * elapsed[..., -1]
@@ -385,16 +400,16 @@ def exported(term: ODETerm, method: Method, t: Tensor, y0: State, settings: Sett
 
 
 class Reported(nn.Module):
-    """A module that also returns the number of evaluations of its adaptive solves, and 0 or why one of them failed.
+    """A wrapper of a module, for ``torch.export``, that also returns whether its adaptive solves failed.
 
-    It is for ``torch.export``. No exception can leave an exported graph, so that a solve that fails answers NaN. The
-    reasons are
+    An exported graph cannot raise exceptions. A solve that fails returns NaN instead. The wrapped module returns its
+    output, the number of function evaluations, and a reason: 0 for success, or
 
     - 1: the state or the field is not finite;
     - 2: no step size meets the tolerance;
     - 3: the solve needs more than ``max_steps`` steps, or more than ``options={"max_nfe": n}`` evaluations.
 
-    A call in Python is solved eagerly. Its reason is 0, and a solve that fails raises its error.
+    A call outside an exported graph solves eagerly. A solve that fails then raises its error, and the reason is 0.
 
     Arguments:
         module: the module, with at least one adaptive solve, for example :class:`hbnode.ODEBlock`.
@@ -430,11 +445,11 @@ class Reported(nn.Module):
         return output, torch.stack(spent).sum(), torch.stack(torch.broadcast_tensors(*codes)).amax(0)
 
 
-told: list[list[list[Tensor]]] = []  # what the solves inside a Reported say while they are exported
+told: list[list[list[Tensor]]] = []  # for each active Reported, the reports of its solves
 
 
 class Uncounted(Tally):
-    """The counter of a term inside a graph, whose evaluations are counted outside it."""
+    """A counter for a term inside a graph that counts nothing, because evaluations are counted outside the graph."""
 
     def __init__(self) -> None:
         self.started_with = NFE()

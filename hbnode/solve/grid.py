@@ -1,7 +1,7 @@
 """The times of a solve: the start, the output times and the jumps of f.
 
-Times are NumPy arrays on the host, measured from the start of the solve. Their shape is () if all samples have the same
-times, and (lanes,) if every sample, a lane, has its own steps.
+Times are NumPy arrays on the CPU, measured from the start of the solve. Their shape is () if all samples have the same
+times, or (lanes,) if every sample, called a lane, has its own steps.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hbnode.solve.methods import Array
 
 Piece = tuple[int, tuple[Array, Array] | None, int]
 
-BESIDE_JUMP = 4.0  # distance of a jump's left and right times from it, in rounding errors of the largest time
+BESIDE_JUMP = 4.0  # distance of the times just before and after a jump, in rounding errors of the largest time
 
 
 @dataclass(frozen=True)
@@ -29,15 +29,18 @@ class Grid:
     """The times of a solve.
 
     Attributes:
-        begin, sign: initial time, and 1.0 or -1.0 for solving forward or backward, () or (lanes,).
-        outputs, end: output times measured from the start, (T - 1,) or (lanes, T - 1), and the last of them.
-        lanes: the number of samples with their own steps, or None.
+        begin: initial time, () or (lanes,).
+        sign: 1.0 for solving forward in time, -1.0 for solving backward, () or (lanes,).
+        outputs: output times measured from the start, without the initial time, (T - 1,) or (lanes, T - 1).
+        end: the last output time, () or (lanes,).
+        lanes: the number of samples if they have their own steps, else None.
         furthest: the largest absolute time.
-        near: distance of the two sides of a jump from it; output times are on a jump if they are not farther from it.
+        near: distance from a jump to the times just before and after it. An output time within this distance counts as
+            on the jump.
         t: the times as a tensor (T,) or (lanes, T) on the device of the state if they need gradients; else None.
-        jumps: sorted times of the jumps of f, padded by inf, (K,) or (lanes, K); None without jumps. Adaptive steps
-            and those of events end just before and just after a jump, which are two times of the array.
-        ends_on_knots: whether steps end on every sample time of a signal, whose values need gradients.
+        jumps: sorted times of the jumps of f, (K,) or (lanes, K), padded with inf; None without jumps. For adaptive
+            steps and for events, the array has two times per jump, just before and just after it.
+        ends_on_knots: whether steps end on every sample time of a signal, because the samples need gradients.
     """
 
     begin: Array
@@ -53,7 +56,7 @@ class Grid:
 
     @classmethod
     def of(cls, t: Tensor, like: Tensor, lanes: int | None) -> Grid:
-        """Return the grid of output times ``t``, (T,) or (lanes, T), for a state ``like`` a tensor."""
+        """Return the grid for the times ``t``, (T,) or (lanes, T); ``like`` has the dtype and device of the state."""
         needs_gradient = t.requires_grad and torch.is_grad_enabled()
         needs_gradient |= _torch.is_transformed() and _torch.has_tangent(t)
         values = _torch.to_numpy(t)
@@ -68,10 +71,13 @@ class Grid:
         return cls(begin, sign, elapsed[..., 1:], elapsed[..., -1], lanes, furthest, near, known)
 
     def with_jumps(self, times: Sequence[float], knots: Sequence[Array] = (), *, both_sides: bool) -> Grid:
-        """Return the grid with the jumps of f at ``times`` and at ``knots``, which are measured from the start.
+        """Return the grid with jumps of f at ``times`` and at ``knots``.
 
-        With ``both_sides``, for steps that end on a jump, its two sides are two times. Without, for fixed steps, a
-        jump within rounding of the start or the end counts, too.
+        Arguments:
+            times: jumps in the time of the solve.
+            knots: jumps measured from the start, each (K,) or (lanes, K).
+            both_sides: whether each of ``times`` becomes two times, just before and after the jump, as steps that end
+                on jumps need. If False, for fixed steps, jumps within rounding of the start or the end also count.
         """
         sides, slack = ((-self.near, self.near), 0.0) if both_sides else ((0.0,), self.near)
         moved = {jump + side for jump in times for side in sides}
@@ -83,22 +89,22 @@ class Grid:
 
     @property
     def points(self) -> Any:
-        """The times, including the initial time, in the shape (T,) or (T, lanes)."""
+        """The times, with the initial time, (T,) or (T, lanes)."""
         if self.t is not None:
             return self.t.movedim(-1, 0)
         times = np.concatenate([np.zeros_like(self.end)[..., None], self.outputs], -1)
         return np.moveaxis(self.begin[..., None] + self.sign[..., None] * times, -1, 0)
 
     def time(self, elapsed: Array) -> Array:
-        """Return the time t, () or (lanes,), for a time ``elapsed`` since the start."""
+        """Convert a time ``elapsed`` since the start to the time t, () or (lanes,)."""
         return self.begin + self.sign * elapsed
 
     def pieces(self, counts: Sequence[int]) -> Iterator[Piece]:
-        """Yield the parts of the output intervals between jumps of f, each with its own fixed steps.
+        """Divide the output intervals at the jumps of f into pieces, each of which gets its own fixed steps.
 
-        They are the index of the interval, the start and end of the part, and its number of steps, which is that of
-        the interval in ``counts``. Without jumps the part is None, the whole interval. If a lane has fewer jumps than
-        others, its last parts have length 0.
+        Yield for each piece the index of its interval, its start and end, and its number of steps. The number of steps
+        is the entry of the interval in ``counts``. Without jumps, a piece is a whole interval, and None replaces its
+        start and end. If a lane has fewer jumps than other lanes, its last pieces have length 0.
         """
         for interval, count in enumerate(counts):
             if self.jumps is None:
@@ -111,7 +117,7 @@ class Grid:
                 yield interval, part, count
 
     def bound(self, elapsed: Array, interval: int) -> Any:
-        """Return the time for a bound of a part of an interval; jumps have no gradient."""
+        """Return the time at which a piece of an interval starts or ends, with its gradient if it is an output time."""
         time, points = self.time(elapsed), self.points
         if self.t is None:
             return time
@@ -125,21 +131,22 @@ class Grid:
         return (abs(self.jumps - elapsed[..., None]) <= self.near).any(-1)
 
     def lag(self, begin: Tensor, elapsed: Array, interval: int) -> Tensor | None:
-        """Return 0 with the gradient of ``begin``, in the lanes in which it is an output time on a jump; or None."""
+        """Return 0 with the gradient of ``begin`` in lanes where it is an output time on a jump, or None."""
         if self.t is None or interval == 0 or not (elapsed == self.outputs[..., interval - 1]).all():
             return None
         return torch.where(to_device(self.is_on_jump(elapsed), self.t), begin - begin.detach(), 0.0)
 
     def beside_jump(self, elapsed: Array) -> Any:
-        """Return a short time, signed as a step, if ``elapsed`` is the time of a jump, else 0."""
+        """Return a short time with the sign of a step if ``elapsed`` is the time of a jump, else 0."""
         short = np.where(self.is_on_jump(elapsed), self.sign * 2.0 * self.near, 0.0)
         return short if self.t is None else to_device(short, self.t).to(self.t)
 
     @property
     def stops(self) -> Array:
-        """The output times on which steps end, padded by the end.
+        """The output times on which steps end, padded with the final time.
 
-        If the times need gradients, a step passes an output time on a jump of f, which stays fixed.
+        If the times need gradients, steps do not end on output times that lie on a jump of f, because the jump is
+        fixed.
         """
         if self.t is None or self.jumps is None:
             return self.outputs
@@ -147,10 +154,10 @@ class Grid:
         return np.where(distance <= 2.0 * self.near, self.end[..., None], self.outputs)
 
     def differentiable(self, elapsed: Array, empty: float = 0.0) -> Tensor:
-        """Return the time for ``elapsed`` as a tensor with gradients with respect to the output times.
+        """Convert a time ``elapsed`` since the start to a tensor with gradients with respect to the output times.
 
-        The time lies at a constant fraction between its neighbouring output times, or ``empty`` if those are equal.
-        Jumps of f are treated as output times without gradients.
+        The time moves with the two output times around it, at a constant fraction of their interval. If they are equal,
+        the fraction is ``empty``. Jumps of f are treated as output times without gradients.
         """
         values, known = np.concatenate([np.zeros_like(self.end)[..., None], self.outputs], -1), self.lane_times
         if self.jumps is not None:
@@ -193,6 +200,6 @@ class TracedGrid:
 
 
 def to_device(x: Array, like: Tensor) -> Tensor:
-    """Return an array as a tensor on the device of ``like``."""
-    copy = np.array(x, order="C")  # np.array copies, also without dims
+    """Copy an array to a tensor on the device of ``like``."""
+    copy = np.array(x, order="C")  # copies arrays without dimensions, too
     return _torch.to_device(torch.from_numpy(copy), like.device)

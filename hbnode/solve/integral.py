@@ -1,4 +1,4 @@
-"""The integral q of a function g along a solution y, as a further equation: q' = g(t, y, y'), q(t0) = 0."""
+"""The integral q of a function g along a solution y, computed by solving q' = g(t, y, y'), q(t0) = 0 with the ODE."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ WITHOUT_GRAPH = (
 
 
 class WithIntegral(nn.Module):
-    """A field whose state (*y, q) ends with the integral q, (batch,), of ``integrand`` along the solution y.
+    """A field for the state (*y, q), where q (batch,) is the integral of ``integrand`` along the solution y.
 
-    ``integrand`` is called ``(t, y, y')`` and returns (batch,). Step control takes the larger one of the error norms of
-    y and q.
+    ``integrand`` is called as ``integrand(t, y, y')`` and returns a tensor (batch,). Step size control uses the larger
+    of the error norms of y and of q.
     """
 
     has_integral = True
@@ -51,7 +51,7 @@ class WithIntegral(nn.Module):
         return (*y, y[0].new_zeros(len(y[0])))
 
     def split(self, *pieces: Tensor) -> tuple[State, Tensor]:
-        """Return y, or its trajectory, and q."""
+        """Split a state, or a trajectory of states, into y and the integral q."""
         *y, q = pieces
         return (y[0] if self.single else tuple(y)), q
 
@@ -71,7 +71,7 @@ class WithIntegral(nn.Module):
 
 
 def _check_call(integrand: Integrand) -> None:
-    """Raise TypeError if ``integrand`` cannot be called ``(t, state, derivative)``."""
+    """Raise TypeError if ``integrand`` cannot be called as ``integrand(t, state, derivative)``."""
     if not may_look():
         return
     try:
@@ -86,7 +86,7 @@ def _check_call(integrand: Integrand) -> None:
 
 
 def settings_of_integral(settings: Settings) -> Settings:
-    """Return the settings without compilation; raise ValueError if the method is for h'' + γh' = f only."""
+    """Return the settings without compilation; raise ValueError if the method cannot solve a general field."""
     method, gradient = settings.method, settings.gradient
     if (method is not None and ALL_METHODS[method].field != "any") or gradient == "reversible":
         got = f"got method={method!r} with gradient={gradient!r}"

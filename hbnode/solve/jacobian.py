@@ -1,4 +1,4 @@
-"""Jacobians of fields whose samples do not interact, by one VJP or JVP of the whole batch for each unknown."""
+"""Jacobians of fields whose samples do not interact, by one VJP or JVP of the whole batch for each state variable."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import Tensor
 
 from hbnode import _torch
 
-RHS = Callable[[Tensor, Tensor], Tensor]  # (t, x) -> f, with x and f of shape (samples, unknowns)
-_FORWARD_MODE = threading.RLock()  # torch has one level of forward mode for all threads
-Derivatives = tuple[Tensor, Tensor]  # ∂f/∂x, (samples, unknowns, unknowns), and ∂f/∂t, (samples, unknowns)
+RHS = Callable[[Tensor, Tensor], Tensor]  # (t, x) -> f(t, x), with x and f of shape (batch, d)
+_FORWARD_MODE = threading.RLock()  # all threads share torch's one level of forward-mode differentiation
+Derivatives = tuple[Tensor, Tensor]  # ∂f/∂x of shape (batch, d, d), and ∂f/∂t of shape (batch, d)
 
 
 def derivatives(field: RHS, t: Tensor, x: Tensor, *, create_graph: bool) -> Derivatives:
     """Return ∂f/∂x and ∂f/∂t at a time t that is a scalar or has one value per sample.
 
-    They come from VJPs, which any differentiable field has: those of torch.func under its transforms, in forward mode
-    and in traced graphs, else those of autograd. JVPs of torch.func take their place in steps that
-    gradient="checkpoint" recomputes, and for fields with inference tensors.
+    They are computed by VJPs, which every differentiable field supports. Under transforms of torch.func, in forward
+    mode and in traced graphs, the VJPs are those of torch.func, otherwise those of autograd. If this fails, as in steps
+    that gradient="checkpoint" recomputes and for fields with inference tensors, JVPs of torch.func are used.
     """
     _torch.refuse_export("the Jacobians of method='rodas5p'", "torch.compile, or another method with steps=n")
     try:
@@ -36,20 +36,21 @@ def derivatives(field: RHS, t: Tensor, x: Tensor, *, create_graph: bool) -> Deri
 
 
 def by_vjps(field: RHS, t: Tensor, x: Tensor, *, create_graph: bool) -> Derivatives:
-    """Return ∂f/∂x and ∂f/∂t by VJPs.
+    """Return ∂f/∂x and ∂f/∂t by VJPs of autograd.
 
-    Samples do not interact, so one VJP of a sum over the batch gives a row of every sample's Jacobian. ∂f/∂t is the
-    derivative of a VJP. Raise RuntimeError inside torch.utils.checkpoint, which would recompute f for each VJP.
+    Samples do not interact, so one VJP of the whole batch gives one row of every sample's Jacobian. ∂f/∂t is the
+    derivative of a VJP with respect to its cotangent. Raise RuntimeError inside torch.utils.checkpoint, which would
+    recompute f for each VJP.
     """
     with torch.autograd.graph.disable_saved_tensors_hooks("VJPs of a step do not support saved tensor hooks"):
         pass  # raises if there are such hooks
     with torch.inference_mode(False), torch.enable_grad(), _torch.in_eager_mode() if create_graph else nullcontext():
-        # parts of one tensor: autograd does not search the graph of earlier steps if all inputs are as deep as x
+        # all inputs are pieces of one tensor, so that autograd does not search the graph of earlier steps
         whole = torch.cat([z.flatten() for z in (t, x, torch.zeros_like(x))])
         whole = whole if whole.requires_grad and create_graph else whole.detach().requires_grad_()
         pieces = whole.split([t.numel(), x.numel(), x.numel()])
         t, x, cotangent = (piece.view_as(z) for piece, z in zip(pieces, (t, x, x), strict=True))
-        f = field(t, x) + 0.0 * (x + t.reshape(-1, 1))  # f may be constant
+        f = field(t, x) + 0.0 * (x + t.reshape(-1, 1))  # f may not depend on x or t
 
         def vjp(y: Tensor, z: Tensor, cotangent: Tensor, graph: bool) -> Tensor:
             return torch.autograd.grad(y, z, cotangent, create_graph=graph, retain_graph=True)[0]
@@ -61,7 +62,7 @@ def by_vjps(field: RHS, t: Tensor, x: Tensor, *, create_graph: bool) -> Derivati
 
 
 def by_vjps_of_func(field: RHS, t: Tensor, x: Tensor) -> Derivatives:
-    """Return ∂f/∂x and ∂f/∂t as :func:`by_vjps` does, by ``torch.func``, in three calls of the field."""
+    """Return ∂f/∂x and ∂f/∂t by VJPs of ``torch.func``, with three calls of the field."""
     basis = torch.eye(x.shape[1], dtype=x.dtype, device=x.device)[:, None].expand(-1, *x.shape)
 
     def pullback_to_t(cotangent: Tensor) -> Tensor:
@@ -74,7 +75,7 @@ def by_vjps_of_func(field: RHS, t: Tensor, x: Tensor) -> Derivatives:
 
 
 def by_jvps(field: RHS, t: Tensor, x: Tensor) -> Derivatives:
-    """Return ∂f/∂x and ∂f/∂t by JVPs, in one call of the field under ``torch.func.vmap``."""
+    """Return ∂f/∂x and ∂f/∂t by JVPs of ``torch.func``, with one call of the field under ``torch.func.vmap``."""
     n = x.shape[1]
     directions = torch.eye(n + 1, n, dtype=x.dtype, device=x.device)[:, None].expand(n + 1, *x.shape)
     rates = torch.eye(n + 1, dtype=t.dtype, device=t.device)[n]

@@ -1,4 +1,4 @@
-"""The time loop of a solve: start, attempt a step, accept or reject it, save the outputs inside it."""
+"""The time loop of a solve: choose the start, attempt steps, accept or reject them, and save the outputs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ from hbnode.solve.stepper import Attempt, Setup, Taken
 
 StepFunction = Callable[[Rows, Attempt], Taken]
 
-PLACES = (0.0, TRIALS[0], TRIALS[-1])  # fractions of the span at which f is asked for the times of its signals
+PLACES = (
+    0.0,
+    TRIALS[0],
+    TRIALS[-1],
+)  # fractions of the time span at which f is evaluated to find the query times of its signals
 UNKNOWN_QUERIES = (
     "func asks a Signal at times that are not one linear function of t for all samples, or one for each sample with "
     "per_sample=True. Steps do not end on its sample times, and may miss its pulses. Fix: "
@@ -32,14 +36,17 @@ UNKNOWN_QUERIES = (
 
 
 class Begun(NamedTuple):
-    """The initial state of a method, and the setup with the jumps of f."""
+    """The setup of a solve, with the jumps of f, and the initial state of its method."""
 
     setup: Setup
     state: Rows
 
 
 def start_of(setup: Setup, y0: Any, *, asks_signals: bool = True) -> Begun:
-    """Return the method's initial state, and the setup with the jumps of the signals that the field evaluates."""
+    """Return the method's initial state, and the setup with the jumps of f.
+
+    If ``asks_signals``, the sample times of the signals that the field evaluates are added to the jumps.
+    """
     term, settings, grid = setup.stepper.term, setup.settings, setup.grid
     rows, is_fixed = term.flatten(y0), settings.steps is not None
     if not setup.stepper.method.is_fsal:
@@ -67,10 +74,11 @@ def start_of(setup: Setup, y0: Any, *, asks_signals: bool = True) -> Begun:
 
 
 def _knots(setup: Setup, asked: Sequence[tuple[Signal, Tensor]], t: Tensor, x: Tensor) -> list[Array]:
-    """Return the times since the start at which signals are asked for their samples, (K,) or (lanes, K).
+    """Return the times since the start at which the query times of signals reach their sample times.
 
-    A signal asked at t itself, or a view of it, has them at its sample times. For others, two further evaluations
-    of the field find the query time as a linear function of t.
+    The result has one array (K,) or (lanes, K) per signal. ``asked`` holds the signals that f evaluated at the time t,
+    with their query times. If the query time is t itself or a view of it, the knots are the sample times. Otherwise two
+    further evaluations of f determine the query time as a linear function of t.
     """
     term, grid = setup.stepper.term, setup.grid
     if not asked or not term.wants_time:
@@ -94,11 +102,14 @@ def _knots(setup: Setup, asked: Sequence[tuple[Signal, Tensor]], t: Tensor, x: T
 
 
 def _knots_of(setup: Setup, signal: Signal, asked: list[Array]) -> Array | None:
-    """Return the times since the start at which a signal that was ``asked`` at :data:`PLACES` has its samples."""
+    """Return the times since the start at which the query time of one signal reaches its sample times, or None.
+
+    ``asked`` holds its query times when f is evaluated at the fractions :data:`PLACES` of the time span.
+    """
     grid, lanes = setup.grid, setup.stepper.term.lanes
     slack = 64 * torch.finfo(setup.stepper.like.dtype).eps * max(abs(q).max() for q in asked)
     if all(q.shape == asked[0].shape and (abs(q - asked[0]) <= slack).all() for q in asked):
-        return None  # it does not depend on t
+        return None  # the query time does not depend on t
     is_known = len(asked) == len(PLACES) and asked[0].size in (1, lanes)
     if is_known:
         q0, q1, q2 = (q.reshape(grid.end.shape) if q.size == grid.end.size else q for q in asked)
@@ -116,8 +127,8 @@ class Solution(NamedTuple):
     """The solution of a solve.
 
     Attributes:
-        rows: the rows at all times, (T, elements) or (T, lanes, elements).
-        events: the steps of a solve with events, which have their record; else None.
+        rows: the rows of the state at all times, each (T, elements) or (T, lanes, elements).
+        events: the steps of a solve with events, which record the events; else None.
         owned: the objects that the backward pass needs, and to which the graph has only weak references.
     """
 
@@ -127,9 +138,10 @@ class Solution(NamedTuple):
 
 
 def integrate(begun: Begun, take: StepFunction | None = None, *, every: int = 1_000_000) -> Solution:
-    """Solve from a method's initial state.
+    """Solve from the initial state of a method.
 
-    ``take`` computes an attempt; its default is that of the stepper. An attempt has at most ``every`` fixed steps.
+    ``take`` computes an attempt; by default it is the method ``take`` of the stepper. With fixed steps, an attempt
+    consists of at most ``every`` steps.
     """
     (setup, state), stepper = begun, begun.setup.stepper
     take = stepper.take if take is None else take
@@ -146,12 +158,14 @@ def integrate(begun: Begun, take: StepFunction | None = None, *, every: int = 1_
         else:
             control = adaptive.control
             accepted = adaptive.accept(attempt, state, taken)
-        moves = adaptive is None or (accepted & (adaptive.control.taken > 0)).any()  # a lane that is not done
+        moves = (
+            adaptive is None or (accepted & (adaptive.control.taken > 0)).any()
+        )  # whether an unfinished lane accepts
         if accepted is True or accepted.all():
             state = taken.state
         elif adaptive is not None and moves:
             if taken.state[0].requires_grad and (adaptive.control.failures[~accepted] > 0).any():
-                # else gradients 0 * NaN = NaN reach the parameters
+                # otherwise 0 * NaN = NaN reaches the gradients of the parameters
                 attempt = adaptive.zero_failed_lanes(attempt, ~accepted, control)
                 taken = take(state, attempt)
             moved = to_device(accepted, stepper.like).view(-1, *[1] * (state[0].dim() - 1))
@@ -168,14 +182,14 @@ def integrate(begun: Begun, take: StepFunction | None = None, *, every: int = 1_
 
 
 def fixed_steps(setup: Setup, every: int) -> Iterator[Attempt]:
-    """Yield the fixed steps of a solve as attempts, each at most ``every`` equal steps of one output interval."""
+    """Yield the fixed steps of a solve as attempts; each holds at most ``every`` equal steps of one output interval."""
     stepper, grid, number, times = setup.stepper, setup.grid, 0, setup.grid.points  # (T,) or (T, lanes)
     term, method, no_times = stepper.term, stepper.method, stepper.no_times
     nodes, every = method.nodes, 1 if open_records else every
     for interval, part, count in grid.pieces(setup.counts):
         for done in range(0, count, every):
             steps = min(every, count - done)
-            begin, end = times[interval], times[interval + 1]  # here, so that each attempt has its own graph
+            begin, end = times[interval], times[interval + 1]  # indexed here, so that each attempt has its own graph
             lag = None
             if part is not None:
                 begin, end = grid.bound(part[0], interval), grid.bound(part[1], interval)
@@ -207,7 +221,7 @@ def fixed_steps(setup: Setup, every: int) -> Iterator[Attempt]:
 
 
 class SavedOutputs:
-    """The rows at the output times, in the order of computation, and the index of each output among them."""
+    """The rows at the output times, in the order in which they are computed, with the index of each output in them."""
 
     def __init__(self, setup: Setup, state: Rows) -> None:
         self.setup, self.grid, rows = setup, setup.grid, state[: setup.stepper.term.rows]
@@ -227,7 +241,7 @@ class SavedOutputs:
             self._add_at_start(state, at_start)
 
     def _add_at_start(self, state: Rows, at_start: Array) -> None:
-        """Add the outputs whose time t equals the initial time t_0, as y + (t - t_0) y', for gradients of t."""
+        """Add outputs at times t equal to the initial time t_0, as y + (t - t_0) y', which has gradients for t."""
         outputs, lanes = np.nonzero(at_start[1:])
         if not len(lanes):
             return
@@ -240,7 +254,10 @@ class SavedOutputs:
         self.count += len(lanes)
 
     def add(self, rows: Rows, lanes: Array, outputs: Array, accepted: Any = True) -> None:
-        """Add the rows of the outputs of lanes, which are final in the lanes that ``accepted`` the step."""
+        """Add computed rows at output times; they count only in lanes that ``accepted`` the step.
+
+        ``lanes`` and ``outputs`` are the indices of the lane and of the output time of each row.
+        """
         for pieces, row in zip(self.pieces, rows, strict=True):
             pieces.append(row)
         if self.is_ragged:
@@ -249,7 +266,10 @@ class SavedOutputs:
             self.count += len(good)
 
     def freeze(self, lanes: Array, rows: Rows, now: Array) -> None:
-        """Set the outputs after the times ``now`` (all lanes,) to ``rows``, the last states of ``lanes``."""
+        """Set the outputs of ``lanes`` after the times ``now`` to ``rows``, the last states of these lanes.
+
+        ``now`` has one time for every lane of the batch.
+        """
         for pieces, row in zip(self.pieces, rows, strict=True):
             pieces.append(row)
         which, outputs = np.nonzero(self.grid.outputs[lanes] > now[lanes, None])

@@ -1,12 +1,14 @@
-r"""One-step methods: the coefficients of a step, from a tableau, a step size H and a damping γ, and the step itself.
+r"""One-step methods: the coefficients of a step and the step itself.
 
 The state of a method is a tuple of *rows*, tensors of one shape: y for :math:`y' = f(t, y)`, and h and m for
 :math:`h'' + \gamma h' = f`. Explicit methods append the value of f at the end of the step, which is the first stage
-of the next one (FSAL). A step is a pure function ``step(state, coefficients, times, field) -> StepResult``.
+of the next step (first same as last, FSAL). A step is a pure function
+``step(state, coefficients, times, field) -> StepResult``.
 
-H and γ enter through the coefficients only. The same formula computes them in NumPy or in torch. NumPy serves numbers;
-their derivative with respect to γ is a complex-step derivative. torch serves graphs of torch.compile and torch.export,
-γ per channel, gradients with respect to times, and higher derivatives.
+The coefficients of a step depend on its size H and on the damping γ. The same formula computes them in NumPy or in
+torch, which is its argument ``xp``. NumPy is used if H and γ are numbers; derivatives with respect to γ are then
+complex-step derivatives. torch is used in graphs of torch.compile and torch.export, for γ per channel, for gradients
+with respect to times, and for higher derivatives.
 """
 
 from __future__ import annotations
@@ -29,15 +31,15 @@ from hbnode._tree import parts
 from hbnode.solve import tableaus
 from hbnode.solve.jacobian import derivatives
 
-Array = Any  # a NumPy array; where a function has an argument xp, also a tensor
+Array = Any  # a NumPy array, or in functions with an argument xp also a tensor
 Rows = tuple[Tensor, ...]
 Times = Sequence[Tensor]  # the times of the function evaluations of a step
 RHS = Callable[[Tensor, Tensor], Tensor]  # (t, row) -> row
 
 RADIUS = 2.0  # |z| below which the φ functions are computed by their series
 CAUTION = 2.0  # factor on the error estimate of Rosenbrock methods, which is too small before fast transitions
-TERMS = 32  # terms of the series, a power of 2; the next term is below 1e-25
-SERIES = 1 / np.array([[math.factorial(j + k) for j in range(TERMS)] for k in range(8)], float)  # of φ_0 to φ_7
+TERMS = 32  # number of terms of the series, a power of 2; the next term is below 1e-25
+SERIES = 1 / np.array([[math.factorial(j + k) for j in range(TERMS)] for k in range(8)], float)  # series of φ_0 to φ_7
 
 
 class StepResult(NamedTuple):
@@ -45,8 +47,8 @@ class StepResult(NamedTuple):
 
     Attributes:
         state: the state after the step.
-        error: error estimate of each row, (rows, ...); None if not requested.
-        columns: rows and stage values for dense output, (columns, ...); None if not requested.
+        error: error estimate, stacked over the rows of the state, (rows, ...); None if not requested.
+        columns: the rows at the start and the stage values, stacked, for dense output; None if not requested.
     """
 
     state: tuple[Tensor, ...]
@@ -55,23 +57,23 @@ class StepResult(NamedTuple):
 
 
 class Method:
-    """The base class of one-step methods: what a method can do, and its pure step.
+    """The base class of one-step methods.
 
     Attributes:
         name: the value of ``method=``.
-        tableau: the coefficients that the method was made from.
+        tableau: the published coefficients of the method.
         order: order of convergence.
         error_order: order of the embedded solution; None for methods that need fixed steps.
-        rows: number of rows of the state, 1 for y and 2 for h and m.
+        rows: number of rows of the state: 1 for y, 2 for h and m.
         field: the fields that the method can solve: ``"any"``, or names of classes.
         nodes: times of the function evaluations, as fractions of the step.
         evaluations: number of function evaluations of a step.
-        widest_gap: largest distance between neighbours among 0 and the nodes, as a fraction of the step.
-        is_fsal: whether the state ends with the field's value (first same as last).
+        widest_gap: largest gap between neighbouring nodes, with 0 as the first node, as a fraction of the step.
+        is_fsal: whether the state ends with the value of the field (first same as last).
         is_reversible: whether :meth:`undo` reverses a step.
-        is_stiff: whether strong damping and other fast decay leave the step size free.
-        needs_fixed_steps: whether the method has no error estimate to choose steps by.
-        damping_limit: largest γH of a step of size H.
+        is_stiff: whether the step size is not limited by strong damping and other fast decay.
+        needs_fixed_steps: whether the method has no error estimate and therefore no adaptive steps.
+        damping_limit: largest allowed γH for a step of size H.
         gradients: the possible values of ``gradient=``.
         dense_error_factor: largest ratio of the error of dense output to the error estimate of the step.
     """
@@ -89,60 +91,74 @@ class Method:
 
     def __init__(self, nodes: Sequence[float], name: str = "", tableau: tableaus.Tableau | None = None) -> None:
         self.nodes = tuple(map(float, nodes))
-        self.evaluations = len(self.nodes)  # no cached property, whose lock torch.compile cannot enter
+        self.evaluations = len(self.nodes)  # not a cached property, whose lock torch.compile cannot trace
         self.widest_gap = max((b - a for a, b in itertools.pairwise(sorted({0.0, *self.nodes}))), default=0.0)
         if tableau is not None:
             self.name, self.tableau, self.order, self.error_order = name, tableau, tableau.order, tableau.error_order
             self.dense_error_factor = tableau.dense_error_factor
 
     def bind(self, term: Any) -> Self:
-        """Return this method with what it needs to know of an :class:`~hbnode.solve.term.ODETerm`.
+        """Return a copy of this method for an :class:`~hbnode.solve.term.ODETerm`, or the method itself.
 
-        A splitting method asks it for the activation σ, and a Rosenbrock method for the shapes of its linear systems.
+        A splitting method stores the activation σ of the term, and a Rosenbrock method the shapes of its linear
+        systems.
         """
         return self
 
     def packed(self, xp: Any, gamma: Array, size: Array, error: bool) -> Array:
-        """Return the coefficients of a step as an array (elements, ...), for γ and sizes that broadcast to (...).
+        """Return the coefficients of a step as one array (coefficients, ...).
 
-        Both are arrays of NumPy if ``xp`` is NumPy, and float64 tensors if it is torch. The size H is signed; its shape
-        is () for all samples, or (lanes,) and as many further dimensions as a γ per channel has. With ``error`` there
-        are those of the error estimate, too.
+        Arguments:
+            xp: NumPy or torch.
+            gamma: the damping γ, a NumPy array or a float64 tensor.
+            size: the signed step size H, of the same type. Its shape is () if all samples share their steps, or
+                (lanes,) followed by as many dimensions as a γ per channel has. The dimensions ... of the result are
+                those to which ``gamma`` and ``size`` broadcast.
+            error: whether to include the coefficients of the error estimate.
         """
         raise NotImplementedError
 
     def unpack(self, packed: Tensor, dims: int, *, error: bool = False) -> Rows:
-        """Return the coefficients of :meth:`packed` as :meth:`step` needs them, for rows of ``dims`` dimensions.
+        """Convert the array of :meth:`packed` to the argument ``coefficients`` of :meth:`step`.
 
-        A method of an SDE gets the normal variables of the step after them, as its last coefficient.
+        ``dims`` is the number of dimensions of the rows. For an SDE, the caller appends the normal variables of the
+        step as the last coefficient.
         """
         return broadcasting(packed, dims).unbind(0)
 
     def step(
         self, state: Rows, coefficients: Rows, times: Times, field: RHS, *, error: bool = False, dense: bool = False
     ) -> StepResult:
-        """Take one step with function evaluations at ``times``; estimate its error and return columns if requested."""
+        """Take one step, with function evaluations at ``times``.
+
+        ``error`` requests the error estimate, and ``dense`` the columns for dense output.
+        """
         raise NotImplementedError
 
     def blend(self, xp: Any, gamma: Array, size: Array, theta: Array) -> Array:
-        """Return the weights (k, ..., rows, columns) of dense output at fractions θ (k, ...) of steps (k, ...)."""
+        """Return the weights of dense output at k positions θ in steps, from 0 to 1.
+
+        ``theta`` and ``size`` have the shape (k, ...), where ... are dimensions of a γ per channel. The weights have
+        the shape (k, ..., rows, columns): each row of the state is a sum of ``StepResult.columns`` with these weights.
+        """
         raise NotImplementedError
 
     def undo(self, state: Rows, coefficients: Rows, times: Times, field: RHS) -> Rows:
-        """Reverse a step: return the state before it. ``times`` of an FSAL method hold the start of the step only."""
+        """Reverse a step and return the state before it; for an FSAL method, ``times`` only has the start of the step."""
         raise NotImplementedError
 
 
 class Explicit(Method):
     r"""A method whose stages are linear in the rows of the state and in the values of the field.
 
-    The columns K are the rows of the state and the values :math:`F_i = f(t_i, x_i)` of the s stages. The last row of
-    the state is the field's value. Stage i is :math:`x_i = \sum_k C_{ik} K_k`, and the last stage is the new position
-    or state. Further rows of C give the new m and the error estimate.
+    The columns K are the rows of the state, of which the last is the value of the field, followed by the values
+    :math:`F_i = f(t_i, x_i)` of the s stages. Stage i is evaluated at :math:`x_i = \sum_k C_{ik} K_k` with a matrix C
+    of coefficients. The last stage is the new position or state. Further rows of C give the new m and the error
+    estimate.
 
     Attributes:
-        layout: for steps without and with an error estimate, the numbers of rows and columns of C, and the indices in
-            it of the elements of :meth:`packed`.
+        layout: for steps without (key False) and with an error estimate (key True), the numbers of rows and columns of
+            C, and the flat indices in C of the elements of :meth:`packed`.
     """
 
     is_fsal = True
@@ -154,9 +170,9 @@ class Explicit(Method):
         self.layout = {e: (s + n - 1 + n * e, n + 1 + s, order) for e, (_, order, _) in self._order.items()}
 
     def _order_of_use(self, error: bool) -> tuple[np.ndarray, Tensor, list[int]]:
-        """Return the flat indices of the elements of C in the order of use, and how many each column needs.
+        """Return the flat indices of the elements of C in the order in which a step uses them, and group sizes.
 
-        The first group are the columns of the state, and each later group is the column of one value of the field.
+        The first group holds the columns of the state. Each later group is the column of one value of the field.
         """
         n, s = self.rows, self.evaluations
         count, width = s + n - 1 + n * error, n + 1 + s
@@ -166,7 +182,7 @@ class Explicit(Method):
         return order, torch.from_numpy(order), [len(first), *map(len, later)]
 
     def matrix(self, xp: Any, gamma: Array, size: Array) -> Array:
-        """Return the matrix C, (..., stages + other rows + error rows, columns), for :meth:`packed`; sizes (...)."""
+        """Return the matrix C for step sizes (...): (..., rows of C, columns), with the rows of the error estimate."""
         raise NotImplementedError
 
     def packed(self, xp: Any, gamma: Array, size: Array, error: bool) -> Array:
@@ -183,7 +199,7 @@ class Explicit(Method):
         self, state: Rows, coefficients: Rows, times: Times, field: RHS, *, error: bool = False, dense: bool = False
     ) -> StepResult:
         n, shape, (first, *later) = self.rows, state[0].shape, coefficients
-        uniform = first.dim() == 2  # all elements share one step size and one damping
+        uniform = first.dim() == 2  # all elements have the same step size and damping
         push: Any
         in_place = not torch.is_grad_enabled() and may_look()
         point = torch.stack(state)
@@ -220,7 +236,7 @@ class RungeKutta(Explicit):
         super().__init__(tableau.c[1:], name, tableau)
         weights = np.vstack([strictly_lower(tableau.a)[1:], tableau.error])
         weights_y = np.hstack([np.ones((len(weights), 1)), 0 * weights])
-        weights_y[-1] = 0.0  # the error
+        weights_y[-1] = 0.0  # the row of the error estimate
         weights_f = np.hstack([np.zeros((len(weights), 1)), weights])
         self.constants = constant_arrays(weights_y, weights_f, np.array(tableau.dense).T)
 
@@ -247,12 +263,13 @@ class Nystrom(Explicit):
 
     .. math:: g = (I - z^2 A/4)^{-1} [(\gamma^2/4) ((1 + cz/2) h_n + c H m_n) + E f].
 
-    At a fraction θ of the step, let w be the weights of the position and v those of the velocity. Then
-    u = h_n + θH (m_n + γh_n/2) + H² w·g and u' = m_n + γh_n/2 + H v·g, from which
+    At the position θ in the step, let w be the weights of u and v the weights of u'. Then
+    u = h_n + θH (m_n + γh_n/2) + H² w·g and u' = m_n + γh_n/2 + H v·g. From these,
     h(θ) = e^{-zθ/2} u and m(θ) = e^{-zθ/2} (u' - γu/2).
 
-    H²g is a sum of h, H m and H²Ef times polynomials in z, from the powers of A. So each coefficient of a step is a
-    polynomial in z, times e^{rz} with a rate r, times 1, H, H² or γ. For dense output it is a polynomial in z and θ.
+    Because A is nilpotent, H²g is a sum of h, H m and H²Ef, each multiplied by polynomials in z. Therefore each
+    coefficient of a step is a polynomial in z, multiplied by e^{rz} with a rate r, and by 1, H, H² or γ. For dense
+    output it is a polynomial in z and θ.
     """
 
     rows, field = 2, "HBNODE"
@@ -271,7 +288,7 @@ class Nystrom(Explicit):
             power = power @ a / 4
 
         def q_h(one: Array, theta: Array, w: np.ndarray) -> np.ndarray:
-            """Return the polynomials of rows of h, without those of h and m for an error: one = theta = 0."""
+            """Return the polynomials of rows of C for h; with one = theta = 0, those of an error estimate."""
             q = w @ g
             q[0, :, 0] += one
             q[1, :, 0] += theta / 2
@@ -324,13 +341,15 @@ class Nystrom(Explicit):
 
 
 def _interpolant(tableau: tableaus.NystromTableau, a: np.ndarray) -> np.ndarray:
-    r"""Return polynomials :math:`\ell_i` with :math:`g(\theta) \approx \sum_i \ell_i(\theta) g_i`, (powers, stages).
+    r"""Return polynomials :math:`\ell_i` with :math:`g(\theta) \approx \sum_i \ell_i(\theta) g_i`.
 
-    They interpolate g = u'' of :class:`Nystrom` at the nodes where ``b_velocity`` is not 0. Integrated from 0 to θ once
-    and twice, they give u' and u, the latter with weights :math:`b_i(\theta)`. RKN8 has two stages at the end of the
-    step, and only the first has a weight. Its weight is divided between both such that the order condition
-    :math:`\sum_i b_i(\theta) \sum_j a_{ij} c_j^3 = \theta^7 / 840` holds, which otherwise has the largest residual. The
-    residuals of the other conditions of order 7 are at most 1e-8.
+    The result has the coefficients of the powers of θ, (powers, stages). The polynomials interpolate g = u'' of
+    :class:`Nystrom` at the nodes where ``b_velocity`` is not 0. Their integral from 0 to θ gives u', and their double
+    integral gives u with weights :math:`b_i(\theta)`.
+
+    RKN8 has two stages at the end of the step, and only the first one has a weight. This weight is divided between both
+    stages such that the order condition :math:`\sum_i b_i(\theta) \sum_j a_{ij} c_j^3 = \theta^7 / 840` holds, which
+    otherwise has the largest residual. The residuals of the other conditions of order 7 are at most 1e-8.
     """
     c = np.array(tableau.c, float)
     nodes = [i for i, weight in enumerate(tableau.b_velocity) if weight]
@@ -348,7 +367,8 @@ def _interpolant(tableau: tableaus.NystromTableau, a: np.ndarray) -> np.ndarray:
 class Exponential(Explicit):
     r"""An exponential pair for :math:`h'' + \gamma h' = f(h, t)`, which integrates the damping exactly.
 
-    Let a step of size H start at (h_n, m_n). If f at the time τ in it is a polynomial Σ_k p_k θ^k in θ = τ / H, then
+    Let a step of size H start at (h_n, m_n). If f at the time τ after the start is a polynomial Σ_k p_k θ^k in
+    θ = τ / H, then
 
         h(τ) = h_n + τ φ_1(z) m_n + τ² Σ_k k! φ_{k+2}(z) θ^k p_k,
         m(τ) = φ_0(z) m_n + τ Σ_k k! φ_{k+1}(z) θ^k p_k,                            z = -γτ,
@@ -360,9 +380,9 @@ class Exponential(Explicit):
 
     where the sum with the weights κ corrects earlier stages. The step uses the polynomial through all values.
 
-    The weights κ cancel the sum Σ w_i d_i of the defects d_i of the stages, with the quadrature weights w_i on [0, 1].
-    The quantity h + m/γ is integrated with the weights w_i for any γ. So the defects cancel for every γ, and for a γ
-    per channel.
+    The weights κ are chosen such that Σ w_i d_i = 0 for the defects d_i of the stages and the quadrature weights w_i on
+    [0, 1]. For any γ, a step integrates the quantity h + m/γ with the weights w_i. Therefore the defects cancel for
+    every γ, and also for a γ per channel.
 
     Without damping this is a Nystrom method. With strong damping it is a Runge-Kutta method for :math:`h' = f/\gamma`,
     because τ² k! φ_{k+2}(z) tends to τ / ((k + 1) γ).
@@ -380,7 +400,7 @@ class Exponential(Explicit):
         self.powers = len(self.c)
 
         def row(kind: int, end: int, polynomial: np.ndarray) -> np.ndarray:
-            """Return the row of C for h (``kind`` 0) or m (1) at an end, as what its weights are multiplied by."""
+            """Return the factors by which the weights are multiplied in the row of C for h (kind 0) or m (kind 1)."""
             found = np.zeros((2, len(ends), self.powers + 2, self.powers + 3))
             found[kind, end, [0, 1], [0, 1]], found[kind, end, 2:, 2:] = 1.0, polynomial
             return found
@@ -399,17 +419,17 @@ class Exponential(Explicit):
         self.constants = constant_arrays(ends, np.stack(rows, -2), row(0, 0, self._interpolant(whole))[0, 0])
 
     def _interpolation(self, values: list[int]) -> np.ndarray:
-        """Return the coefficients of the polynomial through the values of f with these indices, (powers, columns)."""
+        """Return the coefficients (powers, columns) of the polynomial through the values of f with given indices."""
         polynomial = np.zeros((self.powers, self.powers + 1))
         nodes = np.append(self.c, self.c[-1])[values]
         polynomial[: len(values), values] = np.linalg.inv(nodes[:, None] ** np.arange(len(values)))
         return polynomial
 
     def _interpolant(self, whole: np.ndarray) -> np.ndarray:
-        """Return the cubic that approximates f for dense output, (powers, columns).
+        """Return the coefficients (powers, columns) of the cubic that approximates f for dense output.
 
-        It takes the values of f at both ends of the step, and has the method's moments Σ w_i F_i and Σ w_i c_i F_i.
-        The defects of the stages cancel in these moments, but not in the values F_i at the inner nodes.
+        The cubic has the values of f at both ends of the step, and the moments Σ w_i F_i and Σ w_i c_i F_i of the
+        method. The defects of the stages cancel in these moments, but not in the values F_i at the inner nodes.
         """
         weights = (1 / np.arange(1, self.powers + 1)) @ whole
         first, second = np.eye(self.powers + 1)[[0, -1]]
@@ -429,9 +449,9 @@ class Exponential(Explicit):
         return (moveaxis(self._weights(xp, gamma, size, theta[..., None]), 0, -3) @ dense)[..., 0, :]
 
     def _weights(self, xp: Any, gamma: Array, size: Array, at: Array) -> Array:
-        """Return the weights of h, m and the coefficients of the polynomial f in h and in m at fractions of the step.
+        """Return the weights of h_n, m_n and p_0, p_1, ... in the formulas for h(τ) and m(τ).
 
-        ``at`` holds the fractions (..., ends). The result has the shape (2, ..., ends, 2 + powers).
+        ``at`` holds the positions τ / H, (..., ends). The result has the shape (2, ..., ends, 2 + powers).
         """
         time = at * size[..., None]
         phi = phi_functions(xp, -gamma[..., None] * time, self.powers + 2)
@@ -460,7 +480,7 @@ def phi_functions(xp: Any, z: Array, count: int) -> list[Array]:
 
 
 def powers(xp: Any, z: Array, count: int) -> Array:
-    """Return 1, z, z², ... as (count, ...), by products, because torch.pow has no second derivative at 0."""
+    """Return 1, z, z², ..., stacked, (count, ...); by products, because torch.pow has no second derivative at 0."""
     found, factor = xp.ones_like(z)[None], z
     while len(found) < count:
         found, factor = xp.concatenate([found, found * factor]), factor * factor
@@ -468,9 +488,9 @@ def powers(xp: Any, z: Array, count: int) -> Array:
 
 
 class Splitting(Method):
-    r"""A reversible splitting of :math:`h' = \sigma(m),\; m' = -\gamma m + F(h, t)`, F = f or f - ξh.
+    r"""A reversible splitting method for :math:`h' = \sigma(m),\; m' = -\gamma m + F(h, t)`, F = f or f - ξh.
 
-    A step composes exact drifts and kicks over times τ, and begins and ends with a drift:
+    A step alternates drifts, which update h, and kicks, which update m, over times τ. It begins and ends with a drift:
 
         drift (τ):  h ← h + τ σ(m);    kick (τ):  m ← e^{-γτ} m + (1 - e^{-γτ})/γ F(h, t).
 
@@ -488,7 +508,7 @@ class Splitting(Method):
         self.activation: Callable[[Tensor], Tensor] | None = None
 
     def bind(self, term: Any) -> Self:
-        """Return this method for h' = σ(m) with the activation σ of a field, if it has one."""
+        """Return a copy of this method for h' = σ(m) if the field has an activation σ, else the method itself."""
         activation, shape = getattr(term.inner, "activation", None), term.template.shape
         if activation is None:
             return self
@@ -497,7 +517,7 @@ class Splitting(Method):
         return method
 
     def packed(self, xp: Any, gamma: Array, size: Array, error: bool) -> Array:
-        """Return the times of the drifts, then decays and weights of the kicks."""
+        """Return the times of the drifts, the factors e^{-γτ} of the kicks and their weights (1 - e^{-γτ})/γ, joined."""
         drifts, kicks = constants(self.constants, xp, size)
         lengths = size[..., None] * kicks
         z = (gamma * xp.ones_like(size))[..., None] * lengths
@@ -532,47 +552,49 @@ class Splitting(Method):
 class Rosenbrock(Method):
     r"""An L-stable Rosenbrock pair for stiff equations y' = f(t, y) or :math:`h'' + \gamma h' = f(h, t)`.
 
-    A step solves one linear system for each stage, with the matrix I - cJ. J is the Jacobian of f at the start of the
-    step, c = Hg, and g the ``diagonal`` of the tableau. The matrix is factorized once. For h'' + γh' = f, the rows of a
-    stage obey u_h - c u_m = r_h and (1 + cγ) u_m - c J u_h = r_m with J = ∂f/∂h. Therefore
+    A step solves one linear system for each stage, with the matrix I - cJ. Here J is the Jacobian of f at the start of
+    the step, c = Hg, and g the ``diagonal`` of the tableau. The matrix is factorized once per step. For h'' + γh' = f,
+    let J = ∂f/∂h, let (u_h, u_m) be the unknowns of a stage, and (r_h, r_m) its right-hand side. The equations
+    u_h - c u_m = r_h and (1 + cγ) u_m - c J u_h = r_m are equivalent to
 
-        ((1 + cγ) I - c² J) u_h = (1 + cγ) r_h + c r_m,    u_m = (u_h - r_h) / c.
+        ((1 + cγ) I - c² J) u_h = (1 + cγ) r_h + c r_m,    u_m = (u_h - r_h) / c,
 
-    These systems have the size of h.
+    so that the linear systems have the size of h.
 
-    Samples do not interact, so J is block diagonal, and there is one system per sample. The first dimension of the
-    state is the batch if all its tensors have the same first dimension and at least one more. Otherwise, and without
-    steps per sample, the whole state is one system, as a vector y of shape (n,). ∂f/∂y and ∂f/∂t come from VJPs or
-    ``torch.func`` (:func:`~hbnode.solve.jacobian.derivatives`).
+    Samples do not interact, so J is block diagonal, and each sample has its own system. The first dimension of the
+    state is the batch if all its tensors have the same first dimension and at least one more dimension. Otherwise, if
+    samples do not have their own steps, the whole state is one system for a vector y of shape (n,). The derivatives
+    ∂f/∂y and ∂f/∂t are computed by :func:`~hbnode.solve.jacobian.derivatives`.
 
-    A step counts one function evaluation for the Jacobian, for all unknowns together, and one for each stage. The last
-    stage estimates the error at the end of a step. In very stiff problems it misses the error of dense output. A step
-    with outputs inside therefore takes one further evaluation, for the defect d = Hp' - Hf(p) of the dense output p in
-    the middle. The solution of (I - cJ) e = gd is its error in stiff components, and is small in others. For
-    samples with their own steps, ``dense`` of :meth:`step` is a mask (samples,) of those with outputs inside.
+    A step counts one function evaluation for the whole Jacobian and one for each stage. The last stage estimates the
+    error at the end of a step. In very stiff problems this estimate misses the error of dense output. Therefore a step
+    with outputs inside has one further evaluation in its middle, for the defect d = Hp' - Hf(p) of the dense output p.
+    The solution e of (I - cJ) e = gd is the error of stiff components, and is small for other components. If samples
+    have their own steps, the argument ``dense`` of :meth:`step` is a mask (samples,) of the samples with outputs inside
+    the step.
     """
 
     rows = 1
     is_fsal = is_stiff = True
-    gradients = ("checkpoint", "direct")  # what decays fast forwards grows as fast backwards
-    shape: tuple[int, int]  # (samples, unknowns); this and the following are set by bind
-    places: Tensor | None  # indices of the elements of a row as a matrix of that shape; None if they are in order
+    gradients = ("checkpoint", "direct")  # no adjoint, because fast decay becomes fast growth backwards in time
+    shape: tuple[int, int]  # (samples, unknowns); bind sets this attribute and the following ones
+    places: Tensor | None  # for each element of a matrix (samples, unknowns), its index in a row; None if in order
     inverse: Tensor
     weights: Tensor
     middle: Tensor
 
     def __init__(self, name: str, tableau: tableaus.RosenbrockTableau) -> None:
-        nodes = (0.0, *tableau.c[1:], 1.0)  # of the Jacobian, later stages, the first stage of the next step
+        nodes = (0.0, *tableau.c[1:], 1.0)  # Jacobian, later stages, and first stage of the next step
         super().__init__(nodes, name, tableau)
         self.diagonal, self.d = tableau.diagonal, tableau.d
         a, C = strictly_lower(tableau.a)[1:, :-1], strictly_lower(tableau.C)
         dense = np.array(tableau.dense).T
         k = np.arange(len(dense))
-        middle = np.stack([a[-1] / 2 + 0.5**k @ dense / 4, a[-1] + k * 0.5**k @ dense / 2])  # dense output, its slope
+        middle = np.stack([a[-1] / 2 + 0.5**k @ dense / 4, a[-1] + k * 0.5**k @ dense / 2])  # values, slopes
         self.constants = constant_arrays(np.stack([a.T, C.T], 1), a[-1], dense, middle)
 
     def bind(self, term: Any) -> Self:
-        """Return this method for the rows of a term, whose samples it solves separately."""
+        """Return a copy of this method for the state of a term, with one linear system per sample."""
         method = copy.copy(self)
         tensors = parts(term.like)[: 1 if term.second_order else None]
         is_batch = all(x.dim() > 1 and x.shape[0] == tensors[0].shape[0] for x in tensors)  # len(x) fixes it in a graph
@@ -580,7 +602,7 @@ class Rosenbrock(Method):
         samples = tensors[0].shape[0] if is_batch else 1
         method.rows, method.places = term.rows, None
         method.shape = samples, sum(math.prod(x.shape[is_batch:]) for x in tensors)
-        if term.lanes is None and len(tensors) > 1 and is_batch:  # a flat row holds one tensor after the other
+        if term.lanes is None and len(tensors) > 1 and is_batch:  # a flat row is the concatenation of the tensors
             sizes = [x.numel() for x in tensors]
             indices = torch.arange(sum(sizes), device=term.template.device).split(sizes)
             method.places = torch.cat([x.reshape(samples, -1) for x in indices], 1)
@@ -601,11 +623,11 @@ class Rosenbrock(Method):
         return xp.stack([xp.concatenate([*zeros[:r], weights, *zeros[r:]], -1) for r in range(self.rows)], -2)
 
     def matrix(self, row: Tensor) -> Tensor:
-        """Return a row of the state as a matrix (samples, unknowns)."""
+        """Reshape a row of the state to a matrix (samples, unknowns)."""
         return row.reshape(self.shape) if self.places is None else row[self.places]
 
     def row(self, matrix: Tensor, shape: Any) -> Tensor:
-        """Reverse :meth:`matrix`."""
+        """Reshape a matrix (samples, unknowns) to a row of the given shape, the inverse of :meth:`matrix`."""
         return matrix.reshape(shape) if self.places is None else matrix.flatten()[self.inverse]
 
     def step(
@@ -689,14 +711,14 @@ class FixedStepRungeKutta(Method):
 
 
 def broadcasting(packed: Tensor, dims: int) -> Tensor:
-    """Return coefficients (elements, ...) such that each broadcasts with rows of ``dims`` dimensions."""
+    """Reshape coefficients (coefficients, ...) so that each broadcasts with rows that have ``dims`` dimensions."""
     return packed.reshape(*packed.shape, *[1] * (dims + 1 - packed.dim())) if packed.dim() > 1 else packed
 
 
 def combined(weights: Tensor, columns: Tensor) -> Tensor:
-    """Return the rows of the state inside steps, (outputs, rows, ...).
+    """Return the rows of the state at output times inside steps, (outputs, rows, ...).
 
-    They are sums of ``columns``, (columns, outputs or 1, ...), with the weights of :meth:`Explicit.blend`.
+    They are sums of ``columns``, (columns, outputs or 1, ...), with the ``weights`` of :meth:`Method.blend`.
     """
     if columns.is_cpu:
         if columns.shape[1] == 1 and weights.dim() == 3:
@@ -712,10 +734,11 @@ def combined(weights: Tensor, columns: Tensor) -> Tensor:
 
 
 class HostFormula(torch.autograd.Function):
-    """An autograd function that evaluates ``formula(xp, γ, *args)`` on the host, with NumPy or torch as xp.
+    """An autograd function that evaluates ``formula(xp, γ, *args)`` on the CPU, where xp is NumPy or torch.
 
-    γ is a number. The derivative in NumPy is a complex-step derivative; torch computes higher derivatives. Equal steps
-    share one node of the graph. Therefore γ is not a saved tensor, which the first backward pass would free.
+    γ is a scalar. With NumPy, its derivative is a complex-step derivative; torch computes higher derivatives. Steps of
+    equal size share one node of the graph. Therefore γ is stored as an attribute and not as a saved tensor, which the
+    first backward pass would free.
     """
 
     @staticmethod
@@ -745,7 +768,7 @@ class HostFormula(torch.autograd.Function):
 
 
 def on_host(formula: Callable[..., Any], number: float, args: tuple[Any, ...], xp: Any, like: Tensor) -> Tensor:
-    """Return ``formula(xp, number, *args)``, computed on the host, with the dtype and device of ``like``."""
+    """Compute ``formula(xp, number, *args)`` on the CPU, and convert it to the dtype and device of ``like``."""
     if xp is np:
         with np.errstate(all="ignore"):
             return torch.from_numpy(np.ascontiguousarray(formula(np, np.asarray(number), *args))).to(like)
@@ -755,12 +778,12 @@ def on_host(formula: Callable[..., Any], number: float, args: tuple[Any, ...], x
 
 
 def moveaxis(x: Array, source: Any, destination: Any) -> Array:
-    """Return ``np.moveaxis``, or ``torch.movedim``, which vmap supports, unlike ``torch.moveaxis``."""
+    """Call ``np.moveaxis`` for an array and ``movedim`` for a tensor, because vmap does not support torch.moveaxis."""
     return np.moveaxis(x, source, destination) if isinstance(x, np.ndarray) else x.movedim(source, destination)
 
 
 def strictly_lower(rows: Sequence[Sequence[float]]) -> np.ndarray:
-    """Return the strictly lower triangular matrix A of a tableau, from its rows after the first."""
+    """Return the strictly lower triangular matrix A of a tableau, given its rows from the second one on."""
     a = np.zeros((len(rows) + 1, len(rows) + 1))
     for i, row in enumerate(rows):
         a[i + 1, : len(row)] = row
@@ -768,26 +791,26 @@ def strictly_lower(rows: Sequence[Sequence[float]]) -> np.ndarray:
 
 
 def constant_arrays(*arrays: np.ndarray) -> tuple[tuple[np.ndarray, ...], tuple[Tensor, ...]]:
-    """Return the arrays, and normal (not inference) tensors of the same values, even in inference mode."""
+    """Return the arrays and tensors with the same values, which are no inference tensors even in inference mode."""
     with torch.inference_mode(False):
         return arrays, tuple(torch.from_numpy(np.ascontiguousarray(x)) for x in arrays)
 
 
 def constants(arrays: tuple[Any, Any], xp: Any, size: Array) -> tuple[Array, ...]:
-    """Return :func:`constant_arrays` for NumPy, or for torch on the device of ``size``."""
+    """Return the arrays of :func:`constant_arrays` if ``xp`` is NumPy, else its tensors on the device of ``size``."""
     in_numpy, in_torch = arrays
     return in_numpy if xp is np else tuple([x.to(size.device) for x in in_torch])
 
 
 @dataclass(frozen=True)
 class ForeignMethod:
-    """A method that torchdiffeq implements. Attributes of the same names are those of :class:`Method`.
+    """A method that torchdiffeq implements. It shares some attributes with :class:`Method`.
 
     Attributes:
         order: order of convergence; None if it varies.
         evaluations: function evaluations per step; None if they vary.
         kind: ``"adaptive"``, ``"fixed"`` for fixed steps, ``"adams"`` for fixed steps of Adams methods, or ``"scipy"``.
-        grid: rows of the Runge-Kutta matrix after the first, and the weights, for compiled and exported graphs.
+        grid: the Runge-Kutta matrix without its first row, and the weights, for compiled and exported graphs; or None.
     """
 
     order: int | None = None
@@ -802,7 +825,8 @@ class ForeignMethod:
         return self.kind in ("fixed", "adams")
 
 
-# To add a method: its coefficients in tableaus.py, and here a class (if none fits), a line and the name for type hints.
+# A new method needs coefficients in tableaus.py, and here its name in NativeMethod, a line in _NATIVE, and a class if no
+# existing class fits.
 NativeMethod = Literal[
     "nystrom4", "nystrom6", "nystrom8", "exponential", "leapfrog", "blanes_moan4", "tsit5", "rodas5p"
 ]
@@ -834,6 +858,6 @@ TORCHDIFFEQ_METHODS = {
     "scipy_solver": ForeignMethod(kind="scipy", gradients=("adjoint",)),
 }  # fmt: skip
 ALL_METHODS: dict[str, Method | ForeignMethod] = {**METHODS, **TORCHDIFFEQ_METHODS}
-TRACEABLE: dict[str, Method] = METHODS | {  # methods whose fixed steps can be part of a graph
+TRACEABLE: dict[str, Method] = METHODS | {  # methods whose fixed steps torch.compile and torch.export can record
     name: FixedStepRungeKutta(*method.grid) for name, method in TORCHDIFFEQ_METHODS.items() if method.grid
 }

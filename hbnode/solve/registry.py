@@ -70,7 +70,7 @@ def _cell(value: str | float | tuple[str, ...] | None) -> str:
     return "varies" if value is None else ", ".join(value) if isinstance(value, tuple) else str(value)
 
 
-_OF_SDES: dict[SDEMethodName, tuple[float, int]] = {  # order and evaluations
+_OF_SDES: dict[SDEMethodName, tuple[float, int]] = {  # strong order and evaluations per step of each SDE method
     "ubu": (2, 1), "baoab": (1, 1), "nystrom4": (3, 3), "euler": (1, 1), "milstein": (1, 1), "srk": (1.5, 3),
     "midpoint": (1, 2), "heun": (1, 2), "euler_heun": (1, 1), "log_ode": (1, 2), "reversible_heun": (1, 1),
 }  # fmt: skip

@@ -24,14 +24,14 @@ GRADIENTS, SAVES = get_args(Gradient), get_args(Save)
 LENGTHS = ("step_size", "first_step", "max_step")
 GRID = ("step_size", "grid_constructor")
 STEPS = ("first_step", "min_step", "max_step", "safety", "ifactor", "dfactor", "norm", "step_t", "jump_t", "dtype")
-OPTIONS = {  # of native methods, and of each kind of torchdiffeq's
+OPTIONS = {  # names of the options of native methods, and of each kind of torchdiffeq's methods
     "native": ("first_step", "max_step", "min_step", "max_nfe"),
     "adaptive": STEPS,
     "fixed": (*GRID, "norm", "interp", "perturb"),
     "adams": (*GRID, "norm", "interp", "perturb", "max_iters", "max_order"),
     "scipy": ("min_step", "max_step", "norm", "solver"),
 }
-INSTEAD = {  # replacements of options that a method does not have
+INSTEAD = {  # what to write instead of an option that a method does not support
     **dict.fromkeys(STEPS, "leave it out, or method='dopri5' or another with adaptive steps"),
     **dict.fromkeys(GRID, "steps=n, an argument of its own: n steps per output interval, for methods with fixed steps"),
     "max_nfe": "method=None or another native method",
@@ -45,7 +45,7 @@ INSTEAD = {  # replacements of options that a method does not have
 
 @dataclass(frozen=True)
 class Settings:
-    """The solver arguments of :func:`hbnode.odeint`, and ``common_steps``, which only :class:`hbnode.ODERNN` sets."""
+    """The solver arguments of :func:`hbnode.odeint`. Only :class:`hbnode.ODERNN` sets ``common_steps``."""
 
     method: Any = None  # a name; None chooses one for the field
     rtol: float = 1e-5
@@ -57,7 +57,7 @@ class Settings:
     jump_times: Any = ()
     max_steps: int = 10_000
     compile: bool = False
-    common_steps: bool = False  # samples with their own times take the same fraction of their spans in each step
+    common_steps: bool = False  # each step is the same fraction of the time span of every sample
     options: dict[str, Any] | None = None
     adjoint_options: dict[str, Any] | None = None
 
@@ -67,7 +67,7 @@ class Settings:
         return self.method not in TORCHDIFFEQ_METHODS
 
     def checked(self) -> Settings:
-        """Return the settings with normalized types; raise if a value is out of range or two values conflict."""
+        """Return the settings with normalized types; raise an error if a value is invalid or two values conflict."""
         is_torchdiffeq = is_one_of(self.method, tuple(TORCHDIFFEQ_METHODS))
         self._check_names(is_torchdiffeq)
         for name in ("rtol", "atol"):
@@ -82,7 +82,8 @@ class Settings:
         if not is_torchdiffeq:
             self._check_native()
         elif self.per_sample:
-            raise ValueError(f"per_sample=True is not possible with method={self.method!r}. Fix: a native method.")
+            why = f"method={self.method!r}, which has one step size for the batch"
+            raise ValueError(f"per_sample=True is not possible with {why}. Fix: per_sample=False, or a native method.")
         elif self.compile:
             fix = "leave method out, or compile the network, torch.compile(func)"
             raise ValueError(f"compile=True is for native methods, got method={self.method!r}. Fix: {fix}.")
@@ -90,7 +91,7 @@ class Settings:
         return dataclasses.replace(self, rtol=rtol, atol=atol, steps=steps, max_steps=max_steps, jump_times=jumps)
 
     def _check_names(self, is_torchdiffeq: bool) -> None:
-        """Raise ValueError if a method, a gradient mode or a way to save is unknown."""
+        """Raise ValueError if the value of ``method``, ``gradient`` or ``save`` is unknown."""
         method, methods = self.method, tuple(ALL_METHODS)
         if method is not None and not is_one_of(method, methods):
             raise ValueError(
@@ -108,7 +109,7 @@ class Settings:
             raise ValueError(f"save must be one of {SAVES}, got {self.save!r}. Fix: {fix}.")
 
     def _check_native(self) -> None:
-        """Raise TypeError or ValueError for options, steps or a gradient that the native method does not support."""
+        """Raise an error if the native method does not support the options, ``steps`` or ``gradient``."""
         method, gradient, options = self.method, self.gradient, self.options
         if method is None:
             method = "blanes_moan4" if gradient == "reversible" else "tsit5"
@@ -130,7 +131,7 @@ class Settings:
 
 
 def checked_options(given: Any, method: str, name: str = "options") -> dict[str, Any]:
-    """Return a copy of the options ``given``; raise an error for unknown names and invalid values."""
+    """Return a copy of the options ``given``; raise an error if a name is unknown or a value is invalid."""
     if method in TORCHDIFFEQ_METHODS:
         known = OPTIONS[TORCHDIFFEQ_METHODS[method].kind]
     else:
@@ -145,7 +146,7 @@ def checked_options(given: Any, method: str, name: str = "options") -> dict[str,
             raise ValueError(f"{what}. Fix: {fix}.")
         if option == "max_nfe":
             as_count(value, "options['max_nfe']")
-        elif value is None and method in TORCHDIFFEQ_METHODS:  # torchdiffeq's default
+        elif value is None and method in TORCHDIFFEQ_METHODS:  # None is torchdiffeq's default
             continue
         elif option in LENGTHS and not (isinstance(value, numbers.Real | Tensor) and float(value) > 0):
             raise ValueError(f"{name}[{option!r}] must be positive, got {value!r}. Fix: a length of time.")
@@ -163,7 +164,7 @@ def _checked_steps(steps: Any) -> int:
 
 
 def checked_jumps(jump_times: Any) -> tuple[float, ...]:
-    """Return ``jump_times`` as sorted distinct floats; raise ValueError if they are not finite times (K,)."""
+    """Convert ``jump_times`` to sorted, distinct floats; raise ValueError if they are not finite times (K,)."""
     if jump_times is None or (isinstance(jump_times, tuple) and not jump_times):
         return ()
     refuse_gradient(jump_times, "jump_times")

@@ -1,4 +1,7 @@
-"""A step of a solve: the coefficients of a method, its stages, its outputs and the norm of its error."""
+"""A single step of a solve: its coefficients, its computation, the outputs inside it and the norm of its error.
+
+A lane is a sample with its own step sizes.
+"""
 
 from __future__ import annotations
 
@@ -31,21 +34,23 @@ FIELD_NOT_FINITE = (
 
 @dataclass
 class Attempt:
-    """An attempted step, or several equal fixed steps, without the initial state.
+    """The plan of a step to attempt, or of several equal fixed steps.
 
     Attributes:
-        time: the time t at which it starts.
-        size: signed step size: an array, () or (lanes,). A tensor if the times need gradients or a graph is traced.
+        time: the time t at which the step starts.
+        size: the signed step size, () or (lanes,): a tensor if the times need gradients or a graph is traced, else an
+            array.
         times: the times of the function evaluations, one sequence per step.
         error: whether to estimate the error.
-        lanes: the lane of each output time inside the step; None if all lanes have the same.
-        outputs: indices of the output times inside the step; None if there are none.
-        theta: positions of the outputs, as fractions of the step; None if all are at its end.
-        place: these positions with gradients, and the size of the step of each output; None without gradients.
-        late: output times at the end of the step minus this end, which is 0 with a gradient; else None.
-        number: index of the first of these steps, counted from the start of a solve with fixed steps.
+        lanes: the lane of each output inside the step; None if all lanes have the same outputs.
+        outputs: the indices of the output times inside the step; None if there are none.
+        theta: the positions of the outputs in the step, from 0 to 1; None if all are at its end.
+        place: the positions as a tensor with gradients, and the step size for each output; None without gradients.
+        late: output times minus the end of the step, for outputs at the end; its value is 0, but it has a gradient.
+            None without gradients.
+        number: the index of the first of these steps, counted from the start of a solve with fixed steps.
         restart: the time just after a jump of f, at which the first stage is evaluated again; None without a jump.
-        lag: the time of a jump on an output time minus its value, which is 0 with a gradient; else None.
+        lag: the output time on a jump minus its value; its value is 0, but it has a gradient. None without gradients.
     """
 
     time: Any
@@ -62,14 +67,21 @@ class Attempt:
     lag: Tensor | None = None
 
     def inside(self, lanes: int) -> Array:
-        """Return which lanes have an output strictly inside the step, whose dense output they use."""
+        """Return a mask (lanes,) of the lanes with an output before the end of the step, which needs dense output."""
         found = np.zeros(lanes, bool)
         found[self.lanes[self.theta != 1.0]] = True
         return found
 
 
 class Taken(NamedTuple):
-    """The result of an attempt: the new state, its error, the rows of the outputs, and the columns for events."""
+    """The result of an attempt.
+
+    Attributes:
+        state: the state after the step.
+        error: the error estimate, or its norm from a compiled step.
+        outputs: the rows at the output times inside the step.
+        columns: the columns of dense output for the search for events, or None.
+    """
 
     state: Rows
     error: Any
@@ -79,19 +91,20 @@ class Taken(NamedTuple):
 
 @dataclass(frozen=True)
 class Stepper:
-    """A term, a method and a damping, with functions of single steps.
+    """A term, a method and a damping, with functions that compute single steps.
 
-    The functions change nothing but ``latest``, in which equal steps find their coefficients.
+    The functions change only ``latest``, a cache of the coefficients of the last step.
 
     Attributes:
         term: the right-hand side.
         method: the method, bound to the term.
-        name: its name.
-        gamma: the damping γ, a number or a tensor, which is float64 on the CPU unless it is traced.
-        gamma_on_host: γ as a Python number, if it is a scalar that can be read from the host; else None.
-        rtol, atol: the tolerances.
-        noise: maps the index of a fixed step to its standard normal variables, which the step gets as its last
-            coefficient, (normals, ...); None for an ODE.
+        name: the name of the method.
+        gamma: the damping γ, a number or a tensor.
+        gamma_on_host: γ as a Python number if it is a scalar whose value can be read, else None.
+        rtol: relative tolerance.
+        atol: absolute tolerance.
+        noise: a function that maps the index of a fixed step to the standard normal variables of the step,
+            (normals, ...), which become its last coefficient; None for an ODE.
         program: the compiled step; None if steps are not compiled.
         has_events: whether each step returns the columns of dense output, for the search for events.
         like: a tensor of the shape, dtype and device of the state, without a graph.
@@ -110,27 +123,27 @@ class Stepper:
     noise: Callable[[int], Tensor] | None = None
     program: Callable[..., Any] | None = None
     has_events: bool = False
-    latest: list[Any] = field(init=False, default_factory=list)  # the last step size, error flag and coefficients
+    latest: list[Any] = field(init=False, default_factory=list)  # step size, error flag and coefficients of a step
 
     @classmethod
     def of(cls, term: ODETerm, method: Method, settings: Settings, gamma: Any = None, **others: Any) -> Self:
-        """Return the stepper of a term and a method; ``gamma`` is the damping of the term on another device."""
+        """Return the stepper of a term and a method; ``gamma`` replaces the damping of the term if it is not None."""
         gamma, number = term.damping if gamma is None else gamma, None
         if not isinstance(gamma, Tensor):
             number = gamma
         elif not term.traced:
             if not gamma.dim() and not _torch.is_transformed():
                 number = gamma.item()
-            if number is None or gamma.is_cpu:  # else gradients of γ would wait for the device
+            if number is None or gamma.is_cpu:  # otherwise gradients of γ would synchronise the device
                 gamma = gamma.to("cpu", torch.float64)
-        like = term.template.detach()  # else it would add a graph edge
+        like = term.template.detach()  # detached, so that it adds no edge to the graph
         no_times = [like.new_zeros(())] * method.evaluations
         parts = settings.method, gamma, number, settings.rtol, settings.atol, like, no_times
         return cls(term, method.bind(term), *parts, **others)
 
     @property
     def strongest(self) -> float:
-        """The largest γ if it limits the step size; else 0."""
+        """The largest γ if the method limits γ times the step size, else 0."""
         if self.method.damping_limit == math.inf:
             return 0.0
         gamma = self.gamma if self.gamma_on_host is None else self.gamma_on_host
@@ -138,7 +151,7 @@ class Stepper:
 
     @property
     def constants(self) -> Tensor:
-        """The tensor through which gradients reach the constants of the equation: γ."""
+        """The constants of the equation as one tensor, through which they get gradients; here the damping γ."""
         return self.damping
 
     @property
@@ -147,15 +160,16 @@ class Stepper:
         return self.gamma if isinstance(self.gamma, Tensor) else torch.tensor(self.gamma, dtype=torch.float64)
 
     def with_constants(self, constants: Tensor) -> Self:
-        """Return this stepper with a tensor of the same values as :attr:`constants`."""
+        """Return a copy of this stepper with another tensor, of equal values, for :attr:`constants`."""
         return replace(self, gamma=constants)
 
     # Coefficients
 
     def coefficients(self, attempt: Attempt) -> tuple[Any, Tensor | None]:
-        """Return the coefficients of a step, and those of its outputs, None if they are at its end.
+        """Return the coefficients of a step, and the weights of dense output for its outputs.
 
-        Both are differentiable in γ and the times.
+        The weights are None if all outputs are at the end of the step. Both results are differentiable with respect to
+        γ and the times.
         """
         method, size, theta, lanes = self.method, attempt.size, attempt.theta, attempt.lanes
         last_size, error, coefficients = self.latest or (None, None, None)
@@ -172,15 +186,16 @@ class Stepper:
         return coefficients, self.at_gamma(method.blend, size, theta, lanes=lanes)
 
     def at_gamma(self, formula: Callable[..., Any], *args: Any, lanes: Any = None) -> Tensor:
-        """Return ``formula(xp, γ, *args)`` as a tensor; ``lanes`` are the lanes of the elements of ``args``.
+        """Return ``formula(xp, γ, *args)`` as a tensor, where xp is NumPy or torch.
 
-        The module xp is NumPy or torch. The formula runs on the host if γ is a known number and gradients allow it.
+        ``lanes`` are the lanes to which the elements of ``args`` belong. The formula runs on the CPU if γ is a known
+        number and the gradients do not prevent it.
         """
         gamma, has_lanes = self.gamma, self.term.lanes is not None
         needs_gradient = isinstance(gamma, Tensor) and gamma.requires_grad and torch.is_grad_enabled()
         is_host = self.gamma_on_host is not None and not self.term.traced and not isinstance(args[0], Tensor)
         if is_host and needs_gradient and args[0].ndim and not self.like.is_cpu:
-            is_host = False  # the backward pass of HostFormula would wait for the device
+            is_host = False  # the backward pass of HostFormula would synchronise the device
         if self.gamma_on_host is not None and is_host:
             xp = torch if args[0].ndim else np
             if needs_gradient:
@@ -191,7 +206,7 @@ class Stepper:
         gamma = self.damping.to(at, torch.float64)
         if gamma.dim() and has_lanes and lanes is not None and len(gamma) > 1:
             gamma = gamma[torch.tensor(lanes, device=at)]
-        if gamma.dim():  # its dimensions follow those of lanes or outputs
+        if gamma.dim():  # the dimensions of γ follow those of lanes or outputs
             ones = [1] * (gamma.dim() - (args[0].dim() if has_lanes else 0))
             args = tuple([x.reshape(*x.shape, *ones) for x in args])
         return formula(torch, gamma, *args).to(self.like)
@@ -204,7 +219,7 @@ class Stepper:
     def step(
         self, state: Rows, coefficients: tuple[Any, Tensor | None], attempt: Attempt, field: RHS | None = None
     ) -> Taken:
-        """Take the steps of an attempt."""
+        """Compute the steps of an attempt from ``state``; ``field`` replaces the term if it is not None."""
         packed, blend = coefficients
         program = self.program if blend is None and field is None and not self.has_events else None
         field, error, columns, lanes = self.term if field is None else field, None, None, self.term.lanes
@@ -229,7 +244,7 @@ class Stepper:
         return Taken(state, error, tuple(outputs), event_columns)
 
     def _at_end(self, state: Rows, attempt: Attempt) -> list[Tensor]:
-        """Return the rows of the state at the end of a step, once per output, with gradients of the output times."""
+        """Return the rows at the end of a step, once per output, with gradients with respect to the output times."""
         index = None if self.term.lanes is None or attempt.lanes is None else attempt.lanes
         outputs = [row.unsqueeze(0) if index is None else row[index] for row in state[: self.term.rows]]
         if attempt.late is None:
@@ -241,7 +256,7 @@ class Stepper:
     def _restarted(self, state: Rows, attempt: Attempt, field: RHS) -> Rows:
         """Return the state with the value of the field just after a jump.
 
-        If the jump is on an output time, its ``lag`` takes the gradient of this time from the later states.
+        If the jump is on an output time, ``lag`` removes the gradient with respect to this time from later states.
         """
         *rows, _ = state
         if attempt.lag is not None:
@@ -250,7 +265,7 @@ class Stepper:
         return (*rows, field(attempt.restart, rows[0]))
 
     def _interpolated(self, ends: list[Tensor], columns: Tensor, blend: Tensor, attempt: Attempt) -> list[Tensor]:
-        """Return the rows of the outputs inside a step, (outputs, ...), from dense output, or ``ends`` at its end."""
+        """Return the rows at the outputs, (outputs, ...): dense output inside the step, ``ends`` at its end."""
         output_columns = columns.unsqueeze(1) if self.term.lanes is None else columns[:, attempt.lanes]
         inside, is_end = combined(blend, output_columns).unbind(1), attempt.theta == 1.0
         if not is_end.any():
@@ -274,9 +289,9 @@ class Stepper:
         return to_host(_torch.root_mean_square(x, (-1,)))
 
     def ratio(self, before: Rows, taken: Taken) -> Array:
-        """Return the root mean square of error / tolerance, () or (lanes,), the largest of all ``error_groups``.
+        """Return the root mean square of error / tolerance, () or (lanes,); the maximum over the term's error groups.
 
-        This is the only transfer to the host in a step.
+        This is the only transfer from a GPU to the CPU in a step.
         """
         n, after, error = self.term.rows, taken.state, taken.error
         if self.program is not None and error.dim() < after[0].dim():  # the compiled step returns the norm
@@ -293,13 +308,16 @@ class Stepper:
     # Failures
 
     def failure(self, kind: type[SolverError], message: str, t: Any, size: Any) -> SolverError:
-        """Return an error with time, step size and NFE; raise instead if a signal was queried outside its times."""
+        """Return an error with the time, step size and NFE; raise ValueError if a signal was queried outside its times.
+
+        Such a query returns NaN on a GPU, and is then the cause of the failure.
+        """
         refuse_queries_outside()
         t, size = (float(np.ravel(as_array(x))[0]) for x in (t, size))
         return kind(f"{message} (method {self.name!r})", t=t, step_size=abs(size), nfe=self.term.counter.nfe.total)
 
     def start_not_finite(self, norm: Array, begin: Array) -> SolverError:
-        """Return the error for an initial state that is not finite, given the norms of its rows and the time."""
+        """Return the error for an initial state that is not finite; ``norm`` holds the norms of its rows."""
         bad = ~np.isfinite(norm)
         lane = first_index(bad.any(0))
         message = FIELD_NOT_FINITE
@@ -309,13 +327,13 @@ class Stepper:
         return self.failure(NonFiniteError, message, begin[lane], math.nan)
 
     def not_finite(self, attempt: Attempt, state: Rows, lane: tuple[int, ...] = ()) -> SolverError:
-        """Return the error for a step that is not finite, after repeating it to find the first such evaluation."""
+        """Return the error for a step that is not finite; repeat the step to find the first non-finite evaluation."""
         found: list[Any] = []
         begin, size = (float(as_array(x)[lane]) for x in (attempt.time, attempt.size))
         nodes = iter((*[0.0] * (attempt.restart is not None), *self.method.nodes * len(attempt.times)))
 
         def checked(t: Tensor, x: Tensor) -> Tensor:
-            f, node = self.term(t, x), next(nodes, 0.5)  # dense output of rodas5p has one more, in the middle
+            f, node = self.term(t, x), next(nodes, 0.5)  # 0.5 is the further node of rodas5p's dense output
             if not found and bool(torch.isfinite(x[lane]).all()) and not bool(torch.isfinite(f[lane]).all()):
                 found.append(begin + node * size)
             return f
@@ -331,7 +349,7 @@ class Stepper:
 
 @dataclass(frozen=True)
 class Setup:
-    """The parts of a solve, before it starts.
+    """The specification of a solve.
 
     Attributes:
         stepper: the equation and the method.
@@ -364,7 +382,7 @@ class Setup:
 
     @property
     def advice(self) -> str:
-        """A method as a further fix for error messages: for strong damping, or for a stiff field."""
+        """The start of a fix in an error message, which suggests a method for strong damping or for a stiff field."""
         strongest = self.stepper.strongest
         if strongest > max(1.0, STRONG_DAMPING / max(float(self.grid.end.max()), 1e-300)):
             return (
@@ -374,7 +392,7 @@ class Setup:
         return "" if isinstance(self.stepper.method, Rosenbrock) else "method='rodas5p' if func is stiff, or "
 
     def check_nfe(self, t: Any, size: Any, evaluations: int) -> None:
-        """Raise MaxNFEError if that many further evaluations would exceed ``max_nfe``."""
+        """Raise MaxNFEError if the given number of further evaluations would exceed ``max_nfe``."""
         most, nfe = self.max_nfe, self.stepper.term.counter.nfe
         if most is None:
             return
@@ -388,7 +406,7 @@ class Setup:
 
 
 def first_index(mask: Array) -> tuple[int, ...]:
-    """Return the index of the first True in an array of any number of dimensions."""
+    """Return the index of the first True in an array with any number of dimensions."""
     return tuple(int(i[0]) for i in np.nonzero(mask)) if mask.ndim else ()
 
 
@@ -397,7 +415,7 @@ def as_array(x: Any) -> Array:
 
 
 def to_host(x: Tensor) -> Array:
-    """Return norms as a NumPy array, as root mean squares over the batch dimensions of torch.func transforms."""
+    """Convert norms to a NumPy array; take the root mean square over dimensions that torch.func.vmap maps."""
     if _torch.is_transformed():
         return np.sqrt((_torch.to_numpy(x) ** 2).reshape(-1, *x.shape).mean(0))
     if x.is_meta and type(x) is Tensor:

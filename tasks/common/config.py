@@ -16,15 +16,8 @@ from torch import Tensor
 import hbnode
 from hbnode.solve.methods import ALL_METHODS, TORCHDIFFEQ_METHODS
 
-FIELDS: dict[str, Callable[..., hbnode.Field]] = {
-    "node": hbnode.NODE,
-    "anode": hbnode.ANODE,
-    "sonode": hbnode.SONODE,
-    "hbnode": hbnode.HBNODE,
-    "ghbnode": hbnode.GHBNODE,
-    "nesterovnode": hbnode.NesterovNODE,
-    "adamnode": hbnode.AdamNODE,
-}
+KINDS = hbnode.NODE, hbnode.ANODE, hbnode.SONODE, hbnode.HBNODE, hbnode.GHBNODE, hbnode.NesterovNODE, hbnode.AdamNODE
+FIELDS: dict[str, Callable[..., hbnode.Field]] = {kind.__name__.lower(): kind for kind in KINDS}
 LATER = ("nesterovnode", "adamnode")  # models after the paper's five
 MODELS = tuple(name for name in FIELDS if name not in LATER)
 SECOND_ORDER = ("sonode", "hbnode", "ghbnode")  # their state is a pair (h, m)
@@ -44,6 +37,23 @@ def make_field(model: str, func: Callable[..., Tensor], **options: Mapping[str, 
         options: further arguments of a field, by the model's name.
     """
     return FIELDS[model](func, **options.get(model, {}))
+
+
+def names_in(text: str, known: Sequence[str], flag: str, later: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return the names in an option, each once, in their order.
+
+    Arguments:
+        text: names with commas between, or "all".
+        known: the valid names.
+        flag: the option.
+        later: further valid names, which "all" does not include.
+    """
+    names = tuple(known) if text == "all" else tuple(dict.fromkeys(text.split(",")))
+    for name in names:
+        if name not in (*known, *later):
+            choices = ", ".join((*known, *later, "all"))
+            raise ValueError(f"argument {flag}: invalid choice: {name!r} (choose from {choices})")
+    return names
 
 
 def option(
@@ -127,12 +137,7 @@ class TaskConfig(Options):
 
     def chosen(self) -> tuple[str, ...]:
         """Return the models that the options name, in their order and each once."""
-        names = self.models if self.label == "all" else tuple(dict.fromkeys(self.label.split(",")))
-        for name in names:
-            if name not in (*self.models, *self.later):
-                known = ", ".join((*self.models, *self.later, "all"))
-                raise ValueError(f"argument --{self.swept}: invalid choice: {name!r} (choose from {known})")
-        return names
+        return names_in(self.label, self.models, f"--{self.swept}", self.later)
 
     def check(self) -> None:
         """Raise an error for invalid options, before anything is written."""

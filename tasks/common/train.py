@@ -48,6 +48,11 @@ SILENT = -100.0  # a logit whose loss for the target 0 is exactly 0 in float32
 PROGRESS = ("damping", "ratio", "cg_iterations", "step_length", "reduction")
 
 
+def made_by(kind: Callable[..., torch.optim.Optimizer], **options: Any) -> MakeOptimizer:
+    """Return a function that makes this optimizer of a model."""
+    return lambda model: kind(model.parameters(), **options)
+
+
 def clock(device: torch.device) -> float:
     """Return the time in seconds: processor time on a CPU, because other processes do not change it."""
     return time.process_time() if device.type == "cpu" else time.perf_counter()

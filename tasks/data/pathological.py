@@ -23,16 +23,11 @@ from torch import Tensor
 
 from tasks.common.train import Samples
 
-TITLES = {
-    "addition": "addition",
-    "temporal_order": "temporal order",
-    "memorization_5": "5-bit memorization",
-}
-PROBLEMS = tuple(TITLES)
 TOLERANCE = 0.04  # the largest error of a right number
 SHORTEST = 10  # the least T, so that no range of places is empty
 BITS = 5  # to remember
 SIZES = {"addition": (2, 1), "temporal_order": (6, 4), "memorization_5": (4, 3)}  # features of inputs and outputs
+PROBLEMS = tuple(SIZES)
 
 
 @dataclasses.dataclass(frozen=True)

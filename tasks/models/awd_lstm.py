@@ -17,36 +17,23 @@ from torch.nn.utils import parameters_to_vector, parametrize, vector_to_paramete
 
 def locked_dropout(x: Tensor, p: float, training: bool) -> Tensor:
     """Return x (T, batch, features) after dropout with one mask for all times."""
-    if not training or p == 0:
-        return x
-    return x * nn.functional.dropout(torch.ones_like(x[:1]), p)
+    return x * nn.functional.dropout(torch.ones_like(x[:1]), p, training)
 
 
 def embed(embedding: nn.Embedding, words: Tensor, p: float, training: bool) -> Tensor:
     """Return vectors of words. A dropped word is zero at every place."""
-    if not training or p == 0:
-        return embedding(words)
-    kept = nn.functional.dropout(torch.ones_like(embedding.weight[:, :1]), p)
+    kept = nn.functional.dropout(torch.ones_like(embedding.weight[:, :1]), p, training)
     return nn.functional.embedding(words, kept * embedding.weight)
 
 
-class DropWeights(nn.Module):
-    """Dropout of the entries of a weight; each access to the parametrised weight draws a mask."""
-
-    def __init__(self, p: float) -> None:
-        super().__init__()
-        self.p = p
-
-    def forward(self, weight: Tensor) -> Tensor:
-        """Return the weight after dropout."""
-        return nn.functional.dropout(weight, self.p, self.training)
-
-
 def drop_recurrent_weights(layer: nn.Module, p: float) -> nn.Module:
-    """Return the layer with dropout of its recurrent weights; call it within ``parametrize.cached()``."""
+    """Return the layer with dropout of its recurrent weights; call it within ``parametrize.cached()``.
+
+    Each access to a parametrised weight draws a mask.
+    """
     names = [name for name, _ in layer.named_parameters(recurse=False) if name.startswith("weight_hh")]
     for name in names if p > 0 else ():
-        parametrize.register_parametrization(layer, name, DropWeights(p))
+        parametrize.register_parametrization(layer, name, nn.Dropout(p))
     return layer
 
 

@@ -38,20 +38,8 @@ from tasks.common.train import Samples
 from tasks.models.baselines import BASELINES, KINDS
 
 SHALLOW = ("boosting", "logistic", "minirocket", "last", "constant")
-TITLES = {
-    **{name: name.upper() for name in (*MODELS, *BASELINES)},
-    "cfc": "CfC",
-    "oscillators": "oscillators",
-    "selective": "selective oscillators",
-    "momentum_lstm": "MomentumLSTM",
-    "ncde": "neural CDE",
-    "boosting": "boosting",
-    "logistic": "logistic regression",
-    "minirocket": "MiniRocket",
-    "last": "last value",
-    "constant": "constant",
-}
-CLASSIFIERS = tuple(name for name in TITLES if name != "lstm")
+NETWORKS = (*MODELS, *(name for name in BASELINES if name != "lstm"), "momentum_lstm", "ncde")
+CLASSIFIERS = (*NETWORKS, *SHALLOW)
 
 
 class Reader(nn.Module):
@@ -200,7 +188,7 @@ def make_classifier(
     """Return a network with about a given number of parameters.
 
     Arguments:
-        name: one of :data:`CLASSIFIERS`, but not of :data:`SHALLOW`.
+        name: one of :data:`NETWORKS`.
         train: x, t, mask, lengths and static features of the training data.
         classes: the number of classes.
         unit: of time.

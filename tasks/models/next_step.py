@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tasks.common.config import option
-from tasks.common.train import OPTIMIZER_TITLES, OptimizerConfig, Samples
+from tasks.common.train import OPTIMIZER_TITLES, Objective, OptimizerConfig, Samples
 from tasks.models.recurrent import RecurrentConfig, title
 
 C = TypeVar("C", bound="NextStepConfig")
@@ -73,3 +73,26 @@ def as_batch(series: Sequence[Tensor]) -> Samples:
 def is_predicted(lengths: Tensor, steps: int) -> Tensor:
     """Return which of the steps after the first are no padding, (N, steps), from the numbers of predicted steps."""
     return torch.arange(steps, device=lengths.device) < lengths[:, None]
+
+
+def trimmed(batch: Samples) -> tuple[Tensor, Tensor]:
+    """Return the steps before and after each, (N, T, features) floats, without common padding."""
+    x, lengths, _ = batch
+    x = x[:, : int(lengths.max()) + 1].float()
+    return x[:, :-1], x[:, 1:]
+
+
+def all_steps(batch: Samples) -> tuple[Tensor, Tensor]:
+    """Return the steps before and after each that are no padding, (steps, features)."""
+    before, after = trimmed(batch)
+    valid = is_predicted(batch[1], before.shape[1])
+    return before[valid], after[valid]
+
+
+class NextStep(Objective):
+    """A loss of the steps after the first."""
+
+    def parts(self, batch: Samples) -> tuple[Samples, Tensor, Tensor]:
+        """Return steps, the steps after each, and the mask of these."""
+        x, targets = trimmed(batch)
+        return (x,), targets, is_predicted(batch[1], x.shape[1])[..., None]

@@ -176,7 +176,7 @@ def title(model: str, cell: str) -> str:
     """Return the title of a variant in tables and figures."""
     if model == OSCILLATORS:
         return "oscillators"
-    controls = {"plain": "", "gain": ", same step size", "forget": ", same forget bias"}
+    controls = {"plain": "", "gain": ", same input scale", "forget": ", same forget bias"}
     if model in controls:
         return cell.upper() + controls[model]
     return (RULES[model][1] if model in RULES else "Momentum") + cell.upper()

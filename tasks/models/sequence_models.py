@@ -10,7 +10,7 @@
 - "adam_lstm": the LSTM with the momentum rule "adam", with a bias of 1 at the forget gate, half of it in each of two.
 - "oscillators": a network of each sample, and a linear layer of as many :class:`hbnode.nn.Oscillators` as units.
 
-Another layer is one line in :data:`LAYERS`, and one in :data:`TITLES`.
+Another layer is one line in :data:`LAYERS`.
 """
 
 from __future__ import annotations
@@ -80,15 +80,6 @@ LAYERS: dict[str, MakeLayer] = {
     "dtriv": lambda inputs, hidden, length: hbnode.nn.DTRIV(inputs, hidden, batch_first=True),
     "adam_lstm": adam_lstm,
     "oscillators": Swinging,
-}
-TITLES = {
-    "tanh": "tanh RNN",
-    "lstm": "LSTM",
-    "lstm_chrono": "LSTM, chrono",
-    "gru": "GRU",
-    "dtriv": "DTRIV",
-    "adam_lstm": "AdamLSTM",
-    "oscillators": "oscillators",
 }
 
 

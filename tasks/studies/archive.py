@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from hbnode.data import Series
-from tasks.common.config import Options, option, parse
+from tasks.common.config import Options, names_in, option, parse
 from tasks.common.files import exit_on
 from tasks.common.run import write_study
 from tasks.data.labelled_series import AEON, read_split
@@ -51,9 +51,8 @@ class ArchiveOptions(Options):
     def check(self) -> None:
         """Raise an error for the name of an unknown data set or model."""
         super().check()
-        for names, known, name in ((self.sets, AEON, "sets"), (self.models, MODELS, "models")):
-            if unknown := [one for one in names.split(",") if one not in known]:
-                raise ValueError(f"argument --{name}: {unknown[0]!r} is not one of {', '.join(known)}")
+        names_in(self.sets, AEON, "--sets")
+        names_in(self.models, MODELS, "--models")
 
 
 def make(model: str, seed: int) -> Any:
@@ -95,9 +94,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows: list[dict[str, object]] = [{**row} for row in read_csv(path)]
     done = {(row["case"], row["model"], row["seed"]) for row in rows}
     with exit_on(FileNotFoundError):
-        splits = {name: read_split(name) for name in options.sets.split(",")}
+        splits = {name: read_split(name) for name in names_in(options.sets, AEON, "--sets")}
     compile_kernels()
-    for name, model, seed in itertools.product(splits, options.models.split(","), range(options.seeds)):
+    models = names_in(options.models, MODELS, "--models")
+    for name, model, seed in itertools.product(splits, models, range(options.seeds)):
         train, test = splits[name]
         is_ragged = len(torch.cat([train[0].lengths, test[0].lengths]).unique()) > 1
         if (name, model, str(seed)) in done or (model == "aeon" and is_ragged):

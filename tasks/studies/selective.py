@@ -29,7 +29,7 @@ from torch.nn import functional
 import hbnode
 from hbnode.nn._selective_scan import scan
 from tasks.adding import problems
-from tasks.common.config import Options, option, parse
+from tasks.common.config import Options, names_in, option, parse
 from tasks.common.figures import panels
 from tasks.common.files import read_json, write_json
 from tasks.common.run import write_study
@@ -239,7 +239,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Train all models; write ``PROBLEM.csv``, ``PROBLEM.json`` and ``PROBLEM.png``."""
     options = parse(SelectiveOptions, {}, __doc__, argv)
     torch.set_num_threads(1)
-    names = MODELS if options.model == "all" else tuple(options.model.split(","))
+    names = names_in(options.model, MODELS, "--model")
     seeds = range(options.first_seed, options.first_seed + options.seeds)
     rates = {name: chosen_rate(options, name) for name in names}
     runs = [finished(options, name, seed, rates[name], options.seconds) for seed in seeds for name in names]

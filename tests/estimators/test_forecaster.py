@@ -63,24 +63,11 @@ def test_a_series_is_in_utc_and_fits_tables_of_any_time_zone():
     zoned = drifting(12, 0)
     zoned["time"] = zoned["time"].dt.tz_localize("Asia/Tokyo")
     series = as_series(zoned, id="id", time="time")
-    found = [
-        forecaster("last").fit(train).predict(given, ahead=each)
-        for train, given, each in ((zoned, zoned, "1h"), (zoned, series, 3600.0), (series, zoned, "1h"))
-    ]
-    for one in found[1:]:
-        times = one["time"] if one["time"].dt.tz else one["time"].dt.tz_localize("UTC")
-        assert (times == found[0]["time"]).all()
-        numpy.testing.assert_allclose(one[["mean", "lower"]], found[0][["mean", "lower"]])
-
-
-def test_periods_are_forecast_from_their_starts():
-    months = pandas.period_range("2020-01", periods=12, freq="M")
-    table = pandas.DataFrame(
-        {"id": numpy.repeat(range(12), 12), "time": numpy.tile(months, 12), "y": numpy.arange(144.0) % 7}
-    )
-    model = forecaster("last").fit(table)
-    for ahead in (pandas.Period("2021-01", "M"), "31D"):
-        assert set(model.predict(table, ahead)["time"]) == {pandas.Timestamp("2021-01-01")}
+    model, expected = forecaster("last").fit(series), forecaster("last").fit(zoned).predict(zoned, "1h")
+    found = model.predict(series, 3600.0)
+    numpy.testing.assert_allclose(found[["mean", "lower"]], expected[["mean", "lower"]])
+    for times in (found["time"].dt.tz_localize("UTC"), model.predict(zoned, "1h")["time"]):
+        assert (times == expected["time"]).all()
 
 
 def test_the_hour_of_the_day_is_that_of_the_time_zone(tmp_path, monkeypatch):
@@ -116,22 +103,6 @@ def test_a_forecast_depends_on_its_series_alone_and_on_no_unit_of_a_static_featu
         other = table.assign(year=2000 + 100 * table["year"])
         again = forecaster(model, **options).fit(other).predict(other, [2.0, 1.0, 1.0, 0.0])
         numpy.testing.assert_allclose(again["mean"], found["mean"], rtol=1e-4)
-
-
-@pytest.mark.slow
-def test_bands_cover_their_levels_on_new_series():
-    levels = (50, 80, 90)
-    fitted = forecaster("features", values="hr", level=levels).fit(drifting(150, 0, dates=False))
-    new, hits = drifting(150, 1, dates=False), {level: [] for level in levels}
-    for _, one in new.groupby("id"):
-        half = len(one) // 2
-        last = one["time"].iloc[half - 1]
-        found = fitted.predict(one.iloc[:half], ahead=list(one["time"].iloc[half:] - last))
-        values = one["hr"].iloc[half:].to_numpy()
-        for level in levels:
-            hits[level].append((values >= found[f"lower_{level}"]) & (values <= found[f"upper_{level}"]))
-    for level in levels:  # 150 series; a standard error of at most .03
-        assert abs(numpy.concatenate(hits[level]).mean() - level / 100) < 0.06
 
 
 @pytest.mark.parametrize("model", ["gru", *slow("odernn")])
@@ -257,13 +228,6 @@ def test_the_last_values_are_learned_from(monkeypatch):
     assert abs(found["mean"] + shape[500:]).mean() < abs(found["mean"] - shape[500:]).mean()
 
 
-def test_the_order_of_rows_and_series_does_not_matter():
-    table = drifting(30, 0)
-    shuffled = table.sample(frac=1, random_state=1)
-    found, again = (forecaster("last").fit(one).predict(table, ["1h", "9h"]) for one in (table, shuffled))
-    pandas.testing.assert_frame_equal(found, again)
-
-
 @pytest.mark.parametrize("model", ["last", "gru", *slow("features")])
 def test_hidden_values_and_padding_do_not_matter(model):
     random = numpy.random.default_rng(0)
@@ -283,20 +247,18 @@ def test_hidden_values_and_padding_do_not_matter(model):
         pandas.testing.assert_frame_equal(other, found[0])
 
 
-def test_pasts_in_blocks_are_the_same(monkeypatch):
-    series, found = walks(2, 30, 0, 1, 0), []
-    for size in (10**6, 1):
-        monkeypatch.setattr(forecast_models, "BLOCK", size)
-        found.append(SeriesForecaster("last", random_state=0).fit(series, horizon=5.0).predict(series, [1.0, 5.0]))
-    pandas.testing.assert_frame_equal(*found)
-
-
-def test_a_block_of_pasts_is_bounded(monkeypatch):
+def test_blocks_of_pasts_are_bounded_and_change_nothing(monkeypatch):
     """The pasts of 200 starts in a series of 2,000 samples have 400,000 places, and a block has 10,000."""
+    sizes, asked = [], draw_backtest(as_series(walks(1, 2000, 0, 1, 0)), numpy.random.RandomState(0), 0.0, 200, 8, 50.0)
+
+    def last(past, dt):
+        sizes.append(past.x.numel())
+        return past.x[torch.arange(len(dt)), past.lengths - 1], dt
+
+    whole = asked.over(last)
+    sizes.clear()
     monkeypatch.setattr(forecast_models, "BLOCK", 10_000)
-    sizes = []
-    asked = draw_backtest(as_series(walks(1, 2000, 0, 1, 0)), numpy.random.RandomState(0), 0.0, 200, 8, 50.0)
-    asked.over(lambda past, dt: (sizes.append(past.x.numel()), dt)[1:])
+    torch.testing.assert_close(asked.over(last), whole, rtol=0, atol=0, equal_nan=True)
     assert max(sizes) <= 10_000
     assert len(sizes) >= 20
 
@@ -325,19 +287,10 @@ def of_pairs(table):
     return [(list(one["time"]), one["hr"].to_numpy()) for _, one in of_objects(table).groupby("id", sort=False)]
 
 
-def of_polars(table):
-    return pytest.importorskip("polars").from_pandas(table.assign(time=table["time"].dt.tz_localize("Asia/Tokyo")))
+FORMS = [(of_objects, "UTC+09:00"), (of_several_zones, "UTC"), (of_pairs, "UTC+09:00")]
 
 
-FORMS = {
-    of_objects: "UTC+09:00",
-    of_several_zones: "UTC",
-    of_pairs: "UTC+09:00",
-    of_polars: "Asia/Tokyo",
-}
-
-
-@pytest.mark.parametrize(("form", "zone"), FORMS.items())
+@pytest.mark.parametrize(("form", "zone"), FORMS)
 def test_forecasts_have_the_time_zone_of_the_dates(form, zone):
     table = drifting(12, 0)[["id", "time", "hr"]]
     table["time"] = table["time"].dt.floor("s")
@@ -354,27 +307,21 @@ def test_horizons_are_durations_dates_or_numbers():
     one, model = table[table["id"] == "s3"], forecaster("last").fit(table)
     when = one["time"].max() + pandas.Timedelta("90min")
     expected = model.predict(one, ahead=[when])
-    for ahead in (pandas.Timedelta("90min"), str(when)):
-        pandas.testing.assert_frame_equal(expected, model.predict(one, ahead))
-    series = as_series(one, id="id", time="time")
-    pandas.testing.assert_frame_equal(expected, model.predict(series, ahead=5400))  # its unit is known
+    series = as_series(one, id="id", time="time")  # its unit is known
+    for X, ahead in ((one, pandas.Timedelta("90min")), (one, str(when)), (series, 5400)):
+        pandas.testing.assert_frame_equal(expected, model.predict(X, ahead))
     pandas.testing.assert_frame_equal(model.predict(one, []), expected.iloc[:0])
     durations = table.assign(time=table["time"] - BEGIN)
     found = forecaster("last").fit(durations).predict(durations, "90min").set_index("id")
     assert abs(found["time"]["s3"].iloc[0] + BEGIN - when) < pandas.Timedelta("1ms")
-    numbers = drifting(12, 0, dates=False)
-    assert forecaster("last").fit(numbers).predict(numbers, ahead=1.5)["time"].dtype == float
 
 
 STEPS = {
     "3MS": offsets.MonthBegin(3),
-    "MS": offsets.MonthBegin(1),
     "ME": offsets.MonthEnd(1),
     "B": offsets.BDay(1),
     "W-MON": offsets.Week(weekday=0),
-    "1ms": pandas.Timedelta(milliseconds=1),
     "1W": pandas.Timedelta(days=7),
-    "h": HOUR,
     pandas.DateOffset(months=1): pandas.DateOffset(months=1),
     offsets.Hour(3): pandas.Timedelta("3h"),
 }
@@ -394,23 +341,20 @@ def test_text_ahead_is_what_pandas_means_by_it(zone):
 
 DATES, NUMBERS = drifting(12, 0), drifting(12, 0, dates=False)
 ZONED, FIRST = DATES.assign(time=DATES["time"].dt.tz_localize("Europe/Berlin")), DATES["time"].min()
-PAIRS = [(range(9), range(9))] * 2
 
 
 @pytest.mark.parametrize(
     ("fitted", "call", "kind", "message"),
     [
-        *((DATES, {"ahead": each}, (TypeError, ValueError), "durations") for each in (5400, ["1h", 2], "90")),
-        *((DATES, {"ahead": ["1h", e]}, ValueError, "durations such as '1h', offsets") for e in ("1M", "P1M")),
+        (DATES, {"ahead": 5400}, TypeError, "durations"),
+        (DATES, {"ahead": ["1h", "1M"]}, ValueError, "durations such as '1h', offsets"),
         (DATES, {"ahead": FIRST.tz_localize("Asia/Tokyo")}, TypeError, "without a time zone"),
         (DATES, {"ahead": [FIRST]}, ValueError, "last sample"),
         (DATES, {"ahead": ["1MS", FIRST]}, TypeError, "must be durations and offsets, or dates"),
         (ZONED, {"ahead": "2025-01-01 12:00"}, TypeError, "tz='Europe/Berlin'"),
         (ZONED, {"X": DATES, "ahead": "1h"}, ValueError, "with a time zone, as in fit"),
         (NUMBERS, {"ahead": "1h"}, TypeError, "unit"),
-        (NUMBERS, {"ahead": "1MS"}, TypeError, "cannot convert '1MS'"),
         (NUMBERS, {"X": DATES, "ahead": 1.5}, ValueError, "as in fit"),
-        (NUMBERS, {"ahead": 1e300}, ValueError, "infinite or huge"),
         (DATES, {"X": None}, ValueError, "no row lies after"),
         (DATES, {"ahead": "1h", "future": DATES}, ValueError, "must be named before fit"),
     ],
@@ -421,19 +365,18 @@ def test_horizons_that_are_refused(fitted, call, kind, message):
 
 
 @pytest.mark.parametrize(
-    ("options", "data", "kind", "message"),
+    ("options", "data", "message"),
     [
-        ({"model": "feature"}, DATES, ValueError, "'features'"),
-        *(({"level": each}, DATES, ValueError, "percent") for each in (190, 0.9, "90")),
-        ({}, DATES.assign(hr=numpy.nan, sbp=numpy.nan), ValueError, "must have an observed value"),
-        ({"id": None, "time": None}, as_series([([0.0], [1.0])] * 3), ValueError, "two samples"),
-        ({"id": None, "values": "hr"}, pandas.concat([DATES] * 2), ValueError, "without id=, a table is one series"),
-        ({"id": None, "time": None}, NUMBERS, ValueError, "dates as its index"),
-        ({"model": "oscillators", "future": "sbp"}, DATES, ValueError, "does not read columns of future"),
+        ({"model": "feature"}, DATES, "'features'"),
+        ({"level": 0.9}, DATES, "percent"),
+        ({}, DATES.assign(hr=numpy.nan, sbp=numpy.nan), "must have an observed value"),
+        ({"id": None, "values": "hr"}, pandas.concat([DATES] * 2), "without id=, a table is one series"),
+        ({"id": None, "time": None}, NUMBERS, "dates as its index"),
+        ({"model": "oscillators", "future": "sbp"}, DATES, "does not read columns of future"),
     ],
 )
-def test_what_fit_refuses(options, data, kind, message):
-    with pytest.raises(kind, match=message):
+def test_what_fit_refuses(options, data, message):
+    with pytest.raises(ValueError, match=message):
         SeriesForecaster(**{"model": "last", "id": "id", "time": "time", **options}).fit(data)
 
 
@@ -446,8 +389,6 @@ def test_one_series_needs_no_ids_and_may_have_its_times_in_the_index():
         found.append(model.predict(one, ["1MS", "2MS"]))
         assert list(found[-1])[:3] == [who or "id", when or "time", "column"]
         pandas.testing.assert_frame_equal(found[-1].set_axis(list(found[0]), axis=1), found[0])
-    with pytest.raises(ValueError, match="names of their own"):
-        SeriesForecaster("last", time="column").fit(table.rename(columns={"month": "column"})).predict(ahead="1MS")
 
 
 @pytest.mark.parametrize("model", ["last", "gru"])
@@ -488,11 +429,7 @@ def test_a_future_covariate_that_determines_the_value_is_used(driven):
     assert len(both) == is_later.sum()
     spread = abs(both["y"] - both["who"].map(past.groupby("who")["y"].last())).mean()  # of the last value
     assert abs(both["mean"] - both["y"]).mean() < 0.2 * spread
-    for same in (
-        model.predict(future=later),
-        model.predict(table.assign(y=table["y"].mask(is_later))),
-        model.predict(pandas.concat([past, later])),
-    ):
+    for same in (model.predict(future=later), model.predict(pandas.concat([past, later]))):
         pandas.testing.assert_frame_equal(same, found)
     last = past.groupby("who", as_index=False).last()  # covariates are linear between their rows
     ends = last.assign(when=last["when"] + 4 * HOUR, temperature=last["temperature"] + 8)
@@ -502,18 +439,12 @@ def test_a_future_covariate_that_determines_the_value_is_used(driven):
     assert not numpy.allclose(found["mean"], model.predict(past, "1h", future=ends.assign(temperature=0.0))["mean"])
 
 
-def test_a_future_covariate_that_is_not_known_is_refused(driven):
+@pytest.mark.parametrize("ahead", ["1h", "50h"])
+def test_a_future_covariate_that_is_not_known_is_refused(driven, ahead):
     model, table, is_later = driven
-    past, later = table[~is_later], table[is_later]
-    unknown = "'temperature' must be known at all times that are forecast, got none"
-    for ahead, future, message in (
-        ("1h", None, unknown),
-        ("50h", later, unknown),
-        ("1h", later.assign(temperature=numpy.nan), unknown),
-        (None, later.assign(who=99), "must have the ids of X, got 99"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            model.predict(past, ahead, future=future)
+    future = table[is_later] if ahead == "50h" else None
+    with pytest.raises(ValueError, match="'temperature' must be known at all times that are forecast, got none"):
+        model.predict(table[~is_later], ahead, future=future)
 
 
 @pytest.mark.parametrize("refit", [False, True])
@@ -532,8 +463,6 @@ def test_a_backtest_is_a_loop_of_fit_and_predict(refit):
     dates = table.assign(time=pandas.Timestamp("2020-01-01") + table["time"].map(lambda k: pandas.DateOffset(months=k)))
     by_offset = forecaster("last", level=50).backtest(dates, "4MS", n_origins=2, refit=refit)
     assert (by_offset["truth"] == found["truth"]).all()
-    with pytest.raises(ValueError, match="before and after its first origin"):
-        forecaster("last").backtest(table, 100.0)
 
 
 def test_an_updated_forecaster_forecasts_from_the_new_rows(tmp_path):
@@ -553,8 +482,6 @@ def test_an_updated_forecaster_forecasts_from_the_new_rows(tmp_path):
     pandas.testing.assert_frame_equal(found, model.predict(later, "1h"))
     with pytest.raises(ValueError, match="without a time zone"):
         model.update(table.assign(time=table["time"].dt.tz_localize("UTC")))
-    with pytest.raises(TypeError, match="update needs tables"):
-        SeriesForecaster("last").fit(PAIRS).update(PAIRS)
 
 
 def test_scores_of_tables_are_cross_validated_by_id_and_by_time():

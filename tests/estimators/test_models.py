@@ -70,8 +70,6 @@ def test_targets_keep_their_shape_and_unit(model):
     assert both.score(series, numpy.c_[means, -means]) > 0.7
     one = small(model, SeriesRegressor).fit(series, means)
     assert one.predict(series).shape == (40,)
-    if model == "features":
-        numpy.testing.assert_allclose(one.predict(series), both.predict(series)[:, 0])
 
 
 def test_auto_is_the_mean_of_the_models_that_cross_validation_cannot_tell_apart():
@@ -155,12 +153,8 @@ def test_dates_that_count_have_a_time_zone_as_in_fit_or_none(kind):
     options = {"num_features": 84} if kind is RocketFeatures else {"model": "features", "clock": "absolute"}
     for seen, other, word in ((plain, zoned, "without"), (zoned, plain, "with")):
         model = kind(random_state=0, **options).fit(seen, labels)
-        answer = model.transform if kind is RocketFeatures else model.predict
-        with pytest.raises(ValueError, match=f"{word} a time zone, as in fit") as error:
-            answer(other)
-        fix = str(error.value).split("Fix: ")[1].removesuffix(".")
-        fixed = [(eval(fix, {"pandas": pandas, "dates": t}), x) for t, x in other]
-        numpy.testing.assert_array_equal(answer(fixed), answer(seen))
+        with pytest.raises(ValueError, match=f"{word} a time zone, as in fit"):
+            model.transform(other) if kind is RocketFeatures else model.predict(other)
     assert small("features").fit(plain, labels).score(zoned, labels) == 1.0  # a relative clock needs no zone
 
 
@@ -203,29 +197,20 @@ def noise(count=20, samples=4):
     return table, labels, lambda column: numpy.repeat(column, samples)
 
 
-CODES = {
-    "equal": lambda y: y,
-    "other numbers": lambda y: 7.5 - 3 * y,
-    "missing": lambda y: numpy.where(numpy.arange(len(y)) % 3 > 1, numpy.nan, y),
-}
-
-
-@pytest.mark.parametrize("code", CODES)
-def test_a_column_that_tells_y_is_refused_unless_it_is_named(code):
+@pytest.mark.parametrize("missing", [0.0, numpy.nan])
+def test_a_column_that_tells_y_is_refused_unless_it_is_named(missing):
     table, labels, rows = noise()
     order = numpy.random.default_rng(0).permutation(20) + 0.0
-    table = table.assign(label=rows(CODES[code](labels)), z=rows(CODES[code](order)))
+    gaps = numpy.where(numpy.arange(20) % 3 > 1, missing, 0.0)
+    table = table.assign(label=rows(7.5 - 3 * labels + gaps), z=rows(7.5 - 3 * order + gaps))
     for kind, name, y in (
-        (SeriesClassifier, "label", labels),
         (SeriesClassifier, "label", numpy.array(["yes", "no"])[labels]),
         (SeriesRegressor, "label", labels + 1.0),
         (SeriesRegressor, "z", numpy.stack([order[::-1] % 7, order**2], 1)),
     ):
         model = small("features", kind, id="id", time="t")
-        with pytest.raises(ValueError, match=rf"'{name}'.* equal y or a code of it. Fix: values=") as error:
+        with pytest.raises(ValueError, match=rf"'{name}'.* equal y or a code of it. Fix: values="):
             model.fit(table, y)
-        values = eval(str(error.value).split("values=")[1].removesuffix("."))
-        assert sorted([name, *values]) == ["label", "x", "z"]
     assert model.set_params(values=["z"]).fit(table, order).features_ == ["z"]
 
 
@@ -237,8 +222,6 @@ def test_constant_columns_that_were_not_named_are_told():
         model.fit(table, labels)
     assert caught[0].filename == __file__
     assert model.set_params(static=["age"]).fit(table, labels).features_ == ["x"]
-    with pytest.raises(TypeError, match=r"columns \['ward', 'day'\] must hold numbers.* Fix: values=\['x', 'age'\];"):
-        small("features", id="id", time="t").fit(table.assign(ward="a", day=pandas.Timestamp(0)), labels)
 
 
 @pytest.mark.parametrize(
@@ -270,22 +253,17 @@ def test_channels_are_matched_by_name(model, call):
 def test_labels_are_paired_by_id_in_fit_score_and_cross_validation():
     series, labels = bumps()
     ids = [f"p{i}" for i in range(24)]
-    data = dataclasses.replace(as_series(series), ids=ids)
-    data, by_id = [data[i] for i in range(24)], pandas.Series(labels, index=ids)
-    shuffled = by_id.sample(frac=1.0, random_state=0)
+    data, by_id = dataclasses.replace(as_series(series), ids=ids), pandas.Series(labels, index=ids)
+    data, shuffled = [data[i] for i in range(24)], by_id.sample(frac=1.0, random_state=0)
     model = small("features", id="id", time="t")
     for form in (data, in_months(series)):
         model.fit(form, shuffled)
         assert model.score(form, shuffled) == model.score(form, labels) == 1.0
     weights = pandas.Series(numpy.arange(24.0) % 3, index=ids)
     assert model.score(data, 1 - by_id.where(weights > 0, 1 - by_id), weights.iloc[::-1]) == 0.0
-    with pytest.raises(ValueError, match=r"got 100, which is no id.*y\.to_numpy\(\)"):
-        model.score(data, pandas.Series(labels, index=range(100, 124)))
-    numbers = small("features", SeriesRegressor).fit(data, shuffled.astype(float))
-    assert numbers.score(data, shuffled) > 0.9
+    assert small("features", SeriesRegressor).fit(data, shuffled.astype(float)).score(data, shuffled) > 0.9
     with pytest.raises(ValueError, match=r"y\.loc\[list\(series\.ids\)\]"):
         cross_val_score(model, data, shuffled, cv=2)
-    assert cross_val_score(model, data, shuffled.loc[ids], cv=2).mean() > 0.9
     rows = numpy.random.default_rng(0).integers(24, size=30)
     bootstrap = [data[int(i)] for i in rows]
     model.fit(bootstrap, by_id.iloc[rows].sample(frac=1.0, random_state=0))
@@ -316,9 +294,7 @@ def test_a_series_without_a_value_has_the_prior(model):
     forms = {
         "missing": [(t, numpy.full_like(x, numpy.nan)) for t, x in series],
         "no rows": [([], numpy.zeros((0, 2)))] * 24,
-        "length 0": dataclasses.replace(whole, lengths=0 * whole.lengths),
         "no samples": dataclasses.replace(whole, lengths=0 * whole.lengths).select(range(24)),
-        "masked": dataclasses.replace(whole, mask=whole.mask & False),
     }
     for form, empty in forms.items():
         with pytest.warns(UserWarning, match=r"24 of 24 series have no observed value.* X\.select") as caught:
@@ -440,8 +416,6 @@ def test_weights_of_classes_are_weights_of_their_series(model):
     for weight in ("balanced", share):
         found = clone(plain).set_params(class_weight=weight).fit(series, labels).predict_proba(series)
         numpy.testing.assert_allclose(found, expected, rtol=1e-5)
-    even = clone(plain).fit(series, labels).predict_proba(series)
-    assert expected[:, 0].mean() > even[:, 0].mean()  # of "fast", which is rarer
 
 
 @pytest.mark.parametrize("kind", [SeriesClassifier, SeriesRegressor])
@@ -468,8 +442,6 @@ def test_intervals_are_quantiles_of_errors_that_were_held_out():
     width = errors[49 - 1] * y[:60].std()  # ceil(61 * 0.8) = 49
     numpy.testing.assert_allclose([model.predict(X[60:]) - lower, upper - model.predict(X[60:])], width)
     assert 0.7 < ((lower < y[60:]) & (y[60:] < upper)).mean() < 0.95  # four standard errors of a rank are 0.2
-    both = small("features", SeriesRegressor).fit(X[:60], numpy.c_[y, -y][:60])
-    numpy.testing.assert_allclose(both.predict_interval(X[60:], 80)[1][:, 0], upper)
     with pytest.warns(UserWarning, match="no observed value"):
         ends = numpy.ravel(model.predict_interval([([0.0], [numpy.nan])], 80))
     around = numpy.sort(abs(y[:60] - y[:60].mean()))[49 - 1]
@@ -498,11 +470,9 @@ BY_ID = pandas.Series(Y, index=[f"p{i}" for i in range(10)])
     ("options", "data", "y", "kind", "message"),
     [
         ({"model": "rockets"}, TABLE, Y, ValueError, "'rocket'"),
-        ({"clock": "local"}, TABLE, Y, ValueError, "clock must be"),
         ({"static": ["w", "w=a"]}, TABLE.assign(w="a", **{"w=a": 3.0}), Y, ValueError, "name of the level 'a' of 'w'"),
         ({}, TABLE, Y[:9], ValueError, "one entry for each of 10 series"),
-        ({}, TABLE, numpy.ones(10, dtype=int), ValueError, "one class, 1"),
-        ({}, TABLE[TABLE["id"] == "p0"], [1.0], ValueError, "2 series"),
+        ({}, TABLE, 0 * Y, ValueError, "one class, 0"),
         ({}, TABLE, BY_ID.rename({"p9": "p9b"}), ValueError, "'p9b'"),
         ({}, TABLE, BY_ID.rename({"p9": "p8"}), ValueError, "an id more than once"),
         ({}, TABLE, BY_ID.to_dict(), ValueError, r"pandas\.Series\(y\)"),
@@ -519,28 +489,22 @@ def test_swapped_axes_of_an_array_are_named():
     with pytest.warns(UserWarning, match="20 channels of 2 samples. Fix") as caught:
         small("features").fit(X, labels)
     assert caught[0].filename == __file__
-    fix = str(caught[0].message).split("Fix: ")[1]
-    for pasted, channels in zip(re.findall(r"\w[\w.]*\([^)]*[12X]\)", fix), (2, 20), strict=True):
-        assert small("features").fit(eval(pasted), labels).n_features_in_ == channels
 
 
 def test_a_file_of_other_classes_is_refused(tmp_path):
-    series, labels = swings(10)
-    model = small("features", device=torch.device("cpu")).fit(series, labels)
-    model.save(tmp_path / "model")
-    assert SeriesClassifier.load(tmp_path / "model").device == torch.device("cpu")
-    (tmp_path / "text").write_text("hello")
-    (tmp_path / "half").write_bytes((tmp_path / "model").read_bytes()[:2000])
-    for name in ("text", "half"):
-        with pytest.raises(ValueError, match="made by save"):
-            SeriesClassifier.load(tmp_path / name)
+    path = tmp_path / "model"
+    small("features", device=torch.device("cpu")).fit(*swings(10)).save(path)
+    assert SeriesClassifier.load(path).device == torch.device("cpu")
     with pytest.raises(ValueError, match=r"SeriesClassifier\.load"):
-        SeriesRegressor.load(tmp_path / "model")
-    stored = torch.load(tmp_path / "model", weights_only=True)
+        SeriesRegressor.load(path)
+    stored, whole = torch.load(path, weights_only=True), path.read_bytes()
     foreign = skops.io.dumps({"x": pandas.Timestamp(0)})
-    torch.save(stored | {"rest": torch.frombuffer(bytearray(foreign), dtype=torch.uint8)}, tmp_path / "model")
+    torch.save(stored | {"rest": torch.frombuffer(bytearray(foreign), dtype=torch.uint8)}, path)
     with pytest.raises(ValueError, match="not trusted"):
-        SeriesClassifier.load(tmp_path / "model")
+        SeriesClassifier.load(path)
+    path.write_bytes(whole[:2000])
+    with pytest.raises(ValueError, match="made by save"):
+        SeriesClassifier.load(path)
 
 
 INAPPLICABLE = {

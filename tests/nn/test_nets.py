@@ -25,9 +25,6 @@ def test_conv_net_appends_the_time_as_a_channel_before_every_convolution():
     x = net.conv1(torch.cat([h, clock], 1)).relu()
     x = net.conv2(torch.cat([x, clock], 1)).relu()
     close(net(t, h), net.conv3(torch.cat([x, clock], 1)))
-    # without the time: plain convolutions
-    net = hbnode.nn.ConvNet(2, 5, 3, time_dependent=False)
-    close(net(h), net.conv3(net.conv2(net.conv1(h).relu()).relu()))
 
 
 def test_standardize_ignores_what_is_missing():
@@ -83,13 +80,9 @@ def test_what_is_refused():
     for message, use in (
         (r"hidden must be the sizes of the hidden layers, got 16\. Fix: \[16\]", lambda: MLP(2, 16, 2)),
         (wrong_activation, lambda: MLP(2, [16], 2, activation=nn.ReLU())),
-        (wrong_activation, lambda: hbnode.nn.ConvNet(2, 16, 2, activation=torch.relu)),
         (r"x must be \(..., 2\).*Fix: Standardize\(3\)", lambda: scale(torch.ones(4, 3))),
         ("infinite in feature 1", lambda: scale.fit(torch.tensor([[0.0, torch.inf]]))),
-        ("lengths need x of shape", lambda: scale.fit(torch.ones(4, 2), lengths=[3])),
         (not_fitted, lambda: scale(x)),
-        (not_fitted, lambda: scale.inverse(x)),
-        (not_fitted, lambda: copy.deepcopy(scale).double()(x)),
         (not_fitted, lambda: (scale.load_state_dict(fresh), scale(x))),
         (not_fitted, lambda: torch.export.export(scale, (x,), strict=False)),
     ):

@@ -113,13 +113,10 @@ def test_second_derivatives_and_forward_mode(cell, rule):
 # Beside torch.nn's layers
 
 
-OPTIONS = [{}, {"bias": False, "bidirectional": True}]
-
-
 @pytest.mark.sparse
 @pytest.mark.parametrize(
     ("cell", "options"),
-    [*((cell, options) for options in OPTIONS for cell in TORCH), ("rnn", {"nonlinearity": "relu"})],
+    [*((c, x) for x in ({}, {"bias": False, "bidirectional": True}) for c in TORCH), ("rnn", {"nonlinearity": "relu"})],
     ids=str,
 )
 def test_without_momentum_it_is_torchs_layer(cell, options):
@@ -190,19 +187,11 @@ def test_what_is_refused():
     (lstm, _), (gru, _) = make_pair("lstm", "momentum"), make_pair("gru", "restart", layers=2)
     cell, tanh, (_, state) = hbnode.nn.MomentumLSTMCell(2, 3).double(), hbnode.nn.TanhRNN(2, 3).double(), gru(x)
     for message, call in (
-        ("dropout must be .*got 1.0", lambda: hbnode.nn.MomentumLSTM(2, 3, 2, dropout=1.0)),
-        ("nonlinearity must be .*got 'sigmoid'", lambda: hbnode.nn.MomentumRNN(2, 3, nonlinearity="sigmoid")),
         ("positional arguments", lambda: hbnode.nn.MomentumLSTM(2, 3, 1, 0.9)),  # momentum after num_layers
         ("momentum must be in", lambda: hbnode.nn.MomentumLSTMCell(2, 3, False)),  # bias, as of torch.nn.LSTMCell
         (r"\(T, batch, input_size\).*input_size=2.*got.*3\).*Fix: ", lambda: lstm(make_input(inputs=3))),
-        ("at least one sample", lambda: lstm(x[:0])),
-        ("a PackedSequence of", lambda: lstm(pack_padded_sequence(x[..., :1], torch.tensor([7, 6, 5])))),
-        (r"x must be torch.float64.*or layer.to\(torch.float32\)", lambda: lstm(x.float())),
         ("one sample at a time", lambda: cell(x)),
-        (r"\(Tensor, RecurrentState\). Fix: output, state = cell", lambda: cell(x[1], cell(x[0]))),
         (r"read by name.*Fix: state\.h", lambda: state[-1]),
-        (r"no attribute 'squeeze'. Fix: state\.h\.squeeze", lambda: state.squeeze(0)),
-        ("input_size=2", lambda: tanh(make_input(inputs=3))),
         (r"h0 must be \(1, 3, 3\), got \(3, 3\)", lambda: tanh(x, torch.zeros(3, 3))),
     ):
         with pytest.raises((TypeError, ValueError, AttributeError), match=message):
@@ -247,46 +236,6 @@ def test_packed_parts_continue():
 
 
 # Number formats
-
-
-@some_layers
-def test_half_precision(cell, rule):
-    layer, _ = make_pair(cell, rule)
-    x = make_input(10)
-    expected, _ = layer(x)
-    close(copy.deepcopy(layer).float()(x.float())[0].double(), expected, 2e-4)
-    output, state = layer.bfloat16()(x.bfloat16())
-    assert output.dtype == state.h.dtype == torch.bfloat16
-    assert all(z.dtype == torch.float32 for z in (state.v, state.m, state.g) if z is not None)
-    layer(x.bfloat16(), state)[0].float().sum().backward()
-    assert all(p.grad.isfinite().all() for p in layer.parameters())
-    if cell != "dtriv":  # modReLU jumps at 0, and an orthogonal weight forgets nothing
-        assert (output.double() - expected).abs().mean() < 0.05
-
-
-@some_layers
-def test_autocast(cell, rule):
-    """torch's layer runs in half precision; momentum and loops keep the precision of the parameters."""
-    layer, x = make_pair(cell, rule)[0].float(), make_input(20).float()
-    _, start = layer(x)
-    expected, _ = layer(x, start)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        output, state = layer(x, layer(x)[1])
-    output.float().sum().backward()
-    assert (output - expected).abs().mean() < 0.02
-    assert all(p.grad.isfinite().all() for p in layer.parameters())
-    assert all(z.dtype == torch.float32 for z in (state.v, state.m, state.g) if z is not None)
-
-
-def test_autocast_of_a_layer_that_the_cpu_does_not_have():
-    """No CPU of today has an LSTM of float16; asking it draws no random numbers."""
-    layer, x = hbnode.nn.MomentumLSTM(2, 3), make_input().float()
-    _torch.cpu_has_layer.cache_clear()
-    before = torch.get_rng_state()
-    with torch.autocast("cpu", torch.float16):
-        output, _ = layer(x)
-    assert torch.equal(output, layer(x)[0])
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 # What is not finite
@@ -376,12 +325,9 @@ def test_values_and_gradients_of_a_tanh_rnn(steps):
 def test_packed_sequences_of_a_tanh_rnn():
     rnn = hbnode.nn.TanhRNN(3, 5, batch_first=True).double()
     sequences = [torch.randn(n, 3, dtype=torch.float64) for n in (2, 6, 4)]
-    packed = pack_sequence(sequences, enforce_sorted=False)
-    output, last = rnn(packed)
-    again, _ = rnn(packed, last)
-    for x, h, end, longer in zip(sequences, unpack_sequence(output), last[0], unpack_sequence(again), strict=True):
+    output, last = rnn(pack_sequence(sequences, enforce_sorted=False))
+    for x, h, end in zip(sequences, unpack_sequence(output), last[0], strict=True):
         close((h, end[None]), rnn(x), 1e-13)
-        close(longer, rnn(x, end[None])[0], 1e-13)
 
 
 def test_a_state_may_be_h_or_h_and_c():

@@ -51,26 +51,3 @@ def test_the_filter_forgets_without_overflow():
     torch.testing.assert_close(linear_filter(x, 0.01, 1.0), slowly(x.double(), [0.01] * 5000, 1.0).float())
     kept = linear_filter(torch.ones(5000, 1, 1), 1.0, 1.0)
     torch.testing.assert_close(kept.flatten(), torch.arange(1.0, 5001.0))
-
-
-@pytest.mark.usefixtures("form")
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, in forward mode
-def test_derivatives_of_the_filter():
-    x, mu = torch.randn(45, 1, 2, dtype=torch.float64, requires_grad=True), torch.rand(45, dtype=torch.float64)
-    assert torch.autograd.gradcheck(lambda x: linear_filter(x, mu, 0.5), x, check_forward_ad=True, fast_mode=True)
-    assert torch.autograd.gradgradcheck(lambda x: linear_filter(x, mu, 0.5).sin(), x, fast_mode=True)
-
-
-@pytest.mark.usefixtures("form")
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("mu", [0.9, torch.linspace(0.1, 1.0, 97, dtype=torch.float64)], ids=["constant", "varying"])
-def test_what_is_not_finite_changes_nothing_before_its_time(value, mu):
-    x = torch.randn(97, 2, 3, dtype=torch.float64)
-    expected = linear_filter(x, mu, 0.5)
-    x[50, 0, 1] = value
-    found = linear_filter(x.requires_grad_(), mu, 0.5)
-    is_reached = torch.zeros(97, 2, 3, dtype=torch.bool)
-    is_reached[50:, 0, 1] = True
-    close(found[~is_reached], expected[~is_reached], 1e-15)
-    assert not found[is_reached].isfinite().any()
-    assert torch.autograd.grad(found[:50].sum(), x)[0].isfinite().all()

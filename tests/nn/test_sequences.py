@@ -1,7 +1,6 @@
 """Times, masks, padding, parts and forecasts of series, in every layer that takes irregular ones."""
 
 import copy
-import dataclasses
 import pickle
 
 import numpy
@@ -13,7 +12,6 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 import hbnode
 from hbnode.nn import _oscillator_step
 
-LENGTHS = torch.tensor([6, 4, 2])
 DATES = numpy.datetime64("2020-01-01") + numpy.arange(0, 18, 3) * numpy.timedelta64(1, "h")
 close = torch.testing.assert_close
 
@@ -156,18 +154,6 @@ def test_digits_are_not_looked_at_while_tracing():
     assert torch.func.vmap(lambda x, t: layer(x, t)[0])(x, t).equal(torch.stack([layer(z, [0] * 6)[0] for z in x]))
 
 
-@every_layer
-def test_the_device_meta_is_refused(layer):
-    given = {"x": torch.randn(1, 6, 2), "t": torch.arange(6.0), "mask": torch.ones(1, 6, dtype=torch.bool)}
-    call = layer()
-    for name, value in given.items():
-        with pytest.raises(ValueError, match=rf"{name} is on the device meta, which stores no numbers\. Fix: "):
-            call(**given | {name: value.to("meta")})
-    getattr(call, "__self__", call).to("meta")
-    with pytest.raises(ValueError, match=r"the module is on the device meta, which stores no numbers\. Fix: "):
-        call(**given)
-
-
 FEATURES = {"missing": "decay", "mask_features": True, "elapsed_features": True, "static_size": 2, "decay": (0.01, 0.2)}
 SOLVER = {"rtol": 1e-9, "atol": 1e-9, "time_unit": 5.0}
 CONTINUED = {  # of which a state goes on
@@ -272,18 +258,6 @@ def test_parts_and_forecasts(name, times):
         close(layer.forecast(later, [1.0])[0], layer.forecast(state, [4.0])[0], **tolerance)
 
 
-@pytest.mark.parametrize(("layer", "entry"), [(hbnode.ODERNN(2, 4), "h"), (hbnode.nn.OscillatorStack(2, 4), "v")])
-def test_states_are_real_numbers(layer, entry):
-    x, t = torch.randn(1, 6, 2), torch.arange(6.0)
-    _, state = layer(x, t)
-    for kind in (torch.complex64, torch.bool, "meta"):
-        wrong = dataclasses.replace(state, **{entry: getattr(state, entry).to(kind)})
-        message = "the state is on the device meta" if kind == "meta" else "the state must hold real numbers"
-        for call in (lambda s: layer(x, 6 + t, s), lambda s: layer.forecast(s, [1.0])):
-            with pytest.raises((TypeError, ValueError), match=message):
-                call(wrong)
-
-
 # What is refused
 
 
@@ -291,46 +265,21 @@ def test_wrong_series():
     rnn, latent, (x, t) = hbnode.ODERNN(2, 4), hbnode.nn.LatentODE(2, 2, 4), make_series()
     rounded, ranges = 1.7e9 + 300 * torch.arange(6.0), hbnode.nn.oscillator_ranges
     digits = r"lost digits: torch\.float32 stores times near"
-    packed, times = (pack_padded_sequence(z, LENGTHS, batch_first=True) for z in (x, t))
+    times = pack_padded_sequence(t, torch.tensor([6, 4, 2]), batch_first=True)
     for message, call in (
         ("input_size=2.*Fix: input_size=3", lambda: rnn(torch.zeros(3, 6, 3), t)),
-        (r"Fix: x.unsqueeze\(0\) for a single series", lambda: rnn(x[0], t)),
         (r"Fix: x.to\(torch.float32\), or .to\(torch.float64\)", lambda: rnn(x.double(), t)),
         ("mask=torch.isfinite", lambda: rnn(torch.nan * x, t)),
         (r"sequence 0 t\[0\]=5 is followed by 4. Fix: lengths=", lambda: rnn(x, 5 - torch.arange(6.0))),
         ("t is not finite", lambda: rnn(x, [0.0, 1.0, torch.nan, 3.0, 4.0, 5.0])),
         ("mask must be bool", lambda: rnn(x, t, mask=torch.ones(3, 6))),
+        (r"got list. Fix: series = hbnode.data.as_series", lambda: rnn([x[0], x[1, :3]], [t[0], t[1, :3]])),
         (r"Fix: series = series.select\(series.lengths > 0\)", lambda: rnn(x, t, lengths=torch.tensor([1, 0, 3]))),
         ("between 1 and T=6", lambda: rnn(x, t, lengths=torch.tensor([1, 7, 3]))),
-        ("has its own", lambda: rnn(packed, times, lengths=LENGTHS)),
-        (r"expected a padded tensor.*Fix", lambda: rnn.filter(packed, times)),
         (r"t is a PackedSequence and x is not.*Fix: pad_packed_sequence", lambda: rnn(x, times)),
-        ("mask is a PackedSequence and x is not", lambda: rnn(x, t, mask=times)),
-        ("no two samples", lambda: rnn.fit_time_unit([[0.0], [1.0]])),
         ("must not decrease.*lengths=", lambda: rnn.fit_time_unit([0.0, 1.0, 0.5])),
-        ("not finite", lambda: rnn.fit_time_unit([0.0, float("nan")])),
         *((digits, use) for use in (lambda: rnn.fit_time_unit(rounded), lambda: latent.sample(rounded))),
         *((digits, use) for use in (lambda: ranges(rounded), lambda: latent.predict(x, t.double(), at=rounded))),
     ):
         with pytest.raises((TypeError, ValueError), match=message):
             call()
-
-
-def test_the_fix_for_times_that_decrease_sorts_samples_with_them():
-    rnn, (x, t) = hbnode.ODERNN(2, 4), make_series()
-    names = {"x": x.flip(1), "t": t.flip(1)}
-    with pytest.raises(ValueError, match=r"shape \(batch, T\), ") as error:
-        rnn(**names)
-    exec(str(error.value).split("shape (batch, T), ")[1].rstrip("."), names)
-    assert names["x"].equal(x)
-    assert names["t"].equal(t)
-
-
-@pytest.mark.parametrize("array", [numpy.asarray, torch.as_tensor])
-def test_the_fix_for_lists_of_arrays_makes_a_series_of_them(array):
-    x, t = [array(numpy.ones((n, 2))) for n in (3, 2)], [array(0.5 * numpy.arange(n)) for n in (3, 2)]
-    names = {"hbnode": hbnode, "torch": torch, "rnn": hbnode.ODERNN(2, 4), "x": x, "t": t}
-    with pytest.raises(TypeError, match=r"got list. Fix: series = hbnode.data.as_series") as error:
-        names["rnn"](x, t)
-    make, call = str(error.value).split("Fix: series = ")[1].rstrip(".").split(", and ")
-    assert eval(call, names | {"series": eval(make, names)})[0].shape == (2, 3, 4)

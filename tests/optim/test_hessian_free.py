@@ -135,24 +135,17 @@ def test_a_step_that_helps_nowhere_is_rejected_and_lambda_grows():
     assert optimizer.param_groups[0]["damping"] == pytest.approx(0.15)
 
 
-def test_rounding_after_an_exact_fit_leaves_lambda():
-    x = torch.randn(10, 3)
-    model = nn.Sequential(nn.Linear(3, 12), nn.Tanh(), nn.Linear(12, 1))
-    optimizer = optimizer_of(model)
+@pytest.mark.parametrize(
+    ("damping", "outcome", "loss", "largest"), [(0.1, "stationary", 1e-12, 0.1), (1e7, "accepted", 1.0, 100)]
+)
+def test_lambda_comes_down_and_stays_down_after_an_exact_fit(damping, outcome, loss, largest):
+    x, model = torch.randn(10, 3), nn.Sequential(nn.Linear(3, 12), nn.Tanh(), nn.Linear(12, 1))
+    optimizer = optimizer_of(model, damping=damping)
     for _ in range(40):
         optimizer.step(lambda: (model(x), x.sum(1, keepdim=True)))
-    assert (optimizer.progress.outcome, math.isnan(optimizer.progress.ratio)) == ("stationary", True)
-    assert optimizer.progress.loss < 1e-12
-    assert optimizer.progress.damping < 0.1
-
-
-def test_a_huge_lambda_comes_down():
-    x, y, model = torch.randn(20, 3), torch.randn(20, 2), nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-    optimizer = optimizer_of(model, damping=1e7)
-    for _ in range(40):
-        optimizer.step(lambda: (model(x), y))
-    assert optimizer.progress.outcome == "accepted"
-    assert optimizer.progress.damping < 100
+    assert optimizer.progress.outcome == outcome
+    assert optimizer.progress.loss < loss
+    assert optimizer.progress.damping < largest
 
 
 def test_the_preconditioner_is_the_mean_square_of_the_cases_gradients():
@@ -173,10 +166,7 @@ def test_the_preconditioner_is_the_mean_square_of_the_cases_gradients():
 
 def test_a_graph_from_before_the_step_is_refused_and_products_belong_to_the_step():
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3))
-    optimizer, v = optimizer_of(model), torch.ones(31)
-    with pytest.raises(RuntimeError, match="call before step"):
-        optimizer.product(v)
-    loss = model(X).sum()
+    optimizer, v, loss = optimizer_of(model), torch.ones(31), model(X).sum()
     optimizer.step(lambda: (model(X), Y))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
@@ -184,8 +174,6 @@ def test_a_graph_from_before_the_step_is_refused_and_products_belong_to_the_step
     with torch.no_grad():
         model[1].weight.add_(1.0)
     torch.testing.assert_close(optimizer.product(v), expected)
-    with pytest.raises(ValueError, match=r"must be \(31,\)"):
-        optimizer.product(torch.ones(11))
     model[0].requires_grad_(False)
     with pytest.raises(RuntimeError, match=r"2 of them were frozen after it. Fix: requires_grad_\(True\)"):
         optimizer.product(v)
@@ -240,8 +228,6 @@ def test_tanh_hidden():
     assert h.requires_grad
     assert weight.isfinite().all()
     torch.testing.assert_close(weight[:2], torch.tensor([1.0, 4 / 3]))
-    with pytest.raises(ValueError, match=r"h must be in \[-1, 1\], values of tanh, got up to 1.5"):
-        tanh_hidden(torch.tensor([1.5]))
 
 
 # Parameters, copies and states
@@ -266,31 +252,24 @@ def test_copies_files_and_other_dtypes(tmp_path):
     model = nn.Linear(3, 3)
     optimizer = optimizer_of(model, damping=0.3)
     optimizer.step(lambda: (model(X), Y))
-    for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-        assert copied.param_groups[0]["damping"] == optimizer.param_groups[0]["damping"] < 0.3
     torch.save(optimizer.state_dict(), tmp_path / "state.pt")
     loaded = torch.load(tmp_path / "state.pt", weights_only=True)
     assert torch.equal(loaded["state"][0]["direction"], optimizer.state[model.weight]["direction"])
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(optimizer)))
+    assert copied.param_groups[0]["damping"] == optimizer.param_groups[0]["damping"] < 0.3
     model.double()
     optimizer.step(lambda: (model(X.double()), Y.double()))
     assert optimizer.progress.reduction > 0
-    model.bfloat16()
-    with pytest.raises(ValueError, match=r"float32 or float64, got torch.bfloat16"):
-        optimizer.step(lambda: (model(X.bfloat16()), Y))
 
 
 def test_states_of_others_are_refused():
     model = nn.Linear(3, 5, bias=False)
     optimizer = optimizer_of(model)
     optimizer.step(lambda: (model(X), X @ torch.ones(3, 5)))
-    state, adam = optimizer.state_dict(), torch.optim.Adam(model.parameters()).state_dict()
-    for other, wrong, message in (
-        (optimizer, adam, "belongs to another optimizer"),
-        (optimizer_of(model, "bce"), state, r"Fix: HessianFree\(..., loss='mse'\)"),
-        (optimizer_of(nn.Linear(5, 3, bias=False)), state, r"direction of shape \(5, 3\) for .* \(3, 5\)"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            other.load_state_dict(wrong)
+    with pytest.raises(ValueError, match="belongs to another optimizer"):
+        optimizer.load_state_dict(torch.optim.Adam(model.parameters()).state_dict())
+    with pytest.raises(ValueError, match=r"direction of shape \(5, 3\) for .* \(3, 5\)"):
+        optimizer_of(nn.Linear(5, 3, bias=False)).load_state_dict(optimizer.state_dict())
 
 
 # What is refused
@@ -299,43 +278,35 @@ def test_states_of_others_are_refused():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"loss": nn.MSELoss()}, "must be one of.*Fix: loss='mse'"),
-        ({"loss": nn.functional.cross_entropy}, "Fix: loss='cross_entropy'"),
-        ({"structural_damping": -0.1}, "structural_damping must be a number >= 0, got -0.1"),
+        ({"loss": nn.functional.cross_entropy}, "must be one of.*Fix: loss='cross_entropy'"),
         ({"damping": 1e-4}, "at least min_damping=0.0002"),
         ({"params": [torch.zeros(2).half()]}, r"float32 or float64.*model.float\(\)"),
-        ({"params": [torch.zeros(2), torch.zeros(2).double()]}, "one dtype and one device"),
         ({"params": [{"params": [torch.zeros(2)], "damping": 1.0}]}, r"its own, got \['damping'\]"),
     ],
+    ids=["loss", "damping", "half", "group"],
 )
 def test_wrong_options(options, message):
     with pytest.raises(ValueError, match=message):
         hbnode.optim.HessianFree(**({"params": [torch.zeros(2)], "loss": "mse"} | options))
 
 
-REFUSED = [
-    ("mse", lambda z: (z - Y).square().mean(), TypeError, r"must return .* got Tensor. Fix: .* backward"),
-    ("mse", lambda z: ((z, None), Y), TypeError, "got tuple. Fix: output, state = model"),
-    ("mse", lambda z: (z, Y[..., 0]), ValueError, "must have the shape of the outputs"),
-    ("mse", lambda z: (Y, z, z), ValueError, "must not require a gradient. Fix: return .outputs"),
-    ("mse", lambda z: (z.detach(), Y, z), ValueError, "the outputs of .* do not depend on"),
-    ("mse", lambda z: (z, Y), ValueError, r"needs hidden states, got none.*tanh_hidden"),
-    ("mse", lambda z: (z, Y, z, torch.ones(4, 5)), ValueError, "must broadcast to .*unsqueeze"),
-    ("cross_entropy", lambda z: (z.mT, CLASSES, z), ValueError, r"Fix: outputs.movedim\(1, -1\)"),
-    ("cross_entropy", lambda z: (z, CLASSES[..., None], z), ValueError, r"Fix: targets.squeeze\(-1\)"),
-    ("cross_entropy", lambda z: (z, CLASSES + 3, z), ValueError, r"must be in \[0, 3\).*got 3"),
-    ("bce", lambda z: (z, Y, z), ValueError, r"expects targets in \[0, 1\]"),
-    ("mse", lambda z: (z * math.nan, Y, z), FloatingPointError, "the loss is nan before the step"),
-    ("mse", lambda z: (z.abs().sub(z.abs()).sqrt(), Y, z), FloatingPointError, "gradient of weight"),
-    ("mse", lambda z: (1e10 * z, Y, z), FloatingPointError, "the squared norm of the gradient is inf"),
-    ("mse", lambda z: (z, Y + random.random(), z), ValueError, r"same targets.*x, y = next\(bat"),
-    ("mse", lambda z: (z + random.random(), Y, z), ValueError, "the loss .* and then .* Fix: draw noise"),
-]
+REFUSED = {
+    "loss": ("mse", lambda z: (z - Y).square().mean(), TypeError, r"must return .* got Tensor. Fix: .* backward"),
+    "state": ("mse", lambda z: ((z, None), Y), TypeError, "got tuple. Fix: output, state = model"),
+    "targets": ("mse", lambda z: (z, Y[..., 0]), ValueError, "must have the shape of the outputs"),
+    "detached": ("mse", lambda z: (z.detach(), Y, z), ValueError, "the outputs of .* do not depend on"),
+    "weights": ("mse", lambda z: (z, Y, z, torch.ones(4, 5)), ValueError, "must broadcast to .*unsqueeze"),
+    "classes": ("cross_entropy", lambda z: (z.mT, CLASSES, z), ValueError, r"Fix: outputs.movedim\(1, -1\)"),
+    "range": ("bce", lambda z: (z, Y, z), ValueError, r"expects targets in \[0, 1\]"),
+    "nan": ("mse", lambda z: (z * math.nan, Y, z), FloatingPointError, "the loss is nan before the step"),
+    "root": ("mse", lambda z: (z.abs().sub(z.abs()).sqrt(), Y, z), FloatingPointError, "gradient of weight"),
+    "noise": ("mse", lambda z: (z + random.random(), Y, z), ValueError, "the loss .* and then .* Fix: draw noise"),
+}
 
 
-@pytest.mark.parametrize(("loss", "wrong", "error", "message"), REFUSED)
-def test_what_a_closure_must_not_return(loss, wrong, error, message):
-    model = nn.Linear(3, 3)
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_closure_must_not_return(name):
+    (loss, wrong, error, message), model = REFUSED[name], nn.Linear(3, 3)
     optimizer = hbnode.optim.HessianFree(model.named_parameters(), loss=loss, structural_damping=0.1)
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(error, match=f"(?s){message}"):
@@ -343,31 +314,21 @@ def test_what_a_closure_must_not_return(loss, wrong, error, message):
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
-class Once(torch.autograd.Function):
-    """The sine, whose backward pass cannot be differentiated."""
+def test_steps_without_a_closure_and_a_curvature_that_is_not_finite():
+    model = nn.Linear(3, 3)
+    with pytest.raises(TypeError, match=r"earlier backward\(\) are not used. Fix: optimizer.step\(lambda: \(model"):
+        optimizer_of(model).step()
+    with pytest.raises(FloatingPointError, match=r"of curvature\(\) are not finite"):
+        optimizer_of(model).step(lambda: (model(X), Y), lambda: (model(X * math.nan), Y))
+
+
+class Detached(torch.autograd.Function):
+    """The sine, whose backward pass has no graph."""
 
     @staticmethod
     def forward(ctx, x):
         ctx.save_for_backward(x)
         return x.sin()
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
-        return grad * ctx.saved_tensors[0].cos()
-
-
-def test_steps_without_a_closure_and_a_curvature_that_is_not_finite():
-    model = nn.Linear(3, 3)
-    with pytest.raises(TypeError, match=r"earlier backward\(\) are not used. Fix: optimizer.step\(lambda: \(model"):
-        optimizer_of(model).step()
-    for x, y in ((X * math.nan, Y), (X, Y * math.nan)):
-        with pytest.raises(FloatingPointError, match=r"of curvature\(\) are not finite"):
-            optimizer_of(model).step(lambda: (model(X), Y), lambda x=x, y=y: (model(x), y))
-
-
-class Detached(Once):
-    """The sine, whose backward pass has no graph."""
 
     @staticmethod
     def backward(ctx, grad):
@@ -384,14 +345,13 @@ def reentrant(model, x):
 
 
 NOT_TWICE = [
-    (lambda m, x: m[1](Once.apply(m[0](x))), "backward pass of OnceBackward has no graph. Fix: replace"),
     (lambda m, x: 1000 * m(x) + Detached.apply(m[0](x)), "backward pass of DetachedBackward has no graph"),
     (clamped, "a hook of a parameter detaches its gradient"),
     (reentrant, "reentrant checkpoints.*use_reentrant=False"),
 ]
 
 
-@pytest.mark.parametrize(("evaluate", "message"), NOT_TWICE)
+@pytest.mark.parametrize(("evaluate", "message"), NOT_TWICE, ids=["detached", "hook", "reentrant"])
 def test_a_model_that_cannot_be_differentiated_twice_is_refused(evaluate, message):
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     before = copy.deepcopy(model.state_dict())
@@ -430,44 +390,31 @@ def sequential(*layers, x=X, y=Y):
     return lambda: (nn.Sequential(*copy.deepcopy(layers)), x, y)
 
 
-def recurrent(kind, **options):
-    return lambda: (Net(kind(3, 4, batch_first=True, **options)), X, Y)
-
-
-def compiled():
-    return torch.compile(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)), backend="aot_eager"), X, Y
-
-
 TOKENS = torch.arange(18).view(3, 6) % 5
 ENCODER = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), 2, enable_nested_tensor=False)
-
-
 PICTURES = (nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 10))
 
 
-FAST = ["DTRIV", "momentum GRU", "ODERNN", "encoder", "checkpoint", "language model", "pictures", "one sample"]
 MODELS = {
-    "DTRIV": recurrent(hbnode.nn.DTRIV),
-    "momentum GRU": recurrent(hbnode.nn.MomentumGRU, rule="momentum"),
-    "Adam LSTM": recurrent(hbnode.nn.MomentumLSTM, rule="adam"),
+    "DTRIV": lambda: (Net(hbnode.nn.DTRIV(3, 4, batch_first=True)), X, Y),
+    "momentum GRU": lambda: (Net(hbnode.nn.MomentumGRU(3, 4, rule="adam", batch_first=True)), X, Y),
     "ODERNN": lambda: (Timed(hbnode.ODERNN(3, 4, field="hbnode")), X, Y),
-    "ODEBlock": lambda: (hbnode.HeavyBallODEBlock(nn.Linear(3, 3), steps=4, method="nystrom4"), X, Y),
-    "adjoint": lambda: (hbnode.HeavyBallODEBlock(nn.Linear(3, 3), method="dopri5", gradient="adjoint"), X, Y),
     "encoder": sequential(nn.Linear(3, 4), ENCODER, nn.Linear(4, 3)),
     "checkpoint": lambda: (Checkpointed(nn.Sequential(nn.Linear(3, 4), nn.Tanh())), X, Y),
-    "compiled": compiled,
     "language model": lambda: (LanguageModel(), TOKENS, TOKENS),
-    "momentum transformer": lambda: (hbnode.nn.MomentumTransformer(5, 8, 2, 1, 16), TOKENS, TOKENS),
     "pictures": sequential(*PICTURES, x=torch.randn(16, 1, 8, 8), y=torch.arange(16) % 10),
     "one sample": sequential(nn.Linear(3, 2), x=X[0, :1], y=CLASSES[0, :1]),
-    "spectral norm": lambda: (nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)), X, Y),
+}
+SLOW = {
+    "adjoint": lambda: (hbnode.HeavyBallODEBlock(nn.Linear(3, 3), method="dopri5", gradient="adjoint"), X, Y),
+    "compiled": lambda: (torch.compile(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), backend="aot_eager"), X, Y),
 }
 
 
-@pytest.mark.parametrize("name", [*FAST, *slow(*(name for name in MODELS if name not in FAST))])
+@pytest.mark.parametrize("name", [*MODELS, *slow(*SLOW)])
 def test_models(name):
     """The first step checks that J and J^T are transposes."""
-    model, x, y = MODELS[name]()
+    model, x, y = (MODELS | SLOW)[name]()
     optimizer = optimizer_of(model, "mse" if y.is_floating_point() else "cross_entropy", max_cg=3)
     losses = [float(optimizer.step(lambda: (model(x), y))) for _ in range(3)]
     assert optimizer.progress.new_loss < losses[0]
@@ -492,10 +439,5 @@ def test_steps_in_threads_leave_settings_as_they_were():
         list(pool.map(train, models))
     assert torch.backends.mkldnn.enabled == was
     graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    torch.compile(models[0], backend=backend)(X)
+    torch.compile(models[0], backend=lambda graph, inputs: graphs.append(graph) or graph.forward)(X)
     assert graphs

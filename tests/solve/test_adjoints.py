@@ -57,7 +57,7 @@ def test_all_gradients_agree_with_a_tight_reference(model, shape):
     reference, _ = gradients(field, x, t, method="dopri8", save="exact", rtol=1e-12, atol=1e-12, gradient="adjoint")
     for i, method in enumerate(methods_of(model) if shape == "vector" else ["nystrom8", "leapfrog"]):
         modes = ["direct", *(["reversible"] if method in REVERSIBLE else []), *(["adjoint"] if i == 0 else [])]
-        steps = 60 if method in REVERSIBLE else None
+        steps = 40 if method in REVERSIBLE else None
         for gradient in modes:
             found, _ = gradients(field, x, t, method=method, gradient=gradient, steps=steps, **TIGHT)
             error = (found - reference).norm() / reference.norm()
@@ -155,10 +155,13 @@ def leapfrog(func, gradient, **options):
     return hbnode.HeavyBallODEBlock(func, gradient=gradient, **options).double()
 
 
-def with_frozen_layers(gradient):
+def with_frozen_parameters(gradient):
+    """Before the solve, and between the passes."""
     block, x = leapfrog(net(), gradient), torch.ones(1, 2).double().requires_grad_()
     block.field.func[0].requires_grad_(False)
-    return torch.autograd.grad(block(x).sum(), [x, *block.field.func[2].parameters()])
+    h = block(x)
+    block.field.func[2].bias.requires_grad_(False)
+    return torch.autograd.grad(h.sum(), [x, block.field.func[2].weight])
 
 
 def with_lent_parameters(gradient):
@@ -166,13 +169,6 @@ def with_lent_parameters(gradient):
     block, x = leapfrog(net(), gradient), torch.ones(1, 2).double()
     lent = {name: (2 * p).detach().requires_grad_() for name, p in block.named_parameters()}
     return torch.autograd.grad(torch.func.functional_call(block, lent, x).sum(), list(lent.values()))
-
-
-def with_parameters_frozen_between_the_passes(gradient):
-    block, x = leapfrog(net(), gradient), torch.ones(1, 2).double().requires_grad_()
-    h = block(x)
-    block.requires_grad_(False)
-    return torch.autograd.grad(h.sum(), x)
 
 
 def with_another_mode(gradient):
@@ -216,22 +212,15 @@ def with_dropout_that_keeps_its_mask(gradient):
     return torch.autograd.grad(first.sum(), x)
 
 
-def with_two_backward_passes(gradient):
-    block = leapfrog(net(), gradient)
-    y = block(torch.ones(1, 2).double(), [0.0, 0.3, 1.0])
-    return [torch.autograd.grad(y.sum(), block.field.omega, retain_graph=True)[0] for _ in range(2)]
-
-
-def with_a_leaf(gradient):
-    slope = torch.tensor(1.3, dtype=torch.float64, requires_grad=True)
-    inside = net()
-    return torch.autograd.grad(leapfrog(lambda h: slope * inside(h), gradient)(torch.ones(1, 2).double()).sum(), slope)
+def with_a_leaf_and_two_backward_passes(gradient):
+    slope, inside = torch.tensor(1.3, dtype=torch.float64, requires_grad=True), net()
+    y = leapfrog(lambda h: slope * inside(h), gradient)(torch.ones(1, 2).double(), [0.0, 0.3, 1.0])
+    return [torch.autograd.grad(y.sum(), slope, retain_graph=True)[0] for _ in range(2)]
 
 
 SITUATIONS = [
-    *(with_frozen_layers, with_lent_parameters, with_parameters_frozen_between_the_passes, with_two_backward_passes),
-    *(with_another_mode, with_buffers_of_two_solves, with_a_leaf, with_a_state_of_zeros),
-    with_dropout_that_keeps_its_mask,
+    *(with_frozen_parameters, with_lent_parameters, with_a_leaf_and_two_backward_passes, with_another_mode),
+    *(with_buffers_of_two_solves, with_a_state_of_zeros, with_dropout_that_keeps_its_mask),
 ]
 
 
@@ -423,13 +412,13 @@ def test_autocast_is_repeated_where_steps_are_computed_again():
 
 
 def test_two_threads_use_one_block():
-    block = hbnode.HeavyBallODEBlock(net(), steps=20, gradient=AGAIN).double()
+    block = hbnode.HeavyBallODEBlock(net(), steps=8, gradient=AGAIN).double()
     values = lambda x: torch.autograd.grad(block(x).sum(), [*block.parameters()])
     inputs = torch.randn(2, 3, 2, dtype=torch.float64)
     expected = [values(x) for x in inputs]
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(values, [*inputs] * 5))
-    torch.testing.assert_close(found, expected * 5, rtol=1e-12, atol=1e-13)
+        found = list(pool.map(values, [*inputs] * 3))
+    torch.testing.assert_close(found, expected * 3, rtol=1e-12, atol=1e-13)
 
 
 WITHOUT_A_GRAPH = [
@@ -522,7 +511,11 @@ LOOPS = {
     "dopri5-adjoint": ("adjoint", {"method": "dopri5"}),
     "reversible": ("reversible", {"steps": 20}),
 }
-every_loop = pytest.mark.parametrize(("gradient", "solver"), LOOPS.values(), ids=LOOPS)
+SLOW = {"direct", "rodas5p", "dopri5-adjoint", "adjoint-events"}
+every_loop = pytest.mark.parametrize(
+    ("gradient", "solver"),
+    [pytest.param(*loop, id=name, marks=pytest.mark.slow if name in SLOW else ()) for name, loop in LOOPS.items()],
+)
 
 
 def solved(field, x, gradient, solver):
@@ -664,15 +657,14 @@ def test_an_adjoint_that_misses_its_start_is_refused(method):
 
 
 @pytest.mark.sparse
-@pytest.mark.parametrize("start", [torch.tensor(0), torch.zeros(1, dtype=torch.int32), torch.tensor(0.0)])
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize(("gradient", "solver"), [("checkpoint", {}), (AGAIN, {}), *WITHOUT_A_GRAPH], ids=str)
-def test_a_buffer_may_count_the_calls_of_func(gradient, solver, in_place, start):
+def test_a_buffer_may_count_the_calls_of_func(gradient, solver, in_place):
     class Counting(nn.Module):
         def __init__(self):
             super().__init__()
             self.slope = nn.Parameter(torch.tensor(-0.5, dtype=torch.float64))
-            self.register_buffer("count", start.clone())
+            self.register_buffer("count", torch.tensor(0))
             self.calls = 0
 
         def forward(self, h):
@@ -698,19 +690,6 @@ def test_the_adjoint_of_a_leaf_of_another_dtype():
         h, _ = hbnode.odeint(field, (torch.ones(1, 1), torch.zeros(1, 1)), [0, 1], gradient=gradient)
         found += torch.autograd.grad(h[-1].sum(), damping)
     torch.testing.assert_close(*found, rtol=1e-4, atol=0)
-
-
-def test_a_dispatch_mode_may_look_at_a_solve():
-    """A counter of operations, around a step whose memory is measured and which saves a Python number."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    net = nn.Linear(2, 2)
-    block, x = hbnode.HeavyBallODEBlock(lambda h: 0.5 * net(h).tanh(), steps=20), torch.randn(3, 2)
-    expected = torch.autograd.grad(block(x).sum(), list(net.parameters()))
-    with FlopCounterMode(display=False) as counter:
-        found = torch.autograd.grad(block(x).sum(), list(net.parameters()))
-    assert counter.get_total_flops() > 0
-    torch.testing.assert_close(found, expected)
 
 
 def test_a_tensor_that_f_kept_when_the_outputs_are_dropped():

@@ -1,4 +1,4 @@
-"""Models with a fixed grid as graphs of torch.compile, torch.export and torch.jit.trace, and what importing takes."""
+"""Models with a fixed grid as graphs of torch.compile, torch.export and torch.jit.trace, and of compile=True."""
 
 import copy
 import importlib
@@ -8,7 +8,6 @@ import sys
 
 import hypothesis
 import hypothesis.strategies as st
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -28,7 +27,6 @@ FIELDS = {
     "anode": lambda: hbnode.ANODE(hbnode.nn.MLP(4, [4], 4, activation=nn.Tanh), 1),
     "sonode": lambda: hbnode.SONODE(hbnode.nn.MLP(6, [4], 3, activation=nn.Tanh), initial_velocity=nn.Linear(3, 3)),
     "hbnode": lambda: hbnode.HBNODE(hbnode.nn.MLP(3, [4], 3, activation=nn.Tanh, time_dependent=True)),
-    "hbnode, fixed damping": lambda: hbnode.HBNODE(nn.Linear(3, 3), damping=0.0, learn_damping=False),
     "hbnode, channels": lambda: hbnode.HBNODE(nn.Linear(3, 3), damping=torch.tensor([0.1, 0.2, 0.3])),
     "hbnode, constants": lambda: hbnode.HBNODE(nn.Linear(3, 3), damping=[0.1, 0.2, 0.3], learn_damping=False),
     "ghbnode": lambda: hbnode.GHBNODE(hbnode.nn.MLP(3, [4], 3, activation=nn.Tanh)),
@@ -40,7 +38,6 @@ CASES = [  # each field and each kind of method at least once
     ("anode", "tsit5"),
     ("sonode", "heun3"),
     ("hbnode", "exponential"),
-    ("hbnode, fixed damping", "nystrom4"),
     ("hbnode, channels", "midpoint"),
     ("hbnode, constants", "nystrom6"),
 ]
@@ -131,33 +128,13 @@ def test_exported_or_traced_for_any_batch(field, method):
         torch.compile(model, fullgraph=True, backend="eager")(x)
 
 
-@pytest.mark.usefixtures("_compiler")
-@pytest.mark.parametrize("kind", [np.array, *slow(list)], ids=["array", "list"])
-def test_times_as_numbers_are_tensors_of_the_graph(kind):
-    """A second graph is for the second list, whose numbers torch.compile takes for variables from then on."""
-    block, x = hbnode.HeavyBallODEBlock(nn.Linear(3, 3), method="leapfrog", steps=1).double(), rows()
-    torch._dynamo.utils.counters.clear()
-    compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
-    for end in (1.0, 1.1, 1.2, 1.3):
-        t = kind([0.0, end])
-        torch.testing.assert_close(compiled(x, t), block(x, t), rtol=1e-12, atol=1e-12)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (2 if kind is list else 1)
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="counts the threads in /proc")
-def test_importing_hbnode_imports_little_more_than_torch_and_starts_no_threads():
+def test_importing_hbnode_starts_no_threads():
     """OpenMP's do not survive a user's os.fork, which would hang."""
-    code = (
-        "import os, sys, torch; count = lambda: len(os.listdir('/proc/self/task')); old, before = count(), "
-        "set(sys.modules); import hbnode; print(count() - old, *sorted(set(sys.modules) - before))"
-    )
-    environment = os.environ | {"OMP_NUM_THREADS": "2"}
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environment)
-    threads, *names = done.stdout.split()
-    heavy = {"torch", "torchdiffeq", "scipy", "sympy", "matplotlib", "pandas", "numpy"}
-    assert not heavy & {name.split(".")[0] for name in names}
-    assert threads == "0"
+    count = "len(os.listdir('/proc/self/task'))"
+    code = f"import os, torch; before = {count}; import hbnode; assert {count} == before"
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"OMP_NUM_THREADS": "2"})
 
 
 @pytest.mark.usefixtures("_compiler")
@@ -267,11 +244,15 @@ def test_beyond_its_last_graph_a_program_runs_without_compilation(eager_compiler
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(
     ("model", "settings", "is_whole"),
-    [("sonode", {"steps": 3}, False), ("hbnode", {"rtol": 1e-2}, False), ("hbnode", {"rtol": 1e-2}, True)],
+    [
+        ("sonode", {"steps": 3}, False),
+        ("hbnode", {"rtol": 1e-2, "atol": 1e-2}, False),
+        ("hbnode", {"rtol": 1e-2, "atol": 1e-2}, True),
+    ],
 )
 def test_compiled_by_inductor(model, settings, is_whole, monkeypatch):
     monkeypatch.setattr(compiled, "STABLE", 1 if is_whole else 99)
-    field, x, t = make_field(model).double(), make_input(), [0.0, 1.0]
+    field, x, t = make_field(model, time_dependent=False).double(), make_input(), [0.0, 0.5]
     expected = solved(field, x, t, **settings)
     for _ in range(1 + is_whole):
         found = solved(field, x, t, compile=True, **settings)
@@ -329,7 +310,7 @@ def solved(field, x, t, **settings):
 
 
 @hypothesis.given(data=st.data())
-@hypothesis.settings(max_examples=10, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
+@hypothesis.settings(max_examples=5, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
 def test_a_solve_in_graphs_is_the_eager_one(no_compiler, data):
     """Values, gradients and counts, also after rejected steps, and if one lane overflows."""
     torch.manual_seed(data.draw(st.integers(0, 99)))
@@ -384,6 +365,7 @@ def test_a_rejected_attempt_with_infinite_derivatives_does_not_reach_gradients()
     assert solved(field, x, [0.0, 0.1], compile=True, **settings)[1][0].isfinite().all()
 
 
+@pytest.mark.sparse
 @pytest.mark.parametrize(
     ("error", "func", "settings"),
     [
@@ -419,32 +401,6 @@ def test_a_graph_of_a_whole_solve_has_the_limits_of_its_call(error, limit, no_co
         assert len(programs.whole) == 1
         with pytest.raises(error):
             hbnode.odeint(field, x, [0.0, 4.0], **settings, **limit)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("eager_compiler", "_compiler")
-def test_which_graphs_a_field_needs():
-    """Tolerance, times and γ are inputs; a second batch size, evaluation and no_grad need one more each."""
-    torch._dynamo.utils.counters.clear()
-    field = hbnode.HBNODE(nn.Linear(3, 3), damping=0.3)
-
-    def graphs(batch=5, end=1.0, tol=1e-3):
-        state, settings = field.initial_state(torch.randn(batch, 3)), {"rtol": tol, "atol": tol, "compile": True}
-        h, _ = hbnode.odeint(field, state, [0.0, end], method="nystrom4", **settings)
-        if h.requires_grad:
-            h.sum().backward()
-        return torch._dynamo.utils.counters["stats"]["unique_graphs"]
-
-    assert graphs() == 1
-    with torch.no_grad():
-        field.omega.fill_(-1.0)
-    assert [graphs(tol=1e-4), graphs(end=1.7), graphs(end=-0.3)] == [1] * 3
-    assert [graphs(batch) for batch in (7, 4, 9)] == [2] * 3
-    field.eval()
-    assert graphs() == 3
-    field.train()
-    with torch.no_grad():
-        assert [graphs(), graphs()] == [4, 4]
 
 
 def test_a_solve_like_an_earlier_one_sees_what_changed(no_compiler, monkeypatch):
@@ -483,6 +439,7 @@ def test_a_solve_like_an_earlier_one_sees_what_changed(no_compiler, monkeypatch)
         solved(field, x, t, compile=True, **settings)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("eager_compiler", "_compiler")
 def test_output_times_of_samples_with_own_steps_need_one_graph():
     """Whatever the strides of the state, and whether samples have their own times."""

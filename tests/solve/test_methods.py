@@ -13,8 +13,8 @@ import hbnode
 from hbnode.nn.nets import MLP
 from hbnode.solve.methods import METHODS, Explicit, phi_functions
 from tests.models import make_field, make_input
-from tests.order_conditions import Weights, check_orders, matrix_of
-from tests.problems import Driven, Kepler, driven_exact, kepler_exact, kepler_start
+from tests.order_conditions import check_orders, matrix_of
+from tests.problems import Driven, driven_exact
 from tests.reference import exponential_grid
 
 ADAPTIVE = [name for name, method in METHODS.items() if not method.needs_fixed_steps]
@@ -30,18 +30,6 @@ EXACT_DAMPING = [name for name in FOR_PAIRS if METHODS[name].damping_limit == ma
 @pytest.mark.parametrize("name", ADAPTIVE)
 def test_order_conditions(name):
     check_orders(METHODS[name])
-
-
-def test_the_exponential_method_is_a_runge_kutta_method_where_the_damping_is_strong():
-    """For h' = f/γ, of the order that its tableau states."""
-    method, gamma = METHODS["exponential"], 1e10
-    limit, s = Weights(method), method.evaluations
-    matrix = gamma * matrix_of(method, np.array(gamma), np.array(1.0))[:s, 2:]
-    limit.rows, limit.alpha, weights = 1, np.vstack([0 * matrix[0], matrix]), matrix[-1:]
-    limit.beta = limit.alpha
-    np.testing.assert_allclose(limit.alpha.sum(1), limit.c, atol=1e-9)
-    assert limit.residual(weights, method.tableau.stiff_order) < 1e-9
-    assert limit.residual(weights, method.tableau.stiff_order + 1) > 1e-4
 
 
 @pytest.mark.parametrize("name", REVERSIBLE)
@@ -62,17 +50,6 @@ def test_compositions_of_any_two_flows(name):
     np.testing.assert_allclose(composed(-0.3) @ composed(0.3), np.eye(5), atol=1e-14)
     assert sum(tableau.drifts) == pytest.approx(1)
     assert sum(tableau.kicks) == pytest.approx(1)
-
-
-# Errors between the ends of a step
-
-
-@pytest.mark.parametrize("name", ADAPTIVE)
-def test_the_factor_of_dense_output(name):
-    """It covers what the order conditions ask for. The estimate of a Rosenbrock method measures the error itself."""
-    method = METHODS[name]
-    derived = Weights(method).dense_ratio(method.error_order + 1) if isinstance(method, Explicit) else 0.0
-    assert max(1.0, derived) <= method.dense_error_factor <= max(1.0, 2 * derived)
 
 
 # Coefficients of a step
@@ -125,39 +102,8 @@ def test_orders(method, gamma, order):
     assert order - 0.4 < math.log2(coarse / fine) < order + 1
 
 
-@pytest.mark.sparse
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("gamma", [0.8, 0.01, 12.0])
-def test_all_derivatives_in_the_damping(method, gamma):
-    """Of the number γ = 20 sigmoid(ω), up to the third, as where each channel has a γ of its own."""
-    found = []
-    for damping in (gamma, [gamma]):
-        field = hbnode.HBNODE(lambda h: -h.sin(), damping=damping, max_damping=20.0).double()
-        state = torch.full((1, 1), 0.9, dtype=torch.float64), torch.full((1, 1), 0.4, dtype=torch.float64)
-        value = hbnode.odeint(field, state, [0.0, 0.7], method=method, steps=2, gradient="direct")[0][-1].sum()
-        derivatives = [value.reshape(())]
-        for _ in range(3):
-            (value,) = torch.autograd.grad(value.sum(), field.omega, create_graph=True)
-            derivatives.append(value.reshape(()))
-        found.append(torch.stack(derivatives).detach())
-    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-8)  # the omegas are of float32
-
-
 def float64(*values):
     return torch.tensor(values, dtype=torch.float64)
-
-
-@pytest.mark.parametrize("method", [name for name in EXPLICIT if METHODS[name].error_order > 2])
-def test_two_bodies(method):
-    """Eccentricities 0.1 to 0.9 over more than a period, each sample with steps of its own."""
-    e = np.array([0.1, 0.3, 0.5, 0.7, 0.9])
-    h, m = kepler_exact(e, 7.0)
-    field = hbnode.HBNODE(Kepler(), damping=0.0, learn_damping=False)
-    tolerance = {"nystrom4": 1e-7, "exponential": 1e-8}.get(method, 1e-9)
-    tight = {"rtol": tolerance, "atol": tolerance}
-    got = hbnode.odeint(field, kepler_start(e), [0.0, 7.0], method=method, per_sample=True, **tight)
-    np.testing.assert_allclose(got[0][-1].numpy(), h, atol=2e4 * tolerance)
-    np.testing.assert_allclose(got[1][-1].numpy(), m, atol=2e5 * tolerance)
 
 
 @pytest.mark.parametrize("method", FOR_PAIRS)
@@ -234,29 +180,6 @@ def test_the_exponential_method_is_its_reference(gamma, gradient):
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
     gradients = [torch.autograd.grad(sum(x.sin().sum() for x in pair), leaves) for pair in (found, expected)]
     torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-11)
-
-
-# Evaluations
-
-
-@pytest.mark.sparse
-@pytest.mark.parametrize(("start", "most"), [("fast", 200), ("f/γ", 100)])
-@pytest.mark.parametrize("gamma", [30.0, 300.0])
-def test_evaluations_where_the_damping_is_strong(gamma, start, most):
-    """To an error of 1e-4 at T = 2γ for a network with steep weights, with the first steps through the transient."""
-    func = MLP(8, [64, 64], 8, activation=nn.Tanh).double().requires_grad_(False)
-    for weight in func.parameters():
-        weight *= 3.0 if weight.dim() == 2 else 1.0
-    field = hbnode.HBNODE(func, damping=gamma, learn_damping=False)
-    h, fast = torch.randn(2, 2, 8, dtype=torch.float64)
-    state, t = (h, 5 * fast if start == "fast" else func(h) / gamma), [0.0, 2 * gamma]
-    exact = hbnode.odeint(field, state, t, method="rodas5p", rtol=1e-7, atol=1e-7)
-    for per_sample in (False, True):
-        with hbnode.count_nfe(field) as nfe:
-            found = hbnode.odeint(field, state, t, method="exponential", per_sample=per_sample, rtol=1e-4, atol=1e-4)
-        assert (found[0][-1] - exact[0][-1]).square().mean().sqrt() < 1e-4
-        assert nfe.forward < most
-        assert nfe.forward == 1 + 4 * (nfe.steps + nfe.rejected)
 
 
 # What it is not for, and what goes wrong

@@ -1,8 +1,6 @@
 import datetime
-import logging
 import math
 import pickle
-import sys
 
 import pandas as pd
 import pytest
@@ -57,7 +55,7 @@ def test_the_adjoints_default_is_the_seminorm_and_inherits_options():
     def backward_nfe(**options):
         with hbnode.count_nfe(field) as nfe:
             settings = {"method": "dopri5", "rtol": 1e-6, "atol": 1e-6, "gradient": "adjoint"} | options
-            y = hbnode.odeint(field, x, [0.0, 5.0], **settings)[-1]
+            y = hbnode.odeint(field, x, [0.0, 2.0], **settings)[-1]
             (100 * y.sum()).backward()
         return nfe.backward
 
@@ -115,7 +113,7 @@ def test_the_adjoint_of_samples_with_their_own_steps_and_times_is_that_of_the_ma
     k, t = float64(2.0).requires_grad_(), torch.tensor(times, dtype=torch.float64, requires_grad=True)
     y0, field = float64([1.0, -0.5], [0.2, 2.0], [30.0, 1.0]).requires_grad_(), LINEAR[model](k).double()
     state = y0 if model == "node" else (y0[:, :1], y0[:, 1:])
-    solve = lambda gradient: hbnode.odeint(field, state, t, per_sample=True, gradient=gradient, rtol=1e-9, atol=1e-9)
+    solve = lambda gradient: hbnode.odeint(field, state, t, per_sample=True, gradient=gradient, rtol=1e-8, atol=1e-8)
     y = solve("adjoint")
     torch.testing.assert_close(y, solve("checkpoint"), rtol=0, atol=0)
     y = y if model == "node" else torch.cat(y, 2)
@@ -188,15 +186,6 @@ def test_a_func_that_computes_gradients_itself():
 # Failures by name
 
 
-def test_adjoint_options_may_set_another_grid():
-    y0, field = torch.ones(1, requires_grad=True), lambda t, y: -y
-    settings = {"method": "euler", "steps": 3, "gradient": "adjoint"}
-    for adjoint, evaluations in (({"step_size": 0.2}, 5), ({"step_size": 0.1}, 10), ({}, 3)):
-        with hbnode.count_nfe(field) as nfe:
-            hbnode.odeint(field, y0, [0.0, 1.0], adjoint_options=adjoint, **settings)[-1].sum().backward()
-        assert (nfe.forward, nfe.backward) == (3, evaluations)
-
-
 SPRING = {"field": hbnode.HBNODE(lambda h: -h, learn_damping=False), "y0": (torch.ones(2, 1), torch.zeros(2, 1))}
 
 
@@ -254,22 +243,16 @@ def closure_over_a_leaf():
     ("change", "kind", "message"),
     [
         ({"method": "dopri6"}, ValueError, "unknown method 'dopri6'; expected one of .*dopri5"),
-        ({"gradient": "backprop"}, ValueError, "unknown gradient 'backprop'.*expected one of .*'checkpoint'"),
         ({"per_sample": True, "method": "dopri5"}, ValueError, "per_sample=True is not possible with method='dopri5'"),
         ({"rtol": 0.0}, ValueError, "rtol must be a positive number, got 0.0"),
         ({"rtol": 1e-10}, ValueError, "below the machine epsilon .* of torch.float32.*Fix: solve in float64"),
-        ({"options": "steps"}, TypeError, "options must be a dict, got str"),
         ({"options": {"step_sise": 0.1}, "method": "dopri5"}, ValueError, r"\['step_sise'\], which method='dopri5'"),
         ({"options": {"max_num_steps": 9}, "method": "dopri5"}, ValueError, "Fix: max_steps=n, an argument"),
         ({"options": {"step_size": -0.1}, "method": "rk4"}, ValueError, r"options\['step_size'\] must be positive"),
         ({"adjoint_options": {"rtol": 1e-3}, "method": "dopri5"}, ValueError, r"adjoint_options has \['rtol'\]"),
         ({"adjoint_options": {}}, ValueError, "adjoint_options are for torchdiffeq's methods"),
-        ({"save": True}, ValueError, r"save must be one of \('interpolate', 'exact'\), got True"),
         ({"t": [0.0, 0.5, 0.5]}, ValueError, r"t\[1\]=0.5 is followed by t\[2\]=0.5"),
         ({"t": [0.0, math.nan]}, ValueError, "t must be finite"),
-        ({"t": []}, ValueError, "at least one time"),
-        ({"t": 5.0}, TypeError, "t must be times, a tensor or a sequence, got float"),
-        ({"t": [0.0, torch.ones(2)]}, ValueError, "not scalars"),
         ({"t": pd.to_datetime(DATES)}, TypeError, r"numbers, .* got a DatetimeIndex.*Fix: .*pandas.Series\(t\)"),
         ({"t": DATES}, TypeError, r"Fix: dates and durations in days, t = pandas.Series\(t\), then"),
         ({"t": torch.zeros(2, 2), "method": "dopri5"}, ValueError, r"one-dimensional, got shape \(2, 2\)"),
@@ -280,7 +263,6 @@ def closure_over_a_leaf():
         ({"y0": [1.0]}, TypeError, "a tensor or a tuple of tensors, got list"),
         ({"y0": torch.ones(()), "per_sample": True}, ValueError, r"whose parts have the shape \(batch, ...\)"),
         ({**SPRING, "y0": (torch.ones(2, 1), torch.ones(2, 2))}, ValueError, "h and m must have one shape"),
-        ({"field": 3}, TypeError, "field must be callable"),
         ({"field": lambda t, y: y[:, None]}, ValueError, r"returned shape \(1, 1\) for a state of shape \(1\,\)"),
         ({"field": lambda t, y: y.double()}, TypeError, "returned torch.float64 for a state of torch.float32"),
         ({"field": hbnode.HBNODE(nn.Linear(1, 1))}, TypeError, "HBNODE is solved on a pair of tensors, got shape"),
@@ -289,7 +271,6 @@ def closure_over_a_leaf():
         ({"field": hbnode.NODE(nn.Linear(1, 1).double())}, TypeError, "state is torch.float32, the field's parameters"),
         ({**SPRING, "field": hbnode.HBNODE(nn.Tanh(), damping=[0.1] * 3)}, ValueError, "which does not broadcast"),
         ({"steps": 4, "method": "dopri5"}, ValueError, "steps=4 needs fixed steps, which method='dopri5' does not"),
-        ({"steps": 1.5}, ValueError, "steps must be a positive integer, got 1.5"),
         ({"steps": 2, "options": {"step_size": 0.1}, "method": "rk4"}, ValueError, "Fix: give one of them"),
         ({"jump_times": [0.5], "method": "fixed_adams"}, ValueError, "jump_times are not possible with method='fixed_"),
         ({"method": "scipy_solver", "field": closure_over_a_leaf()}, ValueError, "no direct gradient"),
@@ -309,27 +290,17 @@ def test_bad_input(change, kind, message):
         hbnode.odeint(**arguments)
 
 
-def test_a_tolerance_below_rounding_is_mentioned_once(caplog):
-    sys.modules["hbnode.solve.odeint"].check_precision.cache_clear()
-    with caplog.at_level(logging.WARNING, logger="hbnode"):
-        for _ in range(3):
-            hbnode.odeint(lambda t, y: -y, torch.ones(2), [0.0, 1.0], rtol=1e-7, atol=1e-5)
-    assert len(caplog.records) == 1
-    assert "below the machine epsilon of torch.float32" in caplog.text
-
-
 class Recording(nn.Module):
-    """A field that notes the times it is asked for, with torchdiffeq's callbacks."""
+    """A field with torchdiffeq's callbacks."""
 
     def __init__(self, callbacks=()):
         super().__init__()
         self.rate = nn.Parameter(torch.tensor(1.5))
-        self.times, self.told = [], []
+        self.told = []
         for name in callbacks:
             setattr(self, name, lambda t0, y0, dt, name=name: self.told.append((name, float(t0), float(dt))))
 
     def forward(self, t, y):
-        self.times.append(t)
         return -self.rate * (1 + t) * y
 
 
@@ -372,16 +343,6 @@ def test_callbacks_of_the_field_are_called_as_torchdiffeq_calls_them(method, end
         hbnode.odeint(Recording(["callback_accept_step"]), torch.ones(3), [0.0, end])
 
 
-@pytest.mark.parametrize("t", [[0.0, 1.0], [0.0, -1.0]])
-def test_perturb_keeps_away_from_the_start(t):
-    field, y0 = Recording(), torch.ones(3)
-    with hbnode.count_nfe(field) as nfe:
-        hbnode.odeint(field, y0, t, method="euler", steps=2, options={"perturb": True})
-    assert nfe.forward == len(field.times) == 2
-    assert all(time != 0 for time in field.times)
-    assert field.times[0].item() == pytest.approx(0.0, abs=1e-6)
-
-
 @pytest.mark.sparse
 @pytest.mark.parametrize("method", TORCHDIFFEQ_METHODS)
 @pytest.mark.parametrize("gradient", ["adjoint", "direct"])
@@ -391,9 +352,10 @@ def test_every_method_solves_the_decay_of_a_scalar(method, gradient, dtype):
     if gradient not in TORCHDIFFEQ_METHODS[method].gradients:
         return
     rate, times = torch.tensor(1.5, dtype=dtype, requires_grad=True), []
-    steps = None if not TORCHDIFFEQ_METHODS[method].needs_fixed_steps else 400 if "adams" in method else 100
-    margin = 2e-2 if method == "euler" else 3e-3  # Euler's error is 1.5² · 1.0 · step / 2, relative to the solution
-    settings = {"method": method, "gradient": gradient, "steps": steps, "rtol": 1e-6}
+    steps = 60 if TORCHDIFFEQ_METHODS[method].needs_fixed_steps else None
+    margin = 3e-2 if method == "euler" else 3e-3  # Euler's error is 1.5² · 1.0 · step / 2, relative to the solution
+    options = {"max_order": 4} if "adams" in method else {}  # higher ones are unstable in steps that are this long
+    settings = {"method": method, "gradient": gradient, "steps": steps, "rtol": 1e-6, "options": options}
     field = lambda t, y: times.append(t) or -rate * y
     y = hbnode.odeint(field, torch.tensor(2.0, dtype=dtype), [0.0, 0.4, 1.0], **settings)[-1]
     (slope,) = torch.autograd.grad(y, rate)

@@ -268,26 +268,3 @@ def test_solves_in_four_threads_equal_those_in_one():
 def test_graphs_that_cannot_hold_derivatives_say_so(block, what, record):
     with pytest.raises(ValueError, match=f"torch.export and torch.jit.trace cannot record the {what}.*Fix: torch.comp"):
         record(block, (torch.ones(2, 3),))
-
-
-def test_float32_and_a_heavy_ball_with_a_hook():
-    """A hook makes it a first-order field."""
-    field = hbnode.HBNODE(nn.Linear(2, 2), damping=1e3, learn_damping=False)
-    pair, times = (torch.ones(3, 2), torch.zeros(3, 2)), [0.0, 1.0, 5.0]
-    exact = torch.stack(hbnode.odeint(field, pair, times, method="exponential"))
-    torch.testing.assert_close(torch.stack(solve(field, pair, times)), exact, rtol=1e-4, atol=1e-4)
-    field.register_forward_hook(lambda *_: None)
-    torch.testing.assert_close(torch.stack(solve(field, pair, times)), exact, rtol=1e-4, atol=1e-4)
-
-
-def test_a_sample_does_not_depend_on_the_output_times_of_others():
-    stiffness, start = torch.tensor([5.0, 50.0, 500.0], **DOUBLE), torch.tensor([[2.0, 0.0]] * 3, **DOUBLE)
-    t = torch.zeros(3, 21, **DOUBLE)
-    t[0], t[2, :-1], t[:, -1] = torch.linspace(0, 10, 21), torch.linspace(0, 3, 20), 10.0
-
-    def run(rows):
-        field = lambda t, y: van_der_pol(t, y, stiffness[rows])
-        return solve(field, start[rows], t[rows], rtol=1e-3, atol=1e-3)
-
-    alone = [run(slice(i, i + 1)) for i in range(3)]
-    torch.testing.assert_close(run(slice(3)), torch.cat(alone, 1), rtol=0, atol=1e-12)

@@ -23,7 +23,6 @@ from tests import reference_sde
 from tests.pretend_device import pretended_device
 
 METHODS = ("ubu", "baoab", "nystrom4")
-THEIRS = ("euler", "milstein", "srk", "midpoint", "heun", "euler_heun", "log_ode", "reversible_heun")
 T = [0.0, 0.5, 1.1, 1.5]
 ROWS = torch.tensor(  # ties at the start, inside and at the end; the third sample never moves
     [[0.0, 0.5, 0.5, 1.7], [0.3, 0.3, 1.0, 1.1], [2.0, 2.0, 2.0, 2.0], [-1.0, 0.0, 0.9, 0.9]], dtype=torch.float64
@@ -38,15 +37,19 @@ GRADIENTS = [
 ]
 
 
-def make_sde(**options):
+def make_sde(dtype=torch.float32, time_dependent=False, **options):
     torch.manual_seed(0)
-    return hbnode.HeavyBallSDE(hbnode.nn.MLP(3, [8], 3), **{"damping": 0.5, "temperature": 0.3} | options)
+    net = hbnode.nn.MLP(3, [8], 3, time_dependent=time_dependent)
+    return hbnode.HeavyBallSDE(net, **{"damping": 0.6, "temperature": 0.4} | options).to(dtype)
 
 
 def make_state(*shape, dtype=torch.float32):
+    """Of leaves."""
     torch.manual_seed(1)
-    shape = shape or (4, 3)
-    return torch.randn(shape, dtype=dtype), torch.randn(shape, dtype=dtype)
+    return tuple(torch.randn(shape or (4, 3), dtype=dtype).requires_grad_() for _ in range(2))
+
+
+FINE = {"dtype": torch.float64, "time_dependent": True, "learn_temperature": True}
 
 
 # The field
@@ -69,7 +72,7 @@ def test_the_diffusion():
     sde, y = make_sde(temperature=torch.tensor([0.0, 0.5, 2.0])), torch.randn(4, 6)
     v, g = torch.randn(4, 3), sde.g(torch.zeros(()), y)
     assert g.shape == (4, 6, 3)
-    torch.testing.assert_close(g[0, 3:].diagonal(), (2 * 0.5 * torch.tensor([0.0, 0.5, 2.0])).sqrt())
+    torch.testing.assert_close(g[0, 3:].diagonal(), (2 * 0.6 * torch.tensor([0.0, 0.5, 2.0])).sqrt())
     torch.testing.assert_close(sde.g_prod(torch.zeros(()), y, v), torch.einsum("bij,bj->bi", g, v))
     (gradient,) = torch.autograd.grad(g.sum(), sde.omega)
     assert torch.isfinite(gradient)
@@ -99,7 +102,7 @@ def test_shapes(method, shape):
 @pytest.mark.parametrize("gradient", ["direct", "checkpoint", "reversible"])
 def test_one_time_is_the_start_and_autocast_is_left_outside(gradient):
     sde = make_sde()
-    h, m = (x.requires_grad_() for x in make_state())
+    h, m = make_state()
     found = hbnode.sdeint(sde, (h, m), [0.4], dt=0.1, gradient=gradient)
     assert torch.equal(torch.stack(found), torch.stack([h, m]).unsqueeze(1))
     found[0].sum().backward()
@@ -250,7 +253,7 @@ def test_signals_and_their_ends():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision(dtype):
-    sde, state = make_sde().to(dtype), make_state(dtype=dtype)
+    sde, state = make_sde(dtype), make_state(dtype=dtype)
     for method in METHODS:
         h, _ = hbnode.sdeint(sde, state, [0.0, 1.0], dt=0.25, method=method, seed=0)
         assert h.dtype == dtype
@@ -323,20 +326,6 @@ def test_torchsdes_solvers(method):
     for end in (y[-1, :, :1], ours[-1]):
         assert abs(end.mean() - exact[-1].mean()) < 0.08
         assert abs(end.std() / exact[-1].std() - 1) < 0.12
-
-
-@pytest.mark.sparse
-@pytest.mark.parametrize("method", THEIRS)
-@pytest.mark.parametrize("gradient", ["adjoint", "direct"])
-def test_torchsdes_gradients(method, gradient):
-    sde = make_sde(learn_temperature=True)
-    state = tuple(x.requires_grad_() for x in make_state(2, 3))
-    with hbnode.count_nfe(sde) as nfe:
-        h, m = hbnode.sdeint(sde, state, [0.0, 0.5, 1.0], method=method, dt=0.125, gradient=gradient, seed=0)
-        found = torch.autograd.grad(h.square().sum() + m.square().sum(), [*state, *sde.parameters()])
-    assert nfe.forward >= 8
-    assert (nfe.backward > 0) == (gradient == "adjoint")
-    assert all(x.isfinite().all() and x.any() for x in found)
 
 
 def test_torchsdes_adjoint_finds_tensors_that_f_closes_over():
@@ -416,7 +405,7 @@ def test_large_times(method):
 )
 def test_values_and_gradients_are_those_of_the_reference(t, ends, method, gradient):
     """Those of γ and η included, with the noise of each sample and, at times of one's own, its steps."""
-    sde, state, options = make_network_sde(), make_network_state(), {"method": method, "dt": 0.25}
+    sde, state, options = make_sde(**FINE), make_state(dtype=torch.float64), {"method": method, "dt": 0.25}
     noise = draw(sde, state[0], t, seed=4, **options)
     given, drawn = (
         torch.stack(hbnode.sdeint(sde, state, t, gradient=gradient, **options, **x))
@@ -434,18 +423,6 @@ def test_values_and_gradients_are_those_of_the_reference(t, ends, method, gradie
     inputs = [*state, *sde.parameters()]
     slopes = [torch.autograd.grad(loss(*x), inputs) for x in (given, expected)]
     torch.testing.assert_close(*slopes, rtol=1e-8, atol=1e-8)
-
-
-def make_network_sde(dtype=torch.float64, time_dependent=True, **options):
-    torch.manual_seed(0)
-    net = hbnode.nn.MLP(3, [8], 3, time_dependent=time_dependent)
-    options = {"damping": 0.6, "temperature": 0.4, "learn_temperature": True} | options
-    return hbnode.HeavyBallSDE(net, **options).to(dtype)
-
-
-def make_network_state(dtype=torch.float64, shape=(4, 3)):
-    torch.manual_seed(1)
-    return tuple(torch.randn(shape, dtype=dtype).requires_grad_() for _ in range(2))
 
 
 def loss(h, m):
@@ -472,7 +449,7 @@ def test_channels_of_their_own(t, method, gradient):
     for damping, temperature in ((torch.tensor([0.2, 0.7]), torch.tensor([0.1, 0.9])), (0.7, 0.9)):
         damping, temperature = (torch.as_tensor(x).view(-1, 1, 1) for x in (damping, temperature))
         sde = hbnode.HeavyBallSDE(nn.Tanh(), damping=damping, temperature=temperature, learn_temperature=True).double()
-        state = make_network_state(shape=(2, 2, 3, 3))
+        state = make_state(2, 2, 3, 3, dtype=torch.float64)
         h = hbnode.sdeint(sde, state, t, method=method, dt=0.1, seed=3, gradient=gradient)[0][:, :, 1]
         slopes = torch.autograd.grad(h.square().sum(), [state[1], sde.omega, sde.log_temperature])
         found.append([h, slopes[0], slopes[1][-1], slopes[2][-1]])
@@ -486,14 +463,14 @@ def test_memory(method):
     assert many == few
     assert many < kept(AGAIN, 100, method) / 3 < kept("direct", 100, method) / 10
     for every in (1, 4) if method == "ubu" else ():
-        few, many = (kept(Checkpoint(keep_bytes=0, every=every), steps) for steps in (20, 100))
-        assert many - few <= 80 / every * (2 * 64 * 3 * 4 + 64)
+        few, many = (kept(Checkpoint(keep_bytes=0, every=every), steps) for steps in (20, 60))
+        assert many - few <= 40 / every * (2 * 64 * 3 * 4 + 64)
 
 
 @pytest.mark.parametrize("method", ["ubu", "baoab"])
 def test_reversible_in_float32(method):
     """Against the direct gradient: undoing the steps multiplies rounding errors by exp(γT), here with γ = 1."""
-    sde, state = make_network_sde(torch.float32, max_damping=2.0, damping=1.0), make_network_state(torch.float32)
+    sde, state = make_sde(max_damping=2.0, damping=1.0, learn_temperature=True), make_state()
     steps, span = 50, 4.0
     for seed in range(2):
         options = {"t": [0.0, span], "method": method, "dt": span / steps, "seed": seed}
@@ -503,7 +480,7 @@ def test_reversible_in_float32(method):
 
 def kept(gradient, steps, method="ubu"):
     """Bytes of the tensors that the forward pass made and that are alive after it."""
-    sde, state = make_network_sde(torch.float32), make_network_state(torch.float32, (64, 3))
+    sde, state = make_sde(learn_temperature=True), make_state(64, 3)
     with Living([*state, *sde.parameters()]) as living:
         value = loss(*hbnode.sdeint(sde, state, [0.0, 1.0], method=method, dt=1 / steps, gradient=gradient, seed=0))
         size = living.size()
@@ -512,7 +489,7 @@ def kept(gradient, steps, method="ubu"):
 
 
 def test_evaluations_are_counted():
-    sde, state = make_network_sde(), make_network_state()
+    sde, state = make_sde(**FINE), make_state(dtype=torch.float64)
     once = Checkpoint(keep_bytes=0, every=1)
     for method, gradient, *counts in (  # forward, backward, backward_steps
         ("ubu", "direct", 31, 0, 0),
@@ -563,7 +540,7 @@ def test_a_sample_does_not_move_between_equal_times(method, gradient):
 
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 6.7), (torch.float64, 26.8)], ids=["float32", "float64"])
 def test_growth_is_refused(dtype, most):
-    sde, state = make_network_sde(dtype, damping=2.0, learn_damping=False), make_network_state(dtype)
+    sde, state = make_sde(dtype, damping=2.0, learn_damping=False), make_state(dtype=dtype)
     options = {"dt": 0.2, "gradient": "reversible"}
     hbnode.sdeint(sde, state, [0.0, most / 2 - 0.05], **options)
     with pytest.raises(hbnode.errors.ReversalError, match=r"reversing the damping .*Fix: gradient='checkpoint'"):
@@ -584,7 +561,7 @@ def test_a_way_back_to_zero(method, temperature):
 
 def test_a_way_back_that_misses_is_refused():
     sde = hbnode.HeavyBallSDE(lambda h: 30 * torch.sin(8 * h), damping=0.5, temperature=0.1)
-    h, m = hbnode.sdeint(sde, make_network_state(torch.float32), [0.0, 6.0], dt=0.1, gradient="reversible", seed=0)
+    h, m = hbnode.sdeint(sde, make_state(), [0.0, 6.0], dt=0.1, gradient="reversible", seed=0)
     with pytest.raises(hbnode.errors.ReversalError, match=r"the reversed steps miss their start"):
         loss(h, m).backward()
 
@@ -594,7 +571,7 @@ def test_a_way_back_that_misses_is_refused():
 
 @pytest.mark.parametrize("gradient", [AGAIN, "reversible"])
 def test_leaves_that_f_closes_over(gradient):
-    weight, state = torch.randn(3, 3, dtype=torch.float64, requires_grad=True), make_network_state()
+    weight, state = torch.randn(3, 3, dtype=torch.float64, requires_grad=True), make_state(dtype=torch.float64)
 
     def slope(factor, gradient):
         inner = weight if factor == 1 else weight * factor
@@ -612,7 +589,7 @@ def test_leaves_that_f_closes_over(gradient):
 
 @pytest.mark.parametrize("gradient", [AGAIN, "reversible"])
 def test_random_layers_and_buffers(gradient):
-    state, options = make_network_state(), {"t": T, "dt": 0.1, "seed": 0}
+    state, options = make_state(dtype=torch.float64), {"t": T, "dt": 0.1, "seed": 0}
     masked = nn.Sequential(nn.Linear(3, 3), hbnode.nn.SolveDropout(0.5))
     noisy = lambda h: h + torch.randn_like(h)
     for func in (masked, noisy) if gradient is AGAIN else (masked,):
@@ -631,7 +608,7 @@ def test_random_layers_and_buffers(gradient):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_gradient_of_a_gradient(method):
-    sde, state = make_network_sde(), make_network_state()
+    sde, state = make_sde(**FINE), make_state(dtype=torch.float64)
     found = []
     for gradient in ("direct", AGAIN):
         value = loss(*hbnode.sdeint(sde, state, T, dt=0.05, seed=0, method=method, gradient=gradient))
@@ -647,7 +624,7 @@ def test_a_gradient_of_a_gradient(method):
 @pytest.mark.parametrize("gradient", ["direct", AGAIN, "reversible"])
 def test_parameters_by_functional_call(gradient):
     """What a step of gradient descent on lent parameters needs."""
-    sde, state = make_network_sde(), make_network_state()
+    sde, state = make_sde(**FINE), make_state(dtype=torch.float64)
     lent = {name: (1.5 * p).detach().requires_grad_() for name, p in Model(sde).named_parameters()}
     found = []
     for mode in ("direct", gradient):
@@ -696,66 +673,21 @@ def rms(x):
     return x.square().mean().sqrt().item()
 
 
-def slope(steps, errors):
-    """Of the logarithm of the errors over that of the step size."""
-    x, y = torch.tensor(steps).log(), torch.tensor(errors).log()
-    x = x - x.mean()
-    return float((x * (y - y.mean())).sum() / (x * x).sum())
-
-
 @pytest.mark.sparse
 @pytest.mark.parametrize("span", [torch.linspace(0.0, 2.0, 400), torch.tensor(2.0)], ids=["rows", "common"])
-@pytest.mark.parametrize(
-    ("method", "order", "fine", "coarsest"), [("ubu", 2, 512, 8), ("baoab", 1, 512, 8), ("nystrom4", 3, 512, 16)]
-)
-def test_strong_order(method, order, fine, coarsest, span):
+@pytest.mark.parametrize(("method", "order", "coarsest"), [("ubu", 2, 8), ("baoab", 1, 8), ("nystrom4", 3, 16)])
+def test_strong_order(method, order, coarsest, span):
     """Of h and m at the end, with the noise of a fine path composed again and again."""
     sde, state = double_well(), make_state(400, 1, dtype=torch.float64)
     t = torch.stack([torch.zeros_like(span), span], -1).double()
-    noise, ends, steps = draw(sde, state[0], t, dt=2 / fine, method=method, seed=1), [], []
+    noise, ends = draw(sde, state[0], t, dt=2 / 512, method=method, seed=1), []
     while len(noise.sizes) >= coarsest:
-        steps.append(float(noise.sizes.max()))
-        ends.append([x[-1] for x in hbnode.sdeint(sde, state, t, dt=steps[-1], method=method, noise=noise)])
+        dt = float(noise.sizes.max())
+        ends.append([x[-1] for x in hbnode.sdeint(sde, state, t, dt=dt, method=method, noise=noise)])
         noise = noise.coarser()
     for x, *path in zip(*ends, strict=True):
-        errors = [rms(y - x) for y in path[-4:]]
-        assert slope(steps[-4:], errors) == pytest.approx(order, abs=0.35)
-
-
-def moments(sde, method, state, t, dt):
-    """The mean (2,) and covariance (2, 2) of a linear SDE's state at the end, exact for the scheme: no sampling.
-
-    The state is linear in the normal variables, so one solve with each of them alone set to 1 makes the matrix.
-    """
-    noise = draw(sde, torch.zeros(1, 1).double(), t, dt=dt, method=method)
-    steps, per_step = noise.normals.shape[:2]
-    count = steps * per_step
-    normals = torch.cat([torch.zeros(1, count), torch.eye(count)]).double().T.reshape(steps, per_step, count + 1, 1)
-    start = tuple(torch.full((count + 1, 1), x, dtype=torch.float64) for x in state)
-    noise = dataclasses.replace(noise, normals=normals)
-    end = torch.cat([x[-1] for x in hbnode.sdeint(sde, start, t, dt=dt, method=method, noise=noise)], 1)
-    mean, rest = end[0], end[1:] - end[0]
-    return mean, rest.T @ rest
-
-
-def continuous_moments(stiffness, gamma, eta, state, time):
-    """Mean and covariance of the linear SDE, from matrix exponentials (Van Loan)."""
-    drift = torch.tensor([[0.0, 1.0], [-stiffness, -gamma]], dtype=torch.float64)
-    noise = torch.tensor([[0.0, 0.0], [0.0, 2 * gamma * eta]], dtype=torch.float64)
-    block = torch.cat([torch.cat([-drift, noise], 1), torch.cat([torch.zeros(2, 2).double(), drift.T], 1)])
-    exponential = torch.linalg.matrix_exp(block * time)
-    transition = exponential[2:, 2:].T
-    return transition @ torch.tensor(state, dtype=torch.float64), transition @ exponential[:2, 2:]
-
-
-@pytest.mark.parametrize(("method", "order"), [("ubu", 2), ("baoab", 2), ("nystrom4", 3)])
-def test_weak_order_of_first_and_second_moments(method, order):
-    state, time, steps = (1.0, -0.5), 2.0, (8, 16, 32, 64)
-    exact = continuous_moments(1.5, 0.8, 0.6, state, time)
-    sde = hbnode.HeavyBallSDE(lambda h: -1.5 * h, damping=0.8, temperature=0.6, learn_damping=False)
-    found = [moments(sde, method, state, [0.0, time], time / n) for n in steps]
-    for of_scheme, expected in zip(zip(*found, strict=True), exact, strict=True):
-        assert slope([1 / n for n in steps], [(x - expected).norm().item() for x in of_scheme]) > order - 0.2
+        fine, *_, coarse = (rms(y - x) for y in path[-4:])
+        assert math.log2(coarse / fine) / 3 == pytest.approx(order, abs=0.35)
 
 
 # At temperature 0

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 import hbnode
 from hbnode.solve import methods
-from hbnode.solve.control import TRIALS
 from hbnode.solve.grid import Grid
 from tests.models import AGAIN
 from tests.problems import Forced, damped_oscillator
@@ -150,20 +149,16 @@ SOLVERS = {
 @pytest.mark.parametrize("t", [[0.0, 0.2, 0.6, 1.0], [0.0, JUMP, 1.0]], ids=["past", "on"])
 def test_a_solve_past_a_jump(name, t):
     """Outputs of y' = c [t >= JUMP] - y, and the gradient of the last one for c."""
-    height, counts = torch.tensor(HEIGHT, dtype=torch.float64, requires_grad=True), []
+    height = torch.tensor(HEIGHT, dtype=torch.float64, requires_grad=True)
     field = lambda t, y: torch.where(t < JUMP, 0.0, height) - y
-    for jumps in ([JUMP], None):
-        solver = {"jump_times": jumps, "rtol": 1e-7, "atol": 1e-7} | SOLVERS[name]
-        with hbnode.count_nfe(field) as nfe, hbnode.diagnostics.record_steps(field) as steps:
-            y = hbnode.odeint(field, torch.ones(2, 1, dtype=torch.float64), t, **solver)
-        exact = [math.exp(-time) + HEIGHT * max(1 - math.exp(JUMP - time), 0.0) for time in t]
-        assert y[:, 0, 0].tolist() == pytest.approx(exact, abs=2e-5 if jumps else 1e-3)
-        (slope,) = torch.autograd.grad(y[-1, 0, 0], height)
-        assert slope.item() == pytest.approx(1 - math.exp(JUMP - 1), abs=2e-5 if jumps else 1e-3)
-        counts.append(nfe.forward)
-        if jumps:
-            assert min(abs(t + size - JUMP) for t, size in zip(steps.t, steps.size, strict=True)) < 1e-9
-    assert counts[0] < counts[1] or JUMP in t
+    solver = {"jump_times": [JUMP], "rtol": 1e-7, "atol": 1e-7} | SOLVERS[name]
+    with hbnode.diagnostics.record_steps(field) as steps:
+        y = hbnode.odeint(field, torch.ones(2, 1, dtype=torch.float64), t, **solver)
+    exact = [math.exp(-time) + HEIGHT * max(1 - math.exp(JUMP - time), 0.0) for time in t]
+    assert y[:, 0, 0].tolist() == pytest.approx(exact, abs=2e-5)
+    (slope,) = torch.autograd.grad(y[-1, 0, 0], height)
+    assert slope.item() == pytest.approx(1 - math.exp(JUMP - 1), abs=2e-5)
+    assert min(abs(t + size - JUMP) for t, size in zip(steps.t, steps.size, strict=True)) < 1e-9
 
 
 @pytest.mark.parametrize("method", ["tsit5", "dopri5"])
@@ -243,6 +238,14 @@ def test_the_gradient_of_an_output_time_on_a_jump_does_not_move_the_jump(setting
     assert torch.autograd.grad(y[2, 0, 0], t)[0].tolist() == pytest.approx([-1, 0, 3], abs=1e-12)
 
 
+def test_an_output_time_at_the_start_of_a_damped_ball():
+    """The derivative of m(t) at t = t_0 is f(h_0) - γ m_0, although the solve takes no step there."""
+    field = hbnode.HBNODE(lambda h: -h, damping=0.5, learn_damping=False)
+    t, h, m = float64([0, 0, 1], [0, 0.5, 1]).requires_grad_(), float64([2], [1]), float64([3], [1])
+    _, momenta = hbnode.odeint(field, (h, m), t)
+    assert torch.autograd.grad(momenta[1, 0, 0], t)[0][0].tolist() == pytest.approx([3.5, -3.5, 0])
+
+
 EPOCH = 1.7e9
 
 
@@ -261,7 +264,9 @@ EPOCH = 1.7e9
 )
 def test_late_times_that_float32_rounds_too_much(settings):
     given = {"field": lambda t, y: torch.cos(t) + 0 * y, "y0": torch.zeros(2, 1), "t": [EPOCH, EPOCH + 10], **settings}
-    with pytest.raises(ValueError, match=r"gets the times in torch.float32, .* rounds them by 2e\+02\. Fix: count"):
+    with pytest.raises(
+        ValueError, match=r"the torch.float32 of the state rounds the times of f by 2e\+02\. Fix: count"
+    ):
         hbnode.odeint(**given)
     given |= {"field": hbnode.NODE(lambda y: 1 + 0 * y), "events": None}  # it does not get the times
     assert hbnode.odeint(**given)[-1].abs().max().item() == pytest.approx(10, rel=1e-5)
@@ -339,14 +344,9 @@ FREQUENCIES = st.one_of(st.integers(1, 200), st.sampled_from([10, 20, 40, 50, 10
 def problems(draw):
     """A forced oscillator and the end of its solve."""
     end, kappa = draw(st.sampled_from([1.0, 2.0, 3.0])), draw(st.sampled_from([0.0, 1.0, 30.0]))
-    amplitudes, width = (
-        st.floats(0.3, 1.0),
-        st.floats(0.1, 1.0).map(lambda share: share * end / 2.3548),
-    )  # from the FWHM
-    sines = draw(st.lists(st.tuples(amplitudes, FREQUENCIES), max_size=2))
-    bumps = draw(st.lists(st.tuples(amplitudes, st.floats(0, end), width), min_size=not sines, max_size=2))
+    sines = draw(st.lists(st.tuples(st.floats(0.3, 1.0), FREQUENCIES), min_size=1, max_size=2))
     h0 = draw(st.sampled_from([0.0, 1.0])) if kappa else 0.0
-    return Forced(draw(st.sampled_from([0.0, 0.1, 1.0])), kappa, h0, sines, bumps), end
+    return Forced(draw(st.sampled_from([0.0, 0.1, 1.0])), kappa, h0, sines), end
 
 
 @settings(max_examples=5)
@@ -361,7 +361,7 @@ def problems(draw):
 @example((Forced(0.0, 1.0, 1.0, [(0.33, 96)]), 2.0), "tsit5", True, 1e-3, 2)
 @example((Forced(0.0, sines=[(1.0, 200)]), 1.0), "tsit5", False, 1e-4, 2)
 @example((Forced(0.1, sines=[(1.0, 10)]), 2.0), "exponential", False, 1e-4, 3)
-@example((Forced(0.1, 1.0, sines=[(1.0, 20)], bumps=[(1.0, 0.8, 0.3)]), 1.0), "nystrom8", True, 1e-4, 2)
+@example((Forced(0.1, 1.0, sines=[(1.0, 20)]), 1.0), "nystrom8", True, 1e-4, 2)
 def test_no_force_is_stepped_over(problem, method, per_sample, tolerance, outputs):
     """The error stays within 100 tolerances, or an error says why there is no solution."""
     force, end = problem
@@ -375,37 +375,6 @@ def test_no_force_is_stepped_over(problem, method, per_sample, tolerance, output
     exact = force.exact(t)
     error = np.abs(torch.stack(found)[..., 0, 0].numpy() - exact)
     assert (error / (1 + np.abs(exact))).max() / tolerance < 100
-
-
-@pytest.mark.sparse
-@pytest.mark.parametrize("per_sample", [False, True])
-@pytest.mark.parametrize("method", METHODS)
-def test_what_it_costs(method, per_sample):
-    """Nothing where f is autonomous; four evaluations a solve where a network's last layer starts at zero."""
-    net = hbnode.nn.MLP(2, [8], 2, time_dependent=True)
-    torch.nn.init.zeros_(net.layers[-1].weight)
-    torch.nn.init.zeros_(net.layers[-1].bias)
-    for func, further in ((lambda h: -h, 0), (net, len(TRIALS))):
-        field = hbnode.HBNODE(func)
-        with hbnode.count_nfe(field) as nfe, torch.no_grad():
-            state = field.initial_state(torch.zeros(3, 2))
-            hbnode.odeint(field, state, [0.0, 1.0], method=method, per_sample=per_sample)
-        assert nfe.forward == 1 + methods.METHODS[method].evaluations + further
-
-
-@pytest.mark.sparse
-@pytest.mark.parametrize("per_sample", [False, True])
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("kind", ["linear", "cubic"])
-def test_a_spike_of_a_signal_is_seen(method, per_sample, kind):
-    """One sample of 101 is not zero: h'' = u kicks the ball by the integral of u."""
-    t = torch.linspace(0, 10, 101, dtype=torch.float64)
-    drive = hbnode.Signal(t, (torch.arange(101) == 37).double(), kind)
-    field = hbnode.HBNODE(lambda t, h: drive(t) + 0 * h, damping=0.0, learn_damping=False)
-    with torch.no_grad():
-        settings = {"method": method, "per_sample": per_sample, "rtol": 1e-6, "atol": 1e-6}
-        _, m = hbnode.odeint(field, (0 * X, 0 * X), [0.0, 10.0], **settings)
-    assert m[-1].item() == pytest.approx(0.1, abs=1e-4)
 
 
 @pytest.mark.parametrize("direction", [1, -1])
@@ -442,22 +411,6 @@ def test_the_gradient_of_the_last_time_is_the_velocity(method, per_sample, kind,
         assert by_h[-1].item() == pytest.approx(m[-1].item(), abs=1e-5)
         assert by_m[-1].item() == pytest.approx((drive(t[-1]) - h[-1] - 0.1 * m[-1]).item(), abs=1e-5)
         assert (by_h[1:-1].abs() < 1e-5).all()
-
-
-@pytest.mark.sparse
-@pytest.mark.parametrize("per_sample", [False, True])
-@pytest.mark.parametrize("method", METHODS)
-def test_steps_and_the_jumps_in_their_way(method, per_sample):
-    """Steps cover the interval, and end on jumps that are given."""
-    jumps = [0.1, 0.2, 0.5, 0.6, 0.7, 0.8, 0.9]
-    start = torch.ones(2, 1, dtype=torch.float64), torch.zeros(2, 1, dtype=torch.float64)
-    field = hbnode.HBNODE(lambda t, h: sum(t > jump for jump in jumps) - h, learn_damping=False)
-    with hbnode.diagnostics.record_steps(field) as steps:
-        hbnode.odeint(field, start, [0.0, 1.0], method=method, per_sample=per_sample, jump_times=jumps)
-    taken = [(a, a + size) for a, size, good in zip(steps.t, steps.size, steps.accepted, strict=True) if good]
-    taken = taken[:: 2 if per_sample else 1]
-    assert [0.0, *(end for _, end in taken)] == pytest.approx([*(begin for begin, _ in taken), 1.0], abs=1e-12)
-    assert all(any(abs(end - jump) < 1e-9 for _, end in taken) for jump in jumps)
 
 
 def test_the_sides_of_a_jump_are_apart_by_more_than_the_rounding_of_any_time():

@@ -10,7 +10,7 @@ from tasks import classification
 from tasks.common.run import count_parameters
 from tasks.data import labelled_series
 from tasks.models.classifiers import (
-    CLASSIFIERS,
+    NETWORKS,
     SHALLOW,
     fit_shallow,
     last_values,
@@ -47,7 +47,7 @@ def batch():
 
 @pytest.mark.sparse
 @pytest.mark.parametrize("pool", ["last", "last and mean"])
-@pytest.mark.parametrize("name", [name for name in CLASSIFIERS if name not in SHALLOW])
+@pytest.mark.parametrize("name", NETWORKS)
 def test_networks_of_equal_parameters_that_padding_does_not_change(name, pool, batch):
     if name == "cfc":
         pytest.importorskip("ncps")

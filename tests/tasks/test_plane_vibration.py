@@ -9,9 +9,6 @@ from tasks.data import f16
 # Splits
 
 
-# Splits
-
-
 @pytest.mark.parametrize(("protocol", "sizes"), [("paper", (509, 254, 254)), ("honest", (491, 243, 243))])
 def test_segments_and_their_targets_are_the_right_rows(protocol, sizes):
     """Of a record that tells the numbers of its rows, as nine periods do not."""

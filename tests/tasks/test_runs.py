@@ -1,4 +1,4 @@
-"""Run folders: what is refused, what a killed, damaged or full one leaves, and sweeps; the processes are real."""
+"""Run folders: what is refused, what an interrupted, damaged or full one leaves, and sweeps; the processes are real."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tasks.common.run import PRELOADED, Run, sweep
-from tests.tasks.small_runs import PolynomialConfig, fail_or_write, polynomial, read_metrics, start, wait_for_position
+from tests.tasks.small_runs import PolynomialConfig, fail_or_write, polynomial, read_metrics, wait_for_position
 
 ROOT = Path(__file__).parents[2]
 FILES = ("checkpoint.pt", "config.json", "metrics.csv", "summary.json")
@@ -111,22 +111,6 @@ def test_on_a_full_disk_the_run_ends_and_can_be_resumed(name, is_new, finished, 
 
 
 # Processes
-
-
-@pytest.mark.slow
-def test_a_killed_run_is_resumed_to_the_same_numbers(tmp_path):
-    killed, whole = tmp_path / "killed", tmp_path / "whole"
-    options = ["--model", "cubic", "--checkpoint-seconds", "0.01", "--out"]
-    process = start(polynomial, *options, killed, "--epochs", "100000")
-    try:
-        wait_for_position(killed, 8, process.is_alive)
-    finally:
-        os.kill(process.pid, signal.SIGKILL)
-        process.join()
-    position = torch.load(killed / "checkpoint.pt", weights_only=True)["position"]
-    for folder in (killed, whole):
-        polynomial(*options, folder, "--epochs", str(position // 3 + 2))
-    assert read_metrics(killed) == read_metrics(whole)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])

@@ -1,55 +1,17 @@
-"""The Silverbox: what a window holds, simulation against scipy, a short training, growth against closed forms."""
+"""The Silverbox: what a window holds, growth against closed forms."""
 
-import json
 import math
 
-import numpy as np
 import pytest
 import torch
-from scipy.integrate import solve_ivp
 
 from tasks import silverbox
-from tasks.data import silverbox as silverbox_data
 from tasks.studies import silverbox_growth
-from tests.tasks.small_runs import read_metrics
-
-GAMMA, A, B, GAIN = 0.07, 0.5, 0.05, 0.2  # of a Duffing oscillator much like the Silverbox, in samples
-ROWS = 800
-SETS = {
-    "train": slice(250, 650),
-    "multisine": slice(650, 800),
-    "arrow_no_extrapolation": slice(20, 140),
-    "arrow_full": slice(20, 200),
-}
 
 
 def force(t):
-    """A sum of sines of up to a quarter of the sampling rate; numpy or torch."""
-    sin = torch.sin if isinstance(t, torch.Tensor) else np.sin
-    return sum(sin(2 * math.pi * f * t + 7 * f) for f in (0.013, 0.057, 0.11, 0.17, 0.24))
-
-
-def duffing(count):
-    """Input and output at each sample."""
-    times = np.arange(float(count))
-
-    def field(t, x):
-        return x[1], -GAMMA * x[1] - A * x[0] - B * x[0] ** 3 + GAIN * force(t)
-
-    solved = solve_ivp(field, (0.0, count - 1.0), (0.3, 0.0), "DOP853", times, rtol=1e-10, atol=1e-12)
-    return np.stack([force(times), solved.y[0]], axis=1)
-
-
-@pytest.fixture
-def record(tmp_path, monkeypatch):
-    """A short record in HBNODE_DATA, and a split to go with it."""
-    monkeypatch.setattr(silverbox_data, "ROWS", ROWS)
-    monkeypatch.setattr(silverbox, "SETS", SETS)
-    monkeypatch.setenv("HBNODE_DATA", str(tmp_path))
-    volts = torch.tensor(duffing(ROWS)) / 20 + 0.01
-    lines = "".join(f"{u!r},{y!r},\n" for u, y in volts.tolist())
-    (tmp_path / "SNLS80mV.csv").write_text(f'"V1","V2",\n{lines}')
-    return volts
+    """A sum of sines of up to a quarter of the sampling rate."""
+    return sum(torch.sin(2 * math.pi * f * t + 7 * f) for f in (0.013, 0.057, 0.11, 0.17, 0.24))
 
 
 # Data
@@ -74,22 +36,6 @@ def test_windows_lie_where_they_should():
         assert torch.equal(past[i], samples[last - 4 : last + 1])
         assert torch.equal(drive[i, :: silverbox.FINE], samples[last : last + 11, 0])
         assert torch.equal(target[i], samples[last + 1 : last + 11, 1])
-
-
-def test_a_run_learns_and_says_its_errors_in_millivolts(record, tmp_path):
-    options = "--device cpu --epochs 2 --window 20 --past 5 --stride 5 --validation 120 --batch-size 64 --out"
-    silverbox.main([*options.split(), str(tmp_path)])
-    rows = read_metrics(tmp_path)
-    assert float(rows[-1]["train_loss"]) < 0.9 * float(rows[0]["train_loss"])
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    trained = silverbox.Simulator("hbnode", 5, rtol=1e-3, steps=1)
-    trained.load_state_dict(torch.load(tmp_path / "checkpoint.pt", weights_only=True)["model"])
-    records, scale = silverbox.split(record, 120)
-    for name in ("multisine", "arrow_no_extrapolation"):
-        simulated = silverbox.simulate(trained, records[name], silverbox.SilverboxConfig(past=5))
-        expected = 1000 * scale * np.sqrt(np.mean((simulated - records[name][50:, 1]).double().numpy() ** 2))
-        # the arrow's first part is simulated with the rest, and knows the input after its end
-        assert summary[f"{name}_rmse_mV"] == pytest.approx(expected, rel=1e-2 if "no_ext" in name else 1e-4)
 
 
 # Growth at initialisation

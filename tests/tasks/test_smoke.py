@@ -7,6 +7,7 @@ import signal
 
 import numpy as np
 import pytest
+import torch
 from matplotlib.figure import Figure
 
 from tasks import plane_vibration, silverbox, walker2d
@@ -52,7 +53,6 @@ walker2d --model gru --windows 24 --batch-size 8 --ahead 3
 """
 MORE_RUNS = f"""
 density --model flow {PINWHEEL}
-image_classification --model anode --solver torchdiffeq {IMAGES}
 language_model --model transformer --connection deeper --context 10 --batch-size 8 {TEXT} {TRANSFORMER}
 latent_sde --model hbsde --eval-samples 3 {SDE}
 pathological --problem memorization_5 --model tanh --optimizer hf --max-cg 8 {PATHS}
@@ -140,3 +140,17 @@ def test_a_task_trains_resumes_and_leaves_its_files(run, small_data, tmp_path, m
     main([*command, str(tmp_path / "parts")])
     assert "is finished already" in capsys.readouterr().out
     assert resumed.read_bytes() == before
+
+
+def test_errors_of_the_silverbox_are_in_millivolts(small_data, tmp_path):
+    silverbox.main([*f"--device cpu --epochs 1 {RECORD} --out".split(), str(tmp_path)])
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    trained = silverbox.Simulator("hbnode", 5, rtol=1e-3, steps=1)
+    trained.load_state_dict(torch.load(tmp_path / "checkpoint.pt", weights_only=True)["model"])
+    volts = silverbox_data.read_silverbox()
+    train = volts[silverbox.SETS["train"]][:-120, 1].double()
+    records, _ = silverbox.split(volts, 120)
+    for name in ("multisine", "arrow_no_extrapolation"):
+        simulated = silverbox.simulate(trained, records[name], silverbox.SilverboxConfig(past=5)).double()
+        errors = train.mean() + train.std() * simulated - volts[silverbox.SETS[name]][50:, 1]
+        assert summary[f"{name}_rmse_mV"] == pytest.approx(1000 * errors.square().mean().sqrt().item(), rel=1e-2)

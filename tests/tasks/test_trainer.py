@@ -1,4 +1,4 @@
-"""The trainer: schedules, resumed runs, the best weights, fresh data, losses that are not finite."""
+"""The trainer: schedules, resumed runs, the best weights, losses that are not finite."""
 
 import math
 
@@ -7,7 +7,7 @@ import torch
 
 from tasks.common.config import TaskConfig
 from tasks.common.run import Run
-from tasks.common.train import FreshData, epoch_generator, fit
+from tasks.common.train import fit
 from tests.tasks.small_runs import read_metrics
 
 
@@ -22,7 +22,7 @@ def fit_line(folder, epochs, config=(), **options):
     run = Run("line", TaskConfig(**described), "")
     model = torch.nn.Linear(1, 1)
     x = torch.rand(24, 1, generator=torch.Generator().manual_seed(0))
-    found = fit(run, model, options.pop("train", (x[:16], 3 * x[:16])), (x[16:], 3 * x[16:]), square, **options)
+    found = fit(run, model, (x[:16], 3 * x[:16]), (x[16:], 3 * x[16:]), square, **options)
     run.finish(model, **found)
     return model, found
 
@@ -60,21 +60,6 @@ def test_the_best_epochs_weights_are_restored(best, sign, tmp_path):
     index = values.index(min(values))
     assert index < len(values) - 1
     assert found == {"best_epoch": index + 1, f"best_{best}": sign * values[index]}
-
-
-def test_fresh_data_is_made_once_an_epoch(tmp_path):
-    made = []
-
-    def make(epoch):
-        made.append(epoch)
-        x = torch.rand(16, 1, generator=epoch_generator(0, epoch))
-        return x, 3 * x
-
-    fresh = FreshData(16, make)
-    parts = [fit_line(tmp_path / "parts", epochs, train=fresh)[0] for epochs in (1, 3)][-1]
-    assert made == [0, 1, 2]
-    whole, _ = fit_line(tmp_path / "whole", 3, train=fresh)
-    assert torch.equal(parts.weight, whole.weight)
 
 
 def test_a_loss_that_is_not_finite_is_named(tmp_path):
