@@ -81,5 +81,6 @@ class Forced(nn.Module):
             s = end * places  # since a unit kick of m
             sine, cosine = np.real(s * np.sinc(omega * s / np.pi)), np.real(np.cos(omega * s))
             response = np.exp(-self.gamma * s / 2) * np.stack([sine, cosine - self.gamma / 2 * sine])
-            solution[:, i] += (response * self.drive(end - s, np) * weights * end).sum(1)
+            drive = sum(a * np.sin(2 * math.pi * f * (end - s)) for a, f in self.sines)
+            solution[:, i] += (response * drive * weights * end).sum(1)
         return solution
