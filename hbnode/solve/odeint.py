@@ -459,10 +459,7 @@ def is_traceable(settings: Settings) -> bool:
 
 def _traced(field: Callable[..., State], y0: State, t: Times, settings: Settings, counter: Tally, end: bool) -> State:
     """Solve by operations that a graph can record; the recorded adaptive steps have no gradients."""
-    snapshot, is_fixed = (
-        Snapshot(field, for_backward=False),
-        settings.steps is not None,
-    )  # a graph does not call the field in the backward pass
+    snapshot, is_fixed = Snapshot(field, for_backward=False), settings.steps is not None  # a graph has no backward
     y0 = checked_state(field, y0, snapshot)
     settings = resolve(dataclasses.replace(settings, gradient="direct"), field)
     device = parts(y0)[0].device

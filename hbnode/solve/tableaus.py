@@ -311,11 +311,11 @@ BLANES_MOAN4 = SplittingTableau(
 )
 STRANG = SplittingTableau(order=2, drifts=(0.5, 0.5), kicks=(1.0,))
 
-# This method was derived for hbnode. It tends to published methods in two limits. Without damping it is Nystrom's method
-# of order 5, Ueber die numerische Integration von Differentialgleichungen, Acta Soc. Sci. Fennicae 50 (1925), see
-# Hairer, Norsett and Wanner, Solving ODEs I, II.14. With strong damping it is Kutta's method of order 4 with the same
-# nodes, Beitrag zur naeherungsweisen Integration totaler Differentialgleichungen, Z. Math. Phys. 46 (1901) 435-453. Both
-# methods have the weights w = (14, 125, 162, 35)/336 for m. The defects d of the stages cancel:
+# This method was derived for hbnode. It tends to published methods in two limits. Without damping it is the method of
+# order 5 of Nystrom, Ueber die numerische Integration von Differentialgleichungen, Acta Soc. Sci. Fennicae 50 (1925),
+# see Hairer, Norsett and Wanner, Solving ODEs I, II.14. With strong damping it is the method of order 4, with the same
+# nodes, of Kutta, Beitrag zur naeherungsweisen Integration totaler Differentialgleichungen, Z. Math. Phys. 46 (1901)
+# 435-453. Both have the weights w = (14, 125, 162, 35)/336 for m. The defects d of the stages cancel:
 # w_2 (1 - c_2) d_2 + w_3 (1 - c_3) d_3 = 0 and w_2 d_2 + w_3 d_3 + w_4 d_4 = 0.
 EXPONENTIAL = ExponentialTableau(
     order=5,

@@ -141,9 +141,7 @@ class CountedField:
         self.forward_pass = backward_pass()  # >= 0 if the backward pass of an outer adjoint runs this solve
         self.known: frozenset[int] = frozenset()  # ids of the leaves whose gradients the adjoint computes
         self.recent: deque[tuple[Tensor, Tensor]] = deque(maxlen=32)  # times and values since the start of the step
-        self.first: tuple[Tensor, Tensor, Tensor] | None = (
-            None  # time, state and value of an evaluation before the solve
-        )
+        self.first: tuple[Tensor, Tensor, Tensor] | None = None  # time, state and value at the start
         self.start = t[0].detach(), row.detach()
         self.step_size, self.tried = math.nan, Counter[int]()  # number of attempted steps by backward pass
         finite, self.is_down = torch.stack([all_finite(row), (t[:2].diff() < 0).any()]).tolist()
