@@ -22,7 +22,7 @@ class _Queries(threading.local):
 
     Attributes:
         solves: number of running solves, which may be nested.
-        asked: the signals that were evaluated, with their query times, if a solver records them; else None.
+        recorded: the signals that were evaluated, with their query times, if a solver records them; else None.
         unchecked: signals with query times that may lie outside their samples, because they were not checked.
         is_trial: whether the field is evaluated at times that the solve may not reach. A signal then returns NaN
             outside its samples instead of raising an error.
@@ -30,7 +30,7 @@ class _Queries(threading.local):
 
     def __init__(self) -> None:
         self.solves = 0
-        self.asked: list[tuple[Signal, Tensor]] | None = None
+        self.recorded: list[tuple[Signal, Tensor]] | None = None
         self.unchecked: deque[tuple[Signal, Tensor]] = deque(maxlen=256)
         self.is_trial = False
 
@@ -130,8 +130,8 @@ class Signal(nn.Module):
         elif t.is_complex() or t.dtype is torch.bool:
             raise TypeError(f"t must be real numbers, got {t.dtype}. Fix: t.real, or t.float().")
         traced = is_tracing()
-        if not traced and queries.asked is not None:
-            queries.asked.append((self, t))
+        if not traced and queries.recorded is not None:
+            queries.recorded.append((self, t))
         if self.outside == "hold":
             first, last = self.t[0], self.t[-1]
             t = torch.where(t < first, first, torch.where(t > last, last, t))  # the derivative at the ends is 1

@@ -21,7 +21,7 @@ predictions: from the true frames, and free running, from the first 10 frames an
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from matplotlib.figure import Figure, SubFigure
@@ -156,7 +156,7 @@ def train(config: BouncingBallsConfig) -> None:
     simple = trivial_errors(test[0])
     run.announce(model, config.title, ", ".join(f"{name} {value:.4g}" for name, value in simple.items()))
     objective = Divergence(config.curvature_size)
-    options = {"eval_batch_size": EVAL_BATCH_SIZE, "stop": config.is_over}
+    options: Any = {"eval_batch_size": EVAL_BATCH_SIZE, "stop": config.is_over}
     fit(run, model, fresh, test, objective, optimizer=config.optimizer_of(objective.loss), **options)
     if run.workers.rank == 0 and not run.is_finished:
         title = f"{config.title}: frames of a test video; red: from the model's own predictions"

@@ -199,7 +199,7 @@ class AdaptiveSteps:
         return accepted
 
     def _refuse(self, before: Rows, taken: Taken, accepted: Array) -> Array | None:
-        """Return a mask of the lanes that must repeat an accepted step, None for no lane; a subclass may override it."""
+        """Return a mask of the lanes that must repeat an accepted step; here None, which means no lane."""
         return None
 
     def _ratio(self, attempt: Attempt, before: Rows, taken: Taken) -> Array:

@@ -706,7 +706,7 @@ class _Augmented:
         near = self.setup.grid.near / pace[pace > 0].min().item()
         jumps = self._jumps(begin.numpy(), pace.numpy(), setup.grid.end, near if s.steps is not None else 0.0)
         setup = replace(setup, grid=replace(setup.grid, near=near, jumps=jumps))
-        rows = integrate(start_of(setup, state, asks_signals=False)).rows
+        rows = integrate(start_of(setup, state, ends_on_signals=False)).rows
         return tuple([x[0] for x in parts(term.unflatten(rows, (1,)))])
 
     def _jumps(self, begin: Array, pace: Array, length: Array, slack: float) -> Any:

@@ -329,7 +329,7 @@ class _Run:
             width = [(0, 0)] * (jumps.ndim - 1) + [(0, more)]
             jumps = to_device(np.pad(jumps, width, constant_values=math.inf), like)
         gamma = torch.as_tensor(setup.stepper.gamma, dtype=torch.float64, device=device)
-        return graph.Times(graph.joined(limits, np.shape(grid.end), device), gamma.unsqueeze(0), outputs, jumps)
+        return graph.Times(graph.stack_numbers(limits, np.shape(grid.end), device), gamma.unsqueeze(0), outputs, jumps)
 
     def plan(self) -> Plan | None:
         """Return a plan with the number of attempts of the last solves, or None if a whole solve is not possible."""
@@ -354,7 +354,7 @@ class _Run:
         setup, rows = start_of(self.setup, self.y0)
         steps, grid, most = AdaptiveSteps(setup, rows), setup.grid, setup.settings.max_steps
         times = self.times(setup, steps.controller.longest, steps.error_factor)
-        control = graph.joined(steps.control, np.shape(grid.end), setup.stepper.like.device)
+        control = graph.stack_numbers(steps.control, np.shape(grid.end), setup.stepper.like.device)
         # contiguous and no views, as after an attempt; other inputs would need another graph
         rows = tuple([row.clone(memory_format=torch.contiguous_format) for row in rows])
         if self.needs_gradient and any(x.requires_grad for x in (*rows, setup.stepper.constants)):
@@ -375,7 +375,7 @@ class _Run:
                 return None
             report = graph.Report(*result[3].tolist())
             if report.excluded and report.accepted and result[0][0].requires_grad:
-                c = graph.split(result[1])
+                c = graph.unpack_control(result[1])
                 result = self.take(program, done, *given, c.rejected & (c.failures > 0))
                 evaluations += self.method.evaluations
             control = result[1]

@@ -263,8 +263,9 @@ class EventSteps(AdaptiveSteps):
         if columns is not None:
 
             def dense(theta: Array) -> list[Rows]:
-                blends = self.stepper.at_gamma(self.stepper.method.blend, size, theta, lanes=np.arange(len(size)))
-                return [combined(blend, columns).unbind(1) for blend in blends]
+                formula, lanes = self.stepper.method.dense_weights, np.arange(len(size))
+                weights = self.stepper.at_gamma(formula, size, theta, lanes=lanes)
+                return [combined(each, columns).unbind(1) for each in weights]
 
             return dense
         ends = [rows[: self.stepper.term.rows] for rows in (before, taken.state)]
@@ -334,9 +335,8 @@ class EventSteps(AdaptiveSteps):
         """Return how much rounding errors of t and of a state with the magnitude ``scale`` can change c."""
         error, moved = ROUNDINGS * torch.finfo(self.stepper.like.dtype).eps, []
         for row, size in zip(rows, scale, strict=True):
-            uneven = (
-                1 + GOLDEN * torch.arange(row[:1].numel(), device=row.device) % 1
-            ) / 2  # so that y_1 - y_2 changes, too
+            # different factors for the elements, so that differences such as y_1 - y_2 change, too
+            uneven = (1 + GOLDEN * torch.arange(row[:1].numel(), device=row.device) % 1) / 2
             moved.append(row + error * size * uneven.view(row[:1].shape).to(row))
         return np.nan_to_num(abs(self._values(event, t * (1 + error), tuple(moved)) - c))
 

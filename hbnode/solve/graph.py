@@ -93,7 +93,7 @@ class Report(NamedTuple):
     done: int
 
 
-def joined(numbers: tuple[Array, ...], shape: tuple[int, ...], device: torch.device) -> Tensor:
+def stack_numbers(numbers: tuple[Array, ...], shape: tuple[int, ...], device: torch.device) -> Tensor:
     """Broadcast arrays or numbers to ``shape`` and stack them to a tensor (numbers, *shape)."""
     packed = np.empty((len(numbers), *shape))
     for k, number in enumerate(numbers):
@@ -101,11 +101,11 @@ def joined(numbers: tuple[Array, ...], shape: tuple[int, ...], device: torch.dev
     return torch.from_numpy(packed).to(device)
 
 
-def _joined(control: Control) -> Tensor:
+def _pack_control(control: Control) -> Tensor:
     return torch.stack([x.double() for x in control])
 
 
-def split(packed: Tensor) -> Control:
+def unpack_control(packed: Tensor) -> Control:
     """Return the state of a controller, given as one tensor."""
     c = Control(*packed.unbind(0))
     return c._replace(uneven=c.uneven > 0, rejected=c.rejected > 0, most=c.most.long(), passed=c.passed.long())
@@ -143,7 +143,12 @@ def start(
         none = torch.zeros_like(size)
         is_uneven = none >= 0 if term.time_dependent else none > 0
         times = times._replace(limits=torch.stack(limits._replace(longest=longest, margin=margin)))
-        return rows, _joined(PIController(method.error_order or 1).start(OfTorch, size, is_uneven, none)), times, spent
+        return (
+            rows,
+            _pack_control(PIController(method.error_order or 1).start(OfTorch, size, is_uneven, none)),
+            times,
+            spent,
+        )
 
 
 def norm(term: ODETerm, x: Tensor) -> Tensor:
@@ -201,7 +206,7 @@ class Attempts:
         """
         term, method, limits, n = self.term, self.method, self.limits, self.term.rows
         with torch.no_grad():
-            before = split(control)
+            before = unpack_control(control)
             then, c = self.control.plan(OfTorch, self.clip, before)
             size = c.taken if excluded is None else torch.where(excluded, 0.0, c.taken)
             ends = [before.now + node * size for node in method.nodes]
@@ -236,7 +241,7 @@ class Attempts:
             both = [torch.where(self.wide(new, x), end, x) for end, x in zip(ends, saved, strict=True)]
             saved = tuple([x.contiguous() for x in both])  # each set of strides needs its own graph
         after = [torch.where(self.wide(accepted, a), a, b) for a, b in zip(result.state, rows, strict=True)]
-        return tuple(after), _joined(c), saved, (accepted, fails)
+        return tuple(after), _pack_control(c), saved, (accepted, fails)
 
     def _at_gamma(self, formula: Callable[..., Tensor], *args: Tensor, count: int = 1) -> Tensor:
         """Return ``formula(torch, γ, *args)``; ``args`` have ``count`` consecutive elements for each lane."""
@@ -252,7 +257,7 @@ class Attempts:
         """Return the rows at positions θ in a step, from 0 to 1; θ is (T,) or (lanes, T), the rows have more dims."""
         signed, count = self.limits.sign * size, theta.shape[-1]
         signed = signed[..., None].expand(theta.shape).reshape(-1)
-        weights = self._at_gamma(self.method.blend, signed, theta.reshape(-1), count=count)
+        weights = self._at_gamma(self.method.dense_weights, signed, theta.reshape(-1), count=count)
         if self.term.lanes is None:
             return combined(weights, columns.unsqueeze(1)).unbind(1)
         wide = columns.unsqueeze(2).expand(*columns.shape[:2], count, *columns.shape[2:]).flatten(1, 2)
@@ -322,7 +327,7 @@ def _reported(steps: Attempts, rows: Rows, control: Tensor, saved: Rows | None, 
     now = control[0]
     rows, control, saved, (accepted, fails) = steps.attempt(rows, control, saved, excluded)
     with torch.no_grad():
-        c, end = split(control), steps.limits.end
+        c, end = unpack_control(control), steps.limits.end
         moved = (accepted & (c.taken > 0)).any()
         rejected, excludes = (now < end).any() & ~moved, (~accepted & (c.failures > 0)).any()
         report = torch.stack([moved, rejected, excludes, fails.any(), (c.now >= end).all()]).long()
@@ -364,7 +369,7 @@ def loop(term: ODETerm, method: Method, times: Times, y0: State, settings: Setti
     def body(count: Tensor, code: Tensor, control: Tensor, *others: Tensor) -> Rows:
         inner = Attempts(term, method, times, is_exact=is_exact)
         rows, control, saved, (_, fails) = inner.attempt(others[:n], control, others[n:] or None, code > 0)
-        why = torch.where(split(control).failures > 0, NOT_FINITE, UNDERFLOW)
+        why = torch.where(unpack_control(control).failures > 0, NOT_FINITE, UNDERFLOW)
         code = torch.where((code == 0) & fails, why, code)
         return tuple([x.clone() for x in (count + 1, code, control, *rows, *(saved or ()))])
 
@@ -394,8 +399,8 @@ def exported(term: ODETerm, method: Method, t: Tensor, y0: State, settings: Sett
     )  # fmt: skip
     times = Times(torch.stack([none + x for x in limits]), gamma, None if end_only else elapsed[..., 1:])
     solution, *report = loop(term, method, times, y0, settings)
-    if told:
-        told[-1].append(report)
+    if open_reports:
+        open_reports[-1].append(report)
     return solution
 
 
@@ -434,18 +439,18 @@ class Reported(nn.Module):
         if not torch.compiler.is_exporting():
             with count_nfe(self.module) as nfe:
                 return self.module(*args), torch.tensor(nfe.forward), torch.tensor(0)
-        told.append([])
+        open_reports.append([])
         try:
             output = self.module(*args)
         finally:
-            found = told.pop()
+            found = open_reports.pop()
         if not found:
             raise ValueError("Reported has a module without adaptive solves. Fix: export the module itself.")
         spent, codes = zip(*found, strict=True)
         return output, torch.stack(spent).sum(), torch.stack(torch.broadcast_tensors(*codes)).amax(0)
 
 
-told: list[list[list[Tensor]]] = []  # for each active Reported, the reports of its solves
+open_reports: list[list[list[Tensor]]] = []  # for each active Reported, the reports of its solves
 
 
 class Uncounted(Tally):

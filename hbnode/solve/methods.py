@@ -135,7 +135,7 @@ class Method:
         """
         raise NotImplementedError
 
-    def blend(self, xp: Any, gamma: Array, size: Array, theta: Array) -> Array:
+    def dense_weights(self, xp: Any, gamma: Array, size: Array, theta: Array) -> Array:
         """Return the weights of dense output at k positions θ in steps, from 0 to 1.
 
         ``theta`` and ``size`` have the shape (k, ...), where ... are dimensions of a γ per channel. The weights have
@@ -144,7 +144,7 @@ class Method:
         raise NotImplementedError
 
     def undo(self, state: Rows, coefficients: Rows, times: Times, field: RHS) -> Rows:
-        """Reverse a step and return the state before it; for an FSAL method, ``times`` only has the start of the step."""
+        """Reverse a step and return the state before it; for an FSAL method, ``times`` only holds the step's start."""
         raise NotImplementedError
 
 
@@ -244,7 +244,7 @@ class RungeKutta(Explicit):
         weights_y, weights_f, _ = constants(self.constants, xp, size)
         return weights_y + size[..., None, None] * weights_f
 
-    def blend(self, xp: Any, gamma: Array, size: Array, theta: Array) -> Array:
+    def dense_weights(self, xp: Any, gamma: Array, size: Array, theta: Array) -> Array:
         _, _, dense = constants(self.constants, xp, size)
         weights = size[..., None] * (moveaxis(powers(xp, theta, len(dense) + 1)[1:], 0, -1) @ dense)
         return xp.concatenate([xp.ones_like(weights[..., :1]), weights], -1)[..., None, :]
@@ -329,7 +329,7 @@ class Nystrom(Explicit):
         scales = stack([1 + none, size + none, size * size + none, gamma + none])[units]
         return values * xp.exp(rates.reshape(-1, *ones) * z)[which] * scales
 
-    def blend(self, xp: Any, gamma: Array, size: Array, theta: Array) -> Array:
+    def dense_weights(self, xp: Any, gamma: Array, size: Array, theta: Array) -> Array:
         q, at, units = constants(self.dense, xp, size)
         z = gamma * (size + 0 * theta)
         none, stack = 0 * z, np.array if xp is np else torch.stack
@@ -444,7 +444,7 @@ class Exponential(Explicit):
         shape, count = weights.shape[:-3], math.prod(rows.shape[:3])
         return (weights.reshape(*shape, count) @ rows.reshape(count, -1)).reshape(*shape, *rows.shape[3:])
 
-    def blend(self, xp: Any, gamma: Array, size: Array, theta: Array) -> Array:
+    def dense_weights(self, xp: Any, gamma: Array, size: Array, theta: Array) -> Array:
         *_, dense = constants(self.constants, xp, size)
         return (moveaxis(self._weights(xp, gamma, size, theta[..., None]), 0, -3) @ dense)[..., 0, :]
 
@@ -517,7 +517,7 @@ class Splitting(Method):
         return method
 
     def packed(self, xp: Any, gamma: Array, size: Array, error: bool) -> Array:
-        """Return the times of the drifts, the factors e^{-γτ} of the kicks and their weights (1 - e^{-γτ})/γ, joined."""
+        """Return the times of the drifts, and e^{-γτ} and (1 - e^{-γτ})/γ for each kick, as one array."""
         drifts, kicks = constants(self.constants, xp, size)
         lengths = size[..., None] * kicks
         z = (gamma * xp.ones_like(size))[..., None] * lengths
@@ -614,7 +614,7 @@ class Rosenbrock(Method):
     def packed(self, xp: Any, gamma: Array, size: Array, error: bool) -> Array:
         return xp.stack([size + 0 * gamma, gamma + 0 * size])
 
-    def blend(self, xp: Any, gamma: Array, size: Array, theta: Array) -> Array:
+    def dense_weights(self, xp: Any, gamma: Array, size: Array, theta: Array) -> Array:
         _, b, dense, _ = constants(self.constants, xp, size)
         theta = (theta + 0 * (size + gamma))[..., None]
         weights = theta * b + theta * (1 - theta) * (moveaxis(powers(xp, theta[..., 0], len(dense)), 0, -1) @ dense)
@@ -718,7 +718,7 @@ def broadcasting(packed: Tensor, dims: int) -> Tensor:
 def combined(weights: Tensor, columns: Tensor) -> Tensor:
     """Return the rows of the state at output times inside steps, (outputs, rows, ...).
 
-    They are sums of ``columns``, (columns, outputs or 1, ...), with the ``weights`` of :meth:`Method.blend`.
+    They are sums of ``columns``, (columns, outputs or 1, ...), with the ``weights`` of :meth:`Method.dense_weights`.
     """
     if columns.is_cpu:
         if columns.shape[1] == 1 and weights.dim() == 3:
@@ -825,8 +825,8 @@ class ForeignMethod:
         return self.kind in ("fixed", "adams")
 
 
-# A new method needs coefficients in tableaus.py, and here its name in NativeMethod, a line in _NATIVE, and a class if no
-# existing class fits.
+# A new method needs coefficients in tableaus.py. In this module it needs its name in NativeMethod, a line in _NATIVE,
+# and a class if no existing class fits.
 NativeMethod = Literal[
     "nystrom4", "nystrom6", "nystrom8", "exponential", "leapfrog", "blanes_moan4", "tsit5", "rodas5p"
 ]

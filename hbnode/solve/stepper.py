@@ -183,7 +183,7 @@ class Stepper:
             theta, size = attempt.place
         else:
             size = size[lanes] if size.ndim else np.full_like(theta, size)
-        return coefficients, self.at_gamma(method.blend, size, theta, lanes=lanes)
+        return coefficients, self.at_gamma(method.dense_weights, size, theta, lanes=lanes)
 
     def at_gamma(self, formula: Callable[..., Any], *args: Any, lanes: Any = None) -> Tensor:
         """Return ``formula(xp, γ, *args)`` as a tensor, where xp is NumPy or torch.
@@ -220,10 +220,10 @@ class Stepper:
         self, state: Rows, coefficients: tuple[Any, Tensor | None], attempt: Attempt, field: RHS | None = None
     ) -> Taken:
         """Compute the steps of an attempt from ``state``; ``field`` replaces the term if it is not None."""
-        packed, blend = coefficients
-        program = self.program if blend is None and field is None and not self.has_events else None
+        packed, weights = coefficients
+        program = self.program if weights is None and field is None and not self.has_events else None
         field, error, columns, lanes = self.term if field is None else field, None, None, self.term.lanes
-        dense: Any = blend is not None or self.has_events
+        dense: Any = weights is not None or self.has_events
         if dense and lanes is not None and not self.has_events and isinstance(self.method, Rosenbrock):
             dense = to_device(attempt.inside(lanes), self.like)
         if attempt.restart is not None:
@@ -239,8 +239,8 @@ class Stepper:
         if attempt.outputs is None:
             return Taken(state, error, (), event_columns)
         outputs = self._at_end(state, attempt)
-        if blend is not None and columns is not None:
-            outputs = self._interpolated(outputs, columns, blend, attempt)
+        if weights is not None and columns is not None:
+            outputs = self._interpolated(outputs, columns, weights, attempt)
         return Taken(state, error, tuple(outputs), event_columns)
 
     def _at_end(self, state: Rows, attempt: Attempt) -> list[Tensor]:
@@ -264,10 +264,10 @@ class Stepper:
             rows = [row - lag * slope for row, slope in zip(rows, self.slopes(state), strict=True)]
         return (*rows, field(attempt.restart, rows[0]))
 
-    def _interpolated(self, ends: list[Tensor], columns: Tensor, blend: Tensor, attempt: Attempt) -> list[Tensor]:
+    def _interpolated(self, ends: list[Tensor], columns: Tensor, weights: Tensor, attempt: Attempt) -> list[Tensor]:
         """Return the rows at the outputs, (outputs, ...): dense output inside the step, ``ends`` at its end."""
         output_columns = columns.unsqueeze(1) if self.term.lanes is None else columns[:, attempt.lanes]
-        inside, is_end = combined(blend, output_columns).unbind(1), attempt.theta == 1.0
+        inside, is_end = combined(weights, output_columns).unbind(1), attempt.theta == 1.0
         if not is_end.any():
             return list(inside)
         is_end = to_device(is_end, self.like).view(-1, *[1] * (inside[0].dim() - 1))
