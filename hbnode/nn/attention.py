@@ -13,8 +13,8 @@ from typing_extensions import override
 from hbnode._checks import as_count, as_real, check_bool, check_input, refuse_gradient
 from hbnode._torch import ModuleWithConstants, may_look
 from hbnode._tree import Record, register
+from hbnode.nn._linear_attention import MomentumAttentionState, check_number, momentum_attention
 from hbnode.nn.heavy_ball_memory import HeavyBallMemoryState, check_delta, count_packed, heavy_ball_memory
-from hbnode.nn.momentum_attention import MomentumAttentionState, check_number, momentum_attention
 from hbnode.nn.sequences import check_dtype, shown
 
 State = TypeVar("State")
