@@ -36,9 +36,8 @@ Kind = TypeVar("Kind")
 Value = TypeVar("Value", bound=State)
 
 SHORT = 16  # function evaluations whose graph is always stored
-REVERSAL_TOLERANCE = (
-    1e-3  # largest relative distance between a state reconstructed by reversed steps and the stored one
-)
+# largest relative distance between a state that reversed steps reconstruct and the stored state
+REVERSAL_TOLERANCE = 1e-3
 MOST_MISSED = 0.1  # largest such distance for the adjoint ODE; the relative error of the gradient is about as large
 
 CHANGES_BUFFERS = (
