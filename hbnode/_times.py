@@ -39,9 +39,8 @@ def has_lost_digits(t: Tensor, gaps: Tensor, unit: float) -> Tensor:
     replaces the median gap for dtypes less precise than float64. Times that are multiples of 8 times their rounding
     unit count as exact, such as half hours below 10^6 in float32.
     """
-    spacing = (
-        torch.finfo(t.dtype).eps / 2 * t.abs().amax().log2().ceil().exp2()
-    )  # of floats just below the largest time
+    # spacing of floating-point numbers just below the largest time
+    spacing = torch.finfo(t.dtype).eps / 2 * t.abs().amax().log2().ceil().exp2()
     is_gap = gaps > 0
     is_short = is_gap & (gaps < SPACINGS * spacing)
     is_coarse = SPACINGS * spacing > (math.inf if t.dtype == torch.float64 else unit)
@@ -122,10 +121,8 @@ def seconds_since(value: object, origin: np.datetime64 = EPOCH) -> NDArray[np.fl
     exact = exact_times(value)
     if exact.dtype.kind == "m":
         return np.asarray(exact / SECOND, dtype=np.float64)
-    whole, start = (
-        exact.astype("datetime64[s]"),
-        origin.astype("datetime64[s]"),
-    )  # int64 nanoseconds overflow at 292 years
+    # in whole seconds first, because int64 nanoseconds overflow at 292 years
+    whole, start = exact.astype("datetime64[s]"), origin.astype("datetime64[s]")
     return np.asarray((whole - start) / SECOND + ((exact - whole) - (origin - start)) / SECOND, dtype=np.float64)
 
 

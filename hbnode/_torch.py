@@ -619,9 +619,8 @@ class ModuleWithConstants(nn.Module):
         attributes = self.own_constants().values()
         copies = [self._buffers.pop(attribute + "_on_device", None) for attribute in attributes]
         super()._apply(fn, recurse)
-        for attribute, copy in zip(
-            attributes, copies, strict=True
-        ):  # fn may be a cast or to_empty, or may refuse float64
+        # only the device of fn's result is used, because fn may be a cast or to_empty, or may refuse float64
+        for attribute, copy in zip(attributes, copies, strict=True):
             device = None if copy is None else fn(copy.new_empty(0, dtype=torch.float32)).device
             self.set_constant(attribute, getattr(self, attribute), device)
         return self

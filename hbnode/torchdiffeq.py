@@ -328,9 +328,8 @@ def call_back(
 ) -> None:
     """Count a step of size ``dt`` from ``(t0, y0)``, and call the user's ``own`` callback."""
     if open_counters or open_records:
-        is_mirrored = (
-            open_records and times is not None and bool(times[0] > times[-1])
-        )  # torchdiffeq's adjoint solves in -t
+        # torchdiffeq's adjoint negates decreasing times
+        is_mirrored = open_records and times is not None and bool(times[0] > times[-1])
         count_step(counter, event, -t0 if is_mirrored else t0, dt)
     if own is not None:
         own(t0, y0, dt)

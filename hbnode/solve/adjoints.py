@@ -36,9 +36,8 @@ Kind = TypeVar("Kind")
 Value = TypeVar("Value", bound=State)
 
 SHORT = 16  # function evaluations whose graph is always stored
-REVERSAL_TOLERANCE = (
-    1e-3  # largest relative distance between a state reconstructed by reversed steps and the stored one
-)
+# largest relative distance between a state that reversed steps reconstruct and the stored state
+REVERSAL_TOLERANCE = 1e-3
 MOST_MISSED = 0.1  # largest such distance for the adjoint ODE; the relative error of the gradient is about as large
 
 CHANGES_BUFFERS = (
@@ -358,9 +357,8 @@ def _rows_without_graph(
         rows = integrate(Begun(solve.setup, (*tensors[: solve.setup.stepper.term.rows], *solve.carried))).rows
     else:
         rows = tuple([row.detach() for row in solve.rows])  # without the graph of solve.rows
-    own = [
-        x for x in solve.snapshot.tensors if not x.is_inference()
-    ]  # saved, so that autograd reports in-place changes
+    # parameters and buffers are saved, so that autograd reports in-place changes
+    own = [x for x in solve.snapshot.tensors if not x.is_inference()]
     return rows, (*(row.clone() for row in rows), *own)  # the user may change the outputs in place
 
 
@@ -661,9 +659,8 @@ class _Augmented:
         if self.pace is not None:
             t = self.term.stages([self.begin + self.pace * (t.double() - self.begin[self.longest])])[0]
             pace = as_column(self.pace, rows[0])
-            rows = tuple(
-                [torch.where(pace > 0, x, x[self.longest]) for x in rows]
-            )  # a finished sample may be at a singularity of f
+            # replaces finished samples, because they may be at a singularity of f
+            rows = tuple([torch.where(pace > 0, x, x[self.longest]) for x in rows])
             adjoint = tuple([pace * a for a in adjoint])
         y = tuple([x.detach().requires_grad_() for x in rows])
         with torch.enable_grad():
@@ -687,9 +684,8 @@ class _Augmented:
         """Solve the adjoint ODE from ``t[0]`` to ``t[1]``, and return the state at ``t[1]``."""
         s, n = self.setup.settings, self.term.rows
         term = ODETerm(self, state, self.term.counter, second_order=False)
-        term.error_groups = [
-            slice(sum(x.numel() for x in state[: 2 * n]))
-        ]  # without the integrals, on which nothing depends
+        # the error norm does not include the integrals, on which the other rows do not depend
+        term.error_groups = [slice(sum(x.numel() for x in state[: 2 * n]))]
         options = {name: value for name, value in (s.options or {}).items() if name != "first_step"}
         begin, pace, share = t[0], torch.ones(()), 1.0  # share: restricts the error norm to samples with pace > 0
         if t.dim() > 1:

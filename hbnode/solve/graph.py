@@ -143,12 +143,8 @@ def start(
         none = torch.zeros_like(size)
         is_uneven = none >= 0 if term.time_dependent else none > 0
         times = times._replace(limits=torch.stack(limits._replace(longest=longest, margin=margin)))
-        return (
-            rows,
-            _pack_control(PIController(method.error_order or 1).start(OfTorch, size, is_uneven, none)),
-            times,
-            spent,
-        )
+        control = PIController(method.error_order or 1).start(OfTorch, size, is_uneven, none)
+        return rows, _pack_control(control), times, spent
 
 
 def norm(term: ODETerm, x: Tensor) -> Tensor:
@@ -337,9 +333,8 @@ def _reported(steps: Attempts, rows: Rows, control: Tensor, saved: Rows | None, 
 def trajectory(term: ODETerm, y0: State, rows: Rows, saved: Rows | None) -> State:
     """Return the final state, or the trajectory if ``saved`` outputs are given."""
     if saved is None:
-        return term.unflatten(
-            tuple([row.clone() for row in rows[: term.rows]])
-        )  # copies, because the user may change them in place
+        # copies, because the user may change them in place
+        return term.unflatten(tuple([row.clone() for row in rows[: term.rows]]))
     if term.lanes is not None:
         saved = tuple([row.movedim(1, 0) for row in saved])
     made = tuple([torch.cat([a.unsqueeze(0), b]) for a, b in zip(term.flatten(y0), saved, strict=True)])

@@ -74,8 +74,8 @@ def _knots(setup: Setup, recorded: Sequence[tuple[Signal, Tensor]], t: Tensor, x
     """Return the times since the start at which the query times of signals reach their sample times.
 
     The result has one array (K,) or (lanes, K) per signal. ``recorded`` holds the signals that f evaluated at the
-    time t, with their query times. If the query time is t itself or a view of it, the knots are the sample times. Otherwise two
-    further evaluations of f determine the query time as a linear function of t.
+    time t, with their query times. If the query time is t itself or a view of it, the knots are the sample
+    times. Otherwise two further evaluations of f determine the query time as a linear function of t.
     """
     term, grid = setup.stepper.term, setup.grid
     if not recorded or not term.wants_time:
