@@ -217,12 +217,10 @@ class SeriesForecaster(SeriesEstimator):
         is_network = self.model_ in NETWORKS
         if not is_network:  # which needs its held-out series for early stopping
             for train, other in splits[1 : None if len(whole) < MOST_STARTS else 1]:
-                forecasts.append(
-                    self._fit_and_forecast(model, train, self._training_backtest(train, random), other, random)[1:]
-                )
+                forecasts.append(self._evaluate(model, train, self._cases(train, random), other, random)[1:])
         self._calibrate([test for _, test in splits], forecasts, is_held or self.model_ == "last")
         if is_held and not is_network:
-            model = self._fitted(model, series, self._training_backtest(whole, random), test, random)
+            model = self._fitted(model, series, self._cases(whole, random), test, random)
         self.networks_ = model if is_network else []
         self.fitted_: Any = None if is_network else model
         return self
@@ -240,7 +238,7 @@ class SeriesForecaster(SeriesEstimator):
 
         It is the best single model or the mean of the best two.
         """
-        backtest = self._training_backtest(train, random)
+        backtest = self._cases(train, random)
         scale = self.units_(test.series)[1][test.row]  # scale of each series, so that all series have the same weight
         is_scored = (test.lost == 0).all(1) & test.values.isfinite().any(-1).any(-1)  # complete histories
         is_scored |= ~is_scored.any()
@@ -251,9 +249,7 @@ class SeriesForecaster(SeriesEstimator):
         found = {}
         for name in names:
             models = self._models(name, train.x.shape[2] > WIDE)
-            found[name] = min(
-                (self._fit_and_forecast(each, train, backtest, test, random) for each in models), key=score
-            )
+            found[name] = min((self._evaluate(each, train, backtest, test, random) for each in models), key=score)
         self.cv_loss_ = {name: score(each) for name, each in found.items()}
         best = sorted(found, key=self.cv_loss_.__getitem__)[:2]
         if len(best) > 1:
@@ -264,7 +260,7 @@ class SeriesForecaster(SeriesEstimator):
         self.model_ = min(self.cv_loss_, key=self.cv_loss_.__getitem__)
         return found[self.model_]
 
-    def _fit_and_forecast(
+    def _evaluate(
         self, model: Any, train: Series, backtest: Backtest, test: Backtest, random: np.random.RandomState
     ) -> tuple[Any, Tensor, Tensor]:
         """Fit a model, and return it with its means and standard deviations for ``test``."""
@@ -560,7 +556,7 @@ class SeriesForecaster(SeriesEstimator):
             raise ValueError(f"ahead must not lie before the last sample of a series, {fault}. Fix: ahead={fix!r}.")
         return dt
 
-    def _training_backtest(self, series: Series, random: np.random.RandomState) -> Backtest:
+    def _cases(self, series: Series, random: np.random.RandomState) -> Backtest:
         """Return a random backtest from which a model learns."""
         pairs = PAIRS * WIDE // max(WIDE, series.x.shape[2])
         return draw_backtest(series, random, 0.0, max(3, pairs // 8 // len(series)), 8, self.horizon_)
