@@ -1,18 +1,19 @@
-"""Classification of irregular series: five ODE-RNNs beside recurrent networks, a neural CDE, boosting and MiniRocket.
+"""Classification of irregular time series: five ODE-RNNs, recurrent networks, a neural CDE, boosting and MiniRocket.
 
---dataset clinic is simulated: patients with six features, most of whose values are missing, and static features. One in
-five gets worse. The others are sets of the UEA and UCR archive that packages ship, see tasks/data/labelled_series.py.
-For your own data use ``hbnode.estimators.SeriesClassifier``.
+--dataset clinic is simulated: patients with static features and six time-dependent features, most of whose values are
+missing. One patient in five deteriorates. The other data sets are from the UEA and UCR archive, as shipped with Python
+packages; see tasks/data/labelled_series.py. For your own data use ``hbnode.estimators.SeriesClassifier``.
 
-All models have the same protocol: a stratified split of all series, 60/20/20, by the seed, so that results differ from
-those of the archive's own split; --drop of the values dropped at random; at most --samples times of each series, chosen
-at random; about --parameters parameters in each network; the weights of the best validation epoch. Boosting and the
-logistic regressions (on summaries, on MiniRocket's features, on the last values) choose from four settings by
-validation. "constant" is the frequencies of the classes. Seconds are those of all training steps. The unit of time is
-fitted, unless --time-unit gives one.
+All models have the same protocol. The seed determines a stratified 60/20/20 split of all series, so results are not
+comparable with those on the archive's own split. A fraction --drop of the values is removed at random, and at most
+--samples random time points of each series are used. Each network has about --parameters parameters. The test uses the
+weights of the best validation epoch. Boosting and the logistic regressions (on summary statistics, on MiniRocket's
+features, on the last values) are fitted with four settings, of which validation selects one. The model "constant"
+predicts the class frequencies. The reported seconds are the time of all training steps. The time unit is estimated from
+the data, unless --time-unit gives one.
 
-predictions.csv has the test probabilities. tasks.results collects the differences between models from it, with
-bootstrap intervals.
+predictions.csv contains the predicted probabilities for the test series. tasks.results computes from it the differences
+between models, with bootstrap intervals.
 """
 
 from __future__ import annotations
@@ -38,21 +39,21 @@ from tasks.models.classifiers import CLASSIFIERS, SHALLOW, fit_shallow, make_cla
 
 @dataclasses.dataclass(frozen=True)
 class ClassificationConfig(IrregularSeriesConfig):
-    """Options of classification."""
+    """Command-line options of the classification task."""
 
     models = CLASSIFIERS
     positive = "parameters"
 
     epochs: int = option(30, "passes over the training series", may_change=True)
     lr: float = option(5e-3, "Adam's learning rate")
-    schedule: str = option("cosine", "learning rate, as for the other tasks", SCHEDULES)
+    schedule: str = option("cosine", "learning-rate schedule, as for the other tasks", SCHEDULES)
     clip: float = option(1.0, "largest norm of the gradient; 0 does not clip")
-    time_unit: float = option(0.0, "unit of time, in that of the data; 0: ten median gaps")
-    dataset: str = option("clinic", "the set of series", DATASETS)
+    time_unit: float = option(0.0, "time unit of the models, in units of the data's times; 0: ten median gaps")
+    dataset: str = option("clinic", "the data set", DATASETS)
     drop: float = option(0.0, "share of the values to drop at random", below=1)
     samples: int = option(100, "largest number of times of a series, chosen at random; 0: all")
     parameters: int = option(5000, "approximate number of parameters of a network")
-    pool: str = option("last", "features that a network's head reads", ("last", "last and mean"))
+    pool: str = option("last", "output features that the classification head takes as input", ("last", "last and mean"))
     dropout: float = option(0.0, "dropout of a network's inputs and features", below=1)
 
     def try_out(self, model: str) -> None:
@@ -64,9 +65,9 @@ class ClassificationConfig(IrregularSeriesConfig):
 
 
 def load(config: ClassificationConfig) -> tuple[dict[str, Samples], list[str]]:
-    """Return training, validation and test data and the classes' names.
+    """Return a dictionary with the training, validation and test data, and the names of the classes.
 
-    The data are x, t, mask, lengths, static features and class.
+    Each data set is a tuple (x, t, mask, lengths, static features, class).
     """
     series, labels, names = read_labelled_series(config.dataset)
     series = thinned(series, config.drop, config.samples, config.seed)
@@ -77,7 +78,7 @@ def load(config: ClassificationConfig) -> tuple[dict[str, Samples], list[str]]:
 
 
 def split(labels: Tensor, seed: int) -> dict[str, Tensor]:
-    """Return the indices of 60, 20 and 20 % of the series of each class."""
+    """Return the indices of the training, validation and test series: 60, 20 and 20 % of each class."""
     generator = torch.Generator().manual_seed(seed)
     parts: dict[str, list[Tensor]] = {"train": [], "validation": [], "test": []}
     for label in labels.unique():
@@ -91,7 +92,7 @@ def split(labels: Tensor, seed: int) -> dict[str, Tensor]:
 
 
 def as_samples(series: Series, labels: Tensor, total: int) -> Samples:
-    """Return tensors padded to a given length."""
+    """Return the series as tensors, padded to ``total`` time points."""
     static = series.x.new_zeros(len(series), 0) if series.static is None else series.static
     missing = (0, 0, 0, total - series.x.shape[1])
     x = nn.functional.pad(series.x, missing, value=torch.nan)
@@ -101,7 +102,7 @@ def as_samples(series: Series, labels: Tensor, total: int) -> Samples:
 
 
 def cross_entropy(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, float]]:
-    """Return the mean negative log-likelihood, and the accuracy."""
+    """Return the mean negative log-likelihood of the labels, and the accuracy."""
     *inputs, labels = batch
     longest = int(inputs[3].max())
     x, t, mask = (part[:, :longest] for part in inputs[:3])
@@ -110,7 +111,7 @@ def cross_entropy(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, f
 
 
 def probabilities(model: nn.Module, data: Samples) -> np.ndarray:
-    """Return the probability of each class, (series, classes)."""
+    """Return the predicted class probabilities, an array (series, classes)."""
     model.eval()
     with torch.no_grad():
         parts = [
@@ -120,7 +121,7 @@ def probabilities(model: nn.Module, data: Samples) -> np.ndarray:
 
 
 def scores(predicted: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-    """Return accuracy, mean negative log-likelihood, and for two classes the AUROC."""
+    """Return the accuracy, the mean negative log-likelihood, and with two classes the AUROC."""
     from sklearn.metrics import log_loss, roc_auc_score
 
     classes = range(predicted.shape[1])
@@ -132,7 +133,7 @@ def scores(predicted: np.ndarray, labels: np.ndarray) -> dict[str, float]:
 
 
 def train_shallow(run: Run, config: ClassificationConfig, data: dict[str, Samples]) -> np.ndarray:
-    """Fit a model that is no network, write its single row of metrics, and return its test probabilities."""
+    """Fit a model without a network, write its single row of metrics, and return the test probabilities."""
     run.begin(config.epochs if run.load_checkpoint() else 0)
     begun = clock(run.workers.device)
     predict = fit_shallow(config.model, data["train"], data["validation"], config.seed)

@@ -1,15 +1,17 @@
 """Copying: recalling ten characters after a long pause.
 
-Appendix A.4 of Nguyen et al., MomentumRNN (2020), figures 4 and 10. The inputs are ten of eight characters, L blanks, a
-start symbol and nine more blanks, one-hot. The targets are L + 10 blanks and the ten characters. The loss is the mean
-cross-entropy over all L + 20 outputs. Without memory a network can predict the blanks and guess the characters, with
-the loss 10 ln 8 / (L + 20), the trivial loss, which is printed and drawn with every run. It is 0.0103 for 2K. The
-paper's LSTM ends there at 0.010 and its MomentumLSTM at 0.009; only a clearly lower loss shows memory.
+Appendix A.4 of Nguyen et al., MomentumRNN (2020), figures 4 and 10. An input sequence is one-hot encoded: ten random
+characters out of eight, L blanks, a start symbol and nine more blanks. The target sequence is L + 10 blanks, then the
+ten characters. The loss is the mean cross-entropy over all L + 20 outputs. A network without memory can predict the
+blanks and guess the characters. Its loss is the trivial loss 10 ln 8 / (L + 20), which every run prints. For the preset
+"2k" the trivial loss is 0.0103. The paper reports 0.010 for its LSTM and 0.009 for its MomentumLSTM on this problem;
+only a clearly lower loss shows that a network remembers.
 
-The presets "1k" and "2k" have the sizes of table 6, RMSprop with alpha 0.9, and the rules of tables 7 to 10, of 1K
-below L = 2000. NAG and adaptive momentum are not in the tables; their step size is that of momentum. Every batch is
-new, and an epoch is --iterations batches. The paper's 7000 are taken as batches, as in the code that it follows. The
-test set is the same for all runs. The default network, batch and L are small enough for two cores.
+The presets "1k" and "2k" use the sizes of table 6, RMSprop with alpha 0.9, and the hyperparameters of tables 7 to 10.
+Lengths L below 2000 use the hyperparameters of 1K. NAG and adaptive momentum are not in the tables; they use the step
+size of momentum. Every batch is newly drawn, and an epoch is --iterations batches. The paper's 7000 training iterations
+are interpreted as batches, as in the code that the paper follows. The test set is the same for all runs. The default
+network, batch size and L are small enough for two CPU cores.
 """
 
 from __future__ import annotations
@@ -44,30 +46,30 @@ TABLES = {
 
 @dataclasses.dataclass(frozen=True)
 class CopyingConfig(RecurrentConfig):
-    """Options of copying."""
+    """Command-line options of the copying task."""
 
     models = (*VARIANTS, OSCILLATORS)
     positive = "iterations test_size"
 
     epochs: int = option(30, "epochs, each of --iterations batches", may_change=True)
     iterations: int = option(100, "batches in an epoch")
-    batch_size: int = option(32, "sequences in a step")
-    hidden: int = option(64, "size of h")
-    length: int = option(200, "blanks between the characters and the start symbol, L")
+    batch_size: int = option(32, "sequences in a batch")
+    hidden: int = option(64, "size of the hidden state")
+    length: int = option(200, "L, the number of blanks between the characters and the start symbol")
     test_size: int = option(1000, "test sequences")
 
     @property
     def memory(self) -> int:
-        """Samples from a character to its recall."""
+        """The number of time steps from a character to its recall."""
         return self.length + RECALLED
 
     def table(self) -> Mapping[str, RuleOptions]:
-        """Return the rules for the length."""
+        """Return the hyperparameters of the paper for this length."""
         return TABLES["2k" if self.length >= 2000 else "1k"]
 
     @property
     def trivial_loss(self) -> float:
-        """The loss of blanks and guesses, without memory."""
+        """The loss of a network without memory, which predicts the blanks and guesses the characters."""
         return RECALLED * math.log(CHARACTERS) / (self.length + 2 * RECALLED)
 
 
@@ -76,16 +78,16 @@ PRESETS = {"1k": f"--length 1000 {_PAPER}", "2k": f"--length 2000 {_PAPER}"}
 
 
 def characters(count: int, generator: torch.Generator) -> Samples:
-    """Draw characters to remember (count, 10)."""
+    """Draw the characters to remember, a tensor (count, 10)."""
     return (torch.randint(CHARACTERS, (count, RECALLED), generator=generator),)
 
 
 def sequences(remembered: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets as numbers of symbols, (batch, length + 20) each.
+    """Return inputs and targets as symbol indices, each a tensor (batch, length + 20).
 
     Arguments:
         remembered: characters (batch, 10).
-        length: blanks after them.
+        length: number of blanks after the characters.
     """
     blanks = remembered.new_full((len(remembered), length + RECALLED), BLANK)
     x = torch.cat([remembered, blanks], dim=1)
@@ -94,7 +96,7 @@ def sequences(remembered: Tensor, length: int) -> tuple[Tensor, Tensor]:
 
 
 def cross_entropy(model: nn.Module, batch: Samples, length: int) -> tuple[Tensor, dict[str, float]]:
-    """Return the mean cross-entropy of all outputs, and the share of the characters that is recalled."""
+    """Return the mean cross-entropy of all outputs, and the fraction of characters that are recalled."""
     (remembered,) = batch
     x, target = sequences(remembered, length)
     scores = model(nn.functional.one_hot(x, START + 1).float())

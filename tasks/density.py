@@ -1,17 +1,19 @@
-"""Densities in the plane by a heavy-ball flow and by a continuous normalizing flow with the exact trace.
+"""Density estimation in the plane by a heavy-ball flow and by a continuous normalizing flow (CNF) with the exact trace.
 
 Section 3.5 of Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture Design? (2022), leaves
-normalizing flows by HBNODEs open. On phase space they have an exact density without a trace
-(hbnode.distributions.HeavyBallFlow). But data have no momentum, so their likelihood is a bound. The CNF (Chen et al.,
-arXiv:1806.07366) is a NODE whose log-density is integrated along its path, with as many parameters. It has the better
-likelihood; a step of the heavy-ball flow costs less.
+normalizing flows by HBNODEs as an open problem. hbnode.distributions.HeavyBallFlow has an exact density on the phase
+space of positions and momenta, without computing a trace. But data have no momentum, so only a lower bound (ELBO) of
+their log-likelihood is available. The CNF (Chen et al., arXiv:1806.07366) is a NODE that integrates the log-density
+along its trajectory; it has the same number of parameters. The CNF reaches the better likelihood; a training step of
+the heavy-ball flow costs less.
 
-Every batch is new; the test set is the same for all runs. The test loss is a negative log-likelihood in nats. It is
-exact for the CNF; for heavy-ball flows it is an upper bound from --eval-samples momenta per point, in the summary from
---final-samples. --dataset ring has no data but a known energy. There the loss is the reverse Kullback-Leibler
-divergence, for heavy-ball flows that of h and m together, which is at least as large. Training can end in one of the
-two crescents, with a divergence of about log 2. density.png shows the density on a grid, by importance sampling over
-the momenta, samples of the model, and data.
+Every batch is newly drawn; the test set is the same for all runs. The test loss is a negative log-likelihood in nats.
+It is exact for the CNF. For heavy-ball flows it is an upper bound, computed from --eval-samples sampled momenta per
+point, and in the summary from --final-samples. --dataset ring has a known energy instead of data. Its loss is the
+reverse Kullback-Leibler divergence. For heavy-ball flows it is the divergence of the joint distribution of h and m,
+which is at least as large. Training can end with a model that covers only one of the two crescents, at a divergence of
+about log 2. density.png shows the model's density on a grid (by importance sampling over the momenta), samples of the
+model, and the data.
 """
 
 from __future__ import annotations
@@ -33,26 +35,26 @@ from tasks.common.train import Samples, fit, fresh_data
 from tasks.data.planar import DATASETS, EXTENT, grid, log_normalizer, ring
 from tasks.models.densities import CNF, TITLES, Flow
 
-PICTURE = 100  # points of a side of the density's picture
-ROWS = 50_000  # points of a batch in the estimate of a density
-SPAN = 2.0  # time span of a heavy-ball flow; that of a CNF is 1
+PICTURE = 100  # grid points along each side of the density's picture
+ROWS = 50_000  # points in a batch when a density is estimated
+SPAN = 2.0  # integration time of a heavy-ball flow; a CNF integrates over [0, 1]
 
 
 @dataclasses.dataclass(frozen=True)
 class DensityConfig(TaskConfig):
-    """Options of density estimation."""
+    """Command-line options of density estimation."""
 
     models = tuple(TITLES)
     positive = "iterations test_size hidden steps eval_samples final_samples"
 
     epochs: int = option(10, "epochs, each of --iterations batches", may_change=True)
     iterations: int = option(200, "batches in an epoch")
-    batch_size: int = option(256, "points in a step")
+    batch_size: int = option(256, "points in a batch")
     lr: float = option(5e-3, "Adam's learning rate")
-    schedule: str = option("cosine", "learning rate: constant, falling to 0 as a cosine", ("constant", "cosine"))
+    schedule: str = option("cosine", "learning-rate schedule: constant, or cosine to 0", ("constant", "cosine"))
     clip: float = option(10.0, "largest norm of the gradient; 0 does not clip")
-    dataset: str = option("pinwheel", "the density to learn; ring is an energy", (*DATASETS, "ring"))
-    hidden: int = option(64, "units of the two hidden layers of f; a CNF has more, for an equal number of parameters")
+    dataset: str = option("pinwheel", "the density to learn; ring is given by an energy", (*DATASETS, "ring"))
+    hidden: int = option(64, "units of the two hidden layers of f; wider in a CNF, for equal numbers of parameters")
     steps: int = option(16, "leapfrog steps of a heavy-ball flow")
     test_size: int = option(2000, "test points")
     eval_samples: int = option(20, "momenta for each test point after each epoch")
@@ -60,7 +62,7 @@ class DensityConfig(TaskConfig):
 
 
 class Objective(nn.Module):
-    """The loss of a model as a module, because DistributedDataParallel calls only ``forward``."""
+    """The training loss as a module, because DistributedDataParallel calls only ``forward``."""
 
     def __init__(self, model: Flow | CNF, energy: bool, eval_samples: int) -> None:
         super().__init__()
@@ -69,7 +71,7 @@ class Objective(nn.Module):
 
     @override
     def forward(self, x: Tensor) -> Tensor:
-        """Return the negative log-likelihood of x, or the reverse divergence of as many samples of the model."""
+        """Return the negative log-likelihood of x, or the reverse divergence estimated from len(x) model samples."""
         if self.energy:
             drawn, log_prob = self.model.draw(len(x))
             return (log_prob + ring(drawn)).mean() + self.log_z
@@ -77,34 +79,34 @@ class Objective(nn.Module):
 
 
 def loss_of(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, float]]:
-    """Return the loss of a batch."""
+    """Return the loss of a batch, and no further metrics."""
     return model(batch[0]), {}
 
 
 def make_flow(config: DensityConfig, generalized: bool = False) -> Flow:
-    """Return the heavy-ball flow of these options."""
+    """Return the heavy-ball flow that the options describe."""
     return Flow(config.hidden, t_span=(0.0, SPAN), generalized=generalized, steps=config.steps)
 
 
 def make_model(config: DensityConfig) -> Flow | CNF:
-    """Return the model. The width of a CNF gives it the number of parameters of a heavy-ball flow."""
+    """Return the model. The width of a CNF is chosen so that it has as many parameters as a heavy-ball flow."""
     if config.model != "cnf":
         return make_flow(config, config.model == "generalized")
     with torch.random.fork_rng(devices=[]):
         wanted = count_parameters(make_flow(config))
-    width = round((math.sqrt(41 + 4 * wanted) - 7) / 2)  # w² + 7w + 2 parameters
+    width = round((math.sqrt(41 + 4 * wanted) - 7) / 2)  # a CNF of width w has w² + 7w + 2 parameters
     return CNF(width)
 
 
 @torch.no_grad()
 def log_density(model: Flow | CNF, x: Tensor, samples: int) -> Tensor:
-    """Return the log-density of many points, in batches."""
+    """Return the log-density at many points, computed in batches."""
     return torch.cat([model.log_prob(part, samples) for part in x.split(max(1, ROWS // samples))])
 
 
 @torch.no_grad()
 def effective_sample_size(model: Flow | CNF, n: int) -> dict[str, float]:
-    """Return the share of effective samples and log Z of the ring, by importance sampling with n samples."""
+    """Return the relative effective sample size and the estimate of log Z for the ring, from n importance samples."""
     x, log_prob = model.draw(n)
     weight = -ring(x) - log_prob
     share = (2 * weight.logsumexp(0) - (2 * weight).logsumexp(0)).exp() / n
@@ -112,7 +114,7 @@ def effective_sample_size(model: Flow | CNF, n: int) -> dict[str, float]:
 
 
 def picture_of(model: Flow | CNF, wanted: Tensor, samples: int) -> dict[str, Tensor]:
-    """Return the density on a grid, samples, and the target: points, or a density on the grid."""
+    """Return the density on a grid, samples of the model, and the target (data points, or the density on the grid)."""
     density = log_density(model, grid(PICTURE).to(wanted.device), samples).exp()
     with torch.no_grad():
         drawn = model.draw(2000)[0]
@@ -120,14 +122,14 @@ def picture_of(model: Flow | CNF, wanted: Tensor, samples: int) -> dict[str, Ten
 
 
 def draw_density(figure: Figure, parts: Mapping[str, Tensor], name: str) -> None:
-    """Draw the density of a model, its samples, and the data or the density of the energy."""
+    """Draw the density of a model, its samples, and the data or the target density."""
     axes = figure.subplots(1, 3)
     image: dict[str, Any] = {"extent": (-EXTENT, EXTENT) * 2, "origin": "lower", "cmap": "viridis"}
     is_energy = parts["wanted"].shape == (PICTURE, PICTURE)
     titles = {"density": "density", "samples": "samples", "wanted": "target density" if is_energy else "data"}
     for ax, (part, title), color in zip(axes, titles.items(), ("", "C0", "C3"), strict=True):
         if parts[part].shape == (PICTURE, PICTURE):
-            brightest = parts[part].flatten().quantile(0.999)  # an estimate from few samples has outliers
+            brightest = parts[part].flatten().quantile(0.999)  # estimates from few samples have outliers
             ax.imshow(parts[part].numpy(), vmin=0, vmax=brightest.item(), **image)
         else:
             ax.scatter(*parts[part].T.numpy(), s=1, linewidths=0, color=color)

@@ -1,13 +1,13 @@
-"""Tables and figures of the pages of Results from rows, and the table and figure of any run folders.
+"""Draw the tables and figures of the pages of Results from their CSV files, or those of any run folders.
 
-``write_results(docs/results, docs/_results)`` writes a Markdown file for each table of each ``NAME.csv``,
+``write_results(docs/results, docs/_results)`` reads every ``NAME.csv`` and writes each of its tables as a Markdown file
 ``NAME-TABLE.md``. It also writes the table of claims, ``claims.md``, and the figures. The build of the documentation
-calls it, and the pages include these files.
+calls this function, and the pages include the files.
 
-A number in the text of a page or of ``claims.csv`` is a reference: ``{digits.adjoint: hbnode; nfe_backward_mean}``
-stands for the value of that file, table, model and metric, or the median over the seeds. A case and a statistic may
-follow: ``{transformer-copy.48-symbols: linear; test_accuracy; 750 batches}``, ``{speech.15-epochs: plain; test_mse;
-range}``. A reference must name exactly one value.
+The text of a page or of ``claims.csv`` can refer to a number: ``{digits.adjoint: hbnode; nfe_backward_mean}`` is
+replaced by the value of that metric for the model "hbnode" in the table "adjoint" of ``digits.csv``, or by its median
+over the seeds. The case and the statistic may follow: ``{transformer-copy.48-symbols: linear; test_accuracy; 750
+batches}``, ``{speech.15-epochs: plain; test_mse; range}``. Each reference must match exactly one value.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ METRICS = {
 }
 ABBREVIATIONS = {"mse": "MSE", "rmse": "RMSE", "nll": "NLL", "kl": "KL", "nfe": "NFE", "auroc": "AUROC", "bleu": "BLEU"}
 ABBREVIATIONS |= {"mV": "in mV", "percent": "in %"}
-# Columns that the conditions of a table name, and what they are called.
+# Columns that are printed as conditions below a table, and their titles.
 CONDITIONS = {name: name for name in ("data", "size", "solver", "gradient", "tolerance")} | {"epochs_done": "epochs"}
 CONDITIONS |= {"seeds": "seeds", "cpu": "CPU"} | {
     name: name for name in ("threads", "torch", "date", "command", "origin")
@@ -71,12 +71,12 @@ Files = Mapping[str, Sequence[Row]]
 
 
 def read_results(root: Path) -> dict[str, list[Row]]:
-    """Return the rows of every file of results in a folder, by its name."""
+    """Return a dictionary from the name of each CSV file in a folder to its rows."""
     return {path.stem: read_csv(path) for path in sorted(root.glob("*.csv")) if path.stem != "claims"}
 
 
 def finished(rows: Iterable[Row]) -> list[Row]:
-    """Return the rows of finished runs; an unfinished run has one row, which says how many epochs it has done."""
+    """Return the rows of finished runs. An unfinished run has a single row with the number of epochs done so far."""
     return [row for row in rows if row["statistic"] != "unfinished"]
 
 
@@ -84,7 +84,7 @@ def finished(rows: Iterable[Row]) -> list[Row]:
 
 
 def shown(value: str, metric: str) -> str:
-    """Return a value as tables show it: accuracies in %, a comma between thousands, about three significant digits."""
+    """Format a value for tables: accuracies in %, a comma between thousands, about three significant digits."""
     try:
         number = Decimal(value)
     except InvalidOperation:
@@ -104,18 +104,18 @@ def shown(value: str, metric: str) -> str:
 
 
 def is_share(metric: str) -> bool:
-    """Whether a metric is a share, shown in %."""
+    """Return whether a metric is a fraction that tables show in %."""
     return metric.endswith(("accuracy", "separates"))
 
 
 def title(metric: str) -> str:
-    """Return the name of a metric at the head of a column."""
+    """Return the column title of a metric."""
     words = (ABBREVIATIONS.get(word, word) for word in metric.split("_"))
     return METRICS.get(metric.removesuffix("_mean"), " ".join(words) + (" %" if is_share(metric) else ""))
 
 
 def name_of(model: str, titles: Mapping[str, str] = TITLES) -> str:
-    """Return the name of a model in tables, such as "NODE, λ = 0.1" for "node, λ = 0.1"."""
+    """Return the title of a model in tables, such as "NODE, λ = 0.1" for "node, λ = 0.1"."""
     if model in titles:
         return titles[model]
     kind, comma, rest = model.partition(", ")
@@ -123,11 +123,11 @@ def name_of(model: str, titles: Mapping[str, str] = TITLES) -> str:
 
 
 def spread(rows: Sequence[Row]) -> tuple[str, str, str]:
-    """Return center, least and largest value of the rows of one metric; empty strings for those that no row has."""
+    """Return the median (or single value), the minimum and the maximum of one metric; "" for those that are missing."""
     metric = rows[0]["metric"]
     parts = [[row["value"] for row in rows if row["statistic"] in part] for part in (CENTRES, LOW, HIGH)]
     centre = parts[0]
-    if len(centre) > 1 and metric == "separates":  # 0 or 1 for each seed
+    if len(centre) > 1 and metric == "separates":  # the rows have 0 or 1 for each seed
         return shown(f"{statistics.fmean(map(float, centre)):.4g}", metric), "", ""
     if len(centre) > 1:
         numbers = sorted(centre, key=_number)
@@ -146,7 +146,7 @@ def _number(value: str) -> float:
 
 
 def cell(rows: Sequence[Row]) -> str:
-    """Return a cell of a table: a value with its standard error, or the median over the seeds with the range."""
+    """Return the text of a table cell: a value with its standard error, or the median over the seeds with the range."""
     if not rows:
         return ""
     if rows[0]["metric"] == "solved":
@@ -161,7 +161,7 @@ def cell(rows: Sequence[Row]) -> str:
 
 
 def solved(rows: Sequence[Row]) -> str:
-    """Return how many runs solved their problem, from a sum or from a row of 0 or 1 for each seed."""
+    """Return how many runs solved their problem. The rows have either the sum, or 0 or 1 for each seed."""
     return f"{sum(int(row['value']) for row in rows)} of {rows[0]['seeds'] or len(rows)}"
 
 
@@ -169,7 +169,7 @@ def solved(rows: Sequence[Row]) -> str:
 
 
 def lookup(files: Files, name: str, table: str, path: str) -> str:
-    """Return the number that a reference names, see the top of this file."""
+    """Return the number that a reference stands for; the module docstring describes references."""
     asked = f"{{{name}{'.' + table if table else ''}: {path}}}"
     if name not in files:
         raise ValueError(f"{asked}: there is no file {name}.csv. Fix: one of {', '.join(files)}.")
@@ -185,7 +185,7 @@ def lookup(files: Files, name: str, table: str, path: str) -> str:
 
 
 def matching(rows: Sequence[Row], asked: str, model: str, metric: str, case: str, table: str) -> list[Row]:
-    """Return the rows of a model, metric and case, all of one table; an empty ``table`` is that of the rows."""
+    """Return the rows of one model, metric and case. With an empty ``table`` the rows must be of a single table."""
     found = [row for row in rows if (row["model"], row["metric"], row["case"]) == (model, metric, case)]
     found = [row for row in found if table in ("", row["table"])]
     if not found:
@@ -198,7 +198,7 @@ def matching(rows: Sequence[Row], asked: str, model: str, metric: str, case: str
 
 
 def substitute(text: str, files: Files) -> str:
-    """Return a text with every reference replaced by its number."""
+    """Return the text with every reference replaced by its number."""
     return REFERENCE.sub(lambda match: lookup(files, match[1], match[2] or "", match[3]), text)
 
 
@@ -206,7 +206,7 @@ def substitute(text: str, files: Files) -> str:
 
 
 def tables(name: str, rows: Sequence[Row]) -> dict[str, str]:
-    """Return a Markdown table, with its conditions below, for each table of a file."""
+    """Return a dictionary with every table of a file as Markdown. Each has its conditions below."""
     titles = TITLES | (RECURRENT if name in MOMENTUM_LAYERS else {})
     texts = {}
     for table in dict.fromkeys(row["table"] for row in rows):
@@ -219,15 +219,15 @@ def tables(name: str, rows: Sequence[Row]) -> dict[str, str]:
 
 
 def markdown(lines: Sequence[Sequence[str]]) -> str:
-    """Return a table in Markdown; the first line has the names of the columns."""
+    """Return a table in Markdown. The first line contains the column titles."""
     head, *rest = ("| " + " | ".join(line) + " |" for line in lines)
     return "\n".join([head, "|" + "---|" * len(lines[0]), *rest])
 
 
 def grid(rows: Sequence[Row], titles: Mapping[str, str] = TITLES) -> list[list[str]]:
-    """Return the cells of a table: a line for each model, and a column for each metric and case.
+    """Return the cells of a table, with a line for each model and a column for each metric and case.
 
-    A table of more than eight columns, and more columns than lines, is transposed.
+    The table is transposed if it has more than eight columns and more columns than lines.
     """
     models = {
         model: [row for row in rows if row["model"] == model] for model in dict.fromkeys(r["model"] for r in rows)
@@ -241,7 +241,7 @@ def grid(rows: Sequence[Row], titles: Mapping[str, str] = TITLES) -> list[list[s
         few = f", {seeds[model]} of {max(seeds.values())} seeds" if 0 < seeds[model] < max(seeds.values()) else ""
         cells = [cell([row for row in mine if (row["metric"], row["case"]) == column]) for column in columns]
         lines.append([name_of(model, titles) + few, shown(sizes.get(model, ""), ""), *cells])
-    if len(set(sizes.values())) < 2:  # then the conditions name the size
+    if len(set(sizes.values())) < 2:  # the conditions below the table contain the size
         lines = [[line[0], *line[2:]] for line in lines]
     is_wide = len(lines[0]) > max(8, len(lines))
     return [list(line) for line in zip(*lines, strict=True)] if is_wide else lines
@@ -268,7 +268,7 @@ def _unfinished(rows: Sequence[Row]) -> str:
 
 
 def claims(path: Path, files: Files) -> str:
-    """Return the table of claims: claim, verdict, what was measured, conditions and page."""
+    """Return the table of claims as Markdown: claim, verdict, measurement, conditions and page."""
     columns = ("claim", "verdict", "measured", "conditions")
     lines = [[*columns, "page"]]
     for row in read_csv(path):
@@ -281,7 +281,10 @@ def claims(path: Path, files: Files) -> str:
 
 
 def values(rows: Iterable[Row], table: str, metric: str, case: str = "") -> dict[str, tuple[float, float, float]]:
-    """Return center, least and largest value of each model; without a center, the geometric mean of the range."""
+    """Return (median, minimum, maximum) for each model.
+
+    If there is no median, the geometric mean of the range is used.
+    """
     found: dict[str, list[Row]] = {}
     for row in finished(rows):
         if (row["table"], row["metric"], row["case"]) == (table, metric, case):
@@ -297,7 +300,7 @@ def values(rows: Iterable[Row], table: str, metric: str, case: str = "") -> dict
 
 
 def draw_equal_error(files: Files) -> Figure:
-    """Draw the evaluations at equal error, and the time of a training step at equal gradient error."""
+    """Draw the function evaluations at equal error, and the time of a training step at equal gradient error."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
     rows, levels = files["solvers"], ("1e-3", "1e-5", "1e-7")
     for method in ("nystrom4", "nystrom6", "nystrom8", "tsit5", "dopri5", "DOP853"):
@@ -329,7 +332,7 @@ def draw_equal_error(files: Files) -> Figure:
 
 
 def draw_reversible(files: Files) -> Figure:
-    """Draw what each gradient stores, and its error from the gradient of the stored steps."""
+    """Draw how much memory each gradient method stores, and its error relative to the gradient of stored steps."""
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
     rows = [row for row in files["exactness"] if row["table"] == "reversible"]
     steps = sorted({int(row["case"].split()[1]) for row in rows})
@@ -338,7 +341,7 @@ def draw_reversible(files: Files) -> Figure:
         for index, model in enumerate(dict.fromkeys(row["model"] for row in rows)):
             found = [values(rows, "reversible", metric, f"steps {n}")[model][0] for n in steps]
             style = "--s" if "reversible" not in model else "-o"
-            if any(found):  # the errors of "direct" are 0: the others are compared with it
+            if any(found):  # "direct" is the reference of the others, so its errors are 0
                 ax.plot(steps, found, style, label=model, color=f"C{index}", ms=8 - 2 * index)
         ax.set(xscale="log", yscale="log", xlabel="steps", ylabel=label)
         ax.set_xticks(steps, [str(n) for n in steps])
@@ -349,7 +352,7 @@ def draw_reversible(files: Files) -> Figure:
 
 
 def draw_memory(files: Files) -> Figure:
-    """Draw the error of memories in float32 against the decay factor of a step."""
+    """Draw the float32 error of linear-attention memories against the decay factor per step."""
     figure, ax = plt.subplots(figsize=(6.5, 3.6), layout="constrained")
     rows = [row for row in files["exactness"] if row["table"] == "memory"]
     decays = list(dict.fromkeys(row["case"] for row in rows))
@@ -368,7 +371,7 @@ def draw_memory(files: Files) -> Figure:
 
 
 def draw_oscillators(files: Files) -> Figure:
-    """Draw the error against seconds of training on irregular samples of the vibration of an aircraft."""
+    """Draw the test error against training seconds on irregular samples of an aircraft's vibration."""
     figure, ax = plt.subplots(figsize=(7, 3.8), layout="constrained")
     rows = files["plane-vibration"]
     seconds = values(rows, "tuned", "seconds")
@@ -388,7 +391,7 @@ def draw_oscillators(files: Files) -> Figure:
 
 
 def draw_ode_rnns(files: Files) -> Figure:
-    """Draw the test error of forecasts at one learning rate for all models, and at tuned rates."""
+    """Draw the test error of forecasts, with the same learning rate for all models and with tuned rates."""
     figure, ax = plt.subplots(figsize=(8, 3.8), layout="constrained")
     models = ("node", "anode", "sonode", "hbnode", "ghbnode", "lstm", "gru", "gru-d", "cfc")
     for table, label, shift, color in (
@@ -408,13 +411,13 @@ def draw_ode_rnns(files: Files) -> Figure:
 
 
 def _bar(ax: Axes, x: float, found: tuple[float, float, float], **style: Any) -> None:
-    """Draw the center of some values as a point, and their range as a bar."""
+    """Draw a median as a point, and the range of the values as a vertical bar."""
     middle, low, high = found
     ax.errorbar(x, middle, [[middle - low], [high - middle]], fmt="o", ms=5, capsize=2, **style)
 
 
 def _lines(ax: Axes, files: Files, models: Mapping[str, str]) -> None:
-    """Draw the test errors of models that are not networks as horizontal lines."""
+    """Draw the test errors of models without a network as horizontal lines."""
     found = values(files["shallow-rows"], "vibration", "test_forecast_mse")
     for model, style in models.items():
         ax.axhline(found[model][0], color="0.5", ls=style, label=TITLES.get(model, model))
@@ -430,7 +433,7 @@ FIGURES = {
 
 
 def write_results(root: Path, out: Path) -> list[Path]:
-    """Write all tables and figures of a folder of results; return their paths."""
+    """Write all tables and figures for a folder of results, and return the paths of the files."""
     files = read_results(root)
     texts = {"claims": claims(root / "claims.csv", files)}
     for name, rows in files.items():
@@ -438,7 +441,7 @@ def write_results(root: Path, out: Path) -> list[Path]:
     written = []
     for name, text in texts.items():
         path = out / f"{name}.md"
-        if not path.exists() or path.read_text(encoding="utf-8") != text:  # sphinx reads pages again by their date
+        if not path.exists() or path.read_text(encoding="utf-8") != text:  # Sphinx rebuilds files by date
             write_whole(path, text.encode())
         written.append(path)
     for name, draw in FIGURES.items():
@@ -451,22 +454,22 @@ def write_results(root: Path, out: Path) -> list[Path]:
 
 
 def rows_of(groups: Iterable[Group], shown: tuple[str, ...]) -> list[Row]:
-    """Return the rows of groups of runs: all results whose names begin with an entry of ``shown``."""
+    """Return a row for each result of the groups whose name begins with an entry of ``shown``."""
     rows = []
     for group in groups:
         for run in group.runs:
             about = dict.fromkeys(COLUMNS, "") | run.conditions() | {"model": group.label}
             for name, value in run.results.items():
-                is_last = name in run.config or f"{name}_mean" in run.results  # of the last epoch, beside its mean
+                is_last = name in run.config or f"{name}_mean" in run.results  # of the last epoch only
                 if name.startswith(shown) and not is_last:
                     rows.append(about | {"metric": name, "value": number(value)})
     return rows
 
 
 def show(groups: Sequence[Group], shown: tuple[str, ...], heading: str) -> tuple[str, dict[str, Figure]]:
-    """Return the table of groups of runs, and their figures by the suffix of the file.
+    """Return the table of groups of runs as Markdown, and their figures by file suffix.
 
-    The figures draw the columns of ``metrics.csv`` and, where runs have it, of ``tolerance.csv``.
+    The figures draw the columns of ``metrics.csv``, and of ``tolerance.csv`` if the runs have that file.
     """
     rows = rows_of(groups, shown)
     lines = grid(rows)
@@ -481,7 +484,7 @@ def show(groups: Sequence[Group], shown: tuple[str, ...], heading: str) -> tuple
 
 
 def draw_runs(groups: Sequence[Group], file: str, shown: tuple[str, ...], heading: str) -> Figure:
-    """Draw columns of a table of each run against its first column."""
+    """Draw columns of a CSV file of each run against its first column."""
     tables = [[read_csv(run.path / file) for run in group.runs] for group in groups]
     x, *names = dict.fromkeys(name for runs in tables for name in runs[0][0])
     every = [row for runs in tables for rows in runs for row in rows]
@@ -499,7 +502,7 @@ def draw_runs(groups: Sequence[Group], file: str, shown: tuple[str, ...], headin
 
 
 def draw_panel(ax: Axes, groups: Sequence[Group], tables: Sequence[Sequence[Sequence[Row]]], x: str, name: str) -> None:
-    """Draw a column of the tables of runs against another one: the median over the seeds and their range."""
+    """Draw column ``name`` of the runs' tables against column ``x``: the median over the seeds and their range."""
     for index, (group, runs) in enumerate(zip(groups, tables, strict=True)):
         found = [rows for rows in zip(*runs, strict=False) if all(row.get(name) for row in rows)]
         if found:

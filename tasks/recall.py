@@ -1,23 +1,24 @@
-"""Recall: values bound to keys and queried later, a test of the capacity of a state of fixed size.
+"""Associative recall: the model stores key-value pairs and later predicts the value of a given key.
 
-Multi-query associative recall after Arora et al., Zoology (arXiv:2312.04927): keys and their values in turn, then each
-key once more at a random place, where the model predicts its value. There are three kinds:
+The task tests the capacity of a recurrent state of fixed size. It follows the multi-query associative recall of Arora
+et al., Zoology (arXiv:2312.04927). A sequence contains keys, each followed by its value; then each key appears once
+more at a random position, where the model predicts its value. There are three kinds of sequences:
 
-- "once": each key is bound once.
-- "again": each key is bound --times, each time to another value. The last value is the answer. The table also has how
-  often a model answers with the first one.
-- "noisy": each key is bound twice --times to the same value, but a binding has another random value with some
-  probability. The table also has the accuracy of the most frequent value of each key.
+- "once": each key has one value.
+- "again": each key appears --times with a different value. The last value is the answer. The table also shows how often
+  a model answers with the first value.
+- "noisy": each key appears 2 * --times with the same value, which is replaced by a random value with some probability.
+  The table also shows the accuracy of answering with the most frequent value of each key.
 
-A model is trained on a mixture of numbers of pairs (and of probabilities), one per step, and tested on each of them and
-on larger ones. All have the same embedding, a convolution over two symbols, and the same width. By default they have
-equal parameters, except for a few gates, and equal states: models with one matrix per head have half the heads, of
-twice the size. The state of softmax attention grows with the sequence.
+Training alternates between several numbers of pairs (and noise probabilities), one for each step. The test uses each of
+these settings and larger ones. All models have the same embedding, convolution over two symbols, and width. By default
+they have equal numbers of parameters, except for a few gates, and states of equal size: models that store one matrix
+per head have half as many heads of twice the size. The state of softmax attention grows with the sequence.
 
-Each model trains with the learning rates of --rates and the first seed; the best one by validation is used for the
-other seeds. ``python -m tasks.recall --preset table`` makes the runs of the page Results, and ``python -m tasks.results
-show runs/recall/table`` their table. The preset "zoology" has the numbers of pairs, the vocabulary and the sizes of
-that paper.
+Each model is trained with every learning rate of --rates and the first seed. The rate with the best validation accuracy
+is used for the other seeds. ``python -m tasks.recall --preset table`` trains the models of the page Results, and
+``python -m tasks.results show runs/recall/table`` prints their table. The preset "zoology" uses the numbers of pairs,
+the vocabulary and the model sizes of the Zoology paper.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ from tasks.readers import best_rates
 from tasks.rows import run_folders
 
 KINDS = ("once", "again", "noisy")
-VALIDATION_SEED, TEST_SEED = 2**62, 2**62 + 1  # no training data has these seeds
+VALIDATION_SEED, TEST_SEED = 2**62, 2**62 + 1  # seeds that training data never uses
 
 
 @dataclasses.dataclass(frozen=True)
 class RecallConfig(ContenderConfig):
-    """Options of recall."""
+    """Command-line options of associative recall."""
 
     positive = "iterations test_size most keys values times"
 
@@ -54,28 +55,28 @@ class RecallConfig(ContenderConfig):
     rates: str = option("", "learning rates to choose from, with commas between; empty: --lr", may_change=True)
     epochs: int = option(5, "epochs, each of --iterations batches", may_change=True)
     iterations: int = option(100, "batches in an epoch")
-    batch_size: int = option(32, "sequences in a step")
+    batch_size: int = option(32, "sequences in a batch")
     lr: float = option(1e-2, "AdamW's learning rate")
     schedule: str = option("cosine", "learning rate: constant, cosine or step", ("constant", "cosine", "step"))
     clip: float = option(1.0, "largest norm of the gradient; 0 does not clip")
     weight_decay: float = option(0.1, "AdamW's weight decay")
-    d_model: int = option(32, "features of a symbol")
-    heads: int = option(2, "heads of the attention")
+    d_model: int = option(32, "size of a symbol's embedding")
+    heads: int = option(2, "number of attention heads")
     layers: int = option(2, "layers")
-    feedforward: int = option(64, "hidden units of a layer's network")
-    equal: str = option("state", "what is equal between the models besides parameters", ("heads", "state"))
-    most: int = option(16, "most pairs in training; also a half, a quarter and an eighth of them", least=8)
-    keys: int = option(32, "different keys")
-    values: int = option(32, "different values")
-    times: int = option(2, "bindings of a key of kind again; noisy has twice as many")
-    test_size: int = option(200, "test sequences of each setting")
+    feedforward: int = option(64, "hidden units of each layer's feedforward network")
+    equal: str = option("state", "what the models have in common besides the number of parameters", ("heads", "state"))
+    most: int = option(16, "largest number of pairs in training; 1/2, 1/4 and 1/8 of it are used too", least=8)
+    keys: int = option(32, "number of different keys")
+    values: int = option(32, "number of different values")
+    times: int = option(2, "values per key of the kind again; noisy has twice as many")
+    test_size: int = option(200, "test sequences for each data setting")
 
     def kinds(self) -> tuple[str, ...]:
-        """Return the kinds that ``--kind`` names."""
+        """Return the kinds of sequences that ``--kind`` names."""
         return names_in(self.kind, KINDS, "--kind")
 
     def learning_rates(self) -> tuple[float, ...]:
-        """Return the learning rates to choose from."""
+        """Return the learning rates to try."""
         try:
             return tuple(float(rate) for rate in self.rates.split(",")) if self.rates else (self.lr,)
         except ValueError:
@@ -90,7 +91,7 @@ class RecallConfig(ContenderConfig):
             dataclasses.replace(self, kind=kind).tested()
 
     def trained(self) -> list[Bindings]:
-        """Return the settings of training, one for each step in turn."""
+        """Return the data settings for training, which consecutive steps use in turn."""
         pairs = [self.most // part for part in (8, 4, 2, 1)]
         if self.kind == "once":
             return [self._bindings(n) for n in pairs]
@@ -99,7 +100,7 @@ class RecallConfig(ContenderConfig):
         return [self._bindings(n, 2 * self.times, noise=x) for n in pairs[:-1] for x in (0.0, 0.2, 0.4)]
 
     def tested(self) -> list[Bindings]:
-        """Return the settings of tests: those of training and more pairs, or with noise more pairs and more noise."""
+        """Return the data settings for tests: the training settings and harder ones with more pairs or more noise."""
         if self.kind == "once":
             return [*self.trained(), self._bindings(2 * self.most)]
         if self.kind == "again":
@@ -120,7 +121,7 @@ PRESETS = {
 
 
 class Recaller(nn.Module):
-    """Embedding, a causal convolution over two symbols, and a transformer that predicts values."""
+    """An embedding, a causal convolution over two symbols, and a transformer that predicts values."""
 
     def __init__(self, config: RecallConfig) -> None:
         super().__init__()
@@ -129,14 +130,14 @@ class Recaller(nn.Module):
         self.transformer = config.make_transformer(None, output_size=config.values, norm_first=True)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return scores (batch, length, values) for symbols (batch, length)."""
+        """Return logits (batch, length, values) for symbols (batch, length)."""
         x = self.convolution(self.embedding(tokens).transpose(1, 2))[..., :-1].transpose(1, 2)
         scores: Tensor = self.transformer(x)
         return scores
 
 
 class FreshMixture:
-    """Training data with a new batch in each step, of each setting in turn."""
+    """Training data: a newly drawn batch in each step, from each data setting in turn."""
 
     unit = "batch"
 
@@ -145,7 +146,7 @@ class FreshMixture:
         self.settings = config.trained()
 
     def minibatch(self, epoch: int, start: int) -> Minibatch:
-        """Return the batch of a step."""
+        """Return the batch of one training step."""
         step = epoch * self.per_epoch + start
         generator = torch.Generator().manual_seed(1_000_000_007 * self.config.seed + step)
         tokens, targets, _ = self.settings[step % len(self.settings)].draw(self.config.batch_size, generator)
@@ -154,7 +155,7 @@ class FreshMixture:
 
 
 def cross_entropy(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, float]]:
-    """Return the mean cross-entropy of the answers, and the accuracy."""
+    """Return the mean cross-entropy of the answers, and their accuracy."""
     tokens, targets, *stale = batch
     is_query = targets != IGNORED
     scores, wanted = model(tokens)[is_query], targets[is_query]
@@ -165,7 +166,7 @@ def cross_entropy(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, f
 
 
 def train(config: RecallConfig) -> None:
-    """Train one model on one kind with one learning rate and one seed, and test it."""
+    """Train one model on one kind of sequences with one learning rate and one seed, and test it."""
     run = Run("recall", config, f"{config.preset}/{folder_name(config)}")
     if run.workers.size > 1:
         raise SystemExit("recall trains in one process. Fix: no torchrun.")
@@ -196,7 +197,7 @@ def train(config: RecallConfig) -> None:
 
 
 def folder_name(config: RecallConfig) -> str:
-    """Return the name of a run's folder."""
+    """Return the name of the run folder."""
     return f"{config.kind}-{config.equal}-{config.model}-lr{config.lr:g}-seed{config.seed}"
 
 
@@ -210,7 +211,7 @@ def single_runs(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train all models: with each learning rate for the first seed, and with the best one for the other seeds."""
+    """Train every model with each learning rate for the first seed, and with the best rate for the other seeds."""
     config = parse(RecallConfig, PRESETS, __doc__, argv)
     root = Path(config.out or Path("runs") / "recall" / config.preset)
     first, rates = config.seed, config.learning_rates()

@@ -1,27 +1,30 @@
-"""Translation: English to German, all words at once, refined a few times.
+"""Non-autoregressive translation from English to German: all words are predicted at once and refined a few times.
 
 Section 4.4.4 and table 9 of Wang et al. (2022), after Lee et al., Deterministic Non-Autoregressive Neural Sequence
 Modeling by Iterative Refinement (2018). An encoder reads the English sentence and predicts how much longer the German
-one is. A first decoder translates the English words, spread over that length. A second one refines the translation
---iterations - 1 times, from the words and the output vectors of the pass before. Training has --refinements passes with
-equally weighted losses. With probability 1/2 a pass reads the corrupted true translation instead of the output of the
-pass before. Some of its words, fewer in every pass and 10 % in the last, are replaced by the word before, replaced by
-any word, or swapped with the next.
+one is. A first decoder translates the English words, spread over that length. A second decoder refines the translation
+--iterations - 1 times. Its inputs are the words and the output vectors of the previous pass. Training has --refinements
+passes with equally weighted losses. With probability 1/2 the input of a pass is a corrupted copy of the true
+translation instead of the output of the previous pass. The corruption repeats the previous word, inserts a random word,
+or swaps a word with the next one. The share of corrupted words falls from pass to pass, to 10 % in the last pass.
 
-The attention layers, in the encoder, the decoders and between them, are those of the other tasks, and none is causal:
-"momentum" is equation 74, in which the last keys have less weight. Memories read in order, so they do not apply here.
+The attention layers in the encoder, in the decoders and between them are those of the other tasks. None is causal.
+"momentum" is equation 74, in which the last keys have less weight. Recurrent memories such as gated_delta process
+tokens in order, so they are not available here.
 
-The sentences are Tatoeba if ``HBNODE_DATA`` has tatoeba-deu-eng/deu-eng.zip, otherwise of a simulated language. No
-sentence of the test is in training, in either language. Subwords of both languages share one vocabulary. BLEU is
-sacrebleu's, of the original text. The weights of the best validation BLEU are tested once, in the end: after each pass,
-and with the true length ("oracle"). A repeated word is written once, as in their code.
+The sentences are from Tatoeba if ``HBNODE_DATA`` contains tatoeba-deu-eng/deu-eng.zip, otherwise from a simulated
+language. No test sentence occurs in the training data, in either language. Both languages share one subword vocabulary.
+BLEU is computed by sacrebleu on the original text. The weights with the best validation BLEU are tested once, at the
+end: after each pass, and with the true target length ("oracle"). Immediate repetitions of a word are removed from
+translations, as in the authors' code.
 
-The preset "paper" has the sizes of Lee et al. for IWSLT'16 (278, 507, 5 layers, 2 heads, 40,000 subwords, 8 passes),
-and from their code 4 passes in training, Adam's rate, the kinds of corruption and its probability. Differences: the
-targets are translations of people and not of a teacher; all embeddings and readouts share a weight; there are sinusoids
-and layers of hbnode instead of positional attention and highways; the rate follows a cosine; words are corrupted
-independently instead of a fixed number of them. The length is learned at the same time, without a gradient into the
-encoder. The default preset is for two cores: short sentences and small layers.
+The preset "paper" has the sizes of Lee et al. for IWSLT'16 (278 features, 507 hidden units, 5 layers, 2 heads, 40,000
+subwords, 8 passes). From their code it has the 4 passes in training, Adam's learning rate, and the kinds and
+probability of corruption. There are five differences. The training targets are human translations instead of the
+outputs of a teacher model. All embeddings and output layers share one weight. Sinusoidal positions and hbnode's layers
+replace positional attention and highway connections. The learning rate follows a cosine. Each word is corrupted
+independently, instead of a fixed number of words. The length predictor is trained at the same time, without a gradient
+into the encoder. The default options have short sentences and small layers, for two CPU cores.
 """
 
 from __future__ import annotations
@@ -45,13 +48,13 @@ from tasks.data.subwords import PADDING, SPECIAL, decode, learn_subwords
 from tasks.data.tatoeba import SOURCES, Pair, read_pairs
 from tasks.models.contenders import CONTENDERS, attention_of
 
-MAX_OFFSET = 20  # largest difference of the lengths of a sentence and its translation, in subwords
-SHOWN = 8  # translations in the summary
+MAX_OFFSET = 20  # largest difference between the lengths of a sentence and its translation, in subwords
+SHOWN = 8  # number of example translations in the summary
 
 
 @dataclasses.dataclass(frozen=True)
 class TranslationConfig(TaskConfig):
-    """Options of translation."""
+    """Command-line options of the translation task."""
 
     models = tuple(name for name, model in CONTENDERS.items() if not model.causal_only)
     positive = "vocabulary d_model heads layers feedforward refinements iterations"
@@ -59,19 +62,19 @@ class TranslationConfig(TaskConfig):
     epochs: int = option(10, "passes over the training data", may_change=True)
     schedule: str = option("cosine", "learning rate: constant, cosine or step", ("constant", "cosine", "step"))
     clip: float = option(1.0, "largest norm of the gradient; 0 does not clip")
-    data: str = option("auto", "the sentences; auto is Tatoeba if it is there", SOURCES)
+    data: str = option("auto", "the sentences; auto: Tatoeba if its file exists", SOURCES)
     max_words: int = option(5, "most words of a sentence; longer pairs are left out; 0: any")
     max_length: int = option(10, "most subwords of a sentence in training; longer pairs are left out; 0: any")
     train_size: int = option(20_000, "pairs to train on; 0: all")
     test_size: int = option(500, "pairs of the validation data and of the test; 0: all")
     vocabulary: int = option(2000, "subwords of both languages")
-    d_model: int = option(64, "features of a subword")
+    d_model: int = option(64, "size of a subword's embedding")
     heads: int = option(4, "heads")
     layers: int = option(2, "layers of the encoder and of each decoder")
-    feedforward: int = option(128, "hidden units of a layer's network")
+    feedforward: int = option(128, "hidden units of each layer's feedforward network")
     dropout: float = option(0.1, "dropout", below=1)
-    refinements: int = option(3, "passes of the decoders in training")
-    iterations: int = option(8, "passes in translating")
+    refinements: int = option(3, "number of decoder passes in training")
+    iterations: int = option(8, "number of decoder passes in translation")
 
     def check(self) -> None:
         """Raise ValueError for options that cannot be combined."""
@@ -80,7 +83,7 @@ class TranslationConfig(TaskConfig):
             raise ValueError(f"--d-model must be even and a multiple of --heads, got {self.d_model} and {self.heads}")
 
     def layer_options(self) -> dict[str, Any]:
-        """Return the arguments of a layer; positions are in the embedding."""
+        """Return the keyword arguments of an attention layer, which adds no positions; the embedding does."""
         options = attention_of(self.model)
         if options["attention"] == "softmax":
             options["attention_options"] = {"rotary": False}
@@ -97,14 +100,14 @@ PRESETS = {
 
 
 def as_samples(pairs: Sequence[Pair], subwords: Tokenizer) -> Samples:
-    """Return the numbers of the subwords of English and of German, (N, longest) each, padded at the end."""
+    """Return the subword indices of the English and of the German sentences, each (N, longest), padded at the end."""
     return tuple(
         torch.tensor([text.ids for text in subwords.encode_batch(list(texts))]) for texts in zip(*pairs, strict=True)
     )
 
 
 def at_most(samples: Samples, length: int) -> Samples:
-    """Return the pairs with at most ``length`` subwords in either language; 0: all."""
+    """Return the sentence pairs with at most ``length`` subwords in both languages; with 0, all pairs."""
     if not length:
         return tuple(map(trimmed, samples))
     kept = torch.stack([(x != PADDING).sum(1) <= length for x in samples]).all(0)
@@ -114,14 +117,14 @@ def at_most(samples: Samples, length: int) -> Samples:
 
 
 def trimmed(tokens: Tensor) -> Tensor:
-    """Return tokens without columns of padding."""
+    """Return the tokens without the columns that contain only padding."""
     return tokens[:, : int((tokens != PADDING).sum(1).max())]
 
 
 def corrupt(tokens: Tensor, share: float, words: int) -> Tensor:
-    """Return subwords (batch, length) of which a share is changed.
+    """Return a copy of the subwords (batch, length) in which a random share of them is corrupted.
 
-    A subword is repeated instead of the next one, replaced by any, or swapped with the next.
+    A corrupted subword is replaced by the previous one, replaced by a random one, or swapped with the next one.
     """
     kind = torch.rand(tokens.shape, device=tokens.device) * 3 / share
     is_pair = (tokens[:, :-1] != PADDING) & (tokens[:, 1:] != PADDING)
@@ -138,11 +141,11 @@ def corrupt(tokens: Tensor, share: float, words: int) -> Tensor:
 
 
 class Translator(nn.Module):
-    """An encoder, two decoders, and a prediction of the length.
+    """An encoder, two decoders, and a classifier that predicts the length of the translation.
 
     Arguments:
         words: size of the vocabulary.
-        config: model and sizes.
+        config: options with the kind of attention and the sizes.
     """
 
     def __init__(self, words: int, config: TranslationConfig) -> None:
@@ -163,11 +166,11 @@ class Translator(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Return vectors (batch, length, d_model) of subwords, with an initial variance of 1."""
+        """Return embeddings (batch, length, d_model) of subwords, with an initial variance of 1."""
         return self.embedding(tokens) * self.config.d_model**0.5
 
     def encode(self, source: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the memory of the decoders (batch, length, d_model), and scores of the length's offset (batch, 41)."""
+        """Return the encoder's outputs (batch, length, d_model), and logits for the length difference (batch, 41)."""
         padding = source == PADDING
         x, depth = self.dropout(self.embed(source) + positions(source.shape[1], self.embedding.weight)), None
         for layer in self.encoder:
@@ -176,22 +179,22 @@ class Translator(nn.Module):
         return x, self.length(mean)
 
     def decode(self, index: int, x: Tensor, padding: Tensor, memory: Tensor, source: Tensor) -> Tensor:
-        """Return the output of a pass of the first or the second decoder, (batch, length, d_model)."""
+        """Return the output of one pass of the first or the second decoder, (batch, length, d_model)."""
         x, depth = self.dropout(x + positions(x.shape[1], x)), None
         for layer in self.second if index else self.first:
             x, depth = layer(x, memory, depth, key_padding_mask=padding, memory_key_padding_mask=source == PADDING)
         return x
 
     def read_out(self, x: Tensor) -> Tensor:
-        """Return scores (batch, length, words) of the subwords."""
+        """Return subword logits (batch, length, words)."""
         return nn.functional.linear(x, self.embedding.weight, self.bias)
 
     def forward(self, source: Tensor, target: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Return scores of the subwords after each pass, and of the length's offset.
+        """Return the subword logits after each pass, and the logits for the length difference.
 
         Arguments:
-            source: (batch, length).
-            target: (batch, length), for its length, and corrupted as an input in training.
+            source: subwords (batch, length). target: subwords (batch, length), which give the target length and,
+                corrupted, the inputs of training passes.
         """
         memory, offset = self.encode(source)
         padding, passes = target == PADDING, self.config.refinements
@@ -207,11 +210,11 @@ class Translator(nn.Module):
 
     @torch.no_grad()
     def translate(self, source: Tensor, lengths: Tensor | None = None) -> list[Tensor]:
-        """Return subwords (batch, length) after each pass, padded at the end.
+        """Return the translation after each pass as subwords (batch, length), padded at the end.
 
         Arguments:
             source: (batch, length).
-            lengths: of the translations, (batch,); None: predicted.
+            lengths: lengths of the translations, (batch,). With None the model predicts them.
         """
         memory, offset = self.encode(source)
         if lengths is None:
@@ -227,7 +230,7 @@ class Translator(nn.Module):
 
 
 def positions(length: int, like: Tensor) -> Tensor:
-    """Return sinusoids (length, d_model) at 0, 1, ..., with wavelengths from 2 pi to 20,000 pi."""
+    """Return sinusoidal position encodings (length, d_model), with wavelengths from 2 pi to 20,000 pi."""
     size = like.shape[-1]
     rates = 10_000 ** -(torch.arange(0, size, 2, device=like.device) / size)
     angles = torch.arange(length, device=like.device)[:, None] * rates
@@ -235,11 +238,11 @@ def positions(length: int, like: Tensor) -> Tensor:
 
 
 def spread(source: Tensor, padding: Tensor) -> Tensor:
-    """Return the source's subwords, repeated or left out evenly to the length of the target, (batch, target length).
+    """Stretch or shorten the source to the target length by evenly repeating or dropping subwords.
 
     Arguments:
         source: (batch, length).
-        padding: (batch, target length), True after the target.
+        padding: (batch, target length), True after the end of each target.
     """
     have, want = (source != PADDING).sum(1, keepdim=True), (~padding).sum(1, keepdim=True)
     places = torch.arange(padding.shape[1], device=source.device) * have // want
@@ -250,7 +253,7 @@ def spread(source: Tensor, padding: Tensor) -> Tensor:
 
 
 def cross_entropy(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, float]]:
-    """Return the mean cross-entropy of the passes plus that of the length. Report the passes' mean and the last one."""
+    """Return the mean cross-entropy of all passes plus that of the length, and the metrics to report."""
     source, target = map(trimmed, batch)
     scores, offset = model(source, target)
     losses = [nn.functional.cross_entropy(x.flatten(0, 1), target.flatten(), ignore_index=PADDING) for x in scores]
@@ -261,18 +264,17 @@ def cross_entropy(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, f
 
 
 def without_repeats(sentence: str) -> str:
-    """Return the sentence without repetitions of a word."""
+    """Return the sentence without immediate repetitions of a word."""
     return " ".join(word for word, _ in itertools.groupby(sentence.split()))
 
 
 class Judge:
-    """Translates sentences and compares the results with their true translations.
+    """Translates sentences and compares the results with reference translations.
 
     Arguments:
         pairs: the sentences and their translations.
         subwords: the vocabulary.
-        batch_size: sentences in a batch.
-        device: of the model.
+        batch_size: number of sentences in a batch. device: device of the model.
     """
 
     def __init__(self, pairs: Sequence[Pair], subwords: Tokenizer, batch_size: int, device: torch.device) -> None:
@@ -280,11 +282,11 @@ class Judge:
         self.samples = tuple(x.to(device) for x in as_samples(pairs, subwords))
 
     def translations(self, model: Translator, is_oracle: bool = False) -> list[list[str]]:
-        """Return the translations after each pass.
+        """Return the translations of all sentences after each pass.
 
         Arguments:
             model: the model.
-            is_oracle: whether to give it the true lengths.
+            is_oracle: whether the model gets the true target lengths.
         """
         model.eval()
         passes: list[list[str]] = [[] for _ in range(model.config.iterations)]
@@ -296,13 +298,13 @@ class Judge:
         return passes
 
     def bleu(self, sentences: Sequence[str]) -> float:
-        """Return BLEU of translations of all sentences, in percent."""
+        """Return the BLEU score, in percent, of translations of all sentences."""
         import sacrebleu
 
         return float(sacrebleu.corpus_bleu(list(sentences), [[german for _, german in self.pairs]]).score)
 
     def results(self, model: Translator) -> dict[str, object]:
-        """Return the results of the test."""
+        """Return the test results for the summary."""
         begun = time.perf_counter()
         passes = self.translations(model)
         seconds = time.perf_counter() - begun
@@ -315,7 +317,7 @@ class Judge:
 
 
 def fit(run: Run, model: Translator, pairs: Mapping[str, list[Pair]], subwords: Tokenizer) -> dict[str, float]:
-    """Train for the configured epochs, load the best weights, and return their epoch and BLEU."""
+    """Train for the configured epochs, load the weights of the epoch with the best BLEU, and return both."""
     config, device = model.config, run.workers.device
     judge = Judge(pairs["validation"], subwords, config.batch_size, device)
 
@@ -330,10 +332,10 @@ def fit(run: Run, model: Translator, pairs: Mapping[str, list[Pair]], subwords: 
 
 
 def train(config: TranslationConfig) -> None:
-    """Train one model with one seed, and test the best epoch's weights once."""
+    """Train one model with one seed, and test the weights of the best epoch once."""
     sizes = {name: getattr(config, name) for name in ("max_words", "train_size", "test_size")}
     parts, source = read_pairs(config.data, **sizes)
-    config = dataclasses.replace(config, data=source)  # a run cannot be resumed with another source
+    config = dataclasses.replace(config, data=source)  # a run cannot be resumed with other data
     run = Run("translation", config, f"{config.preset}-{source}-{config.model}-seed{config.seed}")
     subwords = learn_subwords((text for pair in parts["train"] for text in pair), config.vocabulary)
     words = subwords.get_vocab_size()

@@ -1,1 +1,1 @@
-"""What the tasks share: options, run folders, training, sweeps, files."""
+"""Code that all tasks share: options, run folders, training, sweeps and files."""

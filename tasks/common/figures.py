@@ -1,6 +1,6 @@
-"""Parts of figures: styles that tell lines apart, legends beside the axes, figures that are written at the end.
+"""Helpers for figures: distinct line styles, legends beside the axes, and contexts that write a figure when they end.
 
-``tasks/pages.py`` draws the curves of all runs. A task or study with figures of its own draws them in its own file.
+``tasks/pages.py`` draws the curves of all runs. The special figures of a task or study are drawn in its own file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MARKERS = "osD^vPX*<>"
 
 
 def line_style(index: int, count: int, length: int) -> dict[str, Any]:
-    """Return the style of one of ``count`` lines, so that lines on top of each other can be told apart.
+    """Return the style of line ``index`` out of ``count`` lines, so that overlapping lines can be told apart.
 
     Each line has its own marker, which is hollow and smaller than those of the lines before it. Lines with many points
     have their markers at different points.
@@ -37,7 +37,7 @@ def line_style(index: int, count: int, length: int) -> dict[str, Any]:
 
 
 def legend_beside(figure: Figure | SubFigure) -> Legend:
-    """Add a legend to the right of all axes, with each label once."""
+    """Add a legend to the right of all axes, in which each label appears once."""
     entries: dict[str, Any] = {}
     for ax in figure.axes:
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
@@ -47,13 +47,11 @@ def legend_beside(figure: Figure | SubFigure) -> Legend:
 
 @contextmanager
 def figure_at(path: Path, size: tuple[float, float], title: str = "", *, legend: bool = False) -> Iterator[Figure]:
-    """Yield a new figure. At the end it gets a title and perhaps a legend, and is written.
+    """Yield a new figure. When the context ends, add the title and the legend, and write the file.
 
     Arguments:
-        path: of the file.
-        size: in inches.
-        title: of the figure.
-        legend: whether it gets a legend of all lines beside the axes.
+        path: path of the file. size: width and height in inches. title: title of the figure. legend: whether to add a
+            legend of all lines beside the axes.
     """
     import matplotlib.pyplot as plt
 
@@ -76,6 +74,9 @@ def panels(
     legend: bool = True,
     **options: Any,
 ) -> Iterator[tuple[Figure, Any]]:
-    """Yield a new figure and its axes (rows, columns) as :func:`figure_at` does; options are those of ``subplots``."""
+    """Yield a new figure and its array of axes (rows, columns); see :func:`figure_at`.
+
+    ``options`` are passed to ``subplots``.
+    """
     with figure_at(path, size, title, legend=legend) as figure:
         yield figure, figure.subplots(rows, columns, squeeze=False, **options)

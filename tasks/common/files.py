@@ -1,4 +1,4 @@
-"""Files of runs. Each is written to a temporary name that then replaces the file, so that no file is half written."""
+"""Read and write the files of runs. Each file is first written under a temporary name, so it is never half written."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file as a whole."""
+    """Write a file so that it is never half written."""
     with written_whole(path) as partial:
         partial.write_bytes(content)
 
@@ -50,7 +50,7 @@ def _finite(content: Any) -> Any:
 
 
 def write_table(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
-    """Write rows as CSV. The keys of the first row are the names of the columns."""
+    """Write rows as a CSV file. The keys of the first row are the column names."""
     text = io.StringIO()
     writer = csv.DictWriter(text, fieldnames=list(rows[0]))
     writer.writeheader()
@@ -59,7 +59,7 @@ def write_table(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
 
 
 def markdown(rows: Sequence[Mapping[str, object]]) -> str:
-    """Return rows as a table in Markdown. The keys of the first row are the names of the columns."""
+    """Return rows as a Markdown table. The keys of the first row are the column names."""
     lines = [list(rows[0]), *([str(entry) for entry in row.values()] for row in rows)]
     header, *others = ("| " + " | ".join(line) + " |" for line in lines)
     return "\n".join([header, "|" + "---|" * len(rows[0]), *others])
@@ -76,21 +76,21 @@ def write_figure(figure: Figure, path: Path) -> None:
 
 
 def write_tensors(path: Path, content: Mapping[Any, object]) -> None:
-    """Write a dictionary that :func:`read_tensors` reads."""
+    """Write a dictionary in the format that :func:`read_tensors` reads."""
     buffer = io.BytesIO()
     torch.save(content, buffer)
     write_whole(path, buffer.getvalue())
 
 
 def read_tensors(path: Path) -> dict[Any, Any]:
-    """Return a dictionary of tensors, numbers, strings and containers of them. Nothing else is unpickled."""
+    """Read a dictionary of tensors, numbers, strings and containers. Other objects are rejected when unpickling."""
     with exit_on(ValueError), readable(path, NEW_FOLDER):
         content: dict[Any, Any] = torch.load(path, map_location="cpu", weights_only=True)
     return content
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return a JSON object."""
+    """Read a JSON object from a file."""
     with exit_on(ValueError), readable(path, NEW_FOLDER):
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return content
@@ -98,12 +98,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def readable(path: Path | str, fix: str, problem: str = "cannot be read") -> Iterator[None]:
-    """Turn every exception into a ValueError that names the file; readers of damaged files raise many kinds.
+    """Turn every exception into a ValueError that names the file, because damaged files cause many kinds of exceptions.
 
     Arguments:
         path: the file.
-        fix: what the error advises.
-        problem: what the error says of the file.
+        fix: advice in the error message.
+        problem: what is wrong with the file, in the error message.
     """
     try:
         yield
@@ -113,7 +113,7 @@ def readable(path: Path | str, fix: str, problem: str = "cannot be read") -> Ite
 
 @contextmanager
 def exit_on(*errors: type[Exception]) -> Iterator[None]:
-    """End the process with the message of such an error, without a traceback."""
+    """If one of these errors occurs, end the process with its message and without a traceback."""
     try:
         yield
     except errors as error:

@@ -1,4 +1,4 @@
-"""A run: its folder, how it resumes, the processes that train it, and several runs side by side."""
+"""Run folders, resuming of runs, distributed training, and several runs at the same time."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from tasks.common import files
 from tasks.common.config import TaskConfig, parse
 
 C = TypeVar("C", bound=TaskConfig)
-PRELOADED = ["tasks.common.train"]  # imported once for all runs; it must start no thread of OpenMP
+PRELOADED = ["tasks.common.train"]  # imported once for all processes; the import must not start OpenMP threads
 RESULTS = ("checkpoint.pt", "metrics.csv", "summary.json")
 OTHER_FOLDER = "Fix: --out another-folder, or delete that one."
 
 
 @dataclasses.dataclass(frozen=True)
 class Workers:
-    """The processes that train one model together.
+    """The processes that train one model in data-parallel training.
 
     Attributes:
-        rank: the number of this process.
+        rank: the rank of this process.
         size: the number of processes.
-        device: where this process computes.
+        device: the device of this process.
     """
 
     rank: int
@@ -47,10 +47,10 @@ class Workers:
 
     @classmethod
     def join(cls, device: str) -> Workers:
-        """Join the processes that torchrun started, if there are any.
+        """Join the process group if torchrun started this process.
 
         Arguments:
-            device: cpu, cuda, or auto, which is cuda if there is one.
+            device: "cpu", "cuda", or "auto" for CUDA if it is available.
         """
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -63,11 +63,11 @@ class Workers:
         return cls(distributed.get_rank() if size > 1 else 0, size, torch.device(device))
 
     def to_device(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return tensors on this process's device."""
+        """Return the tensors on this process's device."""
         return tuple(x.to(self.device) for x in tensors)
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Return the model to train. With several processes, its gradients are averaged over them."""
+        """Return the module to train. With several processes it is a module that averages the gradients over them."""
         return model if self.size == 1 else nn.parallel.DistributedDataParallel(model)
 
     def sum(self, values: dict[str, float]) -> dict[str, float]:
@@ -82,16 +82,15 @@ class Workers:
 class Run:
     """A run folder: ``config.json``, ``metrics.csv``, ``summary.json``, ``checkpoint.pt``.
 
-    The same command resumes a run. It finds the folder, ``config.json`` must have the same options, and the trainer
-    continues from :meth:`load_checkpoint` in the middle of an epoch, with the numbers of an uninterrupted run.
+    Repeating a command resumes its run: it finds the folder, and checks that ``config.json`` has the same options. The
+    trainer continues from the last checkpoint, even within an epoch. The results equal those of an uninterrupted run.
 
     Arguments:
-        task: the name of the task.
-        config: its options.
-        label: the name of the folder in ``runs/task``, unless ``config.out`` names a folder.
+        task: name of the task. config: options of the task.
+        label: name of the folder in ``runs/task``. It is not used if ``config.out`` names a folder.
 
     Raises:
-        SystemExit: if the folder has the results of a run with other options, or results without their checkpoint.
+        SystemExit: if the folder contains a run with other options, or results without a checkpoint.
     """
 
     def __init__(self, task: str, config: TaskConfig, label: str) -> None:
@@ -126,8 +125,8 @@ class Run:
         """Write ``config.json`` before the training, unless the run is finished.
 
         Arguments:
-            epochs_done: the epochs that are trained already.
-            is_done: whether the run ended before the epochs that the options ask for.
+            epochs_done: number of epochs trained so far.
+            is_done: whether the run has ended before the configured number of epochs.
         """
         if epochs_done > self.config.epochs:
             raise SystemExit(
@@ -144,28 +143,28 @@ class Run:
                 files.write_json(self.folder / "config.json", self.described)
 
     def announce(self, model: nn.Module, name: str, *about: str) -> None:
-        """Print the model's name and size, the folder, and further lines; only the first process does."""
+        """Print the model's name and size, the folder, and further lines. Only the first process prints."""
         if self.workers.rank == 0:
             size = f"{count_parameters(model)} parameters"
             print(f"{name}, seed {self.config.seed}: {size}, writing to {self.folder}", *about, sep="\n")
 
     def load_checkpoint(self) -> dict[str, Any] | None:
-        """Return the last checkpoint; None without one."""
+        """Return the last checkpoint, or None if there is none."""
         path = self.folder / "checkpoint.pt"
         return files.read_tensors(path) if path.exists() else None
 
     def save_checkpoint(self, **state: object) -> None:
-        """Write the checkpoint; only the first process does."""
+        """Write the checkpoint. Only the first process writes."""
         if self.workers.rank == 0:
             files.write_tensors(self.folder / "checkpoint.pt", state)
 
     def write_metrics(self) -> None:
-        """Write all rows so far to ``metrics.csv``."""
+        """Write all rows of metrics so far to ``metrics.csv``."""
         if self.workers.rank == 0 and self.rows:
             files.write_table(self.folder / "metrics.csv", self.rows)
 
     def finish(self, model: nn.Module, **extra: object) -> None:
-        """Write ``summary.json``: the last row, further results, the model's size, and the machine."""
+        """Write ``summary.json``: the last row of metrics, further results, the model's size, and the machine."""
         if self.workers.rank == 0 and not self.is_finished:
             seconds = [row["seconds"] for row in self.rows]
             summary = {
@@ -177,7 +176,7 @@ class Run:
                 **{
                     f"{name}_mean": sum(row[name] for row in self.rows) / len(seconds)
                     for name in ("nfe_forward", "nfe_backward")
-                    if name in self.rows[0]  # only tasks with ODEs count them
+                    if name in self.rows[0]  # only tasks with ODEs have these columns
                 },
                 **extra,
                 **environment(self.workers.device),
@@ -192,16 +191,16 @@ class Run:
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Return the number of trained parameters."""
+    """Return the number of trainable parameters."""
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
 def environment(device: torch.device) -> dict[str, object]:
-    """Return the versions, the device, the commit and the command of this process."""
+    """Return a dictionary with the versions, the device, the git commit and the command of this process."""
     describe = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         git = subprocess.run(describe, capture_output=True, text=True, check=False, cwd=Path(__file__).parent).stdout
-    except OSError:  # no git
+    except OSError:  # git is not installed
         git = ""
     return {
         "python": platform.python_version(),
@@ -221,7 +220,7 @@ def write_study(folder: Path, name: str, rows: Sequence[Mapping[str, object]], *
 
 
 def _processor() -> str:
-    """Return the name of the processor, if the system has it."""
+    """Return the name of the processor, or an empty string if it is unknown."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -234,12 +233,12 @@ def _processor() -> str:
 def command(
     kind: type[C], presets: Mapping[str, str], doc: str | None, train: Callable[[C], None]
 ) -> Callable[..., None]:
-    """Return the ``main`` of a task, which trains the models that a command line names.
+    """Return the ``main`` function of a task, which parses a command line and trains the selected models.
 
     Arguments:
-        kind: options of the task.
+        kind: class of the task's options.
         presets: see :func:`tasks.common.config.parse`.
-        doc: text of the help.
+        doc: text at the start of the help.
         train: the task, a function at the top level of its module.
     """
 
@@ -269,7 +268,7 @@ def sweep(config: C, train: Callable[[C], None]) -> None:
             config.with_model(model),
             seed=seed,
             seeds=1,
-            out=str(Path(config.out) / f"{model}-seed{seed}") if config.out else "",  # empty: the task names it
+            out=str(Path(config.out) / f"{model}-seed{seed}") if config.out else "",  # "": the task names it
         )
         for seed in seeds
         for model in models
@@ -280,12 +279,10 @@ def sweep(config: C, train: Callable[[C], None]) -> None:
 
 
 def run_here(config: C, train: Callable[[C], None], threads: int = 0) -> None:
-    """Train one model in this process. Errors of data, files and options end it with their message.
+    """Train one model in this process. Errors in data, files or options end the process with their message.
 
     Arguments:
-        config: the options.
-        train: the task.
-        threads: of torch; 0 leaves them.
+        config: the options. train: the function that trains a model. threads: number of torch threads; 0: unchanged.
     """
     if threads:
         torch.set_num_threads(threads)
@@ -294,11 +291,11 @@ def run_here(config: C, train: Callable[[C], None], threads: int = 0) -> None:
 
 
 def run_side_by_side(configs: Sequence[C], train: Callable[[C], None]) -> list[str]:
-    """Train each configuration in a process of its own, and return a line for each run that failed.
+    """Train each configuration in a separate process, and return a message for each run that failed.
 
     Arguments:
-        configs: one for each run, equal in ``jobs``, how many run at a time, and ``device``. A single one trains in
-            this process.
+        configs: one configuration for each run. All have the same ``device`` and the same ``jobs``, the largest number
+            of simultaneous runs. A single configuration is trained in this process.
         train: the task, a function at the top level of its module.
     """
     if len(configs) <= 1:
@@ -316,7 +313,7 @@ def run_side_by_side(configs: Sequence[C], train: Callable[[C], None]) -> list[s
     context: Any = multiprocessing.get_context(method)
     context.set_forkserver_preload(PRELOADED)
     waiting, failed = [dataclasses.replace(config, jobs=jobs) for config in reversed(configs)], []
-    running: dict[Any, tuple[BaseProcess, C]] = {}  # by the handle that becomes ready when the process ends
+    running: dict[Any, tuple[BaseProcess, C]] = {}  # the key is a handle that becomes ready when the process ends
     with stopped_by(signal.SIGINT, signal.SIGTERM):
         try:
             while waiting or running:
@@ -342,9 +339,9 @@ def run_side_by_side(configs: Sequence[C], train: Callable[[C], None]) -> list[s
 
 @contextmanager
 def stopped_by(*numbers: int) -> Iterator[None]:
-    """End the process with a message when one of these signals arrives.
+    """End the process with a message when it receives one of these signals.
 
-    This holds also if SIGINT was ignored, as in a process that a shell starts in the background.
+    SIGINT has this effect even if it was ignored before, as in processes that a shell starts in the background.
     """
     before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
     try:
