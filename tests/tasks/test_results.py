@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from tasks import pages, readers, results, walker2d
+from tasks import readers, result_tables, results, walker2d
 from tasks.common import run as task_run
 from tasks.experiments import COMMANDS, Command
-from tasks.pages import lookup, read_results, substitute, tables, write_results
+from tasks.result_tables import lookup, read_results, substitute, tables, write_results
 from tasks.rows import COLUMNS, read_csv, renamed, runs, study, write_rows
 from tasks.studies import shallow_rows
 
@@ -49,7 +49,7 @@ def test_no_measured_number_is_typed_by_hand():
             f"{page.name} has a table with numbers. Fix: collect them into docs/results, include the table"
         )
     for claim in read_csv(DOCS / "results" / "claims.csv"):
-        assert not NUMBER.search(pages.REFERENCE.sub("", claim["measured"])), claim["claim"]
+        assert not NUMBER.search(result_tables.REFERENCE.sub("", claim["measured"])), claim["claim"]
         assert re.match(r"(yes|partly|no|not|early)\b", claim["verdict"])
         assert not claim["page"] or (DOCS / "results" / f"{claim['page']}.md").exists()
 
@@ -63,7 +63,7 @@ def test_pages_include_every_table_and_every_reference_is_found(tmp_path):
     assert not included - written
     assert not {name for name in written - included if not name.startswith("recurrent-cost")}  # on the page Benchmarks
     for text in texts:
-        assert not pages.REFERENCE.search(substitute(text, files))
+        assert not result_tables.REFERENCE.search(substitute(text, files))
     assert {page.stem for page in PAGES} >= set(NAMES)
 
 
@@ -75,8 +75,8 @@ def test_a_table_shows_its_file(tmp_path):
     text = tables("one", read_csv(tmp_path / "one.csv"))["t"]
     for part in ("| HBNODE | 96.4 [95, 97] |", "seeds 3", "origin abc", "*Not finished:* gru, seed 1"):
         assert part in text
-    assert pages.cell([row(metric="solved", value="1"), row(metric="solved", value="0")]) == "1 of 2"
-    wide = pages.grid([row(model="gru", metric=f"m{k}", value=str(k)) for k in range(9)])
+    assert result_tables.cell([row(metric="solved", value="1"), row(metric="solved", value="0")]) == "1 of 2"
+    wide = result_tables.grid([row(model="gru", metric=f"m{k}", value=str(k)) for k in range(9)])
     assert wide == [["", "GRU"], *([f"m{k}", str(k)] for k in range(9))]
 
 
