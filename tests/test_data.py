@@ -360,6 +360,8 @@ def test_batches_of_like_length():
     assert first != second
     padded = sum(len(batch) * int(lengths[batch].max()) for batch in first)
     assert padded < 1.05 * lengths.sum()
+    assert list(data.bucketed_batches(lengths, 16, generator=torch.Generator().manual_seed(0))) == first
+    assert [len(batch) for batch in data.bucketed_batches(lengths[:21], 5, drop_last=True)] == [5] * 4
     in_order = list(data.bucketed_batches(lengths[:21], 5, shuffle=False, drop_last=True))
     assert [len(batch) for batch in in_order] == [5] * 4
     assert [int(lengths[i]) for batch in in_order for i in batch] == sorted(lengths[:21].tolist())[:20]
