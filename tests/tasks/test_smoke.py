@@ -80,15 +80,12 @@ def small_data(tmp_path, monkeypatch):
     monkeypatch.setattr(silverbox, "SETS", sets)
     monkeypatch.setattr(walker2d, "LENGTH", 6)
     monkeypatch.setattr(plane_vibration, "WINDOW", 26)
-    whole_clinic = labelled_series.clinic
-    monkeypatch.setattr(labelled_series, "clinic", lambda count: whole_clinic(40))
-    whole_split = plane_vibration.split_rows
-    monkeypatch.setattr(
-        plane_vibration, "split_rows", lambda *args: {name: rows[:4:2] for name, rows in whole_split(*args).items()}
-    )
-    whole_tones, whole_chords = speech.tones, polyphonic.chords
-    monkeypatch.setattr(speech, "tones", lambda: whole_tones((6, 3, 3)))
-    monkeypatch.setattr(polyphonic, "chords", lambda: whole_chords((4, 2, 2)))
+    clinic, tones, chords, split = labelled_series.clinic, speech.tones, polyphonic.chords, plane_vibration.split_rows
+    monkeypatch.setattr(labelled_series, "clinic", lambda count: clinic(40))
+    monkeypatch.setattr(speech, "tones", lambda: tones((6, 3, 3)))
+    monkeypatch.setattr(polyphonic, "chords", lambda: chords((4, 2, 2)))
+    few = {name: rows[:4:2] for name, rows in split(73_728, "honest").items()}
+    monkeypatch.setattr(plane_vibration, "split_rows", lambda *args: few)
 
 
 @pytest.mark.parametrize("run", [*RUNS.strip().splitlines(), *slow(*MORE_RUNS.strip().splitlines())])
