@@ -117,8 +117,7 @@ def test_padding_and_other_samples_change_no_score(model):
     scores = net(tokens, lengths)
     longer = torch.cat([tokens, torch.ones_like(tokens[:, :4])], dim=-1)
     torch.testing.assert_close(net(longer, lengths), scores, rtol=1e-10, atol=1e-12)
-    single = net(tokens[1:2, :4], lengths[1:2])
-    torch.testing.assert_close(single, scores[1:2], rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(net(tokens[1:2, :4], lengths[1:2]), scores[1:2], rtol=1e-10, atol=1e-12)
 
 
 def test_the_learning_rate_is_torchs_one_cycle():
