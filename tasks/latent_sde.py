@@ -1,24 +1,26 @@
-"""Latent SDEs of irregular series: a heavy ball with a Langevin thermostat, and a first-order SDE by torchsde.
+"""Latent SDEs for irregular series: underdamped Langevin dynamics (heavy ball), and a first-order SDE by torchsde.
 
---model kalman is a linear baseline: twelve noisy oscillators with a Kalman filter, which maximise the likelihood
-without a bound. Their predictions use no later samples; the encoder of the others reads all samples, also for rows that
-are held out.
+--model kalman is a linear baseline: twelve noisy oscillators with a Kalman filter. It maximises the exact likelihood
+instead of a lower bound. Its predictions use only earlier samples, while the encoder of the latent SDEs uses all
+samples, also to reconstruct held-out values.
 
 Training maximises the evidence lower bound (ELBO) after Li et al., arXiv:2001.01328: the Gaussian log-likelihood of the
-samples, minus the divergence of the initial state and that of the paths. The latter is the integral of |u|² / 2, where
-u is the posterior's control in units of the noise. A GRU reads the samples backwards. After the last sample there is no
-control, so that the posterior's path is a forecast by the prior.
+samples, minus the Kullback-Leibler divergences of the initial state and of the paths. The divergence of the paths is
+the integral of |u|² / 2, where u is the control of the posterior divided by the diffusion. The encoder is a GRU that
+runs backwards through the samples. After the last sample the control is zero, so the paths are forecasts by the prior.
 
---dataset lorenz: windows of 50 rows, one unit of time of the stochastic Lorenz equations, standardised, with noise of
-0.01. They begin at any of the first 41 rows of a path. A tenth of the first 40 rows is held out, and the last 10 are
-forecast. The unit of time of the models is 10 rows. If all windows began with the path, training would contain few of
-the states in a forecast, and the intervals would be far too narrow.
+--dataset lorenz: windows of 50 time steps of the stochastic Lorenz equations, which is one unit of time. The values are
+standardised, with observation noise of 0.01. A window begins at a random one of the first 41 time steps of a path. A
+tenth of the first 40 time steps is held out, and the last 10 are forecast. The models' time unit is 10 time steps. If
+all windows started at the beginning of a path, training would contain few of the states to forecast, and the prediction
+intervals would be far too narrow.
 
---dataset vibration: the segments of tasks.plane_vibration with its split "honest". The rows removed there are held out,
-and the 8 rows after 64 samples are forecast. The unit of time is 16 rows.
+--dataset vibration: the segments of tasks.plane_vibration with its split "honest". The time steps that this task
+removes are held out, and the 8 time steps after 64 samples are forecast. The models' time unit is 16 time steps.
 
-Test results are from --paths paths per series, in the summary from --eval-samples: the log-likelihood per number, the
-squared error of the mean, and the coverage of the 90 % interval with observation noise. bands.png is drawn in the end.
+Test results are computed from --paths sampled paths per series, and in the summary from --eval-samples paths. They are
+the log-likelihood per value, the squared error of the mean, and the coverage of the 90 % prediction interval. bands.png
+shows the prediction intervals of three series.
 """
 
 from __future__ import annotations
@@ -47,12 +49,15 @@ from tasks.models.oscillating import TITLES as OSCILLATING
 from tasks.models.oscillating import NoisyOscillators
 from tasks.plane_vibration import HORIZON, WINDOW, Splits
 
-SPACING = {"lorenz": 0.1, "vibration": 1 / 16}  # time between two rows; in these units a period is about 1 to 6
+SPACING = {
+    "lorenz": 0.1,
+    "vibration": 1 / 16,
+}  # time step in the models' time unit
 ROWS, LORENZ_WINDOW, NOISE = 50, 40, 0.01
 TOGETHER = 4096  # paths in a batch
 KALMAN = "kalman"
 ALL_TITLES = {**TITLES, KALMAN: OSCILLATING[KALMAN]}
-# Initial ranges of the oscillators' frequencies and decays; the period of lorenz is about a unit of time.
+# Initial ranges of the oscillators' frequencies and decay rates. The period of lorenz is about one time unit.
 RANGES: dict[str, dict[str, tuple[float, float]]] = {
     "lorenz": {"frequency": (0.05, 1.0), "decay": (0.05, 1.0)},
     "vibration": {"frequency": (0.064, 0.8), "decay": (0.016, 0.32)},
@@ -62,23 +67,23 @@ OSCILLATORS = 12
 
 @dataclasses.dataclass(frozen=True)
 class LatentSDEConfig(TaskConfig):
-    """Options of latent SDEs."""
+    """Command-line options of latent SDEs."""
 
     models = (*TITLES, KALMAN)
     positive = "size hidden context train_size test_size eval_samples paths"
 
     epochs: int = option(40, "passes over the training series", may_change=True)
-    batch_size: int = option(128, "series in a step")
+    batch_size: int = option(128, "series in a batch")
     lr: float = option(2e-2, "Adam's learning rate")
     schedule: str = option("cosine", "learning rate: constant, cosine or step", SCHEDULES)
     clip: float = option(10.0, "largest norm of the gradient; 0 does not clip")
-    dataset: str = option("lorenz", "the set of series", tuple(SPACING))
-    data: str = option("auto", "source of vibration, as in tasks.plane_vibration", f16.SOURCES)
+    dataset: str = option("lorenz", "the data set", tuple(SPACING))
+    data: str = option("auto", "source of the vibration data, as in tasks.plane_vibration", f16.SOURCES)
     size: int = option(4, "size of h, and of the state of a first-order SDE")
-    hidden: int = option(64, "units of the hidden layers of drift and control; a first-order SDE has more")
+    hidden: int = option(64, "units of the hidden layers of drift and control; more for a first-order SDE")
     context: int = option(32, "units of the encoder")
-    train_size: int = option(4096, "series of training; all segments if there are fewer")
-    test_size: int = option(256, "series of the test")
+    train_size: int = option(4096, "number of training series; all segments if there are fewer")
+    test_size: int = option(256, "number of test series")
     paths: int = option(8, "paths per series in the test after every epoch")
     eval_samples: int = option(100, "paths per series in the picture and in the summary")
 
@@ -87,7 +92,7 @@ class LatentSDEConfig(TaskConfig):
 
 
 def lorenz(count: int, seed: int, like: Tensor | None = None) -> tuple[Samples, Tensor]:
-    """Return rows and masks of the observed, held out and forecast ones; and the mean and deviation of the rows."""
+    """Return the values, masks of observed, held-out and forecast time steps, and the values' mean and deviation."""
     generator = torch.Generator().manual_seed(seed)
     x = stochastic_lorenz(count, ROWS + LORENZ_WINDOW, 1 / (ROWS - 1), generator)
     first = torch.randint(LORENZ_WINDOW + 1, (count, 1), generator=generator)
@@ -100,7 +105,7 @@ def lorenz(count: int, seed: int, like: Tensor | None = None) -> tuple[Samples, 
 
 
 def vibration(splits: Splits, name: str, length: int, count: int) -> Samples:
-    """Return segments, evenly spaced among all, as rows and three masks."""
+    """Return evenly spaced segments as values and three masks: observed, held-out and forecast time steps."""
     stamps = splits.rows[name]
     stamps = stamps[torch.linspace(0, len(stamps) - 1, min(count, len(stamps))).long()]
     first, last = stamps[:, :1], stamps[:, -1:]
@@ -113,7 +118,7 @@ def vibration(splits: Splits, name: str, length: int, count: int) -> Samples:
 
 
 def load(config: LatentSDEConfig) -> tuple[Samples, Samples, str]:
-    """Return training and test data, and their source."""
+    """Return training data, test data, and the name of the data source."""
     if config.dataset == "lorenz":
         train, moments = lorenz(config.train_size, 0)
         return train, lorenz(config.test_size, 1, moments)[0], "generated"
@@ -128,7 +133,7 @@ def load(config: LatentSDEConfig) -> tuple[Samples, Samples, str]:
 
 
 def make_model(config: LatentSDEConfig, channels: int) -> torch.nn.Module:
-    """Return the model. The width of a first-order SDE gives it the number of parameters of a heavy ball."""
+    """Return the model. A first-order SDE gets the width with which it has as many parameters as the heavy-ball SDE."""
     if config.model == KALMAN:
         return NoisyOscillators(channels, OSCILLATORS, noise=0.1, **RANGES[config.dataset])
 
@@ -144,12 +149,12 @@ def make_model(config: LatentSDEConfig, channels: int) -> torch.nn.Module:
 
 
 def times(x: Tensor, spacing: float) -> Tensor:
-    """Return the times of rows (batch, rows, channels)."""
+    """Return the times of values (batch, rows, channels)."""
     return torch.arange(x.shape[1], dtype=torch.float64, device=x.device) * spacing
 
 
 def loss_of(model: torch.nn.Module, batch: Samples, spacing: float, paths: int) -> tuple[Tensor, dict[str, float]]:
-    """Return minus the ELBO per observed number, and its parts; in the test also results from several paths."""
+    """Return minus the ELBO per observed value, and its terms; in evaluation also test results from several paths."""
     x, seen, *masks = batch
     with hbnode.count_nfe(model) as nfe:
         elbo = model(x, times(x, spacing), seen > 0)
@@ -162,7 +167,7 @@ def loss_of(model: torch.nn.Module, batch: Samples, spacing: float, paths: int) 
 
 
 def predicted(model: LatentModel, x: Tensor, seen: Tensor, spacing: float, paths: int) -> Normal:
-    """Return the distribution of the rows given each of several paths, (paths, batch, rows, channels)."""
+    """Return the normal distribution of the values given each of several paths, (paths, batch, rows, channels)."""
     counts = [len(part) for part in torch.arange(paths).split(max(1, TOGETHER // len(x)))]
     drawn = [model.predict(x, times(x, spacing), seen > 0, samples=count) for count in counts]
     return Normal(torch.cat([each.paths for each in drawn]), drawn[0].scale)
@@ -171,7 +176,7 @@ def predicted(model: LatentModel, x: Tensor, seen: Tensor, spacing: float, paths
 def noisy_loss(
     model: torch.nn.Module, batch: Samples, spacing: float, paths: int = 1
 ) -> tuple[Tensor, dict[str, float]]:
-    """Return minus the log-likelihood of noisy oscillators per observed number; in the test also other results."""
+    """Return minus the oscillators' log-likelihood per observed value; in evaluation also test results."""
     x, seen, *masks = batch
     before, log_likelihood = model(x, times(x, spacing), seen > 0)
     value = log_likelihood.sum() / (seen.sum() * x.shape[-1])
@@ -182,12 +187,12 @@ def noisy_loss(
 
 
 def test_results(normal: Normal, x: Tensor, masks: Sequence[Tensor]) -> dict[str, float]:
-    """Return results for rows held out and for forecasts: log-likelihood, squared error of the mean, and coverage.
+    """Return log-likelihood, squared error of the mean and coverage, for held-out and for forecast time steps.
 
     Arguments:
         normal: components of a mixture with equal weights, (paths, batch, rows, channels).
-        x: rows (batch, rows, channels).
-        masks: of rows held out and of forecasts.
+        x: true values (batch, rows, channels).
+        masks: masks of the held-out and of the forecast time steps.
     """
     mean, paths = normal.mean, len(normal.mean)
     below = normal.cdf(x).mean(0)
@@ -205,7 +210,7 @@ def test_results(normal: Normal, x: Tensor, masks: Sequence[Tensor]) -> dict[str
 
 @torch.no_grad()
 def quantiles(model: Any, x: Tensor, seen: Tensor, config: LatentSDEConfig) -> Tensor:
-    """Return the 5 %, 50 % and 95 % quantiles of samples, (3, batch, rows, channels)."""
+    """Return the 5 %, 50 % and 95 % quantiles of the predicted values, (3, batch, rows, channels)."""
     levels = torch.tensor([0.05, 0.5, 0.95], device=x.device)
     spacing = SPACING[config.dataset]
     if config.model == KALMAN:
@@ -218,7 +223,7 @@ def quantiles(model: Any, x: Tensor, seen: Tensor, config: LatentSDEConfig) -> T
 
 
 def draw_bands(model: torch.nn.Module, batch: Samples, config: LatentSDEConfig, path: Path) -> None:
-    """Draw the median and the 90 % interval of three series, with observed, held out and forecast rows."""
+    """Draw the median and the 90 % interval for three series, with observed, held-out and true future values."""
     x, seen, held, ahead = (part[:3] for part in batch)
     low, median, high = quantiles(model, x, seen, config)
     t, x, channels = torch.arange(x.shape[1]) * SPACING[config.dataset], x.cpu(), (-3, -2, -1)

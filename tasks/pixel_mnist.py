@@ -1,18 +1,19 @@
-"""Pixel MNIST: the class of an image whose pixels are read one at a time, in order or permuted.
+"""Pixel MNIST: classify an image whose pixels are given to a recurrent network one at a time, in order or permuted.
 
 Section 3.1 and appendix A.1 of Nguyen, Baraniuk, Bertozzi, Osher and Wang, MomentumRNN (2020), tables 1, 11 and 13,
-figures 3, 6, 9 and 11: 784 grey values in [0, 1], a linear readout of the last state, cross-entropy, RMSprop, gradients
-clipped to 1. The presets have the numbers of tables 6 to 10. Missing numbers are those of the nearest size; NAG and
-adaptive momentum, which are not in the tables, have the step size of momentum. RMSprop's alpha is 0.9 for cells with
-gates, as in appendix A.1, and torch's 0.99 for DTRIV, as in the authors' code.
+figures 3, 6, 9 and 11: the inputs are 784 grey values in [0, 1]. A linear layer maps the last hidden state to the
+classes. Training uses cross-entropy, RMSprop and gradient norms clipped to 1. The presets have the hyperparameters of
+tables 6 to 10. If the tables do not have a size, the values for the nearest size are used. NAG and adaptive momentum,
+which are not in the tables, have the step size of momentum. RMSprop's alpha is 0.9 for cells with gates, as in appendix
+A.1, and torch's 0.99 for DTRIV, as in the authors' code.
 
-Differences from the paper: it prints the best of 150 test accuracies, and its code draws a permutation for each seed.
-Here the last 10,000 of the 60,000 training images are for validation, and the weights of the best epoch by validation
-are tested once. --permuted has one permutation for all runs,
-numpy.random.RandomState(92916).permutation(784), as in the code of expRNN. "sr" is the paper's equation (9) with the
-scheduled momentum; the paper's tables of LSTMs are of another cell.
+There are two differences from the paper. The paper reports the best of 150 test accuracies; here the last 10,000 of the
+60,000 training images are for validation, and the weights of the best validation epoch are tested once. The paper's
+code draws a permutation for each seed; here --permuted uses one permutation for all runs,
+numpy.random.RandomState(92916).permutation(784), as in the code of expRNN. "sr" is the paper's equation (9) with
+scheduled momentum, which differs from the cell in the paper's LSTM tables.
 
-By default there are 10,000 images, averaged down to 14 x 14, a size for two cores.
+By default 10,000 images are used, reduced to 14 x 14 pixels by average pooling. This size is for two CPU cores.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ from tasks.data.images import read_digits, read_mnist
 from tasks.models.recurrent import OSCILLATORS, VARIANTS, LayerWithReadout, RecurrentConfig, RuleOptions, title
 
 READ = {"mnist": read_mnist, "digits": read_digits}
-EDGE = {"mnist": 28, "digits": 8}  # pixels of an image's edge
+EDGE = {"mnist": 28, "digits": 8}  # side length of an image in pixels
 SIDE = {"mnist": 14, "digits": 8}  # the default of --side
-HELD_OUT = 6  # one of this number of training images, from the end, is for validation
+HELD_OUT = 6  # the last 1/6 of the training images are for validation
 CLASSES = 10
-EVAL_BATCH_SIZE = 250  # small, because adam stores a number for every sample, pixel and gate
+EVAL_BATCH_SIZE = 250  # small, because adam needs memory for every sample, pixel and gate
 
-# Tables 7 to 10 by permuted and size: the rules of the paper for an LSTM.
+# Hyperparameters for an LSTM from tables 7 to 10 of the paper, by (permuted, hidden size).
 GATED: dict[tuple[bool, int], dict[str, RuleOptions]] = {
     (False, 128): {
         "momentum": RuleOptions(momentum=0.6, step_size=0.6),
@@ -58,7 +59,7 @@ GATED: dict[tuple[bool, int], dict[str, RuleOptions]] = {
 }
 GATED[False, 256] = GATED[False, 128] | {"rmsprop": RuleOptions(step_size=0.6, beta=0.9)}
 GATED[True, 256] = GATED[True, 128] | {"sr": RuleOptions(restart=40, step_size=0.9)}
-# The same for DTRIV on PMNIST; those of the rules other than momentum are for size 512.
+# Hyperparameters for DTRIV on permuted MNIST. Those of rules other than momentum are for size 512.
 ORTHOGONAL: dict[int, dict[str, RuleOptions]] = {
     size: {
         "momentum": momentum,
@@ -76,19 +77,19 @@ ORTHOGONAL: dict[int, dict[str, RuleOptions]] = {
 
 @dataclasses.dataclass(frozen=True)
 class PixelMnistConfig(RecurrentConfig):
-    """Options of pixel MNIST."""
+    """Command-line options of pixel MNIST."""
 
     models = (*VARIANTS, OSCILLATORS)
     positive = "orthogonal_lr"
 
     dataset: str = option("mnist", "which images", tuple(READ))
     permuted: bool = option(False, "read the pixels in a fixed random order")
-    side: int | None = option(None, "pixels of an edge after averaging; none: 14 of mnist, 8 of digits")
+    side: int | None = option(None, "side length after average pooling; none: 14 for mnist, 8 for digits")
     train_size: int = option(10_000, "train only on the first N images; 0: all")
     test_size: int = option(2_000, "validate and test only on the first N images; 0: all")
-    batch_size: int = option(128, "images in a step")
+    batch_size: int = option(128, "images in a batch")
     clip: float = option(1.0, "largest norm of the gradient; 0 does not clip")
-    hidden: int = option(128, "size of h")
+    hidden: int = option(128, "size of the hidden state")
     orthogonal_lr: float = option(2e-4, "learning rate of DTRIV's orthogonal weight")
     rebase: int = option(0, "move the basis of DTRIV's orthogonal weight every N steps; 0: never")
 
@@ -99,27 +100,27 @@ class PixelMnistConfig(RecurrentConfig):
 
     @property
     def pixels_on_edge(self) -> int:
-        """The value of --side or its default."""
+        """The side length of the reduced images: --side or its default."""
         return SIDE[self.dataset] if self.side is None else self.side
 
     @property
     def memory(self) -> int:
-        """The pixels."""
+        """The number of pixels, which is the number of steps to remember."""
         return self.pixels_on_edge**2
 
     def rules(self) -> Mapping[str, RuleOptions]:
-        """Return the rules for this cell, order of pixels and size."""
+        """Return the hyperparameters for this cell, pixel order and hidden size."""
         sizes = ORTHOGONAL if self.cell == "dtriv" else (128, 256)
         nearest = min(sizes, key=lambda size: abs(size - self.hidden))
         return ORTHOGONAL[nearest] if self.cell == "dtriv" else GATED[self.permuted, nearest]
 
     def make_model(self) -> LayerWithReadout:
-        """Return the model of these options."""
+        """Return the model that the options describe."""
         return LayerWithReadout(self.make_layer(1, self.rules(), batch_first=True), self.hidden, CLASSES, last=True)
 
 
 WHOLE = "--dataset mnist --side 28 --train-size 0 --test-size 0 --epochs 150"
-_DTRIV = f"{WHOLE} --cell dtriv"  # the lower half of table 6; its K = infinity is rebase 0
+_DTRIV = f"{WHOLE} --cell dtriv"  # lower half of table 6; K = infinity there is rebase 0 here
 PRESETS = {
     "mnist-128": f"{WHOLE} --hidden 128",
     "mnist-256": f"{WHOLE} --hidden 256",
@@ -138,7 +139,7 @@ PRESETS = {
 
 
 def load_data(config: PixelMnistConfig) -> dict[str, Samples]:
-    """Return sequences (N, pixels, 1) and labels (N,) of training, validation and test."""
+    """Return the training, validation and test data: pixel sequences (N, pixels, 1) and labels (N,)."""
     (x, y), test = (READ[config.dataset](split) for split in ("train", "test"))
     first = len(x) - len(x) // HELD_OUT
     some = config.test_size or None
@@ -151,7 +152,7 @@ def load_data(config: PixelMnistConfig) -> dict[str, Samples]:
 
 
 def sequences(images: Tensor, config: PixelMnistConfig) -> Tensor:
-    """Return images (N, 1, edge, edge), averaged down, row by row or permuted: (N, pixels, 1)."""
+    """Turn images (N, 1, edge, edge) into pixel sequences (N, pixels, 1), after average pooling and permutation."""
     pixels = nn.functional.avg_pool2d(images, images.shape[-1] // config.pixels_on_edge).flatten(1)
     if config.permuted:
         pixels = pixels[:, permutation(pixels.shape[1])]
@@ -159,7 +160,7 @@ def sequences(images: Tensor, config: PixelMnistConfig) -> Tensor:
 
 
 def permutation(pixels: int) -> Tensor:
-    """Return the order of the pixels, (pixels,), by numpy's legacy generator, which never changes."""
+    """Return the pixel order (pixels,), from numpy's legacy generator, whose numbers never change."""
     return torch.from_numpy(np.random.RandomState(92916).permutation(pixels))
 
 
@@ -181,13 +182,13 @@ def make_optimizer(model: nn.Module, config: PixelMnistConfig) -> torch.optim.Op
 
 
 def rebase(model: LayerWithReadout, config: PixelMnistConfig, steps: int) -> None:
-    """Move the basis of an orthogonal weight every ``config.rebase`` steps."""
+    """Move the basis of an orthogonal weight after every ``config.rebase`` steps."""
     if config.cell == "dtriv" and config.rebase and steps % config.rebase == 0:
         cast(hbnode.nn.MomentumDTRIV, model.layer).rebase()
 
 
 def train(config: PixelMnistConfig) -> None:
-    """Train one model, and test the weights of the best epoch by validation."""
+    """Train one model, and test the weights of the best validation epoch."""
     data = load_data(config)
     order = "permuted" if config.permuted else "in-order"
     label = f"{config.preset}-{config.dataset}-{order}-{config.cell}-{config.model}-seed{config.seed}"

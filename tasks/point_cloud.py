@@ -5,9 +5,10 @@ points uniform in |r| < 0.5 and 80 in 0.85 < |r| < 1, an MLP for f, integration 
 draws the evolution of the cloud through the ODE.
 
 The preset "paper" has the paper's 120 points, sizes, learning rate and tolerance 1e-7. The authors' code trains on 50
-points of an older file in one batch, and the paper gives this batch size; here a batch is the whole cloud. From the
-code are 300 steps, scores clipped to [-1, 1], the squared error, an initial momentum clipped to [-5, 5], a constant
-xi = 2, and the adjoint's full error norm. The sigma of the code's GHBNODE is the identity; here it is the paper's tanh.
+points of an older file in one batch, and the paper gives this batch size; here a batch is the whole cloud. These
+settings are from the code: 300 steps, outputs clipped to [-1, 1], the squared error, an initial momentum clipped to
+[-5, 5], a constant xi = 2, and the full error norm of the adjoint. In the code the function sigma of GHBNODE is the
+identity; here it is tanh, as in the paper.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from tasks.common.figures import panels
 from tasks.common.run import Run, command
 from tasks.common.train import Samples, fit
 
-TIMES = 6  # of the figure
+TIMES = 6  # number of times in the figure
 HIDDEN = {"node": 20, "anode": 20, "sonode": 13, "hbnode": 14, "ghbnode": 14}
 
 
 @dataclasses.dataclass(frozen=True)
 class PointCloudConfig(ODEConfig):
-    """Options of point cloud separation. An epoch is one step on the whole cloud."""
+    """Command-line options of point cloud separation. An epoch is one step on the whole cloud."""
 
     epochs: int = option(300, "steps, each on the whole cloud", may_change=True)
     batch_size: int = option(120, "samples in a step")
@@ -44,7 +45,7 @@ PRESETS = {"paper": "--tol 1e-07 --solver torchdiffeq --adjoint-norm full"}
 
 
 def make_cloud(seed: int) -> tuple[Tensor, Tensor]:
-    """Draw 40 points in the disc |r| < 0.5 (target -1) and 80 in the annulus 0.85 < |r| < 1 (target 1), uniform.
+    """Draw uniform points: 40 in the disc |r| < 0.5 (target -1), and 80 in the annulus 0.85 < |r| < 1 (target 1).
 
     Returns:
         Points (120, 2) and targets (120, 1).
@@ -62,7 +63,7 @@ def make_cloud(seed: int) -> tuple[Tensor, Tensor]:
 
 
 class Separator(nn.Module):
-    """An ODE block on the plane, and a dense layer clipped to [-1, 1]."""
+    """An ODE block on the plane and a linear layer whose output is clipped to [-1, 1]."""
 
     def __init__(self, model: str, **solver: Any) -> None:
         super().__init__()
@@ -81,19 +82,19 @@ class Separator(nn.Module):
         self.head = nn.Sequential(nn.Linear(size, 1), nn.Hardtanh())
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return scores in [-1, 1], (batch, 1), of points (batch, 2)."""
+        """Return scores (batch, 1) in [-1, 1] for points (batch, 2)."""
         return self.head(self.block(x))
 
 
 def squared_error(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, float]]:
-    """Return the mean squared error of the scores, and the share on the right side of zero."""
+    """Return the mean squared error of the scores, and the share of scores with the right sign."""
     x, target = batch
     score = model(x)
     return nn.functional.mse_loss(score, target), {"accuracy": (score.sign() == target).float().mean().item()}
 
 
 def draw_evolution(model: Separator, points: Tensor, targets: Tensor, folder: Path, title: str) -> None:
-    """Draw the cloud at six times in ``evolution.png``; the scales differ."""
+    """Draw the cloud at six times in ``evolution.png``. Each panel has its own scale."""
     times = torch.linspace(0, 1, TIMES)
     with torch.no_grad():
         path = model.block(points.to(next(model.parameters()).device), times).cpu()
@@ -111,7 +112,7 @@ def draw_evolution(model: Separator, points: Tensor, targets: Tensor, folder: Pa
 
 
 def train(config: PointCloudConfig) -> None:
-    """Train one model on one cloud, and draw the evolution of the cloud."""
+    """Train one model on one cloud, and draw how the cloud evolves."""
     cloud, fresh = make_cloud(config.seed), make_cloud(config.seed + 1_000_000)
     run = Run("point_cloud", config, f"{config.preset}-{config.model}-seed{config.seed}")
     model = Separator(config.model, **config.ode_options())

@@ -1,4 +1,4 @@
-"""Readers of single experiments: what :func:`tasks.rows.runs` and :func:`tasks.rows.study` cannot read."""
+"""Functions that load results in ways that :func:`tasks.rows.runs` and :func:`tasks.rows.study` do not cover."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from tasks.common.files import read_json
 from tasks.data.recall import IGNORED, Bindings
 from tasks.rows import Group, Reader, Row, RunFolder, environment, grouped, number, read_csv, renamed, run_folders, runs
 
-Predicted = dict[object, tuple[np.ndarray, np.ndarray]]  # for each seed the labels and the probabilities of the classes
+Predicted = dict[object, tuple[np.ndarray, np.ndarray]]  # seed -> (labels, predicted class probabilities)
 
 
 def pair_of(config: Mapping[str, Any]) -> str:
-    """Return what the pages call a model and its optimizer."""
+    """Return the label of a model and its optimizer on the pages."""
     pair = f"{config['model']} {config['optimizer']}"
     damping = ", structural damping" if config["structural_damping"] else ", undamped"
     return pair + damping if pair == "tanh hf" else pair
 
 
 def positions_of(config: Mapping[str, Any]) -> str:
-    """Return the name of a model; for softmax attention with the kind of its positions."""
+    """Return the label of a model. For softmax attention it includes the kind of position encoding."""
     kind = "rotary" if config["positions"] == "auto" else config["positions"]
     return f"softmax, {kind}" if config["model"] == "softmax" else str(config["model"])
 
 
 def images_per_second(folder: Path) -> Iterator[Row]:
-    """Yield the images per second of softmax attention, and the ratio of each model's images per second to them."""
+    """Yield the speed of softmax attention in images per second, and the relative speed of the other models."""
     path = folder / "throughput.json"
     if path.exists():
         found = read_json(path)
@@ -43,7 +43,7 @@ def images_per_second(folder: Path) -> Iterator[Row]:
 
 
 def forecasts(*metrics: str) -> Reader:
-    """Return a reader of latent models: scores of held-out rows and of forecasts, and further entries of a summary."""
+    """Return a reader of latent models, which yields errors on held-out and forecast values, and further metrics."""
     scores = {"log_likelihood": "log_likelihood", "mse": "squared_error", "coverage": "coverage"}
     columns = {
         f"final_{part}_{name}": {"metric": metric, "case": case}
@@ -58,12 +58,12 @@ def forecasts(*metrics: str) -> Reader:
 
 # Recall
 
-RECALLED = re.compile(r"test_(\d+)_(?:([\d.]+)_)?(accuracy|stale)")  # pairs, noise and what is counted
+RECALLED = re.compile(r"test_(\d+)_(?:([\d.]+)_)?(accuracy|stale)")  # number of pairs, noise, and metric
 SHOWN_PAIRS = {"once": ("8", "16", "32"), "again": ("4", "8", "16"), "noisy": ("8",)}
 
 
 def best_rates(found: list[RunFolder]) -> dict[tuple[str, str, str], float]:
-    """Return the learning rate whose first seed has the best validation accuracy, by kind, equal size and model."""
+    """Return the learning rate with the best validation accuracy for the first seed, by kind, equal size and model."""
     best: dict[tuple[str, str, str], tuple[int, float, float]] = {}
     for run in found:
         if run.summary:
@@ -74,7 +74,7 @@ def best_rates(found: list[RunFolder]) -> dict[tuple[str, str, str], float]:
 
 
 def recalled(positions: str = "") -> Reader:
-    """Return a reader of the runs of recall at their best learning rates; ``positions`` ends the names of models."""
+    """Return a reader of recall runs with the best learning rates. ``positions`` is appended to the models' names."""
 
     def read(folder: Path) -> Iterator[Row]:
         found = run_folders(folder)
@@ -104,13 +104,13 @@ def recalled(positions: str = "") -> Reader:
 
 @functools.cache
 def right_by_counting(setting: Bindings, count: int = 500) -> float:
-    """Return how often the value shown most often for a key is the true one; ties are broken at random."""
+    """Return the accuracy of answering with the most frequent value of a key. Ties are broken at random."""
     tokens, targets, _ = setting.draw(count, torch.Generator().manual_seed(0))
     told = tokens[:, : 2 * setting.pairs * setting.times]
     shown = torch.nn.functional.one_hot(told[:, 1::2] - 1 - setting.keys, setting.values)
     sequence, place = (targets != IGNORED).nonzero(as_tuple=True)
     of_key = told[sequence, ::2] == tokens[sequence, place, None]
-    votes = (shown[sequence] * of_key.unsqueeze(2)).sum(1)  # argmax takes the first tie; values are in random order
+    votes = (shown[sequence] * of_key.unsqueeze(2)).sum(1)  # argmax takes the first maximum; values are in random order
     return (votes.argmax(1) == targets[sequence, place]).float().mean().item()
 
 
@@ -118,11 +118,11 @@ def right_by_counting(setting: Bindings, count: int = 500) -> float:
 
 
 def compared(folder: Path, resamples: int = 1000) -> Iterator[Row]:
-    """Yield how far each model of a classification is from the best one, and its loss at equal seconds.
+    """Yield the difference of each classification model from the best model, and its loss at equal training time.
 
-    The difference is that of AUROC, or of accuracy with more than two classes. Its interval of 95 % is a bootstrap over
-    the test series of each seed, the same series for both models; it does not include the spread over splits. The loss
-    is the least validation loss within the seconds that the fastest network took.
+    The difference is in AUROC, or with more than two classes in accuracy. Its 95 % interval is from a paired bootstrap
+    over the test series of each seed; it does not include the variation between splits. The loss is the smallest
+    validation loss within the training time of the fastest network.
     """
     groups = grouped(folder)
     if not groups:
@@ -147,7 +147,7 @@ def _mean(group: Group, name: str) -> float:
 
 
 def loss_within(group: Group, seconds: float) -> float:
-    """Return the least validation loss within some seconds of training, mean over seeds; NaN before the first epoch."""
+    """Return the smallest validation loss within a training time, averaged over seeds; NaN before the first epoch."""
     found = []
     for run in group.runs:
         spent = np.cumsum([float(row["seconds"]) for row in run.epochs])
@@ -157,7 +157,7 @@ def loss_within(group: Group, seconds: float) -> float:
 
 
 def predictions(group: Group) -> Predicted:
-    """Return the test predictions of the runs of a group."""
+    """Return the test predictions of the runs in a group."""
     tables = {run.config["seed"]: read_csv(run.path / "predictions.csv") for run in group.runs}
     return {
         seed: (
@@ -169,7 +169,7 @@ def predictions(group: Group) -> Predicted:
 
 
 def score(labels: np.ndarray, predicted: np.ndarray) -> float:
-    """Return the AUROC of two classes, or the accuracy of more; NaN if one of two classes has no series."""
+    """Return the AUROC for two classes, or the accuracy for more. It is NaN if one of two classes has no series."""
     if predicted.shape[1] != 2:
         return float((predicted.argmax(1) == labels).mean())
     positive, negative = np.sort(predicted[labels == 1, 1]), predicted[labels == 0, 1]
@@ -179,7 +179,7 @@ def score(labels: np.ndarray, predicted: np.ndarray) -> float:
 
 
 def difference(one: Predicted, other: Predicted, resamples: int, seed: int = 0) -> tuple[float, float, float]:
-    """Return the mean difference of the scores over the seeds of both, and the ends of its interval of 95 %."""
+    """Return the score difference, averaged over the seeds that both models have, and its 95 % interval."""
     random = np.random.default_rng(seed)
     found = np.zeros(resamples + 1)
     shared = [key for key in one if key in other]

@@ -1,16 +1,17 @@
-"""Results: runs the experiments, collects their rows, draws the pages of Results, and shows any run folders.
+"""Run the experiments, collect their results, draw the pages of Results, and show run folders.
 
-    python -m tasks.results                    # each page: its state, its CPU hours and where its rows are from
-    python -m tasks.results run                # runs the commands that are not done; repeat it to resume
-    python -m tasks.results run digits speech  # those of two experiments; --yes does not ask
-    python -m tasks.results collect            # writes the rows of the runs that exist to docs/results
-    python -m tasks.results draw               # draws the tables and figures of the pages into docs/_results
-    python -m tasks.results show runs/digits   # a table and figures of the finished runs under a folder
+    python -m tasks.results                    # list the pages with their state, CPU hours and origin of results python
+    -m tasks.results run                # run the commands that are not finished; repeat it to resume python -m
+    tasks.results run digits speech  # run only two experiments; --yes does not ask python -m tasks.results collect #
+    write the results of existing runs to docs/results python -m tasks.results draw               # draw the tables and
+    figures of the pages into docs/_results python -m tasks.results show runs/digits   # show a table and figures of the
+    finished runs in a folder
 
-``tasks/experiments.py`` has the commands. Each runs in ``runs/results/EXPERIMENT/TABLE`` with one thread, and resumes
-there. ``TABLE.json`` beside the folder marks a command that has ended. After each command its rows are written to
-``docs/results/EXPERIMENT.csv``. They replace the rows of the same table and model; all other rows stay. The rows of an
-earlier page whose runs are lost are marked "transcribed" in the column "origin".
+``tasks/experiments.py`` defines the commands. Each command runs with one thread in the folder
+``runs/results/EXPERIMENT/TABLE``, and resumes there. When a command has ended, ``TABLE.json`` is written beside the
+folder, and the results are written to ``docs/results/EXPERIMENT.csv``. They replace the CSV rows of the same table and
+model; all other rows stay. CSV rows copied from an earlier page, whose runs are lost, are marked "transcribed" in the
+column "origin".
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from tasks.rows import COLUMNS, Group, Row, grouped, read_csv, tell_apart, write
 
 PAGES = Path("docs/results")
 RUNS = Path("runs/results")
-TRANSCRIBED = "transcribed from docs"  # the origin of rows whose runs are lost
+TRANSCRIBED = "transcribed from docs"  # origin of results whose runs are lost
 SHOWN = "train_,validation_,test_,best_,final_,nfe_forward,nfe_backward,seconds,separates,solved"
 
 
 def merged(old: Sequence[Row], new: Sequence[Row]) -> list[Row]:
-    """Return the old rows with those of each table and model replaced by new ones, if these are of finished runs.
+    """Replace the old rows of each table and model by the new rows, if the new rows are of finished runs.
 
-    Rows of unfinished runs are added to the old rows, and replace earlier rows of unfinished runs.
+    New rows of unfinished runs are added, and replace only earlier rows of unfinished runs.
     """
 
     def key(row: Row) -> tuple[str, str]:
@@ -51,14 +52,14 @@ def merged(old: Sequence[Row], new: Sequence[Row]) -> list[Row]:
     for row in old:
         if key(row) not in ended and row["statistic"] != "unfinished":
             found.append(row)
-        elif key(row) in ended - placed:  # the new rows take the place of the first old one
+        elif key(row) in ended - placed:  # insert the new rows at the first old row
             found += [other for other in new if key(other) == key(row)]
             placed.add(key(row))
     return found + [row for row in new if row not in found]
 
 
 def collect(name: str, root: Path, pages: Path) -> int:
-    """Write the rows of the runs of an experiment to its file; return how many there are."""
+    """Write the results of an experiment's runs to its CSV file, and return the number of rows."""
     new = []
     for key, command in chosen([name]).items():
         data, size = command.data
@@ -75,12 +76,12 @@ def collect(name: str, root: Path, pages: Path) -> int:
 
 
 def chosen(names: Sequence[str]) -> dict[str, Command]:
-    """Return the commands of some experiments."""
+    """Return the commands of the named experiments."""
     return {key: command for key, command in COMMANDS.items() if key.partition("/")[0] in names}
 
 
 def unfinished(names: Sequence[str], root: Path) -> dict[str, Command]:
-    """Return the commands of some experiments that have not ended with their present options."""
+    """Return the commands of the named experiments that have not ended with their present options."""
 
     def is_done(key: str, command: Command) -> bool:
         path = root / f"{key}.json"
@@ -90,7 +91,7 @@ def unfinished(names: Sequence[str], root: Path) -> dict[str, Command]:
 
 
 def listing(names: Sequence[str], root: Path, pages: Path) -> str:
-    """Return a line for each experiment: its commands, CPU hours and rows. The last line has the sums."""
+    """Return a line for each experiment with its commands, CPU hours and rows, and a last line with the sums."""
     head = f"{'page':<18} {'commands done':>13} {'CPU hours left':>14} {'rows':>6} {'runs lost':>9}  title"
     lines, total, lost = [head], 0, 0
     for name in names:
@@ -108,7 +109,7 @@ def listing(names: Sequence[str], root: Path, pages: Path) -> str:
 
 
 def ask(names: Sequence[str], root: Path, jobs: int) -> None:
-    """Ask whether to start the commands that are left. Without a terminal or the answer yes, the program ends."""
+    """Ask whether to start the remaining commands. End the program without the answer yes or without a terminal."""
     left = unfinished(names, root)
     hours = sum(command.hours for command in left.values())
     said = f"{len(left)} commands will run for about {hours:.1f} CPU hours, {jobs} at a time."
@@ -119,7 +120,7 @@ def ask(names: Sequence[str], root: Path, jobs: int) -> None:
 
 
 def run(names: Sequence[str], root: Path, pages: Path, jobs: int) -> list[str]:
-    """Run the commands that are left, ``jobs`` at a time; return a message for each that failed."""
+    """Run the remaining commands, ``jobs`` at a time, and return a message for each command that failed."""
     processes: list[subprocess.Popen[bytes]] = []
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
@@ -145,7 +146,7 @@ def run(names: Sequence[str], root: Path, pages: Path, jobs: int) -> list[str]:
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
         for process in processes:
-            process.terminate()  # does nothing to a process that has ended
+            process.terminate()  # has no effect on a process that has ended
         for process in processes:
             process.wait()
     return failed
@@ -155,7 +156,7 @@ def run(names: Sequence[str], root: Path, pages: Path, jobs: int) -> list[str]:
 
 
 def show_runs(root: Path, columns: tuple[str, ...], out: Path | None) -> None:
-    """Print a table and write figures of the finished runs under a folder, for each task, preset and data set."""
+    """Print a table and write figures of the finished runs in a folder, for each task, preset and data set."""
     experiments: dict[str, list[Group]] = {}
     for group in grouped(root):
         experiments.setdefault(group.experiment, []).append(group)
@@ -177,19 +178,17 @@ def show_runs(root: Path, columns: tuple[str, ...], out: Path | None) -> None:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Return the options of the command line."""
+    """Return the parsed command-line arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", nargs="?", choices=("list", "run", "collect", "draw", "show"), default="list")
-    parser.add_argument("names", nargs="*", metavar="name", help="experiments [all]; for show, folders of runs [runs]")
+    parser.add_argument("names", nargs="*", metavar="name", help="experiments [all]; for show: folders of runs [runs]")
     parser.add_argument("--yes", action="store_true", help="run without asking")
-    parser.add_argument("--jobs", type=int, choices=(1, 2), default=2, help="commands at a time [2]")
+    parser.add_argument("--jobs", type=int, choices=(1, 2), default=2, help="number of simultaneous commands [2]")
     parser.add_argument("--runs", type=Path, default=RUNS, help=f"folder of the runs [{RUNS}]")
-    parser.add_argument("--pages", type=Path, default=PAGES, help=f"folder of the files of results [{PAGES}]")
+    parser.add_argument("--pages", type=Path, default=PAGES, help=f"folder of the CSV files with the results [{PAGES}]")
+    parser.add_argument("--columns", default=SHOWN, help=f"for show: prefixes of the results to show [{SHOWN}]")
     parser.add_argument(
-        "--columns", default=SHOWN, help=f"what show shows: beginnings of the names of results [{SHOWN}]"
-    )
-    parser.add_argument(
-        "--out", type=Path, help="of show, the figure [FOLDER/NAME.png]; of draw, a folder [docs/_results]"
+        "--out", type=Path, help="for show: figure file [FOLDER/NAME.png]; for draw: folder [docs/_results]"
     )
     options = parser.parse_intermixed_args(argv)
     if options.action == "show":
@@ -223,7 +222,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     if not options.yes:
         ask(names, root, options.jobs)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM acts like Ctrl-C
     try:
         failed = run(names, root, pages, options.jobs)
     except KeyboardInterrupt:

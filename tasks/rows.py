@@ -1,7 +1,7 @@
-"""The rows of results: how run folders and the tables of studies become rows, and the files that hold rows.
+"""Convert run folders and the tables of studies to rows of results, and read and write the CSV files of results.
 
-A file of results is ``docs/results/EXPERIMENT.csv`` with the columns :data:`COLUMNS`. It has one row for each table,
-model, case, seed and metric, with the conditions of the measurement.
+Results are stored in ``docs/results/EXPERIMENT.csv`` with the columns :data:`COLUMNS`. Each row contains one value: of
+one metric, for one table, model, case and seed, with the conditions of the measurement.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from typing import Any
 from tasks.common.files import read_json, write_table
 
 COLUMNS = (
-    # What was measured. "statistic" says how the value summarises several seeds; it is empty for a single run.
+    # What was measured. "statistic" says how the value summarises several seeds; it is "" for a single run.
     *("table", "model", "case", "seed", "metric", "statistic", "value", "seeds"),
     *("data", "size", "parameters", "solver", "gradient", "tolerance", "epochs_done", "epochs_asked"),
-    # "origin" is the commit that made the run, or the page that the number was transcribed from.
+    # "origin" is the commit of the code that was run, or the page from which the value was copied.
     *("cpu", "threads", "torch", "date", "command", "origin"),
 )
-ORDER = (  # of models in a table; other models follow in the order of their folders
+ORDER = (  # order of models in a table; other models follow in the order of their folders
     *("node", "anode", "sonode", "hbnode", "ghbnode", "nesterovnode", "adamnode", "lstm", "gru", "gru-d", "cfc"),
     *("plain", "gain", "forget", "momentum", "nag", "sr", "adaptive", "adam", "rmsprop", "softmax", "linear"),
 )
 RANK = {name: place for place, name in enumerate(ORDER)}
-# Options in which the runs of one group may differ.
+# Runs of one group may differ in these options.
 FREE = ("seed", "seeds", "jobs", "out", "device", "checkpoint_seconds", "curve")
-# Options in which the runs of one figure agree.
+# Runs in one figure agree in these options.
 FIGURE = ("task", "preset", "dataset", "data", "features", "protocol", "cell", "problem", "length", "side", "permuted")
 Row = dict[str, str]
 Reader = Callable[[Path], Iterator[Row]]
-Text = str | Callable[[Mapping[str, Any]], str]  # a format string, or a function, of the options of a run
+Text = str | Callable[[Mapping[str, Any]], str]  # a format string for the options of a run, or a function of them
 logger = logging.getLogger(__name__)
 
 
 def formatted(text: Text, values: Mapping[str, Any]) -> str:
-    """Return a text filled in with the options of a run, or with the entries of a study's row."""
+    """Return a text filled in with the options of a run, or with the columns of a study's table."""
     return text(values) if callable(text) else text.format_map(values)
 
 
@@ -49,7 +49,7 @@ def formatted(text: Text, values: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The files of one run; ``summary`` is empty until the run has finished."""
+    """The files of one run. ``summary`` is empty until the run has finished."""
 
     path: Path
     config: dict[str, Any]
@@ -58,11 +58,11 @@ class RunFolder:
 
     @property
     def results(self) -> dict[str, Any]:
-        """The options and the summary of a finished run; "seconds" is the sum over all epochs."""
+        """The options and the summary of a finished run. "seconds" is the total over all epochs."""
         return {**self.config, **self.summary, "seconds": sum(float(row["seconds"]) for row in self.epochs)}
 
     def conditions(self) -> Row:
-        """Return the columns that say how the run was made."""
+        """Return the columns that describe how the run was made."""
         config, summary = self.config, self.summary
         about = {
             "seed": str(config["seed"]),
@@ -76,13 +76,13 @@ class RunFolder:
             return about | {"metric": "epochs", "statistic": "unfinished", "value": done, "epochs_done": done}
         about |= {"parameters": str(summary["parameters"] or ""), "epochs_done": f"{summary['epoch']:g}"}
         about |= environment(summary, self.path / "summary.json")
-        if summary.get("source") == "generated":  # the task found no data and generated some
+        if summary.get("source") == "generated":  # the task found no data and simulated them
             about["data"] = "generated data"
         return about
 
 
 def run_folders(root: Path) -> list[RunFolder]:
-    """Return the runs under a folder, in the order of :data:`ORDER`."""
+    """Return the runs in a folder and its subfolders, in the order of :data:`ORDER`."""
     found = []
     for path in sorted(root.rglob("config.json")):
         summary, metrics = path.with_name("summary.json"), path.with_name("metrics.csv")
@@ -103,7 +103,7 @@ def _solver(config: Mapping[str, Any]) -> str:
 
 @dataclass
 class Group:
-    """Finished runs that differ in their seed only; ``label`` and ``color`` are those of tables and figures."""
+    """Finished runs that differ only in their seed. ``label`` and ``color`` are used in tables and figures."""
 
     runs: list[RunFolder]
     label: str = ""
@@ -111,29 +111,29 @@ class Group:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The options of the first run."""
+        """The options of the first run of the group."""
         return self.runs[0].config
 
     @property
     def model(self) -> str:
-        """The model, or the connection of a transformer with momentum over depth."""
+        """The name of the model, or of the connection in a transformer with momentum over depth."""
         return str(self.config["connection" if self.config["model"] == "transformer" else "model"])
 
     @property
     def experiment(self) -> str:
-        """The name of the figure of the group: the task, its preset, and the data set or problem."""
+        """The name of the figure that shows the group: the task, its preset, and the data set or problem."""
         config = self.config | ({"dataset": Path(self.config["table"]).stem} if self.config.get("table") else {})
         values = {name: config[name] for name in FIGURE if config.get(name) not in (None, False)}
         return "-".join(name if value is True else str(value) for name, value in values.items())
 
     @property
     def seeds(self) -> list[object]:
-        """The seed of each run."""
+        """The seeds of the runs."""
         return [run.config["seed"] for run in self.runs]
 
 
 def grouped(root: Path) -> list[Group]:
-    """Return the finished runs under a folder in groups; a warning names each run that is left out."""
+    """Return the finished runs in a folder as groups. A warning names each run that is left out."""
     groups: dict[str, Group] = {}
     for run in run_folders(root):
         key = json.dumps({name: value for name, value in run.config.items() if name not in FREE}, sort_keys=True)
@@ -147,7 +147,7 @@ def grouped(root: Path) -> list[Group]:
 
 
 def tell_apart(groups: Sequence[Group], titles: Mapping[str, str]) -> None:
-    """Give each group a color, and a label: its model and the options in which the groups differ."""
+    """Give each group a color, and a label with its model and the options in which the groups differ."""
     options = [name for name in groups[0].config if name not in (*FREE, "model", "connection")]
     differing = [name for name in options if len({str(group.config.get(name)) for group in groups}) > 1]
     for index, group in enumerate(groups):
@@ -155,20 +155,20 @@ def tell_apart(groups: Sequence[Group], titles: Mapping[str, str]) -> None:
         group.label, group.color = " ".join([titles.get(group.model, group.model), *values]), f"C{index}"
 
 
-# Readers: functions that yield the rows of the folder of a command
+# Readers: functions that read the folder of a command and yield rows of results
 
 
 def runs(
     *metrics: str, label: Text = "{model}", case: Text = "", table: Text = "", at: Mapping[int, str] | None = None
 ) -> Reader:
-    """Return a reader of run folders.
+    """Return a function that yields the results of run folders.
 
     Arguments:
-        metrics: options, entries of ``summary.json``, or columns of ``metrics.csv``.
-        label: the name of the model.
-        case: what tells the runs of a model apart, such as the length of a problem.
-        table: the table of the page; empty is that of the command.
-        at: takes the values of these epochs, each with its case. None takes those of the finished run.
+        metrics: names of options, of entries of ``summary.json``, or of columns of ``metrics.csv``.
+        label: name of the model in the results.
+        case: text that distinguishes runs of one model, such as the length of a problem.
+        table: name of the table; empty: the table of the command.
+        at: dictionary from epochs to cases; results are taken after these epochs. None: results of the finished run.
     """
 
     def read(folder: Path) -> Iterator[Row]:
@@ -197,15 +197,15 @@ def study(
     where: Callable[[Mapping[str, str]], bool] = lambda row: True,
     table: Text = "",
 ) -> Reader:
-    """Return a reader of the table that a study writes.
+    """Return a function that yields the results in the CSV file of a study.
 
     Arguments:
-        file: the table (CSV) in the folder of the command. The JSON file of the same name has the machine.
-        metrics: columns of the table; each gives rows.
-        model: the name of the model.
-        case: what tells the rows of a model apart.
-        where: which rows of the table to take.
-        table: the table of the page; empty is that of the command.
+        file: the CSV file in the folder of the command. The JSON file of the same name describes the machine.
+        metrics: columns of the CSV file to yield.
+        model: name of the model in the results.
+        case: text that distinguishes results of one model.
+        where: function that selects the rows of the CSV file.
+        table: name of the table; empty: the table of the command.
     """
 
     def read(folder: Path) -> Iterator[Row]:
@@ -216,36 +216,37 @@ def study(
             told = {name: line.get(name, "") for name in ("seed", "data", "size")}
             told |= {"table": formatted(table, line), "model": formatted(model, line), "case": formatted(case, line)}
             for name in metrics:
-                if line[name] or "case" not in line:  # a case may lack some metrics
+                if line[name] or "case" not in line:  # some cases have no value for some metrics
                     yield about | told | {"metric": name, "value": number(line[name])}
 
     return read
 
 
 def renamed(reader: Reader, **columns: Row) -> Reader:
-    """Return a reader that replaces columns of the rows of some metrics.
+    """Return a reader that changes columns in the results for some metrics.
 
     Arguments:
-        reader: yields the rows.
-        columns: for each metric the new columns, such as ``bound_error={"metric": "gap", "statistic": "stderr"}``.
+        reader: function that yields results.
+        columns: for each metric the new column values, such as ``bound_error={"metric": "gap", "statistic":
+            "stderr"}``.
     """
     return lambda folder: (row | columns.get(row["metric"], {}) for row in reader(folder))
 
 
 def both(*readers: Reader) -> Reader:
-    """Return a reader that yields the rows of several readers."""
+    """Return a reader that yields the results of several readers, one after another."""
     return lambda folder: (row for reader in readers for row in reader(folder))
 
 
 def environment(found: Mapping[str, Any], path: Path) -> Row:
-    """Return the machine, versions and date of a measurement, from the JSON object that its run or study wrote."""
+    """Return the machine, versions and date of a measurement, from the JSON object that the run or study stored."""
     date = datetime.datetime.fromtimestamp(path.stat().st_mtime, datetime.timezone.utc).date().isoformat()
     names = {"cpu": "device", "threads": "threads", "torch": "torch", "origin": "commit"}
     return {column: str(found.get(name, "")) for column, name in names.items()} | {"date": date}
 
 
 def number(value: object) -> str:
-    """Return a value with six digits; 1 or 0 for True or False, and "diverged" for a value that is not finite."""
+    """Format a value with six digits: 1 or 0 for booleans, and "diverged" for values that are not finite."""
     if isinstance(value, (bool, int)):
         return str(int(value))
     found = float("nan" if value is None or value == "" else str(value))
@@ -256,7 +257,7 @@ def number(value: object) -> str:
 
 
 def read_csv(path: Path) -> list[Row]:
-    """Return the rows of a CSV file; none if it does not exist."""
+    """Return the rows of a CSV file, or an empty list if the file does not exist."""
     if not path.exists():
         return []
     with path.open(newline="", encoding="utf-8") as lines:
@@ -264,5 +265,5 @@ def read_csv(path: Path) -> list[Row]:
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> None:
-    """Write a file of results."""
+    """Write rows of results to a CSV file."""
     write_table(path, [{name: row.get(name, "") for name in COLUMNS} for row in rows])

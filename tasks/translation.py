@@ -193,8 +193,9 @@ class Translator(nn.Module):
         """Return the subword logits after each pass, and the logits for the length difference.
 
         Arguments:
-            source: subwords (batch, length). target: subwords (batch, length), which give the target length and,
-                corrupted, the inputs of training passes.
+            source: subwords (batch, length).
+            target: subwords (batch, length), which give the target length and, corrupted, the inputs of training
+                passes.
         """
         memory, offset = self.encode(source)
         padding, passes = target == PADDING, self.config.refinements
@@ -274,7 +275,8 @@ class Judge:
     Arguments:
         pairs: the sentences and their translations.
         subwords: the vocabulary.
-        batch_size: number of sentences in a batch. device: device of the model.
+        batch_size: number of sentences in a batch.
+        device: device of the model.
     """
 
     def __init__(self, pairs: Sequence[Pair], subwords: Tokenizer, batch_size: int, device: torch.device) -> None:

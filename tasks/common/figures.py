@@ -50,8 +50,10 @@ def figure_at(path: Path, size: tuple[float, float], title: str = "", *, legend:
     """Yield a new figure. When the context ends, add the title and the legend, and write the file.
 
     Arguments:
-        path: path of the file. size: width and height in inches. title: title of the figure. legend: whether to add a
-            legend of all lines beside the axes.
+        path: path of the file.
+        size: width and height in inches.
+        title: title of the figure.
+        legend: whether to add a legend of all lines beside the axes.
     """
     import matplotlib.pyplot as plt
 

@@ -86,7 +86,8 @@ class Run:
     trainer continues from the last checkpoint, even within an epoch. The results equal those of an uninterrupted run.
 
     Arguments:
-        task: name of the task. config: options of the task.
+        task: name of the task.
+        config: options of the task.
         label: name of the folder in ``runs/task``. It is not used if ``config.out`` names a folder.
 
     Raises:
@@ -282,7 +283,9 @@ def run_here(config: C, train: Callable[[C], None], threads: int = 0) -> None:
     """Train one model in this process. Errors in data, files or options end the process with their message.
 
     Arguments:
-        config: the options. train: the function that trains a model. threads: number of torch threads; 0: unchanged.
+        config: the options.
+        train: the function that trains a model.
+        threads: number of torch threads; 0: unchanged.
     """
     if threads:
         torch.set_num_threads(threads)

@@ -1,12 +1,12 @@
-"""The training loop of every task. It counts evaluations, reports, saves, and resumes a run that was killed.
+"""The training loop of all tasks. It counts function evaluations, reports metrics, and saves and resumes runs.
 
-One process trains on the CPU or on one GPU. ``torchrun --nproc-per-node=N -m tasks.X`` trains on several with torch's
-DistributedDataParallel, each process on its share of every batch. Tasks that compare optimizers have these by name:
+One process trains on the CPU or on one GPU. ``torchrun --nproc-per-node=N -m tasks.X`` trains on N GPUs with
+DistributedDataParallel, where each process has a part of every batch. Tasks that compare optimizers offer these:
 
-- "adam": torch's.
+- "adam": torch.optim.Adam.
 - "soap": SOAP, Adam in the eigenbasis of Shampoo's preconditioner (Vyas et al., arXiv:2409.11321), from the package
-  pytorch_optimizer, without weight decay. Its rate and moments are Adam's, so the comparison shows what curvature
-  gains. It trains weights of any shape; Muon, in torch, trains matrices only.
+  pytorch_optimizer, without weight decay. It has the same learning rate and moment decays as Adam, so the comparison
+  shows the effect of the preconditioner. It trains weights of any shape, while torch's Muon trains only matrices.
 - "hf": :class:`hbnode.optim.HessianFree`, with structural damping if the loss returns hidden states.
 """
 
@@ -35,21 +35,21 @@ import hbnode
 from tasks.common.config import ODEConfig, TaskConfig, option
 from tasks.common.run import Run, Workers
 
-Samples = tuple[Tensor, ...]  # tensors of equal length: a batch, or all of a data set
+Samples = tuple[Tensor, ...]  # tensors of equal length, which are a batch or a whole data set
 Loss = Callable[[nn.Module, Samples], tuple[Tensor, dict[str, float]]]
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
-TEST_SEED = 2**62  # no training data has this seed
-EVAL_BATCH_SIZE = 512  # of the test data; the evaluations of a batch depend on it
+TEST_SEED = 2**62  # a seed that training data never uses
+EVAL_BATCH_SIZE = 512  # batch size for test data, which affects the number of function evaluations
 OPTIMIZER_TITLES = {"adam": "Adam", "soap": "SOAP", "hf": "HF"}
 OPTIMIZERS = tuple(OPTIMIZER_TITLES)
-Outputs = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Any]  # outputs, targets, and perhaps hidden states
+Outputs = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Any]  # outputs, targets, and optionally hidden states
 LossName = Literal["mse", "bce", "cross_entropy"]
 SILENT = -100.0  # a logit whose loss for the target 0 is exactly 0 in float32
 PROGRESS = ("damping", "ratio", "cg_iterations", "step_length", "reduction")
 
 
 def made_by(kind: Callable[..., torch.optim.Optimizer], **options: Any) -> MakeOptimizer:
-    """Return a function that makes this optimizer of a model."""
+    """Return a function that makes this kind of optimizer for a model's parameters."""
     return lambda model: kind(model.parameters(), **options)
 
 
@@ -63,12 +63,12 @@ def clock(device: torch.device) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class FreshData:
-    """Training data that is new in every epoch.
+    """Training data that are newly drawn in every epoch.
 
     Attributes:
-        samples: the samples of an epoch.
-        make: returns the data of an epoch. It uses only the epoch's number, counted from 0, and the seed, so that a
-            resumed run has the same data.
+        samples: number of samples in an epoch.
+        make: function that returns the data of an epoch. They depend only on the index of the epoch and on the seed, so
+            that a resumed run has the same data.
     """
 
     samples: int
@@ -79,12 +79,12 @@ class Minibatch(typing.NamedTuple):
     """The data of one training step.
 
     Attributes:
-        batch: the data, an argument of the loss.
-        samples: the number of samples in this process, the weight of its means in the means of the epoch.
-        weight: factor of the loss in the backward pass.
-        rate: factor of the learning rate, multiplied with that of the schedule.
-        length: how far the position in the training data advances.
-        place: the name of the minibatch in messages.
+        batch: the data that the loss takes as its argument.
+        samples: number of samples in this process. It weights the metrics of this batch in the means over the epoch.
+        weight: factor by which the loss is multiplied before the backward pass.
+        rate: factor of the learning rate, in addition to that of the schedule.
+        length: number of units by which the position in the training data advances.
+        place: name of the minibatch in error messages.
     """
 
     batch: Samples
@@ -96,11 +96,11 @@ class Minibatch(typing.NamedTuple):
 
 
 class TrainingData(typing.Protocol):
-    """Training data in minibatches, which depend only on the epoch, the seed and the position.
+    """Training data as a sequence of minibatches that depend only on the epoch, the seed and the position.
 
     Attributes:
-        unit: the unit of the position.
-        per_epoch: the units of an epoch.
+        unit: name of the unit in which positions are counted.
+        per_epoch: number of units in an epoch.
     """
 
     unit: str
@@ -111,13 +111,13 @@ class TrainingData(typing.Protocol):
 
 
 class Batches:
-    """Training data in batches, in a new order in every pass. Each process has a share of a batch.
+    """Training data in batches, shuffled before every pass. Each process gets a part of every batch.
 
     Arguments:
-        run: its options have the batch size and the seed.
-        train: the training data, or how to make those of a pass.
-        per_epoch: the batches of an epoch, which may end within a pass; 0: a pass.
-        rate: the factor of the learning rate in a step, counted from 0 over all epochs.
+        run: the run, whose options contain the batch size and the seed.
+        train: the training data, or a FreshData that makes new data for every pass.
+        per_epoch: number of batches in an epoch, which may end in the middle of a pass; 0: one whole pass.
+        rate: function from the index of a step, counted over all epochs, to a factor of the learning rate.
     """
 
     unit = "batch"
@@ -129,11 +129,11 @@ class Batches:
         self.train = train if isinstance(train, FreshData) else FreshData(len(train[0]), lambda number: train)
         self.per_pass = -(-self.train.samples // self.config.batch_size)
         self.per_epoch = per_epoch or self.per_pass
-        self.made = -1  # the number of the pass whose data is stored
+        self.made = -1  # index of the pass whose data are in memory
         self.data: Samples = ()
 
     def minibatch(self, epoch: int, start: int) -> Minibatch:
-        """Return this process's share of a batch."""
+        """Return this process's part of a batch."""
         step = epoch * self.per_epoch + start
         number, index = divmod(step, self.per_pass)
         if number != self.made:
@@ -147,8 +147,8 @@ def fresh_data(config: Any, draw: Callable[[int, torch.Generator], Samples]) -> 
     """Return training data with ``iterations`` new batches in every epoch, and test data.
 
     Arguments:
-        config: options, ``iterations``, ``batch_size``, ``seed`` and ``test_size`` among them.
-        draw: draws samples, of their number and a generator.
+        config: options, which include ``iterations``, ``batch_size``, ``seed`` and ``test_size``.
+        draw: function of a number of samples and a random generator that returns the samples.
     """
     samples = config.iterations * config.batch_size
     train = FreshData(samples, lambda epoch: draw(samples, epoch_generator(config.seed, epoch)))
@@ -156,28 +156,28 @@ def fresh_data(config: Any, draw: Callable[[int, torch.Generator], Samples]) -> 
 
 
 def accuracy(scores: Tensor, labels: Tensor) -> dict[str, float]:
-    """Return the share of the labels with the highest score; scores have the classes in their last dimension."""
+    """Return the share of samples whose label has the highest score. The last dimension of the scores is the class."""
     return {"accuracy": (scores.argmax(-1) == labels).float().mean().item()}
 
 
 @functools.lru_cache(maxsize=1)
 def _order(seed: int, epoch: int, length: int) -> Tensor:
-    """Return the order of the samples in an epoch."""
+    """Return the shuffled order of the samples in an epoch."""
     return torch.randperm(length, generator=epoch_generator(seed, epoch))
 
 
 def epoch_generator(seed: int, epoch: int) -> torch.Generator:
-    """Return a generator that depends only on the seed and the epoch, so that a resumed run repeats its numbers."""
+    """Return a random generator seeded by the seed and the epoch only, so that resumed runs are reproducible."""
     return torch.Generator().manual_seed(1_000_003 * seed + epoch)
 
 
 def share_of_batch(
     data: Samples, order: Tensor, index: int, batch_size: int, workers: Workers
 ) -> tuple[Samples, int, float]:
-    """Return this process's part of a batch, the number of its samples, and the weight of its mean loss.
+    """Return this process's part of a batch, its number of samples, and the weight of its mean loss.
 
-    The mean of the weighted losses over the processes is the mean over the batch, even if the parts are unequal. A
-    process without a sample gets one of weight 0, because every process must take part in the averaging.
+    The weighted losses, averaged over the processes, are the mean loss of the batch, even if the parts differ in size.
+    A process without samples gets one sample of weight 0, because every process must take part in averaging gradients.
     """
     chosen = order[index * batch_size : (index + 1) * batch_size]
     part = chosen[workers.rank :: workers.size]
@@ -191,25 +191,25 @@ def share_of_batch(
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig(TaskConfig):
-    """Options of the tasks that compare optimizers."""
+    """Command-line options of tasks that compare optimizers."""
 
     positive = "damping max_cg"
 
-    optimizer: str = option("adam", "adam, soap of pytorch_optimizer, or hf", OPTIMIZERS)
-    curvature_size: int = option(0, "hf: samples of a batch for the curvature; 0: all")
+    optimizer: str = option("adam", "adam, soap (from pytorch_optimizer), or hf (Hessian-free)", OPTIMIZERS)
+    curvature_size: int = option(0, "hf: samples of a batch that are used for the curvature; 0: all")
     damping: float = option(0.1, "hf: initial lambda")
-    min_damping: float = option(2e-4, "hf: the least lambda, which keeps structural damping on a plateau")
-    structural_damping: float = option(1 / 30, "hf: mu, the factor of lambda on hidden states; 0: none")
-    max_cg: int = option(300, "hf: steps of conjugate gradients in an iteration")
+    min_damping: float = option(2e-4, "hf: smallest lambda, which keeps structural damping on a plateau")
+    structural_damping: float = option(1 / 30, "hf: mu, strength of structural damping relative to lambda; 0: none")
+    max_cg: int = option(300, "hf: conjugate-gradient iterations per step")
 
     def make_optimizer(
         self, parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]], loss: LossName
     ) -> torch.optim.Optimizer:
-        """Return the optimizer of these options.
+        """Return the optimizer that the options name.
 
         Arguments:
             parameters: the parameters to train, or groups of them.
-            loss: the loss that a Hessian-free optimizer minimises.
+            loss: name of the loss that a Hessian-free optimizer minimises.
 
         Raises:
             ImportError: if the optimizer is "soap" and pytorch_optimizer is not installed.
@@ -228,11 +228,11 @@ class OptimizerConfig(TaskConfig):
         return torch.optim.Adam(parameters, lr=self.lr)
 
     def optimizer_of(self, loss: LossName) -> MakeOptimizer:
-        """Return a function that makes the optimizer of a model; see :meth:`make_optimizer`."""
+        """Return a function that makes the optimizer for a model; see :meth:`make_optimizer`."""
         return lambda model: self.make_optimizer(model.parameters(), loss)
 
     def check(self) -> None:
-        """Raise an error if the options contradict each other, or if a package is missing."""
+        """Raise an error if options contradict each other or a package is missing."""
         super().check()
         if self.optimizer == "hf" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ValueError("--optimizer hf trains in one process. Fix: no torchrun.")
@@ -251,7 +251,7 @@ class OptimizerConfig(TaskConfig):
 
 
 def _soap(parameters: Iterable[Any], lr: float) -> torch.optim.Optimizer:
-    """Return SOAP. Its package is imported only here, because it is optional."""
+    """Return a SOAP optimizer. The package is imported here because it is optional."""
     try:
         from pytorch_optimizer import SOAP
     except ImportError as error:
@@ -263,12 +263,13 @@ def _soap(parameters: Iterable[Any], lr: float) -> torch.optim.Optimizer:
 
 
 class Objective(abc.ABC):
-    """A loss of outputs and targets, summed over features and steps and averaged over the samples.
+    """A loss of outputs and targets: a sum over features and time steps, averaged over the samples.
 
     Attributes:
-        loss: half the squared error, "mse"; "bce" of logits; or "cross_entropy" of scores, classes last.
-        curvature_size: the samples of a batch, from its start, that a Hessian-free optimizer uses for the curvature;
-            0: all.
+        loss: "mse" (half the squared error), "bce" (of logits) or "cross_entropy" (of logits, classes in the last
+            dimension).
+        curvature_size: number of samples, from the start of a batch, from which a Hessian-free optimizer computes
+            curvature; 0: all.
     """
 
     loss: LossName
@@ -278,15 +279,15 @@ class Objective(abc.ABC):
 
     @abc.abstractmethod
     def parts(self, batch: Samples) -> tuple[Samples, Tensor, Tensor | None]:
-        """Return the inputs of the model, the targets, and a mask of the targets without padding; None: no padding."""
+        """Return the model's inputs, the targets, and a mask that is False in padding (None: no padding)."""
 
     def outputs(self, model: nn.Module, batch: Samples, *, with_hidden: bool = False) -> Outputs:
-        """Return the outputs of a batch and their targets. In padding the loss is zero.
+        """Return a model's outputs for a batch and the targets, changed so that padding has zero loss.
 
         Arguments:
             model: the model.
-            batch: samples, the first dimension of each tensor.
-            with_hidden: whether to return hidden states too, for :meth:`hbnode.optim.HessianFree.step`.
+            batch: tensors whose first dimension is the sample.
+            with_hidden: whether to also return the hidden states for :meth:`hbnode.optim.HessianFree.step`.
         """
         inputs, targets, mask = self.parts(batch)
         outputs, hidden = cast(Any, model).with_hidden(*inputs) if with_hidden else (model(*inputs), None)
@@ -296,16 +297,16 @@ class Objective(abc.ABC):
         return (outputs, targets, hidden) if with_hidden else (outputs, targets)
 
     def means(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
-        """Return further means to report over a batch."""
+        """Return further metrics of a batch, as means over its samples."""
         return {}
 
     def __call__(self, model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, float]]:
-        """Return the loss of a batch, and further means."""
+        """Return the loss of a batch, and further metrics."""
         outputs, targets, *_ = self.outputs(model, batch)
         return self.value(outputs, targets), self.means(outputs.detach(), targets)
 
     def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss of outputs."""
+        """Return the loss of given outputs."""
         if self.loss == "mse":
             total = (outputs - targets).square().sum() / 2
         elif self.loss == "bce":
@@ -318,7 +319,7 @@ class Objective(abc.ABC):
 def hessian_free_step(
     optimizer: hbnode.optim.HessianFree, model: nn.Module, batch: Samples, objective: Objective
 ) -> tuple[Tensor, dict[str, float]]:
-    """Take a step, and return the loss before it and the optimizer's progress.
+    """Take a step of Hessian-free optimization, and return the loss before the step and statistics of the step.
 
     Arguments:
         optimizer: the optimizer.
@@ -339,7 +340,7 @@ def hessian_free_step(
 
 
 class Diverged(SystemExit):
-    """A loss or another number of a run is not finite."""
+    """Raised when a loss or another metric of a run is not finite."""
 
 
 def fit(
@@ -354,17 +355,18 @@ def fit(
     eval_batch_size: int = EVAL_BATCH_SIZE,
     **options: Any,
 ) -> dict[str, float]:
-    """Train for the configured epochs on shuffled batches, from the last checkpoint if there is one.
+    """Train on shuffled batches for the configured number of epochs, starting from the last checkpoint if there is one.
 
     Arguments:
-        run: the folder; its rows are filled, one per epoch.
-        model: trained in place.
-        train: tensors of equal length, the training data, or how to make those of an epoch.
+        run: the run folder. One row of metrics is added for each epoch.
+        model: the model, which is trained in place.
+        train: the training data, as tensors of equal length or as FreshData.
         test: the test data, evaluated after every epoch.
         loss: (model, batch) -> the batch's mean loss, and further means to report.
-        held_out: the name of the test data; "validation" if another set is the test.
-        optimizer: makes the optimizer of the model; Adam if not given. The schedule multiplies each group's rate.
-        eval_batch_size: samples of a batch of the test data.
+        held_out: name of the test data in metrics, "validation" if there is a separate test set.
+        optimizer: function that makes the optimizer for the model. Default: Adam. The schedule multiplies the learning
+            rate of every parameter group.
+        eval_batch_size: batch size for the test data.
         options: of :meth:`Trainer.fit`.
 
     Returns:
@@ -382,14 +384,14 @@ def fit_and_test(
     batch_size: int = EVAL_BATCH_SIZE,
     **options: Any,
 ) -> dict[str, float]:
-    """Train, test the weights of the best epoch by validation once, and return both results for the summary.
+    """Train, test the weights of the best validation epoch once, and return the results for the summary.
 
     Arguments:
         trainer: the trainer.
-        data: "validation" and "test".
-        name: the name of the model in the printed result.
-        best: the mean that selects the epoch, such as "accuracy".
-        batch_size: samples of a batch of these data.
+        data: dictionary with the data sets "validation" and "test".
+        name: name of the model in the printed result.
+        best: validation metric that selects the epoch, such as "accuracy".
+        batch_size: batch size for validation and test.
         options: of :meth:`Trainer.fit`.
     """
     run, model, loss = trainer.run, trainer.model, trainer.loss
@@ -403,16 +405,16 @@ def fit_and_test(
 
 
 class Trainer:
-    """A model, its optimizer and its position in the training data: the content of a checkpoint.
+    """Trains a model. Holds what a checkpoint contains: the model, its optimizer and the position in the training data.
 
     Arguments:
-        run: the folder; its rows are filled.
-        model: trained in place.
+        run: the run folder, to which rows of metrics are added.
+        model: the model, which is trained in place.
         data: the training data.
-        loss: (model, batch) -> the batch's mean loss, and further means to report. If they have a "loss", it is
-            reported instead of the loss that is differentiated.
-        optimizer: makes the optimizer of the model; Adam if not given.
-        parts: further parts of a checkpoint by name, each with ``state_dict`` and ``load_state_dict``.
+        loss: (model, batch) -> the batch's mean loss, and further metrics. If these include "loss", it is reported
+            instead of the loss that is differentiated.
+        optimizer: function that makes the optimizer for the model. Default: Adam.
+        parts: further objects to store in checkpoints, by name, each with ``state_dict`` and ``load_state_dict``.
     """
 
     def __init__(
@@ -428,15 +430,15 @@ class Trainer:
         self.model = model.to(self.workers.device)
         self.optimizer = optimizer(model) if optimizer else torch.optim.Adam(model.parameters(), lr=self.config.lr)
         self.parts: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer, **(parts or {})}
-        self.rates = [group.get("lr") for group in self.optimizer.param_groups]  # HessianFree has none
+        self.rates = [group.get("lr") for group in self.optimizer.param_groups]  # HessianFree has no rate
         self.total = self.config.epochs * data.per_epoch
-        self.position = 0  # units of the training data that are done
-        self.totals: Any = Counter()  # sums over the epoch so far
+        self.position = 0  # number of units of the training data processed so far
+        self.totals: Any = Counter()  # sums of the metrics over the current epoch
         self.best: dict[str, Any] = {}  # epoch, value and weights of the best epoch so far
         self._resume()
         self.wrapped = self.workers.wrap(model)
         alone = self.workers.rank == 0 and multiprocessing.parent_process() is None
-        hidden = None if alone else True  # one bar at a time, and only on a terminal
+        hidden = None if alone else True  # show at most one progress bar, and only in a terminal
         self.bar = tqdm(total=self.total, initial=self.position, disable=hidden, unit=data.unit)
         self.saved = time.monotonic()
 
@@ -450,21 +452,22 @@ class Trainer:
         weights: Callable[[], AbstractContextManager[None]] = nullcontext,
         stop: Callable[[Sequence[Mapping[str, float]]], bool] = lambda rows: False,
     ) -> dict[str, float]:
-        """Train until the configured epochs are done, with one row of metrics per epoch.
+        """Train for the configured number of epochs, and add one row of metrics after each.
 
         Arguments:
-            validate: called after every epoch, returns the columns of the row that are not means over training data.
-            every: the epochs between two printed lines.
-            after_step: called after each step with the position. It should depend on this number and not on a count of
-                its own, so that a resumed run is equal.
-            best: a column, such as "validation_accuracy". In the end the model has the weights of its best epoch: the
-                largest accuracy or BLEU, the smallest value of other columns. Empty: those of the last epoch.
-            weights: a context in which the model has the weights to validate and store, if these are not the trained
+            validate: called after every epoch; returns the validation or test metrics for the row.
+            every: number of epochs between two printed lines.
+            after_step: called after each step with the position in the training data. It should use this position
+                instead of counting calls, so that a resumed run gives the same results.
+            best: name of a metric, such as "validation_accuracy". After training, the weights of the best epoch are
+                loaded: the largest value for accuracy and BLEU, the smallest for other metrics. If empty, the weights
+                of the last epoch are kept.
+            weights: context manager in which the model has the weights to validate and store, for example averaged
                 ones.
-            stop: called with the rows so far, returns whether to end the training.
+            stop: function of all rows so far that returns whether to stop training.
 
         Returns:
-            ``best_epoch``, and the best value as ``best_`` and its name; nothing without ``best``.
+            ``best_epoch`` and ``best_NAME``, the best value of the metric NAME. Empty if ``best`` is empty.
         """
         run, per_epoch = self.run, self.data.per_epoch
         if run.rows and stop(run.rows):
@@ -486,7 +489,7 @@ class Trainer:
                         tqdm.write(f"{self.config.label}, seed {self.config.seed}: {figures}")
                 wanted = self.workers.sum({"stop": float(interrupted()), "save": float(self.is_checkpoint_due())})
                 if any(wanted.values()) or self.position in (per_epoch, self.total):
-                    self.save()  # before the metrics, so that a killed run has no metrics without a checkpoint
+                    self.save()  # before the metrics, so that metrics never exist without a checkpoint
                 if is_last:
                     run.write_metrics()
                 if wanted["stop"] and self.position < self.total:
@@ -523,7 +526,7 @@ class Trainer:
         return self.position % self.data.per_epoch == 0
 
     def update(self, minibatch: Minibatch) -> tuple[Tensor, dict[str, float]]:
-        """Take a step of the optimizer, and return the loss before it and further means."""
+        """Take an optimizer step, and return the loss before it and further metrics."""
         if isinstance(self.optimizer, hbnode.optim.HessianFree) and isinstance(self.loss, Objective):
             return hessian_free_step(self.optimizer, self.model, minibatch.batch, self.loss)
         self.optimizer.zero_grad()
@@ -535,12 +538,15 @@ class Trainer:
         return value, means
 
     def row(self, test: dict[str, float]) -> dict[str, float]:
-        """Return a row of metrics.csv. Evaluations are means per batch and process; seconds are those of the steps."""
+        """Return a row of metrics.csv.
+
+        Function evaluations are means per batch and process; seconds are training time.
+        """
         totals = self.workers.sum(self.totals)
         self.totals = Counter()
         samples, batches = totals.pop("samples"), totals.pop("batches")
         forward, backward = (totals.pop(name) / batches for name in ("nfe_forward", "nfe_backward"))
-        ratio = backward / forward if forward else 0.0  # a baseline has no ODE
+        ratio = backward / forward if forward else 0.0  # models without an ODE have no evaluations
         seconds = totals.pop("seconds") / self.workers.size
         means = {name if name in PROGRESS else f"train_{name}": value / samples for name, value in totals.items()}
         costs = {"nfe_forward": forward, "nfe_backward": backward, "nfe_ratio": ratio}
@@ -548,7 +554,7 @@ class Trainer:
         return {"epoch": self.position // self.data.per_epoch, **means, **test, **of_odes, "seconds": seconds}
 
     def keep_best(self, name: str) -> None:
-        """Store the weights if the last row is the best one."""
+        """Store the weights if the last row of metrics is the best so far."""
         if not name:
             return
         value, sign = self.run.rows[-1][name], -1 if name.endswith(("accuracy", "bleu")) else 1
@@ -557,18 +563,18 @@ class Trainer:
             self.best = {"epoch": self.run.rows[-1]["epoch"], "value": value, "model": weights}
 
     def restore_best(self, name: str) -> dict[str, float]:
-        """Load the stored weights into the model, and return their epoch and value."""
+        """Load the stored best weights into the model, and return their epoch and metric."""
         if not name:
             return {}
         self.model.load_state_dict(self.best["model"])
         return {"best_epoch": self.best["epoch"], f"best_{name}": self.best["value"]}
 
     def is_checkpoint_due(self) -> bool:
-        """Return whether enough time has passed, by the first process's clock."""
+        """Return whether it is time for a checkpoint. The first process decides for all."""
         return self.workers.rank == 0 and time.monotonic() - self.saved >= self.config.checkpoint_seconds
 
     def save(self) -> None:
-        """Write a checkpoint; all processes call this together."""
+        """Write a checkpoint. All processes must call this method together."""
         device = self.workers.device
         self.run.save_checkpoint(
             **{name: part.state_dict() for name, part in self.parts.items()},
@@ -592,14 +598,14 @@ class Trainer:
             torch.cuda.set_rng_state(checkpoint["device_rng"], self.workers.device)
         self.best = checkpoint["best"]
         self.run.rows, self.position = checkpoint["rows"], checkpoint["position"]
-        self.totals = Counter(checkpoint["totals"] if self.workers.rank == 0 else {})  # they are sums over processes
+        self.totals = Counter(checkpoint["totals"] if self.workers.rank == 0 else {})  # sums over all processes
         self.run.write_metrics()
 
 
 def evaluate(
     run: Run, model: nn.Module, data: Samples, loss: Loss, name: str, batch_size: int = EVAL_BATCH_SIZE
 ) -> dict[str, float]:
-    """Return means over the test data, and in tasks with ODEs the evaluations per batch."""
+    """Return the mean metrics on the test data, and in tasks with ODEs the function evaluations per batch."""
     counter: Any = Counter()
     model.eval()
     with torch.no_grad():
@@ -618,7 +624,7 @@ def evaluate(
 
 @contextmanager
 def failures_named(where: str, run: Run) -> Iterator[None]:
-    """End the process with a message that names the place if a solver or an optimizer fails."""
+    """If a solver or an optimizer fails, end the process with a message that says where."""
     try:
         yield
     except hbnode.SolverError as error:
@@ -631,7 +637,7 @@ def failures_named(where: str, run: Run) -> Iterator[None]:
 
 
 def require_finite(means: Mapping[str, float], where: str, run: Run) -> None:
-    """Raise Diverged with the name and the place of a number that is not finite."""
+    """Raise Diverged if a metric is not finite. The message names the metric and the place."""
     for name, value in means.items():
         if not math.isfinite(value):
             raise Diverged(
@@ -641,7 +647,7 @@ def require_finite(means: Mapping[str, float], where: str, run: Run) -> None:
 
 
 def _schedule(name: str, position: int, total: int) -> float:
-    """Return the factor of the learning rate at a position of the whole training."""
+    """Return the factor of the learning rate at a position of the training, out of ``total`` positions."""
     factors = {
         "constant": 1.0,
         "cosine": (1 + math.cos(math.pi * position / total)) / 2,
@@ -656,7 +662,7 @@ def _weighted(means: dict[str, float], samples: int) -> dict[str, float]:
 
 @contextmanager
 def flushed_denormals() -> Iterator[None]:
-    """Round numbers below 1e-38 to zero. With them, an LSTM with saturated gates takes four times as long."""
+    """Round denormal numbers (below 1e-38) to zero. Without this, an LSTM with saturated gates is four times slower."""
     torch.set_flush_denormal(True)
     try:
         yield

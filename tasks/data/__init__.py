@@ -1,1 +1,1 @@
-"""The data sets, one file each."""
+"""Data sets: one module for each."""

@@ -1,4 +1,4 @@
-"""Files of data sets: found in the folder ``HBNODE_DATA`` or downloaded, checked, or replaced by simulated data."""
+"""Find the files of data sets in the folder ``HBNODE_DATA``, download and check them, or simulate data instead."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def missing(name: str, fix: str) -> FileNotFoundError:
     """Return the error for a missing file or folder.
 
     Arguments:
-        name: of the file or folder.
-        fix: what the error advises.
+        name: name of the file or folder.
+        fix: advice in the error message.
     """
     return FileNotFoundError(f"{name} is not in HBNODE_DATA={os.environ.get('HBNODE_DATA')!r}. {fix}")
 
@@ -44,8 +44,8 @@ def read_or_simulate(source: str, name: str, read: Callable[[], T], simulate: Ca
     """Return data and their source. A warning says when missing data are replaced by simulated ones.
 
     Arguments:
-        source: "generated", which simulates; "auto", which simulates if there is no data; otherwise reads.
-        name: the source of the data that ``read`` returns.
+        source: "generated" simulates, "auto" simulates if there are no data, any other name reads.
+        name: name of the source of the data that ``read`` returns.
         read: reads the data, and raises FileNotFoundError if there is none.
         simulate: makes simulated data.
     """
@@ -60,14 +60,14 @@ def read_or_simulate(source: str, name: str, read: Callable[[], T], simulate: Ca
 
 
 def download(url: str, name: str, md5: str, folder: str, fix: str) -> Path:
-    """Return a file that is downloaded once, into a folder of ``HBNODE_DATA`` if that is set.
+    """Download a file unless it was downloaded before, and return its path.
 
     Arguments:
-        url: of the file, without its name.
-        name: of the file.
-        md5: its checksum.
-        folder: where to store it, in ``HBNODE_DATA`` or in the cache of the user.
-        fix: what the error asks the user to put into ``HBNODE_DATA``.
+        url: address of the file without its name.
+        name: name of the file.
+        md5: checksum of the file.
+        folder: folder for the file in ``HBNODE_DATA``, or in the user's cache if ``HBNODE_DATA`` is not set.
+        fix: what the user should put into ``HBNODE_DATA``, for the error message.
 
     Raises:
         FileNotFoundError: if it cannot be downloaded, or if its checksum differs.
@@ -78,7 +78,7 @@ def download(url: str, name: str, md5: str, folder: str, fix: str) -> Path:
     cache = Path(root or pooch.os_cache("hbnode")) / folder
     try:
         return Path(pooch.retrieve(url + name, f"md5:{md5}", fname=name, path=cache, progressbar=True))
-    except (OSError, ValueError) as error:  # no network, or another file
+    except (OSError, ValueError) as error:  # no network, or a wrong file
         raise FileNotFoundError(
             f"{name} is neither in HBNODE_DATA={root!r} nor could it be downloaded ({error}). "
             f"Fix: set HBNODE_DATA to a folder and put {fix}."
@@ -89,12 +89,12 @@ def from_benchmarks(read: Callable[[Any], T], name: str, fix: str) -> T:
     """Return data of the package ``nonlinear_benchmarks``, which downloads them.
 
     Arguments:
-        read: called with the package.
-        name: of the file that is not in ``HBNODE_DATA``.
+        read: function of the package that returns the data.
+        name: name of the file that is not in ``HBNODE_DATA``.
         fix: what the error advises.
 
     Raises:
-        FileNotFoundError: if the package is not installed, or fails.
+        FileNotFoundError: if the package is not installed, or raises an error.
     """
     try:
         import nonlinear_benchmarks
@@ -105,16 +105,16 @@ def from_benchmarks(read: Callable[[Any], T], name: str, fix: str) -> T:
 
 
 def read_columns(path: Path, columns: Sequence[str], rows: int, fix: str) -> Tensor:
-    """Return the first columns of a CSV file with a header, in float64, (rows, columns).
+    """Return the first columns of a CSV file with a header as a float64 tensor (rows, columns).
 
     Arguments:
-        path: of the file; further columns are ignored.
-        columns: their names.
-        rows: the number of rows that the file must have.
+        path: path of the file.
+        columns: names of the first columns; further columns are ignored.
+        rows: number of rows that the file must have.
         fix: what the error advises.
 
     Raises:
-        ValueError: if the header, an entry or the number of rows is another.
+        ValueError: if the header, an entry or the number of rows is wrong.
     """
     import pandas as pd
 
@@ -128,7 +128,7 @@ def read_columns(path: Path, columns: Sequence[str], rows: int, fix: str) -> Ten
 
 
 def check_record(record: Tensor, shape: tuple[int, int], name: str, fix: str) -> Tensor:
-    """Return the record if it has this shape and is finite, otherwise raise ValueError."""
+    """Return the record if it is finite and has this shape; otherwise raise ValueError."""
     if record.shape != shape or not torch.isfinite(record).all():
         raise ValueError(
             f"{name}: expected {shape[0]:,} rows of {shape[1]} finite numbers, got shape {tuple(record.shape)} with "

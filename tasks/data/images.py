@@ -60,7 +60,7 @@ def read_mnist(split: str) -> tuple[Tensor, Tensor]:
 
 
 def _mnist_file(name: str) -> Path:
-    """Return the file, gzipped or not, in ``MNIST/raw`` (as of torchvision), ``MNIST`` or ``HBNODE_DATA`` itself."""
+    """Return the path of a file, gzipped or not, in ``MNIST/raw`` (as in torchvision), ``MNIST`` or ``HBNODE_DATA``."""
     found = find((name, name.removesuffix(".gz")), ("MNIST/raw", "MNIST", ""))
     return found or download(
         MNIST_URL, name, MNIST_MD5[name], "MNIST/raw", "the four idx files into a folder MNIST/raw in it"
@@ -71,7 +71,7 @@ def read_idx(path: Path) -> Tensor:
     """Read an idx file of unsigned bytes, gzipped or not: two zeros, type, rank, big-endian sizes, data.
 
     Raises:
-        ValueError: if it is no such file, or if its length does not match its header.
+        ValueError: if the file is not an idx file, or its length does not match its header.
     """
     with readable(path, "Fix: delete the file and download it again."):
         raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
@@ -136,7 +136,7 @@ class _BatchUnpickler(pickle.Unpickler):
     """Reads dictionaries of strings, lists and arrays, and refuses everything else that a pickle could run."""
 
     def find_class(self, module: str, name: str) -> object:
-        """Return the functions for an array of NumPy, written by any version."""
+        """Return only the functions that NumPy arrays need, under the names of all NumPy versions."""
         if (module.replace("._core", ".core"), name) in (
             ("numpy.core.multiarray", "_reconstruct"),
             ("numpy", "ndarray"),
@@ -148,13 +148,13 @@ class _BatchUnpickler(pickle.Unpickler):
 
 
 def as_images(images: Tensor, labels: Tensor, shape: tuple[int, ...], name: str) -> tuple[Tensor, Tensor]:
-    """Return images in [0, 1] and labels.
+    """Check images and labels, and return the images scaled to [0, 1] and the labels.
 
     Arguments:
         images: (N, *shape).
         labels: (N,), 0 to 9.
-        shape: of an image of this data set.
-        name: of the data set, for the error.
+        shape: shape of an image in this data set.
+        name: name of the data set, for error messages.
 
     Raises:
         ValueError: if shapes or labels do not match the data set.

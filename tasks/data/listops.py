@@ -1,4 +1,4 @@
-"""ListOps: nested lists of digits under MIN, MAX, MED and SM, whose value is the label."""
+"""ListOps: nested expressions of digits and the operators MIN, MAX, MED and SM. The label is the value."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor
 from tasks.common.train import Samples
 
 OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
-SYMBOLS = ("", *map(str, range(10)), *OPERATORS, "]")  # by token; 0 is padding
+SYMBOLS = ("", *map(str, range(10)), *OPERATORS, "]")  # the symbol of each token; token 0 is padding
 DIGIT, OPERATOR, END = 1, 11, 15  # the tokens of 0, of MIN and of the bracket that closes a list
 VALUES = 10
 OPERATOR_PROBABILITY = 0.25
-ROOTS = 2000  # trees that are drawn together
+ROOTS = 2000  # number of trees that are drawn together
 
 
 def make_listops(
@@ -31,11 +31,11 @@ def make_listops(
 
     Arguments:
         samples: the number of expressions.
-        seed: of the random numbers; the same seed gives the same expressions.
-        min_length: all have more tokens; at least 3, so that no expression is a single digit.
-        max_length: all have fewer tokens.
-        max_depth: levels of a tree with that of the root.
-        max_args: the most arguments of an operator.
+        seed: random seed. The same seed gives the same expressions.
+        min_length: expressions have more tokens than this; at least 3, so that none is a single digit.
+        max_length: expressions have fewer tokens than this.
+        max_depth: largest number of levels of a tree, including the root.
+        max_args: largest number of arguments of an operator.
 
     Returns:
         Tokens (samples, longest) as uint8, padded with 0 at the end; lengths and values (samples,).
@@ -54,7 +54,7 @@ def make_listops(
             f"largest tree, got min_length {min_length}, max_length {max_length}. Fix: a wider range, or deeper trees."
         )
     rng = np.random.default_rng(seed)
-    found: dict[bytes, int] = {}  # the value of an expression
+    found: dict[bytes, int] = {}  # expression -> value
     in_vain = 0
     while len(found) < samples:
         before = len(found)
@@ -84,10 +84,10 @@ class _Level:
     """The nodes of all trees at one depth, from left to right.
 
     Attributes:
-        arity: the number of arguments of a node, 0 for a digit.
-        token: of a digit, or of an operator with its bracket.
-        size: tokens of the subtree.
-        value: of the subtree.
+        arity: number of arguments of each node; 0 for a digit.
+        token: token of each node, a digit or an operator with its bracket.
+        size: number of tokens in each node's subtree.
+        value: value of each node's subtree.
     """
 
     arity: np.ndarray
@@ -114,8 +114,8 @@ def _trees(
     for level, below in itertools.pairwise(levels):
         tokens[position] = level.token
         tokens[(position + level.size - 1)[level.arity > 0]] = END
-        first = level.arity.cumsum() - level.arity  # the index of the first argument among the nodes below
-        before = below.size.cumsum() - below.size  # tokens of the nodes to the left
+        first = level.arity.cumsum() - level.arity  # index of each node's first argument in the level below
+        before = below.size.cumsum() - below.size  # number of tokens of the nodes to the left
         parents = np.repeat(np.arange(len(level.arity)), level.arity)
         position = position[parents] + 1 + before - before[first[parents]]
     tokens[position] = levels[-1].token
@@ -124,7 +124,7 @@ def _trees(
 
 
 def _level(rng: np.random.Generator, is_operator: np.ndarray, max_args: int) -> _Level:
-    """Return random nodes; sizes and values are those of digits."""
+    """Return random nodes. Their sizes and values are set as for digits."""
     count = len(is_operator)
     digits = rng.integers(VALUES, size=count)
     arity = np.where(is_operator, rng.integers(2, max_args + 1, size=count), 0)
@@ -134,7 +134,7 @@ def _level(rng: np.random.Generator, is_operator: np.ndarray, max_args: int) -> 
 
 
 def _evaluate(level: _Level, below: _Level, max_args: int) -> None:
-    """Set the sizes and values of operators, from those of their arguments."""
+    """Compute the sizes and values of operators from those of their arguments."""
     operators = np.flatnonzero(level.arity)
     if not len(operators):
         return
@@ -143,7 +143,7 @@ def _evaluate(level: _Level, below: _Level, max_args: int) -> None:
     sizes = np.zeros(is_argument.shape, np.int64)
     sizes[is_argument] = below.size
     level.size[operators] = 2 + sizes.sum(1)
-    arguments = np.full(is_argument.shape, VALUES)  # larger than any value, so sorted to the end
+    arguments = np.full(is_argument.shape, VALUES)  # larger than any value, so that sorting puts them last
     arguments[is_argument] = below.value
     total = np.where(is_argument, arguments, 0).sum(1)
     arguments.sort(1)
@@ -154,15 +154,15 @@ def _evaluate(level: _Level, below: _Level, max_args: int) -> None:
 
 
 def trivial_accuracies(train: Samples, test: Samples) -> dict[str, float]:
-    """Return the accuracies of guesses without reading the expression.
+    """Return the accuracies of two trivial baselines, which do not evaluate the expression.
 
     Arguments:
-        train: tokens, lengths and values for the guesses.
+        train: tokens, lengths and values, from which the baselines are computed.
         test: the test data.
 
     Returns:
-        "majority_accuracy" of the most frequent value, and "root_accuracy" of the most frequent value for the first
-        operator.
+        "majority_accuracy" for predicting the most frequent value, and "root_accuracy" for predicting the most frequent
+        value for the first operator.
     """
     counts = torch.zeros(len(OPERATORS), VALUES)
     counts.index_put_((_root(train), train[2]), torch.ones(len(train[2])), accumulate=True)
@@ -174,5 +174,5 @@ def trivial_accuracies(train: Samples, test: Samples) -> dict[str, float]:
 
 
 def _root(samples: Samples) -> Tensor:
-    """Return the number of the first operator, (N,)."""
+    """Return the index of each expression's first operator, (N,)."""
     return samples[0][:, 0].long() - OPERATOR

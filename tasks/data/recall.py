@@ -1,4 +1,4 @@
-"""Associative recall: keys with values that are queried later, and sequences that repeat a word."""
+"""Data for associative recall (key-value pairs with later queries) and for copying (sequences that repeat a word)."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ import torch
 from torch import Tensor
 
 FILLER = SEPARATOR = 0
-IGNORED = -100  # no target, as in torch's cross-entropy
-GAP_EXPONENT = -0.99  # of the probabilities of the places of queries
+IGNORED = -100  # marks positions without a target, as in torch's cross-entropy
+GAP_EXPONENT = -0.99  # exponent of the power law for the positions of queries
 
 
 @dataclasses.dataclass(frozen=True)
 class Bindings:
-    """Sequences of bindings, each a key and its value, and then queries: each key once.
+    """Generates sequences of key-value pairs (bindings), followed by queries that contain each key once.
 
-    The places of the queries follow a power law, the first places being the most likely, as in Zoology (Arora et al.,
-    arXiv:2312.04927). Between the queries there is filler.
+    The positions of the queries follow a power law in which early positions are most likely, as in Zoology (Arora et
+    al., arXiv:2312.04927). Other positions after the bindings contain a filler symbol.
 
     Attributes:
-        pairs: the number of bound keys.
-        length: symbols of a sequence, at least 2 x pairs x times + pairs.
-        keys: the number of keys to choose from; they are the symbols 1 to ``keys``.
-        values: the number of values; they are the next symbols.
-        times: how often each key is bound, in a random order of all bindings.
-        changing: whether a key has another value each time; the answer is then the last one.
-        noise: probability that a binding has a random value instead of its own.
+        pairs: number of keys in a sequence.
+        length: number of symbols in a sequence, at least 2 x pairs x times + pairs.
+        keys: number of different keys, which are the symbols 1 to ``keys``.
+        values: number of different values, which are the next symbols.
+        times: how often each key is bound. All bindings are in random order.
+        changing: whether a key gets a different value each time; the answer is then the last value.
+        noise: probability that a binding has a random value instead of the key's value.
     """
 
     pairs: int
@@ -50,15 +50,15 @@ class Bindings:
             raise ValueError(f"{self.times} different values need as many, got {self.values}. Fix: more values.")
 
     def draw(self, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-        """Draw sequences, their answers, and the first values of the keys, which are wrong answers if values change.
+        """Draw sequences, their answers, and the first value of each queried key (a wrong answer if values change).
 
         Arguments:
             count: the number of sequences.
             generator: of random numbers.
 
         Returns:
-            Symbols (count, length); the value at each query, counted from 0, and -100 elsewhere (count, length); the
-            first value of the key in the same form.
+            Three tensors (count, length): the symbols; the index of the value at each query, and -100 elsewhere; and
+            the first value of the key in the same form.
         """
         keys = distinct(count, self.pairs, self.keys, generator)
         if self.changing:
@@ -83,25 +83,25 @@ class Bindings:
         return tokens, targets, stale
 
     def _order(self, count: int, generator: torch.Generator) -> Tensor:
-        """Return bindings, numbered pair by pair, in a random order that keeps those of a pair sorted (count, all)."""
+        """Return a random order of all bindings (count, all), in which the bindings of one key keep their order."""
         order = torch.rand(count, self.pairs * self.times, generator=generator).argsort(1)
         pairs = order // self.times
         turns = torch.nn.functional.one_hot(pairs, self.pairs).cumsum(1).gather(2, pairs.unsqueeze(2)) - 1
         return pairs * self.times + turns.squeeze(2)
 
     def _places(self, count: int, room: int, generator: torch.Generator) -> Tensor:
-        """Return the places of the queries (count, pairs), different ones of ``room`` places."""
+        """Return the positions of the queries, (count, pairs), as different integers below ``room``."""
         chances = torch.arange(1, room + 1, dtype=torch.float64).pow(GAP_EXPONENT)
         return torch.multinomial(chances.expand(count, room), self.pairs, generator=generator)
 
 
 def distinct(count: int, size: int, of: int, generator: torch.Generator) -> Tensor:
-    """Return rows of different numbers below ``of`` (count, size)."""
+    """Return a tensor (count, size) whose rows contain different random integers below ``of``."""
     return torch.rand(count, of, generator=generator).topk(size, dim=1).indices
 
 
 def unit_keys(spread: Tensor, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Return random vectors of norm 1 (*shape, features): normals with these deviations, normalised."""
+    """Return normalised Gaussian vectors (*shape, features); ``spread`` has the standard deviations before."""
     x = spread * torch.randn(*shape, len(spread), generator=generator)
     return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True)
 
@@ -114,7 +114,7 @@ def doubled(count: int, length: int, symbols: int, generator: torch.Generator) -
 
     Arguments:
         count: the number of sequences.
-        length: symbols of a sequence, at least 8, so that there are several n.
+        length: number of symbols in a sequence, at least 8, so that n can vary.
         symbols: the number of different symbols to copy.
         generator: of random numbers.
 
@@ -130,11 +130,11 @@ def doubled(count: int, length: int, symbols: int, generator: torch.Generator) -
 
 
 def is_copied(sizes: Tensor, length: int) -> Tensor:
-    """Return which symbols belong to the second w (count, length).
+    """Return a mask (count, length) of the symbols that belong to the second w.
 
     Arguments:
         sizes: n of each sequence (count,).
-        length: symbols of a sequence.
+        length: number of symbols in a sequence.
     """
     place, n = torch.arange(length, device=sizes.device), sizes[:, None]
     return (place > n) & (place <= 2 * n)

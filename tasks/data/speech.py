@@ -21,8 +21,8 @@ WINDOW = 256  # samples
 HOP = 128
 BINS = WINDOW // 2 + 1
 
-DIGITS_TEST = 5  # recordings 0 to 4 of a digit by a speaker, as in the README of the data
-DIGITS_VALIDATION = 10  # recordings 5 to 9; training has the rest
+DIGITS_TEST = 5  # test: recordings 0 to 4 of each digit and speaker, as in the data's README
+DIGITS_VALIDATION = 10  # validation: recordings 5 to 9; training: the rest
 DIGITS_FIX = (
     "Fix: put the folder recordings of github.com/Jakobovski/free-spoken-digit-dataset, or a recordings.zip of it, "
     "into a folder fsdd and set HBNODE_DATA to the folder above it, or --data generated."
@@ -32,18 +32,18 @@ Waves = dict[str, list[Tensor]]
 
 
 def read_speech(source: str = "auto") -> tuple[Waves, str]:
-    """Return recordings of training, validation and test, waveforms in [-1, 1] at 8 kHz, and their source.
+    """Return training, validation and test recordings, as waveforms in [-1, 1] at 8 kHz, and their source.
 
     "digits" is the Free Spoken Digit Dataset, 3,000 recordings of six speakers. For each speaker and digit the test set
     has the recordings 0 to 4, validation 5 to 9, training 10 to 49. It is ``fsdd/recordings.zip`` or
-    ``fsdd/recordings`` in ``HBNODE_DATA``. "generated" is :func:`tones`. "auto" is "digits" if they are there,
-    otherwise "generated", with a warning.
+    ``fsdd/recordings`` in ``HBNODE_DATA``. "generated" is :func:`tones`. "auto" is "digits" if the files exist,
+    otherwise "generated" with a warning.
 
     Arguments:
         source: one of SOURCES.
 
     Raises:
-        FileNotFoundError: if there is no such data and ``source`` is not "auto".
+        FileNotFoundError: if ``source`` is "digits" and there are no files.
         ValueError: if a file is damaged, or recordings are missing.
     """
     return read_or_simulate(source, "digits", _digits, tones)
@@ -79,7 +79,7 @@ def _digit_files() -> Iterator[tuple[str, bytes]]:
 
 
 def read_wave(content: bytes, name: str) -> Tensor:
-    """Return samples in [-1, 1], float32, of a file of one channel at 8 kHz."""
+    """Return the samples of a mono wave file at 8 kHz, in [-1, 1], float32."""
     import soundfile
 
     with readable(name, DIGITS_FIX), soundfile.SoundFile(io.BytesIO(content)) as file:
@@ -119,15 +119,16 @@ def tones(counts: tuple[int, int, int] = (240, 40, 40)) -> Waves:
 
 
 def log_spectra(samples: Tensor) -> Tensor:
-    """Return 10 log10(1e-5 + |X|²) of a short-time Fourier transform X in dB, not standardised.
+    """Return the log spectra 10 log10(1e-5 + |X|²) in dB, where X is a short-time Fourier transform.
 
-    A Hann window of 256 samples moves by 128. Zeros pad the last hop, and 256 zeros pad either end.
+    The Hann window has 256 samples and the hop is 128. The last hop is padded with zeros, then both ends with 256
+    zeros.
 
     Arguments:
-        samples: (N,).
+        samples: waveform (N,).
 
     Returns:
-        (ceil(N / 128) + 3, 129), from -50 dB, silence, to about 40.
+        Spectra (ceil(N / 128) + 3, 129), from -50 dB (silence) to about 40 dB. They are not standardised.
     """
     padded = torch.nn.functional.pad(samples, (WINDOW, -len(samples) % HOP + WINDOW))
     window = torch.hann_window(WINDOW, dtype=samples.dtype)

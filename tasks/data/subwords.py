@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-PADDING, UNKNOWN = 0, 1  # ids
+PADDING, UNKNOWN = 0, 1  # token ids
 SPECIAL = ("<pad>", "<unk>")
 
 
@@ -17,7 +17,7 @@ def learn_subwords(texts: Iterable[str], size: int) -> Tokenizer:
 
     Arguments:
         texts: the training texts.
-        size: entries of the vocabulary with the special ones. It always has all characters of the texts.
+        size: size of the vocabulary, including special tokens. It always contains all characters of the texts.
     """
     tokenizer = Tokenizer(models.BPE(unk_token=SPECIAL[UNKNOWN]))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Replace(Regex(r"\s+"), " "), normalizers.Strip()])
@@ -32,5 +32,5 @@ def learn_subwords(texts: Iterable[str], size: int) -> Tokenizer:
 
 
 def decode(tokenizer: Tokenizer, ids: Iterable[int]) -> str:
-    """Return the text of ids without padding."""
+    """Return the text of token ids, ignoring padding."""
     return tokenizer.decode([n for n in ids if n != PADDING], skip_special_tokens=False)

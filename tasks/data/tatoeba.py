@@ -1,9 +1,9 @@
-"""Pairs of an English and a German sentence, of Tatoeba or simulated.
+"""Pairs of an English sentence and its German translation, from Tatoeba or simulated.
 
 Tatoeba (tatoeba.org), as distributed by www.manythings.org/anki, is ``tatoeba-deu-eng/deu-eng.zip`` in ``HBNODE_DATA``
-with a file ``deu.txt`` of lines English, tab, German. A sentence can have several translations. So that no sentence of
-the test is in training, pairs that share a sentence in either language are in the same part. Sentences are equal if
-their words are, regardless of case and punctuation.
+with a file ``deu.txt``, in which each line has an English sentence, a tab, and a German sentence. A sentence can have
+several translations. Pairs that share a sentence in either language are put into the same split, so that no test
+sentence occurs in training. Two sentences count as equal if they differ only in case and punctuation.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ Pair = tuple[str, str]
 def read_pairs(
     source: str = "auto", *, max_words: int = 0, train_size: int = 0, test_size: int = 0
 ) -> tuple[dict[str, list[Pair]], str]:
-    """Return pairs of training, validation and test, and their source.
+    """Return the training, validation and test pairs, and their source.
 
-    "tatoeba" is Tatoeba, "generated" is :func:`simulated_pairs`. "auto" is "tatoeba" if it is there, otherwise
-    "generated", with a warning. The parts have 90, 5 and 5 % of the sentences, independent of the arguments.
-    Validation and test have each English sentence once.
+    "tatoeba" is Tatoeba, "generated" is :func:`simulated_pairs`. "auto" is "tatoeba" if its file exists, otherwise
+    "generated" with a warning. Training, validation and test get 90, 5 and 5 % of the sentences, whatever the other
+    arguments are. Validation and test contain each English sentence once.
 
     Arguments:
         source: one of SOURCES.
-        max_words: the most words of a sentence in either language; longer pairs are left out of all parts; 0: any.
-        train_size: pairs of the training data; 0: all.
-        test_size: pairs of the validation data and of the test; 0: all.
+        max_words: largest number of words in a sentence of either language; longer pairs are left out. 0: no limit.
+        train_size: number of training pairs; 0: all.
+        test_size: number of validation pairs and of test pairs; 0: all.
 
     Raises:
         FileNotFoundError: if ``source`` is "tatoeba" and there is no file.
@@ -63,7 +63,7 @@ def _read() -> list[Pair]:
     problem = "is no archive with a file deu.txt of English, tab, German"
     with readable(path, "Fix: get the file anew.", problem), zipfile.ZipFile(path) as archive:
         lines = archive.read("deu.txt").decode("utf-8").splitlines()
-        pairs = [(fields[0], fields[1]) for fields in (line.split("\t") for line in lines)]  # newer files have a third
+        pairs = [(fields[0], fields[1]) for fields in (line.split("\t") for line in lines)]  # there may be a third
     return list(dict.fromkeys((" ".join(english.split()), " ".join(german.split())) for english, german in pairs))
 
 
@@ -77,13 +77,13 @@ def _length(sentence: str) -> int:
 
 
 def _shuffled(pair: Pair) -> tuple[int, Pair]:
-    """Return a key that sorts pairs in a pseudorandom order, the same on every machine."""
+    """Return a sort key that puts pairs into the same pseudorandom order on every machine."""
     return zlib.crc32("\t".join(pair).encode()), pair
 
 
 def split(pairs: Sequence[Pair]) -> dict[str, list[Pair]]:
-    """Return training, validation and test, which share no sentence in either language."""
-    group: dict[tuple[int, str], tuple[int, str]] = {}  # a sentence of a language -> another one of its group
+    """Split pairs into training, validation and test data that share no sentence in either language."""
+    group: dict[tuple[int, str], tuple[int, str]] = {}  # (language, sentence) -> another sentence in its group
 
     def root(sentence: tuple[int, str]) -> tuple[int, str]:
         while group.setdefault(sentence, sentence) != sentence:
@@ -93,7 +93,7 @@ def split(pairs: Sequence[Pair]) -> dict[str, list[Pair]]:
 
     for english, german in pairs:
         first, second = sorted((root((0, words_of(english))), root((1, words_of(german)))))
-        group[second] = first  # the least sentence names the group, whatever the order of the pairs
+        group[second] = first  # the smallest sentence identifies the group, so the order of pairs is irrelevant
     parts: dict[str, list[Pair]] = {name: [] for name in PARTS}
     for english, german in pairs:
         place = zlib.crc32(root((0, words_of(english)))[1].encode()) % 20
@@ -113,7 +113,7 @@ ADVERBS = ("often", "never", "today")
 def simulated_pairs(count: int, seed: int) -> list[Pair]:
     """Return sentences such as "old dog sees cat." and their translations into a language that ends with the verb.
 
-    The translation of a word is the word backwards, and an adjective follows its noun.
+    A word is translated by reversing its letters, and an adjective follows its noun.
     """
     generator = torch.Generator().manual_seed(seed)
 

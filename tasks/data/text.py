@@ -1,4 +1,4 @@
-"""Texts as numbers of words or characters, published or simulated."""
+"""Texts as sequences of word or character indices, published or simulated."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ NEWLINE = "\n"
 
 @dataclass(frozen=True)
 class Text:
-    """Training, validation and test.
+    """A training, a validation and a test text with a common vocabulary.
 
     Attributes:
-        parts: for each, the numbers of its words, (N,) int64.
-        words: the word, or the character, of each number, the most frequent one of training first.
-        source: the source of the text.
+        parts: word indices (N,) int64 of the training, validation and test texts.
+        words: the vocabulary of words or characters, sorted by frequency in training.
+        source: name of the source of the text.
     """
 
     parts: dict[str, Tensor]
@@ -52,17 +52,17 @@ def read_text(
     test_size: int = 0,
     order: Sequence[str] = WORD_LEVEL,
 ) -> Text:
-    """Return a text. "auto" is the first of ``order`` that is there, otherwise "generated", with a warning.
+    """Return a text. "auto" is the first text of ``order`` whose files exist, otherwise "generated" with a warning.
 
-    Every line ends with the word ``<eos>``. The vocabulary is that of the training text; another word is ``<unk>``.
-    Tiny Shakespeare is read by characters, with ends of lines. Its first 90 % are for training, the next and the last
-    5 % for validation and test. "generated" is :func:`chain_text`.
+    Every line ends with the word ``<eos>``. The vocabulary contains the words of the training text; other words become
+    ``<unk>``. Tiny Shakespeare is split into characters, including line ends. Its first 90 % are for training, the next
+    and the last 5 % for validation and test. "generated" is :func:`chain_text`.
 
     Arguments:
         source: one of SOURCES.
         vocabulary: the number of words, the most frequent ones and ``<unk>``; 0: all.
-        train_size: words of the training text, from its beginning; 0: all.
-        test_size: the same for the validation text and the test.
+        train_size: number of words to use from the start of the training text; 0: all.
+        test_size: number of words to use from the validation and from the test text; 0: all.
         order: the texts that "auto" looks for.
 
     Raises:
@@ -87,7 +87,7 @@ def read_text(
 
 
 def _read(name: str) -> list[list[str]]:
-    """Return the words or characters of training, validation and test."""
+    """Return the words or characters of the training, validation and test texts."""
     parts = []
     for file in FILES[name]:
         path = find((file,))
@@ -106,9 +106,9 @@ def _read(name: str) -> list[list[str]]:
 
 
 def in_windows(text: Tensor, length: int, start: int = 0) -> Tensor:
-    """Return a text (N,) from ``start`` on as windows (count, length + 1), without the remainder.
+    """Cut a text (N,), from index ``start`` on, into windows (count, length + 1). The remainder is dropped.
 
-    A window begins with the last word of the one before.
+    Each window begins with the last word of the previous window.
     """
     count = (len(text) - start - 1) // length
     if count < 1:
@@ -122,11 +122,15 @@ def in_windows(text: Tensor, length: int, start: int = 0) -> Tensor:
 # Simulated
 
 CHAIN_WORDS = 40
-CHAIN_PARTS = ((20_000, 1), (2_000, 2), (2_000, 3))  # words and seed of each part
+CHAIN_PARTS = (
+    (20_000, 1),
+    (2_000, 2),
+    (2_000, 3),
+)  # (words, seed) of training, validation and test
 
 
 def chain_transitions() -> Tensor:
-    """Return the probability of each word after each, (40, 40): four words can follow, with 0.5, 0.25, 0.15, 0.1."""
+    """Return the transition probabilities (40, 40). Four words can follow each word: 0.5, 0.25, 0.15, 0.1."""
     generator = torch.Generator().manual_seed(0)
     transitions = torch.zeros(CHAIN_WORDS, CHAIN_WORDS, dtype=torch.float64)
     for row in transitions:
@@ -136,7 +140,7 @@ def chain_transitions() -> Tensor:
 
 
 def chain_text(count: int, seed: int) -> list[str]:
-    """Return a simulated text, a Markov chain over 40 words. The least expected perplexity is exp(1.208) = 3.35."""
+    """Return a simulated text, a Markov chain over 40 words. The best expected perplexity is exp(1.208) = 3.35."""
     generator = torch.Generator().manual_seed(seed)
     cumulative = chain_transitions().cumsum(1)
     chances = torch.rand(count, generator=generator, dtype=torch.float64)

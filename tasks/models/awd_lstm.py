@@ -1,4 +1,4 @@
-"""AWD-LSTM's regularisation of a language model, for any recurrent layer.
+"""The regularisation methods of the AWD-LSTM language model, for any recurrent layer.
 
 References:
     S. Merity, N. Keskar and R. Socher, Regularizing and Optimizing LSTM Language Models, 2018, arXiv:1708.02182.
@@ -16,20 +16,20 @@ from torch.nn.utils import parameters_to_vector, parametrize, vector_to_paramete
 
 
 def locked_dropout(x: Tensor, p: float, training: bool) -> Tensor:
-    """Return x (T, batch, features) after dropout with one mask for all times."""
+    """Apply dropout to x (T, batch, features), with the same mask at all times."""
     return x * nn.functional.dropout(torch.ones_like(x[:1]), p, training)
 
 
 def embed(embedding: nn.Embedding, words: Tensor, p: float, training: bool) -> Tensor:
-    """Return vectors of words. A dropped word is zero at every place."""
+    """Return the embeddings of words. A dropped word is zero wherever it occurs."""
     kept = nn.functional.dropout(torch.ones_like(embedding.weight[:, :1]), p, training)
     return nn.functional.embedding(words, kept * embedding.weight)
 
 
 def drop_recurrent_weights(layer: nn.Module, p: float) -> nn.Module:
-    """Return the layer with dropout of its recurrent weights; call it within ``parametrize.cached()``.
+    """Add dropout to the recurrent weights of a layer. Call the layer within ``parametrize.cached()``.
 
-    Each access to a parametrised weight draws a mask.
+    Without the cache, each access to a weight would draw another mask.
     """
     names = [name for name, _ in layer.named_parameters(recurse=False) if name.startswith("weight_hh")]
     for name in names if p > 0 else ():
@@ -38,13 +38,14 @@ def drop_recurrent_weights(layer: nn.Module, p: float) -> nn.Module:
 
 
 def penalty(dropped: Tensor, raw: Tensor, alpha: float, beta: float) -> Tensor:
-    """Return alpha times the mean square of the last layer's output plus beta times that of its changes over time.
+    """Return alpha times the mean square of the last layer's output, plus beta times the mean square of its changes
+    over time.
 
     Arguments:
-        dropped: the output after dropout, (T, batch, features), of the first term.
-        raw: the output before dropout, of the second term.
-        alpha: factor of the activations (AR).
-        beta: factor of their changes (TAR).
+        dropped: output after dropout, (T, batch, features), which the first term uses.
+        raw: output before dropout, which the second term uses.
+        alpha: factor of activation regularisation (AR).
+        beta: factor of temporal activation regularisation (TAR).
     """
     value = alpha * dropped.square().mean()
     return value + beta * raw.diff(dim=0).square().mean() if len(raw) > 1 else value
@@ -52,10 +53,10 @@ def penalty(dropped: Tensor, raw: Tensor, alpha: float, beta: float) -> Tensor:
 
 @functools.lru_cache(maxsize=1)
 def chunk_lengths(total: int, bptt: int, seed: int, epoch: int) -> tuple[int, ...]:
-    """Return the lengths of the chunks of an epoch. They depend only on the seed and the epoch.
+    """Return the lengths of the text chunks in an epoch. They depend only on the seed and the epoch.
 
-    A length is normal with standard deviation 5 and mean ``bptt``, or half of it with probability 0.05, and at least 5.
-    The last one is the rest.
+    A length is normally distributed with standard deviation 5. Its mean is ``bptt``, or ``bptt / 2`` with probability
+    0.05. It is at least 5. The last chunk is the remainder of the text.
     """
     generator = torch.Generator().manual_seed(1_000_003 * seed + epoch)
     lengths: list[int] = []
@@ -69,13 +70,13 @@ def chunk_lengths(total: int, bptt: int, seed: int, epoch: int) -> tuple[int, ..
 
 
 class Averaging:
-    """NT-ASGD: the mean of the weights since the epoch in which the validation loss stopped falling.
+    """NT-ASGD: average the weights from the epoch on in which the validation loss stops falling.
 
-    In this epoch the loss is above the best one of all epochs except the last ``patience``.
+    Averaging starts when the loss is above the best loss of all epochs except the last ``patience`` ones.
 
     Arguments:
         parameters: the parameters of the model.
-        patience: epochs; 0 never averages.
+        patience: number of epochs; 0 disables averaging.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], patience: int) -> None:
@@ -87,18 +88,18 @@ class Averaging:
 
     @property
     def is_on(self) -> bool:
-        """Whether the weights are averaged."""
+        """Whether averaging has started."""
         return self.means is not None
 
     def note(self, loss: float) -> None:
-        """Record the validation loss after an epoch."""
+        """Record the validation loss of an epoch."""
         known = self.losses[: -self.patience] if self.patience else []
         if self.means is None and known and loss > min(known):
             self.means = [p.detach().clone() for p in self.parameters]
         self.losses.append(loss)
 
     def step(self) -> None:
-        """Update the mean after a step of the optimizer."""
+        """Update the average after an optimizer step."""
         if self.means is not None:
             self.count += 1
             for mean, p in zip(self.means, self.parameters, strict=True):
@@ -106,7 +107,7 @@ class Averaging:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Replace the weights by their means, if there are any, within a context."""
+        """Within a context, replace the weights by their averages if averaging has started."""
         if self.means is None or self.count == 0:
             yield
             return
@@ -122,7 +123,7 @@ class Averaging:
         return {"losses": self.losses, "means": self.means, "count": self.count}
 
     def load_state_dict(self, state: dict) -> None:
-        """Load a state of :meth:`state_dict`."""
+        """Load a state that :meth:`state_dict` returned."""
         means = state["means"]
         self.means = means and [mean.to(p) for mean, p in zip(means, self.parameters, strict=True)]
         self.losses, self.count = state["losses"], state["count"]

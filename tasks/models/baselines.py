@@ -1,9 +1,9 @@
-"""Recurrent networks for irregular series, the baselines of ODE-RNNs.
+"""Recurrent networks for irregular series, which are baselines for ODE-RNNs.
 
-``make_baseline("gru", input_size, parameters)`` makes one with about this number of parameters. They differ in how
-they use the gaps between samples:
+``make_baseline("gru", input_size, parameters)`` makes a network with approximately this number of parameters. The
+networks differ in how they use the time gaps between samples:
 
-- "lstm", "gru": torch's, with the gap as a further input.
+- "lstm", "gru": torch's layers, with the time gap as a further input.
 - "gru-d": a GRU whose hidden state decays over the gap.
 - "cfc": closed-form continuous-time units, of the package ncps.
 - "oscillators": two blocks of :class:`hbnode.nn.OscillatorStack`, exact over any gap.
@@ -28,11 +28,11 @@ NetworkState = typing.Any  # the state of any network
 
 
 class Recurrent(nn.Module, abc.ABC):
-    """A recurrent network with samples and the times between them as inputs.
+    """Base class of recurrent networks whose inputs are samples and the time gaps between them.
 
     Arguments:
-        input_size: features of a sample.
-        hidden_size: features of the output.
+        input_size: number of features of a sample.
+        hidden_size: number of features of the output.
         predicts_ahead: whether the time until the predicted sample is a further input.
     """
 
@@ -44,13 +44,13 @@ class Recurrent(nn.Module, abc.ABC):
     def forward(
         self, x: Tensor, gap_before: Tensor, state: NetworkState | None = None, gap_after: Tensor | None = None
     ) -> tuple[Tensor, NetworkState]:
-        """Return features (B, T, hidden_size), each of the samples so far, and the state after the last sample.
+        """Return features (B, T, hidden_size) after each sample, and the state after the last sample.
 
         Arguments:
             x: samples (B, T, input_size).
-            gap_before: time since the sample before, (B, T), in a unit in which gaps are about 1; 0 for the first
-                sample. With a state, its first column is the time since the last sample of the state.
-            state: the state that an earlier call returned; None starts anew.
+            gap_before: time since the previous sample, (B, T), in a unit in which gaps are about 1. It is 0 for the
+                first sample, or with a state the time since the last sample of the earlier call.
+            state: the state that an earlier call returned; None for a new series.
             gap_after: time until the predicted sample, (B, T), if ``predicts_ahead``.
         """
         x = x if gap_after is None else torch.cat([x, gap_after[..., None]], dim=-1)
@@ -58,12 +58,12 @@ class Recurrent(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def _read(self, x: Tensor, gap: Tensor, state: NetworkState | None) -> tuple[Tensor, NetworkState]:
-        """``forward`` of samples (B, T, features) and gaps (B, T, 1)."""
+        """Compute ``forward`` for samples (B, T, features) and gaps (B, T, 1)."""
 
     def _unroll(
         self, step: Callable[[Tensor, Tensor, Tensor], Tensor], x: Tensor, gap: Tensor, h: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return all h and the last one; ``step`` computes h from a sample, its gap (B, ...) and the h before."""
+        """Return all h and the last h; ``step`` computes h from a sample, its gap (B, ...) and the previous h."""
         h = x.new_zeros(len(x), self.hidden_size) if h is None else h
         output = []
         for sample, elapsed in zip(x.unbind(1), gap.unbind(1), strict=True):
@@ -73,7 +73,7 @@ class Recurrent(nn.Module, abc.ABC):
 
 
 class Gated(Recurrent):
-    """torch's LSTM or GRU on [x, gap]."""
+    """torch's LSTM or GRU, whose input is the sample and the gap."""
 
     def __init__(self, kind: Callable[..., nn.RNNBase], input_size: int, hidden_size: int, **options: bool) -> None:
         super().__init__(input_size, hidden_size, **options)
@@ -87,8 +87,8 @@ class Decaying(Recurrent):
     """GRU-D: h <- exp(-max(0, w gap + b)) * h over the gap, then h <- GRU(x, h).
 
     Z. Che et al., Recurrent Neural Networks for Multivariate Time Series with Missing Values, 2018, arXiv:1606.01865.
-    Here whole samples are missing and no single values. So there is one gap for all of h, and the paper's mask and
-    imputation of inputs are left out.
+    Here only whole samples are missing, not single values. So one gap applies to all of h, and the mask and the
+    imputation of the paper are not needed.
     """
 
     def __init__(self, input_size: int, hidden_size: int, **options: bool) -> None:
@@ -104,8 +104,8 @@ class Decaying(Recurrent):
 class ClosedForm(Recurrent):
     """CfC: h <- (1 - s) * g(x, h) + s * f(x, h), with s = sigmoid(a(x, h) gap + b(x, h)), g and f ending in tanh.
 
-    R. Hasani et al., Closed-form Continuous-time Neural Models, 2022, arXiv:2106.13898. The cell is that of ncps. Its
-    four heads share a layer with as many units as h.
+    R. Hasani et al., Closed-form Continuous-time Neural Models, 2022, arXiv:2106.13898. The cell is from the package
+    ncps. Its four heads share a layer with as many units as h.
     """
 
     def __init__(self, input_size: int, hidden_size: int, **options: bool) -> None:
@@ -116,7 +116,7 @@ class ClosedForm(Recurrent):
             raise ImportError(
                 f"cfc needs the package ncps ({error}). Fix: pip install -e '.[peers]', or choose another model."
             ) from error
-        # not the class CfC of ncps: it confuses the gaps of a batch with those of the units
+        # the class CfC of ncps is not used, because it mixes up the batch and unit dimensions of the gaps
         self.cell = CfCCell(self.features, hidden_size, backbone_units=hidden_size)
 
     def _read(self, x: Tensor, gap: Tensor, state: NetworkState | None) -> tuple[Tensor, NetworkState]:
@@ -124,7 +124,7 @@ class ClosedForm(Recurrent):
 
 
 class Swinging(Recurrent):
-    """Damped oscillators; the slowest have a cycle of 200 gaps."""
+    """Damped oscillators. The slowest have a period of 200 gaps."""
 
     def __init__(self, input_size: int, hidden_size: int, **options: bool) -> None:
         super().__init__(input_size, hidden_size, **options)
@@ -139,7 +139,7 @@ class Swinging(Recurrent):
 
 
 class Selective(Swinging):
-    """Selective memory with as many real states as features; the initial selection is weak."""
+    """Selective oscillators with as many real states as features. Initially the selection is weak."""
 
     def _make(self) -> nn.Module:
         layer = hbnode.nn.Oscillators(
@@ -164,7 +164,7 @@ BASELINES = tuple(KINDS)
 def make_baseline(
     name: str, input_size: int, parameters: int, *, output_size: int = 0, predicts_ahead: bool = False
 ) -> Recurrent:
-    """Return a baseline whose number of parameters is the nearest to a given one.
+    """Return a baseline whose number of parameters is closest to a given number.
 
     Arguments:
         name: one of :data:`BASELINES`.
@@ -185,21 +185,21 @@ def make_baseline(
         head = [nn.Linear(hidden_size, output_size)] if output_size else []
         return nn.ModuleList([make(hidden_size), *head])
 
-    with torch.device("meta"):  # draws no random numbers
+    with torch.device("meta"):  # uses no random numbers
         matched = hbnode.nn.match_parameters(with_head, parameters)[0]
     return make(typing.cast(Recurrent, matched).hidden_size)
 
 
 @dataclasses.dataclass(frozen=True)
 class IrregularSeriesConfig(ODEConfig):
-    """Options of tasks that compare ODE-RNNs with the baselines."""
+    """Options of tasks that compare ODE-RNNs with baselines."""
 
     models = (*MODELS, *BASELINES)
 
-    time_unit: float = option(1.0, "unit of time of an ODE-RNN, in that of the data; 0: ten median gaps")
+    time_unit: float = option(1.0, "time unit of an ODE-RNN, in units of the data's times; 0: ten median gaps")
 
     def rnn_options(self) -> dict[str, typing.Any]:
-        """Return the arguments of an ODERNN: those of an ODEBlock, and a step size for each sample if possible."""
+        """Return the keyword arguments of an ODERNN, with separate step sizes for each sample if possible."""
         return self.ode_options() | {"per_sample": self.solver == "native", "time_unit": self.time_unit or 1.0}
 
     def try_out(self, model: str) -> None:

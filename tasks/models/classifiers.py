@@ -1,23 +1,24 @@
 """Classifiers of irregular series: ``model(x, t, mask, lengths, static)`` -> logits.
 
 All networks standardise the values. Their inputs are the values, the mask, the time since the last observation of each
-feature, and the static features. They differ in how the state changes between samples.
+feature, and the static features. The networks differ in how the state changes between samples.
 
-- "node", "anode", "sonode", "hbnode", "ghbnode": ODE-RNNs; missing values are held and decay.
-- "gru", "momentum_lstm", "cfc", "oscillators", "selective": missing values are zero. The gap is a further input, or the
-  time over which the state of "cfc" and of oscillators evolves.
-- "gru-d": missing values are held and decay, and so does the hidden state (Che et al., arXiv:1606.01865).
-- "ncde": a neural controlled differential equation, dz = f(z) dX (Kidger et al., arXiv:2005.08926). X is linear between
-  the samples and has the time, the held values, and the number of observations of each. One step of rk4 per gap.
+- "node", "anode", "sonode", "hbnode", "ghbnode": ODE-RNNs. The last observed value replaces a missing one and decays.
+- "gru", "momentum_lstm", "cfc", "oscillators", "selective": missing values are zero. The time since the last sample is
+  a further input; for "cfc" and oscillators it is the time over which the state evolves.
+- "gru-d": missing values are replaced as in ODE-RNNs, and the hidden state decays too (Che et al., arXiv:1606.01865).
+- "ncde": a neural controlled differential equation, dz = f(z) dX (Kidger et al., arXiv:2005.08926). The path X is
+  linear between the samples. Its components are the time, the last observed values, and the number of observations of
+  each feature. rk4 takes one step between two samples.
 
-Five are no networks:
+Five models are not neural networks:
 
 - "boosting", "logistic": gradient boosting and logistic regression on the count, the first, last, mean, smallest and
   largest value, the standard deviation and the slope of each feature, and on the static features.
 - "minirocket": logistic regression on MiniRocket's features (Dempster et al., arXiv:2012.08791) of the linearly
   interpolated series, and on the static features.
 - "last": logistic regression on the last observed value of each feature, and on the static features.
-- "constant": the frequencies of the classes in the training series.
+- "constant": predicts the class frequencies of the training series.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ CLASSIFIERS = (*NETWORKS, *SHALLOW)
 
 
 class Reader(nn.Module):
-    """A network with outputs (batch, T, hidden_size), one after each sample.
+    """Base class of sequence encoders, which return features (batch, T, hidden_size) after each sample.
 
     Arguments:
-        features: of a sample.
-        static: features of a series.
-        unit: of time; gaps as inputs are in tenths of it, about 1.
+        features: number of features of a sample.
+        static: number of static features.
+        unit: the time unit. Time gaps are given to the network in tenths of it, so that they are about 1.
         missing: see :class:`hbnode.ODERNN`.
-        dropout: probability of dropout of an input.
+        dropout: dropout probability of the inputs.
     """
 
     def __init__(self, features: int, static: int, unit: float, missing: Any, dropout: float) -> None:
@@ -59,15 +60,15 @@ class Reader(nn.Module):
         self.unit, self.dropout = unit, nn.Dropout(dropout)
 
     def fed(self, x: Tensor, t: Tensor, mask: Tensor, lengths: Tensor, static: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the inputs (batch, T, n), and the gap before each sample (batch, T)."""
+        """Return the inputs (batch, T, n) of the network, and the time gap before each sample (batch, T)."""
         sequences = Sequences(x.shape[2], x, t, mask, lengths, self.unit)
         gaps = sequences.t.diff(dim=1, prepend=sequences.t[:, :1]) / (0.1 * self.unit)
-        gaps = gaps if sequences.valid is None else torch.where(sequences.valid, gaps, 1.0)  # in padding time continues
+        gaps = gaps if sequences.valid is None else torch.where(sequences.valid, gaps, 1.0)  # times go on in padding
         return self.dropout(self.inputs(sequences, static, None, self.unit)[0]), gaps.to(x.dtype)
 
 
 class ODEReader(nn.Module):
-    """The h of an ODE-RNN after each sample."""
+    """A sequence encoder that returns the h of an ODE-RNN after each sample."""
 
     def __init__(
         self, name: str, features: int, static: int, unit: float, size: int, options: Mapping[str, Any]
@@ -78,12 +79,12 @@ class ODEReader(nn.Module):
         self.rnn = hbnode.ODERNN(features, size, **given)
 
     def forward(self, x: Tensor, t: Tensor, mask: Tensor, lengths: Tensor, static: Tensor | None) -> Tensor:
-        """(batch, T, size)."""
+        """Return features (batch, T, size)."""
         return self.rnn(x, t, mask=mask, lengths=lengths, static=static)[0]
 
 
 class RecurrentReader(Reader):
-    """The output of a recurrent network after each sample."""
+    """A sequence encoder that returns the outputs of a recurrent network."""
 
     def __init__(self, name: str, features: int, static: int, unit: float, size: int, dropout: float) -> None:
         super().__init__(features, static, unit, "decay" if name == "gru-d" else "zero", dropout)
@@ -95,13 +96,13 @@ class RecurrentReader(Reader):
             self.net = hbnode.nn.MomentumLSTM(count + 1, size, batch_first=True)
 
     def forward(self, x: Tensor, t: Tensor, mask: Tensor, lengths: Tensor, static: Tensor | None) -> Tensor:
-        """(batch, T, size)."""
+        """Return features (batch, T, size)."""
         fed, gaps = self.fed(x, t, mask, lengths, static)
         return self.net(fed, gaps)[0] if self.takes_gaps else self.net(torch.cat([fed, gaps.unsqueeze(-1)], -1))[0]
 
 
 class Controlled(nn.Module):
-    """f(z) dX, (batch, size), for the change dX of the path over a unit of time."""
+    """The right-hand side f(z) dX, (batch, size), of a neural CDE. dX is the change of the path per unit of time."""
 
     def __init__(self, channels: int, size: int) -> None:
         super().__init__()
@@ -114,7 +115,7 @@ class Controlled(nn.Module):
 
 
 class CDEReader(Reader):
-    """The state of a neural controlled differential equation at each sample."""
+    """A sequence encoder that returns the state of a neural controlled differential equation at each sample."""
 
     def __init__(self, features: int, static: int, unit: float, size: int, dropout: float) -> None:
         super().__init__(features, 0, unit, "hold", dropout)
@@ -124,11 +125,11 @@ class CDEReader(Reader):
         self.field = hbnode.NODE(self.control)
 
     def forward(self, x: Tensor, t: Tensor, mask: Tensor, lengths: Tensor, static: Tensor | None) -> Tensor:
-        """(batch, T, size)."""
+        """Return features (batch, T, size)."""
         fed, gaps = self.fed(x, t, mask, lengths, None)
         held, seen = fed.split([x.shape[2], fed.shape[2] - x.shape[2]], -1)
         often = seen[..., : x.shape[2]].cumsum(1)
-        path = torch.cat([gaps.cumsum(1).unsqueeze(-1), held, often], -1) / 10  # of about unit size
+        path = torch.cat([gaps.cumsum(1).unsqueeze(-1), held, often], -1) / 10  # scaled to about 1
         valid = torch.arange(path.shape[1], device=path.device) < lengths.to(path.device).unsqueeze(1)
         changes = torch.where(valid[:, 1:, None], path.diff(dim=1), 0.0)  # constant after the end of a series
         first = path[:, 0] if static is None else torch.cat([path[:, 0], static], -1)
@@ -141,16 +142,16 @@ class CDEReader(Reader):
 
 
 class Classifier(nn.Module):
-    """A reader of standardised series, and a linear head.
+    """A classifier that standardises series, encodes them by a network, and applies a linear head.
 
     Arguments:
-        reader: the network of features and static features.
-        size: features of its output.
-        scale: of the values.
-        scale_static: of the static features, None if there are none.
+        reader: the sequence encoder.
+        size: number of features that the encoder returns.
+        scale: standardises the values.
+        scale_static: standardises the static features; None if there are none.
         classes: the number of classes.
         pool: input of the head, ``"last"`` or ``"last and mean"`` of the features over the samples.
-        dropout: probability of dropout of a feature.
+        dropout: dropout probability of the head's inputs.
     """
 
     def __init__(
@@ -185,17 +186,17 @@ def make_classifier(
     name: str, train: Samples, classes: int, unit: float, parameters: int, options: Mapping[str, Any],
     pool: str = "last", dropout: float = 0.0,
 ) -> Classifier:  # fmt: skip
-    """Return a network with about a given number of parameters.
+    """Return a classifier network with approximately the given number of parameters.
 
     Arguments:
         name: one of :data:`NETWORKS`.
         train: x, t, mask, lengths and static features of the training data.
         classes: the number of classes.
-        unit: of time.
+        unit: the time unit.
         parameters: the wanted number of parameters.
-        options: of an ODE-RNN's solver.
+        options: solver options of an ODE-RNN.
         pool: see :class:`Classifier`.
-        dropout: probability of dropout of an input or a feature, but not of an ODE-RNN's inputs.
+        dropout: dropout probability of the encoder's and the head's inputs, but not of an ODE-RNN's inputs.
     """
     x, _, mask, _, static = train
     features, fixed = x.shape[2], static.shape[1]
@@ -219,7 +220,7 @@ def make_classifier(
 
 
 def summaries(x: Tensor, t: Tensor, mask: Tensor, lengths: Tensor, static: Tensor) -> np.ndarray:
-    """Return statistics of each series, (batch, 8 features + static); NaN for a feature without observation."""
+    """Return summary statistics of each series, (batch, 8 features + static), NaN for features without observations."""
     value, time = x.double(), t.double().unsqueeze(-1).expand(x.shape)
     count = mask.sum(1).double()
     zero = torch.where(mask, value, 0.0)
@@ -241,14 +242,14 @@ def summaries(x: Tensor, t: Tensor, mask: Tensor, lengths: Tensor, static: Tenso
 
 
 def last_values(x: Tensor, t: Tensor, mask: Tensor, lengths: Tensor, static: Tensor) -> np.ndarray:
-    """Return the last observed value of each feature, NaN without one, and the static features."""
+    """Return the last observed value of each feature (NaN if there is none), and the static features."""
     features = x.shape[2]
     found = summaries(x, t, mask, lengths, static)
     return np.concatenate([found[:, 2 * features : 3 * features], found[:, 8 * features :]], 1)
 
 
 def rocket(train: Samples, seed: int) -> Callable[..., np.ndarray]:
-    """Return a function of series that returns MiniRocket's features and the static ones."""
+    """Return a function that computes MiniRocket's features of series and appends the static features."""
     from hbnode.features import RocketFeatures
 
     def series(x: Tensor, t: Tensor, mask: Tensor, lengths: Tensor) -> Series:
@@ -259,16 +260,16 @@ def rocket(train: Samples, seed: int) -> Callable[..., np.ndarray]:
 
 
 def fit_shallow(name: str, train: Samples, validation: Samples, seed: int) -> Callable[[Samples], np.ndarray]:
-    """Fit a model that is no network with a few settings, and choose the one with the least validation loss.
+    """Fit a model without a network with a few settings, and choose the setting with the smallest validation loss.
 
     Arguments:
         name: one of :data:`SHALLOW`.
         train: x, t, mask, lengths, static features and class of the training series.
-        validation: the same of the validation series.
-        seed: of boosting and of MiniRocket.
+        validation: the same tensors for the validation series.
+        seed: random seed of boosting and of MiniRocket.
 
     Returns:
-        A function of such samples that returns the probability of each class, (series, classes).
+        A function that takes such tensors and returns the class probabilities (series, classes).
     """
     from sklearn.dummy import DummyClassifier
     from sklearn.ensemble import HistGradientBoostingClassifier
@@ -292,7 +293,7 @@ def fit_shallow(name: str, train: Samples, validation: Samples, seed: int) -> Ca
     elif name == "constant":
         models = [DummyClassifier(strategy="prior")]
     elif name == "minirocket":
-        models = logistic(1e-5, 1e-4, 1e-3, 1e-2)  # thousands of features
+        models = logistic(1e-5, 1e-4, 1e-3, 1e-2)  # smaller values of C, because there are thousands of features
     else:
         models = logistic(0.003, 0.03, 0.3, 3.0)
     (x, y), (held, labels) = ((features(*part[:-1]), part[-1].numpy()) for part in (train, validation))

@@ -1,10 +1,11 @@
-"""The transformers that tasks compare: a kind of attention and a kind of connection over depth each.
+"""The transformers that tasks compare. Each has a kind of attention and a kind of connection between layers.
 
-``linear_gain`` is linear attention times 1 / (1 - β), the weight that momentum gives to old keys: the same input scale
-without momentum. ``gated_delta`` (Gated DeltaNet) and ``gated_linear`` are newer baselines of linear time.
+``linear_gain`` is linear attention multiplied by 1 / (1 - β), the weight that momentum gives to old keys. It shows the
+effect of this scale without momentum. ``gated_delta`` (Gated DeltaNet) and ``gated_linear`` are newer baselines with
+linear complexity.
 
-All have the same width. They have the same number of heads, or with ``--equal state`` states of the same size: models
-with one matrix per head then have half the heads, of twice the size.
+All models have the same width. They have the same number of heads, or with ``--equal state`` recurrent states of the
+same size: models that store one matrix per head then have half as many heads of twice the size.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tasks.common.config import TaskConfig, option
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """The title, the attention and the connection of a model."""
+    """The title of a model, its kind of attention and its kind of connection."""
 
     title: str
     attention: AttentionName
@@ -27,7 +28,7 @@ class Contender:
 
     @property
     def causal_only(self) -> bool:
-        """Whether it cannot be a bidirectional encoder, because it reads in order."""
+        """Whether the attention is recurrent, so that the model cannot be a bidirectional encoder."""
         return self.attention in MEMORIES
 
 
@@ -43,16 +44,21 @@ CONTENDERS: dict[str, Contender] = {
     "heavy_ball": Contender("heavy-ball memory", "heavy_ball"),
 }
 TITLES = {name: contender.title for name, contender in CONTENDERS.items()}
-ONE_MATRIX = ("linear", "linear_gain", "gated_linear", "gated_delta")  # per head; others have a velocity too
-MEMORIES = ("gated_linear", "gated_delta", "heavy_ball")  # without a normaliser
+ONE_MATRIX = (
+    "linear",
+    "linear_gain",
+    "gated_linear",
+    "gated_delta",
+)  # one matrix per head, no velocity
+MEMORIES = ("gated_linear", "gated_delta", "heavy_ball")  # recurrent memories, which have no normaliser
 
 
 def attention_of(name: str, momentum: float = 0.6, step_size: float = 1.0) -> dict[str, Any]:
-    """Return the arguments of a layer.
+    """Return the keyword arguments of a transformer layer.
 
     Arguments:
         name: one of :data:`CONTENDERS`.
-        momentum: β of momentum attention, and of the scale of ``linear_gain``. Default: 0.6
+        momentum: β of momentum attention, and in the scale of ``linear_gain``. Default: 0.6
         step_size: γ of momentum attention. Default: 1.0
     """
     contender = CONTENDERS[name]
@@ -66,21 +72,21 @@ def attention_of(name: str, momentum: float = 0.6, step_size: float = 1.0) -> di
 
 @dataclasses.dataclass(frozen=True)
 class ContenderConfig(TaskConfig):
-    """Options of tasks that compare transformers."""
+    """Command-line options of tasks that compare transformers."""
 
     models = tuple(CONTENDERS)
     positive = "d_model heads layers feedforward step_size"
 
     model: str = option("momentum", "one of {models}, several with commas between, or all")
-    d_model: int = option(64, "features of a token")
-    heads: int = option(4, "heads of the attention")
+    d_model: int = option(64, "size of a token's embedding")
+    heads: int = option(4, "number of attention heads")
     layers: int = option(3, "layers")
     feedforward: int = option(256, "hidden units of a layer's network")
     dropout: float = option(0.0, "probability of dropout", below=1)
     equal: str = option(
-        "heads", "what is equal between the models: heads, or the size of the state", ("heads", "state")
+        "heads", "what the models have in common: the number of heads, or the state size", ("heads", "state")
     )
-    momentum: float = option(0.6, "beta of momentum attention, and of the scale of linear_gain", below=1)
+    momentum: float = option(0.6, "beta of momentum attention, and in the scale of linear_gain", below=1)
     step_size: float = option(1.0, "gamma of momentum attention")
     positions: str = option("auto", "auto: rotary in causal softmax, else sinusoidal", ("auto", "sinusoidal", "rotary"))
 
@@ -98,26 +104,26 @@ class ContenderConfig(TaskConfig):
             )
 
     def heads_used(self) -> int:
-        """Return the number of heads of the model."""
+        """Return the number of heads of the selected model."""
         return self.heads // 2 if self.equal == "state" and self.model in ONE_MATRIX else self.heads
 
     def state_size(self, length: int) -> int:
-        """Return the size of the model's state between two tokens, without a velocity that is always 0.
+        """Return the number of values in the model's recurrent state. A velocity that is always 0 is not counted.
 
         Arguments:
-            length: tokens so far; only the state of softmax attention depends on it.
+            length: number of tokens so far. Only the state of softmax attention depends on it.
         """
         if self.model == "softmax":
             return self.layers * 2 * self.d_model * length
-        matrix = self.d_model**2 // self.heads_used()  # of all heads
+        matrix = self.d_model**2 // self.heads_used()  # entries in the matrices of all heads
         normaliser = 0 if self.model in MEMORIES else self.d_model
         return self.layers * (matrix * (1 if self.model in ONE_MATRIX else 2) + normaliser)
 
     def make_transformer(self, num_embeddings: int | None, **options: Any) -> MomentumTransformer:
-        """Return the transformer of these options.
+        """Return the transformer that the options describe.
 
         Arguments:
-            num_embeddings: tokens of the vocabulary; None: inputs are vectors.
+            num_embeddings: size of the vocabulary. With None the inputs are vectors.
             options: further arguments of the model, such as ``output_size`` and ``causal``.
         """
         positions = self.positions

@@ -14,7 +14,7 @@ TITLES = {"flow": "heavy-ball flow", "generalized": "generalized heavy-ball flow
 
 
 class Flow(nn.Module):
-    """A heavy-ball flow."""
+    """A heavy-ball flow with the interface of the CNF."""
 
     def __init__(self, hidden: int, **options: Any) -> None:
         super().__init__()
@@ -22,21 +22,22 @@ class Flow(nn.Module):
         self.flow = hbnode.distributions.HeavyBallFlow(net, 2, **options)
 
     def log_prob(self, x: Tensor, samples: int) -> Tensor:
-        """Return a lower bound of the log-density of x (batch, 2) from several samples of the momentum."""
+        """Return a lower bound (ELBO) of the log-density of x (batch, 2), from several samples of the momentum."""
         return self.flow.log_prob_bound(x, samples)
 
     def draw(self, n: int) -> tuple[Tensor, Tensor]:
-        """Return positions (n, 2) with gradients, and log p(h, m) - log q(m | h)."""
+        """Return sampled positions (n, 2), differentiable, and log p(h, m) - log q(m | h)."""
         h, m, log_prob = self.flow.rsample_and_log_prob(n)
         return h, log_prob - self.flow.posterior(h).log_prob(m)
 
 
 class CNF(nn.Module):
-    """A NODE from the data at 0 to the standard normal at 1, with the integral of its trace.
+    """A continuous normalizing flow: a NODE that maps data at t = 0 to the standard normal at t = 1, with the exact
+    trace.
 
     Arguments:
         hidden: units of the two hidden layers of f.
-        tol: rtol = atol of its solver, tsit5.
+        tol: relative and absolute tolerance of the solver tsit5.
     """
 
     def __init__(self, hidden: int, tol: float = 1e-3) -> None:
@@ -45,7 +46,7 @@ class CNF(nn.Module):
         self.block = hbnode.ODEBlock(hbnode.NODE(net), rtol=tol, atol=tol)
 
     def change(self, t: Tensor, h: Tensor, dh: Tensor) -> Tensor:
-        """Return the rate -tr(∂f / ∂h) of the log-density, from the columns of the Jacobian."""
+        """Return the rate of change -tr(∂f / ∂h) of the log-density, from the columns of the Jacobian."""
         axes = torch.eye(2, dtype=h.dtype, device=h.device).unsqueeze(1).expand(2, *h.shape)
 
         def column(axis: Tensor) -> Tensor:
@@ -54,12 +55,12 @@ class CNF(nn.Module):
         return -torch.func.vmap(column)(axes).diagonal(dim1=0, dim2=2).sum(1)  # f itself is evaluated once
 
     def log_prob(self, x: Tensor, samples: int) -> Tensor:
-        """Return the log-density, with the solver's error."""
+        """Return the log-density. It is exact up to the solver's error; ``samples`` is not used."""
         z, change = self.block.with_integral(x, self.change)
         return log_normal(z) - change
 
     def draw(self, n: int) -> tuple[Tensor, Tensor]:
-        """Return points and their log-densities."""
+        """Return sampled points and their log-densities."""
         z = torch.randn(n, 2, device=next(self.parameters()).device)
         x, change = self.block.with_integral(z, self.change, [1.0, 0.0])
         return x[-1], log_normal(z) + change[-1]

@@ -1,19 +1,19 @@
-"""Transformers as language models with momentum over depth, and their controls.
+"""Transformer language models with momentum over depth, and controls without it.
 
-The text is Tiny Shakespeare by characters if ``HBNODE_DATA`` has tinyshakespeare/input.txt, otherwise a simulated one,
-or that of --data. It is read in shuffled windows, which begin at another place in every epoch, and AdamW trains the
-model. The weights of the epoch with the least validation loss are tested once, in the end.
+The text is Tiny Shakespeare by characters if ``HBNODE_DATA`` has tinyshakespeare/input.txt, otherwise a simulated text;
+--data selects another text. AdamW trains the model on shuffled windows of the text, whose offset changes in every
+epoch. The weights of the epoch with the smallest validation loss are tested once, at the end.
 
---connection is how a layer joins the residual stream:
+--connection selects how a layer's output is added to the residual stream:
 
 - "residual", "momentum" (equation 75 of Wang et al., 2022), "momentum_state" (what their code runs), "adaptive"
   (equations 76 and 77), "heavy_ball" and "nesterov" (streams with learned scalars, arXiv:2601.23236 and 2605.24425).
-- "scaled": the heavy-ball stream without momentum: residual, with a learned step size of each sublayer.
-- "wider" and "deeper": residual, with one layer less or more and a feedforward block whose width gives the number of
-  parameters of "nesterov", to the nearest unit.
+- "scaled": "heavy_ball" without momentum, which is a residual connection with a learned step size for each sublayer.
+- "wider" and "deeper": residual connections with one layer less or more. The width of the feedforward block is chosen
+  so that the number of parameters is closest to that of "nesterov".
 
 Momentum over depth adds at most five scalars per layer to "residual", less than one unit of a feedforward block. So
-"residual" is the control of equal width.
+"residual" is the control with equal width.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from tasks.data.text import SOURCES
 
 CONNECTIONS = ("residual", "momentum", "momentum_state", "adaptive", "heavy_ball", "nesterov")
 CONTROLS = ("scaled", "wider", "deeper")
-LARGEST = "nesterov"  # the connection with the most scalars
+LARGEST = "nesterov"  # the connection with the most additional scalars
 
 
 @dataclasses.dataclass(frozen=True)
 class DepthConfig(TaskConfig):
-    """Options of a transformer as a language model."""
+    """Command-line options of a transformer language model."""
 
     models = (*CONNECTIONS, *CONTROLS)
     swept = "connection"
@@ -70,7 +70,7 @@ class DepthConfig(TaskConfig):
             raise ValueError("--connection wider has a layer less, and --layers is 1. Fix: --layers 2.")
 
     def make_model(self, words: int) -> nn.Module:
-        """Return the transformer of these options.
+        """Return the transformer that the options describe.
 
         Arguments:
             words: the size of the vocabulary.

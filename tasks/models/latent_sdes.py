@@ -1,4 +1,4 @@
-"""Latent SDEs of irregular series: a heavy ball with noise, and a first-order SDE solved by torchsde."""
+"""A first-order latent SDE for irregular series, solved by torchsde, as a baseline of hbnode.nn.LatentSDE."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ TITLES = {"hbsde": "heavy-ball SDE", "sde": "first-order SDE, torchsde"}
 
 
 class FirstOrder(LatentModel):
-    """dz = f(z) dt + g(z) dW, where the diffusion of a feature depends only on this feature, as in torchsde's example.
+    """The latent SDE dz = f(z) dt + g(z) dW, where each feature's diffusion depends only on this feature (as in
+    torchsde).
 
-    The posterior's drift is f + g u with the control u of :class:`hbnode.nn.LatentSDE`. All series have the same times.
+    The drift of the posterior is f + g u with the control u of :class:`hbnode.nn.LatentSDE`. All series have the same
+    times.
 
     Arguments:
-        channels: of a sample.
-        size: of z.
+        channels: number of features of a sample.
+        size: number of features of z.
         hidden: units of the two hidden layers of the drift and of the control.
-        encoder: as for :class:`hbnode.nn.LatentSDE`.
-        dt: length of the solver's steps.
+        encoder: see :class:`hbnode.nn.LatentSDE`.
+        dt: step size of the solver.
     """
 
-    UNITS = 8  # of the hidden layer of a feature's diffusion
+    UNITS = 8  # hidden units of the network for a feature's diffusion
 
     def __init__(self, channels: int, size: int, hidden: int, *, encoder: nn.Module, dt: float) -> None:
         super().__init__(channels, size, hidden, size, encoder=encoder)
@@ -39,23 +41,23 @@ class FirstOrder(LatentModel):
         self.bias = nn.Parameter(torch.zeros(size))
 
     def diffusion(self, z: Tensor) -> Tensor:
-        """Return the diffusion of each feature, between 0.01, because torchsde divides by it, and 1."""
+        """Return the diffusion of each feature. It is between 0.01 and 1, because torchsde divides by it."""
         units = nn.functional.softplus(z.unsqueeze(-1) * self.inner[0] + self.inner[1])
         return 0.01 + 0.99 * torch.sigmoid((units * self.outer).sum(-1) + self.bias)
 
     @override
     def solve(self, z: Tensor, t: Tensor, guide: Guide | None) -> tuple[Tensor, Tensor]:
-        import torchsde  # here, because the import is slow
+        import torchsde  # imported here because the import is slow
 
         assert guide is not None
         equation, times = _Equation(self, guide), t[0].to(z)
         motion = torchsde.BrownianInterval(
             t0=times[0],
             t1=times[-1],
-            size=(len(z), self.latent_size + 1),  # one more for the divergence, which has no noise
+            size=(len(z), self.latent_size + 1),  # one more for the KL divergence, which has no noise
             dtype=z.dtype,
             device=z.device,
-            entropy=int(torch.randint(2**62, ())),  # otherwise the seed is numpy's
+            entropy=int(torch.randint(2**62, ())),  # otherwise torchsde takes the seed from numpy
             dt=self.dt,
         )
         z, kl = torchsde.sdeint(equation, z, times, bm=motion, dt=self.dt, method="euler", logqp=True)
@@ -63,7 +65,7 @@ class FirstOrder(LatentModel):
 
 
 class _Equation:
-    """The posterior f, the prior h and the diffusion g under torchsde's names."""
+    """The posterior's drift f, the prior's drift h and the diffusion g, under the names that torchsde expects."""
 
     noise_type, sde_type = "diagonal", "ito"
 

@@ -1,14 +1,13 @@
-r"""A discretized mixture of logistics: the distribution of a pixel's level.
+r"""A discretized mixture of logistic distributions for the value of a pixel, an integer level.
 
-A network's output for a pixel is (K logits, K means, K log scales). With the levels 0 ... L - 1 put at
-:math:`y = 2 x / (L - 1) - 1`, half a step :math:`\delta = 1 / (L - 1)`, the sigmoid :math:`\sigma` and scales
+A network's output for a pixel is (K logits, K means, K log scales). The levels x = 0, ..., L - 1 are mapped to :math:`y
+= 2 x / (L - 1) - 1`, With half a step :math:`\delta = 1 / (L - 1)`, the sigmoid :math:`\sigma` and the scales
 :math:`s_k = \exp(\text{log scale}_k)`,
 
 .. math:: P(x) = \sum_k \pi_k \left[\sigma\left(\frac{y + \delta - \mu_k}{s_k}\right)
     - \sigma\left(\frac{y - \delta - \mu_k}{s_k}\right)\right],
 
-where the first level also has everything below it, and the last level everything above. The loss and the sampler use
-one function for the scales, so that both have the same parametrisation.
+where the first level also includes the probability of everything below it, and the last level that of everything above.
 
 References:
     T. Salimans et al., PixelCNN++, 2017, arXiv:1701.05517, section 2.1.
@@ -20,23 +19,23 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-LOG_SCALE_LIMIT = 7.0  # largest absolute log scale; a step between 256 levels is exp(-4.8)
+LOG_SCALE_LIMIT = 7.0  # largest absolute log scale; neighbouring levels of 256 differ by exp(-4.8)
 
 
 def split(parameters: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return logits of the weights, means and scales, (..., K) each, of parameters (..., 3 K)."""
+    """Split parameters (..., 3 K) into logits of the weights, means and log scales, (..., K) each."""
     logits, means, log_scales = parameters.chunk(3, dim=-1)
     return logits, means, log_scales.clamp(-LOG_SCALE_LIMIT, LOG_SCALE_LIMIT).exp()
 
 
 def log_probability(parameters: Tensor, x: Tensor, levels: int) -> Tensor:
-    """Return the natural logarithm of P(x), without a difference of sigmoids that could be 0.
+    """Return log P(x). It avoids the difference of sigmoids, which could be 0.
 
     For a > b, sigmoid(a) - sigmoid(b) = sigmoid(a) sigmoid(-b) (1 - exp(b - a)).
 
     Arguments:
         parameters: (..., 3 K).
-        x: levels, 0 to ``levels - 1``, (...).
+        x: levels (...) from 0 to ``levels - 1``.
         levels: the number of levels, at least 2.
     """
     logits, means, scales = split(parameters)
@@ -57,12 +56,12 @@ def sample(parameters: Tensor, levels: int, generator: torch.Generator | None = 
     Arguments:
         parameters: (..., 3 K).
         levels: the number of levels, at least 2.
-        generator: of the random numbers.
+        generator: random generator.
     """
     logits, means, scales = split(parameters.detach())
     uniform = torch.rand((2, *logits.shape), generator=generator, dtype=logits.dtype, device=logits.device)
     tiny = torch.finfo(logits.dtype).tiny
-    chosen = (logits - (-uniform[0].clamp(min=tiny).log()).log()).argmax(-1, keepdim=True)  # Gumbel's trick
+    chosen = (logits - (-uniform[0].clamp(min=tiny).log()).log()).argmax(-1, keepdim=True)  # Gumbel-max trick
     y = means + scales * uniform[1].clamp(min=tiny).logit()
     level = (y.gather(-1, chosen).squeeze(-1) + 1) / 2 * (levels - 1)
     return level.round().clamp(0, levels - 1).long()

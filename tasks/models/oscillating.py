@@ -1,4 +1,4 @@
-"""Linear oscillators that forecast a series, by a readout of their states or by a Kalman filter.
+"""Linear oscillators that forecast a series, by a linear output layer or by a Kalman filter.
 
 Blocks of oscillators with gates between them are "oscillators" in :mod:`tasks.models.baselines`.
 """
@@ -16,20 +16,20 @@ from hbnode.nn.oscillators import Gaussian
 
 TITLES = {"oscillators": "oscillators", "oscillator_stack": "oscillator stack", "kalman": "noisy oscillators"}
 Range = tuple[float, float]
-LONGEST = 8  # the longest gap before a forecast, in rows; longer ones count as this
+LONGEST = 8  # gaps before a forecast are limited to this number of time steps
 
 
 class RowForecaster(nn.Module):
-    """One layer of oscillators, whose outputs at a sample are forecasts of the rows after it.
+    """One layer of oscillators whose outputs at a sample are forecasts for the next time steps.
 
-    The inputs are each sample, and the sample times the number of rows that are missing before it.
+    The inputs are the sample, and the sample multiplied by the number of missing time steps before it.
 
     Arguments:
-        channels: of a sample.
-        horizon: rows to forecast, from the time after the last sample on.
+        channels: number of channels of a sample.
+        horizon: number of time steps to forecast after the last sample.
         parameters: the approximate number of parameters.
-        frequency: range of initial frequencies, in cycles a row.
-        decay: range of initial decay rates, in 1 / row.
+        frequency: range of initial frequencies, in cycles per time step.
+        decay: range of initial decay rates per time step.
     """
 
     def __init__(self, channels: int, horizon: int, parameters: int, frequency: Range, decay: Range) -> None:
@@ -47,13 +47,13 @@ class RowForecaster(nn.Module):
 
         Arguments:
             x: samples (batch, T, channels).
-            t: times (batch, T + 1), in rows; the forecast begins at the last one.
+            t: times (batch, T + 1), in time steps. The forecast begins at the last one.
         """
         gaps = t.diff(dim=1)
         missing = nn.functional.pad(gaps[:, :-1] - 1, (1, 0)).unsqueeze(2)
         y, _ = self.oscillators(torch.cat([x, x * missing], 2), t[:, :-1])
         rows = y.unflatten(2, (-1, self.channels))
-        first = gaps.clamp(max=LONGEST).long() - 1  # index of the next time among the rows after a sample
+        first = gaps.clamp(max=LONGEST).long() - 1  # which of the forecast time steps is the time of the next sample
         places = (first[:, -1:] + torch.arange(self.horizon, device=x.device)).unsqueeze(2)
         forecast = rows[:, -1].gather(1, places.expand(-1, -1, self.channels))
         following = rows.gather(2, first[..., None, None].expand(-1, -1, 1, self.channels)).squeeze(2)
@@ -64,10 +64,10 @@ class NoisyOscillators(nn.Module):
     """Oscillators driven by noise, with a Kalman filter. Their forecasts have prediction intervals.
 
     Arguments:
-        channels: of a sample.
+        channels: number of channels of a sample.
         size: number of oscillators.
         noise: initial standard deviation of the observation noise.
-        ranges: ``frequency`` and ``decay`` of the layer.
+        ranges: the ranges ``frequency`` and ``decay`` of initial values.
     """
 
     def __init__(self, channels: int, size: int, noise: float, **ranges: Any) -> None:
@@ -77,19 +77,19 @@ class NoisyOscillators(nn.Module):
             nn.init.constant_(self.oscillators.log_observation_noise, math.log(noise))
 
     def forward(self, x: Tensor, t: Tensor, seen: Tensor) -> tuple[Gaussian, Tensor]:
-        """Return the distribution of each sample given those observed before it, and the log-likelihood of each series.
+        """Return the distribution of each sample given the earlier observations, and the log-likelihood of each series.
 
         Arguments:
             x: samples (batch, T, channels).
             t: times (batch, T) or (T,).
-            seen: which samples are observed, (batch, T) of bool.
+            seen: mask of the observed samples, bool (batch, T).
         """
         before, _, log_likelihood, _ = self.oscillators.filter(x, t, mask=seen)
         return before, log_likelihood.sum(1)
 
 
 class NoisyForecaster(nn.Module):
-    """A forecaster of noisy oscillators: the rows to forecast are samples that are not observed.
+    """A forecaster with noisy oscillators, which treats the future as unobserved samples.
 
     Arguments:
         model: the oscillators.

@@ -1,14 +1,15 @@
-"""Recurrent layers with a momentum rule, and their controls without one.
+"""Recurrent layers with a momentum rule, and controls without momentum.
 
 A rule also changes the scale of the input and the bias of the forget gate. The controls separate these effects:
 
-- "plain": the layer without a rule: momentum 0, step size 1.
-- "gain": the same step size s, without momentum.
-- "forget": the asymptotic bias of the forget gate of "momentum", without momentum; only for an LSTM. Of its two biases
-  b, the rule filters that of the input, which grows to b s / (1 - mu); here each is half of b + b s / (1 - mu).
+- "plain": the layer without a momentum rule (momentum 0, step size 1).
+- "gain": the same step size s as "momentum", but momentum 0.
+- "forget": without momentum, but with the forget-gate bias that "momentum" approaches; only for an LSTM. An LSTM has
+  two forget-gate biases b. The rule filters the input bias, which grows to b s / (1 - mu), so the sum is b + b s / (1 -
+  mu). In "forget" each bias is half of this sum.
 - "momentum", "nag", "sr" (scheduled restart), "adam", "rmsprop", "adaptive": the rules.
 
-Some tasks also have "oscillators", :func:`make_oscillators`, with as many parameters as the plain LSTM and no cell.
+Some tasks also have "oscillators", :func:`make_oscillators`, with as many parameters as the plain LSTM.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from tasks.common.config import TaskConfig, option
 VARIANTS: tuple[str, ...] = ("plain", "gain", "forget", "momentum", "nag", "sr", "adam", "rmsprop", "adaptive")
 OSCILLATORS = "oscillators"
 CELLS = ("lstm", "rnn", "gru", "dtriv")
-# Only for --cell lstm, with the reason.
+# Variants that exist only for --cell lstm, with the reason.
 LSTM_ONLY = {"forget": "which has a forget gate", OSCILLATORS: "whose number of parameters they have"}
-# The values of RuleOptions that a variant uses.
+# The fields of RuleOptions that each variant uses.
 USES = {
     "plain": (),
     "gain": ("step_size",),
@@ -49,7 +50,7 @@ LAYERS = {
     "gru": hbnode.nn.MomentumGRU,
     "dtriv": hbnode.nn.MomentumDTRIV,
 }
-# The rules other than momentum, with the papers' prefixes for their layers.
+# The rules other than momentum, with the prefixes of their layers' names in the papers.
 RULES = {
     "nag": (rules.NAG, "NAG"),
     "sr": (rules.ScheduledRestart, "SR"),
@@ -61,14 +62,14 @@ RULES = {
 
 @dataclasses.dataclass(frozen=True)
 class RuleOptions:
-    """The numbers of a rule.
+    """The hyperparameters of a momentum rule.
 
     Attributes:
-        momentum: mu; 0 if there is none, or if the rule computes it.
-        step_size: s, the factor of the input.
+        momentum: the coefficient mu; 0 without momentum, or if the rule computes mu.
+        step_size: the factor s of the input.
         beta: decay of the running mean of the squared input.
-        restart: samples between two restarts.
-        forget_scale: factor of the bias of an LSTM's forget gate.
+        restart: number of time steps between two restarts.
+        forget_scale: factor of an LSTM's forget-gate bias.
     """
 
     momentum: float = 0.0
@@ -80,22 +81,22 @@ class RuleOptions:
 
 @dataclasses.dataclass(frozen=True)
 class RecurrentConfig(TaskConfig):
-    """Options of tasks of recurrent layers."""
+    """Command-line options of tasks with recurrent layers."""
 
     models = VARIANTS
     positive = "step_size restart hidden"
 
     model: str = option("momentum", "one of {models}, several with commas between, or all")
     cell: str = option("lstm", "the layer that the rule is put into", CELLS)
-    momentum: float | None = option(None, "mu of momentum and adam; default: the task's table", below=1)
-    step_size: float | None = option(None, "s of all models except plain; default: the task's table")
+    momentum: float | None = option(None, "mu of momentum and adam; default: from the task's table", below=1)
+    step_size: float | None = option(None, "s of all models except plain; default: from the task's table")
     beta: float | None = option(None, "decay of the mean square in adam and rmsprop; default: the table", below=1)
     restart: int | None = option(None, "samples between two restarts in sr; default: the table")
-    hidden: int = option(128, "size of h")
-    forget_bias: float = option(1.0, "initial bias of an LSTM's forget gate, each of the two", least=None)
+    hidden: int = option(128, "size of the hidden state")
+    forget_bias: float = option(1.0, "initial value of both biases of an LSTM's forget gate", least=None)
 
     def chosen(self) -> tuple[str, ...]:
-        """Return the variants that ``--model`` names; "all" are those of the cell."""
+        """Return the variants that ``--model`` selects. "all" selects those that exist for the cell."""
         names = super().chosen()
         if self.cell == "lstm":
             return names
@@ -106,11 +107,11 @@ class RecurrentConfig(TaskConfig):
 
     @property
     def memory(self) -> int:
-        """The approximate number of samples that oscillators must remember."""
+        """The approximate number of time steps that oscillators must remember."""
         return 100
 
     def check(self) -> None:
-        """Raise ValueError for invalid options, and for a number that no chosen model uses."""
+        """Raise ValueError for invalid options, and for a hyperparameter that no selected model uses."""
         super().check()
         used = {name for model in self.chosen() for name in USES[model]}
         for name in ("momentum", "step_size", "beta", "restart"):
@@ -119,10 +120,10 @@ class RecurrentConfig(TaskConfig):
                 raise ValueError(f"--model {self.model} does not use {flag}. Fix: leave it out.")
 
     def rule_options(self, table: Mapping[str, RuleOptions]) -> RuleOptions:
-        """Return the numbers of the model's rule. Those given as options replace those of the table.
+        """Return the hyperparameters of the model's rule: those of the table, unless options replace them.
 
         Arguments:
-            table: the task's numbers by model. Models that it does not have use those of "momentum".
+            table: the task's hyperparameters by model. Models that are not in the table use those of "momentum".
         """
         wanted = table.get(self.model, table["momentum"])
         given = {name: getattr(self, name) for name in USES[self.model]}
@@ -134,12 +135,12 @@ class RecurrentConfig(TaskConfig):
     def make_layer(
         self, input_size: int, table: Mapping[str, RuleOptions], *, hidden_size: int = 0, **options: Any
     ) -> nn.Module:
-        """Return the layer of these options.
+        """Return the recurrent layer that the options describe.
 
         Arguments:
             input_size: features of a sample.
             table: see :meth:`rule_options`.
-            hidden_size: size of h; 0: that of the options.
+            hidden_size: size of h; 0: the size in the options.
             options: further arguments of the layer, such as ``batch_first``.
         """
         if self.model == OSCILLATORS:
@@ -173,7 +174,7 @@ def make_oscillators(input_size: int, hidden_size: int, memory: int) -> hbnode.n
 
 
 def title(model: str, cell: str) -> str:
-    """Return the title of a variant in tables and figures."""
+    """Return the title of a model variant in tables and figures."""
     if model == OSCILLATORS:
         return "oscillators"
     controls = {"plain": "", "gain": ", same input scale", "forget": ", same forget bias"}
@@ -183,13 +184,13 @@ def title(model: str, cell: str) -> str:
 
 
 class LayerWithReadout(nn.Module):
-    """A recurrent layer and a linear readout of its h.
+    """A recurrent layer, and a linear output layer that takes h.
 
     Arguments:
-        layer: the layer, batch first.
-        hidden: features of h.
-        outputs: features of an output.
-        last: whether there is one output, of the last h, instead of one for each.
+        layer: the recurrent layer, with batch_first=True.
+        hidden: size of h.
+        outputs: number of features of an output.
+        last: whether there is a single output, after the last step, instead of one after each step.
     """
 
     def __init__(self, layer: nn.Module, hidden: int, outputs: int, *, last: bool = False) -> None:
@@ -198,7 +199,7 @@ class LayerWithReadout(nn.Module):
         self.head = nn.Linear(hidden, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return outputs (batch, T, outputs), or (batch, outputs), of samples (batch, T, features)."""
+        """Return outputs (batch, T, outputs), or (batch, outputs), for inputs (batch, T, features)."""
         h, _ = self.layer(x)
         return self.head(h[:, -1] if self.last else h)
 

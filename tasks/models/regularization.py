@@ -1,4 +1,4 @@
-"""Kinetic and Jacobian penalties of a neural ODE's path, integrated with its solve."""
+"""Kinetic-energy and Jacobian penalties for neural ODEs, integrated together with the state."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from torch import Tensor, nn
 
 import hbnode
 
-PenalizedState = Tensor | tuple[Tensor, Tensor, Tensor]  # h; in training h and the two penalties
+PenalizedState = Tensor | tuple[Tensor, Tensor, Tensor]  # h, or in training h and the two penalties
 
 
 class Regularized(nn.Module):
-    r"""A first-order field that also integrates two penalties in training.
+    r"""A first-order field that in training also integrates two regularisation penalties.
 
     The kinetic energy :math:`\int \|f\|^2 / d\,dt` and Hutchinson's estimate of the Jacobian's Frobenius norm,
-    :math:`\int \|\varepsilon^\top \partial f / \partial h\|^2 / d\,dt` with one standard normal :math:`\varepsilon`
-    for each solve; d is the number of elements of h. In evaluation mode it is the field alone.
+    :math:`\int \|\varepsilon^\top \partial f / \partial h\|^2 / d\,dt` with one standard normal :math:`\varepsilon` for
+    each solve; d is the number of elements of h. In evaluation mode there are no penalties.
 
     References:
         Finlay, Jacobsen, Nurbekyan and Oberman, How to Train Your Neural ODE, arXiv:2002.02798.
@@ -24,16 +24,17 @@ class Regularized(nn.Module):
         field: a field whose state is one tensor.
 
     Shape:
-        - readout in training: (T, batch, d + 2), h flattened and the two penalties; in evaluation: that of the field.
+        - readout in training: (T, batch, d + 2), the flattened h and the two penalties; in evaluation: as for the
+          field.
     """
 
     def __init__(self, field: hbnode.Field) -> None:
         super().__init__()
         self.field = field
-        self.noise: Tensor | None = None  # of the current or the last solve
+        self.noise: Tensor | None = None  # epsilon of the current or most recent solve
 
     def initial_state(self, x: Tensor) -> PenalizedState:
-        """Return the field's initial state, in training with penalties of zero."""
+        """Return the field's initial state, and in training two penalties of zero."""
         h = self.field.initial_state(x)
         if not isinstance(h, Tensor):
             raise TypeError(f"the field's state must be one tensor, got {len(h)} of them. Fix: a NODE or an ANODE.")
@@ -55,7 +56,7 @@ class Regularized(nn.Module):
         return f, _mean_square(f), _mean_square(product)
 
     def readout(self, state: PenalizedState) -> Tensor:
-        """Return h of a state or trajectory, in training with the penalties after it."""
+        """Return h of a state or trajectory, and in training the penalties after it."""
         if isinstance(state, Tensor):
             return self.field.readout(state)
         h, *penalties = state

@@ -1,16 +1,16 @@
 """Recurrent networks for long sequences of equal or different lengths.
 
-- "tanh": :class:`hbnode.nn.TanhRNN`, whose weights, also of the readout, have 15 nonzero entries per unit initially,
-  with random biases.
-- "lstm": torch's, with a bias of 1 at the forget gate.
+- "tanh": :class:`hbnode.nn.TanhRNN` with sparse initial weights (15 nonzero entries per unit, also in the output layer)
+  and random biases.
+- "lstm": torch.nn.LSTM, with a forget-gate bias of 1.
 - "lstm_chrono": the same with chrono initialisation (Tallec and Ollivier, arXiv:1804.11188): biases log u at the forget
   gate and -log u at the input gate, u uniform in [1, length - 1].
-- "gru": torch's.
-- "dtriv": an orthogonal weight, :class:`hbnode.nn.DTRIV`.
-- "adam_lstm": the LSTM with the momentum rule "adam", with a bias of 1 at the forget gate, half of it in each of two.
-- "oscillators": a network of each sample, and a linear layer of as many :class:`hbnode.nn.Oscillators` as units.
+- "gru": torch.nn.GRU.
+- "dtriv": :class:`hbnode.nn.DTRIV`, a recurrent layer with an orthogonal weight.
+- "adam_lstm": the LSTM with the momentum rule "adam" and a forget-gate bias of 1, split between its two bias vectors.
+- "oscillators": a network applied to each sample, then :class:`hbnode.nn.Oscillators`, one for each unit.
 
-Another layer is one line in :data:`LAYERS`.
+Further layers can be added to :data:`LAYERS`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ import hbnode
 from hbnode.nn.recurrent import sparse_
 from hbnode.optim import tanh_hidden
 
-MakeLayer = Callable[[int, int, int], nn.Module]  # of features, units and the length to remember
+MakeLayer = Callable[[int, int, int], nn.Module]  # (features, units, steps to remember) -> layer
 
 
 class Swinging(nn.Sequential):
-    """A network of each sample with one hidden layer, and oscillators whose memory reaches over the length."""
+    """A one-hidden-layer network applied to each sample, then oscillators that remember ``length`` steps."""
 
     def __init__(self, input_size: int, hidden: int, length: int) -> None:
         slowest = 0.1 / length
@@ -42,7 +42,7 @@ class Swinging(nn.Sequential):
 
 
 def lstm(input_size: int, hidden: int, length: int) -> nn.LSTM:
-    """Return torch's LSTM with a bias of 1 at the forget gate and no other biases."""
+    """Return torch's LSTM with a forget-gate bias of 1 and all other biases 0."""
     layer = nn.LSTM(input_size, hidden, batch_first=True)
     input_gate, forget_gate, *others = _biases(layer, hidden)
     for bias in (input_gate, *others):
@@ -52,7 +52,7 @@ def lstm(input_size: int, hidden: int, length: int) -> nn.LSTM:
 
 
 def lstm_chrono(input_size: int, hidden: int, length: int) -> nn.LSTM:
-    """Return torch's LSTM whose units initially forget after 1 to ``length`` steps."""
+    """Return torch's LSTM with chrono initialisation: units initially remember for 1 to ``length`` steps."""
     layer = lstm(input_size, hidden, length)
     input_gate, forget_gate, *_ = _biases(layer, hidden)
     forget_gate.copy_(torch.empty(hidden).uniform_(1, max(length - 1, 1)).log())
@@ -61,7 +61,7 @@ def lstm_chrono(input_size: int, hidden: int, length: int) -> nn.LSTM:
 
 
 def _biases(layer: nn.LSTM, hidden: int) -> list[Tensor]:
-    """Return the first biases of the gates, input and forget gate first, and then all of torch's second biases."""
+    """Return views of the first bias vector, split by gate (input, forget, ...), and then the second bias vector."""
     of_input, of_state = (p.detach() for name, p in layer.named_parameters() if name.startswith("bias"))
     return [*of_input.split(hidden), of_state]
 
@@ -84,15 +84,15 @@ LAYERS: dict[str, MakeLayer] = {
 
 
 class SequenceModel(nn.Module):
-    """A recurrent layer and a linear readout of its last h, or of each h.
+    """A recurrent layer, and a linear output layer that is applied to the last h or to each h.
 
     Arguments:
-        name: of the layer in :data:`LAYERS`.
-        input_size: features of a step.
-        hidden: features of h.
-        output_size: features of an output.
+        name: name of the layer in :data:`LAYERS`.
+        input_size: number of features of a step.
+        hidden: size of h.
+        output_size: number of features of an output.
         length: the approximate number of steps to remember.
-        reads_end: whether there is one output, of the last step.
+        reads_end: whether there is a single output, after the last step.
     """
 
     def __init__(
@@ -112,16 +112,17 @@ class SequenceModel(nn.Module):
 
         Arguments:
             x: sequences (batch, T, input_size), padded at their end.
-            last: index of the last step of each (batch,).
+            last: index of the last step of each sequence, (batch,).
         """
         return self.read(self.layer(x)[0], last)
 
     def read(self, h: Tensor, last: Tensor) -> Tensor:
-        """Return the outputs for all h (batch, T, hidden)."""
+        """Return the outputs, given h at all steps (batch, T, hidden)."""
         return self.head(h[torch.arange(len(h), device=h.device), last] if self.reads_end else h)
 
     def with_hidden(self, x: Tensor, last: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Return outputs, and hidden states for structural damping with their metric, which is 0 on padding.
+        """Return the outputs, and the hidden states with their metric for structural damping. The metric is 0 in
+        padding.
 
         The hidden states of a tanh network are its pre-activations, see :func:`hbnode.optim.tanh_hidden`.
         """

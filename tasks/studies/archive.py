@@ -1,14 +1,14 @@
-"""The archive's own splits: SeriesClassifier and aeon's MiniRocket on data sets of the UEA and UCR archive.
+"""SeriesClassifier and aeon's MiniRocket on data sets of the UEA and UCR archive, with the archive's own splits.
 
 ``accuracy.csv`` has a row for each data set, model and seed: the accuracy on the archive's test set, and the processor
-seconds of one thread to fit and predict. Models:
+time of one thread to fit and to predict, in seconds. The models are:
 
 - "default": :class:`hbnode.estimators.SeriesClassifier` with its default arguments;
-- "features", "rocket", "oscillators", "odernn", "gru": the same with this kind;
+- "features", "rocket", "oscillators", "odernn", "gru": SeriesClassifier with this value of ``kind``;
 - "aeon": MiniRocketClassifier of the package aeon, on data sets whose series have equal lengths.
 
-The data sets are those that aeon ships. Rows that ``accuracy.csv`` already has are skipped, so that the command can be
-stopped and repeated.
+The data sets are shipped with aeon. Results that ``accuracy.csv`` already contains are not computed again, so the
+command can be interrupted and repeated.
 
     python -m tasks.studies.archive --sets GunPoint,ItalyPowerDemand --models default,aeon
 """
@@ -34,29 +34,29 @@ from tasks.data.labelled_series import AEON, read_split
 from tasks.rows import read_csv
 
 MODELS = ("default", "features", "rocket", "aeon", "oscillators", "odernn", "gru")
-Part = tuple[Series, Tensor]  # series and their classes
+Part = tuple[Series, Tensor]  # series and their class labels
 
 
 @dataclasses.dataclass(frozen=True)
 class ArchiveOptions(Options):
-    """Options of the study."""
+    """Command-line options of the study."""
 
     positive = "seeds"
 
-    sets: str = option(",".join(AEON), "data sets, with commas between")
-    models: str = option(",".join(MODELS), "with commas between")
-    seeds: int = option(5, "seeds of each model, from 0")
+    sets: str = option(",".join(AEON), "data sets, separated by commas")
+    models: str = option(",".join(MODELS), "models, separated by commas")
+    seeds: int = option(5, "number of seeds for each model, counting from 0")
     out: str = option("runs/archive", "folder for the table")
 
     def check(self) -> None:
-        """Raise an error for the name of an unknown data set or model."""
+        """Raise an error if a data set or a model is unknown."""
         super().check()
         names_in(self.sets, AEON, "--sets")
         names_in(self.models, MODELS, "--models")
 
 
 def make(model: str, seed: int) -> Any:
-    """Return an estimator before its fit."""
+    """Return an unfitted estimator."""
     from hbnode.estimators import SeriesClassifier
 
     if model == "aeon":
@@ -68,7 +68,7 @@ def make(model: str, seed: int) -> Any:
 
 
 def measure(model: str, seed: int, train: Part, test: Part) -> dict[str, float]:
-    """Return the test accuracy of a model and its seconds to fit and predict."""
+    """Return the test accuracy of a model, and the seconds it takes to fit and to predict."""
     inputs: list[Any] = [train[0], test[0]]
     if model == "aeon":
         inputs = [series.x.numpy().swapaxes(1, 2).astype(np.float64) for series in inputs]
@@ -79,7 +79,7 @@ def measure(model: str, seed: int, train: Part, test: Part) -> dict[str, float]:
 
 
 def compile_kernels() -> None:
-    """Compile the kernels of MiniRocket, for one and for several channels, before seconds are measured."""
+    """Compile the kernels of MiniRocket for one and for several channels, before any time is measured."""
     from hbnode.features import RocketFeatures
 
     for channels in (1, 2):
@@ -87,7 +87,7 @@ def compile_kernels() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure the rows that are missing, and write the table after each."""
+    """Measure the missing results, and write the table after each."""
     options = parse(ArchiveOptions, {}, __doc__, argv)
     torch.set_num_threads(1)
     path = Path(options.out) / "accuracy.csv"

@@ -1,17 +1,18 @@
-"""Exactness: reversible gradients, the delta-rule memory in float32 at strong decay, and a likelihood by celerite2.
+"""Numerical errors of reversible gradients, of the delta-rule memory in float32, and of the oscillators' likelihood.
 
-``reversible.csv``: a heavy ball whose f is a tanh network of 64 features, batch 64, T = 10, with equal steps, float64.
-For each gradient it has the relative error against "direct" by the same method, in the norm over input and parameters,
-and the MiB of the tensors that a forward pass creates and that are alive after it.
+``reversible.csv`` is measured on an HBNODE whose f is a tanh network of 64 features, with batch size 64, T = 10, fixed
+steps and float64. For each gradient method it contains the relative error of the gradient by input and parameters,
+compared with "direct" and the same solver. It also contains the memory in MiB that is stored for the backward pass.
 
-``memory.csv``: :func:`hbnode.nn.functional.heavy_ball_memory` in float32 against its recurrence in float64, by decay of
-the memory in a step. "divided keys" is the chunk form of gated linear attention as its paper first states it, in which
-queries are multiplied by the cumulative decay and keys are divided by it (arXiv:2312.06635, section 4): without delta
-rule, in chunks of the same 64 steps.
+``memory.csv`` compares :func:`hbnode.nn.functional.heavy_ball_memory` in float32 with its recurrence in float64, for
+several decay factors per step. "divided keys" is the chunkwise form of gated linear attention in section 4 of
+arXiv:2312.06635, without delta rule and with the same chunks of 64 steps. It multiplies queries by the cumulative decay
+and divides keys by it.
 
-``likelihood.csv``: the log-likelihood of one channel at random times under three noisy oscillators, float64, by
-``hbnode.nn.Oscillators(noise=True)`` and by celerite2 with the same kernel, a sum of three SHOTerms. The relative error
-is against celerite2; without this package there is no such file. All are deterministic and take seconds.
+``likelihood.csv`` contains the log-likelihood of one channel at random times under three noisy oscillators in float64.
+It is computed by ``hbnode.nn.Oscillators(noise=True)`` and by celerite2 with the same kernel, a sum of three SHOTerms.
+The relative error uses celerite2 as the reference; the file is not written if celerite2 is not installed. All
+measurements are deterministic and take seconds.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ GRADIENTS = {
 }
 DECAYS = (1.0, 0.9, 0.5, 0.3, 0.1, 0.01, 0.0)
 LENGTH, HEADS, FEATURES, CHUNK = 256, 4, 16, 64
-# of three oscillators: frequency in rad per unit of time, damping ratio, deviation; and the observation noise
+# three oscillators: frequency in rad per unit of time, damping ratio, standard deviation; then the observation noise
 OMEGA, ZETA, SIGMA, NOISE = (0.3, 1.1, 4.0), (0.05, 0.7, 3.0), (1.0, 0.5, 0.8), 0.05
 SAMPLES = (100, 1000, 10_000)
 Row = dict[str, object]
@@ -49,14 +50,14 @@ Row = dict[str, object]
 
 @dataclasses.dataclass(frozen=True)
 class ExactnessOptions(Options):
-    """Options of the study."""
+    """Command-line options of the study."""
 
-    seed: int = option(0, "of all random numbers")
+    seed: int = option(0, "random seed")
     out: str = option("runs/exactness", "folder for the tables")
 
 
 class Living(TorchDispatchMode):
-    """Records the storages that operations create; ``size()`` is the bytes of those alive, without ``known``."""
+    """Record the storages that operations create. ``size()`` is the bytes of those still alive, without ``known``."""
 
     def __init__(self, known: Sequence[Tensor] = ()) -> None:
         super().__init__()
@@ -74,12 +75,12 @@ class Living(TorchDispatchMode):
         return result
 
     def size(self) -> int:
-        """Return the bytes of the storages that are alive."""
+        """Return the number of bytes in recorded storages that are still alive."""
         return sum(size for reference, size in self.storages.values() if not reference.expired())
 
 
 def gradients(method: Any, gradient: Any, steps: int) -> tuple[Tensor, float]:
-    """Return the gradient of |h(10)|^2 by input and parameters, a vector, and the MiB stored for the backward pass."""
+    """Return the gradient of |h(10)|^2 by input and parameters as a vector, and the MiB stored for backward."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)).double()
     block = hbnode.ODEBlock(hbnode.HBNODE(net), method=method, gradient=gradient, steps=steps)
@@ -92,7 +93,7 @@ def gradients(method: Any, gradient: Any, steps: int) -> tuple[Tensor, float]:
 
 
 def reversible() -> list[Row]:
-    """Return rows of ``reversible.csv``."""
+    """Return the rows of ``reversible.csv``."""
     rows: list[Row] = []
     for steps in STEPS:
         exact = {method: gradients(method, "direct", steps)[0] for method, _ in GRADIENTS.values()}
@@ -104,7 +105,7 @@ def reversible() -> list[Row]:
 
 
 def recurrence(q: Tensor, k: Tensor, v: Tensor, decay: float, momentum: float, *, delta: bool) -> Tensor:
-    """Return the memory's outputs step by step, by the equations of ``heavy_ball_memory``."""
+    """Return the memory's outputs, computed step by step with the equations of ``heavy_ball_memory``."""
     memory = q.new_zeros(*q.shape[:2], FEATURES, FEATURES)
     velocity, outputs = memory, []
     for q_t, k_t, v_t in zip(q.unbind(2), k.unbind(2), v.unbind(2), strict=True):
@@ -117,7 +118,7 @@ def recurrence(q: Tensor, k: Tensor, v: Tensor, decay: float, momentum: float, *
 
 
 def divided_keys(q: Tensor, k: Tensor, v: Tensor, decay: float) -> Tensor:
-    """Return gated linear attention by chunks: queries times the cumulative decay, keys divided by it."""
+    """Return chunkwise gated linear attention with queries multiplied, and keys divided, by the cumulative decay."""
     cumulative = q.new_tensor(decay) ** torch.arange(1, CHUNK + 1, dtype=q.dtype)
     memory, outputs = q.new_zeros(*q.shape[:2], FEATURES, FEATURES), []
     for q_c, k_c, v_c in zip(q.split(CHUNK, 2), k.split(CHUNK, 2), v.split(CHUNK, 2), strict=True):
@@ -128,7 +129,7 @@ def divided_keys(q: Tensor, k: Tensor, v: Tensor, decay: float) -> Tensor:
 
 
 def memory(seed: int) -> list[Row]:
-    """Return rows of ``memory.csv``."""
+    """Return the rows of ``memory.csv``."""
     generator = torch.Generator().manual_seed(seed)
     q, k, v = torch.randn(3, 1, HEADS, LENGTH, FEATURES, generator=generator, dtype=torch.float64)
     k = nn.functional.normalize(k, dim=-1)
@@ -160,7 +161,7 @@ def memory(seed: int) -> list[Row]:
 
 
 def likelihood(seed: int) -> list[Row]:
-    """Return rows of ``likelihood.csv``; none without celerite2."""
+    """Return the rows of ``likelihood.csv``, or an empty list if celerite2 is not installed."""
     if importlib.util.find_spec("celerite2") is None:
         return []
     celerite2 = importlib.import_module("celerite2")
@@ -173,7 +174,7 @@ def likelihood(seed: int) -> list[Row]:
             "log_damping": (2 * zeta * omega).log(),
             "log_spread": sigma.log(),
             "log_observation_noise": torch.tensor([NOISE], dtype=torch.float64).log(),
-            "weight_out": torch.tensor([[0.0] * len(OMEGA) + [1.0] * len(OMEGA)]),  # the sum of the displacements
+            "weight_out": torch.tensor([[0.0] * len(OMEGA) + [1.0] * len(OMEGA)]),  # adds the displacements
         }
     )
     terms = [celerite2.terms.SHOTerm(sigma=s, w0=w, Q=0.5 / z) for s, w, z in zip(SIGMA, OMEGA, ZETA, strict=True)]
@@ -194,7 +195,7 @@ def likelihood(seed: int) -> list[Row]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure all and write the tables."""
+    """Run all measurements and write the tables."""
     options = parse(ExactnessOptions, {}, __doc__, argv)
     out, about = Path(options.out), {"task": "exactness", **dataclasses.asdict(options)}
     seed = options.seed

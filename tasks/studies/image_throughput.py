@@ -1,10 +1,10 @@
-"""Image generation, untrained: images per second from the recurrent state, and by softmax attention with a cache.
+"""Speed of image generation: images per second of recurrent attention, and of softmax attention with a cache.
 
 Tables 6 and 7 of Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture Design? (2022), compare with
-softmax attention that reads the whole image again for every pixel. Here it stores the keys and values of the pixels
-before, as usual. Every model draws images with the same number of pixels from the same mixture. The weights are random,
-since the time does not depend on them. The models take turns. Ratios are medians over the rounds, relative to softmax
-attention in the same round.
+softmax attention that processes the whole image again for every pixel. Here softmax attention caches the keys and
+values of earlier pixels, as usual. All models generate images with the same number of pixels from the same kind of
+mixture. The weights are random, because they do not affect the speed. In each round every model is measured once. The
+reported ratios compare a model with softmax attention in the same round, and are medians over the rounds.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from tasks.common.run import Workers, environment
 from tasks.image_generation import ImageGenerationConfig, draw_pixels
 from tasks.models.contenders import TITLES
 
-SIZES = ("d_model", "heads", "layers", "feedforward", "logistics")  # options of the models
+SIZES = ("d_model", "heads", "layers", "feedforward", "logistics")  # names of the options with the models' sizes
 
 
 @dataclasses.dataclass(frozen=True)
 class ThroughputConfig(ImageGenerationConfig):
-    """Options of the study: those of the models, and what is measured."""
+    """Options of the study: those of the models, and those of the measurement."""
 
     positive = "repeats"
 
@@ -39,8 +39,8 @@ class ThroughputConfig(ImageGenerationConfig):
     dataset: str = option("mnist", "the images", ("mnist",))
     length: str = option("196,784,3072", "pixels of an image, several with commas between")
     batch_size: int = option(16, "images in a batch")
-    repeats: int = option(3, "rounds after the first, which does not count")
-    device: str = option("cpu", "where to compute", ("auto", "cpu", "cuda"))
+    repeats: int = option(3, "measured rounds after a warm-up round")
+    device: str = option("cpu", "device: cpu, cuda or auto", ("auto", "cpu", "cuda"))
     out: str = option("runs/image_throughput", "folder for the table")
 
     def check(self) -> None:
@@ -52,12 +52,12 @@ class ThroughputConfig(ImageGenerationConfig):
             raise ValueError(f"--length must be positive, got {self.length}")
 
     def lengths(self) -> list[int]:
-        """Return the numbers of pixels."""
+        """Return the numbers of pixels to measure."""
         return [int(length) for length in self.length.split(",")]
 
 
 def seconds(model: MomentumTransformer, config: ImageGenerationConfig, batch_size: int, length: int) -> float:
-    """Return the seconds for a batch of images of ``length`` pixels."""
+    """Return the time in seconds to generate a batch of images of ``length`` pixels."""
     device = next(model.parameters()).device
     begun = time.perf_counter()
     draw_pixels(model, batch_size, length, config.levels, torch.Generator(device).manual_seed(0))
@@ -67,13 +67,13 @@ def seconds(model: MomentumTransformer, config: ImageGenerationConfig, batch_siz
 
 
 def measure(config: ThroughputConfig, length: int, device: torch.device) -> list[dict[str, Any]]:
-    """Return a row for each model: images per second, and the ratio to softmax attention."""
+    """Return a row for each model, with the images per second and the ratio to softmax attention."""
     names, models = config.chosen(), {}
     for name in names:
         torch.manual_seed(0)
         models[name] = dataclasses.replace(config, model=name).make_model().to(device).eval()
     shuffle, rounds = random.Random(0), []
-    for _ in range(1 + config.repeats):  # the first round does not count
+    for _ in range(1 + config.repeats):  # the first round is a warm-up
         order = shuffle.sample(list(names), len(names))
         rounds.append({name: seconds(models[name], config, config.batch_size, length) for name in order})
     return [
@@ -88,7 +88,7 @@ def measure(config: ThroughputConfig, length: int, device: torch.device) -> list
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure all models; print a table and write ``throughput.json``."""
+    """Measure all models, print a table, and write ``throughput.json``."""
     config = parse(ThroughputConfig, {}, __doc__, argv)
     device = Workers.join(config.device).device
     rows: list[dict[str, Any]] = []

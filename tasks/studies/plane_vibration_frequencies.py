@@ -1,16 +1,18 @@
-"""Plane vibration: the learned frequencies of noisy oscillators, and the resonances of the structure.
+"""Plane vibration: compare the learned frequencies of noisy oscillators with the resonances of the structure.
 
-Train models, and give their folder:
+Train models, then run the study on their folder:
 
     python -m tasks.plane_vibration --model kalman --lr 0.1 --epochs 13 --seeds 5 --out runs/kalman
     python -m tasks.studies.plane_vibration_frequencies runs/kalman
 
-The force repeats after 8192 rows. So the ratio of accelerations and force, both averaged over the nine periods, is the
-structure's frequency response at every excited frequency, 0.05 Hz apart. The resonances are peaks with a prominence of
-3 dB of the root of the sum of squares over the three accelerations, in decibels, averaged over five frequencies.
+The force repeats after 8192 samples. So the ratio of the Fourier transforms of acceleration and force, both averaged
+over the nine periods, is the structure's frequency response at the excited frequencies, which are 0.05 Hz apart. To
+find resonances, the magnitudes of the three responses are combined as a root of the sum of squares, converted to
+decibels, and smoothed over five frequencies. A resonance is a peak with a prominence of 3 dB.
 
-A mark of the figure is an oscillator at its undamped frequency. Its area is its share in the variance of the
-standardised accelerations under the model. Oscillators are independent, so the shares add up to 1.
+Each marker in the figure is an oscillator, drawn at its undamped frequency. The area of the marker is the oscillator's
+share of the variance of the standardised accelerations under the model. The oscillators are independent, so the shares
+add up to 1.
 """
 
 from __future__ import annotations
@@ -35,19 +37,19 @@ from tasks.data import f16
 from tasks.models.oscillating import NoisyForecaster
 from tasks.plane_vibration import PlaneVibrationConfig, make_model
 
-BAND = (2.0, 15.0)  # Hz, the frequencies of the force
+BAND = (2.0, 15.0)  # frequency range of the force in Hz
 
 
 @dataclasses.dataclass(frozen=True)
 class FrequencyOptions(Options):
-    """Options of the study."""
+    """Command-line options of the study."""
 
-    runs: str = option(REQUIRED, "folder of a finished run, or of several")
+    runs: str = option(REQUIRED, "folder of one or several finished runs")
     out: str = option(".", "folder for the table and the figure")
 
 
 def frequency_response(record: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Return frequencies in Hz (N,) in the band, and accelerations over the force there, (N, 3)."""
+    """Return the frequencies in the band in Hz, (N,), and the ratios of accelerations and force, (N, 3)."""
     spectra = torch.fft.rfft(record.reshape(-1, f16.PERIOD, record.shape[1]).mean(0), dim=0)
     f = torch.fft.rfftfreq(f16.PERIOD, 1 / f16.RATE)
     inside = (f >= BAND[0]) & (f <= BAND[1])
@@ -55,7 +57,7 @@ def frequency_response(record: Tensor) -> tuple[np.ndarray, np.ndarray]:
 
 
 def resonances(f: np.ndarray, response: np.ndarray) -> list[float]:
-    """Return frequencies of the peaks, in Hz."""
+    """Return the frequencies of the peaks in Hz."""
     decibels = 10 * np.log10(np.square(np.abs(response)).sum(1))
     smooth = np.convolve(np.pad(decibels, 2, mode="edge"), np.full(5, 0.2), "valid")
     places, _ = find_peaks(smooth, prominence=3)
@@ -63,7 +65,7 @@ def resonances(f: np.ndarray, response: np.ndarray) -> list[float]:
 
 
 def load_run(folder: Path) -> tuple[PlaneVibrationConfig, hbnode.nn.Oscillators]:
-    """Return the options and the trained layer of a run of ``--model kalman``."""
+    """Return the options and the trained oscillators of a run with ``--model kalman``."""
     config = PlaneVibrationConfig.read(read_json(folder / "config.json"))
     if config.model != "kalman":
         raise SystemExit(f"{folder} is a run of --model {config.model}. Fix: --model kalman.")
@@ -74,11 +76,11 @@ def load_run(folder: Path) -> tuple[PlaneVibrationConfig, hbnode.nn.Oscillators]
 
 @torch.no_grad()
 def spectrum(layer: hbnode.nn.Oscillators) -> list[dict[str, float]]:
-    """Return the frequency of each oscillator, its damping ratio, and its shares in the variances, by frequency."""
+    """Return each oscillator's frequency, damping ratio and shares in the variances, sorted by frequency."""
     omega = layer.stiffness.sqrt()
     noise = layer.process_noise
     assert noise is not None
-    spread = (noise**2 / (2 * layer.damping)).repeat(2)  # variance of v and of √κ x
+    spread = (noise**2 / (2 * layer.damping)).repeat(2)  # stationary variance of v and of √κ x
     parts = (spread * layer.weight_out**2).unflatten(1, (2, -1)).sum(1)  # (channels, oscillators)
     shares = {"acceleration_share": parts[2:].sum(0) / parts[2:].sum(), "force_share": parts[0] / parts[0].sum()}
     columns = {"hertz": f16.RATE * omega / (2 * math.pi), "damping_ratio": layer.damping / (2 * omega), **shares}
@@ -114,7 +116,7 @@ def draw(f: np.ndarray, response: np.ndarray, runs: Sequence[tuple[int, list[dic
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Read the runs, print a table and write ``frequencies.csv`` and ``frequencies.png``."""
+    """Load the runs, print a table, and write ``frequencies.csv`` and ``frequencies.png``."""
     options = parse(FrequencyOptions, {}, __doc__, argv)
     loaded = [load_run(path.parent) for path in sorted(Path(options.runs).rglob("checkpoint.pt"))]
     if not loaded:

@@ -1,12 +1,13 @@
-"""Regression in context with noise, untrained: momentum in a memory with a delta rule.
+"""In-context regression with noise, without training: does momentum help a memory with a delta rule?
 
-Keys of norm 1 and values W'k + noise are written one after another. After each, the memory S is read with a query q of
-standard normal entries. The error is the mean square of S'q - W'q, without noise, over the last tenth of a sequence. W
-and white keys before normalisation have standard normal entries. The variances of ill-conditioned keys fall from 1 to a
-twelfth, evenly in their logarithms. The delta rule (momentum 0) and the delta rule with momentum have the best of their
-settings: the momentum mu and the step g = s eta / (1 - mu).
+Pairs of keys k of norm 1 and values W'k + noise are written to a memory S, one pair per step. After each step the
+memory is read with a query q of standard normal entries. The error is the mean square of S'q - W'q over the last tenth
+of a sequence. The entries of W, and of "white" keys before normalisation, are standard normal. The coordinates of
+"ill-conditioned" keys have log-spaced variances from 1 down to 1/12. The delta rule without and with momentum are
+compared, each with its best settings: the momentum mu and the step g = s eta / (1 - mu).
 
-"safe" are settings whose memory stays bounded for repeated keys: s eta <= 3 (1 - mu)^2. "any" are all.
+The set "safe" contains the settings whose memory stays bounded for repeated keys, s eta <= 3 (1 - mu)^2. The set "any"
+contains all settings.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from tasks.common.run import write_study
 from tasks.data.recall import unit_keys
 
 FEATURES, TARGETS = 8, 16
-LENGTHS = (100, 300, 1000)  # the error over the last tenth of each
+LENGTHS = (100, 300, 1000)  # sequence lengths; the error is measured over the last tenth of each
 MOMENTA = (0.0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99)
 STEPS = tuple(0.01 * 2 ** (index / 3) for index in range(23))  # 0.01 to 1.6
 KEYS = {"white": 1.0, "ill-conditioned": 12.0}  # ratio of the largest to the smallest variance of a coordinate
@@ -36,28 +37,28 @@ NOISES = (0.0, 0.3)
 
 @dataclasses.dataclass(frozen=True)
 class RegressionOptions(Options):
-    """Options of the study."""
+    """Command-line options of the study."""
 
     positive = "sequences"
 
-    sequences: int = option(64, "sequences of each kind, with 16 targets each")
-    seed: int = option(0, "of all random numbers")
+    sequences: int = option(64, "number of sequences of each kind, with 16 targets each")
+    seed: int = option(0, "random seed")
     out: str = option("runs/recall_regression", "folder for the table and the figure")
 
 
 def deviations(condition: float) -> Tensor:
-    """Return the standard deviations of the coordinates of keys before normalisation."""
+    """Return the standard deviations of the keys' coordinates before normalisation."""
     return torch.logspace(0, -math.log10(condition) / 2, FEATURES)
 
 
 def errors(spread: Tensor, noise: float, sequences: int, seed: int) -> Tensor:
-    """Return the error of each setting, a mean over sequences and targets (momenta, steps, lengths).
+    """Return the error of each setting as a tensor (momenta, steps, lengths), averaged over sequences and targets.
 
     Arguments:
-        spread: deviations of the keys' coordinates.
-        noise: standard deviation of the noise; that of the values is 1.
+        spread: standard deviations of the keys' coordinates.
+        noise: standard deviation of the noise, relative to that of the values without noise.
         sequences: the number of sequences.
-        seed: of all random numbers.
+        seed: random seed.
     """
     generator = torch.Generator().manual_seed(seed)
     w = torch.randn(sequences, 1, FEATURES, TARGETS, generator=generator)
@@ -77,20 +78,20 @@ def errors(spread: Tensor, noise: float, sequences: int, seed: int) -> Tensor:
 
 
 def settings() -> dict[str, Tensor]:
-    """Return the masks of the sets of settings (momenta, steps)."""
+    """Return, for each set of settings, a mask (momenta, steps)."""
     momenta, steps = torch.tensor(MOMENTA)[:, None], torch.tensor(STEPS)[None]
     safe = (momenta == 0) | (steps <= 3 * (1 - momenta))
     return {"safe": safe, "any": torch.ones_like(safe)}
 
 
 def best(found: Tensor, allowed: Tensor) -> tuple[float, float, float]:
-    """Return the least error (momenta, steps) of the allowed settings, its momentum and its step."""
+    """Return the smallest error (momenta, steps) of the allowed settings, and its momentum and step."""
     index = int(found.where(allowed, torch.inf).argmin())
     return found.flatten()[index].item(), MOMENTA[index // len(STEPS)], STEPS[index % len(STEPS)]
 
 
 def rows(found: Tensor, about: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a row for each length and set of settings, without momentum and with it."""
+    """Return table rows for each length and set of settings: one without momentum and one with momentum."""
     plain = torch.tensor(MOMENTA)[:, None] == 0
     table = []
     for place, length in enumerate(LENGTHS):
@@ -103,9 +104,10 @@ def rows(found: Tensor, about: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def draw(found: dict[tuple[str, float], Tensor], path: Path) -> None:
-    """Draw the error by the step at the last length, a line for each momentum, a panel for each kind of key.
+    """Draw the error against the step size at the largest length, with a line for each momentum and a panel for each
+    kind of key.
 
-    Lines are dotted outside of the safe settings.
+    Lines are dotted where the settings are not safe.
     """
     last = {keys: found[keys, NOISES[-1]][..., -1] for keys in KEYS}
     with panels(path, 1, len(KEYS), size=(11, 4), sharey=True) as (_, axes):
@@ -122,7 +124,7 @@ def draw(found: dict[tuple[str, float], Tensor], path: Path) -> None:
 
 @torch.no_grad()
 def main(argv: Sequence[str] | None = None) -> None:
-    """Try all settings; write ``regression.csv``, ``regression.json`` and ``regression.png``."""
+    """Try all settings, and write ``regression.csv``, ``regression.json`` and ``regression.png``."""
     options = parse(RegressionOptions, {}, __doc__, argv)
     out = Path(options.out)
     found: dict[tuple[str, float], Tensor] = {}

@@ -6,15 +6,16 @@ Open problem 1 in section 3.5 of Wang et al., How Does Momentum Benefit Deep Neu
     python -m tasks.image_classification --preset full --model all --seeds 5 --out runs/digits
     python -m tasks.studies.robustness runs/digits
 
-All models get the same noise and the same random starts. Sizes are in units of pixels in [0, 1], and every perturbed
-image is clamped to [0, 1]. FGSM (Goodfellow et al., arXiv:1412.6572) takes one step along the gradient's sign; PGD
-(Madry et al., arXiv:1706.06083) starts at random in the box and takes many, each 2.5 size / steps long.
+All models get the same noise and the same random starts. Pixels are in [0, 1], perturbation sizes are in the same unit,
+and every perturbed image is clamped to [0, 1]. FGSM (Goodfellow et al., arXiv:1412.6572) takes one step along the sign
+of the gradient. PGD (Madry et al., arXiv:1706.06083) starts at a random point of the allowed box and takes many such
+steps of length 2.5 size / steps.
 
-Gradients that do not match the computed function would make a model look robust. So the attacks differentiate the steps
-of the solver, whatever gradient the model was trained with; the answers are those of the trained model. Three checks
-for such masking are reported: the gradient against a central difference of the loss, and PGD against FGSM and against
-random signs of the same size, which should not do more harm. They do not prove that there is none, and other attacks
-may be stronger.
+Inaccurate gradients would make a model look robust (gradient masking). So the attacks always differentiate the steps of
+the solver, even if the model was trained with another gradient method. Accuracies are those of the unchanged model.
+Three checks for masking are reported. The gradient is compared with a central difference of the loss. PGD is compared
+with FGSM and with random signs of the same size, which should not lower the accuracy more than PGD. These checks cannot
+prove that there is no masking, and other attacks may be stronger.
 """
 
 from __future__ import annotations
@@ -53,9 +54,18 @@ TITLES = {
     "fgsm": "FGSM, by largest change of a pixel",
     "pgd": "PGD, by largest change of a pixel",
 }
-MAY_DIFFER = ("model", "seed", "seeds", "jobs", "device", "checkpoint_seconds", "out", "curve")  # options of the runs
-SLACK = 0.02  # accuracy by which PGD may be behind a weaker attack before it counts as masked
-GRADIENT_SLACK = 0.2  # the same for the ratio of the central difference to the gradient, which adaptive steps change
+MAY_DIFFER = (
+    "model",
+    "seed",
+    "seeds",
+    "jobs",
+    "device",
+    "checkpoint_seconds",
+    "out",
+    "curve",
+)  # of the runs
+SLACK = 0.02  # PGD may leave this much more accuracy than a weaker attack before masking is reported
+GRADIENT_SLACK = 0.2  # tolerance of the ratio of the central difference to the gradient
 logger = logging.getLogger("tasks.studies.robustness")
 Perturb = Callable[[nn.Module, Tensor, Tensor, float, torch.Generator], Tensor]
 Row = dict[str, Any]
@@ -63,39 +73,39 @@ Row = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class RobustnessOptions(Options):
-    """Options of the study."""
+    """Command-line options of the study."""
 
     positive = "pgd_steps"
 
-    root: str = option(REQUIRED, "folder of run folders of tasks.image_classification")
+    root: str = option(REQUIRED, "folder that contains run folders of tasks.image_classification")
     out: str = option("", "folder for robustness.csv, .json and .png; empty: that of the runs")
     images: int = option(0, "only the first N test images; 0: all")
     pgd_steps: int = option(20, "steps of PGD")
-    seed: int = option(0, "of the noise and of PGD's starts")
-    device: str = option("auto", "where to compute", ("auto", "cpu", "cuda"))
+    seed: int = option(0, "random seed of the noise and of PGD's starts")
+    device: str = option("auto", "device: cpu, cuda or auto", ("auto", "cpu", "cuda"))
 
 
 def noise(model: nn.Module, images: Tensor, labels: Tensor, size: float, generator: torch.Generator) -> Tensor:
-    """Return images with Gaussian noise of standard deviation ``size``."""
+    """Return the images plus Gaussian noise of standard deviation ``size``."""
     drawn = torch.randn(images.shape, generator=generator).to(images)
     return (images + size * drawn).clamp(0, 1)
 
 
 def signs(model: nn.Module, images: Tensor, labels: Tensor, size: float, generator: torch.Generator) -> Tensor:
-    """Return images with every pixel moved by ``size``, up or down at random."""
+    """Return the images with every pixel changed by ``size`` or ``-size`` at random."""
     drawn = torch.randint(2, images.shape, generator=generator).to(images)
     return (images + size * (2 * drawn - 1)).clamp(0, 1)
 
 
 def fgsm(model: nn.Module, images: Tensor, labels: Tensor, size: float, generator: torch.Generator) -> Tensor:
-    """Return images moved by ``size`` along the sign of the loss's gradient."""
+    """Return the images moved by ``size`` along the sign of the loss gradient."""
     return (images + size * gradient(model, images, labels).sign()).clamp(0, 1)
 
 
 def pgd(
     model: nn.Module, images: Tensor, labels: Tensor, size: float, generator: torch.Generator, *, steps: int
 ) -> Tensor:
-    """Return images after steps along the gradient's sign from a random start, within ``size`` of the first ones."""
+    """Return the images after steps along the gradient's sign, from a random start, within ``size`` of the original."""
     low, high = (images - size).clamp(min=0), (images + size).clamp(max=1)
     start = 2 * torch.rand(images.shape, generator=generator) - 1
     moved = torch.clamp(images + size * start.to(images), low, high)
@@ -105,14 +115,14 @@ def pgd(
 
 
 def gradient(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """Return the gradient of each image's cross-entropy, a sum, so that it does not depend on the batch size."""
+    """Return the gradient of each image's cross-entropy. The loss is a sum, so it is independent of the batch size."""
     images = images.detach().requires_grad_()
     loss = nn.functional.cross_entropy(model(images), labels, reduction="sum")
     return torch.autograd.grad(loss, images)[0]
 
 
 def gradient_ratio(model: nn.Module, images: Tensor, labels: Tensor, step: float = 0.01) -> float:
-    """Return the central difference of the loss along the gradient's sign over the gradient's prediction, about 1."""
+    """Return the loss's central difference along the gradient's sign, divided by its prediction from the gradient."""
     slope = gradient(model, images, labels)
     with torch.no_grad():
         ahead, behind = (
@@ -125,8 +135,8 @@ def gradient_ratio(model: nn.Module, images: Tensor, labels: Tensor, step: float
 def measure(
     model: nn.Module, batches: Sequence[tuple[Tensor, Tensor]], perturb: Perturb, size: float, seed: int
 ) -> tuple[float, float]:
-    """Return the accuracy on perturbed images, and the mean number of evaluations for a batch of them."""
-    generator = torch.Generator().manual_seed(seed)  # on the CPU, the same for all models and sizes
+    """Return the accuracy on perturbed images, and the mean number of function evaluations per batch."""
+    generator = torch.Generator().manual_seed(seed)  # on the CPU, so that all models and sizes get the same numbers
     right = evaluations = 0
     for images, labels in batches:
         moved = perturb(model, images, labels, size, generator) if size else images
@@ -137,17 +147,17 @@ def measure(
 
 
 def load_attacked(folder: Path) -> tuple[nn.Module, Samples]:
-    """Return a run's model, with the gradient of its solver's steps, and its test data."""
+    """Return the model of a run, set to differentiate through the solver's steps, and its test data."""
     config, trained = load_run(folder)
     exact = "checkpoint" if config.solver == "native" else "direct"
-    method = resolve(trained.block.settings(), trained.block.field).method  # which may depend on the gradient
+    method = resolve(trained.block.settings(), trained.block.field).method  # the default method depends on the gradient
     model = dataclasses.replace(config, method=method or "", gradient=exact, adjoint_norm="full").make_model()
     model.load_state_dict(trained.state_dict())
     return model.eval().requires_grad_(False), load_data(config)[1]
 
 
 def finished_runs(root: Path) -> dict[Path, dict[str, Any]]:
-    """Return the options of the finished runs of image classification under a folder, which must be equal."""
+    """Return the options of the finished image-classification runs in a folder, after checking that they agree."""
     configs = {path.parent: read_json(path.with_name("config.json")) for path in sorted(root.rglob("summary.json"))}
     configs = {folder: found for folder, found in configs.items() if found["task"] == "image_classification"}
     if not configs:
@@ -164,7 +174,10 @@ def finished_runs(root: Path) -> dict[Path, dict[str, Any]]:
 
 
 def attack(configs: dict[Path, dict[str, Any]], options: RobustnessOptions, device: torch.device) -> list[Row]:
-    """Return rows of robustness.csv: every run under every attack, and the check of its gradient."""
+    """Return the rows of robustness.csv.
+
+    They have the accuracy of every run under every attack, and the check of its gradient.
+    """
     attacks: dict[str, Perturb] = {
         "noise": noise,
         "signs": signs,
@@ -190,11 +203,11 @@ def attack(configs: dict[Path, dict[str, Any]], options: RobustnessOptions, devi
 
 
 def signs_of_masking(rows: Sequence[Row]) -> list[str]:
-    """Return lines about wrong gradients, and about sizes at which PGD does less harm than weaker attacks."""
+    """Return messages about inaccurate gradients, and about sizes at which a weaker attack does more harm than PGD."""
     accuracy = {(row["model"], row["seed"], row["attack"], row["size"]): row["accuracy"] for row in rows}
     found = []
     for model, seed, ratio in dict.fromkeys((row["model"], row["seed"], row["gradient_ratio"]) for row in rows):
-        if not abs(ratio - 1) <= GRADIENT_SLACK:  # also nan
+        if not abs(ratio - 1) <= GRADIENT_SLACK:  # also true for NaN
             found.append(f"{model}, seed {seed}: the loss changes {ratio:.2f} times as much as its gradient predicts")
         for size in SIZES["pgd"]:
             strongest = accuracy[model, seed, "pgd", size]
@@ -206,7 +219,7 @@ def signs_of_masking(rows: Sequence[Row]) -> list[str]:
 
 
 def draw(rows: Sequence[Row], title: str, path: Path) -> None:
-    """Draw accuracy against size for noise, FGSM and PGD: the median and the range over the seeds."""
+    """Draw the accuracy against the perturbation size for noise, FGSM and PGD: the median and range over the seeds."""
     models = dict.fromkeys(row["model"] for row in rows)
     with panels(path, 1, 3, size=(15, 4), title=title, sharey=True) as (_, axes):
         for ax, name in zip(axes[0], ("noise", "fgsm", "pgd"), strict=True):
@@ -224,7 +237,7 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Attack all finished runs under a folder, print a table and write table, summary and figure."""
+    """Attack all finished runs in a folder, print a table, and write the table, summary and figure."""
     options = parse(RobustnessOptions, {}, __doc__, argv)
     logging.basicConfig(format="%(message)s")
     configs = finished_runs(Path(options.root))

@@ -1,15 +1,18 @@
-"""Selective oscillators, linear ones, a GRU and minGRU: error by CPU seconds on two problems of long memory.
+"""Compare selective and linear oscillators, a GRU and minGRU by error and CPU time on two problems of long memory.
 
-"adding": of --length numbers uniform in [0, 1) at irregular times two are marked, one in each half; the target at the
-last sample is their sum. Guessing 1 has the squared error 1/6. "tone": a sine with noise has one frequency before,
-another within and another after a marked window of a fifth of the samples. The target at the last sample is that in the
-window, of eight. Guessing has the error 7/8.
+Problem "adding": the series has --length uniform numbers in [0, 1) at irregular times. Two numbers are marked, one in
+each half of the series. The target at the last sample is their sum. Always predicting 1 has a squared error of 1/6.
+Problem "tone": the series is a noisy sine whose frequency changes twice, at the start and at the end of a marked
+window. The window has a fifth of the samples. The target at the last sample is the frequency in the window, one of
+eight. Guessing has an error rate of 7/8.
 
-Models: "real", selective oscillators with ``frequency=None``; "swinging", with a frequency for half of the states;
-"linear", oscillators without selection; "gru"; "mingru", minGRU (Feng et al., arXiv:2410.01201) in the same residual
-blocks. The last two have the gap as a further input. Adam's rate follows a cosine over --seconds of CPU time, in one
-thread. Its first value is the one of --rates with the least median error after --tuning-seconds, for each model, with
---tuning-seeds other seeds. A finished run is a file in --out and is not repeated.
+There are five models. "real" is selective oscillators with ``frequency=None``. "swinging" is selective oscillators with
+half as many states, each of which has a frequency. "linear" is oscillators without selection. "gru" is a GRU, and
+"mingru" is minGRU (Feng et al., arXiv:2410.01201) in the same residual blocks as the oscillators. "gru" and "mingru"
+have the time since the previous sample as a further input. Adam's learning rate follows a cosine over --seconds of CPU
+time in one thread. For each model the initial rate is chosen from --rates: the rate with the smallest median error
+after --tuning-seconds, over --tuning-seeds other seeds. The result of a run is stored in --out, and the run is not
+repeated if its file exists.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ from tasks.common.train import Samples
 MODELS = ("real", "swinging", "linear", "gru", "mingru")
 TITLES = {"real": "selective, real", "swinging": "selective, half with a frequency", "linear": "linear oscillators"}
 TITLES |= {"gru": "GRU", "mingru": "minGRU"}
-TONES = 0.03 * torch.arange(1, 9)  # cycles per unit of time
+TONES = 0.03 * torch.arange(1, 9)  # frequencies in cycles per unit of time
 TRIVIAL = {"adding": 1 / 6, "tone": 7 / 8}
 TUNING_SEED = 1_000_000
 LAYERS, OUTPUTS, LENGTHS, BATCH = {"adding": 1, "tone": 2}, {"adding": 1, "tone": 8}, {"adding": 1000, "tone": 200}, 16
@@ -46,26 +49,26 @@ LAYERS, OUTPUTS, LENGTHS, BATCH = {"adding": 1, "tone": 2}, {"adding": 1, "tone"
 
 @dataclasses.dataclass(frozen=True)
 class SelectiveOptions(Options):
-    """Options of the study."""
+    """Command-line options of the study."""
 
     positive = "size seconds tuning_seconds test_size"
 
     problem: str = option("adding", "the problem", tuple(TRIVIAL))
     model: str = option("all", f"one of {', '.join(MODELS)}, several with commas between, or all")
-    length: int = option(0, "samples of a series; 0 is 1,000 of adding, 200 of tone", least=0)
-    size: int = option(32, "features of a block, units of the GRU")
+    length: int = option(0, "samples of a series; 0: 1,000 for adding, 200 for tone", least=0)
+    size: int = option(32, "features of a block, or units of the GRU")
     seconds: float = option(60.0, "CPU seconds of training")
-    seeds: int = option(1, "seeds, one after another", least=1)
-    first_seed: int = option(0, "the first of them", least=0)
-    rates: str = option("2e-3,5e-3,1.2e-2", "learning rates of Adam to choose from, or one")
-    tuning_seconds: float = option(40.0, "CPU seconds of training to choose a rate")
-    tuning_seeds: int = option(3, "seeds for that choice", least=1)
+    seeds: int = option(1, "number of seeds", least=1)
+    first_seed: int = option(0, "the first seed", least=0)
+    rates: str = option("2e-3,5e-3,1.2e-2", "one learning rate, or several to choose from")
+    tuning_seconds: float = option(40.0, "CPU seconds of a training run to choose the rate")
+    tuning_seeds: int = option(3, "number of seeds to choose the rate", least=1)
     test_size: int = option(256, "test series")
     out: str = option("runs/selective", "folder for the table and the figure")
 
 
 def adding(count: int, length: int, generator: torch.Generator) -> Samples:
-    """Draw samples (count, length, 2), their times, and the sums of the marked numbers, (count, 1)."""
+    """Draw numbers with markers (count, length, 2), their times, and the sums of the marked numbers, (count, 1)."""
     numbers, places = problems(count, length, generator)
     marks = torch.zeros_like(numbers).scatter(1, places, 1.0)
     t = (2 * torch.rand(count, length, generator=generator)).cumsum(1)
@@ -73,12 +76,12 @@ def adding(count: int, length: int, generator: torch.Generator) -> Samples:
 
 
 def tone(count: int, length: int, generator: torch.Generator) -> Samples:
-    """Draw samples (count, length, 2), their times, and the number of the tone in the window, (count,)."""
+    """Draw a signal with markers (count, length, 2), its times, and the index of the tone in the window, (count,)."""
     window = length // 5
     t = (2 * torch.rand(count, length, generator=generator)).cumsum(1)
     start = torch.randint(length - window + 1, (count, 1), generator=generator)
     places = torch.arange(length)
-    part = (places >= start).long() + (places >= start + window).long()  # before, within, after
+    part = (places >= start).long() + (places >= start + window).long()  # 0 before the window, 1 within it, 2 after it
     kinds = torch.rand(count, len(TONES), generator=generator).argsort(1)[:, :3]
     phase = 2 * math.pi * torch.rand(count, 3, generator=generator)
     angle = 2 * math.pi * TONES[kinds].gather(1, part) * t + phase.gather(1, part)
@@ -90,7 +93,7 @@ PROBLEMS = {"adding": adding, "tone": tone}
 
 
 class GRU(nn.Module):
-    """A GRU of samples and gaps, and a linear readout."""
+    """A GRU whose inputs are samples and time gaps, and a linear output layer."""
 
     def __init__(self, outputs: int, size: int, layers: int) -> None:
         super().__init__()
@@ -103,9 +106,10 @@ class GRU(nn.Module):
 
 
 class MinGRU(nn.Module):
-    """Residual blocks h + GLU(W gelu(s)) of s_i = (1 - z_i) s_{i-1} + z_i c_i, with gate z and candidate c of a sample.
+    """Residual blocks h + GLU(W gelu(s)), where s_i = (1 - z_i) s_{i-1} + z_i c_i with a gate z_i and a candidate c_i.
 
-    The biases of z give log-uniform memories, from 2 samples to all.
+    The gates and candidates depend only on the input of the sample. The biases of z are initialised so that memory
+    lengths are log-uniform, from 2 samples to the whole series.
     """
 
     def __init__(self, outputs: int, size: int, layers: int, length: int) -> None:
@@ -132,12 +136,12 @@ class MinGRU(nn.Module):
 
 
 def with_gaps(x: Tensor, t: Tensor) -> Tensor:
-    """Return samples joined with log(1 + gap)."""
+    """Return the samples with log(1 + gap) as a further feature."""
     return torch.cat([x, t.diff(dim=1, prepend=t[:, :1]).log1p().unsqueeze(-1)], -1)
 
 
 def make_model(name: str, problem: str, size: int, length: int, t: Tensor) -> nn.Module:
-    """Return a model with initial rates for the times ``t``."""
+    """Return a model whose initial rates suit the times ``t``."""
     outputs, layers = OUTPUTS[problem], LAYERS[problem]
     if name == "gru":
         return GRU(outputs, size, layers)
@@ -148,14 +152,14 @@ def make_model(name: str, problem: str, size: int, length: int, t: Tensor) -> nn
         return hbnode.nn.OscillatorStack(2, size, layers, output_size=outputs, **ranges)
     swings = name == "swinging"
     ranges |= {} if swings else {"frequency": None}
-    states = (size + 1) // 2 if swings else size  # of two numbers, or one
+    states = (size + 1) // 2 if swings else size  # a swinging state has two numbers
     return hbnode.nn.OscillatorStack(
         2, size, layers, output_size=outputs, num_oscillators=states, selective=True, **ranges
     )
 
 
 def loss_of(y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the loss of the outputs at the last sample, and the error to report."""
+    """Return the loss at the last sample, and the error to report."""
     if target.dim() == 2:
         loss = functional.mse_loss(y, target)
         return loss, loss
@@ -163,7 +167,7 @@ def loss_of(y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def train(options: SelectiveOptions, name: str, seed: int, lr: float, seconds: float) -> dict[str, Any]:
-    """Train a model, and return its test error by CPU seconds of training."""
+    """Train a model, and return its test error as a function of the CPU seconds of training."""
     torch.manual_seed(seed)
     length = options.length or LENGTHS[options.problem]
     problem = PROBLEMS[options.problem]
@@ -198,7 +202,7 @@ def train(options: SelectiveOptions, name: str, seed: int, lr: float, seconds: f
 
 
 def finished(options: SelectiveOptions, name: str, seed: int, lr: float, seconds: float) -> dict[str, Any]:
-    """Return a run, from its file or by training."""
+    """Return the result of a run, from its file or by training."""
     label = f"{options.problem}-{options.length or LENGTHS[options.problem]}-{name}-{lr:g}-{seconds:g}s-seed{seed}"
     path = Path(options.out) / "runs" / f"{label}.json"
     if not path.exists():
@@ -207,7 +211,7 @@ def finished(options: SelectiveOptions, name: str, seed: int, lr: float, seconds
 
 
 def chosen_rate(options: SelectiveOptions, name: str) -> float:
-    """Return the learning rate with the least median error after a short training, with other seeds."""
+    """Return the learning rate with the smallest median error in short training runs with other seeds."""
     rates = [float(rate) for rate in options.rates.split(",")]
     if len(rates) == 1:
         return rates[0]
@@ -220,7 +224,7 @@ def chosen_rate(options: SelectiveOptions, name: str) -> float:
 
 
 def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw the test error by CPU seconds, a panel for each problem, a line for each run, a color for each model."""
+    """Draw the test error against CPU seconds: a panel for each problem, a line per run, a color for each model."""
     problems = [problem for problem in TRIVIAL if any(run["problem"] == problem for run in runs)]
     with panels(path, 1, len(problems), size=(5.5 * len(problems), 4)) as (_, axes):
         for ax, problem in zip(axes[0], problems, strict=True):
@@ -236,7 +240,7 @@ def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train all models; write ``PROBLEM.csv``, ``PROBLEM.json`` and ``PROBLEM.png``."""
+    """Train all models, and write ``PROBLEM.csv``, ``PROBLEM.json`` and ``PROBLEM.png``."""
     options = parse(SelectiveOptions, {}, __doc__, argv)
     torch.set_num_threads(1)
     names = names_in(options.model, MODELS, "--model")

@@ -1,23 +1,26 @@
 """Baselines without a network: forecasts by a constant, the last value, ridge regression, MiniRocket and boosting.
 
-``errors.csv`` has a row for each model and a column for each error, on the test windows of a task, ``--data``:
+``errors.csv`` has a row for each model and a column for each error. ``--data`` selects the task whose test windows are
+forecast:
 
-- "vibration" and "vibration-paper", the two splits of plane vibration: the eight rows ahead, standardised.
-- "walker2d": the next frame in the data's units.
-- "speech": the next frame; only a constant and the last value.
+- "vibration" and "vibration-paper", the two splits of plane vibration; the next eight standardised samples are
+  forecast.
+- "walker2d": the next frame is forecast, in the units of the data.
+- "speech": the next frame is forecast, only by the constant and by the last value.
 
-"constant" is the mean of the training rows, "last value" the last sample. The other models forecast the change from the
-last sample, and the best of three settings by validation is tested:
+"constant" forecasts the mean of the training data, and "last value" repeats the last sample. The other models forecast
+the difference from the last sample. Each is fitted with three settings, and the setting with the best validation error
+is tested:
 
 - "ridge": ridge regression on the window, linearly interpolated to a regular grid that ends one step before the
-  forecast. Penalties 0.01, 0.1, 1 times the deviation of features squared.
-- "minirocket": ridge regression on MiniRocket's features of that grid (Dempster et al., arXiv:2012.08791; aeon's).
-  Penalties 100, 1,000, 10,000.
+  forecast. The penalty is 0.01, 0.1 or 1 times the variance of the features.
+- "minirocket": ridge regression on MiniRocket's features of that grid (Dempster et al., arXiv:2012.08791; from aeon).
+  The penalty is 100, 1,000 or 10,000.
 - "boosting": gradient boosting, one model for each output, on the last eight samples, their times, and statistics of
-  the window. Learning rates 0.03, 0.1, 0.3, of 100 trees.
+  the window. It has 100 trees and the learning rate 0.03, 0.1 or 0.3.
 
-For Walker2D the inputs are the last 16 frames before each prediction. Training has 20,000 random frames, and validation
-5,000. tasks.classification has its own models of this kind.
+For Walker2D the inputs are the last 16 frames before each prediction. The models are trained on 20,000 random frames
+and validated on 5,000. tasks.classification has similar models for classification.
 """
 
 from __future__ import annotations
@@ -39,31 +42,31 @@ from tasks.common.train import Samples
 from tasks.data.f16 import read_plane_vibration
 from tasks.models.classifiers import summaries
 
-PAST = 16  # frames of Walker2D before each prediction
-RECENT = 8  # last samples, inputs of boosting
+PAST = 16  # number of Walker2D frames before each prediction
+RECENT = 8  # number of last samples that boosting takes as input
 FITTED = ("ridge", "minirocket", "boosting")
 Row = dict[str, object]
 
 
 @dataclasses.dataclass(frozen=True)
 class ShallowOptions(Options):
-    """Options of the study."""
+    """Command-line options of the study."""
 
     data: str = option(
         "vibration", "the task whose windows are forecast", ("vibration", "vibration-paper", "walker2d", "speech")
     )
-    seed: int = option(0, "of MiniRocket, and of the random frames of Walker2D")
+    seed: int = option(0, "random seed of MiniRocket and of the choice of Walker2D frames")
     out: str = option("runs/shallow_rows", "folder for the table")
 
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """Windows of irregular samples, and the rows after each.
+    """Windows of irregular samples, and the values to forecast after each window.
 
     Attributes:
         x: samples (N, T, channels), float32, NaN before the first one.
-        age: steps from each sample to the first forecast one, (N, T).
-        y: the rows to forecast, (N, steps ahead, channels).
+        age: number of time steps from each sample to the first forecast value, (N, T).
+        y: the values to forecast, (N, steps ahead, channels).
     """
 
     x: Tensor
@@ -72,11 +75,11 @@ class Windows:
 
     @property
     def last(self) -> Tensor:
-        """The last sample, in the shape of ``y``."""
+        """The last sample of each window, in the shape of ``y``."""
         return self.x[:, -1:].expand_as(self.y)
 
     def grid(self) -> np.ndarray:
-        """Return linearly interpolated samples T, ..., 2, 1 steps before the forecast, (N, T, channels)."""
+        """Return interpolated samples at T, ..., 2, 1 steps before the forecast, (N, T, channels)."""
         x, age = self.x.double().numpy(), self.age.double().numpy()
         first = np.isnan(x[..., 0]).sum(1)
         at = -np.arange(x.shape[1], 0, -1.0)
@@ -87,7 +90,7 @@ class Windows:
         return np.stack(rows)
 
     def recent(self) -> np.ndarray:
-        """Return the last samples, their ages and statistics of the window, (N, features)."""
+        """Return the last samples, their ages and statistics of each window, (N, features)."""
         count, length = self.x.shape[:2]
         lengths, static = torch.full((count,), length), torch.zeros(count, 0)
         told = summaries(self.x, -self.age, ~self.x.isnan(), lengths, static)
@@ -95,13 +98,13 @@ class Windows:
 
 
 def fit(name: str, train: Windows, validation: Windows, seed: int) -> Callable[[Windows], Tensor]:
-    """Fit a model with three settings, and return the forecasts of the one with the least validation error.
+    """Fit a model with three settings, and return the forecast function with the smallest validation error.
 
     Arguments:
         name: one of :data:`FITTED`.
-        train: windows to fit to.
-        validation: windows to choose by.
-        seed: of MiniRocket.
+        train: training windows.
+        validation: windows that select the setting.
+        seed: random seed of MiniRocket.
     """
     from sklearn.ensemble import HistGradientBoostingRegressor
     from sklearn.linear_model import Ridge
@@ -137,12 +140,12 @@ def fit(name: str, train: Windows, validation: Windows, seed: int) -> Callable[[
 
 
 def row(data: str, size: str, model: str) -> Row:
-    """Return the columns of a row other than errors."""
+    """Return the columns of a table row that are not errors."""
     return {"case": "", "data": data, "size": size, "model": model, "seed": ""}
 
 
 def vibration_rows(seed: int, protocol: str = "honest") -> Iterator[Row]:
-    """Yield the rows of a split of plane vibration."""
+    """Yield the table rows for one split of plane vibration."""
     record, source = read_plane_vibration()
     splits = plane_vibration.Splits.from_record(record, protocol)
     train, validation, test = (
@@ -160,7 +163,7 @@ def vibration_rows(seed: int, protocol: str = "honest") -> Iterator[Row]:
 
 
 def windows_of_walking(batch: Samples, count: int = 0, seed: int = 0) -> Windows:
-    """Return the last frames before each prediction, or before ``count`` random ones."""
+    """Return the frames before each prediction, or before ``count`` randomly chosen predictions."""
     x, t, y = batch
     past = torch.nn.functional.pad(x, (0, 0, PAST - 1, 0), value=torch.nan).unfold(1, PAST, 1).swapaxes(2, 3)
     when = torch.nn.functional.pad(t, (PAST - 1, 0), value=torch.nan).unfold(1, PAST, 1)
@@ -173,7 +176,7 @@ def windows_of_walking(batch: Samples, count: int = 0, seed: int = 0) -> Windows
 
 
 def walking_rows(seed: int) -> Iterator[Row]:
-    """Yield the rows of Walker2D."""
+    """Yield the table rows for Walker2D."""
     splits = walker2d.Splits.from_options(walker2d.WalkerConfig(model="gru"))
     train, validation = windows_of_walking(splits.train, 20_000, seed), windows_of_walking(splits.validation, 5_000)
     tests = [windows_of_walking(part) for part in zip(*(x.split(200) for x in splits.test), strict=True)]
@@ -188,7 +191,7 @@ def walking_rows(seed: int) -> Iterator[Row]:
 
 
 def speech_rows(seed: int) -> Iterator[Row]:
-    """Yield the rows of speech."""
+    """Yield the table rows for speech."""
     batches, source = speech.read_batches(speech.SpeechConfig(model="plain"))
     errors = speech.trivial_errors(batches["train"], batches["test"])
     for model, name in (("constant", "mean_mse"), ("last value", "repeat_mse")):
@@ -197,7 +200,7 @@ def speech_rows(seed: int) -> Iterator[Row]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, and write the table."""
+    """Measure the errors, and write the table."""
     options = parse(ShallowOptions, {}, __doc__, argv)
     sources: dict[str, Callable[[int], Iterator[Row]]] = {
         "vibration": vibration_rows,

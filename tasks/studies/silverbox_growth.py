@@ -1,10 +1,11 @@
-"""Silverbox, untrained: growth of the five models at initialisation.
+"""Silverbox without training: growth of the solutions of the five models at initialisation.
 
 Figure 7 of Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture Design? (2022): the norm of h(t)
-over 63 samples of the Silverbox benchmark, where f is a dense layer of the state and the input V1(t). Both signals are
-centred and multiplied by 100, a sample is a unit of time, and the second-order models start with a learned scalar, as
-in the authors' code. There V1 was extrapolated beyond t = 1; here it is interpolated. The paper draws the mean of ten
-seeds, which depends on the worst seed. Here are the median and quantiles of many seeds, and the mean.
+over 63 samples of the Silverbox benchmark, where f is a dense layer of the state and the input V1(t). As in the
+authors' code, both signals are centred and multiplied by 100, the sampling interval is one unit of time, and the
+initial momentum of second-order models is a learned scalar. In that code V1 was extrapolated beyond t = 1; here it is
+interpolated. The paper shows the mean over ten seeds, which is dominated by the worst seed. This study shows the
+median, quantiles and mean over many seeds.
 """
 
 from __future__ import annotations
@@ -25,22 +26,22 @@ from tasks.common.files import exit_on
 from tasks.common.run import write_study
 from tasks.data.silverbox import read_silverbox
 
-TOL = 1e-7  # the paper's
+TOL = 1e-7  # tolerance of the paper
 
 
 @dataclasses.dataclass(frozen=True)
 class GrowthOptions(Options):
-    """Options of the study."""
+    """Command-line options of the study."""
 
     positive = "draws"
 
-    draws: int = option(100, "initialisations of each model")
-    seed: int = option(0, "of the first of them")
+    draws: int = option(100, "number of random initialisations of each model")
+    seed: int = option(0, "seed of the first initialisation")
     out: str = option("runs/silverbox_growth", "folder for the table and the figure")
 
 
 class Draws:
-    """Many initialisations of a model of figure 7 as samples of one batch, each with its own weights."""
+    """Many random initialisations of a model of figure 7, solved as samples of one batch with different weights."""
 
     def __init__(self, model: str, seeds: Sequence[int], signal: Callable[[Tensor], Tensor]) -> None:
         self.model, self.signal = model, signal
@@ -55,20 +56,20 @@ class Draws:
         self.weight, self.bias, self.start = (torch.stack(x).double() for x in (weights, biases, starts))
 
     def take(self, index: slice) -> Draws:
-        """Return some of the initialisations."""
+        """Return a subset of the initialisations."""
         part = object.__new__(Draws)
         part.model, part.signal = self.model, self.signal
         part.weight, part.bias, part.start = self.weight[index], self.bias[index], self.start[index]
         return part
 
     def dense(self, t: Tensor, *state: Tensor) -> Tensor:
-        """Return the dense layer f(t, h) or f(t, h, v) of each draw for its own sample."""
+        """Return the dense layer f(t, h) or f(t, h, v), where each sample has its own weights."""
         u = self.signal(t)
         x = torch.cat([*state, u.expand(len(self.weight), 1)], dim=-1)
         return torch.einsum("bij,bj->bi", self.weight, x) + self.bias
 
     def field(self) -> hbnode.Field:
-        """Return the field of all draws."""
+        """Return the field that solves all initialisations in one batch."""
         timed = {"time_dependent": True}
         damped: dict[str, Any] = {**timed, "learn_damping": False, "initial_momentum": lambda x: self.start}
         xi = {"xi": math.log(2.0), "learn_xi": False}
@@ -83,14 +84,14 @@ class Draws:
         )
 
     def norms(self, start: float, times: Tensor, tol: float) -> Tensor:
-        """Return the norm of h(t), (times, draws); infinite after a divergence."""
+        """Return the norm of h(t), (times, initialisations). It is infinite after a divergence."""
         field = self.field()
         state = field.initial_state(torch.full((len(self.weight), 1), start, dtype=torch.float64))
         try:
             solved = hbnode.odeint(field, state, times, rtol=tol, atol=tol, per_sample=True, max_steps=100_000)
             return field.readout(solved).norm(dim=-1)
         except hbnode.SolverError as error:
-            if len(self.weight) > 1:  # one at a time, because the others do not fail
+            if len(self.weight) > 1:  # solve one at a time to find which of them diverge
                 each = [self.take(slice(i, i + 1)).norms(start, times, tol) for i in range(len(self.weight))]
                 return torch.cat(each, dim=1)
             reached = int((times < error.t).sum()) - 1
@@ -102,9 +103,9 @@ class Draws:
 
 
 def statistics(norms: Tensor) -> dict[str, Tensor]:
-    """Return median, 10 % and 90 % quantile, mean and number of divergences over the draws (times, draws).
+    """Return median, 10 % and 90 % quantile, mean and number of divergences over the last dimension of (times, draws).
 
-    A quantile is the nearest draw, which is defined also for infinite draws.
+    A quantile is the nearest value without interpolation, so that it is also defined if some values are infinite.
     """
     levels = {"median": 0.5, "q10": 0.1, "q90": 0.9}
     found = {name: torch.quantile(norms, q, dim=1, interpolation="nearest") for name, q in levels.items()}
@@ -112,7 +113,7 @@ def statistics(norms: Tensor) -> dict[str, Tensor]:
 
 
 def table(times: Tensor, found: Mapping[str, Mapping[str, Tensor]]) -> list[dict[str, object]]:
-    """Return rows of the statistics of all models at all times."""
+    """Return the table rows: the statistics of every model at every time."""
     return [
         {"model": model, "t": f"{t:g}"} | {name: values[i].item() for name, values in columns.items()}
         for model, columns in found.items()
@@ -121,7 +122,7 @@ def table(times: Tensor, found: Mapping[str, Mapping[str, Tensor]]) -> list[dict
 
 
 def draw_growth(times: Tensor, found: Mapping[str, Mapping[str, Tensor]], draws: int, folder: Path) -> None:
-    """Draw the quantiles and the mean of each model over time, on one logarithmic axis, in ``growth.png``."""
+    """Draw quantiles and mean of each model over time, on one logarithmic axis, in ``growth.png``."""
     title = f"Silverbox, {draws} initialisations of each model"
     with panels(folder / "growth.png", 1, len(found), size=(15, 3.2), title=title, sharey=True) as (_, axes):
         for index, (ax, (model, columns)) in enumerate(zip(axes[0], found.items(), strict=True)):
@@ -134,7 +135,7 @@ def draw_growth(times: Tensor, found: Mapping[str, Mapping[str, Tensor]], draws:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Solve every model at many initialisations; write ``growth.csv``, ``growth.json`` and ``growth.png``."""
+    """Solve every model with many initialisations, and write ``growth.csv``, ``growth.json`` and ``growth.png``."""
     options = parse(GrowthOptions, {}, __doc__, argv)
     with exit_on(FileNotFoundError, ValueError):
         record = read_silverbox()

@@ -1,16 +1,17 @@
-"""Walker2D, gradients through time: their decay with an ODE between the frames, and without one.
+"""Walker2D: how gradients decay through time, with an ODE between the frames and without one.
 
-Section 3.3 of Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture Design? (2022), figure 8: the
-norm of the adjoint state, dL/dh_t or dL/d[h_t, m_t], by the frames between t and T, where L is the error of the last
-prediction of a window. In the paper it vanishes for the ODE-RNN but not for (G)HBNODE-RNN, which it attributes to
-momentum. But in the authors' code only the models with momentum had a cell with a residual path, which also prevents
-vanishing gradients, and the norm was that of a whole batch, where the largest sample dominates.
+Section 3.3 of Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture Design? (2022), figure 8, shows
+the norm of the adjoint state, dL/dh_t or dL/d[h_t, m_t], against the number of frames between t and T. L is the error
+of the last prediction of a window. In the paper this norm vanishes for the ODE-RNN but not for (G)HBNODE-RNN, and the
+paper attributes the difference to momentum. But in the authors' code only the models with momentum had a cell with a
+residual path, which also prevents vanishing gradients. The norm was computed over a whole batch, where the largest
+sample dominates.
 
-Here all models have the same cell, with and without its residual path. In addition to the five fields there are two
-controls whose state is constant between frames: only the cell, on a state of the size of h ("still") and of h and m
-together ("still pair"). The norm is that of each window, in float64; the results are medians over windows and seeds,
-before and after training. Frames are not standardised and weights have torch's initialisation, as in the preset "paper"
-of tasks.walker2d.
+This study uses the same cell for all models, once with and once without a residual path. Besides the five ODE models
+there are two controls whose state is constant between frames, so that only the cell changes it. The state has the size
+of h in the control "still", and of h and m together in "still pair". The norm is computed for each window in float64.
+The results are medians over windows and seeds, before and after training. As in the preset "paper" of tasks.walker2d,
+frames are not standardised and weights have torch's default initialisation.
 """
 
 from __future__ import annotations
@@ -32,77 +33,76 @@ from tasks.common.run import write_study
 from tasks.common.train import Samples
 from tasks.walker2d import Splits, Walker, WalkerConfig, dense_field, squared_error, thin
 
-N, HIDDEN = 24, (48, 48)  # size of h, of the cell's hidden layers
+N, HIDDEN = 24, (48, 48)  # size of h; sizes of the cell's hidden layers
 CONTROLS = {"still": False, "still pair": True}
 CELLS = ("residual", "plain")
 STAGES = ("untrained", "trained")
-BACK = 60  # frames back from T, of the printed lines
+BACK = 60  # the number of frames before T for which ratios are printed
 Key = tuple[str, str, str]  # cell, stage, model
 StillState = Tensor | tuple[Tensor, Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
 class GradientOptions(Options):
-    """Options of the study."""
+    """Command-line options of the study."""
 
     positive = "windows epochs batch_size measured seeds lr tol"
 
     windows: int = option(1000, "training windows, evenly spaced among all")
-    epochs: int = option(5, "passes over them")
-    batch_size: int = option(128, "windows in a step")
-    measured: int = option(64, "test windows with gradients")
+    epochs: int = option(5, "passes over the training windows")
+    batch_size: int = option(128, "windows in a batch")
+    measured: int = option(64, "test windows for which gradients are computed")
     seeds: int = option(3, "number of seeds, counting up from --seed")
-    seed: int = option(0, "the first one")
+    seed: int = option(0, "the first seed")
     lr: float = option(3e-3, "Adam's learning rate")
     tol: float = option(1e-5, "rtol = atol of the solver")
     out: str = option("runs/walker2d_gradients", "folder for the table and the figure")
 
 
 class StillField(nn.Module):
-    """A state that is constant between frames, so that an ODE-RNN is only its cell."""
+    """A field with derivative zero, so that the state of an ODE-RNN changes only by its cell."""
 
     def __init__(self, pair: bool) -> None:
         super().__init__()
         self.pair = pair
 
     def initial_state(self, x: Tensor) -> StillState:
-        """Return h, or h and a second part of zeros."""
+        """Return h, or the pair of h and zeros."""
         return (x, torch.zeros_like(x)) if self.pair else x
 
     def forward(self, t: Tensor, state: StillState) -> StillState:
-        """Return zero."""
+        """Return the derivative of the state, which is zero."""
         if isinstance(state, Tensor):
             return torch.zeros_like(state)
         return torch.zeros_like(state[0]), torch.zeros_like(state[1])
 
     def readout(self, state: StillState) -> Tensor:
-        """Return the first part."""
+        """Return the first tensor of the state."""
         return state if isinstance(state, Tensor) else state[0]
 
 
 def make(model: str, residual: bool, tol: float) -> Walker:
-    """Return a model or a control with the common cell."""
+    """Return an ODE-RNN or a control with the common cell."""
     field = StillField(CONTROLS[model]) if model in CONTROLS else dense_field(model, N)
     return Walker(field, N, HIDDEN, residual=residual, rtol=tol, atol=tol)
 
 
 def adjoint_norms(model: Walker, batch: Samples) -> Tensor:
-    """Return |dL/ds_t| of every window, (windows, T), for the error L at its last frame.
+    """Return the norms |dL/ds_t|, (windows, T), where L is the error at the last frame of each window.
 
-    s_t, h or h and m, is the state after frame t. With or without a residual path its gradient is that of the cell's
-    output at t.
+    s_t is the state after frame t: h, or h and m. It is the output of the cell at t, with or without a residual path.
     """
     x, t, y = batch
     outputs: list[Tensor] = []
     hook = model.rnn.cell.register_forward_hook(lambda cell, inputs, output: outputs.append(output))
     predicted, _ = model(x, t)
     hook.remove()
-    error = (predicted[:, -1] - y[:, -1]).square().mean(-1).sum()  # the windows are independent
+    error = (predicted[:, -1] - y[:, -1]).square().mean(-1).sum()  # windows are independent
     return torch.stack([gradient.norm(dim=-1) for gradient in torch.autograd.grad(error, outputs)], dim=1)
 
 
 def train(model: Walker, data: Samples, options: GradientOptions, seed: int) -> float:
-    """Train for some epochs, and return the mean loss of the last one."""
+    """Train for a few epochs, and return the mean loss of the last epoch."""
     optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(options.epochs):
@@ -118,7 +118,7 @@ def train(model: Walker, data: Samples, options: GradientOptions, seed: int) -> 
 
 
 def measure(splits: Splits, options: GradientOptions) -> tuple[dict[Key, Tensor], dict[str, float]]:
-    """Return the norms of all models and cells, (seeds * windows, T), and the last training losses."""
+    """Return the norms of all models and cells, (seeds * windows, T), and the losses of the last training epoch."""
     exact = tuple(x.double() for x in thin(splits.test, options.measured))
     norms: dict[Key, list[Tensor]] = {}
     losses: dict[str, float] = {}
@@ -139,12 +139,12 @@ def measure(splits: Splits, options: GradientOptions) -> tuple[dict[Key, Tensor]
 
 
 def ratios(norms: Tensor) -> Tensor:
-    """Return the median over the windows of |dL/ds_t| / |dL/ds_T|, (T,), by frames back from T."""
+    """Return the median over the windows of |dL/ds_t| / |dL/ds_T|, (T,), beginning at t = T and going back in time."""
     return (norms / norms[:, -1:]).flip(1).median(0).values
 
 
 def table(norms: Mapping[Key, Tensor]) -> list[dict[str, object]]:
-    """Return rows of the median ratio of the norms, by frames back from T."""
+    """Return the table rows: the median ratio of the norms against the number of frames before T."""
     return [
         {"cell": cell, "stage": stage, "model": model, "frames_back": back, "ratio": f"{ratio:.6g}"}
         for (cell, stage, model), found in norms.items()
@@ -153,7 +153,7 @@ def table(norms: Mapping[Key, Tensor]) -> list[dict[str, object]]:
 
 
 def draw_norms(norms: Mapping[Key, Tensor], about: str, folder: Path) -> None:
-    """Draw the medians against T - t, a panel for each cell and stage, in ``adjoint_norms.png``."""
+    """Draw the median ratios against T - t in ``adjoint_norms.png``, with a panel for each cell and stage."""
     styles = {model: {"color": f"C{i}"} for i, model in enumerate(MODELS)}
     styles |= {"still": {"color": "k", "ls": "--"}, "still pair": {"color": "0.5", "ls": ":"}}
     path, size = folder / "adjoint_norms.png", (12.5, 7)
@@ -172,7 +172,7 @@ def draw_norms(norms: Mapping[Key, Tensor], about: str, folder: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure all models; write ``adjoint_norms.csv``, ``.json`` and ``.png``."""
+    """Measure all models, and write ``adjoint_norms.csv``, ``.json`` and ``.png``."""
     options = parse(GradientOptions, {}, __doc__, argv)
     with exit_on(FileNotFoundError, ValueError):
         splits = Splits.from_options(WalkerConfig(windows=options.windows))
