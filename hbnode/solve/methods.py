@@ -112,7 +112,7 @@ class Method:
             xp: NumPy or torch.
             gamma: the damping γ, a NumPy array or a float64 tensor.
             size: the signed step size H, of the same type. Its shape is () if all samples share their steps, or
-                (lanes,) followed by as many dimensions as a γ per channel has. The dimensions ... of the result are
+                (batch,) followed by as many dimensions as a γ per channel has. The dimensions ... of the result are
                 those to which ``gamma`` and ``size`` broadcast.
             error: whether to include the coefficients of the error estimate.
         """

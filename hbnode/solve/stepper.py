@@ -1,6 +1,6 @@
 """A single step of a solve: its coefficients, its computation, the outputs inside it and the norm of its error.
 
-A lane is a sample with its own step sizes.
+A sample is a sample with its own step sizes.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Attempt:
 
     Attributes:
         time: the time t at which the step starts.
-        size: the signed step size, () or (lanes,): a tensor if the times need gradients or a graph is traced, else an
+        size: the signed step size, () or (batch,): a tensor if the times need gradients or a graph is traced, else an
             array.
         times: the times of the function evaluations, one sequence per step.
         error: whether to estimate the error.
-        lanes: the lane of each output inside the step; None if all lanes have the same outputs.
+        lanes: the sample of each output inside the step; None if all samples have the same outputs.
         outputs: the indices of the output times inside the step; None if there are none.
         theta: the positions of the outputs in the step, from 0 to 1; None if all are at its end.
         place: the positions as a tensor with gradients, and the step size for each output; None without gradients.
@@ -67,7 +67,7 @@ class Attempt:
     lag: Tensor | None = None
 
     def inside(self, lanes: int) -> Array:
-        """Return a mask (lanes,) of the lanes with an output before the end of the step, which needs dense output."""
+        """Return a mask (batch,) of the samples with an output before the end of the step, which needs dense output."""
         found = np.zeros(lanes, bool)
         found[self.lanes[self.theta != 1.0]] = True
         return found
@@ -188,7 +188,7 @@ class Stepper:
     def at_gamma(self, formula: Callable[..., Any], *args: Any, lanes: Any = None) -> Tensor:
         """Return ``formula(xp, γ, *args)`` as a tensor, where xp is NumPy or torch.
 
-        ``lanes`` are the lanes to which the elements of ``args`` belong. The formula runs on the CPU if γ is a known
+        ``lanes`` are the samples to which the elements of ``args`` belong. The formula runs on the CPU if γ is a known
         number and the gradients do not prevent it.
         """
         gamma, has_lanes = self.gamma, self.term.lanes is not None
@@ -206,7 +206,7 @@ class Stepper:
         gamma = self.damping.to(at, torch.float64)
         if gamma.dim() and has_lanes and lanes is not None and len(gamma) > 1:
             gamma = gamma[torch.tensor(lanes, device=at)]
-        if gamma.dim():  # the dimensions of γ follow those of lanes or outputs
+        if gamma.dim():  # the dimensions of γ follow those of samples or outputs
             ones = [1] * (gamma.dim() - (args[0].dim() if has_lanes else 0))
             args = tuple([x.reshape(*x.shape, *ones) for x in args])
         return formula(torch, gamma, *args).to(self.like)
@@ -284,12 +284,12 @@ class Stepper:
     # Norms
 
     def norms(self, rows: Rows) -> Array:
-        """Return the root mean square of each row, (rows,) or (rows, lanes)."""
+        """Return the root mean square of each row, (rows,) or (rows, batch)."""
         x = torch.stack(rows).detach().unsqueeze(-1).flatten(1 if self.term.lanes is None else 2)
         return to_host(_torch.root_mean_square(x, (-1,)))
 
     def ratio(self, before: Rows, taken: Taken) -> Array:
-        """Return the root mean square of error / tolerance, () or (lanes,); the maximum over the term's error groups.
+        """Return the root mean square of error / tolerance, () or (batch,); the maximum over the term's error groups.
 
         This is the only transfer from a GPU to the CPU in a step.
         """
@@ -371,7 +371,7 @@ class Setup:
 
     @classmethod
     def of(cls, term: ODETerm, method: Method, t: Tensor, settings: Settings, **others: Any) -> Setup:
-        """Return the setup of a term, a method and output times (T,) or (lanes, T)."""
+        """Return the setup of a term, a method and output times (T,) or (batch, T)."""
         has_events = bool(others.get("events"))
         stepper = Stepper.of(term, method, settings, has_events=has_events)
         grid = TracedGrid(t) if term.traced else Grid.of(t, stepper.like, term.lanes)

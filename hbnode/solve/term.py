@@ -116,7 +116,7 @@ class ODETerm:
             self.damping = self.aligned(self.damping, "damping", "γ")
         self.keeps_shape = keeps_shape or (isinstance(self.damping, Tensor) and self.damping.dim() > 0)
         self.dims_of_row = self.template.dim() if self.keeps_shape else 1 if lanes is None else 2
-        self.dims_of_norm = (0, *range(1 if lanes is None else 2, self.dims_of_row + 1))  # all except that of lanes
+        self.dims_of_norm = (0, *range(1 if lanes is None else 2, self.dims_of_row + 1))  # all except that of samples
         device, self.autocast = self.template.device.type, None
         self.in_autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
         if is_autocast(self.template):
@@ -204,7 +204,7 @@ class ODETerm:
         return f if f.shape == row.shape else f.reshape(row.shape)
 
     def stages(self, times: Sequence[Any]) -> Sequence[Tensor]:
-        """Convert times to arguments of the field: scalar tensors, or (lanes, 1, ...) to broadcast with the state."""
+        """Convert times to arguments of the field: scalar tensors, or (batch, 1, ...) to broadcast with the state."""
         like = self.template
         stages = torch.stack(list(times)) if isinstance(times[0], Tensor) else torch.from_numpy(np.stack(times))
         stages = stages.to(like.device, like.dtype)
