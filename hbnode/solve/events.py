@@ -419,7 +419,7 @@ class EventSteps(AdaptiveSteps):
         return rows
 
     def segments(self) -> Iterator[EventHits]:
-        """Yield the hits of the solve again: the first hit of every sample, then the second hits, and last an empty item.
+        """Yield the hits again: the first hit of every sample, then the second hits, and so on; last an empty item.
 
         The recorded events are cleared, so that :meth:`repeat` can record them with a graph.
         """
@@ -545,7 +545,7 @@ class EventSteps(AdaptiveSteps):
     # Values
 
     def _time(self, elapsed: Array) -> Tensor:
-        """Convert times ``elapsed`` since the start to times t (batch,) in float64, with gradients for the output times."""
+        """Convert times ``elapsed`` since the start to times t (batch,) in float64, with any gradient of the grid."""
         if self.grid.t is not None:
             return self.grid.differentiable(elapsed).double()
         return to_device(self.grid.time(elapsed), self.stepper.like)
@@ -611,7 +611,7 @@ class EventSteps(AdaptiveSteps):
 
 
 def as_column(x: Tensor, row: Tensor) -> Tensor:
-    """Reshape one value per sample, (batch,), to broadcast with the tensor ``row``; values other than bool get its dtype."""
+    """Reshape values (batch,) to broadcast with the tensor ``row``; values other than bool get its dtype."""
     x = x if x.dtype == torch.bool else x.to(row.dtype)
     return x.view(-1, *[1] * (row.dim() - 1))
 

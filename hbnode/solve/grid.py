@@ -89,7 +89,7 @@ class Grid:
 
     @property
     def points(self) -> Any:
-        """The initial time and the output times, (T,) or (T, batch), not measured from the start."""
+        """The initial time and the output times as times t, (T,) or (T, batch)."""
         if self.t is not None:
             return self.t.movedim(-1, 0)
         times = np.concatenate([np.zeros_like(self.end)[..., None], self.outputs], -1)
@@ -131,7 +131,7 @@ class Grid:
         return (abs(self.jumps - elapsed[..., None]) <= self.near).any(-1)
 
     def lag(self, begin: Tensor, elapsed: Array, interval: int) -> Tensor | None:
-        """Return zeros, with the gradient of ``begin`` for samples for which it is an output time on a jump, or None."""
+        """Return 0 with the gradient of ``begin`` for samples for which it is an output time on a jump, or None."""
         if self.t is None or interval == 0 or not (elapsed == self.outputs[..., interval - 1]).all():
             return None
         return torch.where(to_device(self.is_on_jump(elapsed), self.t), begin - begin.detach(), 0.0)

@@ -157,7 +157,7 @@ def integrate(begun: Begun, take: StepFunction | None = None, *, every: int = 1_
         else:
             control = adaptive.control
             accepted = adaptive.accept(attempt, state, taken)
-        moves = adaptive is None or (accepted & (adaptive.control.taken > 0)).any()  # whether any unfinished sample moves
+        moves = adaptive is None or (accepted & (adaptive.control.taken > 0)).any()  # whether any sample moves
         if accepted is True or accepted.all():
             state = taken.state
         elif adaptive is not None and moves:
