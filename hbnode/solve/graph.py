@@ -154,7 +154,7 @@ def norm(term: ODETerm, x: Tensor) -> Tensor:
 
 
 def error_ratio(term: ODETerm, before: Rows, after: Rows, error: Any, rtol: Any, atol: Any) -> Tensor:
-    """Return the root mean square of error / tolerance, () or (batch,); the maximum over the term's error groups."""
+    """Return the root mean square of error / tolerance, () or (batch,); of several error groups, the largest value."""
     scale = torch.maximum(torch.stack(before).abs(), torch.stack(after).abs())
     x = error / (scale * rtol + atol)
     x = x if term.lanes is None else x.movedim(1, 0)
@@ -169,7 +169,7 @@ class Attempts:
         term: the equation. If ``term.lanes`` is not None, each sample has its own step sizes.
         method: an adaptive method whose state ends with the value of the field (FSAL).
         times: the tensors that are constant during the solve.
-        is_exact: whether steps end on the output times, so that outputs are not interpolated.
+        is_exact: whether steps end on the output times. Outputs are then not interpolated.
     """
 
     def __init__(self, term: ODETerm, method: Method, times: Times, *, is_exact: bool = False) -> None:

@@ -423,7 +423,7 @@ class Exponential(Explicit):
         self.constants = constant_arrays(ends, np.stack(rows, -2), row(0, 0, self._interpolant(whole))[0, 0])
 
     def _interpolation(self, values: list[int]) -> np.ndarray:
-        """Return the coefficients (powers, columns) of the polynomial through the values of f with the given indices."""
+        """Return the coefficients (powers, columns) of the polynomial through the values of f with these indices."""
         polynomial = np.zeros((self.powers, self.powers + 1))
         nodes = np.append(self.c, self.c[-1])[values]
         polynomial[: len(values), values] = np.linalg.inv(nodes[:, None] ** np.arange(len(values)))
@@ -472,7 +472,7 @@ def phi_functions(xp: Any, z: Array, count: int) -> list[Array]:
     For :math:`|z| < 2`, where the recursion cancels, φ_k is the series :math:`\sum_j z^j / (j + k)!`.
     """
     is_near = abs(z) < RADIUS
-    near, far = xp.where(is_near, z, 0.0 * z), xp.where(is_near, RADIUS + 0.0 * z, z)  # keep the results that torch.where discards finite
+    near, far = xp.where(is_near, z, 0.0 * z), xp.where(is_near, RADIUS + 0.0 * z, z)  # no overflow
     series = SERIES[:count] if xp is np else torch.from_numpy(SERIES[:count]).to(z)
     near_phi = (series @ powers(xp, near, TERMS).reshape(TERMS, math.prod(z.shape))).reshape(count, *z.shape)
     far_phi = xp.exp(far)
@@ -582,7 +582,7 @@ class Rosenbrock(Method):
     is_fsal = is_stiff = True
     gradients = ("checkpoint", "direct")  # no adjoint, because fast decay becomes fast growth backwards in time
     shape: tuple[int, int]  # (samples, unknowns); bind sets this attribute and the following ones
-    places: Tensor | None  # for each element of a matrix (samples, unknowns), its index in the flat state; None if in order
+    places: Tensor | None  # the index in the flat state of each element of (samples, unknowns); None if in order
     inverse: Tensor
     weights: Tensor
     middle: Tensor
