@@ -648,7 +648,7 @@ def as_times(t: Times, device: torch.device) -> Tensor:
             )
         return t
     kind = type(t).__name__
-    t = t.to_numpy() if hasattr(t, "to_numpy") else t  # a DataFrame cannot be iterated: this would give its column names
+    t = t.to_numpy() if hasattr(t, "to_numpy") else t  # iterating over a DataFrame gives column names
     if not isinstance(t, Iterable) or isinstance(t, (str, bytes, dict, set, frozenset)):
         fix = f"[0.0, {t}]" if isinstance(t, numbers.Real) else "a tensor or a list of numbers"
         raise TypeError(f"t must be times, a tensor or a sequence, got {kind}. Fix: {fix}.")

@@ -1,7 +1,7 @@
 """A single step of a solve: its coefficients, its computation, the outputs inside it and the norm of its error.
 
-In shapes, (batch,) stands for one entry per sample if samples have different step sizes, and () for one entry otherwise.
-Variables named ``lanes`` hold sample indices or the batch size; ``rows`` are the tensors of a state.
+In shapes, (batch,) stands for one entry per sample if samples have different step sizes, and () for one
+entry otherwise. Variables named ``lanes`` hold sample indices or the batch size; ``rows`` are the tensors of a state.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class Stepper:
         """Return ``formula(xp, γ, *args)`` as a tensor, where xp is NumPy or torch.
 
         ``lanes`` holds the sample index of each element of ``args``. The formula runs on the CPU if γ is a known
-        number, unless its gradient needs a GPU.
+        number, unless a backward pass would then synchronise a GPU.
         """
         gamma, has_lanes = self.gamma, self.term.lanes is not None
         needs_gradient = isinstance(gamma, Tensor) and gamma.requires_grad and torch.is_grad_enabled()
@@ -245,7 +245,7 @@ class Stepper:
         return Taken(state, error, tuple(outputs), event_columns)
 
     def _at_end(self, state: Rows, attempt: Attempt) -> list[Tensor]:
-        """Return the state at the end of a step, once for each output, with gradients with respect to the output times."""
+        """Return the state at the end of a step once for each output, with gradients for the output times."""
         index = None if self.term.lanes is None or attempt.lanes is None else attempt.lanes
         outputs = [row.unsqueeze(0) if index is None else row[index] for row in state[: self.term.rows]]
         if attempt.late is None:
@@ -383,7 +383,7 @@ class Setup:
 
     @property
     def advice(self) -> str:
-        """The first words of the fix in an error message: a method for strong damping or for a stiff field, or nothing."""
+        """The beginning of a fix in an error message: a method for strong damping, or for a stiff field, or nothing."""
         strongest = self.stepper.strongest
         if strongest > max(1.0, STRONG_DAMPING / max(float(self.grid.end.max()), 1e-300)):
             return (
