@@ -57,7 +57,7 @@ class Settings:
     jump_times: Any = ()
     max_steps: int = 10_000
     compile: bool = False
-    common_steps: bool = False  # every sample takes the same number of steps, each the same fraction of the sample's time span
+    common_steps: bool = False  # steps are the same fraction of each sample's time span
     options: dict[str, Any] | None = None
     adjoint_options: dict[str, Any] | None = None
 

@@ -1,7 +1,7 @@
 """A single step of a solve: its coefficients, its computation, the outputs inside it and the norm of its error.
 
-In shapes, (batch,) stands for one entry per sample if samples have different step sizes, and () for one
-entry otherwise. Variables named ``lanes`` hold sample indices or the batch size; ``rows`` are the tensors of a state.
+A shape "() or (batch,)" means one number for the whole batch, or one per sample if samples have their own step sizes.
+Variables named ``lanes`` hold sample indices or the batch size. ``rows`` are the tensors of a state.
 """
 
 from __future__ import annotations

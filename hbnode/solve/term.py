@@ -77,9 +77,9 @@ class ODETerm:
     second-order term, :math:`h'' + \gamma h' = F(h, t)` of an HBNODE or GHBNODE, has the two rows h and m. Its value is
     only F, because the solvers integrate the damping γ themselves.
 
-    A row has the shape (elements,) if all elements have the same step size and the same γ. It has the shape
-    (batch, elements) if samples have their own steps. It has the shape of the state if ``keeps_shape`` is True or γ
-    differs between channels. ``lanes`` is the number of samples if they have their own steps, else None.
+    A row has the shape (elements,) if all elements have the same step size and the same γ. It has the shape (batch,
+    elements) if samples have different steps. It has the shape of the state if ``keeps_shape`` is True or γ differs
+    between channels. ``lanes`` is the number of samples if their steps differ, else None.
 
     Attributes:
         like: the initial state, with the structure and shapes of all states.
@@ -101,7 +101,7 @@ class ODETerm:
         self.template = y0 if isinstance(y0, Tensor) else y0[0]
         self.damping: Tensor | float = 0.0
         self.dims = self.template.dim() if isinstance(y0, Tensor) else max(map(Tensor.dim, y0))
-        self.error_groups = [slice(None)]  # slices of a row with separate error norms
+        self.error_groups = [slice(None)]  # slices of a row tensor with separate error norms
         if getattr(self.inner, "has_integral", False):
             begin = -(y0[-1].numel() if lanes is None else 1)
             self.error_groups = [slice(begin), slice(begin, None)]
@@ -116,7 +116,7 @@ class ODETerm:
             self.damping = self.aligned(self.damping, "damping", "γ")
         self.keeps_shape = keeps_shape or (isinstance(self.damping, Tensor) and self.damping.dim() > 0)
         self.dims_of_row = self.template.dim() if self.keeps_shape else 1 if lanes is None else 2
-        self.dims_of_norm = (0, *range(1 if lanes is None else 2, self.dims_of_row + 1))  # all dimensions except that of samples
+        self.dims_of_norm = (0, *range(1 if lanes is None else 2, self.dims_of_row + 1))  # not the samples
         device, self.autocast = self.template.device.type, None
         self.in_autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
         if is_autocast(self.template):
@@ -158,7 +158,7 @@ class ODETerm:
         return tuple(rows) if self.second_order or len(rows) == 1 else (torch.cat(rows, -1),)
 
     def unflatten(self, rows: tuple[Tensor, ...], times: tuple[int, ...] = ()) -> State:
-        """Convert the flat tensors ``rows`` to a state; with ``times=(T,)``, convert tensors (T, ...) to a trajectory."""
+        """Convert flat tensors ``rows`` to a state; with ``times=(T,)``, convert tensors (T, ...) to a trajectory."""
         shape = (*times, *self.template.shape)
         if self.second_order:
             return rows[0].reshape(shape), rows[1].reshape(shape)
