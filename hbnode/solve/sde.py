@@ -662,7 +662,7 @@ def method_error(method: str, gradient: str) -> ValueError:
 
 
 def check_noise(noise: object, method: str, gradient: str, seed: int | None, sizes: Tensor, h: Tensor) -> None:
-    """Raise an error if ``noise`` has the wrong type, conflicts with an argument, or has the wrong number or size of steps."""
+    """Raise an error if ``noise`` has the wrong type, steps or shape, or conflicts with another argument."""
     if not isinstance(noise, BrownianIncrements):
         fix = "hbnode.solve.BrownianIncrements.draw(...)"
         raise TypeError(f"noise must be BrownianIncrements, got {type(noise).__name__}. Fix: {fix}.")

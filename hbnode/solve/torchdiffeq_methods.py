@@ -137,13 +137,13 @@ class CountedField:
         warn_of_callbacks(term.field, self.method, [name for name in CALLBACKS if name not in callbacks])
         for name in (*callbacks, *(f"{name}_adjoint" for name in callbacks)):
             setattr(self, name, functools.partial(CountedField._call_back, own, name))
-        self.events = step_events(self.method)  # callbacks of the method; if empty, max_steps limits evaluations instead of steps
+        self.events = step_events(self.method)  # if empty, max_steps limits evaluations instead of steps
         self.forward_pass = backward_pass()  # >= 0 if the backward pass of an outer adjoint runs this solve
         self.known: frozenset[int] = frozenset()  # ids of the leaf tensors whose gradients the adjoint computes
-        self.recent: deque[tuple[Tensor, Tensor]] = deque(maxlen=32)  # times and values of f since the start of the step
+        self.recent: deque[tuple[Tensor, Tensor]] = deque(maxlen=32)  # times and values of f in this step
         self.first: tuple[Tensor, Tensor, Tensor] | None = None  # time, state and value of f at the start of the solve
         self.start = t[0].detach(), row.detach()
-        self.step_size, self.tried = math.nan, Counter[int]()  # maps the id of a backward pass to its number of attempted steps
+        self.step_size, self.tried = math.nan, Counter[int]()  # attempted steps by backward pass
         finite, self.is_down = torch.stack([all_finite(row), (t[:2].diff() < 0).any()]).tolist()
         if not finite:
             message = "the initial state is not finite. Fix: look at the block's input"

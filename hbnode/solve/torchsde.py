@@ -35,7 +35,7 @@ class _Flat(nn.Module):
 
     def __init__(self, term: ODETerm, snapshot: Snapshot, start: float, method: str) -> None:
         super().__init__()
-        self.term, self.snapshot, self.start = weakref.ref(term), weakref.ref(snapshot), start  # kept alive by the outputs
+        self.term, self.snapshot, self.start = weakref.ref(term), weakref.ref(snapshot), start  # outputs own both
         self.sde_type = "stratonovich" if method in STRATONOVICH else "ito"
         self.known: frozenset[int] = frozenset()
         self.forward_pass = backward_pass()  # >= 0 if the backward pass of an outer adjoint runs this solve
