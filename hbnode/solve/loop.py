@@ -71,11 +71,12 @@ def start_of(setup: Setup, y0: Any, *, ends_on_signals: bool = True) -> Begun:
 
 
 def _knots(setup: Setup, recorded: Sequence[tuple[Signal, Tensor]], t: Tensor, x: Tensor) -> list[Array]:
-    """Return the times since the start at which the query times of signals reach their sample times.
+    """Return the times since the start at which f evaluates a signal at one of the signal's sample times.
 
-    The result has one array (K,) or (lanes, K) per signal. ``recorded`` holds the signals that f evaluated at the
-    time t, with their query times. If the query time is t itself or a view of it, the knots are the sample
-    times. Otherwise two further evaluations of f determine the query time as a linear function of t.
+    The result has one array (K,) or (batch, K) per signal. The time at which f evaluates a signal is its query time.
+    ``recorded`` holds the signals that f evaluated at the time t, with their query times. If the query time is t itself
+    or a view of it, the knots are the sample times. Otherwise two further evaluations of f determine the query time as
+    a linear function of t.
     """
     term, grid = setup.stepper.term, setup.grid
     if not recorded or not term.wants_time:
@@ -99,9 +100,10 @@ def _knots(setup: Setup, recorded: Sequence[tuple[Signal, Tensor]], t: Tensor, x
 
 
 def _knots_of(setup: Setup, signal: Signal, recorded: list[Array]) -> Array | None:
-    """Return the times since the start at which the query time of one signal reaches its sample times, or None.
+    """Return the times since the start at which f evaluates ``signal`` at one of its sample times, or None.
 
-    ``recorded`` holds its query times when f is evaluated at the fractions :data:`QUERIES_AT` of the time span.
+    ``recorded`` holds the times at which f queries the signal if f is called at the fractions :data:`QUERIES_AT` of the
+    time span.
     """
     grid, lanes = setup.grid, setup.stepper.term.lanes
     slack = 64 * torch.finfo(setup.stepper.like.dtype).eps * max(abs(q).max() for q in recorded)
@@ -124,9 +126,9 @@ class Solution(NamedTuple):
     """The solution of a solve.
 
     Attributes:
-        rows: the rows of the state at all times, each (T, elements) or (T, lanes, elements).
+        rows: the tensors of the solution at all times, each (T, elements) or (T, batch, elements).
         events: the steps of a solve with events, which record the events; else None.
-        owned: the objects that the backward pass needs, and to which the graph has only weak references.
+        owned: the objects that the backward pass needs. The graph has only weak references to them.
     """
 
     rows: Rows
@@ -155,7 +157,7 @@ def integrate(begun: Begun, take: StepFunction | None = None, *, every: int = 1_
         else:
             control = adaptive.control
             accepted = adaptive.accept(attempt, state, taken)
-        moves = adaptive is None or (accepted & (adaptive.control.taken > 0)).any()  # of an unfinished lane
+        moves = adaptive is None or (accepted & (adaptive.control.taken > 0)).any()  # whether any sample moves
         if accepted is True or accepted.all():
             state = taken.state
         elif adaptive is not None and moves:
@@ -178,7 +180,7 @@ def integrate(begun: Begun, take: StepFunction | None = None, *, every: int = 1_
 
 def fixed_steps(setup: Setup, every: int) -> Iterator[Attempt]:
     """Yield the fixed steps of a solve as attempts; each holds at most ``every`` equal steps of one output interval."""
-    stepper, grid, number, times = setup.stepper, setup.grid, 0, setup.grid.points  # (T,) or (T, lanes)
+    stepper, grid, number, times = setup.stepper, setup.grid, 0, setup.grid.points  # (T,) or (T, batch)
     term, method, no_times = stepper.term, stepper.method, stepper.no_times
     nodes, every = method.nodes, 1 if open_records else every
     for interval, part, count in grid.pieces(setup.counts):
@@ -216,7 +218,7 @@ def fixed_steps(setup: Setup, every: int) -> Iterator[Attempt]:
 
 
 class SavedOutputs:
-    """The rows at the output times, in the order in which they are computed, with the index of each output in them."""
+    """The states at the output times, stored in the order in which they are computed, with the index of each output."""
 
     def __init__(self, setup: Setup, state: Rows) -> None:
         self.setup, self.grid, rows = setup, setup.grid, state[: setup.stepper.term.rows]
@@ -236,7 +238,7 @@ class SavedOutputs:
             self._add_at_start(state, at_start)
 
     def _add_at_start(self, state: Rows, at_start: Array) -> None:
-        """Add outputs at times t equal to the initial time t_0, as y + (t - t_0) y', which has gradients for t."""
+        """Add outputs at times t that equal the initial time t_0, as y + (t - t_0) y', which has a gradient for t."""
         outputs, lanes = np.nonzero(at_start[1:])
         if not len(lanes):
             return
@@ -249,9 +251,9 @@ class SavedOutputs:
         self.count += len(lanes)
 
     def add(self, rows: Rows, lanes: Array, outputs: Array, accepted: Any = True) -> None:
-        """Add computed rows at output times; they count only in lanes that ``accepted`` the step.
+        """Add the states ``rows`` at output times; they are used only for samples in the mask ``accepted``.
 
-        ``lanes`` and ``outputs`` are the indices of the lane and of the output time of each row.
+        ``lanes`` and ``outputs`` hold the sample index and the output time index of each entry of ``rows``.
         """
         for pieces, row in zip(self.pieces, rows, strict=True):
             pieces.append(row)
@@ -261,9 +263,9 @@ class SavedOutputs:
             self.count += len(good)
 
     def freeze(self, lanes: Array, rows: Rows, now: Array) -> None:
-        """Set the outputs of ``lanes`` after the times ``now`` to ``rows``, the last states of these lanes.
+        """Set the outputs of the samples ``lanes`` after the times ``now`` to ``rows``, their last states.
 
-        ``now`` has one time for every lane of the batch.
+        ``lanes`` holds sample indices; ``now`` (batch,) holds one time for every sample of the batch.
         """
         for pieces, row in zip(self.pieces, rows, strict=True):
             pieces.append(row)

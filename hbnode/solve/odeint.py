@@ -45,7 +45,7 @@ LONGEST_GRID = 64  # largest number of function evaluations in a compiled solve 
 StateT = TypeVar("StateT", bound=State)
 
 
-# The result has the structure of y0; with events it is the pair of the solution and the record of the events.
+# The overloads: the result has the structure of y0; with events it is a pair of the solution and the event record.
 @overload
 def odeint(
     field: Callable[[Tensor, StateT], State], y0: StateT, t: Times, *, method: Method | None = None,
@@ -279,7 +279,7 @@ def native_setup(
         raise ValueError(
             f"method={settings.method!r} with events has no gradient of t. Fix: t.detach(), or method='nystrom4'."
         )
-    lanes, is_empty = None, template.shape[:1] == (0,)  # an empty batch has no steps per sample
+    lanes, is_empty = None, template.shape[:1] == (0,)  # an empty batch has no samples with different steps
     if t.dim() == 2 or events or (settings.per_sample and settings.steps is None and not is_empty):
         lanes = count_samples(y0, t, settings)
     term = ODETerm(field, y0, counter, second_order=is_second_order(settings.method, field), lanes=lanes)
@@ -498,10 +498,10 @@ def check_damping(setup: Setup, field: Callable[..., Any]) -> None:
 
 
 def check_finite(setup: Setup, y0: State, rows: Rows) -> None:
-    """Raise NonFiniteError if ``rows``, the solution with fixed steps, is not finite.
+    """Raise NonFiniteError if a solution ``rows``, computed with fixed steps, is not finite.
 
-    Fixed steps are checked only after the solve. If the solution is not finite, a second solve finds the first such
-    step.
+    Fixed steps are checked only after the solve. If the solution is not finite, a second solve finds the first step
+    that is not finite.
     """
     if is_finite(rows):
         return
@@ -539,7 +539,7 @@ def traced_times(t: Times, device: torch.device) -> Tensor:
     if not (all(rising) or all(falling)):
         raise ValueError(f"t must be strictly increasing or strictly decreasing, got {times}. Fix: sort the times.")
     one = torch.ones((), dtype=torch.float64, device=device)
-    return torch.stack([one * time for time in times])  # torch.tensor would make the times constants of the graph
+    return torch.stack([one * time for time in times])  # torch.tensor would make the times constant in the graph
 
 
 def checked_span(t_span: Sequence[float]) -> tuple[float, float]:
@@ -585,7 +585,7 @@ def checked_state(field: Callable, y0: State, snapshot: Snapshot) -> State:
             f"the state must be floating point and of one dtype, got {', '.join(map(str, dtypes))}. "
             f"Fix: {'torch.view_as_real(x)' if dtype.is_complex else 'x.float() or x.double(), of each part'}."
         )
-    if _torch.is_autocast(tensors[0]):  # only networks run in half precision
+    if _torch.is_autocast(tensors[0]):  # autocast applies to networks, not to states
         return apply(lambda part: part.float() if part.element_size() < 4 else part, y0)
     if snapshot.dtypes and dtype not in snapshot.dtypes:
         kinds = ", ".join(map(str, snapshot.dtypes))
@@ -615,8 +615,8 @@ def checked_times(t: Times, device: torch.device, *, rows: bool, dtype: torch.dt
     Arguments:
         t: the times.
         device: the device of the result if ``rows`` is False.
-        rows: whether the method is native. The result is then on the CPU, where steps are planned, and may also have
-            the shape (batch, T).
+        rows: whether the method is native. The times may then have the shape (batch, T), and the result is on the CPU,
+            where steps are planned.
         dtype: the dtype of the state if the field or an event function gets times in this dtype, else None.
     """
     t = as_times(t, device)
@@ -648,7 +648,7 @@ def as_times(t: Times, device: torch.device) -> Tensor:
             )
         return t
     kind = type(t).__name__
-    t = t.to_numpy() if hasattr(t, "to_numpy") else t  # iterating over a DataFrame gives its columns
+    t = t.to_numpy() if hasattr(t, "to_numpy") else t  # iterating over a DataFrame gives column names
     if not isinstance(t, Iterable) or isinstance(t, (str, bytes, dict, set, frozenset)):
         fix = f"[0.0, {t}]" if isinstance(t, numbers.Real) else "a tensor or a list of numbers"
         raise TypeError(f"t must be times, a tensor or a sequence, got {kind}. Fix: {fix}.")
@@ -672,12 +672,12 @@ def as_times(t: Times, device: torch.device) -> Tensor:
 
 
 def check_order(values: np.ndarray, dtype: torch.dtype) -> None:
-    """Raise ValueError unless times (T,) are strictly monotonic, or each row of times (batch, T) is monotonic.
+    """Raise ValueError unless times (T,) are strictly monotonic, or times (batch, T) monotonic for each sample.
 
     ``dtype`` is the dtype in which the times were given, for the error message.
     """
     steps = np.diff(values)
-    if values.ndim > 1:  # a row may repeat times: the sample does not move between equal times
+    if values.ndim > 1:  # the times of a sample may repeat: it does not move between equal times
         if not ((steps >= 0).all() or (steps <= 0).all()):
             raise ValueError(
                 "t of shape (batch, T) must increase along each row, or decrease along each. Fix: sort the times."

@@ -38,7 +38,7 @@ SDEMethodName = Literal[NativeSDEMethod, TorchsdeMethod]
 MOST_ROUNDING = 1e-4  # largest relative rounding error of a state that reversed steps reconstruct
 ROUNDING = 1e-2  # a step may be longer than dt by this fraction, because times are rounded
 MOST_STEPS = 10_000_000
-TINY = 1e-30  # replaces a step size of 0, at which square roots have infinite gradients
+TINY = 1e-30  # a tiny step size that replaces 0, at which square roots have infinite gradients
 BRIDGE = (1.0, 1 / 12, 1 / 720)  # variances of W, L and K of ShiftedNystrom for a step of size 1
 LOW = 0xFFFFFFFF  # mask of the low 32 bits
 NO_SDE = "sde must be a HeavyBallSDE, got {}. Fix: hbnode.HeavyBallSDE(func)."
@@ -161,7 +161,7 @@ class UBU(SDEMethod):
         return torch.stack(torch.broadcast_tensors(a, b, scale * p, scale * q, scale * r, size))
 
     def compose(self, first: Tensor, second: Tensor, size: Tensor, damping: Tensor) -> Tensor:
-        compose = super().compose  # both linear parts of a step become one linear part of the longer step
+        compose = super().compose  # the two linear parts of a short step become one linear part of the longer step
         return torch.cat([compose(x[:, :2], x[:, 2:], size / 2, damping) for x in (first, second)], 1)
 
     def step(self, state: Rows, coefficients: Rows, times: Sequence[Tensor], field: RHS, **_: Any) -> StepResult:
@@ -228,7 +228,7 @@ class ShiftedNystrom(SDEMethod):
     reach = 2.0  # for a spring, the stationary variance of h has an error of 0.2 % at 1, 10 % at 2, 83 % at 4
 
     def coefficients(self, gamma: Tensor, scale: Tensor, size: Tensor) -> Tensor:
-        """Return the coefficients of the ODE step, followed by the factors of W and K in f, and of L and K in m."""
+        """Return the coefficients of the ODE step, then the factors with which W and K enter f, and L and K enter m."""
         gamma, scale, size = torch.broadcast_tensors(gamma, scale, size)
         of_w, of_l, of_k = (scale * (size * variance).sqrt() for variance in BRIDGE)
         noise = torch.stack([of_w / size, -12 * of_k / size, of_l, 6 * of_k])
@@ -243,7 +243,7 @@ class ShiftedNystrom(SDEMethod):
         shift = by_w * w + by_k * skew
 
         def shifted(t: Tensor, x: Tensor) -> Tensor:
-            nonlocal f  # the value without noise, with which the state after the step ends
+            nonlocal f  # f without noise, the last entry of the state after the step
             f = field(t, x)
             return f + shift
 
@@ -322,7 +322,7 @@ def step_sizes(t: Tensor, counts: np.ndarray) -> Tensor:
 
 
 def step_seeds(seed: int | None, steps: int) -> np.ndarray:
-    """Return one seed of 63 bits per step.
+    """Return a random seed of 63 bits for each step.
 
     torch's CPU generator uses only the low 32 bits of a seed. These bits are a permutation of the step index, so that
     no two steps have the same bits.
@@ -503,7 +503,7 @@ def sde_setup(term: ODETerm, method: str, t: Tensor, counts: np.ndarray, noise: 
     size = torch.from_numpy(sizes).reshape(*sizes.shape, *[1] * dims)
     of_sizes = functools.partial(of_sde.coefficients, gamma, diffusion(gamma, eta))
     packed = of_sizes(size.clamp(min=TINY))
-    if not size.all():  # between equal times, a sample has steps of size 0
+    if not size.all():  # a sample with equal successive output times has steps of size 0
         packed = torch.where(size > 0, packed, of_sizes(size).detach().nan_to_num())
     settings = Settings(method, steps=1)
     parts = {"packed": packed.to(term.template), "ends": counts.cumsum(), "noise": noise}
@@ -514,7 +514,7 @@ def sde_setup(term: ODETerm, method: str, t: Tensor, counts: np.ndarray, noise: 
 def check_growth(setup: Setup) -> None:
     """Raise ReversalError if reversed steps would let rounding errors grow beyond 1e-4.
 
-    They grow by the factor e^{γT} between output times that are T apart.
+    With the damping γ, rounding errors grow by the factor e^{γT} between output times that are T apart.
     """
     dtype, longest = setup.stepper.like.dtype, np.diff(setup.grid.points, axis=0).max(initial=0.0)
     strongest = to_numpy(torch.as_tensor(setup.stepper.gamma)).max(initial=0.0)
@@ -594,8 +594,8 @@ def sdeint(
         ValueError: an argument is out of range, or f returns a wrong shape.
         TypeError: an argument has the wrong type or dtype.
         NonFiniteError: the state or f became infinite or NaN.
-        ReversalError: rounding errors would grow too much in ``"reversible"``, or errors of steps in torchsde's
-            ``"adjoint"``.
+        ReversalError: rounding errors would grow too much in ``"reversible"``, or the discretization errors of
+            torchsde's ``"adjoint"`` would.
 
     Example:
         >>> import torch, hbnode
@@ -662,7 +662,7 @@ def method_error(method: str, gradient: str) -> ValueError:
 
 
 def check_noise(noise: object, method: str, gradient: str, seed: int | None, sizes: Tensor, h: Tensor) -> None:
-    """Raise an error if ``noise`` has the wrong type, conflicts with an argument, or has other steps or shapes."""
+    """Raise an error if ``noise`` has the wrong type, steps or shape, or conflicts with another argument."""
     if not isinstance(noise, BrownianIncrements):
         fix = "hbnode.solve.BrownianIncrements.draw(...)"
         raise TypeError(f"noise must be BrownianIncrements, got {type(noise).__name__}. Fix: {fix}.")

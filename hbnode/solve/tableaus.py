@@ -10,7 +10,7 @@ Row = tuple[float, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Tableau:
-    """The base class of tableaus, the coefficients of methods. The tests check the orders that a tableau states.
+    """The base class of tableaus, which hold the coefficients of methods. The tests check the stated orders.
 
     Attributes:
         order: order of the method.
@@ -131,7 +131,7 @@ class SplittingTableau(Tableau):
 
     Attributes:
         drifts: the times of the drifts (updates of h), as fractions of the step.
-        kicks: the times of the kicks (updates of m), as fractions of the step. There is one kick less than drifts.
+        kicks: the times of the kicks (updates of m), as fractions of the step. There is one more drift than kicks.
     """
 
     drifts: Row
@@ -139,7 +139,7 @@ class SplittingTableau(Tableau):
 
 
 def _row(text: str) -> Row:
-    """Convert a text with numbers and fractions, separated by spaces, to a tuple of floats."""
+    """Convert a string of numbers and fractions, separated by spaces, to a tuple of floats."""
     pairs = (number.partition("/") for number in text.split())
     return tuple(float(above) / float(below or 1) for above, _, below in pairs)
 
@@ -301,7 +301,7 @@ RODAS5P = RosenbrockTableau(
 )
 
 # Blanes and Moan, Practical symplectic partitioned Runge-Kutta and Runge-Kutta-Nystrom methods, J. Comput. Appl. Math.
-# 142 (2002) 313-330: the method S6 of order 4, for any splitting into two parts; here the parts are drifts and kicks.
+# 142 (2002) 313-330: the method S6 of order 4, for any splitting into two flows; here they are drifts and kicks.
 _A1, _A2, _A3 = 0.0792036964311957, 0.353172906049774, -0.0420650803577195
 _B1, _B2 = 0.209515106613362, -0.143851773179818
 BLANES_MOAN4 = SplittingTableau(

@@ -60,7 +60,7 @@ class SolveDropout(nn.Module):
         return x * mask.to(x.dtype)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "solve": None}  # without the mask of the running solve
+        return {**self.__dict__, "solve": None}  # the copy has no mask of a running solve
 
     def extra_repr(self) -> str:
         return f"p={self.p:g}"
@@ -71,23 +71,23 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 class ODETerm:
-    r"""The right-hand side of a solve as a function of rows, which are the tensors that solvers work on.
+    r"""The right-hand side of a solve as a function of the tensors that solvers work on, which are called rows.
 
     A first-order term, :math:`y' = \mathrm{field}(t, y)`, has one row, the concatenated tensors of the state. A
     second-order term, :math:`h'' + \gamma h' = F(h, t)` of an HBNODE or GHBNODE, has the two rows h and m. Its value is
     only F, because the solvers integrate the damping γ themselves.
 
-    A row has the shape (elements,) if all elements have the same step size and the same γ. It has the shape
-    (batch, elements) if samples have their own steps. It has the shape of the state if ``keeps_shape`` is True or γ
-    differs between channels. ``lanes`` is the number of samples if they have their own steps, else None.
+    A row has the shape (elements,) if all elements have the same step size and the same γ. It has the shape (batch,
+    elements) if samples have different steps. It has the shape of the state if ``keeps_shape`` is True or γ differs
+    between channels. ``lanes`` is the number of samples if their steps differ, else None.
 
     Attributes:
         like: the initial state, with the structure and shapes of all states.
         template: the first tensor of the initial state, with the dtype, device and batch size of the solve.
         rows: number of rows.
         dims: largest number of dimensions of a tensor of the state.
-        dims_of_row: number of dimensions of a row.
-        error_groups: slices of a row with separate error norms. The largest norm counts.
+        dims_of_row: number of dimensions of a row tensor.
+        error_groups: slices of a row tensor, each with its own error norm. The largest of these norms is used.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class ODETerm:
         self.template = y0 if isinstance(y0, Tensor) else y0[0]
         self.damping: Tensor | float = 0.0
         self.dims = self.template.dim() if isinstance(y0, Tensor) else max(map(Tensor.dim, y0))
-        self.error_groups = [slice(None)]  # slices of a row with separate error norms
+        self.error_groups = [slice(None)]  # slices of a row tensor with separate error norms
         if getattr(self.inner, "has_integral", False):
             begin = -(y0[-1].numel() if lanes is None else 1)
             self.error_groups = [slice(begin), slice(begin, None)]
@@ -116,7 +116,7 @@ class ODETerm:
             self.damping = self.aligned(self.damping, "damping", "γ")
         self.keeps_shape = keeps_shape or (isinstance(self.damping, Tensor) and self.damping.dim() > 0)
         self.dims_of_row = self.template.dim() if self.keeps_shape else 1 if lanes is None else 2
-        self.dims_of_norm = (0, *range(1 if lanes is None else 2, self.dims_of_row + 1))  # all except that of lanes
+        self.dims_of_norm = (0, *range(1 if lanes is None else 2, self.dims_of_row + 1))  # not the samples
         device, self.autocast = self.template.device.type, None
         self.in_autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
         if is_autocast(self.template):
@@ -158,7 +158,7 @@ class ODETerm:
         return tuple(rows) if self.second_order or len(rows) == 1 else (torch.cat(rows, -1),)
 
     def unflatten(self, rows: tuple[Tensor, ...], times: tuple[int, ...] = ()) -> State:
-        """Convert rows to a state; with ``times=(T,)``, convert rows (T, ...) to a trajectory."""
+        """Convert flat tensors ``rows`` to a state; with ``times=(T,)``, convert tensors (T, ...) to a trajectory."""
         shape = (*times, *self.template.shape)
         if self.second_order:
             return rows[0].reshape(shape), rows[1].reshape(shape)
@@ -194,7 +194,7 @@ class ODETerm:
         if version >= 0 and row._version != version:
             fix = "leave inplace=True out of its first layer, or let func work on h.clone()"
             raise ValueError(f"func changes its input in place, which is the solver's state. Fix: {fix}.")
-        if not self.traced:  # f may reuse one tensor for all its values, some of which solvers keep
+        if not self.traced:  # f may write every value to the same tensor, but solvers keep some values
             before = self.address
             try:
                 self.address = f.data_ptr()
@@ -204,7 +204,7 @@ class ODETerm:
         return f if f.shape == row.shape else f.reshape(row.shape)
 
     def stages(self, times: Sequence[Any]) -> Sequence[Tensor]:
-        """Convert times to arguments of the field: scalar tensors, or (lanes, 1, ...) to broadcast with the state."""
+        """Convert times to arguments of the field: scalar tensors, or (batch, 1, ...) to broadcast with the state."""
         like = self.template
         stages = torch.stack(list(times)) if isinstance(times[0], Tensor) else torch.from_numpy(np.stack(times))
         stages = stages.to(like.device, like.dtype)
@@ -222,7 +222,7 @@ class ODETerm:
             queries.is_trial = before
 
     def derivative(self, t: Tensor, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the time derivatives of all rows; this call of the field is not counted."""
+        """Return the time derivatives of the tensors ``rows``; this call of the field is not counted."""
         state = self.unflatten(rows)
         with self.in_autocast():
             return self.flatten(like(self.field(t, state), state))
@@ -273,7 +273,7 @@ class Snapshot:
                 )
             self.modes.append((module, module.training))
             parameters, buffers = module._parameters, module._buffers
-            if isinstance(module, torch.jit.ScriptModule):  # its _parameters is a copy
+            if isinstance(module, torch.jit.ScriptModule):  # its attribute _parameters is a copy
                 parameters = dict(module.named_parameters(recurse=False))
                 buffers = dict(module.named_buffers(recurse=False))
             for own in (parameters, buffers):
@@ -293,9 +293,9 @@ class Snapshot:
     def changed(self) -> bool:
         """Return whether a parameter or buffer was replaced or changed in place after the snapshot.
 
-        A buffer that counts calls of the field, as in FFJORD, may change. Such a counter is an integer buffer, or a
-        scalar buffer that changed by a whole number. It is removed from the snapshot, so that it also counts calls in
-        the backward pass.
+        A buffer that counts calls of the field, as in FFJORD, may change. A buffer is taken for a counter if it holds
+        integers, or if it is a scalar that changed by a whole number. It is removed from the snapshot, so that it also
+        counts calls in the backward pass.
         """
         kept = []
         for slot in self.slots:
@@ -378,7 +378,7 @@ def unwrap_compiled(field: Any) -> Any:
 
 
 def is_heavy_ball(field: Callable[..., Any], *kinds: type) -> bool:
-    """Return whether a field is an instance of ``kinds`` whose call computes only the equation of its class.
+    """Return whether a field is an instance of ``kinds`` and a call of it computes only the equation of its class.
 
     Return False for a field inside DistributedDataParallel, because only calls of the wrapper synchronise gradients.
     """
@@ -388,7 +388,8 @@ def is_heavy_ball(field: Callable[..., Any], *kinds: type) -> bool:
 def change_of_call(field: Callable[..., Any]) -> str | None:
     """Return why a call of a heavy-ball field may do more than compute its equation, or None if it does not.
 
-    Second-order methods evaluate ``func`` without calling the field, and would omit what else the call does.
+    Second-order methods evaluate ``func`` without calling the field, so hooks or an overridden ``forward`` would not
+    run.
     """
     inner = unwrap_compiled(field)
     if type(inner).forward not in _FORWARDS:

@@ -81,13 +81,13 @@ def original() -> SimpleNamespace:
     torchdiffeq is imported here and not with hbnode, because it imports scipy. The namespace does not change if a
     program replaces torchdiffeq or its functions by :mod:`hbnode.torchdiffeq`.
     """
-    with torch.inference_mode(False):  # autograd could not save tableaus that were created in inference mode
+    with torch.inference_mode(False):  # autograd cannot save tensors that were created in inference mode
         import torchdiffeq
     return SimpleNamespace(**vars(torchdiffeq))
 
 
 def solver_of(method: str | None) -> Any:
-    """Return torchdiffeq's class for a method name, or None if there is none; raise TypeError if it is not a name."""
+    """Return torchdiffeq's solver class for a method, or None if it has none; raise TypeError unless it is a string."""
     if method is not None and not isinstance(method, str):
         raise TypeError(f"method must be a name, got {method!r}. Fix: method='dopri5'.")
     return original()._impl.adjoint.SOLVERS.get(method)
@@ -104,7 +104,7 @@ def step_events(method: str | None) -> dict[str, str]:
 def count_step(
     counter: Tally, event: str, t0: Tensor, dt: Tensor, in_time: Callable[..., tuple[Tensor, Tensor]] | None = None
 ) -> None:
-    """Count a step of size ``dt`` from ``t0``; ``in_time`` converts both to the user's time if time is rescaled.
+    """Count a step of size ``dt`` from ``t0``; if time is rescaled, ``in_time`` converts both to the user's time.
 
     ``event`` is ``"accepted"`` or ``"rejected"``.
     """
@@ -114,9 +114,9 @@ def count_step(
 
 
 def norm(term: Any, own: Callable[[Any], Tensor] | None, row: Tensor) -> Tensor:
-    """Return the error norm of a row: the user's norm ``own``, or the RMS over all elements if ``own`` is None.
+    """Return the error norm of a flat state ``row``: the user's norm ``own``, or the RMS of all elements if it is None.
 
-    If the row ends with an integral, the norm is the larger one of the RMS of the integral and of the other elements.
+    If the state ends with an integral, the norm is the larger one of the RMS of the integral and of the other elements.
     """
     if own is not None:
         return own(term.unflatten((row,)))
@@ -137,21 +137,21 @@ class CountedField:
         warn_of_callbacks(term.field, self.method, [name for name in CALLBACKS if name not in callbacks])
         for name in (*callbacks, *(f"{name}_adjoint" for name in callbacks)):
             setattr(self, name, functools.partial(CountedField._call_back, own, name))
-        self.events = step_events(self.method)  # if empty, evaluations are limited instead of steps
+        self.events = step_events(self.method)  # if empty, max_steps limits evaluations instead of steps
         self.forward_pass = backward_pass()  # >= 0 if the backward pass of an outer adjoint runs this solve
-        self.known: frozenset[int] = frozenset()  # ids of the leaves whose gradients the adjoint computes
-        self.recent: deque[tuple[Tensor, Tensor]] = deque(maxlen=32)  # times and values since the start of the step
-        self.first: tuple[Tensor, Tensor, Tensor] | None = None  # time, state and value at the start
+        self.known: frozenset[int] = frozenset()  # ids of the leaf tensors whose gradients the adjoint computes
+        self.recent: deque[tuple[Tensor, Tensor]] = deque(maxlen=32)  # times and values of f in this step
+        self.first: tuple[Tensor, Tensor, Tensor] | None = None  # time, state and value of f at the start of the solve
         self.start = t[0].detach(), row.detach()
-        self.step_size, self.tried = math.nan, Counter[int]()  # number of attempted steps by backward pass
+        self.step_size, self.tried = math.nan, Counter[int]()  # attempted steps by backward pass
         finite, self.is_down = torch.stack([all_finite(row), (t[:2].diff() < 0).any()]).tolist()
         if not finite:
             message = "the initial state is not finite. Fix: look at the block's input"
             raise self.failure(errors.NonFiniteError, message, t[0])
 
     def __call__(self, t: Tensor, y: Tensor) -> Tensor:
-        """Return the value of the field; the evaluation by :meth:`leaves` is reused if its arguments are equal."""
-        t, y = t.to(self.dtype), y.to(self.dtype)  # times of another dtype would promote a scalar state
+        """Return the value of the field; reuse that of the evaluation in :meth:`leaves` if the arguments are equal."""
+        t, y = t.to(self.dtype), y.to(self.dtype)  # times of a wider dtype would change the dtype of a scalar state
         first, self.first = self.first, None
         if first is not None and torch.equal(t, first[0]) and torch.equal(y, first[1]):
             return first[2]
@@ -177,8 +177,8 @@ class CountedField:
     def leaves(self, t: Tensor, row: Tensor, perturb: bool) -> tuple[Tensor, ...]:
         """Return the leaf tensors for which the adjoint must compute gradients.
 
-        These are the field's parameters, and all leaf tensors in the graph of an evaluation at the start. The solver
-        reuses the value of this evaluation.
+        These are the field's parameters, and all leaf tensors in the graph of an evaluation at the start. The next call
+        of the field with equal arguments reuses the value of this evaluation.
         """
         t0, end, y0 = t[0].detach().to(self.dtype), t[-1].detach().to(self.dtype), row.detach().requires_grad_()
         t0 = torch.nextafter(t0, end) if perturb else t0  # the option "perturb" evaluates just after the start
@@ -198,12 +198,12 @@ class CountedField:
         if called in self.events:
             count_step(self.counter, self.events[called], t0, dt, getattr(self.term.field, "_in_time", None))
         if (callback := getattr(self.term.field, name, None)) is not None:
-            callback(t0, y0 if in_adjoint else self.term.unflatten((y0,)), dt)  # type: ignore[arg-type] # a row
+            callback(t0, y0 if in_adjoint else self.term.unflatten((y0,)), dt)  # type: ignore[arg-type] # a flat state
 
     def _begin_step(self, t0: Tensor, y0: State, dt: Tensor, what: str) -> None:
         """Raise an error if the state is not finite, the step is too small, or there are too many steps."""
         numbers = [x.to(dt).reshape(()) for x in (dt, all_finite(y0), (t0 + dt == t0) | (t0 - dt == t0))]
-        self.step_size, finite, stuck = torch.stack(numbers).tolist()  # with one synchronisation
+        self.step_size, finite, stuck = torch.stack(numbers).tolist()  # one check, so that a GPU is synchronised once
         is_adaptive = self.listed.kind == "adaptive"
         if not finite or (is_adaptive and self.step_size == 0):  # an error estimate of NaN makes the step size 0
             raise self.failure(errors.NonFiniteError, STATE.format(what), t0)
@@ -251,7 +251,7 @@ class CountedField:
 
 
 def warn_of_callbacks(field: Callable[..., Any], method: str | None, names: Sequence[str]) -> None:
-    """Warn about callbacks ``names`` that a field has, because ``method`` never calls them."""
+    """Warn that ``method`` never calls the callbacks in ``names`` that the field has."""
     own, kind = getattr(field, "__dict__", {}), type(field)
     ignored = [name for name in names if name in own or hasattr(kind, name)]
     if ignored:
@@ -267,7 +267,7 @@ def all_options(settings: Settings, t: Tensor) -> dict[str, Any]:
     if steps is not None or (jumps and listed.needs_fixed_steps):
         options["grid_constructor"] = functools.partial(equal_steps, steps=steps or 1, jumps=jumps)
     if jumps and listed.needs_fixed_steps:
-        options["perturb"] = True  # evaluates just inside the step at its ends
+        options["perturb"] = True  # f is evaluated just inside the step instead of at its ends
     elif jumps:
         options["jump_t"] = torch.tensor(jumps, dtype=t.dtype, device=t.device)
     if listed.kind == "adaptive":
@@ -319,7 +319,7 @@ def adjoint_options(own: dict[str, Any], settings: Settings, counted: CountedFie
         if not callable(norm):
             fix = "leave the norm out for torchdiffeq's own, over all of the adjoint's state"
             raise ValueError(f"adjoint_options['norm'] must be 'seminorm' or a function, got {norm!r}. Fix: {fix}.")
-        if not isinstance(term.like, Tensor):  # pass the tensors of y and its adjoint separately
+        if not isinstance(term.like, Tensor):  # the norm gets the tensors of y and of its adjoint separately
             given["norm"] = lambda x: norm((x[0], *term.unflatten(x[1:2]), *term.unflatten(x[2:3]), *x[3:]))
     dropped = {"norm", *(GRID if any(name in given for name in GRID) else ())}
     options = {name: value for name, value in own.items() if name not in dropped} | given

@@ -35,7 +35,7 @@ class _Flat(nn.Module):
 
     def __init__(self, term: ODETerm, snapshot: Snapshot, start: float, method: str) -> None:
         super().__init__()
-        self.term, self.snapshot, self.start = weakref.ref(term), weakref.ref(snapshot), start  # owned by the outputs
+        self.term, self.snapshot, self.start = weakref.ref(term), weakref.ref(snapshot), start  # outputs own both
         self.sde_type = "stratonovich" if method in STRATONOVICH else "ito"
         self.known: frozenset[int] = frozenset()
         self.forward_pass = backward_pass()  # >= 0 if the backward pass of an outer adjoint runs this solve
@@ -87,7 +87,7 @@ def solve(
 
     sde, counter, (h, m) = equation.field, equation.counter, y0
     equation.aligned(equation.inner.solver_temperature(), "temperature", "η")
-    if gradient == "adjoint" and torch.is_grad_enabled() and method != "reversible_heun":  # which reverses its steps
+    if gradient == "adjoint" and torch.is_grad_enabled() and method != "reversible_heun":  # it can reverse its steps
         _check_growth(torch.as_tensor(equation.damping).detach(), t, dt)
     if not h.numel():  # nothing to solve, but the result needs a graph
         h = h + 0 * (equation(t[0].to(h), h) + equation.inner.noise_scale(m))
@@ -104,7 +104,7 @@ def solve(
         t0=times[0], t1=times[-1], size=(len(row), row.shape[1] // 2), dtype=row.dtype, device=row.device,
         entropy=(int(torch.randint(2**62, ())) if seed is None else as_seed(seed)) % 2**63,
         levy_area_approximation=LEVY_AREAS.get(method, "none"),
-        dt=dt,  # without dt, a step can take twenty times as long
+        dt=dt,  # without the step size dt, a step can take twenty times as long
     )  # fmt: skip
     is_adjoint = gradient == "adjoint" and torch.is_grad_enabled()
     with solving(snapshot, row.device.type):
@@ -123,10 +123,10 @@ def solve(
 
 
 def _check_growth(damping: Tensor, t: Tensor, dt: float) -> None:
-    """Raise ReversalError if the errors of steps, about γ dt, would grow too much in the adjoint's backward solve.
+    """Raise ReversalError if the relative error of a step would grow too much in the adjoint's backward solve.
 
-    The errors grow by the factor e^{γT} between output times that are T apart, because the forward solve shrinks m by
-    this factor.
+    The error is about γ dt, with the damping γ and the step size dt. Between output times that are T apart, the forward
+    solve shrinks the momentum m by the factor e^{-γT}, so the backward solve enlarges errors by e^{γT}.
     """
     strongest, longest = (float(x.max()) if x.numel() else 0.0 for x in (damping, t.diff()))
     if strongest * dt > 0 and math.log(strongest * dt) + strongest * longest > math.log(MOST_GROWTH):
