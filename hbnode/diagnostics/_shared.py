@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 
 class Result:
-    """The base class of results. Results are dataclasses whose attributes are columns; they can be exported to CSV."""
+    """The base class of results of diagnostics: dataclasses whose attributes are the columns of a table."""
 
     def columns(self) -> dict[str, Sequence[Any]]:
         """Return a mapping from names to columns of equal length; attributes that are None are omitted."""
         return {name: column for name, column in vars(self).items() if column is not None}
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Write the columns to the CSV file ``path``, atomically: an interrupted call does not change ``path``."""
+        """Write the columns to a CSV file. If the call is interrupted, an existing file at ``path`` does not change."""
         path = Path(path)
         columns = self.columns()
         partial = path.with_name(path.name + ".partial")
@@ -90,7 +90,7 @@ def dtype_and_device(field: object) -> tuple[torch.dtype, torch.device | None]:
 
 
 def schedule(block: ODEBlock, t: Tensor | Sequence[float] | None, points: int = 200) -> tuple[Tensor, Settings]:
-    """Return the output times (T,) of a diagnostic, and the settings of the solve.
+    """Return the output times (T,) at which a diagnostic solves a block, and the settings of this solve.
 
     If ``t`` is None, the times are the ends of all steps for a block with fixed steps, and ``points`` equally spaced
     times of ``t_span`` for other blocks.
@@ -130,7 +130,10 @@ def axes(ax: Axes | None) -> Axes:
 
 
 def style(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return line properties: ``given``, with aliases such as ``lw`` resolved, completed by ``defaults``."""
+    """Return the properties of a line: those in ``given``, and those in ``defaults`` that are not given.
+
+    Aliases in ``given``, such as ``lw``, are replaced by full names.
+    """
     from matplotlib.cbook import normalize_kwargs
     from matplotlib.lines import Line2D
 
@@ -138,7 +141,10 @@ def style(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, An
 
 
 def legend(ax: Axes, handles: Sequence[Line2D] | None = None) -> None:
-    """Draw a legend next to the axes. Without a layout engine, draw it above twin axes and inside of other axes."""
+    """Draw a legend to the right of the axes if the figure has a layout engine, which makes room for it.
+
+    Otherwise draw the legend above axes that have a twin, and inside of other axes.
+    """
     from matplotlib.transforms import ScaledTranslation
 
     found = list(handles) if handles is not None else ax.get_legend_handles_labels()[0]
@@ -166,7 +172,7 @@ def ticks_of_short_axis(axis: Axis) -> None:
 
 
 def twin_axes(ax: Axes) -> Axes | None:
-    """Return the twin of the axes, which ``ax.twinx()`` made; None without a twin."""
+    """Return the second axes that ``ax.twinx()`` created at the same place; None if there are none."""
     shared = ax.get_shared_x_axes().get_siblings(ax)
     return next((a for a in shared if a is not ax and a.get_position().bounds == ax.get_position().bounds), None)
 

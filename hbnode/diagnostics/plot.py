@@ -364,11 +364,17 @@ def spectrum(
 def _planes(
     path: tuple[Values, ...], features: Index, samples: Index, second: str
 ) -> tuple[tuple[str, str], list[str | None], list[tuple[Tensor, Tensor]]]:
-    """Return the data of a phase portrait.
+    """Return what a phase portrait draws. It draws one pair of coordinates in each colour.
+
+    Arguments:
+        path: the trajectory as a tuple (h,) or (h, m), with tensors (T, batch, ...).
+        features: the features to draw.
+        samples: the samples to draw.
+        second: the letter for m in the name of the second axis, "m" or "v".
 
     Returns:
-        The names of both axes; the label of each colour, or None; the pair of coordinates, (T, batch) each, of each
-        colour.
+        The names of the two axes; a list with the label of each colour, or None; a list with the pair of coordinates of
+        each colour, (T, batch) each.
     """
     if len(path) > 2:
         raise ValueError(f"phase_portrait expected h or a pair (h, m), got {len(path)} tensors. Fix: (h, m).")
@@ -392,7 +398,10 @@ def _planes(
 
 
 def _label(given: object, name: str | None, *, is_first: bool) -> str:
-    """Join the caller's label and a feature's name. Without a name, only the first colour gets the caller's label."""
+    """Return the legend entry of a line: the user's label ``given``, a comma, and the feature's name.
+
+    If features have no names, only the first line gets the user's label, so that the legend shows it once.
+    """
     both = [str(part) for part in (given if is_first or name else None, name) if part is not None]
     return ", ".join(both) or "_nolegend_"
 
@@ -402,7 +411,10 @@ def _velocity_letter(field: object) -> str:
 
 
 def _base_state(field: Callable[[Tensor, Any], State], at: Values | None) -> tuple[Tensor, ...]:
-    """Return the state ``at`` of :func:`vector_field` as a tuple (h,) or (h, m) on the device of the field."""
+    """Convert the argument ``at`` of :func:`vector_field` to a tuple (h,) or (h, m) on the device of the field.
+
+    If ``at`` is None, the state is zero, with the number of features that the first linear layer takes.
+    """
     dtype, device = dtype_and_device(field)
     is_pair = isinstance(field, (HBNODE, GHBNODE, SONODE))
     layers = field.modules() if at is None and isinstance(field, (NODE, HBNODE, GHBNODE)) else ()
@@ -414,7 +426,10 @@ def _base_state(field: Callable[[Tensor, Any], State], at: Values | None) -> tup
 
 
 def _select(h: Tensor, features: Index, samples: Index) -> tuple[Tensor, list[int]]:
-    """Return the selected features and samples of a trajectory, (T, samples, features), and the features' indices."""
+    """Return part of a trajectory h (T, batch, ...), with features flattened: (T, selected samples, selected features).
+
+    The second result is the list of the indices of the selected features.
+    """
     h = h.reshape(*h.shape, *[1] * (3 - h.dim())).flatten(2)
     numbered = _indices(features, h.shape[2], "features")
     h = h[:, _indices(samples, h.shape[1], "samples")][:, :, numbered]

@@ -17,7 +17,7 @@ from hbnode.fields import GHBNODE, HBNODE
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-NODES = 8  # number of quadrature nodes for the mean over the time span
+NODES = 8  # number of Gauss-Legendre nodes for the mean of the Jacobian over the time span
 MOST_ENTRIES = 2**25  # maximum number of entries in the Jacobians of all samples, which then take 256 MiB
 
 
@@ -133,7 +133,7 @@ def spectrum(block: nn.Module, x: Any, t: float | None = None) -> Spectrum:
     block = check_block(block, "spectrum")
     first, last = block.t_span
     if t is None:
-        nodes, weights = np.polynomial.legendre.leggauss(NODES) / np.array([[1], [2]])  # on (-1, 1), for a mean
+        nodes, weights = np.polynomial.legendre.leggauss(NODES) / np.array([[1], [2]])  # weights sum to 1
         times, path = states(block, x, [first, *(first + (last - first) * (nodes + 1) / 2), last])
         chosen = range(1, len(times) - 1)
     else:
@@ -166,10 +166,10 @@ def jacobian(field: nn.Module, t: Tensor, state: tuple[Tensor, ...]) -> Tensor:
         value: State = field(t.clone().to(leaves[0]), leaves[0] if len(leaves) == 1 else tuple(leaves))
         flat = torch.cat([part.unsqueeze(-1).flatten(1) for part in parts(value)], dim=1)
         rows = []
-        for summed in flat.sum(0):  # sums over samples, which are independent of each other
+        for summed in flat.sum(0):  # the gradient of a sum over samples holds the gradient of each sample
             if summed.requires_grad:
                 found = torch.autograd.grad(summed, leaves, retain_graph=True, materialize_grads=True)
-            else:  # this component is constant
+            else:  # this component of the field is constant
                 found = tuple(torch.zeros_like(leaf) for leaf in leaves)
             rows.append(torch.cat([g.unsqueeze(-1).flatten(1) for g in found], dim=1))
     return torch.stack(rows, dim=1).to("cpu", torch.float64)

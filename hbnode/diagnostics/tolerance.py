@@ -21,8 +21,8 @@ from hbnode.solve.methods import ALL_METHODS, Rosenbrock
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MOST_BYTES, STATES_PER_STEP = 2**29, 4  # maximum memory for the states of the reference; states stored in a step
-LOWEST_SINGLE = 1e-6  # smallest tolerance of a reference in float32
+MOST_BYTES, STATES_PER_STEP = 2**29, 4  # maximum bytes for the states of the reference; states stored per step
+LOWEST_SINGLE = 1e-6  # smallest tolerance of a reference that is solved in float32
 
 
 @dataclass(frozen=True)
@@ -160,9 +160,9 @@ def nfe_vs_tolerance(
 
 @dataclass(frozen=True)
 class _Solved:
-    """The output and the gradient of one solve in float64, and its function evaluations.
+    """The result of one forward and backward pass: the output, the gradient, and the number of function evaluations.
 
-    The gradient is one vector with the gradients of the input and all parameters.
+    The gradients of the input and of all parameters are joined to one vector. Tensors are converted to float64.
     """
 
     output: Tensor
@@ -177,10 +177,7 @@ class _Solved:
 def _reference(
     block: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor], wanted: float, loosest: float, max_nfe: int
 ) -> tuple[Reference, _Solved]:
-    """Return the solve with the smallest tolerance, from ``wanted`` on, that does not exceed the limits.
-
-    The first result describes the solve. Arguments are as in :func:`_tightest`.
-    """
+    """Call :func:`_tightest` with a float64 copy of the block; if this is impossible, with the block itself."""
     model = copy.deepcopy(block).double()
     try:
         return _tightest(model, x.double() if x.is_floating_point() else x, loss, wanted, loosest, max_nfe)
@@ -194,21 +191,27 @@ def _reference(
 def _tightest(
     block: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor], wanted: float, loosest: float, max_nfe: int
 ) -> tuple[Reference, _Solved]:
-    """Solve a block with the tolerance ``wanted``, and with ten times the tolerance after each failure.
+    """Solve a model with the smallest tolerance that respects the limits on evaluations and memory.
+
+    The first solve has the tolerance ``wanted``. After each failure the tolerance is ten times as large. A further
+    solve, with ten times the final tolerance, serves to estimate the errors.
 
     Arguments:
         block: the model.
-        x: its input.
+        x: the input of the model.
         loss: function of the output.
         wanted: the first tolerance.
-        loosest: the largest tolerance of the other solves.
+        loosest: the largest tolerance at which the user compares solves. Failures above it are raised.
         max_nfe: maximum number of function evaluations in the forward pass.
+
+    Returns:
+        The reached tolerance with the estimated errors, and the result of the solve.
     """
     found: list[tuple[float, _Solved]] = []
     tolerance, limit = wanted, None
     while len(found) < 2 and (tolerance <= loosest or not found):
         model = copy.deepcopy(block).eval()
-        steps = 12 if found else 16  # different steps even if the tolerance does not limit them
+        steps = 12 if found else 16  # so that steps of both solves differ even if the tolerance does not limit them
         for each in _blocks(model):
             _tighten(each, tolerance, max_nfe, steps)
         try:
@@ -226,7 +229,10 @@ def _tightest(
 
 
 def _tighten(block: ODEBlock, tolerance: float, max_nfe: int, steps: int) -> None:
-    """Configure a block as the reference: ``steps`` steps or more, limited memory and limited function evaluations."""
+    """Change a block so that it computes a reference solution.
+
+    It takes ``steps`` steps or more, and raises an error if it exceeds ``max_nfe`` evaluations or ``MOST_BYTES``.
+    """
     block.rtol = block.atol = tolerance
     block.method = block.method if block.method and isinstance(ALL_METHODS[block.method], Rosenbrock) else None
     block.gradient, block.save, block.max_steps = "checkpoint", "exact", 10**6
@@ -239,7 +245,7 @@ def _tighten(block: ODEBlock, tolerance: float, max_nfe: int, steps: int) -> Non
         times = torch.as_tensor(block.t_span if t is None else t)
         step_bytes = STATES_PER_STEP * sum(part.numel() * part.element_size() for part in parts(state))
         block.options = {
-            "max_nfe": min(max_nfe, 6 * max(MOST_BYTES // max(step_bytes, 1), 32)),  # a step takes at least 6
+            "max_nfe": min(max_nfe, 6 * max(MOST_BYTES // max(step_bytes, 1), 32)),  # 6 or more per step
             "max_step": float(times.max() - times.min()) / steps or 1.0,
         }
         return solve(field, state, t, *rest, **end)
@@ -262,7 +268,7 @@ def _solve(model: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor]) -> _So
     return _Solved(output.detach().double(), gradient.double(), nfe)
 
 
-STYLES: dict[str, tuple[str, dict[str, Any]]] = {  # left axis, then right axis
+STYLES: dict[str, tuple[str, dict[str, Any]]] = {  # the first two use the left axis, the others the right axis
     "forward": ("forward NFE", {"marker": "o", "linestyle": "-"}),
     "backward": ("backward NFE", {"marker": "s", "linestyle": "-", "markerfacecolor": "none"}),
     "error": ("error", {"marker": "o", "linestyle": ":"}),
@@ -271,7 +277,10 @@ STYLES: dict[str, tuple[str, dict[str, Any]]] = {  # left axis, then right axis
 
 
 def draw_curves(curves: Mapping[str, NFEToleranceCurve], ax: Axes | None, **kwargs: Any) -> Axes:
-    """Draw named curves into the axes. A single curve has one colour per pass; of several, each has its own colour."""
+    """Draw one or several named curves into the axes.
+
+    Several curves have different colours. A single curve has one colour for the forward and one for the backward pass.
+    """
     from matplotlib.lines import Line2D
 
     ax = axes(ax)

@@ -19,18 +19,18 @@ from hbnode.data import Series
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-MEMORY, LEARNED = 2000, 4000  # number of last samples of a series that are used; number that select a channel's model
+MEMORY, LEARNED = 2000, 4000  # maximum number of last samples of a series; number of values that select a model
 BLOCK, SPECTRUM = 4_000_000, 1400  # number of values in a block of problems; number of last samples for spectra
 # Maximum number of Fourier terms of a season; number of those that change with time; basis functions of a change.
 HARMONICS, EVOLVING, TERMS = 60, 6, 4
 FLAT, FLOOR = 1e4, 1e-6  # prior variance of unregularised coefficients; smallest residual variance
-HEAT = 4.0  # the weight of a model falls by a factor of e for each such difference of the log likelihood
+HEAT = 4.0  # a model whose log likelihood is lower by HEAT has a weight that is smaller by the factor e
 LEAST, MOST = 8, 20_000  # minimum number of values of a series, and maximum number of all values, for statsforecast
-SIGMA = 68.26894921370858  # level in percent of a band of one standard deviation
+SIGMA = 68.26894921370858  # percentage of normal values within one standard deviation of the mean
 APART = 2.5  # smallest ratio of two periods, because a changing season has further peaks near its frequency
 RECENT = 1000  # number of last samples of a series that statsforecast's models use
-LAGS, CYCLES = 8, 4  # number of lagged values; number of previous cycles in the mean of a phase
-SNAP, SURE = 1 / 7, 3.0  # tolerance of times at multiples of a gap, in gaps; a clear difference of log likelihoods
+LAGS, CYCLES = 8, 4  # number of lagged values; number of past cycles whose values at the same phase are averaged
+SNAP, SURE = 1 / 7, 3.0  # largest change, in gaps, by rounding a time to multiples of a gap; clear gain of likelihood
 # Decay times of the residuals in typical gaps; calendar periods in seconds: a day, a week and a year.
 DECAYS, CALENDAR = (0.1, 3.0, 10.0, 30.0, 1e6), (86400.0, 7 * 86400.0, 365.2425 * 86400.0)
 SIZES, CHANGES = (0.0, 0.01, 0.1, 1.0, 10.0, 100.0), (0.1, 1.0)  # prior variances of a season, and of its change
@@ -38,13 +38,13 @@ NOISES = (0.01, 0.1, 0.5, 2.0, 30.0)  # variances of the change of the level in 
 
 
 class Candidate(NamedTuple):
-    """The hyperparameters of a model.
+    """The hyperparameters of a seasonal model of one channel.
 
     Attributes:
         trend: ``"constant"``, ``"walk"`` or ``"line"``: whether the level decays to a constant, is a random walk, or is
             a random walk with a linear trend.
-        decay: decay time of the level in typical gaps; infinite for a random walk.
-        noise: variance of the level, or of a step of a random walk, relative to the variance of the noise.
+        decay: decay time of the level, in typical gaps between samples; infinite for a random walk.
+        noise: variance of the level, or of one step of a random walk, divided by the variance of the observation noise.
         is_log: whether logarithms of the values are modelled.
         season: prior variance of the season.
         change: prior variance of the change of the season, relative to ``season``.
@@ -95,11 +95,14 @@ class Seasonal:
         return self
 
     def _select(self, channel: int, u: NDArray[Any], y: NDArray[Any], known: NDArray[Any]) -> list[tuple[Any, ...]]:
-        """Return the most likely model of each trend as (weight, *hyperparameters), for values and for logarithms."""
+        """Return the most likely model for each kind of trend, fitted to values and to logarithms.
+
+        The result is a list of tuples (weight, *hyperparameters). Models with a small weight are left out.
+        """
         seasons, found, zero = self.seasons[channel], list[tuple[float, Candidate]](), float(self.zero[channel])
 
         def likelihoods(kinds: list[Candidate], sizes: Sequence[float | None] = (None,)) -> NDArray[Any]:
-            """Return log likelihoods summed over all series, (sizes, kinds)."""
+            """Return the log likelihood of each model with each season variance, summed over series, (sizes, kinds)."""
             total = np.zeros((len(sizes), len(kinds)))
             for row in range(len(u)):
                 one = [row] * len(kinds)
@@ -141,16 +144,18 @@ class Seasonal:
 
 
 class Problem:
-    """B linear regressions, one for each pair of a series and a model, whitened by the Kalman filter of the level.
+    """B linear regressions, one for each pair of a series and a model.
+
+    A Kalman filter of the level turns the correlated residuals of each regression into independent ones.
 
     Arguments:
-        kinds: the model of each pair.
-        u: times, (B, T), in typical gaps before the last value.
+        kinds: the hyperparameters of the model of each pair.
+        u: times relative to the last value, in typical gaps, (B, T); not positive.
         y: values, (B, T).
-        known: which values are not padding, (B, T).
-        zero: the value that is 0 in the user's units.
+        known: True for values, False for padding, (B, T).
+        zero: the standardised value that is 0 in the user's units.
         usual: typical standard deviation of a series, for series whose values are all equal.
-        seasons: periods in typical gaps.
+        seasons: periods of the seasons, in typical gaps.
     """
 
     def __init__(
@@ -180,9 +185,9 @@ class Problem:
         self.gram = out.swapaxes(1, 2) @ out
 
     def solve(self, season: float | None = None) -> NDArray[Any]:
-        """Compute the coefficients and return the log likelihoods, (B,).
+        """Compute the regression coefficients, and return the log likelihood of each pair, (B,).
 
-        ``season`` replaces the prior variance of the season in all models. None does not. Default: ``None``
+        If ``season`` is given, it replaces the prior variance of the season in all models. Default: ``None``
         """
         kinds = [kind if season is None else kind._replace(season=season) for kind in self.kinds]
         self.prior = np.stack([prior_deviations(kind, self.seasons, self.is_evolving) for kind in kinds])
@@ -197,7 +202,7 @@ class Problem:
         return self.jacobian - (self.log + self.count * np.log(self.variance)) / 2 - determinant
 
     def forecast(self, at: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return means and standard deviations at times ``at`` (B, K) after the last value."""
+        """Return means and standard deviations, (B, K) each, of forecasts ``at`` (B, K) gaps after the last value."""
         a, variance = advance(self.level[..., None], at, self.p[:, None])
         x = design(at, self.seasons, self.span, self.is_evolving)
         along = a[..., None] * self.m[:, None]
@@ -215,10 +220,13 @@ class Problem:
 
 
 def clock(times: NDArray[Any], usual: float) -> tuple[NDArray[Any], float, bool]:
-    """Return times relative to the last one in units of a gap, this gap, and whether the times are regular.
+    """Convert the times of one series to multiples of its gap, counted from its last time.
 
-    ``usual`` is the typical gap. Times near multiples of it, such as the months of a calendar, are regular and are
-    rounded to multiples.
+    ``usual`` is the typical gap of all series. Times are regular if they are near multiples of a gap, such as calendar
+    months. Regular times are rounded to multiples.
+
+    Returns:
+        The converted times, the gap, and whether the times are regular.
     """
     count = np.round(np.diff(times) / usual)
     is_regular = len(times) > 1 and bool((count > 0).all() and count.sum() < 1.5 * len(times))
@@ -229,11 +237,11 @@ def clock(times: NDArray[Any], usual: float) -> tuple[NDArray[Any], float, bool]
 
 
 def observed(series: Series, channel: int, usual: float) -> tuple[NDArray[Any], ...]:
-    """Return the last values of a channel and their times, aligned at the last value, with padding at the start.
+    """Return the most recent values of a channel and their times. Series are padded at the start, not at the end.
 
     Returns:
-        Times, values and the mask of values, (batch, T) each. Then for each series the gap that is the unit of its
-        times, whether its times are regular, and the time of its last value, (batch,) each.
+        Six arrays. Times, values and a mask that is False on padding are (batch, T) each. The gap that is the unit of
+        the times, whether the times are regular, and the time of the last value are (batch,) each.
     """
     mask = series.mask[..., channel].numpy()
     width = int(mask.sum(1).clip(1, MEMORY).max())
@@ -251,7 +259,10 @@ def observed(series: Series, channel: int, usual: float) -> tuple[NDArray[Any], 
 
 
 def usual_gap(series: Series, channel: int) -> float:
-    """Return the typical gap of a channel: the mean gap if most gaps are nearly equal (months), else the median gap."""
+    """Return the typical time between values of a channel: the mean gap if most gaps are nearly equal, else the median.
+
+    The gaps between calendar months, for example, are nearly equal.
+    """
     each = [t[here].diff() for t, here in zip(series.t.double(), series.mask[..., channel], strict=True)]
     gaps = torch.cat(each)
     gaps = gaps[gaps > 0]
@@ -262,24 +273,32 @@ def usual_gap(series: Series, channel: int) -> float:
 
 
 def later(past: Series, dt: Tensor, gap: NDArray[Any], is_regular: NDArray[Any], last: NDArray[Any]) -> NDArray[Any]:
-    """Return the times of forecasts after the last value of a channel, in units of the gap; see :func:`observed`."""
+    """Return the time from the last value of a channel to each forecast, in units of the gap, (n, K).
+
+    ``dt`` (n, K) are times after the last sample. ``gap``, ``is_regular`` and ``last`` are results of :func:`observed`.
+    """
     at = (past.t.amax(1, keepdim=True) + dt).double().nan_to_num().numpy()
     u = np.maximum(at - last[:, None], 0) / gap[:, None]
     return np.where(is_regular[:, None] & (abs(u - np.round(u)) < SNAP), np.round(u), u)
 
 
 def filtered(level: NDArray[Any], u: NDArray[Any], known: NDArray[Any], columns: NDArray[Any]) -> tuple[Any, ...]:
-    """Filter columns with the Kalman filters of B levels, whose observation noise has variance 1.
+    """Run the Kalman filter of "level plus white noise of variance 1" over each of several sequences.
+
+    There are B models of the level. The filter of model b is applied to all C sequences of times u[b].
 
     Arguments:
-        level: decay time and relative variance of each level, (2, B).
+        level: decay time and noise variance of each level, as in :class:`Candidate`, (2, B).
         u: times, (B, T).
-        known: which values are not padding, (B, T).
-        columns: columns of values, (B, T, columns).
+        known: True for values, False for padding, (B, T).
+        columns: the sequences, (B, T, C).
 
     Returns:
-        The standardised innovations (B, T, columns), the log determinants of the covariances (B,), and the mean
-        (B, columns) and variance (B,) of the level at the last time.
+        A tuple of four arrays:
+
+        - the one-step prediction errors divided by their standard deviations, (B, T, C);
+        - the log determinant of the covariance matrix of a sequence, (B,);
+        - the mean of the level at the last time, (B, C), and its variance, (B,).
     """
     steps = np.diff(u, axis=1, prepend=u[:, :1])
     out, log, m = np.zeros(columns.shape), np.zeros(len(u)), np.zeros(columns[:, 0].shape)
@@ -296,19 +315,22 @@ def filtered(level: NDArray[Any], u: NDArray[Any], known: NDArray[Any], columns:
 
 
 def advance(level: NDArray[Any], step: Any, p: Any) -> tuple[Any, Any]:
-    """Return the factor by which a level decays in a step, and the level's variance after the step."""
+    """Return the factor by which a level decays over a time step, and the variance of the level after the step.
+
+    ``level`` holds the decay time and the noise variance; ``p`` is the variance of the level before the step.
+    """
     decay, noise = level
     a = np.exp(-step / decay)
     return a, a * a * p + np.where(np.isinf(decay), noise * step, noise * (1 - a * a))
 
 
 def design(u: NDArray[Any], seasons: list[float], span: NDArray[Any], is_evolving: bool) -> NDArray[Any]:
-    """Return the columns of the regression at times u, (..., columns).
+    """Return the design matrix of the regression at times u (...), (..., coefficients); the last value is at u = 0.
 
-    They are a constant, a damped line and Fourier terms. With ``is_evolving`` there are also products of slow Fourier
-    terms and functions of time, which are 0 from the last value on. The damped line is linear up to the last value and
-    flattens after it. A coefficient that changes is a Brownian motion backwards in time from the last value,
-    approximated by the first terms of its Karhunen-Loeve series.
+    Its columns are a constant, a damped line and Fourier terms. The line is linear for u < 0 and flattens for u > 0.
+    With ``is_evolving`` the coefficients of the slow Fourier terms change with time. Each is a Brownian motion that
+    starts at u = 0 and runs backwards in time, approximated by the first terms of its Karhunen-Loeve series. The terms
+    are further columns, which are 0 for u > 0.
     """
     frequency, rank = harmonics(seasons)
     line = np.where(u > 0, -span / 2 * np.expm1(-np.maximum(u, 0) / (span / 2)), u) / span
@@ -322,7 +344,7 @@ def design(u: NDArray[Any], seasons: list[float], span: NDArray[Any], is_evolvin
 
 
 def harmonics(seasons: list[float]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return the different frequencies of all seasons, and the number of each harmonic within its season."""
+    """Return the frequencies j / period of all seasons, without duplicates, and the number j of each harmonic."""
     found: dict[float, int] = {}
     for period in seasons:
         for j in range(1, 1 + min(HARMONICS, int(period / 2 + 1e-6))):
@@ -331,7 +353,7 @@ def harmonics(seasons: list[float]) -> tuple[NDArray[Any], NDArray[Any]]:
 
 
 def prior_deviations(kind: Candidate, seasons: list[float], is_evolving: bool) -> NDArray[Any]:
-    """Return prior standard deviations of the coefficients of :func:`design`, relative to the noise."""
+    """Return the prior standard deviation of each coefficient of :func:`design`, divided by that of the noise."""
     rank = np.tile(harmonics(seasons)[1], 2)
     terms, flat = kind.season / np.maximum(rank, 1) ** 2, np.array([FLAT, FLAT * (kind.trend == "line")])
     slow = [kind.change * terms[rank <= EVOLVING]] * TERMS if is_evolving else []
@@ -339,19 +361,19 @@ def prior_deviations(kind: Candidate, seasons: list[float], is_evolving: bool) -
 
 
 def fourier(u: NDArray[Any], frequency: NDArray[Any]) -> NDArray[Any]:
-    """Return sines and cosines at the times u, (..., 2 frequencies)."""
+    """Return the sines, then the cosines, of all frequencies at times u (...), (..., 2 * frequencies)."""
     angle = 2 * math.pi * u[..., None] * frequency
     return np.concatenate([np.sin(angle), np.cos(angle)], -1)
 
 
 def gaps_and_seasons(series: Series) -> tuple[list[float], list[list[float]]]:
-    """Return the typical gap of each channel, and the periods of its seasons in typical gaps."""
+    """Return two lists: the typical gap of each channel, and the periods of its seasons in units of this gap."""
     gaps = [usual_gap(series, channel) for channel in range(series.x.shape[2])]
     return gaps, [seasons_of(series, channel, gap) for channel, gap in enumerate(gaps)]
 
 
 def seasons_of(series: Series, channel: int, gap: float) -> list[float]:
-    """Return the periods of a channel in typical gaps, estimated from its longest series."""
+    """Return the periods of a channel's seasons in units of ``gap``, estimated from the longest series."""
     u, y, known, _, is_regular, _ = observed(series, channel, gap)
     rows = [row for row in np.argsort(-known.sum(1), kind="stable")[:8] if known[row].sum() >= LEAST]
     calendar = [each / series.unit / gap for each in CALENDAR] if series.unit else []
@@ -360,7 +382,7 @@ def seasons_of(series: Series, channel: int, gap: float) -> list[float]:
 
 
 def periods(parts: list[tuple[NDArray[Any], NDArray[Any]]], is_regular: bool, calendar: list[float]) -> list[float]:
-    """Return at most two periods of seasons that all series share, in the unit of their times.
+    """Return the periods of at most two seasons that all series share, in the unit of the times.
 
     The model has seasons as Fourier terms, a line, and an Ornstein-Uhlenbeck process as residuals (between white noise
     and a random walk). The period with the largest penalised likelihood (Bayesian information criterion) is added if it
@@ -412,7 +434,7 @@ def is_apart(period: float, other: float, calendar: list[float]) -> bool:
 
 
 def season_terms(u: NDArray[Any], period: float) -> NDArray[Any]:
-    """Return the Fourier terms of a season at times u, (T, 2 terms): sine and cosine of each term in turn."""
+    """Return sin, cos, sin, cos, ... of the harmonics of a season at times u (T,), (T, 2 * harmonics)."""
     count = min(int(period / 2 + 1e-6), 16, max(1, len(u) // 6))
     return np.stack(np.split(fourier(u, np.arange(1, count + 1) / period), 2, 1), -1).reshape(len(u), -1)
 
@@ -424,10 +446,10 @@ def line_and_seasons(u: NDArray[Any], found: list[float]) -> NDArray[Any]:
 def likelihood(
     parts: list[tuple[NDArray[Any], NDArray[Any]]], found: list[float], period: float | None, decay: float
 ) -> float:
-    """Return the penalised log likelihood with the periods ``found`` and a further period.
+    """Return the penalised log likelihood of a model with the seasons ``found`` and one more season.
 
-    The number of Fourier terms of the further period is the best one. ``period=None`` adds no further period. ``decay``
-    is the decay time of the residuals.
+    The number of Fourier terms of the new season is chosen to maximise the result. ``period`` is the period of the new
+    season; None adds no season. ``decay`` is the decay time of the residuals.
     """
     total = np.zeros(1)
     for u, y in parts:
@@ -444,7 +466,7 @@ def likelihood(
 
 
 def peaks(u: NDArray[Any], y: NDArray[Any], found: list[float], decay: float, frequency: NDArray[Any]) -> NDArray[Any]:
-    """Return the frequencies of the five highest peaks of the residuals' spectrum, after a fit of the found periods."""
+    """Fit seasons with the periods ``found``. Return the frequencies of the five highest spectral peaks of the rest."""
     x, z = whitened(line_and_seasons(u, found), u, decay), whitened(y[:, None], u, decay)
     rest = z - x @ np.linalg.lstsq(x, z, rcond=1e-8)[0]
     power = lombscargle(u[1:], rest[:, 0], 2 * math.pi * frequency)
@@ -453,7 +475,10 @@ def peaks(u: NDArray[Any], y: NDArray[Any], found: list[float], decay: float, fr
 
 
 def whitened(columns: NDArray[Any], u: NDArray[Any], decay: float) -> NDArray[Any]:
-    """Return the standardised innovations of columns as Ornstein-Uhlenbeck processes of variance 1."""
+    """Whiten columns (T, columns) that are Ornstein-Uhlenbeck processes of variance 1 with this decay time.
+
+    Each value but the first is replaced by its one-step prediction error, divided by the error's standard deviation.
+    """
     rho = np.exp(-np.diff(u) / decay)[:, None]
     innovation: NDArray[Any] = (columns[1:] - rho * columns[:-1]) / np.sqrt(-np.expm1(-2 * np.diff(u) / decay))[:, None]
     return innovation
@@ -521,7 +546,7 @@ class StatsForecast:
 
 
 def statsforecast_models_for(seasons: list[int], count: int) -> list[Any]:
-    """Return the models of statsforecast for a series with ``count`` samples and these seasons."""
+    """Return unfitted models of statsforecast for a series of ``count`` samples and seasons of the given periods."""
     models = statsforecast_models()
     seasons = [season for season in seasons if 2 * season <= count]
     if len(seasons) > 1 or max(seasons, default=1) > 24:
@@ -538,7 +563,7 @@ def statsforecast_models() -> Any:
 
 
 class Mixture:
-    """A mixture of several models with equal weights."""
+    """A model whose forecast distribution is a mixture of those of several models, with equal weights."""
 
     def __init__(self, models: Sequence[Any]) -> None:
         self.models = list(models)
@@ -553,7 +578,10 @@ class Mixture:
 
 
 def mixture(found: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Return the mean and the standard deviation of a mixture with equal weights from those of its components."""
+    """Return the mean and the standard deviation of a mixture with equal weights.
+
+    ``found`` is a list with the mean and the standard deviation of each component.
+    """
     means, stds = (torch.stack(each) for each in zip(*found, strict=True))
     return means.mean(0), (stds.square().mean(0) + means.var(0, correction=0)).sqrt()
 
@@ -561,8 +589,9 @@ def mixture(found: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 def lagged(past: Series, dt: Tensor, channel: int, gap: float, seasons: list[float]) -> Tensor:
     """Return earlier values of a channel minus its last value, (n, K, inputs), interpolated linearly in time.
 
-    The first 8 are values 1, 2, ..., 8 typical gaps before the end. For each season there are the value one period
-    before the end, the last value with the phase of the forecast, and the mean of the last four values with this phase.
+    The first 8 inputs are the values 1, 2, ..., 8 typical gaps before the end of the history. Each season adds three
+    inputs: the value one period before the end, the last value that has the same phase as the forecast, and the mean of
+    the last four such values. There are K forecasts for each of n histories, ``dt`` (n, K) after the end.
     """
     found = np.full((*dt.shape, LAGS + 3 * len(seasons)), np.nan)
     ahead, t, x = (each.double().numpy() for each in (dt, past.t, past.x[..., channel]))

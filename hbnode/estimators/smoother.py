@@ -59,12 +59,12 @@ class Posterior(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """The standardised observed values, one row for each series and channel (R = batch · channels), padded at the end.
+    """Standardised values as R = batch · channels sequences, one for each channel of each series, padded at the end.
 
     Attributes:
         x: values, (R, n).
         t: times, (R, n).
-        seen: which values are not padding, (R, n).
+        seen: True for observed values, False for padding, (R, n).
     """
 
     x: Tensor
@@ -360,7 +360,11 @@ class OscillatorSmoother(BaseEstimator):
     # Data
 
     def _checked(self, series: Any) -> Series:
-        """Convert data to series. Raise ValueError if the unit, or the origin with a shared mean, differs from fit."""
+        """Convert data to series, with the channels of the training series.
+
+        Raise ValueError if the unit of time differs from that in :meth:`fit`. With a shared mean, which depends on
+        absolute times, also raise ValueError if the origin differs.
+        """
         data, is_shared = aligned(as_series(series), self.features_), bool(self.is_shared_.any())
         unit, origin = self.clock_
         is_same = data.origin == origin if is_shared else (data.origin is None) == (origin is None)
@@ -379,25 +383,25 @@ class OscillatorSmoother(BaseEstimator):
         return at.expand(len(data), -1)
 
     def _mean_at(self, t: NDArray[Any]) -> NDArray[Any]:
-        """Return μ at times t (batch, K), in units of the data, (batch, channels, K)."""
+        """Return the mean function μ at times t (batch, K), in units of the data, (batch, channels, K)."""
         shared = np.stack([np.interp(t, self.mean_times_, values) for values in self.mean_values_], 1)
         return np.asarray(self.level_[:, None] + self.scale_[:, None] * shared)
 
     def _clipped(self, means: Tensor) -> Tensor:
-        """Clip means (batch, channels, K) to the widened range of the training values."""
+        """Clip means (batch, channels, K) to the range of the training values, widened by a tenth at both ends."""
         low, high = torch.from_numpy(self.range_).unsqueeze(-1)
         widened = OVERSHOOT * (high - low)
         return means.clamp(low - widened, high + widened)
 
     def _all_rows(self, data: Series) -> _Rows:
-        """Return all standardised values, one row per series and channel; missing values are 0."""
+        """Return the standardised values of all samples, one sequence per series and channel; missing values are 0."""
         level, scale = torch.from_numpy(self._mean_at(data.t.numpy())), torch.from_numpy(self.scale_).unsqueeze(1)
         x = ((data.x.transpose(1, 2) - level) / scale).flatten(0, 1)
         seen = (data.mask & torch.from_numpy(np.isfinite(self.level_))).transpose(1, 2).flatten(0, 1)
         return _Rows(torch.where(seen, x, 0.0), data.t.double().repeat_interleave(data.x.shape[-1], 0), seen)
 
     def _rows(self, data: Series) -> _Rows:
-        """Return the observed standardised values, one row per series and channel."""
+        """Return the standardised values without missing values, one sequence per series and channel."""
         rows = self._all_rows(data)
         order = (~rows.seen).byte().argsort(dim=1, stable=True)[:, : max(1, int(rows.seen.sum(1).max()))]
         x, t, seen = (z.gather(1, order) for z in rows)
@@ -407,10 +411,11 @@ class OscillatorSmoother(BaseEstimator):
     # Fit
 
     def _fit_mean(self, data: Series) -> None:
-        """Fit μ(t) as a Gaussian process (Matern 3/2) through the means of all series in bins of time.
+        """Fit the mean function μ(t) of all series.
 
-        The mean of a bin has known noise, whose variance is the variance within bins divided by the number of values in
-        it.
+        The values of all series are averaged in bins of time. A Gaussian process (Matern 3/2) is fitted to the
+        averages. The noise variance of an average is the variance within bins divided by the number of values in the
+        bin.
         """
         seen = data.mask.numpy() & self.is_shared_
         times = data.t.numpy()[seen.any(2)]
@@ -436,7 +441,10 @@ class OscillatorSmoother(BaseEstimator):
 
     @torch.no_grad()
     def _smoothed(self, data: Series, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the means and standard deviations of the signal, and those of the noise, (batch, channels, K) each."""
+        """Return the posterior mean and standard deviation of the signal at times ``at`` (batch, K), in data units.
+
+        The third result is the standard deviation of the observation noise. All have the shape (batch, channels, K).
+        """
         layer, rows = self.layer_, self._rows(data)
         found = [layer.smooth(each.x.unsqueeze(-1), each.t, each.seen, at=times) for each, times in _parts(rows, at, 1)]
         mean, std = (torch.cat([getattr(z, name) for z in found]).squeeze(-1) for name in ("mean", "std"))
@@ -453,14 +461,17 @@ class OscillatorSmoother(BaseEstimator):
 
     @torch.no_grad()
     def _filtered(self, data: Series) -> Tensor:
-        """Return the mean of the signal at each time given the samples up to this time, (batch, channels, T)."""
+        """Return the mean of the signal at each sample, given the samples up to this one, (batch, channels, T)."""
         layer, parts = self.layer_, _parts(self._all_rows(data), data.t.double(), 1)
         z = torch.cat([layer.filter(each.x.unsqueeze(-1), each.t, mask=each.seen).after.mean for each, _ in parts])
         return self._clipped(self._in_units(z.squeeze(-1), data.t))
 
     @torch.no_grad()
     def _paths(self, data: Series, at: Tensor, mean: Tensor, paths: int) -> Tensor:
-        """Return random paths of the signal around ``mean``, (paths, batch, channels, K)."""
+        """Return random paths of the signal from its posterior, (paths, batch, channels, K).
+
+        ``mean`` (batch, channels, K) is the posterior mean at the times ``at`` (batch, K).
+        """
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         generator, layer, rows = torch.Generator().manual_seed(seed), self.layer_, self._rows(data)
         drawn = [
@@ -473,7 +484,10 @@ class OscillatorSmoother(BaseEstimator):
 
     @torch.no_grad()
     def _spread(self, rows: _Rows) -> Tensor:
-        """Return the factor of each row's standard deviations, (R,): a_i (or 1) times ``widening_``."""
+        """Return the factor for the standard deviations of each sequence, (R,).
+
+        It is ``widening_``, multiplied by an estimate of a_i if ``student=True``.
+        """
         if not self.student:
             return torch.full((len(rows.x),), self.widening_, dtype=torch.float64)
         count, square, _ = _statistics(self.layer_._kalman_filter(), rows)
@@ -482,23 +496,30 @@ class OscillatorSmoother(BaseEstimator):
 
 
 def _kalman(log_omega: Tensor, log_zeta: Tensor, log_spread: Tensor, log_noise: Tensor) -> KalmanFilter:
-    """Return the Kalman filter of a sum of oscillators with frequencies ω, damping ratios ζ and deviations σ."""
+    """Return the Kalman filter of a sum of oscillators, given log ω, log ζ and log σ of each, and log s of the noise.
+
+    σ is the standard deviation of an oscillator, s that of the observation noise.
+    """
     omega = log_omega.exp()
     c = torch.cat([torch.zeros_like(omega), torch.ones_like(omega)]).unsqueeze(0)
     return KalmanFilter(torch.stack([2 * log_zeta.exp() * omega, omega.square()]), c, log_spread, log_noise)
 
 
 def _statistics(kalman: KalmanFilter, rows: _Rows) -> tuple[Tensor, Tensor, Tensor]:
-    """Return for each row the number n of values x, xᵀS⁻¹x and ½ log det S, (R,) each. S is the covariance of x."""
+    """Return three terms of the log density of each sequence x with covariance matrix S, (R,) each.
+
+    They are the number of values in x, xᵀS⁻¹x, and ½ log det S.
+    """
     blocks, found = kalman.run(rows.sequences())
     logs = found.factor.diagonal(dim1=-2, dim2=-1).log()
     return blocks.seen.sum((0, 2)), found.white.square().sum((0, 2, 3)), logs.sum((0, 2))
 
 
 def _log_density(kalman: KalmanFilter, rows: _Rows, log_excess: Tensor | None) -> Tensor:
-    """Return the log density of each row, (R,).
+    """Return the log density of each sequence, (R,).
 
-    It is normal if ``log_excess`` is None, otherwise multivariate t with ν = 2 + e^{log_excess} degrees of freedom.
+    The distribution is normal if ``log_excess`` is None, otherwise multivariate t with ν = 2 + e^{log_excess} degrees
+    of freedom.
     """
     n, square, logs = _statistics(kalman, rows)
     if log_excess is None:
@@ -511,9 +532,10 @@ def _log_density(kalman: KalmanFilter, rows: _Rows, log_excess: Tensor | None) -
 def _maximised(
     log_density: Callable[[Tensor], Tensor], start: Tensor, count: int, iterations: int, few: bool = False
 ) -> Tensor:
-    """Return the parameters that maximise a log density of ``count`` values plus the log of a weak prior.
+    """Return the parameters that maximise a log density plus the log of a weak normal prior around ``start``.
 
-    With few series the prior is as strong as one value, because a sine needs a damping ratio far from the initial one.
+    ``count`` is the number of values in the log density. For few series (``few=True``) the prior has the weight of one
+    value, because a single sine needs a damping ratio far from the initial one.
     """
     weight, tolerance = (1 / count, 1e-7) if few else (PRIOR_WEIGHT, 1e-5)
 
@@ -538,22 +560,28 @@ def _maximised(
 
 
 def _below(most: float, value: Tensor) -> Tensor:
-    """Return a smooth, increasing function of ``value`` that is below ``most``, and close to a small ``value``."""
+    """Return a smooth version of min(value, most) that stays below ``most``."""
     return most - torch.nn.functional.softplus(most - value)
 
 
 def _at_once(data: Series) -> NDArray[Any]:
-    """Return for each channel the number of series that cover a time, on average over all times."""
+    """Return the number of series that overlap at a time, averaged over all times, for each channel, (channels,)."""
     t = data.t.double().unsqueeze(-1)
     first, last = torch.where(data.mask, t, torch.inf).amin(1), torch.where(data.mask, t, -torch.inf).amax(1)
     return ((last - first).clamp(min=0.0).sum(0) / (last.amax(0) - first.amin(0))).nan_to_num().numpy()
 
 
 def _starts(rows: _Rows, gap: float, most: float, size: int) -> tuple[Tensor, Tensor]:
-    """Return log ω and log ζ of initial oscillators: a slow one, a strongly damped one, and the peaks of a spectrum.
+    """Return initial values of log ω and log ζ, (size,) each: one slow, one strongly damped, others at spectral peaks.
 
-    Peaks are found in turn: a line and the sines of the previous peaks are fitted by least squares and subtracted. The
-    width of a peak is that of a sine of the same duration.
+    Peaks are found one at a time: a line and the sines of the previous peaks are fitted by least squares and
+    subtracted. The damping ratio of a peak gives it the spectral width of an undamped sine of the same duration.
+
+    Arguments:
+        rows: the sequences.
+        gap: the median time between samples.
+        most: the largest log ω.
+        size: number of oscillators.
     """
     t, seen = rows.t - rows.t[:, :1], rows.seen.to(rows.x.dtype)
     span = float(t[:, -1].max()) or gap
@@ -579,7 +607,10 @@ def _starts(rows: _Rows, gap: float, most: float, size: int) -> tuple[Tensor, Te
 
 
 def _windows(rows: _Rows, rng: Any, few: bool) -> _Rows:
-    """Return random windows of rows; with few series, one window of each row."""
+    """Return windows of successive samples, at random positions in the sequences.
+
+    For few series there are as many windows as sequences, and they are longer.
+    """
     counts = rows.seen.sum(1).tolist()
     number = sum(count > 0 for count in counts) if few else WINDOWS
     length = max(WINDOW, SAMPLES // number) if few else WINDOW
@@ -593,7 +624,10 @@ def _windows(rows: _Rows, rng: Any, few: bool) -> _Rows:
 
 
 def _parts(rows: _Rows, at: Tensor, copies: int) -> Iterator[tuple[_Rows, Tensor]]:
-    """Yield chunks of rows and of their times, small enough to be smoothed at once."""
+    """Yield pairs of a chunk of the sequences and its times from ``at`` (batch, K), small enough for the memory.
+
+    ``copies`` is the number of results that are computed for each sequence.
+    """
     at = at.repeat_interleave(len(rows.x) // len(at), 0)
     size = max(1, MOST_VALUES // ((rows.x.shape[1] + at.shape[1]) * copies))
     for k in range(0, len(at), size):
@@ -601,11 +635,11 @@ def _parts(rows: _Rows, at: Tensor, copies: int) -> Iterator[tuple[_Rows, Tensor
 
 
 def _with_observed(mean: Tensor, at: Tensor, data: Series) -> Tensor:
-    """Replace means (batch, channels, K) at the times of observed values by these values."""
+    """Return means (batch, channels, K) at times ``at`` (batch, K); observed values replace means where they exist."""
     t, seen = data.t.double().unsqueeze(1), data.mask.transpose(1, 2)
     steps = torch.arange(t.shape[-1]).expand(seen.shape)
     last = torch.where(seen, steps, -1).cummax(-1).values  # index of the last observed sample up to each sample
-    rounding = 1e-9 * (t[..., -1] - t[..., 0]) + ROUNDING * t.abs().amax(-1)  # (batch, 1)
+    rounding = 1e-9 * (t[..., -1] - t[..., 0]) + ROUNDING * t.abs().amax(-1)  # shape (batch, 1)
     before = torch.searchsorted(data.t.double().contiguous(), at + rounding, right=True) - 1
     index = last.gather(-1, before.clamp(min=0).unsqueeze(1).expand(-1, last.shape[1], -1))
     times, values = (z.expand(seen.shape).gather(-1, index.clamp(min=0)) for z in (t, data.x.transpose(1, 2).double()))
