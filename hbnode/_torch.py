@@ -302,7 +302,7 @@ def refusing(what: str, fix: str) -> Iterator[None]:
 def needs_reference() -> bool:
     """Return whether ordinary torch operations must replace a fused implementation.
 
-    This is the case while a graph is recorded, under a torch.func transform, in forward-mode differentiation, and inside
+    They must while a graph is recorded, under a torch.func transform, in forward-mode differentiation, and inside
     :func:`double_backward`.
     """
     return not may_look() or is_transformed() or double_backward_enabled()
