@@ -41,7 +41,7 @@ def as_count(value: SupportsIndex, name: str, least: int = 1, below: float = 2**
 
 
 def refuse_gradient(value: object, name: str, fix: str = "") -> None:
-    """Raise ValueError if ``value`` is or contains a tensor that requires a gradient, because the gradient would be lost.
+    """Raise ValueError if a tensor, or a tensor in a list, requires a gradient: the gradient would be lost.
 
     ``fix`` is text added to the fix in the error message.
     """
@@ -65,7 +65,7 @@ def as_real(value: object, name: str, fix: str) -> float:
         raise TypeError(f"{name} must be a number, got {value!r}. Fix: {fix}.")
     try:
         return float(value)
-    except (TypeError, ValueError, RuntimeError, OverflowError):  # complex numbers, tensors on the meta device, and too large integers
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # complex, too large, or on the meta device
         raise TypeError(f"{name} must be a number, got {value!r}. Fix: {fix}.") from None
 
 
@@ -283,7 +283,7 @@ def required_arguments(signature: inspect.Signature) -> list[str]:
 
 
 def _signature(func: Any) -> inspect.Signature | None:
-    """Return the signature of a function or of a module's forward; None if it has no signature, as for some built-ins."""
+    """Return the signature of a function or of a module's forward; None for built-ins without one."""
     inner: Any = _unwrap(func)
     function: Any = inner.forward if isinstance(inner, nn.Module) else inner
     of_method = is_script_method(function)

@@ -269,7 +269,7 @@ class _Damped(ModuleWithConstants, Field):
         return (self.max_damping if most is None else most) * torch.sigmoid(self.omega)
 
     def solver_damping(self) -> Tensor | float:
-        """Return the damping γ for a solver. A constant γ stays on the CPU, so that reading it does not synchronise a GPU."""
+        """Return the damping γ for a solver; a constant γ is on the CPU, because reading a GPU is slow."""
         return self.damping if self.omega is not None else self.host_constant("_damping", self.damping)
 
     def constants(self) -> dict[str, str]:
@@ -277,7 +277,7 @@ class _Damped(ModuleWithConstants, Field):
         return {"damping": "_damping"} if self.omega is None else {"max_damping": "max_damping"}
 
     def dynamics_parameters(self) -> list[Tensor]:
-        """Return all parameters except those of the initial momentum, and the constants (γ, ξ) that require a gradient."""
+        """Return all parameters except those of the initial momentum, and constants that require a gradient."""
         constants = [getattr(self, attribute) for attribute in self.constants().values()]
         return [*super().dynamics_parameters(), *filter(is_differentiated, constants)]
 
@@ -588,7 +588,7 @@ class PortHamiltonian(HBNODE):
             slope, energy = torch.func.grad_and_value(lambda h: self.potential(t, h).sum())(h)
         if not energy.requires_grad:
             return -slope
-        return 0.0 * energy.nan_to_num(0.0, 0.0, 0.0) - slope  # parameters that only add a constant to V get the gradient 0
+        return 0.0 * energy.nan_to_num(0.0, 0.0, 0.0) - slope  # parameters that only shift V get the gradient 0
 
 
 class GHBNODE(_Damped):
@@ -747,7 +747,7 @@ class HeavyBallSDE(HBNODE):
         return self.get_constant("_temperature") if self.log_temperature is None else self.log_temperature.exp()
 
     def solver_temperature(self) -> Tensor | float:
-        """Return the temperature η for a solver. A constant η stays on the CPU, so that reading it does not synchronise a GPU."""
+        """Return the temperature η for a solver; a constant η is on the CPU, because reading a GPU is slow."""
         return self.host_constant("_temperature", self.temperature)
 
     def constants(self) -> dict[str, str]:
@@ -767,7 +767,7 @@ class HeavyBallSDE(HBNODE):
         return torch.cat(self(t, (h, m)), -1)
 
     def g(self, t: Tensor, y: Tensor) -> Tensor:
-        """Return the diffusion matrix (batch, 2d, d) for torchsde; its first d matrix rows are 0, because h has no noise."""
+        """Return the diffusion matrix (batch, 2d, d) for torchsde; its first d matrix rows are 0: h has no noise."""
         _, m = self._halves(y)
         scale = torch.diag_embed(self.noise_scale(m))
         return torch.cat([torch.zeros_like(scale), scale], -2)
@@ -796,7 +796,7 @@ def diffusion(gamma: Tensor, eta: Tensor) -> Tensor:
 
 
 def _constant(value: float | Tensor, name: str, fix: str, for_zero: str) -> float | Tensor:
-    """Return a number or a tensor >= 0 as a float or a float64 tensor; a tensor that requires a gradient is unchanged."""
+    """Return a number or tensor >= 0 as a float or a float64 tensor, unchanged if it requires a gradient."""
     keeps = is_differentiated(value)
     x = as_numbers(value.detach() if keeps else value, name, fix)  # type: ignore[union-attr]  # a tensor
     if not bool(((x >= 0) & torch.isfinite(x)).all()):
